@@ -1,0 +1,31 @@
+# The one door, for people and for CI. What takes more than a line lives in scripts/.
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench venv vllm-venv clean
+
+help: ## say what each target does
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
+		while IFS="$$(printf '\t')" read -r name what; do printf '  make %-10s %s\n' "$$name" "$$what"; done
+
+demo: venv vllm-venv ## real engines sharing one pool: same tokens, cold and pooled time to first token
+	@.venv/bin/python bench/demo.py
+
+test: venv vllm-venv ## every test, in both environments (ARGS="..." goes to pytest)
+	@scripts/test $(ARGS)
+
+check: venv ## ruff, mypy and the direction of imports
+	@scripts/check
+
+bench: venv vllm-venv ## the quick form of the main benches, into .bench/
+	@scripts/bench
+
+venv: ## .venv: kvpool and its development tools
+	@scripts/venv
+
+vllm-venv: ## .venv-vllm: a CPU build of vLLM with kvpool in it
+	@scripts/vllm-venv
+
+clean: ## remove what the other targets made, environments included
+	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .demo .bench dist .coverage
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@find kvpool storage engine_plugins tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,70 @@
+"""One vLLM engine for demo and benches, driven by JSON lines. Runs in the vLLM environment.
+
+`engines.EngineProcess` starts it. The engine core is a process of its own, as in a server: inside one
+process it would spin on the interpreter lock while a load runs. Ends when its standard input does, so
+that it outlives nobody.
+
+    in   {"prompt": [ids], "max_tokens": n}
+    out  {"ready": true} once, then {"ttft_ms", "total_ms", "cached_tokens", "tokens"} for each prompt
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    # The engine's processes print to standard output; the answers need one of their own.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    asyncio.run(serve(settings, answers))
+
+
+async def serve(settings: dict[str, Any], answers: TextIO) -> None:
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    transfer = settings.get("transfer")
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            **settings["engine"],
+            kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
+        )
+    )
+    numbers = itertools.count()
+    try:
+        print(json.dumps({"ready": True}), file=answers)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            asked = json.loads(line)
+            sampling = SamplingParams(
+                max_tokens=asked["max_tokens"], temperature=0, ignore_eos=True
+            )
+            prompt = TokensPrompt(prompt_token_ids=asked["prompt"])
+            first = None
+            begun = time.perf_counter()
+            output: Any = None
+            async for output in engine.generate(prompt, sampling, str(next(numbers))):  # noqa: B007
+                first = first or time.perf_counter()
+            ended = time.perf_counter()
+            answer = {
+                "ttft_ms": 1000 * ((first or ended) - begun),
+                "total_ms": 1000 * (ended - begun),
+                "cached_tokens": output.num_cached_tokens,
+                "tokens": list(output.outputs[0].token_ids),
+            }
+            print(json.dumps(answer), file=answers)
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

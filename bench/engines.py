@@ -1,0 +1,315 @@
+"""Processes that the demo and `bench/engine.py` share: the daemon, the peer's store, real engines.
+
+Each is a context manager that leaves no process behind: children run in sessions of their own, end by
+themselves when their parent is gone, and are killed with all their descendants otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parent.parent
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+BLOCK_TOKENS = 32
+START_S, ANSWER_S, STOP_S = 180.0, 60.0, 10.0
+
+
+class Broken(Exception):
+    """A process did not start, answer or end as it should. The message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one prompt gave."""
+
+    ttft_ms: float
+    total_ms: float
+    cached_tokens: int
+    tokens: list[int]
+
+
+class Child:
+    """A process with a session of its own, its log in a file, and lines of its output in a queue."""
+
+    def __init__(self, name: str, command: Sequence[str], folder: Path, **environment: str) -> None:
+        self.name = name
+        self._log = folder / f"{name}.log"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **environment},
+                cwd=ROOT,
+                text=True,
+                bufsize=1,
+                start_new_session=True,
+            )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True, name=f"{name}-output").start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def line(self, timeout_s: float) -> str:
+        """The next line of its output. Raises `Broken` when there is none in time."""
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise Broken(f"{self.name} was silent for {timeout_s:.0f} s\n{self.tail()}") from None
+        if line is None:
+            raise Broken(f"{self.name} ended with {self.process.wait()}\n{self.tail()}")
+        return line
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line + "\n")
+        except BrokenPipeError:
+            raise Broken(f"{self.name} is gone\n{self.tail()}") from None
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self, asked_s: float = STOP_S) -> None:
+        """End it: its input ends, then SIGTERM, then SIGKILL to whatever its session still holds."""
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            try:
+                self.process.stdin.close()
+            except BrokenPipeError:
+                pass
+        try:
+            self.process.wait(asked_s)
+        except subprocess.TimeoutExpired:
+            pass
+        for sent in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, sent)
+            except ProcessLookupError:
+                break
+            try:
+                self.process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                continue
+        self.process.wait()
+
+
+@contextmanager
+def daemon(folder: Path, memory: str = "512MiB") -> Iterator[str]:
+    """A daemon on a socket of its own. Gives the socket's path."""
+    path = str(folder / "kvpool.sock")
+    child = Child(
+        "daemon",
+        [
+            *(sys.executable, "-m", "kvpool.cli", "serve"),
+            *("--socket", path, "--memory", memory, "--data-dir", str(folder / "data")),
+        ],
+        folder,
+    )
+    try:
+        child.line(START_S)
+        yield path
+    finally:
+        child.process.terminate()
+        child.stop()
+
+
+class EngineProcess:
+    """A vLLM engine. `start` returns at once, so that several can start side by side."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        folder: Path,
+        transfer: dict[str, Any] | None = None,
+        kv_bytes: int = 128 << 20,
+        **environment: str,
+    ) -> None:
+        settings = {
+            "engine": {
+                "model": str(model),
+                "dtype": "bfloat16",
+                "block_size": BLOCK_TOKENS,
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": kv_bytes,
+                "max_model_len": 4096,
+                "max_num_batched_tokens": 4096,
+                "seed": 0,
+            },
+            "transfer": transfer,
+        }
+        command = [str(VLLM_PYTHON), str(ROOT / "bench/engine_process.py"), json.dumps(settings)]
+        self._child = Child(name, command, folder, **ENVIRONMENT, **environment)
+
+    def wait_ready(self) -> None:
+        self._child.line(START_S)
+
+    def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+        self._child.tell(json.dumps({"prompt": list(prompt), "max_tokens": max_tokens}))
+        return Answer(**json.loads(self._child.line(ANSWER_S)))
+
+    def stop(self) -> None:
+        self._child.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+ENVIRONMENT = {
+    # OpenMP's barriers cost more than a second thread gains where engines share few cores.
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+def kvpool_transfer(socket_path: str, **extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "KvpoolConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket": socket_path, **extra},
+    }
+
+
+PEER_TRANSFER = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+
+PEER_STORE = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 64 << 20, "tcp", "", sys.argv[1])
+print("ready" if code == 0 else f"setup: {code}", flush=True)
+sys.stdin.read()
+store.close()
+"""
+
+
+@contextmanager
+def peer_store(folder: Path, segment_bytes: int = 512 << 20) -> Iterator[dict[str, str]]:
+    """The peer's master and a process that holds its segment. Gives the engines' environment.
+
+    Raises `Broken` where its wheel is missing or cannot be loaded.
+    """
+    port, admin = free_port(), free_port()
+    master = (
+        Child(
+            "peer-master",
+            [
+                str(VLLM_PYTHON.parent / "mooncake_master"),
+                f"--port={port}",
+                f"--metrics_port={admin}",
+            ],
+            folder,
+        )
+        if (VLLM_PYTHON.parent / "mooncake_master").exists()
+        else None
+    )
+    if master is None:
+        raise Broken("the peer's wheel (mooncake-transfer-engine-non-cuda) is not installed")
+    address = f"127.0.0.1:{port}"
+    store = None
+    try:
+        wait_for_port(port, master)
+        store = Child(
+            "peer-store",
+            [str(VLLM_PYTHON), "-c", PEER_STORE, address, str(segment_bytes)],
+            folder,
+        )
+        while not (line := store.line(START_S)).startswith("ready"):
+            if line.startswith("setup"):
+                raise Broken(f"the peer's store did not start: {line}\n{store.tail()}")
+        config = folder / "peer.json"
+        config.write_text(
+            json.dumps(
+                {
+                    "mode": "standalone-store",
+                    "protocol": "tcp",
+                    "metadata_server": "P2PHANDSHAKE",
+                    "master_server_address": address,
+                    "global_segment_size": 0,
+                    "local_buffer_size": 256 << 20,
+                }
+            )
+        )
+        yield {"MOONCAKE_CONFIG_PATH": str(config)}
+    finally:
+        if store is not None:
+            store.stop()
+        master.process.terminate()
+        master.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for_port(port: int, child: Child) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        if child.process.poll() is not None:
+            raise Broken(f"{child.name} ended with {child.process.returncode}\n{child.tail()}")
+        time.sleep(0.05)
+    raise Broken(f"{child.name} does not listen\n{child.tail()}")
+
+
+def tiny_model(kind: str = "llama") -> Path:
+    """A model of `tiny_models.py`, made on first use."""
+    out = ROOT / ".demo" / "models" / kind
+    if not (out / "tokenizer.json").exists():
+        script = str(ROOT / "bench" / "tiny_models.py")
+        made = subprocess.run(
+            [str(VLLM_PYTHON), script, kind, str(out)], capture_output=True, text=True, check=False
+        )
+        if made.returncode:
+            raise Broken(f"the tiny model could not be made\n{made.stderr}")
+    return out
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM unwind like Ctrl-C does, so that every child is stopped."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def wait_for_blocks(socket_path: str, committed: int) -> None:
+    """Wait until the daemon has committed so many parts of blocks since it started."""
+    from kvpool.client import Client
+
+    deadline = time.monotonic() + ANSWER_S
+    with Client(socket_path) as client:
+        while client.stats()["counters"]["committed"] < committed:
+            if time.monotonic() > deadline:
+                raise Broken(f"the pool did not get {committed} blocks: {client.stats()}")
+            time.sleep(0.02)
+
+
+def blocks_of(prompt_tokens: int, generated: int) -> int:
+    """Whole blocks whose KV an engine computed: the last generated token's is not."""
+    return (prompt_tokens + generated - 1) // BLOCK_TOKENS

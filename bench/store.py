@@ -1,0 +1,378 @@
+"""How fast one node is, beside what the machine can do: put, get, match, pull.
+
+    .venv/bin/python bench/store.py [--quick] [--json FILE] [--only PART]
+
+Limits: memcpy is numpy's, one call over the batch, into or out of the very slots of the segment that
+the store used; the stream is one plain TCP connection between two processes, `sendall` to `recv_into`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Daemon, Report, daemon, in_turns, median, parse_arguments, percentile, seconds
+
+from kvpool.client import Client
+from kvpool.types import Namespace, NamespaceRecord
+
+MIB = 1 << 20
+SIZES = [
+    (4 << 10, 128),
+    (16 << 10, 128),
+    (64 << 10, 64),
+    (256 << 10, 64),
+    (1 << 20, 32),
+    (4 << 20, 8),
+]
+_numbers = itertools.count(1)
+
+
+def fresh_keys(n: int) -> bytes:
+    """Keys that were never used, spread like hashes."""
+    start = next(_numbers)
+    return np.random.default_rng([start, os.getpid()]).bytes(16 * n)
+
+
+def open_namespace(client: Client, name: str, nbytes: int) -> Namespace:
+    return client.open(NamespaceRecord.simple(name, block_bytes=nbytes, block_tokens=16))
+
+
+def shared_memory(report: Report, client: Client) -> None:
+    """Put and get on one node, beside memcpy of the same bytes at the same slots."""
+    print("same node, GB/s")
+    for nbytes, n in SIZES:
+        rounds = (31 if report.quick else 101) if nbytes * n < 8 * MIB else (15 if report.quick else 51)
+        ns = open_namespace(client, f"shm-{nbytes}", nbytes)
+        source = np.random.default_rng(0).integers(0, 255, (n, nbytes), dtype=np.uint8)
+        out = np.empty_like(source)
+        keys = fresh_keys(n)
+        assert client.put(ns, keys, source) == n
+        with client.acquire(ns, keys) as lease:
+            slots = lease.slots[0]
+            table, rows = slots.table, slots.rows.copy()
+        get, copy_out = in_turns(
+            rounds,
+            lambda: client.get_into(ns, keys, out),
+            lambda: np.take(table, rows, axis=0, out=out, mode="clip"),
+        )
+        out[:] = 0
+        assert client.get_into(ns, keys, out).all(), "a block is gone"
+        assert (out == source).all(), "wrong bytes"
+        client.remove(ns, keys)
+
+        put: list[float] = []
+        copy_in: list[float] = []
+        for number in range(rounds + 3):
+            keys = fresh_keys(n)
+            first = seconds(lambda: table.__setitem__(rows, source)) if number % 2 else None
+            taken = seconds(lambda: client.put(ns, keys, source))  # noqa: B023  (called at once)
+            with client.acquire(ns, keys) as lease:
+                rows = lease.slots[0].rows.copy()
+            last = None if number % 2 else seconds(lambda: table.__setitem__(rows, source))
+            client.remove(ns, keys)
+            if number >= 3:
+                put.append(taken)
+                copy_in.append(first if first is not None else last or 0.0)
+        total = nbytes * n / 1e9
+        ratio_get = median(copy_out) / median(get)
+        ratio_put = median(copy_in) / median(put)
+        label = f"{nbytes >> 10} KiB x {n}"
+        report.row(
+            f"shm {label}",
+            get=total / median(get),
+            memcpy_out=total / median(copy_out),
+            get_ratio=ratio_get,
+            put=total / median(put),
+            memcpy_in=total / median(copy_in),
+            put_ratio=ratio_put,
+        )
+        if nbytes == 1 << 20:
+            report.check("shm_get_1m", ratio_get, at_least=0.85)
+            report.check("shm_put_1m", ratio_put, at_least=0.75)
+        if nbytes == 64 << 10:
+            report.check("shm_get_64k", ratio_get, at_least=0.6)
+            report.check("shm_put_64k", ratio_put, at_least=0.5)
+
+
+def fill_chains(client: Client, ns: Namespace, chains: int, length: int, nbytes: int) -> list[bytes]:
+    data = np.zeros((length, nbytes), dtype=np.uint8)
+    keys = [fresh_keys(length) for _ in range(chains)]
+    for chain in keys:
+        client.put(ns, chain, data)
+    return keys
+
+
+def lookups(report: Report, client: Client) -> None:
+    """`match` and `contains`, 128 keys a call, one caller, 100,000 blocks resident."""
+    print("lookups, 128 keys a call")
+    ns = open_namespace(client, "lookups", 1024)
+    chains = fill_chains(client, ns, 800, 128, 1024)
+    rounds = 4000 if report.quick else 20_000
+    order = np.random.default_rng(1).integers(0, len(chains), rounds + 200).tolist()
+    for name, call in (("match", client.match), ("contains", client.contains)):
+        times = [seconds(lambda: call(ns, chains[index])) for index in order][200:]  # noqa: B023
+        keys_s = 128 * len(times) / sum(times)
+        p50, p99 = percentile(times, 0.5) * 1e6, percentile(times, 0.99) * 1e6
+        report.row(name, keys_s=keys_s, p50_us=p50, p99_us=p99)
+        if name == "match":
+            report.check("match_keys_s", keys_s, at_least=1_000_000)
+            report.check("match_p50_us", p50, at_most=150)
+        else:
+            report.check("contains_keys_s", keys_s, at_least=1_000_000)
+    assert client.match(ns, chains[0]) == 128
+    client.remove(ns, b"".join(chains[:500]))
+    client.remove(ns, b"".join(chains[500:]))
+
+
+# ---- pulls -------------------------------------------------------------------------------------------
+
+STREAM_SENDER = """
+import socket, sys
+size = int(sys.argv[1])
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+peer, _ = listener.accept()
+chunk = bytes(128 << 10)
+while peer.recv(1):
+    for _ in range(size // len(chunk)):
+        peer.sendall(chunk)
+"""
+
+
+@contextlib.contextmanager
+def plain_stream(size: int) -> Any:
+    """A function that receives `size` bytes over one TCP connection from another process."""
+    sender = subprocess.Popen(
+        [sys.executable, "-c", STREAM_SENDER, str(size)], stdout=subprocess.PIPE, text=True
+    )
+    assert sender.stdout is not None
+    port = int(sender.stdout.readline())
+    sock = socket.create_connection(("127.0.0.1", port))
+    buffer = bytearray(128 << 10)
+
+    def receive() -> None:
+        sock.sendall(b"g")
+        left = size
+        while left:
+            left -= sock.recv_into(buffer, min(left, len(buffer)))
+
+    try:
+        yield receive
+    finally:
+        sock.close()
+        sender.wait(timeout=10)
+
+
+def pulls(report: Report, owner: Client, puller: Client) -> None:
+    """Daemon to daemon over TCP, checksums verified, beside one plain stream of as many bytes."""
+    print("pulls, daemon to daemon, GB/s")
+    for nbytes, n in ((1 << 20, 32), (64 << 10, 512), (4 << 10, 4096)):
+        name = f"pull-{nbytes}"
+        here, there = open_namespace(puller, name, nbytes), open_namespace(owner, name, nbytes)
+        source = np.random.default_rng(2).integers(0, 255, (n, nbytes), dtype=np.uint8)
+        keys = fresh_keys(n)
+        assert owner.put(there, keys, source) == n
+        times: dict[str, list[float]] = {"pull": [], "stream": []}
+        with plain_stream(nbytes * n) as receive:
+            for number in range((11 if report.quick else 31) + 2):
+                for which in ("pull", "stream") if number % 2 else ("stream", "pull"):
+                    if which == "stream":
+                        taken = seconds(receive)
+                    else:
+                        puller.remove(here, keys)
+                        start = time.perf_counter()
+                        pulled = puller.pull(here, keys, wait_s=30.0)
+                        taken = time.perf_counter() - start
+                        assert pulled == n, f"{pulled} of {n} blocks arrived"
+                    if number >= 2:
+                        times[which].append(taken)
+        out = np.empty_like(source)
+        assert puller.get_into(here, keys, out).all(), "a block is gone"
+        assert (out == source).all(), "wrong bytes"
+        total = nbytes * n / 1e9
+        ratio = median(times["stream"]) / median(times["pull"])
+        report.row(
+            f"tcp {nbytes >> 10} KiB x {n}",
+            pull=total / median(times["pull"]),
+            stream=total / median(times["stream"]),
+            ratio=ratio,
+        )
+        if nbytes == 1 << 20:
+            report.check("tcp_pull_1m", ratio, at_least=1.0)
+        owner.remove(there, keys)
+        puller.remove(here, keys)
+
+
+def lookups_under_pulls(report: Report, owner: Client, puller: Client, sockets: list[str]) -> None:
+    """The p99 of `match` at both daemons while bulk pulls run between them, over that of idle ones."""
+    print("match while pulls run")
+    n, nbytes = 32, 1 << 20
+    there, here = (open_namespace(c, "bulk", nbytes) for c in (owner, puller))
+    keys = fresh_keys(n)
+    owner.put(there, keys, np.zeros((n, nbytes), dtype=np.uint8))
+    chains = {}
+    for client in (owner, puller):
+        ns = open_namespace(client, "under", 1024)
+        chains[client] = (ns, fill_chains(client, ns, 100, 128, 1024))
+    rounds, calls = (5, 1500) if report.quick else (11, 4000)
+    p99: dict[tuple[bool, Client], list[float]] = {}
+    pulled = 0
+    for _ in range(rounds):
+        for busy in (False, True):
+            load = None
+            if busy:
+                load = subprocess.Popen(
+                    [sys.executable, "-c", PULL_LOOP, sockets[1], keys.hex()],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    cwd=Path(__file__).parent,
+                )
+                assert load.stdout is not None
+                load.stdout.readline()
+            for client in (owner, puller):
+                ns, known = chains[client]
+                times = [seconds(lambda: client.match(ns, known[i % 100])) for i in range(calls)]  # noqa: B023
+                p99.setdefault((busy, client), []).append(percentile(times, 0.99))
+            if load is not None:
+                counted, _ = load.communicate("stop\n", timeout=60)
+                pulled += int(counted)
+    worst = 0.0
+    for name, client in (("owner", owner), ("puller", puller)):
+        idle, loaded = median(p99[False, client]) * 1e6, median(p99[True, client]) * 1e6
+        report.row(f"p99 at the {name}", idle_us=idle, under_pull_us=loaded, ratio=loaded / idle)
+        worst = max(worst, loaded / idle)
+    report.row("pulls meanwhile", count=pulled)
+    report.check("match_p99_under_pull", worst, at_most=2)
+
+
+PULL_LOOP = """
+import sys, threading
+from store import open_namespace
+from kvpool.client import Client
+client = Client(sys.argv[1], connect=True)
+keys = bytes.fromhex(sys.argv[2])
+ns = open_namespace(client, "bulk", 1 << 20)
+stop = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.readline(), stop.set()), daemon=True).start()
+done = 0
+while not stop.is_set():
+    client.remove(ns, keys)
+    if client.pull(ns, keys, wait_s=10.0) == 32:
+        done += 1
+    if done == 1:
+        print("running", flush=True)
+        done += 1
+print(done - 1)
+"""
+
+
+# ---- full pools --------------------------------------------------------------------------------------
+
+
+def full_pools(report: Report, folder: Path) -> None:
+    """A put into a full pool of a million blocks, beside one of ten thousand; and puts that fail."""
+    print("full pools, blocks of 1 KiB")
+    nbytes, n = 1024, 32
+    source = np.zeros((n, nbytes), dtype=np.uint8)
+    with contextlib.ExitStack() as stack:
+        pools = []
+        for blocks in (10_000, 1_000_000):
+            started = stack.enter_context(daemon(folder, f"full-{blocks}", str(blocks * nbytes)))
+            client = stack.enter_context(Client(started.socket, connect=True))
+            ns = open_namespace(client, "full", nbytes)
+            batch = np.zeros((1000, nbytes), dtype=np.uint8)
+            for _ in range(blocks // 1000 + 1):
+                client.put(ns, fresh_keys(1000), batch)
+            resident = client.stats()["tenants"]["default"]["blocks"]
+            pools.append((client, ns, resident))
+        small, large = in_turns(
+            400 if report.quick else 2000,
+            *[lambda c=c, ns=ns: c.put(ns, fresh_keys(n), source) for c, ns, _ in pools],
+            warmup=50,
+        )
+        report.row(
+            "put of 32 blocks",
+            us_at_10k=median(small) * 1e6,
+            us_at_1m=median(large) * 1e6,
+            resident=[resident for _, _, resident in pools],
+        )
+        report.check("put_1m_vs_10k", median(large) / median(small), at_most=1.2)
+        client, ns, _ = pools[1]
+        failed = 0
+        one = source[:1]
+        start = time.perf_counter()
+        for _ in range(100):
+            keys = fresh_keys(1000)
+            for at in range(0, len(keys), 16):
+                failed += client.put(ns, keys[at : at + 16], one) != 1
+        report.row("100,000 puts of one block", seconds=time.perf_counter() - start, failed=failed)
+        report.check("full_pool_failed_puts", failed, at_most=0)
+
+
+def idle(report: Report, one: Daemon) -> None:
+    """What a daemon costs that nobody talks to: CPU, and memory besides its segments."""
+    print("idle daemon")
+    clock = os.sysconf("SC_CLK_TCK")
+
+    def ticks() -> int:
+        total = 0
+        for pid in one.pids:
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            total += int(fields[11]) + int(fields[12])
+        return total
+
+    before, start = ticks(), time.monotonic()
+    threading.Event().wait(5.0)
+    share = (ticks() - before) / clock / (time.monotonic() - start)
+    resident = 0
+    for pid in one.pids:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        kib = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Rss")}
+        resident += int(kib["RssAnon"]) + int(kib["RssFile"])
+    report.row("idle", cpu_share=share, rss_mb=resident / 1024, processes=len(one.pids))
+    report.check("idle_cpu_share", share, at_most=0.01)
+    report.check("idle_rss_mb", resident / 1024, at_most=120)
+
+
+def main() -> int:
+    report, arguments = parse_arguments(__doc__ or "")
+
+    def wanted(part: str) -> bool:
+        return arguments.only in part
+
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-bench-")))
+        a = stack.enter_context(daemon(folder, "a", "1GiB", "--listen", "tcp://127.0.0.1:0"))
+        b = stack.enter_context(daemon(folder, "b", "1GiB", "--peer", a.url))
+        if wanted("idle"):
+            idle(report, b)
+        owner = stack.enter_context(Client(a.socket, connect=True))
+        puller = stack.enter_context(Client(b.socket, connect=True))
+        if wanted("shm"):
+            shared_memory(report, owner)
+        if wanted("lookups"):
+            lookups(report, owner)
+        if wanted("pulls"):
+            pulls(report, owner, puller)
+        if wanted("under"):
+            lookups_under_pulls(report, owner, puller, [a.socket, b.socket])
+    with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as name:
+        if wanted("full"):
+            full_pools(report, Path(name))
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

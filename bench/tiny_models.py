@@ -1,0 +1,109 @@
+"""Tiny random-weight models whose output depends on their KV cache. Needs torch and transformers.
+
+Plain default initialisation repeats one token whatever the KV holds, so it proves nothing. With
+these standard deviations every token depends on the whole prompt, and zeroing the stored KV changes
+the output. Nothing is downloaded.
+
+Usage: python bench/tiny_models.py KIND OUT_DIR      (KIND: llama, gemma)
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+EMBEDDING_STD, ATTENTION_STD, OTHER_STD = 1.0, 0.10, 0.09
+MAX_POSITIONS = 8192
+
+
+def make(kind: str, out: Path) -> Path:
+    """Write a model and its tokenizer to `out` unless they are there. Returns `out`."""
+    if not (out / "tokenizer.json").exists():
+        _save_model(_model(kind), out)
+        _save_tokenizer(out)
+    return out
+
+
+def _model(kind: str) -> Any:
+    import torch
+    from transformers import (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    torch.manual_seed(0)
+    if kind == "llama":
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=256,
+                intermediate_size=512,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=MAX_POSITIONS,
+                dtype="bfloat16",
+            )
+        )
+    if kind == "gemma":
+        return Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=256,
+                intermediate_size=512,
+                num_hidden_layers=6,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=64,
+                sliding_window=64,
+                layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+                max_position_embeddings=MAX_POSITIONS,
+                dtype="bfloat16",
+            )
+        )
+    raise ValueError(f"no tiny model {kind!r}: llama or gemma")
+
+
+def _save_model(model: Any, out: Path) -> None:
+    import torch
+
+    # Gemma multiplies embeddings by the root of the hidden size, and would drown attention in them.
+    embedding_std = EMBEDDING_STD / (16 if model.config.model_type.startswith("gemma") else 1)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            attention = "q_proj" in name or "k_proj" in name
+            std = embedding_std if "embed" in name else ATTENTION_STD if attention else OTHER_STD
+            torch.nn.init.normal_(weight, std=std)
+    model.to(torch.bfloat16).save_pretrained(out)
+
+
+def _save_tokenizer(out: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({f"tok{i}": i for i in range(VOCABULARY)}, unk_token="tok0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="tok0", eos_token="tok1", bos_token="tok2"
+    ).save_pretrained(out)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """A prompt of random tokens, the same for a seed everywhere; special tokens never occur."""
+    import random
+
+    draw = random.Random(seed)
+    return [draw.randrange(3, VOCABULARY) for _ in range(tokens)]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind")
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    make(arguments.kind, arguments.out)

@@ -1,0 +1,32 @@
+"""The vLLM plugin: a KV connector that saves blocks into the pool and loads them from it.
+
+`register` is the `vllm.general_plugins` entry point. Importing this package imports neither vLLM nor
+torch; vLLM imports `connector` when a configuration names `KvpoolConnector`.
+
+    connector.py   what vLLM sees: a thin facade over the two halves, and its pickled messages
+    scheduler.py   scheduler half: lookups, leases, pins; no I/O except the client's
+    worker.py      worker half: copies between the paged KV and the pool's slots
+    plan.py        messages between the halves; which blocks to load, save and pin (pure)
+    layout.py      byte views of the paged KV, gather and scatter on the host
+    device.py      the same through a side stream, for accelerators
+    namespace.py   what must agree for bytes to be exchangeable; refusals at start-up
+    config.py      kv_connector_extra_config, read once
+    metrics.py     counters through vLLM's own seam
+"""
+
+from __future__ import annotations
+
+NAME = "KvpoolConnector"
+MODULE = "kvpool.engine_plugins.vllm.connector"
+
+
+def register() -> None:
+    """Make `kv_connector="KvpoolConnector"` known to vLLM.
+
+    vLLM calls this in every process and again after a respawn, and refuses a second registration,
+    so a name that is there already is left alone.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, MODULE, NAME)

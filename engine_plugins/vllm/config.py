@@ -1,0 +1,116 @@
+"""`kv_connector_extra_config` of the plugin: read once into a frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from kvpool.errors import ConfigError
+from kvpool.types import DEFAULT_TENANT
+
+PIN_SHARE_MAX = 0.1
+
+
+class LoadMode(StrEnum):
+    """How blocks are loaded: before the step that needs them, or beside other requests' steps."""
+
+    AUTO = "auto"
+    ASYNC = "async"
+    SYNC = "sync"
+
+
+@dataclass(frozen=True, slots=True)
+class PluginConfig:
+    """Settings of one engine. Times are in seconds, sizes in bytes.
+
+    socket: the daemon's unix socket; None means `KVPOOL_SOCKET`, else the default path.
+    tenant, token: who the engine is to the pool.
+    model: name of the model in the namespace, for engines that hold the same weights under
+        different paths; None means the path or id that vLLM was given.
+    epoch: part of the namespace. Give engines a new one when their weights change in place.
+    lease_s: how long slots stay readable after a lookup; a load that ends later is a failed load.
+    lookup_timeout_s: the longest that a lookup may hold the scheduler.
+    request_timeout_s: deadline of the workers' requests (join, reserve, commit).
+    load_mode: `auto` loads synchronously when the engine has one cache group and a rank's share of
+        the hit is at most `sync_load_bytes`; `sync` is impossible with several cache groups, since
+        vLLM has no way to report a failed synchronous load there.
+    min_load_blocks: shorter hits are not worth a load.
+    pin_share: the share of the engine's blocks that saves may pin at a time, at most 0.1.
+    resave_s: a block that was offered to the pool is not offered again for so long.
+    """
+
+    socket: str | None = None
+    tenant: str = DEFAULT_TENANT
+    token: str | None = None
+    model: str | None = None
+    epoch: str = "0"
+    lease_s: float = 10.0
+    lookup_timeout_s: float = 0.05
+    request_timeout_s: float = 1.0
+    load_mode: LoadMode = LoadMode.AUTO
+    sync_load_bytes: int = 32 << 20
+    min_load_blocks: int = 1
+    pin_share: float = PIN_SHARE_MAX
+    resave_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("lease_s", "lookup_timeout_s", "request_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{_where(name)} must be more than 0 seconds")
+        if not self.resave_s >= 0:
+            raise ConfigError(f"{_where('resave_s')} must be at least 0 seconds")
+        if self.sync_load_bytes < 0:
+            raise ConfigError(f"{_where('sync_load_bytes')} must be at least 0")
+        if self.min_load_blocks < 1:
+            raise ConfigError(f"{_where('min_load_blocks')} must be at least 1")
+        if not 0 < self.pin_share <= PIN_SHARE_MAX:
+            raise ConfigError(
+                f"{_where('pin_share')} is {self.pin_share}; it must be more than 0 and at most "
+                f"{PIN_SHARE_MAX}, since pinned blocks are lost to the engine's own cache"
+            )
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any] | None) -> PluginConfig:
+        """The configuration that an engine was given. Raises `ConfigError` naming what is wrong."""
+        given = dict(extra or {})
+        known = {field.name: field for field in fields(cls)}
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"kv_connector_extra_config has no setting {', '.join(map(repr, unknown))}; "
+                f"there are {', '.join(sorted(known))}"
+            )
+        values: dict[str, Any] = {name: _typed(name, value, cls) for name, value in given.items()}
+        return cls(**values)
+
+
+def _where(name: str) -> str:
+    return f"kv_connector_extra_config[{name!r}]"
+
+
+def _typed(name: str, value: object, cls: type[PluginConfig]) -> object:
+    """`value` in the type of the setting's default; None only where None is the default."""
+    default = {field.name: field.default for field in fields(cls)}[name]
+    if default is None:
+        if value is None or isinstance(value, str):
+            return value
+        raise ConfigError(f"{_where(name)} must be a string, not {value!r}")
+    if isinstance(default, LoadMode):
+        try:
+            return LoadMode(str(value))
+        except ValueError:
+            modes = ", ".join(LoadMode)
+            raise ConfigError(f"{_where(name)} is {value!r}; it must be one of {modes}") from None
+    if isinstance(default, str):
+        if isinstance(value, (str, int)) and not isinstance(value, bool):
+            return str(value)
+        raise ConfigError(f"{_where(name)} must be a string, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{_where(name)} must be a number, not {value!r}")
+    if isinstance(default, int):
+        if value != int(value):
+            raise ConfigError(f"{_where(name)} must be a whole number, not {value!r}")
+        return int(value)
+    return float(value)

@@ -1,0 +1,354 @@
+"""What vLLM sees: `KvpoolConnector`, a facade that hands each call to the half it belongs to.
+
+vLLM makes one instance with role SCHEDULER in the engine core and one with role WORKER in each
+rank. The halves know nothing of vLLM; what crosses between processes is wrapped here in the
+classes that vLLM wants. The namespace needs what only ranks know (their layers' bytes, backends,
+instruction set), so ranks report it through vLLM's handshake, or with their first step where
+another connector (under `MultiConnector`) has taken the handshake for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+from vllm.version import __version__ as vllm_version
+
+from kvpool.client import Client
+from kvpool.engine_plugins.vllm import namespace
+from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
+from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
+from kvpool.engine_plugins.vllm.layout import HostPages, Pages, byte_rows
+from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport, StepDone, StepPlan
+from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
+from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
+from kvpool.engine_plugins.vllm.worker import WorkerHalf
+from kvpool.errors import ConfigError
+from kvpool.types import NamespaceRecord
+
+logger = init_logger(__name__)
+
+COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass
+class KvpoolHandshake(KVConnectorHandshakeMetadata):
+    report: RankReport
+
+
+@dataclass
+class KvpoolMetadata(KVConnectorMetadata):
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass
+class KvpoolWorkerMetadata(KVConnectorWorkerMetadata):
+    done: StepDone
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KvpoolWorkerMetadata:
+        self.done.merge(other.done)
+        return self
+
+
+class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV blocks of this engine in the node's pool. Best effort: without a pool it only computes."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        self._config = PluginConfig.from_extra(transfer.kv_connector_extra_config)
+        parallel = vllm_config.parallel_config
+        self._rules: list[GroupRule] = namespace.group_rules(
+            kv_cache_config, _hash_tokens(kv_cache_config), parallel.decode_context_parallel_size
+        )
+        self._by_version = namespace.check_hashes(
+            vllm_config.cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
+        )
+        self._single_group = len(kv_cache_config.kv_cache_groups) == 1
+        if self._config.load_mode is LoadMode.SYNC and not self._single_group:
+            raise ConfigError(
+                "load_mode sync needs a model with one cache group: vLLM has no way to report a "
+                "failed synchronous load of several. Use auto or async"
+            )
+        self._client = Client(
+            self._config.socket,
+            tenant=self._config.tenant,
+            token=self._config.token,
+            instance=str(transfer.engine_id),
+            timeout_s=(
+                self._config.lookup_timeout_s
+                if role == KVConnectorRole.SCHEDULER
+                else self._config.request_timeout_s
+            ),
+        )
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._segments: PinnedSegments | None = None
+        self._failed_blocks: set[int] = set()
+        self._reports: dict[int, RankReport] = {}
+        if role == KVConnectorRole.SCHEDULER:
+            if transfer.kv_load_failure_policy != "recompute":
+                logger.warning(
+                    'kv_load_failure_policy is "%s": a block that cannot be loaded from the pool '
+                    'fails its request. Set it to "recompute".',
+                    transfer.kv_load_failure_policy,
+                )
+            self._scheduler = SchedulerHalf(
+                self._client,
+                self._config,
+                Engine(
+                    rules=self._rules,
+                    hash_tokens=_hash_tokens(kv_cache_config),
+                    blocks=kv_cache_config.num_blocks,
+                    ranks=parallel.world_size,
+                    single_group=self._single_group,
+                    loads=transfer.is_kv_consumer,
+                    saves=transfer.is_kv_producer,
+                ),
+                new_epoch=lambda: uuid.uuid4().hex,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is lost costs a later hit, nothing else."""
+        return False
+
+    # --- start-up: ranks report, the scheduler half learns the namespace --------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        device = next(iter(kv_caches.values())).device
+        blocks = self._kv_cache_config.num_blocks
+        groups = [self._kv_cache_config.kv_cache_groups[rule.group] for rule in self._rules]
+        rows = [
+            [
+                (name, byte_rows(kv_caches[name], blocks))
+                for name in sorted(group.layer_names)
+                if name in kv_caches
+            ]
+            for group in groups
+        ]
+        if not all(rows):
+            raise ConfigError(
+                "a pipeline stage holds no layer of some cache group: choose the stages so that "
+                "each has layers of every group, or serve this model without the connector"
+            )
+        layers = self._vllm_config.compilation_config.static_forward_context
+        report = RankReport(
+            rank=self._vllm_config.parallel_config.rank,
+            device=device.type,
+            layout=str(self._kv_cache_config.kv_cache_layout),
+            isa=namespace.isa(device.type),
+            groups=[[(name, int(row.shape[1])) for name, row in group] for group in rows],
+            backends={
+                name: layers[name].get_attn_backend().get_name()
+                for group in rows
+                for name, _ in group
+            },
+        )
+        on_host = device.type == "cpu"
+        segments = None if on_host else PinnedSegments(device)
+
+        def make_pages() -> Sequence[Pages]:
+            if segments is None:
+                return [HostPages([row.numpy() for _, row in group]) for group in rows]
+            return [DevicePages([row for _, row in group], segments) for group in rows]
+
+        def record_ready() -> Any:
+            return (
+                None if on_host else torch.get_device_module(device).current_stream().record_event()
+            )
+
+        def thread_setup() -> None:
+            if not on_host:
+                torch.get_device_module(device).set_device(device)
+
+        self._segments = segments
+        self._worker = WorkerHalf(
+            self._client,
+            report,
+            make_pages,
+            single_group=self._single_group,
+            record_ready=record_ready,
+            thread_setup=thread_setup,
+        )
+
+    def get_handshake_metadata(self) -> KvpoolHandshake | None:
+        return None if self._worker is None else KvpoolHandshake(self._worker.report)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._learn([one.report for one in metadata.values() if isinstance(one, KvpoolHandshake)])
+
+    def _learn(self, reports: Sequence[RankReport]) -> None:
+        """Collect the ranks' reports; when all are there, the namespace is known."""
+        scheduler = self._scheduler
+        assert scheduler is not None
+        self._reports.update({report.rank: report for report in reports})
+        ranks = self._vllm_config.parallel_config.world_size
+        if scheduler.ready or len(self._reports) < ranks:
+            return
+        scheduler.set_namespace(self._record)
+
+    def _record(self, epoch: str) -> NamespaceRecord:
+        versions = {"python": platform.python_version(), "vllm": vllm_version}
+        return namespace.record(
+            self._vllm_config,
+            self._kv_cache_config,
+            self._config,
+            self._rules,
+            [self._reports[rank] for rank in sorted(self._reports)],
+            seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
+            versions=versions if self._by_version else {},
+            hash_tokens=_hash_tokens(self._kv_cache_config),
+            epoch=epoch,
+        )
+
+    # --- scheduler --------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvpoolMetadata:
+        assert self._scheduler is not None
+        state = scheduler_output.kv_connector_block_state
+        return KvpoolMetadata(
+            self._scheduler.plan_step(scheduler_output.num_scheduled_tokens, state.get_block_ids)
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, KvpoolWorkerMetadata):
+            self._scheduler.step_done(metadata.done)
+            if metadata.done.reports:
+                self._learn(metadata.done.reports)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        completed = request.status in COMPLETED
+        self._scheduler.request_finished(request, block_ids, completed=completed)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_work()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler is not None and self._scheduler.pins.pinned > 0
+
+    def reset_cache(self) -> bool | None:
+        assert self._scheduler is not None
+        return self._scheduler.reset()
+
+    # --- worker, once a step ----------------------------------------------------------------------
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.start_loads(self._get_connector_metadata().plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole before the step that uses them."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Saves start when the step's forward pass was submitted."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.start_saves(self._get_connector_metadata().plan)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        results = self._worker.take_loads()
+        self._failed_blocks = results.failed_blocks
+        return KVConnectorTransferResults(
+            finished_recving=results.finished, failed_recving=results.failed_requests
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> KvpoolWorkerMetadata | None:
+        done = self._worker.take_done() if self._worker is not None else None
+        return None if done is None else KvpoolWorkerMetadata(done)
+
+    # --- both -------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KvpoolStats | None:
+        half = self._scheduler or self._worker
+        tally = half.counters.take() if half is not None else {}
+        return KvpoolStats(data=tally) if tally else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._segments is not None:
+            self._segments.close()
+        self._client.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvpoolStats | None:
+        return KvpoolStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvpoolPromMetrics:
+        return KvpoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _hash_tokens(kv_cache_config: Any) -> int:
+    tokens = kv_cache_config.hash_block_size
+    assert tokens, "the engine core resolves the hash block size before it makes connectors"
+    return int(tokens)

@@ -1,0 +1,132 @@
+"""Byte views of an engine's paged KV, and the copies between them and the pool's slots.
+
+A part is, for one block id, the bytes of that block in each of the group's layers, one layer after
+the other. Copies move many blocks a call: a call a block would take the interpreter lock back once
+a block, and beside one busy thread each time costs a switch interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Index = NDArray[np.int64]
+
+CHUNK_BYTES = 16 << 20
+
+
+class SlotTable(Protocol):
+    """Slots of one size in the pool's segment, as `kvpool.client.Slots` gives them."""
+
+    @property
+    def table(self) -> Bytes:
+        """The segment as rows, of which each slot is one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes used of each row."""
+
+
+class Pages(Protocol):
+    """The paged KV of one cache group on one rank."""
+
+    nbytes: int
+
+    def to_slots(self, blocks: Index, slots: SlotTable, rows: Index, ready: Any) -> None:
+        """Copy the blocks `blocks` into the segment's `rows`; done when it returns.
+
+        ready: what the engine's step left to wait for (`ready` of `Mover`), or None.
+        """
+
+    def from_slots(self, slots: SlotTable, rows: Index, blocks: Index) -> None:
+        """Copy the segment's `rows` into the blocks `blocks`; done when it returns."""
+
+
+def byte_rows(tensor: Any, num_blocks: int) -> Any:
+    """A tensor of paged KV as uint8 rows, one a block, over the same memory.
+
+    The engine's dimension 0 counts blocks or, where kernels use smaller ones, a fixed number of
+    kernel blocks a block; either way a block's bytes lie together in every layout but those that
+    put heads or layers outside of blocks, which are refused.
+    """
+    import torch
+
+    per_block, rest = divmod(tensor.shape[0], num_blocks)
+    if rest or per_block == 0:
+        raise ValueError(f"{tensor.shape[0]} rows of KV for {num_blocks} blocks")
+    size = tensor.element_size()
+    page = tensor[0].numel() * size
+    span = 1 + sum(
+        (length - 1) * stride
+        for length, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+    )
+    if span * size != page or (per_block > 1 and tensor.stride(0) * size != page):
+        raise ValueError("the bytes of a block do not lie together in this KV cache layout")
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(),
+        tensor.storage_offset() * size,
+        (num_blocks, page * per_block),
+        (tensor.stride(0) * size * per_block, 1),
+    )
+
+
+class HostPages:
+    """Paged KV in host memory. Used by one thread at a time: it owns the scratch memory.
+
+    layers: arrays of shape (blocks, bytes of a block in that layer).
+    """
+
+    def __init__(self, layers: Sequence[Bytes], chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._layers = list(layers)
+        self._spans = list(spans([layer.shape[1] for layer in layers]))
+        self.nbytes = self._spans[-1][1]
+        self._chunk_bytes = chunk_bytes
+        self._scratch: Bytes = np.empty(0, np.uint8)
+
+    def to_slots(self, blocks: Index, slots: SlotTable, rows: Index, ready: Any = None) -> None:
+        assert slots.nbytes == self.nbytes
+        for chunk in self._chunks(len(blocks), self.nbytes):
+            for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
+                piece = self._take(layer, blocks[chunk])
+                slots.table[rows[chunk], start:stop] = piece
+
+    def from_slots(self, slots: SlotTable, rows: Index, blocks: Index) -> None:
+        assert slots.nbytes == self.nbytes
+        for chunk in self._chunks(len(blocks), slots.table.shape[1]):
+            whole = self._take(slots.table, rows[chunk])
+            for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
+                layer[blocks[chunk]] = whole[:, start:stop]
+
+    def _take(self, source: Bytes, index: Index) -> Bytes:
+        """Rows of `source` in scratch memory that stays warm: fresh memory costs a page fault a
+        page, several times the copy itself."""
+        if not source.flags.c_contiguous:
+            # `take` would first make the whole source contiguous.
+            return source[index]
+        shape = (len(index), source.shape[1])
+        if self._scratch.size < shape[0] * shape[1]:
+            self._scratch = np.empty(shape[0] * shape[1], np.uint8)
+        out = self._scratch[: shape[0] * shape[1]].reshape(shape)
+        return np.take(source, index, axis=0, out=out, mode="clip")
+
+    def _chunks(self, count: int, row_bytes: int) -> Iterator[slice]:
+        return chunks(count, row_bytes, self._chunk_bytes)
+
+
+def spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Start and end of each piece when pieces of these sizes lie one after the other."""
+    start = 0
+    for size in sizes:
+        yield start, start + size
+        start += size
+
+
+def chunks(count: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice]:
+    """Cut `count` rows into runs of at most `chunk_bytes`, at least a row each."""
+    step = max(1, chunk_bytes // row_bytes)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))

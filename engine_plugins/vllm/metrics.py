@@ -1,0 +1,43 @@
+"""Every number that the plugin counts, and a thread-safe tally of them.
+
+`prometheus.py` gives them to vLLM, which shows them as `vllm:kvpool_<name>` with its own labels.
+"""
+
+from __future__ import annotations
+
+import threading
+
+COUNTERS = {
+    "lookups": "Requests looked up in the pool",
+    "failed_lookups": "Lookups that the daemon refused",
+    "hit_blocks": "Blocks that lookups found, a block of all ranks counted once",
+    "loads": "Loads that ended well, counted on every rank",
+    "loaded_blocks": "Parts of blocks loaded from the pool: one a block, rank and cache group",
+    "loaded_bytes": "Bytes loaded from the pool",
+    "load_seconds": "Time that loads took, summed over ranks",
+    "failed_loads": "Loads that failed and were recomputed, counted on every rank that failed",
+    "saved_blocks": "Parts of blocks newly stored: one a block, rank and cache group",
+    "saved_bytes": "Bytes newly stored",
+    "failed_saves": "Saves that the pool did not take, counted on every rank that failed",
+    "dropped_saves": "Blocks not saved because saves may pin only a share of the engine's blocks",
+}
+
+
+class Counters:
+    """What was counted since the last `take`. Any thread may add."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tally: dict[str, float] = {}
+
+    def add(self, **amounts: float) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                assert name in COUNTERS, name
+                self._tally[name] = self._tally.get(name, 0) + amount
+
+    def take(self) -> dict[str, float]:
+        """The tally, which starts anew; empty when nothing was counted."""
+        with self._lock:
+            tally, self._tally = self._tally, {}
+        return tally

@@ -1,0 +1,234 @@
+"""What must agree for an engine's KV bytes to be exchangeable, and refusals where nothing could.
+
+The engine's block hashes name tokens (and LoRA, salt, images), never the model or how its bytes lie
+in memory; the namespace adds the rest. Part number: `rank * stored groups + position of the group`.
+Takes vLLM's objects without importing vLLM, so that it is tested without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from kvpool.engine_plugins.vllm.config import PluginConfig
+from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
+from kvpool.errors import ConfigError
+from kvpool.types import NamespaceRecord, PartKind, PartSpec
+
+STABLE = frozenset({"sha256_cbor"})
+"""Hashes that depend on their input alone."""
+STABLE_BY_VERSION = frozenset({"sha256"})
+"""Hashes over a pickle: stable while the Python and the engine's version are."""
+SEEDED = {"xxhash_cbor": STABLE, "xxhash": STABLE_BY_VERSION}
+"""Hashes that vLLM seeds at random in each process unless PYTHONHASHSEED is set."""
+
+FULL_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "ChunkedLocalAttentionSpec")
+WINDOW_SPECS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+UNIFORM_SPEC = "UniformTypeKVCacheSpecs"
+
+
+def check_hashes(algorithm: str, hash_seed: str | None) -> bool:
+    """Whether block hashes also depend on the Python and engine versions.
+
+    hash_seed: PYTHONHASHSEED of the engine's process.
+    Raises `ConfigError` where the hashes of two processes would differ for the same tokens: their
+    engines would fill the pool and never find anything.
+    """
+    if algorithm in SEEDED and hash_seed in (None, "random"):
+        raise ConfigError(
+            f"--prefix-caching-hash-algo {algorithm} is seeded at random in every process, so no "
+            "other engine could find this one's blocks: use sha256_cbor, or set PYTHONHASHSEED to "
+            "the same number for all engines that share the pool"
+        )
+    if algorithm in STABLE or SEEDED.get(algorithm) is STABLE:
+        return False
+    if algorithm in STABLE_BY_VERSION or algorithm in SEEDED:
+        return True
+    raise ConfigError(
+        f"--prefix-caching-hash-algo {algorithm} is not known to give the same block hashes in "
+        "every process: use sha256_cbor"
+    )
+
+
+def group_rules(kv_cache_config: Any, hash_tokens: int, dcp: int) -> list[GroupRule]:
+    """The groups that are stored and what a hit needs of each.
+
+    Raises `ConfigError` for caches that a store of immutable blocks cannot hold.
+    """
+    rules = []
+    for group_id in kv_cache_config.prefix_cacheable_group_ids:
+        group = kv_cache_config.kv_cache_groups[group_id]
+        spec = group.kv_cache_spec
+        if type(spec).__name__ == UNIFORM_SPEC:
+            inner = {type(one).__name__: one for one in spec.kv_cache_specs.values()}
+        else:
+            inner = {type(spec).__name__: spec}
+        block_tokens = spec.block_size * (dcp if spec.dcp_sharded else 1)
+        stride, rest = divmod(block_tokens, hash_tokens)
+        if rest:
+            raise ConfigError(
+                f"cache group {group_id} has {block_tokens} tokens a block, which is no multiple "
+                f"of the {hash_tokens} that a block hash covers"
+            )
+        if not group.host_resident and all(name in FULL_SPECS for name in inner):
+            rules.append(GroupRule(group_id, stride))
+        elif not group.host_resident and all(name in WINDOW_SPECS for name in inner):
+            # What a window of w tokens reads before the next token: w - 1 tokens.
+            tokens = max(
+                one.sliding_window - 1 + one.extra_retained_tokens for one in inner.values()
+            )
+            blocks = max(1, -(-tokens // block_tokens))
+            rules.append(GroupRule(group_id, stride, PartKind.WINDOW, blocks))
+        else:
+            raise ConfigError(
+                f"cache group {group_id} ({', '.join(sorted(inner))}) cannot be stored: kvpool "
+                "holds full, MLA, chunked and sliding-window attention. Serve this model without "
+                "the connector"
+            )
+    if not rules:
+        raise ConfigError("the model has no cache group that blocks could be stored of")
+    return rules
+
+
+def part_specs(rules: Sequence[GroupRule], reports: Sequence[RankReport]) -> tuple[PartSpec, ...]:
+    """Sizes and hit rules of all parts, by part number. `reports` are sorted by rank, complete."""
+    return tuple(
+        PartSpec(
+            nbytes=sum(nbytes for _, nbytes in layers),
+            kind=rule.kind,
+            window_blocks=rule.window_blocks,
+            stride=rule.stride,
+        )
+        for report in reports
+        for rule, layers in zip(rules, report.groups, strict=True)
+    )
+
+
+def record(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    config: PluginConfig,
+    rules: Sequence[GroupRule],
+    reports: Sequence[RankReport],
+    *,
+    seed: str,
+    versions: Mapping[str, str],
+    hash_tokens: int,
+    epoch: str,
+) -> NamespaceRecord:
+    """The namespace of an engine.
+
+    seed: what the engine's hash chain starts from.
+    versions: Python's and the engine's where the hash depends on them, else empty.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel, load = vllm_config.parallel_config, vllm_config.load_config
+    layers = [[report.groups, sorted(report.backends.items())] for report in reports]
+    fields: dict[str, Any] = {
+        "engine": "vllm",
+        "model": config.model or model.model,
+        "revision": model.revision,
+        "weights": _weights(model, load),
+        "config": _digest(
+            model.hf_config.to_dict(), drop=("_name_or_path", "transformers_version")
+        ),
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "block_tokens": cache.block_size,
+        "hash_tokens": hash_tokens,
+        "hash_algorithm": cache.prefix_caching_hash_algo,
+        "hash_seed": hashlib.sha256(seed.encode()).hexdigest()[:16],
+        "versions": dict(versions),
+        "layout": sorted({report.layout for report in reports}),
+        "device": sorted({report.device for report in reports}),
+        "isa": sorted({report.isa for report in reports}),
+        "groups": [
+            plain(kv_cache_config.kv_cache_groups[rule.group].kv_cache_spec) for rule in rules
+        ],
+        "layers": _digest(layers),
+        "tp": parallel.tensor_parallel_size,
+        "pp": parallel.pipeline_parallel_size,
+        "dcp": parallel.decode_context_parallel_size,
+        "pcp": parallel.prefill_context_parallel_size,
+        "ranks": len(reports),
+        "speculative": _speculative(vllm_config.speculative_config),
+        "tenant": config.tenant,
+        "epoch": epoch,
+    }
+    return NamespaceRecord(fields=fields, parts=part_specs(rules, reports))
+
+
+def plain(value: Any) -> Any:
+    """A value of the engine's configuration as JSON, the same in every process.
+
+    Objects that are not data are named by their type: their repr would hold an address.
+    """
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+        return {"type": type(value).__name__, **items}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(plain(item), sort_keys=True) for item in value)
+    if type(value).__module__ == "torch":
+        return str(value)
+    return type(value).__name__
+
+
+def isa(device: str) -> str:
+    """What CPU kernels may lay out KV by; accelerators' layouts follow from their backend's name.
+
+    CPU attention packs K for the vector or tile unit that it found, so bytes of an AMX machine
+    mean something else elsewhere.
+    """
+    if device != "cpu":
+        return ""
+    import torch
+
+    tiles = torch.cpu._is_amx_tile_supported()
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' * tiles}"
+
+
+def _digest(value: Any, drop: Sequence[str] = ()) -> str:
+    body = plain(value)
+    if isinstance(body, dict):
+        body = {key: item for key, item in body.items() if key not in drop}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _weights(model: Any, load: Any) -> Any:
+    """What tells two sets of weights under one name apart, as far as it can be seen cheaply."""
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format == "dummy":
+        return {"dummy": model.seed}
+    folder = Path(model.model)
+    if not folder.is_dir():
+        return None
+    files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt")]
+    return [[path.name, path.stat().st_size] for path in sorted(files)]
+
+
+def _speculative(speculative: Any) -> Any:
+    """Draft layers share the KV cache, and their method may shift what a block hash covers."""
+    if speculative is None:
+        return None
+    return {
+        "method": str(speculative.method),
+        "model": str(speculative.model),
+        "tokens": speculative.num_speculative_tokens,
+    }

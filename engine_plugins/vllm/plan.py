@@ -1,0 +1,273 @@
+"""Which blocks to load, save and pin, and the messages that carry it. Pure: no vLLM, no I/O.
+
+A *chain index* counts blocks of `hash_tokens` tokens, the granularity of the engine's block hashes.
+A cache group whose blocks hold `stride` times as many tokens has its own, coarser index: its block
+`b` is stored under the key of chain index `(b + 1) * stride - 1`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvpool.types import KEY_BYTES, NamespaceRecord, PartKind
+
+NULL_BLOCK = 0
+"""vLLM's block id for "not there": blocks that slid out of a window."""
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """One cache group that is stored: its number in vLLM, its stride, and what a hit needs of it."""
+
+    group: int
+    stride: int = 1
+    kind: PartKind = PartKind.FULL
+    window_blocks: int = 0
+
+
+# --- scheduler to worker ------------------------------------------------------------------------
+
+
+@dataclass
+class GroupLoad:
+    """Blocks of one group to fill: `block_ids[i]` takes the group's block `first + i`.
+
+    first: in the group's own index, counted from the start of the lease.
+    """
+
+    stride: int
+    first: int
+    block_ids: list[int]
+
+
+@dataclass
+class LoadJob:
+    """Fill a request's blocks from leased slots. `groups` is aligned with the engine's rules."""
+
+    job: int
+    request_id: str
+    token: str
+    sync: bool
+    groups: list[GroupLoad]
+
+    def block_ids(self) -> set[int]:
+        return {block for group in self.groups for block in group.block_ids}
+
+
+@dataclass
+class GroupSave:
+    """Blocks of one group to save: `block_ids[i]` under the i-th of the packed `keys`.
+
+    rule: the group, as a position in the engine's rules.
+    parent: the key before the first in the chain, if there is one.
+    """
+
+    rule: int
+    keys: bytes
+    block_ids: list[int]
+    parent: bytes | None
+
+
+@dataclass
+class SaveJob:
+    """Save blocks that the step which carries this job completes."""
+
+    job: int
+    request_id: str
+    epoch: str
+    saves: list[GroupSave]
+
+
+@dataclass
+class StepPlan:
+    """What the scheduler half asks of every rank in one step.
+
+    records: namespaces that the saves name, by epoch.
+    acknowledged: failed synchronous loads that the scheduler has heard of.
+    want_report: the scheduler does not know the ranks' layouts yet.
+    """
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    records: dict[str, NamespaceRecord] = field(default_factory=dict)
+    acknowledged: list[int] = field(default_factory=list)
+    want_report: bool = False
+
+
+# --- worker to scheduler ------------------------------------------------------------------------
+
+
+@dataclass
+class RankReport:
+    """What one rank knows of the bytes of its paged KV.
+
+    groups: for each stored group, its layers as (name, bytes a block).
+    backends: attention backend of each layer.
+    """
+
+    rank: int
+    device: str
+    layout: str
+    isa: str
+    groups: list[list[tuple[str, int]]]
+    backends: dict[str, str]
+
+
+@dataclass
+class StepDone:
+    """What ranks finished since their last report; merged over ranks before the scheduler sees it.
+
+    loads, saves: job → number of ranks that ended it.
+    failed_loads, failed_saves: jobs that failed on some rank.
+    """
+
+    loads: dict[int, int] = field(default_factory=dict)
+    saves: dict[int, int] = field(default_factory=dict)
+    failed_loads: set[int] = field(default_factory=set)
+    failed_saves: set[int] = field(default_factory=set)
+    reports: list[RankReport] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.saves or self.reports)
+
+    def merge(self, other: StepDone) -> None:
+        """Add another rank's report to this one."""
+        for mine, theirs in ((self.loads, other.loads), (self.saves, other.saves)):
+            for job, ranks in theirs.items():
+                mine[job] = mine.get(job, 0) + ranks
+        self.failed_loads |= other.failed_loads
+        self.failed_saves |= other.failed_saves
+        self.reports = self.reports + other.reports
+
+
+# --- rules --------------------------------------------------------------------------------------
+
+
+def block_key(block_hash: bytes) -> bytes:
+    """The pool's key of a block: the last 16 bytes of the engine's chained hash."""
+    return block_hash[-KEY_BYTES:]
+
+
+def pack(block_hashes: Iterable[bytes]) -> bytes:
+    """Packed keys of a run of the chain."""
+    return b"".join([block_hash[-KEY_BYTES:] for block_hash in block_hashes])
+
+
+def plan_load(
+    rules: Sequence[GroupRule], tables: Sequence[Sequence[int]], base: int, start: int, end: int
+) -> list[GroupLoad]:
+    """Where the blocks of chain range [start, end) go, for a lease whose keys begin at `base`.
+
+    tables: the request's block ids, by vLLM group. A null block at the front of a range slid out
+    of its window and is not loaded; inside a range it would be a hole that attention reads, which
+    the engine never makes.
+    """
+    groups = []
+    for rule in rules:
+        first, last = start // rule.stride, end // rule.stride
+        ids = list(tables[rule.group][first:last])
+        assert len(ids) == last - first, "an engine allocates before it loads"
+        skipped = 0
+        while skipped < len(ids) and ids[skipped] == NULL_BLOCK:
+            skipped += 1
+        ids = ids[skipped:]
+        assert NULL_BLOCK not in ids, "a window has no holes"
+        groups.append(GroupLoad(rule.stride, first + skipped - base // rule.stride, ids))
+    return groups
+
+
+def plan_save(
+    rules: Sequence[GroupRule],
+    tables: Sequence[Sequence[int]],
+    block_hashes: Sequence[bytes],
+    wanted: Iterable[int],
+) -> list[GroupSave]:
+    """The saves of the chain indices `wanted` (ascending), one for each group and unbroken run.
+
+    Only blocks that the tables hold are saved.
+    """
+    saves = []
+    for run in runs(wanted):
+        for position, rule in enumerate(rules):
+            table = tables[rule.group]
+            keys: list[bytes] = []
+            ids: list[int] = []
+            parent = None
+            for index in run:
+                block, rest = divmod(index + 1, rule.stride)
+                if rest or block > len(table) or table[block - 1] == NULL_BLOCK:
+                    continue
+                if not ids and block > 1:
+                    parent = block_key(block_hashes[(block - 1) * rule.stride - 1])
+                keys.append(block_key(block_hashes[index]))
+                ids.append(table[block - 1])
+            if ids:
+                saves.append(GroupSave(position, b"".join(keys), ids, parent))
+    return saves
+
+
+def runs(indices: Iterable[int]) -> Iterator[list[int]]:
+    """Split ascending numbers into runs without gaps, so that each save has one true parent."""
+    run: list[int] = []
+    for index in indices:
+        if run and index != run[-1] + 1:
+            yield run
+            run = []
+        run.append(index)
+    if run:
+        yield run
+
+
+class Offered:
+    """Keys that were offered to the pool of late, so that no block is saved twice.
+
+    A key is forgotten after `keep_s`, so that blocks which the pool has evicted since are offered
+    again when a request uses them, and when more than `limit` are known.
+    """
+
+    def __init__(self, limit: int, keep_s: float) -> None:
+        self._limit = limit
+        self._keep_s = keep_s
+        self._since: OrderedDict[bytes, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def holds(self, key: bytes, now: float) -> bool:
+        since = self._since.get(key)
+        return since is not None and now - since < self._keep_s
+
+    def add(self, keys: Iterable[bytes], now: float) -> None:
+        for key in keys:
+            self._since[key] = now
+            self._since.move_to_end(key)
+        while len(self._since) > self._limit:
+            self._since.popitem(last=False)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._since.pop(key, None)
+
+    def clear(self) -> None:
+        self._since.clear()
+
+
+class PinBudget:
+    """How many of the engine's blocks saves may hold at a time. Counts block ids, once a job."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.pinned = 0
+
+    def room(self) -> int:
+        return self.limit - self.pinned
+
+    def take(self, blocks: int) -> None:
+        assert blocks <= self.room(), "saves are cut to the budget before they are pinned"
+        self.pinned += blocks
+
+    def give_back(self, blocks: int) -> None:
+        self.pinned -= blocks
+        assert self.pinned >= 0

@@ -1,0 +1,424 @@
+"""Scheduler half: what to load, save and pin, and for how long to hold the pool's blocks.
+
+Runs on the engine's scheduling thread only, where every wait stalls all requests: it looks up once a
+request, with a short deadline, and asks the daemon for nothing else. A lookup takes the lease at
+once, so that what was promised to the scheduler is still there when the workers copy it; a lookup
+that waits for allocation longer than half its lease is repeated. Whatever way a request goes, its
+lease is released: when all ranks ended the load, when the request ends before one, or when the
+engine computes it after all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
+from kvpool.engine_plugins.vllm.metrics import Counters
+from kvpool.engine_plugins.vllm.plan import (
+    GroupRule,
+    LoadJob,
+    Offered,
+    PinBudget,
+    SaveJob,
+    StepDone,
+    StepPlan,
+    block_key,
+    pack,
+    plan_load,
+    plan_save,
+)
+from kvpool.errors import KvpoolError
+from kvpool.types import Namespace, NamespaceRecord
+
+if TYPE_CHECKING:
+    from kvpool.client import Client, Lease
+
+QUIET_MIN_S, QUIET_MAX_S = 0.5, 30.0
+
+OFFERED_PER_BLOCK = 8
+"""How many offered keys are remembered, in multiples of what the engine's own cache holds."""
+
+
+@dataclass
+class Lookup:
+    """The pool's answer for one request: chain indices [start, end) are there, under `lease`.
+
+    preemptions: of the request when it was asked; a preempted request is looked up anew, since
+        its own blocks may be in the pool by now.
+    """
+
+    start: int
+    end: int
+    lease: Lease | None
+    preemptions: int
+    sync: bool = False
+
+
+@dataclass
+class RequestState:
+    """What the scheduler half knows of one live request.
+
+    limit: chain index from which on nothing is loaded any more, since a load from there failed.
+        An engine asks again after a failed load; without this it would fail for ever.
+    local: chain index up to which the engine itself had blocks at the last question.
+    saved: chain index up to which blocks were offered to the pool, loaded from it, or dropped.
+    """
+
+    request: Any
+    lookup: Lookup | None = None
+    limit: int | None = None
+    local: int = 0
+    saved: int = 0
+
+
+@dataclass
+class RunningLoad:
+    state: RequestState
+    lease: Lease
+    start: int
+    sync: bool
+    ranks_left: int
+
+
+@dataclass
+class RunningSave:
+    blocks: list[int]
+    keys: list[bytes]
+    ranks_left: int
+
+
+@dataclass
+class Engine:
+    """What the scheduler half must know of its engine.
+
+    hash_tokens: tokens of a block of the chain. blocks: how many blocks the engine's cache has.
+    single_group: whether failed synchronous loads can be reported.
+    """
+
+    rules: Sequence[GroupRule]
+    hash_tokens: int
+    blocks: int
+    ranks: int
+    single_group: bool
+    loads: bool = True
+    saves: bool = True
+
+
+class SchedulerHalf:
+    """Lookups, leases, pins of one engine.
+
+    client: its time-out is the longest that a lookup may take.
+    new_epoch: names an epoch that nobody else uses.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        config: PluginConfig,
+        engine: Engine,
+        *,
+        new_epoch: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._engine = engine
+        self._new_epoch = new_epoch
+        self._clock = clock
+        self._make_record: Callable[[str], NamespaceRecord] | None = None
+        self._namespace: Namespace | None = None
+        self._rank_bytes = 0
+        self._epoch = config.epoch
+        self._records: dict[str, NamespaceRecord] = {}
+        self._quiet_until = 0.0
+        self._quiet_s = 0.0
+        self._pool: Any = None
+        self._requests: dict[str, RequestState] = {}
+        self._next_job = 0
+        self._plan = StepPlan()
+        self._loads: dict[int, RunningLoad] = {}
+        self._saves: dict[int, RunningSave] = {}
+        self._offered = Offered(engine.blocks * OFFERED_PER_BLOCK, config.resave_s)
+        self.pins = PinBudget(max(1, int(engine.blocks * config.pin_share)))
+        self.counters = Counters()
+
+    # --- start-up -----------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether the namespace is known; until then everything is a miss and nothing is saved."""
+        return self._namespace is not None
+
+    def set_namespace(self, make_record: Callable[[str], NamespaceRecord]) -> None:
+        """Learn the namespace, as a function of its epoch. Raises what `Client.open` raises."""
+        self._make_record = make_record
+        record = self._records[self._epoch] = make_record(self._epoch)
+        self._namespace = self._client.open(record)
+        parts = self._namespace.parts[: len(self._engine.rules)]
+        self._rank_bytes = sum(part.nbytes // part.stride for part in parts)
+
+    def bind_pool(self, block_pool: Any) -> None:
+        """The engine's own block pool, in which saves pin their blocks."""
+        self._pool = block_pool
+
+    # --- lookups ------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        self._requests[request.request_id] = RequestState(request)
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int, bool]:
+        """Tokens that the pool can add to the engine's own hit, and whether beside other steps.
+
+        The engine asks again at every step while it cannot allocate; only the first time costs.
+        """
+        if not self._engine.loads or not self.ready or request.skip_reading_prefix_cache:
+            return 0, False
+        state = self._state(request)
+        tokens = self._engine.hash_tokens
+        state.local = local_tokens // tokens
+        lookup = self._current_lookup(state)
+        blocks = lookup.end - state.local
+        lookup.sync = self._synchronous(blocks)
+        if lookup.sync:
+            # A synchronous load must leave a token to compute in the step that it is for.
+            blocks = min(blocks, (request.num_tokens - 1) // tokens - state.local)
+        if lookup.lease is None or blocks < self._config.min_load_blocks:
+            return 0, False
+        return blocks * tokens, not lookup.sync
+
+    def _synchronous(self, blocks: int) -> bool:
+        if not self._engine.single_group or self._config.load_mode is LoadMode.ASYNC:
+            return False
+        if self._config.load_mode is LoadMode.SYNC:
+            return True
+        return blocks * self._rank_bytes <= self._config.sync_load_bytes
+
+    def _current_lookup(self, state: RequestState) -> Lookup:
+        """The cached answer where it still holds for the engine's present hit, else a new one."""
+        lookup = state.lookup
+        if lookup is not None:
+            fits = lookup.start <= state.local and lookup.preemptions == self._preemptions(state)
+            if fits and not self._half_over(lookup):
+                return lookup
+            self._drop_lookup(state)
+        state.lookup = self._look_up(state)
+        return state.lookup
+
+    def _half_over(self, lookup: Lookup) -> bool:
+        if lookup.lease is None:
+            return False
+        return lookup.lease.deadline - self._clock() < self._config.lease_s / 2
+
+    def _look_up(self, state: RequestState) -> Lookup:
+        assert self._namespace is not None
+        request, start = state.request, state.local
+        end = min(request.num_tokens // self._engine.hash_tokens, len(request.block_hashes))
+        if state.limit is not None:
+            end = min(end, state.limit)
+        lease = None
+        begun = self._clock()
+        if end - start >= self._config.min_load_blocks and begun >= self._quiet_until:
+            self.counters.add(lookups=1)
+            keys = pack(request.block_hashes[start:end])
+            try:
+                lease = self._client.acquire(self._namespace, keys, lease_s=self._config.lease_s)
+            except KvpoolError:
+                # Refused, for want of quota say: the request computes, and the count shows it.
+                self.counters.add(failed_lookups=1)
+            if lease is None:
+                self._note_slowness(begun)
+        if lease is not None:
+            self._quiet_s = 0.0
+            self.counters.add(hit_blocks=lease.blocks)
+        blocks = 0 if lease is None else lease.blocks
+        return Lookup(start, start + blocks, lease, self._preemptions(state))
+
+    def _note_slowness(self, begun: float) -> None:
+        """A lookup that used up its deadline met a daemon that hangs: leave it alone for a while,
+        twice as long each time, so that requests do not pay for it one by one."""
+        now = self._clock()
+        if now - begun < 0.9 * self._config.lookup_timeout_s:
+            self._quiet_s = 0.0
+            return
+        self._quiet_s = min(max(2 * self._quiet_s, QUIET_MIN_S), QUIET_MAX_S)
+        self._quiet_until = now + self._quiet_s
+
+    def _preemptions(self, state: RequestState) -> int:
+        return int(state.request.num_preemptions)
+
+    def _drop_lookup(self, state: RequestState) -> None:
+        lookup, state.lookup = state.lookup, None
+        if lookup is not None and lookup.lease is not None:
+            self._client.release(lookup.lease)
+
+    # --- loads --------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        """The engine gave the request its blocks, and loads `tokens` into them (0: none)."""
+        state = self._state(request)
+        lookup = state.lookup
+        if tokens == 0 or lookup is None or lookup.lease is None:
+            assert tokens == 0, "an engine loads what a lookup promised"
+            self._drop_lookup(state)
+            return
+        start = state.local
+        end = start + tokens // self._engine.hash_tokens
+        job = LoadJob(
+            job=self._job(),
+            request_id=request.request_id,
+            token=lookup.lease.token,
+            sync=lookup.sync,
+            groups=plan_load(self._engine.rules, tables, lookup.start, start, end),
+        )
+        state.lookup = None
+        state.saved = max(state.saved, end)
+        self._offered.add(map(block_key, request.block_hashes[start:end]), self._clock())
+        self._loads[job.job] = RunningLoad(
+            state, lookup.lease, start, lookup.sync, self._engine.ranks
+        )
+        self._plan.loads.append(job)
+
+    # --- a step -------------------------------------------------------------------------------
+
+    def plan_step(
+        self, scheduled: dict[str, int], table_of: Callable[[str], Sequence[Sequence[int]]]
+    ) -> StepPlan:
+        """What the ranks are to do in this step. `scheduled`: tokens that it computes, by request."""
+        for request_id, tokens in scheduled.items():
+            state = self._requests.get(request_id)
+            if state is None or not self._engine.saves or not self.ready:
+                continue
+            whole = self._whole(state, state.request.num_computed_tokens + tokens)
+            if whole > state.saved:
+                self._save(state, table_of(request_id), whole)
+        plan, self._plan = self._plan, StepPlan()
+        plan.want_report = not self.ready
+        plan.records = {save.epoch: self._records[save.epoch] for save in plan.saves}
+        return plan
+
+    def _whole(self, state: RequestState, computed_tokens: int) -> int:
+        """Blocks of the chain whose tokens are known and computed at the end of the step.
+
+        Hashes exist for known tokens only, so drafts that may be rejected are never counted.
+        """
+        return min(computed_tokens // self._engine.hash_tokens, len(state.request.block_hashes))
+
+    def _save(self, state: RequestState, tables: Sequence[Sequence[int]], whole: int) -> None:
+        """Queue the request's blocks up to `whole`, as far as the pins allow.
+
+        What does not fit is tried again in the request's next step, while it holds its blocks
+        anyhow; only what is left at its end is dropped.
+        """
+        now = self._clock()
+        hashes = state.request.block_hashes
+        wanted: list[int] = []
+        room = self.pins.room() // len(self._engine.rules)
+        index = state.saved
+        while index < whole and len(wanted) < room:
+            if not self._offered.holds(block_key(hashes[index]), now):
+                wanted.append(index)
+            index += 1
+        state.saved = index
+        saves = plan_save(self._engine.rules, tables, hashes, wanted)
+        if not saves:
+            return
+        blocks = sorted({block for save in saves for block in save.block_ids})
+        keys = [block_key(hashes[index]) for index in wanted]
+        job = SaveJob(self._job(), state.request.request_id, self._epoch, saves)
+        self.pins.take(len(blocks))
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+        self._offered.add(keys, now)
+        self._saves[job.job] = RunningSave(blocks, keys, self._engine.ranks)
+        self._plan.saves.append(job)
+
+    def step_done(self, done: StepDone) -> None:
+        """Ranks ended loads and saves: release leases and pins, remember what failed."""
+        for job in done.failed_loads & self._loads.keys():
+            load = self._loads[job]
+            limit = load.state.limit
+            load.state.limit = load.start if limit is None else min(limit, load.start)
+            load.state.saved = min(load.state.saved, load.start)
+            self._forget(load)
+            if load.sync:
+                self._plan.acknowledged.append(job)
+        for job in done.failed_saves & self._saves.keys():
+            self._offered.forget(self._saves[job].keys)
+        for job, ranks in done.loads.items():
+            load = self._loads[job]
+            load.ranks_left -= ranks
+            if load.ranks_left == 0:
+                del self._loads[job]
+                self._client.release(load.lease)
+        for job, ranks in done.saves.items():
+            save = self._saves[job]
+            save.ranks_left -= ranks
+            if save.ranks_left == 0:
+                del self._saves[job]
+                self._unpin(save.blocks)
+
+    def _forget(self, load: RunningLoad) -> None:
+        """Offer the blocks of a failed load again once they are computed."""
+        self._offered.forget(map(block_key, load.state.request.block_hashes[load.start :]))
+
+    def _unpin(self, blocks: list[int]) -> None:
+        """Give blocks back, the chain's tail first: the engine evicts in that order."""
+        self._pool.free_blocks(self._pool.blocks[block] for block in reversed(blocks))
+        self.pins.give_back(len(blocks))
+
+    # --- ends ---------------------------------------------------------------------------------
+
+    def request_finished(
+        self, request: Any, tables: Sequence[Sequence[int]], *, completed: bool
+    ) -> None:
+        """A request ends. What it still held back for want of pins is saved now, or dropped.
+
+        completed: it ended by itself; the blocks of a failed or aborted one are not trusted.
+        """
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return
+        self._drop_lookup(state)
+        if not self._engine.saves or not self.ready:
+            return
+        whole = self._whole(state, request.num_computed_tokens)
+        if completed and whole > state.saved:
+            self._save(state, tables, whole)
+        if whole > state.saved:
+            self.counters.add(dropped_saves=whole - state.saved)
+
+    def has_work(self) -> bool:
+        """Whether steps are needed without requests, so that leases and pins are given back."""
+        return bool(self._saves or self._loads or self._plan.saves)
+
+    def reset(self) -> bool:
+        """Forget all that was saved so far: the engine's KV means something else from now on.
+
+        The namespace moves to an epoch of its own, which neither this engine's older blocks nor
+        other engines' are part of. False while loads run: they fill blocks with old KV.
+        """
+        self._epoch = self._new_epoch()
+        self._offered.clear()
+        for state in self._requests.values():
+            self._drop_lookup(state)
+            state.limit = None
+            state.saved = 0
+        if self._make_record is not None:
+            self.set_namespace(self._make_record)
+        return not self._loads
+
+    def close(self) -> None:
+        for state in self._requests.values():
+            self._drop_lookup(state)
+
+    def _state(self, request: Any) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = self._requests[request.request_id] = RequestState(request)
+        return state
+
+    def _job(self) -> int:
+        self._next_job += 1
+        return self._next_job

@@ -1,0 +1,221 @@
+"""Worker half: one rank's copies between its paged KV and the pool's slots.
+
+The engine's thread calls every method. Copies that need not end within a step run on two threads,
+one for loads and one for saves, so that a request waiting for its blocks never waits behind a save;
+the engine's thread collects what they finished once a step. A copy ends in one of two ways: done,
+or failed with a `KvpoolError`. Anything else is a broken invariant and surfaces on the engine's
+thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvpool.engine_plugins.vllm.layout import Pages
+from kvpool.engine_plugins.vllm.metrics import Counters
+from kvpool.engine_plugins.vllm.plan import (
+    GroupLoad,
+    GroupSave,
+    LoadJob,
+    RankReport,
+    SaveJob,
+    StepDone,
+    StepPlan,
+)
+from kvpool.errors import KvpoolError, LeaseLost
+from kvpool.types import Namespace, NamespaceRecord
+
+if TYPE_CHECKING:
+    from kvpool.client import Client, Slots
+
+
+@dataclass(frozen=True)
+class LoadResults:
+    """What a step reports of asynchronous loads, and of failed ones of either kind."""
+
+    finished: set[str]
+    failed_requests: set[str]
+    failed_blocks: set[int]
+
+
+class WorkerHalf:
+    """One rank of one engine.
+
+    make_pages: gives the rank's stored groups for one thread's use; called once for each.
+    single_group: whether the engine has one cache group; only then are block ids a way to say
+        which loads failed, and only then are there synchronous loads.
+    record_ready: makes the event after which this step's KV is in memory, or returns None.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        report: RankReport,
+        make_pages: Callable[[], Sequence[Pages]],
+        *,
+        single_group: bool,
+        record_ready: Callable[[], Any],
+        thread_setup: Callable[[], None] | None = None,
+    ) -> None:
+        self._client = client
+        self.report = report
+        self._pages = make_pages()
+        self._load_pages = make_pages()
+        self._save_pages = make_pages()
+        self._single_group = single_group
+        self._record_ready = record_ready
+        self._first_part = report.rank * len(self._pages)
+        self._load_thread = _thread("kvpool-load", thread_setup)
+        self._save_thread = _thread("kvpool-save", thread_setup)
+        self._loads: dict[Future[bool], LoadJob] = {}
+        self._saves: dict[Future[bool], SaveJob] = {}
+        self._namespaces: dict[str, Namespace] = {}
+        self._unheard: set[int] = set()
+        self._done = StepDone()
+        self._failed_blocks: set[int] = set()
+        self.counters = Counters()
+
+    # --- once a step, in this order -----------------------------------------------------------
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Start the step's loads; synchronous ones have ended when this returns."""
+        for job in plan.loads:
+            if not job.sync:
+                self._loads[self._load_thread.submit(self._load, job, self._load_pages)] = job
+                continue
+            if not self._load(job, self._pages):
+                self._unheard.add(job.job)
+                self._failed_blocks |= job.block_ids()
+                self._done.failed_loads.add(job.job)
+            self._done.loads[job.job] = 1
+
+    def start_saves(self, plan: StepPlan) -> None:
+        """Start the step's saves, after its forward pass was submitted.
+
+        From a failed synchronous load until the scheduler has heard of it, steps compute on blocks
+        that hold anything: what they would save is dropped.
+        """
+        if plan.want_report:
+            self._done.reports = [self.report]
+        if plan.saves and not self._unheard:
+            ready = self._record_ready()
+            for job in plan.saves:
+                record = plan.records[job.epoch]
+                self._saves[self._save_thread.submit(self._save, job, record, ready)] = job
+        else:
+            for job in plan.saves:
+                self._done.saves[job.job] = 1
+                self._done.failed_saves.add(job.job)
+        self._unheard.difference_update(plan.acknowledged)
+
+    def take_loads(self) -> LoadResults:
+        """Asynchronous loads that ended, and blocks whose load failed, since the last call."""
+        finished: set[str] = set()
+        failed: set[str] = set()
+        for future in [future for future in self._loads if future.done()]:
+            job = self._loads.pop(future)
+            finished.add(job.request_id)
+            self._done.loads[job.job] = 1
+            if not future.result():
+                self._done.failed_loads.add(job.job)
+                if self._single_group:
+                    self._failed_blocks |= job.block_ids()
+                else:
+                    failed.add(job.request_id)
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return LoadResults(finished, failed, blocks)
+
+    def take_done(self) -> StepDone | None:
+        """What the scheduler half must hear of, or None."""
+        for future in [future for future in self._saves if future.done()]:
+            job = self._saves.pop(future)
+            self._done.saves[job.job] = 1
+            if not future.result():
+                self._done.failed_saves.add(job.job)
+        if not self._done:
+            return None
+        done, self._done = self._done, StepDone()
+        return done
+
+    def close(self) -> None:
+        """Wait for copies that run (each has a deadline), drop those that wait, stop the threads."""
+        for thread in (self._load_thread, self._save_thread):
+            thread.shutdown(wait=True, cancel_futures=True)
+
+    # --- on the load thread, or the engine's for synchronous loads ------------------------------
+
+    def _load(self, job: LoadJob, pages: Sequence[Pages]) -> bool:
+        """Copy leased slots into the request's blocks. False: nothing of it may be used."""
+        begun = time.monotonic()
+        try:
+            self._copy_in(job, pages)
+        except KvpoolError:
+            self.counters.add(failed_loads=1)
+            return False
+        self.counters.add(loads=1, load_seconds=time.monotonic() - begun)
+        return True
+
+    def _copy_in(self, job: LoadJob, pages: Sequence[Pages]) -> None:
+        """Copy all groups. Raises `LeaseLost` when any of the bytes may be stale."""
+        wanted = [position for position, group in enumerate(job.groups) if group.block_ids]
+        lease = self._client.join(job.token, parts=[self._first_part + each for each in wanted])
+        if lease is None:
+            raise LeaseLost("the daemon no longer knows the lease, or is away")
+        try:
+            for position in wanted:
+                slots = lease.slots[self._first_part + position]
+                self._copy_group(job.groups[position], slots, pages[position])
+            # The copies are complete here, on accelerators too; only now does the clock say
+            # whether the slots were still ours while they ran.
+            lease.check()
+        finally:
+            self._client.release(lease)
+
+    def _copy_group(self, group: GroupLoad, slots: Slots, pages: Pages) -> None:
+        skip = group.first - slots.first // group.stride
+        rows = slots.rows[skip : skip + len(group.block_ids)]
+        if skip < 0 or len(rows) != len(group.block_ids):
+            raise LeaseLost("the lease does not cover the blocks that the engine needs")
+        pages.from_slots(slots, rows, np.asarray(group.block_ids, np.int64))
+        self.counters.add(loaded_blocks=len(rows), loaded_bytes=len(rows) * pages.nbytes)
+
+    # --- on the save thread ---------------------------------------------------------------------
+
+    def _save(self, job: SaveJob, record: NamespaceRecord, ready: Any) -> bool:
+        """Copy blocks into reserved slots and commit them. False: the pool could not take all."""
+        try:
+            if job.epoch not in self._namespaces:
+                self._namespaces[job.epoch] = self._client.open(record)
+            refused = sum([self._save_run(job.epoch, save, ready) for save in job.saves])
+        except KvpoolError:
+            refused = len(job.saves)
+        if refused:
+            self.counters.add(failed_saves=1)
+        return not refused
+
+    def _save_run(self, epoch: str, save: GroupSave, ready: Any) -> int:
+        """Save one group's run of blocks. How many found no space."""
+        pages = self._save_pages[save.rule]
+        with self._client.reserve(
+            self._namespaces[epoch],
+            save.keys,
+            part=self._first_part + save.rule,
+            parent=save.parent,
+        ) as reservation:
+            slots = reservation.slots
+            if len(reservation.missing):
+                blocks = np.asarray(save.block_ids, np.int64)[reservation.missing]
+                pages.to_slots(blocks, slots, slots.rows, ready)
+                stored = self._client.commit(reservation)
+                self.counters.add(saved_blocks=stored, saved_bytes=stored * pages.nbytes)
+            return reservation.refused
+
+
+def _thread(name: str, setup: Callable[[], None] | None) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=setup)

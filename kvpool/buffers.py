@@ -1,0 +1,150 @@
+"""Whatever a caller holds its bytes in, seen as bytes without a copy; and copies in few large calls.
+
+One call a batch wherever the shapes allow it: while another thread of the process is busy in Python, each
+call that re-takes the GIL waits a switch interval for it, so a loop over 64 blocks can take 60 times as
+long as one call over all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvpool.errors import InvalidRequest
+
+Bytes1D = npt.NDArray[np.uint8]
+Rows2D = npt.NDArray[np.uint8]
+IOV_MAX = 1024
+
+
+def as_bytes(source: Any, *, writable: bool = False) -> Bytes1D:
+    """The bytes of a buffer, numpy array or torch CPU tensor, flat, sharing its memory.
+
+    Raises `InvalidRequest` for what is not contiguous, not in host memory, or not writable though it
+    has to be.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(source, torch.Tensor):
+        if source.device.type != "cpu":
+            raise InvalidRequest(f"a tensor on {source.device}: copy it to host memory first")
+        if not source.is_contiguous():
+            raise InvalidRequest("a tensor that is not contiguous: give its pieces, or a copy")
+        flat: Bytes1D = source.detach().reshape(-1).view(torch.uint8).numpy()
+        return flat
+    if isinstance(source, np.ndarray):
+        if not source.flags.c_contiguous:
+            raise InvalidRequest("an array that is not contiguous: give its pieces, or a copy")
+        if source.dtype.hasobject:
+            raise InvalidRequest("an array of Python objects: its bytes are addresses, not data")
+        flat = source.reshape(-1).view(np.uint8)
+    else:
+        try:
+            flat = np.frombuffer(source, dtype=np.uint8)
+        except (TypeError, ValueError, BufferError) as error:
+            raise InvalidRequest(
+                f"{type(source).__name__} is neither a contiguous buffer nor an array ({error})"
+            ) from None
+    if writable and not flat.flags.writeable:
+        raise InvalidRequest("the destination is read-only")
+    return flat
+
+
+class Source:
+    """The blocks that a put writes: n rows of `nbytes`, in one piece, one piece each, or many each."""
+
+    def __init__(self, blocks: Any, n: int, nbytes: int) -> None:
+        """Raises `InvalidRequest` when the sizes are not n times `nbytes`."""
+        self.n = n
+        self.nbytes = nbytes
+        self.rows: Rows2D | None = None
+        self.pieces: list[list[Bytes1D]] = []
+        if isinstance(blocks, (list, tuple)):
+            if len(blocks) != n:
+                raise InvalidRequest(f"{len(blocks)} blocks for {n} keys")
+            for index, block in enumerate(blocks):
+                parts = block if isinstance(block, (list, tuple)) else (block,)
+                pieces = [as_bytes(piece) for piece in parts]
+                total = sum(piece.size for piece in pieces)
+                if total != nbytes:
+                    raise InvalidRequest(
+                        f"block {index} has {total} bytes, this namespace's part has {nbytes}"
+                    )
+                self.pieces.append(pieces)
+        else:
+            flat = as_bytes(blocks)
+            if flat.size != n * nbytes:
+                raise InvalidRequest(
+                    f"{flat.size} bytes for {n} keys: this namespace's part has {nbytes} bytes, "
+                    f"so {n * nbytes} are needed"
+                )
+            self.rows = flat.reshape(n, nbytes)
+
+    @property
+    def total(self) -> int:
+        return self.n * self.nbytes
+
+    def checksums(self, indices: Sequence[int]) -> bytes:
+        """xxh3-128 of the chosen blocks, 16 bytes each. Releases the GIL while it hashes."""
+        digest = xxhash.xxh3_128_digest
+        if self.rows is not None:
+            rows = self.rows
+            return b"".join([digest(rows[index].data) for index in indices])
+        out = []
+        for index in indices:
+            pieces = self.pieces[index]
+            if len(pieces) == 1:
+                out.append(digest(pieces[0].data))
+            else:
+                state = xxhash.xxh3_128()
+                for piece in pieces:
+                    state.update(piece.data)
+                out.append(state.digest())
+        return b"".join(out)
+
+    def write(self, indices: npt.NDArray[np.int64], table: Rows2D, rows: Any, fd: int) -> None:
+        """Copy the chosen blocks into rows of the segment `table`, whose memfd is `fd`."""
+        if self.rows is not None:
+            whole = len(indices) == self.n
+            source = self.rows if whole else self.rows[indices]
+            if self.nbytes == table.shape[1]:
+                table[rows] = source
+            else:
+                table[rows, : self.nbytes] = source
+            return
+        stride = table.shape[1]
+        for index, row in zip(indices.tolist(), rows.tolist(), strict=True):
+            pieces = self.pieces[index]
+            if len(pieces) == 1:
+                np.copyto(table[row, : self.nbytes], pieces[0])
+            else:
+                write_pieces(fd, row * stride, pieces)
+
+
+def write_pieces(fd: int, at: int, pieces: Sequence[Bytes1D]) -> None:
+    """Gather pieces into one place of a segment: one system call for up to 1024 of them."""
+    for start in range(0, len(pieces), IOV_MAX):
+        some = pieces[start : start + IOV_MAX]
+        want = sum(piece.size for piece in some)
+        done = os.pwritev(fd, [piece.data for piece in some], at)
+        assert done == want, f"a write into shared memory ended after {done} of {want} bytes"
+        at += want
+
+
+def read_rows(table: Rows2D, rows: Any, out: Rows2D) -> None:
+    """Copy rows of a segment into the rows of `out`, which may be narrower than the segment's."""
+    if out.shape[1] == table.shape[1] and out.flags.c_contiguous:
+        np.take(table, rows, axis=0, out=out, mode="clip")
+    else:
+        out[:] = table[rows, : out.shape[1]]
+
+
+def row_checksums(table: Rows2D, rows: Any, nbytes: int) -> bytes:
+    """xxh3-128 of the first `nbytes` of each row, 16 bytes each."""
+    digest = xxhash.xxh3_128_digest
+    return b"".join([digest(table[row, :nbytes].data) for row in rows])

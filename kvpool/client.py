@@ -1,0 +1,1092 @@
+"""The client: all that an engine, or anything else on the node, needs to use the pool.
+
+    with Client() as client:
+        ns = client.open(NamespaceRecord.simple("my-model", block_bytes=65536, block_tokens=32))
+        client.put(ns, keys, blocks)
+        hit = client.match(ns, keys)
+
+It talks to its own node's daemon over a unix socket and copies in shared memory; it never opens a
+network connection. Needs numpy, msgspec and xxhash.
+
+**A daemon that is away is a miss, not an exception**, for everything that reads: `match` is 0, `contains`
+and `get` find nothing, `acquire` is None. What writes raises `Unavailable`. After a failure, requests
+end at once until the next attempt to reconnect is due (50 ms, doubling to 1 s).
+
+**Threads**: all methods may be called from any thread; each request in flight has a connection of its
+own, up to `connections_max`. Not for use in a forked child: make a new client there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool import wire
+from kvpool.buffers import Rows2D, Source, as_bytes, read_rows, row_checksums
+from kvpool.config import default_socket_path
+from kvpool.errors import (
+    InvalidRequest,
+    KvpoolError,
+    LeaseLost,
+    LimitExceeded,
+    ProtocolError,
+    Unavailable,
+)
+from kvpool.segment import Segment
+from kvpool.types import DEFAULT_TENANT, KEY_BYTES, Keys, Namespace, NamespaceRecord, pack_keys
+
+BACKOFF_S = (0.05, 1.0)
+ONE_EXCHANGE_BYTES = 4 << 20  # puts up to this copy first and ask afterwards
+TIMEOUT_S_MAX = 86_400.0
+HASH_IN_THREAD_BYTES = 512 << 10  # below this, handing the work over costs more than it saves
+_HEADER_BYTES = wire.HEADER.size
+_PAGE = 4096
+
+Indices = npt.NDArray[np.int64]
+
+
+class _Daemon:
+    """What belongs to one incarnation of the daemon: its segment and its names for things.
+
+    Dropped as a whole when another incarnation answers; the mapping goes when nobody reads from it.
+    """
+
+    def __init__(self, welcome: wire.Welcome, fd: int) -> None:
+        weakref.finalize(self, os.close, fd)
+        self.incarnation = welcome.incarnation
+        self.node = welcome.node
+        self.segment = Segment.attach(fd, welcome.segment_bytes)
+        self.numbers: dict[bytes, int] = {}
+        self.stashes: dict[tuple[bytes, int], _Stash] = {}
+        self._bytes: Rows2D | None = None
+        self._tables: dict[int, Rows2D] = {}
+        self._lock = threading.Lock()
+
+    def table(self, stride: int) -> Rows2D:
+        """The whole segment as rows of `stride` bytes; mapped when first asked for."""
+        table = self._tables.get(stride)
+        if table is None:
+            with self._lock:
+                if self._bytes is None:
+                    mapping = self.segment.map(populate=True)
+                    self._bytes = np.frombuffer(mapping, dtype=np.uint8)
+                n = self.segment.size // stride
+                table = self._bytes[: n * stride].reshape(n, stride)
+                self._tables[stride] = table
+        return table
+
+
+class _Stash:
+    """Slots that the daemon has granted ahead of the next small put. Thread-safe."""
+
+    def __init__(self, stride: int) -> None:
+        self.stride = stride
+        self._rows: list[int] = []
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, n: int) -> list[int]:
+        """Up to n of them."""
+        with self._lock:
+            taken = self._rows[-n:]
+            del self._rows[-n:]
+        return taken
+
+    def add(self, packed: bytes) -> None:
+        if packed:
+            with self._lock:
+                self._rows += np.frombuffer(packed, dtype=np.uint32).tolist()
+
+    def put_back(self, rows: list[int]) -> None:
+        with self._lock:
+            self._rows += rows
+
+
+class _Connection:
+    """One connection, one request at a time. Any failure leaves it unusable: close it."""
+
+    def __init__(self, sock: socket.socket, daemon: _Daemon) -> None:
+        self.sock = sock
+        self.daemon = daemon
+        self._requests = itertools.count(1)
+        self._timeout = -1.0
+
+    def ask(self, message: wire.Message, timeout_s: float) -> Any:
+        """Send and wait. Raises what the daemon answered, `Unavailable`, or `ProtocolError`."""
+        request = self.send(message, timeout_s)
+        return self.receive(request, timeout_s)
+
+    def send(self, message: wire.Message, timeout_s: float) -> int:
+        request = next(self._requests) & 0x7FFFFFFF or next(self._requests)
+        self._limit(timeout_s)
+        try:
+            self.sock.sendall(wire.encode(message, request))
+        except OSError as error:
+            raise Unavailable(f"the daemon's connection failed: {error}") from None
+        return request
+
+    def tell(self, message: wire.Message) -> None:
+        """Send without asking for an answer."""
+        try:
+            self.sock.sendall(wire.encode(message, 0))
+        except OSError as error:
+            raise Unavailable(f"the daemon's connection failed: {error}") from None
+
+    def receive(self, request: int, timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
+        try:
+            data = self.sock.recv(1 << 16)
+            while len(data) < _HEADER_BYTES or len(data) < _HEADER_BYTES + self._length(data):
+                if data and time.monotonic() > deadline:
+                    raise BlockingIOError
+                more = self.sock.recv(1 << 16)
+                if not more:
+                    data = b""
+                    break
+                data += more
+        except BlockingIOError:
+            raise Unavailable(f"the daemon did not answer within {timeout_s:g} s") from None
+        except OSError as error:
+            raise Unavailable(f"the daemon's connection failed: {error}") from None
+        if not data:
+            raise Unavailable("the daemon closed the connection")
+        length, answered = wire.HEADER.unpack_from(data)
+        message = wire.decode_daemon(data[_HEADER_BYTES:])
+        if type(message) is wire.Error:
+            wire.raise_error(message)
+        if answered != request or len(data) != _HEADER_BYTES + length:
+            raise ProtocolError("the daemon answered another request than the one that was asked")
+        return message
+
+    def close(self) -> None:
+        self.sock.close()
+
+    @staticmethod
+    def _length(data: bytes) -> int:
+        length = int(wire.HEADER.unpack_from(data)[0])
+        if length > wire.FRAME_BYTES_MAX:
+            raise ProtocolError(f"an answer of {length} bytes: frames are at most 16 MiB")
+        return length
+
+    def _limit(self, timeout_s: float) -> None:
+        """Let the kernel keep the deadline: no extra system call a request, unlike `settimeout`."""
+        if timeout_s != self._timeout:
+            limit = _timeval(timeout_s)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            self._timeout = timeout_s
+
+
+def _timeval(seconds: float) -> bytes:
+    seconds = min(max(seconds, 1e-6), TIMEOUT_S_MAX)
+    whole = int(seconds)
+    micros = int((seconds - whole) * 1e6)
+    return struct.pack("@ll", whole, micros or (0 if whole else 1))
+
+
+class Slots:
+    """n slots of one part in the segment.
+
+    part: the part number.
+    first: index, among the keys asked for, of the first block these slots belong to: above 0 for
+        window parts. With a stride of s in the namespace, slot i belongs to block
+        `first + (i + 1) * s - 1`.
+    nbytes: bytes used of each slot. stride: bytes from one row of the segment to the next.
+    rows: int64, one a slot; slot i starts at byte `rows[i] * stride` of the segment.
+
+    Reading and writing is for the time of the lease or reservation that they came with.
+    """
+
+    __slots__ = ("_daemon", "first", "nbytes", "part", "rows", "stride")
+
+    def __init__(
+        self, daemon: _Daemon, part: int, first: int, nbytes: int, stride: int, rows: Indices
+    ) -> None:
+        self._daemon = daemon
+        self.part = part
+        self.first = first
+        self.nbytes = nbytes
+        self.stride = stride
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def table(self) -> Rows2D:
+        """The whole segment, shape (rows, stride), uint8, C-contiguous: `table[rows]` are the slots."""
+        return self._daemon.table(self.stride)
+
+    @property
+    def fd(self) -> int:
+        """The segment's memfd, for `os.preadv` and `os.pwritev` at `offsets`. Not yours to close."""
+        return self._daemon.segment.fd
+
+    @property
+    def offsets(self) -> Indices:
+        return self.rows * self.stride
+
+    def view(self, index: int) -> memoryview:
+        """The bytes of one slot."""
+        return self.table[int(self.rows[index]), : self.nbytes].data
+
+    def __repr__(self) -> str:
+        return f"<Slots part={self.part} first={self.first} n={len(self)} nbytes={self.nbytes}>"
+
+
+class Lease:
+    """The right to read the slots of a prefix until `deadline`. Release it when done, or use `with`.
+
+    token: hand it to other processes of the same engine instance; they `Client.join`.
+    blocks: how many blocks of the prefix may be used.
+    deadline: `time.monotonic()` of this process after which the bytes may be somebody else's.
+    slots: by part number.
+    """
+
+    __slots__ = ("_client", "blocks", "deadline", "slots", "token")
+
+    def __init__(
+        self, client: Client, token: str, blocks: int, deadline: float, slots: dict[int, Slots]
+    ) -> None:
+        self._client = client
+        self.token = token
+        self.blocks = blocks
+        self.deadline = deadline
+        self.slots = slots
+
+    @property
+    def valid(self) -> bool:
+        return time.monotonic() < self.deadline
+
+    def check(self) -> None:
+        """Call after the copy is complete (on a GPU: after its event). Raises `LeaseLost` if too late."""
+        late = time.monotonic() - self.deadline
+        if late >= 0:
+            raise LeaseLost(
+                f"the lease {self.token} ended {late:.3f} s before its reader did: "
+                f"discard what was read, and recompute"
+            )
+
+    def release(self) -> None:
+        self._client.release(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Lease {self.token} {self.blocks} blocks, {self.deadline - time.monotonic():.1f} s>"
+        )
+
+
+class Reservation:
+    """Slots to be written, then committed. With `with`, what is not committed is aborted at the end.
+
+    slots: one for each block that the caller has to write.
+    missing: their indices among the keys asked for.
+    refused: how many of the last keys got no slot, because leases or hard pins hold the space.
+    """
+
+    __slots__ = ("_client", "_daemon", "_settled", "_ticket", "missing", "refused", "slots")
+
+    def __init__(
+        self,
+        client: Client,
+        daemon: _Daemon,
+        ticket: int,
+        slots: Slots,
+        missing: Indices,
+        refused: int,
+    ) -> None:
+        self._client = client
+        self._daemon = daemon
+        self._ticket = ticket
+        self._settled = len(missing) == 0
+        self.slots = slots
+        self.missing = missing
+        self.refused = refused
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.abort(self)
+
+    def __repr__(self) -> str:
+        return f"<Reservation {self._ticket} of {len(self.slots)} slots>"
+
+
+class Client:
+    """A connection to the pool. See the module's text for failures and threads.
+
+    socket_path: the daemon's socket; None: `KVPOOL_SOCKET`, else the user's default.
+    tenant, token: whose pool; the daemon knows the default tenant without a token.
+    instance: names the engine instance that leases belong to; the same in all its processes.
+    timeout_s: deadline of every request.
+    connect: True raises `Unavailable` or the daemon's refusal now, instead of missing later.
+    """
+
+    def __init__(
+        self,
+        socket_path: str | None = None,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        token: str | None = None,
+        instance: str | None = None,
+        timeout_s: float = 1.0,
+        connections_max: int = 16,
+        connect: bool = False,
+    ) -> None:
+        if not 0 < timeout_s <= TIMEOUT_S_MAX:
+            raise InvalidRequest(f"a time-out of {timeout_s} s: above 0, at most {TIMEOUT_S_MAX:g}")
+        self.socket_path = socket_path or default_socket_path()
+        self.tenant = tenant
+        self.timeout_s = timeout_s
+        self.instance = instance or secrets.token_hex(8)
+        self._token = token
+        self._id = secrets.token_hex(16)
+        self._pid = os.getpid()
+        self._idle: deque[_Connection] = deque()
+        self._open = 0  # connections, idle ones included
+        self._connections_max = connections_max
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        self._waiting = 0
+        self._daemon: _Daemon | None = None
+        self._records: dict[bytes, Namespace] = {}
+        self._tickets = itertools.count(1)
+        self._orphans: deque[tuple[str, wire.Message]] = deque(maxlen=1 << 16)
+        self._retry_at = 0.0
+        self._backoff = BACKOFF_S[0]
+        self._probing = False
+        self._hasher: ThreadPoolExecutor | None = None
+        self._closed = False
+        if connect:
+            self._give_back(self._take(self.timeout_s))
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections. Leases and reservations that are open stay so until this process ends."""
+        daemon = self._daemon
+        if daemon is not None and daemon.stashes and self._idle:
+            for stash in daemon.stashes.values():
+                back = wire.GiveBack(stash.stride, wire.pack_rows(stash.take(len(stash))))
+                self._orphans.append((daemon.incarnation, back))
+            try:
+                with self._request():
+                    pass  # taking a connection tells of them
+            except Unavailable:
+                pass
+        self._closed = True
+        with self._lock:
+            self._close_idle()
+        if self._hasher is not None:
+            self._hasher.shutdown(wait=False)
+        self._daemon = None
+
+    @property
+    def available(self) -> bool:
+        """Whether a request would be tried now: False between a failure and the next attempt's time."""
+        return not self._closed and time.monotonic() >= self._retry_at
+
+    @property
+    def incarnation(self) -> str:
+        """Of the daemon that answered last; empty before the first."""
+        return self._daemon.incarnation if self._daemon is not None else ""
+
+    def warm(self) -> bool:
+        """Connect and map the segment now, so that the first copy does not pay for it.
+
+        False when the daemon is away. Mapping 2 GiB takes about 0.1 s.
+        """
+        try:
+            with self._request() as connection:
+                connection.daemon.table(_PAGE)
+        except Unavailable:
+            return False
+        return True
+
+    def open(self, record: NamespaceRecord) -> Namespace:
+        """Make a namespace known to the daemon, now or when it is there, and after each restart again.
+
+        Raises `NamespaceMismatch` if the daemon knows it with other sizes.
+        """
+        namespace = Namespace(record, record.digest())
+        self._records[namespace.digest] = namespace
+        try:
+            with self._request() as connection:
+                self._number(connection, namespace)
+        except Unavailable:
+            pass
+        return namespace
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    def match(self, ns: Namespace, keys: Keys, *, parts: Sequence[int] | None = None) -> int:
+        """The longest prefix of `keys`, in blocks, that an engine could use from this node."""
+        packed = pack_keys(keys)
+        if not packed:
+            return 0
+        try:
+            answer = self._ask_ns(
+                ns, lambda number: wire.Match(number, packed, list(parts) if parts else [])
+            )
+        except Unavailable:
+            return 0
+        return int(answer.value)
+
+    def contains(self, ns: Namespace, keys: Keys, *, part: int = 0) -> npt.NDArray[np.bool_]:
+        """For each key, whether the part of the block is on this node."""
+        packed = pack_keys(keys)
+        n = len(packed) // KEY_BYTES
+        if n:
+            try:
+                answer = self._ask_ns(ns, lambda number: wire.Contains(number, part, packed))
+            except Unavailable:
+                pass
+            else:
+                return np.frombuffer(answer.data, dtype=np.bool_)
+        return np.zeros(n, dtype=np.bool_)
+
+    def acquire(
+        self,
+        ns: Namespace,
+        keys: Keys,
+        *,
+        parts: Sequence[int] | None = None,
+        lease_s: float = 10.0,
+        wait_s: float = 0.0,
+    ) -> Lease | None:
+        """A lease on the longest usable prefix of `keys`; None if there is none.
+
+        parts: which must be usable; all of the namespace's unless given. A prefix is usable when full
+            parts have all its blocks and window parts their last ones.
+        lease_s: how long; the daemon may grant less (see `Lease.deadline`).
+        wait_s: how long to wait for blocks that other nodes hold.
+        """
+        packed = pack_keys(keys)
+        if not packed:
+            return None
+        chosen = list(parts) if parts else []
+        return self._acquire(
+            ns, lambda number: wire.Acquire(number, packed, chosen, lease_s, wait_s), wait_s
+        )
+
+    def join(self, token: str, *, parts: Sequence[int] | None = None) -> Lease | None:
+        """Become a holder of a lease that another process of this instance acquired; None if it ended.
+
+        parts: whose slots to describe; all of the lease's unless given.
+        """
+        message = wire.Join(token, list(parts) if parts else [])
+        sent = time.monotonic()
+        try:
+            with self._request() as connection:
+                answer = connection.ask(message, self.timeout_s)
+                return self._lease(connection.daemon, answer, sent)
+        except Unavailable:
+            return None
+
+    def release(self, lease: Lease) -> None:
+        """Stop reading. Never raises: a lease whose release is lost ends at its deadline."""
+        if not lease.token:
+            return
+        token, lease.token = lease.token, ""
+        try:
+            with self._request() as connection:
+                connection.tell(wire.Release([token]))
+        except Unavailable:
+            pass
+
+    def get_into(
+        self, ns: Namespace, keys: Keys, out: Any, *, part: int = 0, lease_s: float = 10.0
+    ) -> npt.NDArray[np.bool_]:
+        """Copy blocks into `out`; True for each key that is there in full, the rest of `out` is undefined.
+
+        out: one writable buffer, array or tensor of n times the part's bytes, or a list of n of them.
+        """
+        packed = pack_keys(keys)
+        n = len(packed) // KEY_BYTES
+        nothing = np.zeros(n, dtype=np.bool_)
+        nbytes = _nbytes(ns, part)
+        targets = _targets(out, n, nbytes)
+        if not n:
+            return nothing
+        lease = self._acquire(
+            ns, lambda number: wire.Acquire(number, packed, [part], lease_s, 0.0, True), 0.0
+        )
+        if lease is None:
+            return nothing
+        slots = lease.slots[part]
+        here = slots.rows != wire.NO_ROW
+        complete = bool(here.all())
+        if isinstance(targets, list):
+            table = slots.table
+            for index in np.flatnonzero(here).tolist():
+                np.copyto(targets[index], table[int(slots.rows[index]), :nbytes])
+        elif complete:
+            read_rows(slots.table, slots.rows, targets)
+        else:
+            found = np.flatnonzero(here)
+            targets[found] = slots.table[slots.rows[found], :nbytes]
+        valid = lease.valid
+        lease.release()
+        return here if valid else nothing
+
+    def get(self, ns: Namespace, keys: Keys, *, part: int = 0) -> list[bytes | None]:
+        """The bytes of each block, or None. For bulk use prefer `get_into` or `acquire`."""
+        packed = pack_keys(keys)
+        n = len(packed) // KEY_BYTES
+        out = np.empty((n, _nbytes(ns, part)), dtype=np.uint8)
+        here = self.get_into(ns, packed, out, part=part)
+        return [out[i].tobytes() if here[i] else None for i in range(n)]
+
+    # ---- writing -------------------------------------------------------------------------------------
+
+    def reserve(
+        self, ns: Namespace, keys: Keys, *, part: int = 0, parent: bytes | None = None
+    ) -> Reservation:
+        """Slots for the blocks that are not there yet. Write them, then `commit`.
+
+        parent: the key before the first one in the prefix chain, if there is one.
+        Raises `PoolFull`, `LimitExceeded`, `Unavailable`.
+        """
+        packed = pack_keys(keys)
+        if not packed:
+            raise InvalidRequest("a reservation of no keys")
+        ticket = next(self._tickets)
+        with self._request() as connection:
+            sent = self._send_reserve(connection, ns, part, ticket, packed, parent)
+            return self._reserved(connection, sent, ns, part, ticket, packed)
+
+    def commit(self, reservation: Reservation, checksums: bytes | None = None) -> int:
+        """Make the slots readable; how many blocks are new. Others had been put meanwhile.
+
+        checksums: xxh3-128 of each slot's bytes, 16 bytes each in order; computed here if not given.
+        Raises `UnknownReservation` if it was settled before or its daemon is gone, and `Unavailable`.
+        """
+        if not len(reservation.missing):
+            return 0
+        if checksums is None:
+            slots = reservation.slots
+            checksums = row_checksums(slots.table, slots.rows, slots.nbytes)
+        with self._request() as connection:
+            return self._commit(connection, reservation, checksums)
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give slots back unwritten. Never raises; nothing after a commit."""
+        if reservation._settled:
+            return
+        reservation._settled = True
+        abort = wire.Abort([reservation._ticket])
+        self._orphans.append((reservation._daemon.incarnation, abort))
+        try:
+            with self._request():
+                pass  # whoever takes a connection tells the daemon of the orphans first
+        except Unavailable:
+            pass
+
+    def put(
+        self,
+        ns: Namespace,
+        keys: Keys,
+        blocks: Any,
+        *,
+        part: int = 0,
+        parent: bytes | None = None,
+    ) -> int:
+        """Store blocks; how many are new. Blocks that are there already cost no copy.
+
+        blocks: one buffer, array or CPU tensor of n times the part's bytes, or a list of n items, each a
+            buffer or a list of buffers that are gathered. Read until this returns, never kept.
+        Raises `PoolFull` when not all could be stored (the first ones were: see `contains`),
+        `Unavailable`, `InvalidRequest`.
+        """
+        packed = pack_keys(keys)
+        n = len(packed) // KEY_BYTES
+        source = Source(blocks, n, _nbytes(ns, part))
+        if not n:
+            return 0
+        if source.total <= ONE_EXCHANGE_BYTES:
+            stored = self._put_in_one_exchange(ns, packed, source, part, parent)
+            if stored is not None:
+                return stored
+        ticket = next(self._tickets)
+        everything = range(n)
+        hashing: Future[bytes] | None = None
+        checksums = b""
+        if source.total >= HASH_IN_THREAD_BYTES:
+            hashing = self._hash_later(source, everything)
+        with self._request() as connection:
+            sent = self._send_reserve(connection, ns, part, ticket, packed, parent)
+            if hashing is None:
+                checksums = source.checksums(everything)  # while the daemon works
+            reservation = self._reserved(connection, sent, ns, part, ticket, packed)
+            missing = reservation.missing
+            stored = 0
+            if len(missing):
+                with reservation:
+                    slots = reservation.slots
+                    source.write(missing, slots.table, slots.rows, slots.fd)
+                    if hashing is not None:
+                        checksums = hashing.result()
+                    if len(missing) != n:
+                        listed = np.frombuffer(checksums, dtype="V16")
+                        checksums = listed[missing].tobytes()
+                    stored = self._commit(connection, reservation, checksums)
+        if reservation.refused:
+            from kvpool.errors import PoolFull
+
+            raise PoolFull(
+                f"{reservation.refused} of {n} blocks found no space: leases, reservations or "
+                f"hard pins hold it. The blocks before them are stored"
+            )
+        return stored
+
+    def _put_in_one_exchange(
+        self, ns: Namespace, packed: bytes, source: Source, part: int, parent: bytes | None
+    ) -> int | None:
+        """Copy into slots granted earlier, then name them; None when the daemon grants too few.
+
+        For small puts an exchange costs as much as the copy. So these copy without asking what is
+        there already; a block that is, costs its copy and nothing else.
+        """
+        n = source.n
+        with self._request() as connection:
+            number = connection.daemon.numbers.get(ns.digest)
+            if number is None:
+                number = self._number(connection, ns)
+            stash = connection.daemon.stashes.get((ns.digest, part))
+            rows = stash.take(n) if stash is not None else []
+            if len(rows) < n:
+                answer = connection.ask(wire.Grant(number, part, n - len(rows)), self.timeout_s)
+                if stash is None:
+                    stash = _Stash(answer.stride)
+                    stash = connection.daemon.stashes.setdefault((ns.digest, part), stash)
+                stash.add(answer.rows)
+                rows += stash.take(n - len(rows))
+                if len(rows) < n:
+                    stash.put_back(rows)
+                    return None
+            assert stash is not None
+            try:
+                where = np.array(rows, dtype=np.int64)
+                table = connection.daemon.table(stash.stride)
+                if source.total >= HASH_IN_THREAD_BYTES:
+                    hashing = self._hash_later(source, range(n))
+                    source.write(np.arange(n), table, where, connection.daemon.segment.fd)
+                    checksums = hashing.result()
+                else:
+                    source.write(np.arange(n), table, where, connection.daemon.segment.fd)
+                    checksums = source.checksums(range(n))
+                packed_rows = wire.pack_rows(rows)
+                answer = connection.ask(
+                    wire.Store(number, part, packed_rows, packed, checksums, n, parent or b""),
+                    self.timeout_s,
+                )
+            except BaseException:
+                # Stored or not, nobody writes to them any more; the daemon knows which are which.
+                back = wire.GiveBack(stash.stride, wire.pack_rows(rows))
+                self._orphans.append((connection.daemon.incarnation, back))
+                raise
+            stash.add(answer.unused)
+            stash.add(answer.fresh)
+            if len(stash) > 2 * n:
+                spare = wire.pack_rows(stash.take(len(stash) - 2 * n))
+                connection.tell(wire.GiveBack(stash.stride, spare))
+            return int(answer.new)
+
+    def remove(self, ns: Namespace, keys: Keys) -> int:
+        """Forget blocks, all their parts; how many were there. Readers under a lease finish."""
+        packed = pack_keys(keys)
+        if not packed:
+            return 0
+        return int(self._ask_ns(ns, lambda number: wire.Remove(number, packed)).value)
+
+    def pin(self, ns: Namespace, keys: Keys, kind: str = "soft") -> int:
+        """Keep blocks: "soft" evicts them last, "hard" never, "none" unpins; how many are there.
+
+        Raises `LimitExceeded` when the tenant's quota does not cover them.
+        """
+        packed = pack_keys(keys)
+        if not packed:
+            return 0
+        return int(self._ask_ns(ns, lambda number: wire.Pin(number, packed, kind)).value)
+
+    def pull(self, ns: Namespace, keys: Keys, *, wait_s: float = 1.0) -> int:
+        """Bring blocks here from other nodes; how many of the prefix are here afterwards."""
+        packed = pack_keys(keys)
+        if not packed:
+            return 0
+        return int(self._ask_ns(ns, lambda number: wire.Pull(number, packed, wait_s), wait_s).value)
+
+    def stats(self) -> dict[str, Any]:
+        """The daemon's counters and this tenant's space. Raises `Unavailable`."""
+        with self._request() as connection:
+            found: dict[str, Any] = json.loads(connection.ask(wire.Stats(), self.timeout_s).data)
+            return found
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _ask_ns(self, ns: Namespace, make: Any, wait_s: float = 0.0) -> Any:
+        with self._request() as connection:
+            number = connection.daemon.numbers.get(ns.digest)
+            if number is None:
+                number = self._number(connection, ns)
+            return connection.ask(make(number), self.timeout_s + wait_s)
+
+    def _acquire(self, ns: Namespace, make: Any, wait_s: float) -> Lease | None:
+        try:
+            with self._request() as connection:
+                number = connection.daemon.numbers.get(ns.digest)
+                if number is None:
+                    number = self._number(connection, ns)
+                sent = time.monotonic()
+                answer = connection.ask(make(number), self.timeout_s + wait_s)
+                return self._lease(connection.daemon, answer, sent)
+        except Unavailable:
+            return None
+
+    def _lease(self, daemon: _Daemon, answer: wire.Leased, sent: float) -> Lease | None:
+        """`answer.lease_s` counts from when the daemon was asked; counted from before that, it is safe."""
+        if not answer.token:
+            return None
+        slots = {
+            part.part: Slots(
+                daemon,
+                part.part,
+                part.first,
+                part.nbytes,
+                part.stride,
+                np.frombuffer(part.rows, dtype=np.uint32).astype(np.int64),
+            )
+            for part in answer.parts
+        }
+        return Lease(self, answer.token, answer.blocks, sent + answer.lease_s, slots)
+
+    def _send_reserve(
+        self,
+        connection: _Connection,
+        ns: Namespace,
+        part: int,
+        ticket: int,
+        packed: bytes,
+        parent: bytes | None,
+    ) -> int:
+        number = connection.daemon.numbers.get(ns.digest)
+        if number is None:
+            number = self._number(connection, ns)
+        message = wire.Reserve(number, part, ticket, packed, parent or b"")
+        return connection.send(message, self.timeout_s)
+
+    def _reserved(
+        self,
+        connection: _Connection,
+        request: int,
+        ns: Namespace,
+        part: int,
+        ticket: int,
+        packed: bytes,
+    ) -> Reservation:
+        daemon = connection.daemon
+        try:
+            answer = connection.receive(request, self.timeout_s)
+        except Unavailable:
+            # The daemon may have reserved, and only an abort or the end of this process undoes it.
+            self._orphans.append((daemon.incarnation, wire.Abort([ticket])))
+            raise
+        rows = np.frombuffer(answer.rows, dtype=np.uint32)
+        refused = len(packed) // KEY_BYTES - len(rows)
+        if rows.max(initial=0) == wire.NO_ROW:
+            missing = np.flatnonzero(rows != wire.NO_ROW)
+            rows = rows[missing]
+        else:
+            missing = np.arange(len(rows))
+        slots = Slots(daemon, part, 0, _nbytes(ns, part), answer.stride, rows.astype(np.int64))
+        return Reservation(self, daemon, ticket, slots, missing, refused)
+
+    def _commit(self, connection: _Connection, reservation: Reservation, checksums: bytes) -> int:
+        message = wire.Commit(reservation._ticket, checksums)
+        if connection.daemon is not reservation._daemon:
+            from kvpool.errors import UnknownReservation
+
+            reservation._settled = True
+            raise UnknownReservation(
+                "the daemon that gave these slots is gone; put the blocks again"
+            )
+        try:
+            answer = connection.ask(message, self.timeout_s)
+        except Unavailable:
+            # It may have been committed or not: the abort that follows makes sure that it is settled.
+            reservation._settled = True
+            abort = wire.Abort([reservation._ticket])
+            self._orphans.append((connection.daemon.incarnation, abort))
+            raise
+        reservation._settled = True
+        return int(answer.value)
+
+    def _hash_later(self, source: Source, indices: Iterable[int]) -> Future[bytes]:
+        hasher = self._hasher
+        if hasher is None:
+            with self._lock:
+                if self._hasher is None:
+                    self._hasher = ThreadPoolExecutor(1, "kvpool-checksum")
+                hasher = self._hasher
+        return hasher.submit(source.checksums, indices)  # type: ignore[arg-type]
+
+    def _number(self, connection: _Connection, ns: Namespace) -> int:
+        """The daemon's number of a namespace, which this makes known to it."""
+        parts = [(p.nbytes, str(p.kind), p.window_blocks, p.stride) for p in ns.parts]
+        message = wire.OpenNamespace(ns.digest, ns.record.canonical(), parts)
+        number = int(connection.ask(message, self.timeout_s).value)
+        connection.daemon.numbers[ns.digest] = number
+        return number
+
+    def _request(self) -> _Request:
+        return _Request(self)
+
+    def _take(self, timeout_s: float) -> _Connection:
+        """A connection for one request; give it back or drop it. Raises `Unavailable`."""
+        if self._closed:
+            raise Unavailable("this client is closed")
+        if os.getpid() != self._pid:
+            raise InvalidRequest("a client is not for a forked child: make a new one there")
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._another(timeout_s)
+        if self._orphans:
+            self._abandon(connection)
+        return connection
+
+    def _another(self, timeout_s: float) -> _Connection:
+        """A new connection, or, when there are as many as may be, the next one that comes free."""
+        with self._freed:
+            if self._open >= self._connections_max:
+                deadline = time.monotonic() + timeout_s
+                self._waiting += 1
+                try:
+                    while self._open >= self._connections_max:
+                        try:
+                            return self._idle.pop()
+                        except IndexError:
+                            pass  # none, or somebody was faster
+                        left = deadline - time.monotonic()
+                        if left <= 0 or not self._freed.wait(left):
+                            raise Unavailable(f"all connections were busy for {timeout_s:g} s")
+                finally:
+                    self._waiting -= 1
+            self._open += 1
+        try:
+            return self._connect()
+        except BaseException:
+            self._closed_one()
+            raise
+
+    def _closed_one(self) -> None:
+        with self._freed:
+            self._open -= 1
+            self._freed.notify()
+
+    def _give_back(self, connection: _Connection) -> None:
+        if self._closed or connection.daemon is not self._daemon:
+            connection.close()
+            self._closed_one()
+            return
+        self._idle.append(connection)
+        if self._waiting:
+            with self._freed:
+                self._freed.notify()
+
+    def _drop(self, connection: _Connection) -> None:
+        """A connection failed: the daemon is gone, hangs, or broke the protocol. Back off."""
+        connection.close()
+        with self._freed:
+            self._open -= 1
+            if connection.daemon is self._daemon:  # not one whose successor answers already
+                self._close_idle()
+                self._back_off()
+            self._freed.notify()
+
+    def _close_idle(self) -> None:
+        """With the lock held, or at the end."""
+        while self._idle:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return  # a request was faster, and will find out by itself
+            connection.close()
+            self._open -= 1
+
+    def _abandon(self, connection: _Connection) -> None:
+        """Tell the daemon of slots that nobody will commit."""
+        while self._orphans:
+            try:
+                incarnation, message = self._orphans.popleft()
+            except IndexError:
+                break  # another thread tells the daemon
+            if incarnation == connection.daemon.incarnation:
+                try:
+                    connection.tell(message)
+                except Unavailable:
+                    self._orphans.append((incarnation, message))
+                    self._drop(connection)
+                    raise
+
+    def _back_off(self) -> None:
+        """With the lock held. Many requests that fail together are one failure."""
+        now = time.monotonic()
+        if now >= self._retry_at:
+            self._retry_at = now + self._backoff
+            self._backoff = min(2 * self._backoff, BACKOFF_S[1])
+
+    def _connect(self) -> _Connection:
+        """A new connection. When the daemon failed, one thread at a time finds out whether it is back."""
+        with self._lock:
+            wait_s = self._retry_at - time.monotonic()
+            probe = self._backoff > BACKOFF_S[0]
+            if wait_s > 0 or (probe and self._probing):
+                raise Unavailable(
+                    f"the daemon at {self.socket_path} failed a moment ago; the next attempt is in "
+                    f"{max(wait_s, 0):.2f} s"
+                )
+            self._probing = probe
+        try:
+            return self._introduce()
+        finally:
+            if probe:
+                self._probing = False
+
+    def _introduce(self) -> _Connection:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            limit = _timeval(self.timeout_s)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            sock.connect(self.socket_path)
+            hello = wire.Hello(
+                wire.PROTOCOL_VERSION, self.tenant, self.instance, self._id, self._token
+            )
+            try:
+                sock.sendall(wire.encode(hello, 1))
+            except BrokenPipeError:
+                pass  # turned away at the door; the reason is there to be read
+            data, fds, _, _ = socket.recv_fds(
+                sock, wire.HELLO_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC
+            )
+        except OSError as error:
+            sock.close()
+            with self._lock:
+                self._back_off()
+            raise Unavailable(
+                f"no kvpool daemon answers at {self.socket_path} ({error.strerror or error}). "
+                f"Start one with `kvpool serve`, or name its socket"
+            ) from None
+        try:
+            frames = wire.FrameReader(wire.HELLO_BYTES_MAX).feed(data)
+            if not frames:
+                raise Unavailable("the daemon closed the connection before its Welcome")
+            welcome = wire.decode_daemon(frames[0][1])
+            if type(welcome) is wire.Error:
+                wire.raise_error(welcome)
+            if type(welcome) is not wire.Welcome or len(fds) != 1:
+                raise ProtocolError("the daemon's first answer is not a Welcome with a segment")
+            daemon = self._meet(welcome, fds.pop())
+        except LimitExceeded as error:
+            sock.close()
+            with self._lock:
+                self._back_off()
+            raise Unavailable(f"the daemon at {self.socket_path} takes no more: {error}") from None
+        except KvpoolError:
+            sock.close()
+            for fd in fds:
+                os.close(fd)
+            with self._lock:
+                self._back_off()
+            raise
+        return _Connection(sock, daemon)
+
+    def _meet(self, welcome: wire.Welcome, fd: int) -> _Daemon:
+        """The state that belongs to this incarnation: the known one, or a new one."""
+        with self._lock:
+            self._backoff = BACKOFF_S[0]
+            self._retry_at = 0.0
+            daemon = self._daemon
+            if daemon is not None and daemon.incarnation == welcome.incarnation:
+                os.close(fd)
+                return daemon
+            daemon = _Daemon(welcome, fd)
+            self._daemon = daemon
+            self._close_idle()
+            return daemon
+
+
+class _Request:
+    """A connection for the length of a `with`: back to the pool, or dropped if it failed."""
+
+    __slots__ = ("client", "connection")
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def __enter__(self) -> _Connection:
+        self.connection = self.client._take(self.client.timeout_s)
+        return self.connection
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is None or (
+            issubclass(kind, KvpoolError) and not issubclass(kind, (Unavailable, ProtocolError))
+        ):
+            self.client._give_back(self.connection)
+        else:
+            self.client._drop(self.connection)
+
+
+def _nbytes(ns: Namespace, part: int) -> int:
+    if not 0 <= part < len(ns.parts):
+        raise InvalidRequest(f"part {part}: this namespace has parts 0 to {len(ns.parts) - 1}")
+    return ns.parts[part].nbytes
+
+
+def _targets(out: Any, n: int, nbytes: int) -> Any:
+    """Where blocks go: rows of one array, or a list of flat arrays. Raises `InvalidRequest`."""
+    if isinstance(out, (list, tuple)):
+        flats = [as_bytes(item, writable=True) for item in out]
+        if len(flats) != n or any(flat.size != nbytes for flat in flats):
+            raise InvalidRequest(f"the destination is not {n} buffers of {nbytes} bytes")
+        return flats
+    flat = as_bytes(out, writable=True)
+    if flat.size != n * nbytes:
+        raise InvalidRequest(f"a destination of {flat.size} bytes for {n} blocks of {nbytes}")
+    return flat.reshape(n, nbytes)

@@ -1,0 +1,271 @@
+"""The daemon's configuration: one TOML file, `KVPOOL_*` variables and flags, read once, then frozen.
+
+Later ones win: defaults, file, environment, flags. Each setting has one name everywhere: `memory` in
+the file is `KVPOOL_MEMORY` in the environment and `--memory` on the command line. Every value is checked
+here, at the edge; inside, nothing reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvpool.errors import ConfigError
+from kvpool.types import DEFAULT_TENANT
+
+SOCKET_PATH_MAX = 107  # sockaddr_un
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def default_socket_path(environ: Mapping[str, str] = os.environ) -> str:
+    """Where daemon and clients of one user meet when nothing else is said."""
+    if path := environ.get("KVPOOL_SOCKET"):
+        return path
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        return f"{runtime}/kvpool/kvpool.sock"
+    if os.getuid() == 0:
+        return "/run/kvpool/kvpool.sock"
+    folder = f"/tmp/kvpool-{os.getuid()}"  # noqa: S108  (the daemon makes it with mode 0700)
+    try:
+        found = os.lstat(folder)
+    except FileNotFoundError:
+        pass
+    else:
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(
+                f"{folder} is not a folder of this user, so what listens there may be anyone's. "
+                f"Set KVPOOL_SOCKET or XDG_RUNTIME_DIR"
+            )
+    return f"{folder}/kvpool.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantConfig:
+    """A tenant with a segment of its own.
+
+    memory: bytes, or a share of the free memory. token: what its clients must show; None: anyone who
+    can open the socket.
+    """
+
+    name: str
+    memory: int | float
+    token: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    """All settings of `kvpool serve`.
+
+    socket: path of the control socket; its folder is made with mode 0700 if absent.
+    socket_mode: permissions of the socket.
+    memory: the default tenant's DRAM segment: bytes, or a share of the memory that is free at start.
+    policy: eviction policy, by name; empty: the default one.
+    listen: URLs on which peers may pull from this node, such as tcp://127.0.0.1:7070. None by default.
+    peers: URLs of the nodes that blocks are pulled from.
+    cluster, cluster_secret: peers must agree on both. Without a secret only loopback is listened on.
+    tenants: further tenants, each with a segment.
+    movers: processes that move bytes.
+    data_dir: where the node keeps what outlives it; empty: nothing is kept.
+    node: this node's name.
+    clients_max, peers_max: open connections.
+    lease_s_max: the longest lease.
+    """
+
+    socket: str
+    socket_mode: int = 0o600
+    memory: int | float = 0.25
+    policy: str = ""
+    listen: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    cluster: str = "kvpool"
+    cluster_secret: str = field(default="", repr=False)
+    tenants: tuple[TenantConfig, ...] = ()
+    movers: int = 1
+    data_dir: str = ""
+    node: str = ""
+    clients_max: int = 1024
+    peers_max: int = 256
+    lease_s_max: float = 60.0
+
+    def all_tenants(self) -> tuple[TenantConfig, ...]:
+        """The default tenant, unless the file gives it settings of its own, and the others."""
+        if any(tenant.name == DEFAULT_TENANT for tenant in self.tenants):
+            return self.tenants
+        return (TenantConfig(DEFAULT_TENANT, self.memory), *self.tenants)
+
+
+def parse_size(value: object, name: str) -> int | float:
+    """Bytes ("8GiB", 1048576) or a share between 0 and 1 ("25%")."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str):
+        text = value.strip()
+        if text.endswith("%"):
+            try:
+                share = float(text[:-1]) / 100
+            except ValueError:
+                share = 0.0
+            if 0 < share <= 1:
+                return share
+        elif match := _SIZE.fullmatch(text):
+            size = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+            if size > 0:
+                return size
+    raise ConfigError(f'{name} = {value!r}: give bytes ("8GiB") or a share of free memory ("25%")')
+
+
+def _whole(value: object, name: str, least: int, most: int) -> int:
+    try:
+        number = int(value, 0) if isinstance(value, str) else value
+    except ValueError:
+        number = None
+    if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
+        raise ConfigError(f"{name} = {value!r}: a whole number from {least} to {most}")
+    return number
+
+
+def _seconds(value: object, name: str) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 < number <= 86_400:
+        raise ConfigError(f"{name} = {value!r}: seconds, above 0 and at most 86400")
+    return number
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ConfigError(f"{name} = {value!r}: a text")
+    return value
+
+
+def _word(value: object, name: str) -> str:
+    text = _text(value, name)
+    if not _NAME.fullmatch(text):
+        raise ConfigError(f"{name} = {text!r}: letters, digits and ._- only, at most 63")
+    return text
+
+
+def _urls(value: object, name: str) -> tuple[str, ...]:
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise ConfigError(f"{name} = {value!r}: a list of URLs such as tcp://127.0.0.1:7070")
+    urls = tuple(_text(item, name).strip() for item in items if item)
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            good = bool(parts.scheme and parts.hostname) and parts.port is not None
+        except ValueError:
+            good = False
+        if not good:
+            raise ConfigError(f"{name}: {url!r} is not a URL such as tcp://127.0.0.1:7070")
+    return urls
+
+
+def _socket(value: object, name: str) -> str:
+    text = _text(value, name)
+    if not text or len(os.fsencode(text)) > SOCKET_PATH_MAX:
+        raise ConfigError(f"{name} = {text!r}: a path of 1 to {SOCKET_PATH_MAX} bytes")
+    return text
+
+
+def _tenants(value: object, name: str) -> tuple[TenantConfig, ...]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}: write one table a tenant, [tenants.NAME]")
+    tenants = []
+    for key, table in value.items():
+        tenant = _word(key, f"{name}.{key}")
+        if not isinstance(table, dict) or not set(table) <= {"memory", "token"}:
+            raise ConfigError(f"{name}.{key}: a tenant has memory and token, nothing else")
+        if "memory" not in table:
+            raise ConfigError(f"{name}.{key}.memory is missing: each tenant has its own segment")
+        token = table.get("token")
+        tenants.append(
+            TenantConfig(
+                tenant,
+                parse_size(table["memory"], f"{name}.{key}.memory"),
+                None if token is None else _text(token, f"{name}.{key}.token"),
+            )
+        )
+    return tuple(tenants)
+
+
+_PARSERS: dict[str, Any] = {
+    "socket": _socket,
+    "socket_mode": lambda value, name: _whole(value, name, 0, 0o777),
+    "memory": parse_size,
+    "policy": _text,
+    "listen": _urls,
+    "peers": _urls,
+    "cluster": _word,
+    "cluster_secret": _text,
+    "tenants": _tenants,
+    "movers": lambda value, name: _whole(value, name, 1, 64),
+    "data_dir": _text,
+    "node": _word,
+    "clients_max": lambda value, name: _whole(value, name, 1, 1 << 16),
+    "peers_max": lambda value, name: _whole(value, name, 1, 1 << 16),
+    "lease_s_max": _seconds,
+}
+SETTINGS = tuple(_PARSERS)
+
+
+def load(
+    *,
+    file: str | None = None,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> DaemonConfig:
+    """The configuration. `flags` that are None were not given.
+
+    Raises `ConfigError` for a file that cannot be read, an unknown name or a value that is not right;
+    the message names the place.
+    """
+    values: dict[str, Any] = {
+        "socket": default_socket_path(environ),
+        "node": _node_name(socket.gethostname()),
+    }
+    path = file or environ.get("KVPOOL_CONFIG")
+    if path:
+        for key, value in _read(path).items():
+            values[key] = _parse(key, value, f"{path}: {key}")
+    for key in _PARSERS:
+        if key != "tenants" and (text := environ.get(f"KVPOOL_{key.upper()}")) is not None:
+            values[key] = _parse(key, text, f"KVPOOL_{key.upper()}")
+    for key, value in (flags or {}).items():
+        if value is not None:
+            values[key] = _parse(key, value, f"--{key.replace('_', '-')}")
+    return replace(DaemonConfig(socket=values["socket"]), **values)
+
+
+def _node_name(host: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", host)[:63].lstrip("._-") or "node"
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def _parse(key: str, value: object, where: str) -> Any:
+    if key not in _PARSERS:
+        raise ConfigError(f"{where}: there is no such setting. Known: {', '.join(_PARSERS)}")
+    return _PARSERS[key](value, where)
+
+
+assert {item.name for item in fields(DaemonConfig)} == set(_PARSERS), "a setting without a parser"

@@ -1,0 +1,1 @@
+"""One node: its rules (`node`), its server (`server`) and the processes that move bytes (`mover`)."""

@@ -1,0 +1,811 @@
+"""The control process: sockets on one side, the rules (`node.py`) on the other.
+
+One event loop, one thread. Clients speak `kvpool.wire` over a unix socket; each gets its tenant's
+segment as a descriptor with the first answer. Bulk bytes never pass through here: clients copy in shared
+memory, movers (`movers.py`) carry blocks between nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import gc
+import hashlib
+import logging
+import math
+import os
+import resource
+import secrets
+import signal
+import socket
+import stat
+import sys
+import time
+from array import array
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+import msgspec
+import uvloop
+
+from kvpool import wire
+from kvpool.config import DaemonConfig
+from kvpool.daemon.movers import Movers
+from kvpool.daemon.node import Holder, Lease, Limits, NamespaceState, Node, Tenant, split_keys
+from kvpool.daemon.processes import peer_pid, peer_pidfd
+from kvpool.daemon.pulling import Puller
+from kvpool.errors import (
+    AlreadyRunning,
+    ConfigError,
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    NotAuthenticated,
+    ProtocolError,
+)
+from kvpool.segment import Segment
+from kvpool.storage.dram import PAGE, DramSegment, free_memory_bytes
+from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
+from kvpool.types import KEY_BYTES, PARTS_MAX, RECORD_BYTES_MAX, PartKind, PartSpec
+
+log = logging.getLogger("kvpool.daemon")
+
+HELLO_TIMEOUT_S = 5.0
+EXPIRY_TICK_S = 0.02  # leases end at most this much after their deadline
+ACCEPT_PAUSE_S = 0.1  # before the next try, when there are no descriptors left
+WRITE_BUFFER_BYTES = (
+    1 << 20
+)  # answers that a client has not read before its requests are left waiting
+WAITING_MAX = 64  # requests of one connection that wait for other nodes
+FIELDS_DEPTH_MAX = 32  # nesting of a namespace's record
+KEYS_BYTES_MAX = wire.KEYS_MAX * KEY_BYTES
+
+
+class ClientHandle:
+    """One client: its connections, what it holds, and the process it lives in."""
+
+    def __init__(self, holder: Holder, pid: int, pidfd: int) -> None:
+        self.holder = holder
+        self.pid = pid
+        self.pidfd = pidfd
+        self.connections: set[ClientConnection] = set()
+
+
+class Server:
+    """One daemon. `serve` runs it until it is told to stop."""
+
+    def __init__(
+        self, config: DaemonConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
+        self.incarnation = secrets.token_hex(6)
+        self.clock = clock
+        policy = config.policy or DEFAULT_POLICY
+        make_policy(policy, 1)  # an unknown name is told before any memory is taken
+        self.node = Node(
+            make_policy=lambda capacity: make_policy(policy, capacity),
+            limits=Limits(lease_s_max=config.lease_s_max),
+            incarnation=self.incarnation,
+        )
+        self.segments: dict[str, Segment] = {}
+        self.clients: dict[tuple[str, str], ClientHandle] = {}
+        self.refused = 0
+        self._tokens = {tenant.name: tenant.token for tenant in config.all_tenants()}
+        self._loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # set by `run`
+        self._stop = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._expiry_due = math.inf
+        self._connections = 0
+        self._settling = False
+        self._asked_grants: list[tuple[Holder, NamespaceState, int, int]] = []
+        self._started = clock()
+        self.movers: Movers
+        self.puller: Puller
+        self._handlers: dict[type, Callable[[Holder, Any], Any]] = {
+            wire.OpenNamespace: self._open_namespace,
+            wire.Reserve: self._reserve,
+            wire.Commit: self._commit,
+            wire.Abort: self._abort,
+            wire.Acquire: self._acquire,
+            wire.Join: self._join,
+            wire.Release: self._release,
+            wire.Match: self._match,
+            wire.Contains: self._contains,
+            wire.Remove: self._remove,
+            wire.Pin: self._pin,
+            wire.Stats: self._stats,
+            wire.Pull: self._pull,
+            wire.Grant: self._grant,
+            wire.Store: self._store,
+            wire.GiveBack: self._give_back,
+        }
+
+    # ---- life --------------------------------------------------------------------------------------
+
+    async def run(self, ready: Callable[[Server], None] | None = None) -> None:
+        """Serve until `stop` or SIGTERM/SIGINT. `ready` is called once clients can connect."""
+        self._loop = loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_crash)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        _raise_descriptor_limit()
+        locks = [_lock_socket(self.config.socket)]
+        listener: socket.socket | None = None
+        try:
+            if self.config.data_dir:
+                locks.append(_lock_data_dir(self.config.data_dir))
+            self._create_segments()
+            self.movers = Movers(self.config, self.incarnation)
+            self.puller = Puller(self.node, self.movers, self.config.peers, self.clock)
+            self.movers.source = self.puller
+            await self.movers.start()
+            for segment_id, tenant in enumerate(self.segments):
+                await self.movers.attach_segment(segment_id, self.segments[tenant])
+            listener = _listen(self.config.socket, self.config.socket_mode)
+            loop.add_reader(listener.fileno(), self._accept, listener)
+            _tune_gc()
+            if ready is not None:
+                ready(self)
+            await self._stop.wait()
+        finally:
+            if listener is not None:
+                loop.remove_reader(listener.fileno())
+                listener.close()
+                _unlink_socket(self.config.socket)
+            await self._close()
+            for lock in reversed(locks):
+                os.close(lock)
+
+    def stop(self) -> None:
+        """End `run`. Idempotent."""
+        self._stop.set()
+
+    async def _close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for handle in list(self.clients.values()):
+            for connection in list(handle.connections):
+                connection.close()
+            self._forget(handle)
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if hasattr(self, "movers"):
+            await self.movers.stop()
+        for segment in self.segments.values():
+            segment.close()
+
+    def _create_segments(self) -> None:
+        """One segment a tenant. Shares are of the memory that is free before the first one."""
+        free = free_memory_bytes()
+        for segment_id, tenant in enumerate(self.config.all_tenants()):
+            size = tenant.memory if isinstance(tenant.memory, int) else int(free * tenant.memory)
+            size -= size % PAGE
+            self.segments[tenant.name] = DramSegment.create(size)
+            self.node.add_tenant(tenant.name, segment_id, size)
+
+    # ---- connections -------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ECONNABORTED):
+                self.refused += 1
+                # It stays in the queue, and the listener readable: look again a little later.
+                self._loop.remove_reader(listener.fileno())
+                self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listener)
+                return
+            raise
+        if self._connections >= self.config.clients_max:
+            self.refused += 1
+            full = LimitExceeded(
+                f"{self._connections} connections are open on this node, the limit (clients_max)"
+            )
+            _send_now(sock, wire.encode(wire.error_message(full), 0))
+            sock.close()
+            return
+        sock.setblocking(False)
+        self._connections += 1
+        task = self._loop.create_task(self._introduce(sock))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            self._loop.add_reader(listener.fileno(), self._accept, listener)
+
+    async def _introduce(self, sock: socket.socket) -> None:
+        """Hello, Welcome; from there on the connection is a `ClientConnection`'s."""
+        reader = wire.FrameReader(wire.HELLO_BYTES_MAX)
+        request = 0
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                frames: list[tuple[int, bytes]] = []
+                while not frames:
+                    data = await self._loop.sock_recv(sock, wire.HELLO_BYTES_MAX)
+                    if not data:
+                        raise ProtocolError("the connection ended before its Hello")
+                    frames = reader.feed(data)
+            request, payload = frames[0]
+            hello = wire.decode_client(payload)
+            if not isinstance(hello, wire.Hello) or len(frames) > 1 or reader.partial:
+                raise ProtocolError("the first frame is a Hello, and its answer is waited for")
+            handle = self._admit(hello, sock)
+        except (TimeoutError, OSError):
+            self._connections -= 1
+            self.refused += 1
+            sock.close()
+            return
+        except KvpoolError as error:
+            self._connections -= 1
+            self.refused += 1
+            _send_now(sock, wire.encode(wire.error_message(error), request))
+            sock.close()
+            return
+        except BaseException:
+            sock.close()
+            raise
+        segment = self.segments[hello.tenant]
+        welcome = wire.Welcome(
+            wire.PROTOCOL_VERSION,
+            self.config.node,
+            self.incarnation,
+            handle.holder.tenant.segment,
+            segment.size,
+        )
+        connection = ClientConnection(self, handle)
+        handle.connections.add(connection)
+        try:
+            socket.send_fds(sock, [wire.encode(welcome, request)], [segment.fd])
+        except OSError:
+            sock.close()
+            self.connection_lost(connection)
+            return
+        await self._loop.connect_accepted_socket(lambda: connection, sock)
+
+    def _admit(self, hello: wire.Hello, sock: socket.socket) -> ClientHandle:
+        if hello.version != wire.PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"this daemon speaks protocol {wire.PROTOCOL_VERSION}, the client {hello.version}: "
+                f"install the same version of kvpool on both sides"
+            )
+        expected = self._tokens.get(hello.tenant)
+        if hello.tenant not in self._tokens or (
+            expected is not None
+            and not secrets.compare_digest((hello.token or "").encode(), expected.encode())
+        ):
+            raise NotAuthenticated(
+                "no such tenant, or a wrong token for it: check tenant and token of this client"
+            )
+        if not 0 < len(hello.client) <= 64 or len(hello.instance) > 256:
+            raise InvalidRequest("a client's id has 1 to 64 characters, an instance's at most 256")
+        pid = peer_pid(sock)
+        handle = self.clients.get((hello.tenant, hello.client))
+        if handle is not None:
+            if handle.pid != pid or handle.holder.instance != hello.instance:
+                raise NotAuthenticated("this client id belongs to another process or instance")
+            return handle
+        if len(self.clients) >= self.config.clients_max:
+            raise LimitExceeded(
+                f"{len(self.clients)} clients are known here, the limit (clients_max)"
+            )
+        pidfd = peer_pidfd(sock)
+        if pidfd is None:
+            raise ProtocolError("the client's process has ended")
+        holder = self.node.add_holder(hello.tenant, hello.instance, hello.client)
+        handle = ClientHandle(holder, pid, pidfd)
+        self.clients[hello.tenant, hello.client] = handle
+        self._loop.add_reader(pidfd, self._process_died, handle)
+        return handle
+
+    def _process_died(self, handle: ClientHandle) -> None:
+        for connection in list(handle.connections):
+            connection.close()
+        self._forget(handle)
+
+    def _forget(self, handle: ClientHandle) -> None:
+        if self.clients.pop((handle.holder.tenant.name, handle.holder.name), None) is None:
+            return
+        self._loop.remove_reader(handle.pidfd)
+        os.close(handle.pidfd)
+        self.node.holder_died(handle.holder)
+
+    def connection_lost(self, connection: ClientConnection) -> None:
+        """A socket closed. What its client holds stays held: only its process's death ends that."""
+        self._connections -= 1
+        handle = connection.handle
+        handle.connections.discard(connection)
+        holder = handle.holder
+        if not handle.connections:
+            for stride, rows in holder.ready.items():
+                self.node.give_back(holder, stride, rows)  # the client was never told of them
+            holder.ready.clear()
+            if holder.idle:
+                self._forget(handle)
+
+    # ---- requests ------------------------------------------------------------------------------------
+
+    def handle(self, holder: Holder, message: wire.Message) -> Any:
+        """The answer to one request, or a coroutine that returns it. Raises `KvpoolError`."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise ProtocolError(f"a {type(message).__name__} in the middle of a connection")
+        return handler(holder, message)
+
+    def _namespace(self, holder: Holder, number: int, keys: bytes) -> NamespaceState:
+        if len(keys) > KEYS_BYTES_MAX:
+            raise LimitExceeded(
+                f"{len(keys) // 16} keys in one request; the limit is {wire.KEYS_MAX}"
+            )
+        return self.node.namespace(holder.tenant, number)
+
+    def _open_namespace(self, holder: Holder, m: wire.OpenNamespace) -> wire.Done:
+        namespace = self.node.open_namespace(
+            holder.tenant, m.digest, m.fields, parse_parts(m.digest, m.fields, m.parts)
+        )
+        return wire.Done(namespace.number)
+
+    def _reserve(self, holder: Holder, m: wire.Reserve) -> wire.Reserved:
+        stride, rows = self.node.reserve(
+            holder, self._namespace(holder, m.ns, m.keys), m.part, m.ticket, m.keys, m.parent
+        )
+        return wire.Reserved(stride, rows)
+
+    def _commit(self, holder: Holder, m: wire.Commit) -> wire.Done:
+        indices = None
+        if m.indices:
+            indices = _rows(m.indices)
+        return wire.Done(self.node.commit(holder, m.ticket, m.checksums, indices))
+
+    def _grant(self, holder: Holder, m: wire.Grant) -> wire.Reserved:
+        namespace = self.node.namespace(holder.tenant, m.ns)
+        rows = self.node.grant(holder, namespace, m.part, min(m.count, wire.KEYS_MAX))
+        return wire.Reserved(namespace.tables[m.part].stride, wire.pack_rows(rows))
+
+    def _store(self, holder: Holder, m: wire.Store) -> wire.Stored:
+        namespace = self._namespace(holder, m.ns, m.keys)
+        new, unused = self.node.store(
+            holder, namespace, m.part, _rows(m.rows), m.keys, m.checksums, m.parent
+        )
+        fresh: list[int] = []
+        if m.count > 0:
+            # What was made ready after the last answer; this one's wish is seen to after this answer.
+            fresh = holder.ready.pop(namespace.tables[m.part].stride, fresh)
+            self._asked_grants.append((holder, namespace, m.part, min(m.count, wire.KEYS_MAX)))
+        return wire.Stored(new, wire.pack_rows(unused), wire.pack_rows(fresh))
+
+    def _give_back(self, holder: Holder, m: wire.GiveBack) -> wire.Done:
+        self.node.give_back(holder, m.stride, _rows(m.rows))
+        return wire.Done()
+
+    def _abort(self, holder: Holder, m: wire.Abort) -> wire.Done:
+        for ticket in m.tickets:
+            self.node.abort(holder, ticket)
+        return wire.Done(len(m.tickets))
+
+    def _acquire(
+        self, holder: Holder, m: wire.Acquire
+    ) -> wire.Leased | Coroutine[Any, Any, wire.Leased]:
+        namespace = self._namespace(holder, m.ns, m.keys)
+        asked_at = self.clock()
+        if m.wait_s > 0 and self.puller.peers and not m.scattered:
+            return self._acquire_with_pull(holder, namespace, m, asked_at)
+        return self._acquire_now(holder, namespace, m, asked_at)
+
+    def _acquire_now(
+        self, holder: Holder, namespace: NamespaceState, m: wire.Acquire, asked_at: float
+    ) -> wire.Leased:
+        now = self.clock()
+        lease = self.node.acquire(
+            holder, namespace, m.parts, m.keys, m.lease_s, now, scattered=m.scattered
+        )
+        if lease is None:
+            return _NOTHING_LEASED
+        if lease.deadline is not None:
+            self._expire_by(lease.deadline, now)
+        return describe_lease(lease, lease.parts, asked_at, m.keys if m.scattered else None)
+
+    async def _acquire_with_pull(
+        self, holder: Holder, namespace: NamespaceState, m: wire.Acquire, asked_at: float
+    ) -> wire.Leased:
+        await self.puller.pull(namespace, m.parts, m.keys, min(m.wait_s, self.config.lease_s_max))
+        return self._acquire_now(holder, namespace, m, asked_at)
+
+    def _join(self, holder: Holder, m: wire.Join) -> wire.Leased:
+        if len(set(m.parts)) != len(m.parts):
+            raise InvalidRequest("a part is named twice")
+        now = self.clock()
+        lease = self.node.join(holder, m.token, now)
+        if lease is None:
+            return _NOTHING_LEASED
+        try:
+            return describe_lease(lease, m.parts or lease.parts, now, None)
+        except InvalidRequest:
+            self.node.release(holder, m.token)
+            raise
+
+    def _release(self, holder: Holder, m: wire.Release) -> wire.Done:
+        for token in m.tokens:
+            self.node.release(holder, token)
+        return wire.Done(len(m.tokens))
+
+    def _match(self, holder: Holder, m: wire.Match) -> wire.Done:
+        return wire.Done(self.node.match(self._namespace(holder, m.ns, m.keys), m.parts, m.keys))
+
+    def _contains(self, holder: Holder, m: wire.Contains) -> wire.Bytes:
+        return wire.Bytes(self.node.contains(self._namespace(holder, m.ns, m.keys), m.part, m.keys))
+
+    def _remove(self, holder: Holder, m: wire.Remove) -> wire.Done:
+        return wire.Done(self.node.remove(self._namespace(holder, m.ns, m.keys), m.keys))
+
+    def _pin(self, holder: Holder, m: wire.Pin) -> wire.Done:
+        return wire.Done(self.node.pin(self._namespace(holder, m.ns, m.keys), m.keys, m.kind))
+
+    def _stats(self, holder: Holder, m: wire.Stats) -> wire.Bytes:
+        stats = self.node.stats()
+        # A tenant sees itself, and of the node what names no other.
+        stats["tenants"] = {holder.tenant.name: stats["tenants"][holder.tenant.name]}
+        stats["node"] = self.config.node
+        stats["incarnation"] = self.incarnation
+        stats["uptime_s"] = self.clock() - self._started
+        stats["clients"] = len(self.clients)
+        stats["connections"] = self._connections
+        stats["refused_connections"] = self.refused
+        stats["movers"] = self.movers.stats()
+        stats["peers"] = self.puller.stats()
+        return wire.Bytes(msgspec.json.encode(stats))
+
+    async def _pull(self, holder: Holder, m: wire.Pull) -> wire.Done:
+        namespace = self._namespace(holder, m.ns, m.keys)
+        wait_s = min(m.wait_s, self.config.lease_s_max)
+        return wire.Done(await self.puller.pull(namespace, [], m.keys, wait_s))
+
+    # ---- what nobody waits for -----------------------------------------------------------------------
+
+    def settle_soon(self) -> None:
+        """Let the policies catch up once the answers of this round are written."""
+        if not self._settling:
+            self._settling = True
+            self._loop.call_soon(self._settle)
+
+    def _settle(self) -> None:
+        self._settling = False
+        self.node.settle()
+        asked, self._asked_grants = self._asked_grants, []
+        for holder, namespace, part, count in asked:
+            stride = namespace.tables[part].stride
+            if not holder.ready.get(stride) and id(holder) in holder.tenant.holders:
+                holder.ready[stride] = self.node.grant(holder, namespace, part, count)
+
+    def _expire_by(self, due: float, now: float) -> None:
+        """See to it that leases are looked at when this one's deadline has come."""
+        if due < self._expiry_due:
+            if self._expiry is not None:
+                self._expiry.cancel()
+            self._expiry_due = due
+            self._expiry = self._loop.call_later(max(EXPIRY_TICK_S, due - now), self._expire)
+
+    def _expire(self) -> None:
+        self._expiry, self._expiry_due = None, math.inf
+        now = self.clock()
+        due = self.node.expire(now)
+        if due is not None:
+            self._expire_by(due, now)
+
+
+class ClientConnection(asyncio.Protocol):
+    """One connection of a client, after its Welcome."""
+
+    def __init__(self, server: Server, handle: ClientHandle) -> None:
+        self.server = server
+        self.handle = handle
+        self.reader = wire.FrameReader()
+        self.transport: asyncio.Transport | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.closed = False
+        self.paused = False  # answers pile up
+        self.backlog: list[tuple[int, bytes]] = []  # requests that wait for that to end
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its bases
+        self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        if self.closed:  # the client's process died during its introduction
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.backlog.clear()
+        for task in self.tasks:
+            task.cancel()
+        self.server.connection_lost(self)
+
+    def pause_writing(self) -> None:
+        """The client does not read its answers: take no more requests until it does."""
+        self.paused = True
+        self._live_transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        self._go_on()
+
+    @property
+    def _live_transport(self) -> asyncio.Transport:
+        assert self.transport is not None
+        return self.transport
+
+    def close(self) -> None:
+        self.closed = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            frames = self.reader.feed(data)
+        except ProtocolError as error:
+            self._refuse(error, [])
+            return
+        if self.backlog:
+            self.backlog += frames
+            return
+        self._serve(frames)
+        self.server.settle_soon()
+
+    def _serve(self, frames: list[tuple[int, bytes]]) -> None:
+        """Answer requests in order; when much is to be sent, first some, and the others later."""
+        holder = self.handle.holder
+        answers: list[bytes] = []
+        size = 0
+        for at, (request, payload) in enumerate(frames):
+            try:
+                message = wire.decode_client(payload)
+                try:
+                    answer = self.server.handle(holder, message)
+                except ProtocolError:
+                    raise
+                except KvpoolError as error:
+                    answer = wire.error_message(error)
+            except ProtocolError as error:
+                self._refuse(error, answers)
+                return
+            if asyncio.iscoroutine(answer):
+                if len(self.tasks) < WAITING_MAX:
+                    self._later(request, answer)
+                    continue
+                answer.close()
+                answer = wire.error_message(
+                    LimitExceeded(f"{WAITING_MAX} requests of this connection are waiting already")
+                )
+            if request:
+                frame = _frame(answer, request)
+                answers.append(frame)
+                size += len(frame)
+                if size > WRITE_BUFFER_BYTES and at + 1 < len(frames):
+                    self.backlog = frames[at + 1 :]
+                    self._live_transport.pause_reading()
+                    asyncio.get_running_loop().call_soon(self._go_on)
+                    break
+        if answers:
+            self._live_transport.write(answers[0] if len(answers) == 1 else b"".join(answers))
+
+    def _go_on(self) -> None:
+        """Take up the requests that were left waiting, then new ones."""
+        transport = self._live_transport
+        if self.paused or transport.is_closing():
+            return
+        frames, self.backlog = self.backlog, []
+        if frames:
+            self._serve(frames)
+            self.server.settle_soon()
+        if self._may_read():
+            transport.resume_reading()
+
+    def _may_read(self) -> bool:
+        return not (self.backlog or self.paused or self._live_transport.is_closing())
+
+    def _refuse(self, error: ProtocolError, answers: list[bytes]) -> None:
+        answers.append(wire.encode(wire.error_message(error), 0))
+        self._live_transport.write(b"".join(answers))
+        self._live_transport.close()
+
+    def _later(self, request: int, answer: Coroutine[Any, Any, wire.Message]) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(request, answer))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _answer(self, request: int, answer: Coroutine[Any, Any, wire.Message]) -> None:
+        try:
+            message = await answer
+        except KvpoolError as error:
+            message = wire.error_message(error)
+        if request and self.transport is not None and not self.transport.is_closing():
+            self.transport.write(_frame(message, request))
+
+
+def _frame(answer: wire.Message, request: int) -> bytes:
+    try:
+        return wire.encode(answer, request)
+    except ProtocolError as error:
+        too_long = LimitExceeded(f"the answer is too long, ask for less: {error}")
+        return wire.encode(wire.error_message(too_long), request)
+
+
+_NOTHING_LEASED = wire.Leased("", 0, 0.0, [])
+
+
+def _rows(packed: bytes) -> array[int]:
+    if len(packed) % 4:
+        raise InvalidRequest("rows and indices are packed as 4 bytes each")
+    return array("I", packed)
+
+
+def describe_lease(
+    lease: Lease, parts: Any, asked_at: float, scattered_keys: bytes | None
+) -> wire.Leased:
+    """What its holder is told: the rows of the parts it asked for, and for how long from `asked_at` on."""
+    described = []
+    for part in parts:
+        if part not in lease.parts:
+            raise InvalidRequest(f"part {part} is not in this lease")
+        first, blocks = lease.parts[part]
+        if not blocks:
+            continue
+        table = blocks[0].table
+        if scattered_keys is None or len(blocks) * KEY_BYTES == len(scattered_keys):
+            rows = [block.row for block in blocks]
+        else:
+            held = {block.key: block.row for block in blocks}
+            rows = [held.get(key, wire.NO_ROW) for key in split_keys(scattered_keys)]
+        described.append(
+            wire.LeasedPart(part, first, table.stride, table.spec.nbytes, wire.pack_rows(rows))
+        )
+    left = 0.0 if lease.deadline is None else lease.deadline - asked_at
+    return wire.Leased(lease.token, lease.blocks, left, described)
+
+
+def parse_parts(
+    digest: bytes, fields: bytes, parts: list[tuple[int, str, int, int]]
+) -> list[PartSpec]:
+    """Check what a client says of a namespace. Raises `InvalidRequest`."""
+    if len(fields) > RECORD_BYTES_MAX or not 0 < len(parts) <= PARTS_MAX:
+        raise InvalidRequest(
+            f"a namespace has at most {RECORD_BYTES_MAX} bytes of fields and 1 to {PARTS_MAX} parts"
+        )
+    if hashlib.sha256(fields).digest()[:16] != digest:
+        raise InvalidRequest("the namespace's digest is not that of its fields")
+    try:
+        decoded = msgspec.json.decode(fields)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"a namespace's fields are not JSON: {error}") from None
+    if not isinstance(decoded, dict) or _deeper(decoded, FIELDS_DEPTH_MAX):
+        raise InvalidRequest(
+            f"a namespace's fields are a JSON object, nested at most {FIELDS_DEPTH_MAX} deep"
+        )
+    specs = []
+    for nbytes, kind, window, stride in parts:
+        if kind not in list(PartKind):
+            raise InvalidRequest(f"a part's kind is one of {[str(k) for k in PartKind]}: {kind!r}")
+        specs.append(PartSpec(nbytes, PartKind(kind), window, stride))
+    return specs
+
+
+def _deeper(value: object, levels: int) -> bool:
+    """Whether a JSON value is nested deeper than that: others must be able to walk it."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return False
+    return levels == 0 or any(_deeper(item, levels - 1) for item in value)
+
+
+def serve(config: DaemonConfig, ready: Callable[[Server], None] | None = None) -> None:
+    """Run a daemon in this process until SIGTERM or SIGINT. Raises `KvpoolError` if it cannot start."""
+
+    async def main() -> None:
+        await Server(config).run(ready)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+def _crash(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A callback raised what it should not have: the rules may be broken. End, rather than go on wrong.
+
+    Clients see the socket close, and recompute; a supervisor starts a new incarnation.
+    """
+    error = context.get("exception")
+    log.critical("%s", context.get("message"), exc_info=error)
+    sys.stderr.flush()
+    os._exit(70)
+
+
+def _tune_gc() -> None:
+    """Keep the cyclic collector from ever walking all long-lived objects.
+
+    A full collection with a million blocks known stalls every request; blocks are untracked
+    (`gc=False`) and make no cycles, so only what is young is worth collecting.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 10, 1_000_000)
+
+
+def _raise_descriptor_limit() -> None:
+    """As many as may be: each client costs two, and soft limits are often low."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _lock(path: str, what: str) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise AlreadyRunning(
+            f"another kvpool daemon (process {owner or 'unknown'}) uses the {what}. "
+            f"Stop it, or choose another path."
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _lock_socket(path: str) -> int:
+    folder = os.path.dirname(path) or "."
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        return _lock(f"{path}.lock", f"socket {path}")
+    except OSError as error:
+        raise ConfigError(f"cannot use the socket path {path}: {error.strerror}") from None
+
+
+def _lock_data_dir(path: str) -> int:
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        return _lock(os.path.join(path, "lock"), f"data directory {path}")
+    except OSError as error:
+        raise ConfigError(f"cannot use the data directory {path}: {error.strerror}") from None
+
+
+def _listen(path: str, mode: int) -> socket.socket:
+    """Bind the control socket. Whoever calls holds its lock, so a socket found there is a dead one's."""
+    try:
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        mask = os.umask(0o777 & ~mode)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(mask)
+        sock.listen(256)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def _unlink_socket(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass  # somebody tidied up before us
+
+
+def _send_now(sock: socket.socket, data: bytes) -> None:
+    try:
+        sock.send(data)
+    except OSError:
+        pass  # it is gone; it was to be closed anyway
+
+
+__all__ = ["Server", "Tenant", "describe_lease", "serve"]

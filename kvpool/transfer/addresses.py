@@ -1,0 +1,74 @@
+"""`tcp://host:port`: parsing, and look-up within a deadline."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvpool.errors import ConfigError, KvpoolError, Unavailable
+from kvpool.transfer.base import Deadline, Stop
+
+AddressInfo = tuple[int, tuple[Any, ...]]  # family and address, as sockets take them
+
+
+def parse(url: str) -> tuple[str, int]:
+    """Host and port. Raises `ConfigError` unless both are there and nothing else is."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or port is None or parts.path or parts.query or parts.fragment or parts.username:
+        raise ConfigError(f"{url!r}: write tcp://HOST:PORT, with [] around an IPv6 address")
+    return host, port
+
+
+def url_of(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def is_loopback(info: AddressInfo) -> bool:
+    host = str(info[1][0])
+    return host == "::1" or host.startswith(("127.", "::ffff:127."))
+
+
+def resolve(
+    host: str, port: int, deadline: Deadline, stop: Stop | None = None
+) -> list[AddressInfo]:
+    """Where to connect or listen, best first. Raises `Unavailable` when that is not known in time."""
+    try:
+        return _look_up(host, port, socket.AI_NUMERICHOST)
+    except OSError:
+        pass  # a name, not an address
+    # The system's resolver takes no deadline, so it gets a thread that may be left behind.
+    answers: queue.SimpleQueue[list[AddressInfo] | KvpoolError] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(_look_up(host, port, 0))
+        except OSError as error:
+            answers.put(Unavailable(f"the name {host!r} cannot be resolved: {error.strerror}"))
+
+    def cancel() -> None:
+        answers.put(Unavailable("the transfer was cancelled"))
+
+    stop = stop or Stop()
+    stop.register(cancel)
+    try:
+        threading.Thread(target=ask, name="kvpool-resolve", daemon=True).start()
+        answer = answers.get(timeout=deadline.left())
+    except queue.Empty:
+        raise Unavailable(f"the name {host!r} was not resolved in {deadline.seconds:g} s") from None
+    finally:
+        stop.unregister(cancel)
+    if isinstance(answer, KvpoolError):
+        raise answer
+    return answer
+
+
+def _look_up(host: str, port: int, flags: int) -> list[AddressInfo]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, address) for family, _, _, _, address in found]

@@ -1,0 +1,255 @@
+"""The transport port: pull blocks from a peer's segment into rows of ours, and serve the reverse.
+
+Who owns what, for every transport:
+
+- Rows to be written are reserved by the caller of `pull` and belong to the transport until `pull`
+  returns. After that nothing writes to them, whatever happened: no late packet, no other thread. This is
+  what lets the rules hand the rows to somebody else.
+- Slots to be read are lent by the `Source`. The transport gives every token back exactly once, when
+  nothing reads the slots any more on behalf of that token: the bytes have been taken, or the connection
+  is dead.
+- Segments are mapped in `Memory` and outlive the transport.
+
+Threads: all methods may be called from any thread, several at a time; they block. `Source` is called
+from the transport's own threads.
+
+Time: every wait ends at the deadline of the request it belongs to, or at a limit below. A peer that is
+gone, slow, hostile or wrong makes a pull end early with `Pulled.error` set and status 3 for what did
+not arrive; it never makes one raise or hang.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
+from kvpool.transfer.memory import Memory
+from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
+from kvpool.wire import KEYS_MAX, Ask, AskPeer, Corrupt, Lend, Lent, PullBlocks, Pulled
+
+ABSENT, ARRIVED, MISMATCH, MISSING = 0, 1, 2, 3  # `Pulled.status`, a byte a key
+
+DEADLINE_S_MAX = 600.0  # no transfer is worth waiting longer for
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this daemon is to its peers. Daemons of one cluster agree on `cluster` and `secret`.
+
+    secret: shared by all daemons of the cluster and known to nobody else; at least 128 random bits,
+        since whoever talks to a daemon gets material to test guesses on. Empty: no authentication.
+    """
+
+    cluster: str
+    node: str
+    incarnation: str
+    secret: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """What a transport may take of its machine.
+
+    connections_max: inbound connections at a time.
+    inflight_bytes_max: bytes lent to peers at a time.
+    fetch_bytes_max: bytes asked of a peer in one request; a longer pull becomes several. Both sides
+        of a connection enforce it, so daemons of one cluster run with the same value.
+    hello_s: how long an inbound connection may take to prove who it is.
+    connect_s: how long to try to reach a peer.
+    idle_s: how long an unused connection is kept.
+    """
+
+    connections_max: int = 256
+    inflight_bytes_max: int = 1 << 30
+    fetch_bytes_max: int = 64 << 20
+    hello_s: float = 5.0
+    connect_s: float = 5.0
+    idle_s: float = 60.0
+
+
+class Source(Protocol):
+    """Where a transport gets the slots that peers ask for: the rules, seen from a mover."""
+
+    def lend(self, request: Lend) -> Lent:
+        """Lease what is present of the wanted blocks until `give_back`.
+
+        Returns within the request's deadline. Raises `KvpoolError` when nothing was lent.
+        """
+        ...
+
+    def give_back(self, token: str) -> None:
+        """The slots of this token are not read any more. Never raises."""
+        ...
+
+    def asked(self, question: Ask) -> int:
+        """How many blocks of a prefix could be lent. Raises `KvpoolError` when that is not known."""
+        ...
+
+    def corrupt(self, report: Corrupt) -> None:
+        """A peer got blocks from here that do not match their checksums. Never raises."""
+        ...
+
+
+class Transport(Protocol):
+    """One way for bytes to travel between daemons."""
+
+    def listen(self, url: str) -> str:
+        """Serve peers at `url`; returns it with the port that was really taken.
+
+        Raises `ConfigError` when the address cannot be had, or is open to other machines while there
+        is no cluster secret.
+        """
+        ...
+
+    def pull(self, order: PullBlocks, stop: Stop) -> Pulled:
+        """Bring blocks here, verified, or say for each why not. Returns before the deadline.
+
+        When it returns, nothing writes to the order's rows any more. `stop` ends it early.
+
+        Raises `InvalidRequest` for an order that could never work (nothing was touched); a peer's
+        faults are in the result.
+        """
+        ...
+
+    def ask(self, question: AskPeer, stop: Stop) -> int:
+        """How many blocks of a prefix a peer has. Returns, or raises `KvpoolError`, by the deadline."""
+        ...
+
+    def close(self) -> None:
+        """End all serving and pulling and wait until no thread of the transport is left. Idempotent."""
+        ...
+
+
+class TransportFactory(Protocol):
+    """How every transport is made."""
+
+    def __call__(
+        self, memory: Memory, source: Source, identity: Identity, limits: TransferLimits
+    ) -> Transport: ...
+
+
+class Deadline:
+    """A point on the monotonic clock by which something has to be over."""
+
+    __slots__ = ("at", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = max(0.0, min(seconds, DEADLINE_S_MAX))
+        self.at = time.monotonic() + self.seconds
+
+    def left(self) -> float:
+        """Seconds left. Raises `Unavailable` when there are none."""
+        left = self.at - time.monotonic()
+        if left <= 0:
+            raise Unavailable(f"not finished within its {self.seconds:g} s")
+        return left
+
+    def sooner(self, seconds: float) -> Deadline:
+        """This one, or `seconds` from now if that is earlier."""
+        other = Deadline(seconds)
+        return other if other.at < self.at else self
+
+
+class Stop:
+    """Ends one pull from another thread. Thread-safe.
+
+    The pull registers how it can be interrupted (a socket to shut down); `set` runs that at once, or
+    as soon as something is registered.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closers: list[Callable[[], None]] = []
+        self.is_set = False
+
+    def set(self) -> None:
+        """Interrupt the pull. Idempotent; the closers must not block."""
+        with self._lock:
+            self.is_set = True
+            closers, self._closers = self._closers, []
+        for closer in closers:
+            closer()
+
+    def register(self, closer: Callable[[], None]) -> None:
+        """Have `closer` called by `set`. Raises `Unavailable` if that has been called before."""
+        with self._lock:
+            if self.is_set:
+                raise Unavailable("the transfer was cancelled")
+            self._closers.append(closer)
+
+    def unregister(self, closer: Callable[[], None]) -> None:
+        with self._lock:
+            if closer in self._closers:
+                self._closers.remove(closer)
+
+
+class Outcome:
+    """What is known of a pull so far, key by key, and how it becomes a `Pulled`.
+
+    Not thread-safe: the threads of one pull write to different keys, and only one of them finishes it.
+    """
+
+    def __init__(self, keys: int) -> None:
+        self.status = bytearray([MISSING]) * keys
+        self.checksums = bytearray(CHECKSUM_BYTES * keys)
+        self._started = time.monotonic()
+
+    def begin(self, first: int, present: bytes) -> None:
+        """An owner said which of the blocks from `first` on it has; none of them is here yet.
+
+        Also after an attempt that failed half-way: its blocks are about to be written again.
+        """
+        end = first + len(present)
+        self.status[first:end] = present.replace(b"\x01", bytes([MISSING]))  # absent is 0 in both
+        self.checksums[first * CHECKSUM_BYTES : end * CHECKSUM_BYTES] = bytes(
+            CHECKSUM_BYTES * len(present)
+        )
+
+    def arrived(self, index: int, checksum: bytes) -> None:
+        at = index * CHECKSUM_BYTES
+        self.checksums[at : at + CHECKSUM_BYTES] = checksum
+        self.status[index] = ARRIVED
+
+    def finish(self, error: KvpoolError | None = None) -> Pulled:
+        return Pulled(
+            bytes(self.status),
+            bytes(self.checksums),
+            time.monotonic() - self._started,
+            "" if error is None else str(error),
+        )
+
+
+def check_order(order: PullBlocks, memory: Memory) -> int:
+    """The number of blocks of an order that can work; else raises `InvalidRequest`."""
+    count, rest = divmod(len(order.keys), KEY_BYTES)
+    if rest or count > KEYS_MAX:
+        raise InvalidRequest(
+            f"{len(order.keys)} bytes of keys: {KEY_BYTES} bytes each, at most {KEYS_MAX} keys"
+        )
+    if len(order.rows) != 4 * count:
+        raise InvalidRequest(f"{count} keys but {len(order.rows) // 4} rows to put them in")
+    memory.check(order.segment, order.stride, order.nbytes, order.rows)
+    return count
+
+
+def check_lent(lent: Lent, request: Lend, memory: Memory) -> tuple[bytes, bytes]:
+    """(present, rows of the present ones) of a sound loan; else raises `InvalidRequest`.
+
+    The rules are ours and trusted; this catches a disagreement between processes before it becomes
+    another block's bytes on the network.
+    """
+    count = len(request.keys) // KEY_BYTES
+    if len(lent.rows) != 4 * count:
+        raise InvalidRequest(f"{len(lent.rows) // 4} rows were lent for {count} keys")
+    present, rows = memory.present_rows(lent.rows)
+    if len(lent.checksums) != CHECKSUM_BYTES * (len(rows) // 4):
+        raise InvalidRequest(
+            f"{len(lent.checksums)} bytes of checksums for {len(rows) // 4} blocks"
+        )
+    if rows:
+        memory.check(lent.segment, lent.stride, request.nbytes, rows)
+    return present, rows

@@ -1,0 +1,123 @@
+"""The reader's half of a transfer over a stream: ask, receive into rows, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+from xxhash import xxh3_128_digest
+
+from kvpool.errors import ProtocolError, Unavailable, from_code
+from kvpool.transfer.base import MISMATCH, Outcome, Stop
+from kvpool.transfer.memory import Memory
+from kvpool.transfer.stream import IOV_MAX, Stream
+from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
+from kvpool.wire import (
+    FRAME_BYTES_MAX,
+    Ask,
+    AskPeer,
+    Corrupt,
+    Done,
+    Error,
+    Fetch,
+    Fetched,
+    Message,
+    PullBlocks,
+    decode_peer,
+)
+
+M = TypeVar("M", bound=Message)
+
+# Received and then hashed at a time: small enough to be in cache still, large enough that neither the
+# calls nor the wake-ups count.
+GROUP_BYTES = 1 << 20
+
+
+def fetch(
+    stream: Stream,
+    order: PullBlocks,
+    first: int,
+    end: int,
+    memory: Memory,
+    outcome: Outcome,
+    stop: Stop,
+) -> None:
+    """Bring the blocks `first` to `end` of an order here over one connection.
+
+    `outcome` is right for every block at any moment, so also when this raises: what `Stream` raises,
+    what the peer reports, or `ProtocolError`. `Refused` leaves the stream usable, all else does not.
+    """
+    keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
+    answer = exchange(
+        stream,
+        Fetch(order.tenant, order.digest, order.part, order.nbytes, keys, stream.deadline.left()),
+        first + 1,
+        Fetched,
+    )
+    indices = _present(answer, end - first)
+    rows = b"".join([order.rows[4 * (first + i) : 4 * (first + i) + 4] for i in indices])
+    checksums = answer.checksums
+    wrong = []
+    outcome.begin(first, answer.present)
+    for low, high in _groups(len(indices), order.nbytes):
+        if stop.is_set:
+            raise Unavailable("the transfer was cancelled")
+        part = rows[4 * low : 4 * high]
+        stream.receive_into(memory.spans(order.segment, order.stride, order.nbytes, part))
+        blocks = memory.blocks(order.segment, order.stride, order.nbytes, part)
+        for number, block in enumerate(blocks, low):
+            index = first + indices[number]
+            expected = checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
+            if xxh3_128_digest(block) == expected:
+                outcome.arrived(index, expected)
+            else:
+                outcome.status[index] = MISMATCH
+                wrong.append(order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
+    if wrong:
+        stream.send(Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)), 0)
+
+
+def ask(stream: Stream, question: AskPeer) -> int:
+    """How many blocks of a prefix the peer has. Raises as `fetch` does."""
+    wanted = Ask(question.tenant, question.digest, question.parts, question.keys)
+    return exchange(stream, wanted, 1, Done).value
+
+
+class Refused(Exception):
+    """The peer answered with an error; the connection stands where it stood before."""
+
+    def __init__(self, error: Error) -> None:
+        super().__init__(error.message)
+        self.error = from_code(error.code, error.message)
+
+
+def exchange(stream: Stream, message: Message, request: int, kind: type[M]) -> M:
+    """Send a request and return its answer, of the given kind."""
+    stream.send(message, request)
+    number, payload = stream.receive(FRAME_BYTES_MAX)
+    answer = decode_peer(payload)
+    if number != request:
+        raise ProtocolError(f"the peer answered request {number} instead of {request}")
+    if isinstance(answer, Error):
+        raise Refused(answer)
+    if not isinstance(answer, kind):
+        raise ProtocolError(
+            f"the peer answered a {type(message).__name__} with a {type(answer).__name__}"
+        )
+    return answer
+
+
+def _present(answer: Fetched, count: int) -> list[int]:
+    """Indices of the blocks that follow."""
+    indices = [index for index, there in enumerate(answer.present) if there]
+    if len(answer.present) != count or answer.present.count(1) != len(indices):
+        raise ProtocolError("a Fetched does not fit its Fetch: one byte a key, 0 or 1")
+    if len(answer.checksums) != CHECKSUM_BYTES * len(indices):
+        raise ProtocolError(f"a Fetched has {CHECKSUM_BYTES} bytes of checksum for each block")
+    return indices
+
+
+def _groups(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    step = max(1, min(IOV_MAX, GROUP_BYTES // nbytes))
+    for low in range(0, count, step):
+        yield low, min(low + step, count)

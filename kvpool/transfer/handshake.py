@@ -1,0 +1,147 @@
+"""Two daemons introduce themselves: version, cluster, and the proof that both know its secret.
+
+    who connects                     who listens
+    PeerHello(nonce a)      ->
+                            <-       PeerChallenge(nonce b, proof of the listener)
+    PeerProof(proof)        ->
+                            <-       Done
+
+A proof is HMAC-SHA256, keyed with the cluster secret, over everything both have said, and over who
+is speaking, so that neither can be given back its own. Without a secret proofs are empty. The bytes
+that follow are neither encrypted nor signed: what crosses a network that is not trusted belongs into a
+tunnel. (Blocks are checked against their checksums in any case, which stops accidents, not forgers.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from typing import TypeVar
+
+import msgspec
+
+from kvpool.errors import KvpoolError, NotAuthenticated, ProtocolError
+from kvpool.transfer.base import Identity
+from kvpool.transfer.stream import Stream
+from kvpool.wire import (
+    HELLO_BYTES_MAX,
+    PROTOCOL_VERSION,
+    Done,
+    Message,
+    PeerChallenge,
+    PeerHello,
+    PeerProof,
+    decode_peer,
+    error_message,
+    raise_error,
+)
+from kvpool.wire import Error as ErrorMessage
+
+M = TypeVar("M", bound=Message)
+
+NONCE_BYTES = 32
+
+
+def greet(stream: Stream, us: Identity) -> PeerChallenge:
+    """Introduce ourselves to a daemon that we connected to; returns what it said.
+
+    Raises `NotAuthenticated`, `ProtocolError` for another version, and what `Stream` raises.
+    """
+    hello = PeerHello(PROTOCOL_VERSION, us.cluster, us.node, os.urandom(NONCE_BYTES))
+    stream.send(hello, 1)
+    challenge = _answer(stream, PeerChallenge)
+    _check_version(challenge.version)
+    _check_nonce(challenge.nonce)
+    if not hmac.compare_digest(challenge.proof, _proof(us.secret, b"listens", hello, challenge)):
+        raise NotAuthenticated(
+            "the peer did not prove that it belongs to this cluster: "
+            "give all its daemons the same cluster secret"
+        )
+    stream.send(PeerProof(_proof(us.secret, b"connects", hello, challenge)), 2)
+    _answer(stream, Done)
+    return challenge
+
+
+def admit(stream: Stream, us: Identity) -> PeerHello:
+    """Let a daemon introduce itself that connected to us, and return what it said.
+
+    It is told why it is refused. Raises as `greet`.
+    """
+    request, payload = stream.receive(HELLO_BYTES_MAX)
+    try:
+        hello = decode_peer(payload)
+        if not isinstance(hello, PeerHello):
+            raise ProtocolError("the first frame between daemons is a PeerHello")
+        _check_version(hello.version)
+        _check_nonce(hello.nonce)
+        if hello.cluster != us.cluster:
+            raise NotAuthenticated(
+                f"this daemon belongs to another cluster than {hello.cluster!r}: "
+                f"give all daemons of a cluster the same name"
+            )
+        challenge = PeerChallenge(
+            PROTOCOL_VERSION, us.node, us.incarnation, os.urandom(NONCE_BYTES), b""
+        )
+        proof = _proof(us.secret, b"listens", hello, challenge)
+        stream.send(msgspec.structs.replace(challenge, proof=proof), request)
+        request, payload = stream.receive(HELLO_BYTES_MAX)
+        shown = decode_peer(payload)
+        if not isinstance(shown, PeerProof):
+            raise ProtocolError("a PeerChallenge is answered with a PeerProof")
+        if not hmac.compare_digest(shown.proof, _proof(us.secret, b"connects", hello, challenge)):
+            raise NotAuthenticated(
+                "wrong proof: give all daemons of a cluster the same cluster secret"
+            )
+    except (NotAuthenticated, ProtocolError) as error:
+        refuse(stream, error, request)
+        raise
+    stream.send(Done(), request)
+    return hello
+
+
+def refuse(stream: Stream, error: KvpoolError, request: int) -> None:
+    """Tell the peer why, if it still listens."""
+    try:
+        stream.send(error_message(error), request)
+    except KvpoolError:
+        pass  # it does not; the reason that matters is the caller's
+
+
+def _answer(stream: Stream, kind: type[M]) -> M:
+    message = decode_peer(stream.receive(HELLO_BYTES_MAX)[1])
+    if isinstance(message, ErrorMessage):
+        raise_error(message)
+    if not isinstance(message, kind):
+        raise ProtocolError(f"the peer answered the handshake with a {type(message).__name__}")
+    return message
+
+
+def _check_version(version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"this daemon speaks protocol {PROTOCOL_VERSION}, the peer {version}: "
+            f"install the same version of kvpool on both"
+        )
+
+
+def _check_nonce(nonce: bytes) -> None:
+    if len(nonce) != NONCE_BYTES:
+        raise ProtocolError(f"a nonce has {NONCE_BYTES} bytes, this one {len(nonce)}")
+
+
+def _proof(secret: bytes, speaker: bytes, hello: PeerHello, challenge: PeerChallenge) -> bytes:
+    if not secret:
+        return b""
+    said = (
+        speaker,
+        hello.version,
+        hello.cluster,
+        hello.node,
+        hello.nonce,
+        challenge.version,
+        challenge.node,
+        challenge.incarnation,
+        challenge.nonce,
+    )
+    return hmac.digest(secret, msgspec.msgpack.encode(said), hashlib.sha256)

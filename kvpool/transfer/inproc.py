@@ -1,0 +1,127 @@
+"""Transport within one process, with the contract of the others: for tests and simulations.
+
+A memcpy stands for the network. Addresses are `inproc://NAME`, known to the whole process.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from xxhash import xxh3_128_digest
+
+from kvpool.errors import ConfigError, KvpoolError, LimitExceeded, NotAuthenticated, Unavailable
+from kvpool.transfer.base import (
+    MISMATCH,
+    Deadline,
+    Identity,
+    Outcome,
+    Source,
+    Stop,
+    TransferLimits,
+    check_lent,
+    check_order,
+)
+from kvpool.transfer.memory import Memory
+from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
+from kvpool.wire import Ask, AskPeer, Corrupt, Lend, PullBlocks, Pulled
+
+_served: dict[str, InprocTransport] = {}
+_lock = threading.Lock()
+
+
+class InprocTransport:
+    """See `Transport`. Pulls run in the calling thread."""
+
+    def __init__(
+        self, memory: Memory, source: Source, identity: Identity, limits: TransferLimits
+    ) -> None:
+        self.memory = memory
+        self.source = source
+        self.identity = identity
+        self.limits = limits
+        self._urls: list[str] = []
+
+    def listen(self, url: str) -> str:
+        with _lock:
+            if url in _served:
+                raise ConfigError(f"cannot listen on {url}: another transport does")
+            _served[url] = self
+            self._urls.append(url)
+        return url
+
+    def pull(self, order: PullBlocks, stop: Stop) -> Pulled:
+        outcome = Outcome(check_order(order, self.memory))
+        deadline = Deadline(order.deadline_s)
+        step = max(1, self.limits.fetch_bytes_max // order.nbytes)
+        try:
+            peer = self._peer(order.url)
+            for first in range(0, len(outcome.status), step):
+                self._copy(peer, order, first, first + step, outcome, deadline, stop)
+        except KvpoolError as error:
+            return outcome.finish(error)
+        return outcome.finish()
+
+    def ask(self, question: AskPeer, stop: Stop) -> int:
+        wanted = Ask(question.tenant, question.digest, question.parts, question.keys)
+        return self._peer(question.url).source.asked(wanted)
+
+    def close(self) -> None:
+        with _lock:
+            for url in self._urls:
+                del _served[url]
+            self._urls.clear()
+
+    def _peer(self, url: str) -> InprocTransport:
+        with _lock:
+            peer = _served.get(url)
+        if peer is None:
+            raise Unavailable(f"{url} cannot be reached: nobody listens")
+        ours, theirs = self.identity, peer.identity
+        if (ours.cluster, ours.secret) != (theirs.cluster, theirs.secret):
+            raise NotAuthenticated(f"{url} belongs to another cluster, or has another secret")
+        return peer
+
+    def _copy(
+        self,
+        peer: InprocTransport,
+        order: PullBlocks,
+        first: int,
+        end: int,
+        outcome: Outcome,
+        deadline: Deadline,
+        stop: Stop,
+    ) -> None:
+        keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
+        if (
+            len(keys) > KEY_BYTES
+            and len(keys) // KEY_BYTES * order.nbytes > peer.limits.fetch_bytes_max
+        ):
+            raise LimitExceeded("more bytes in one request than the peer lends")
+        wanted = Lend(order.tenant, order.digest, order.part, order.nbytes, keys, deadline.left())
+        lent = peer.source.lend(wanted)
+        try:
+            present, rows = check_lent(lent, wanted, peer.memory)
+            outcome.begin(first, present)
+            sources = iter(peer.memory.blocks(lent.segment, lent.stride, order.nbytes, rows))
+            ours = order.rows[4 * first : 4 * end]
+            taken = 0
+            for index, target in enumerate(
+                self.memory.blocks(order.segment, order.stride, order.nbytes, ours), first
+            ):
+                if not present[index - first]:
+                    continue
+                if stop.is_set:
+                    raise Unavailable("the transfer was cancelled")
+                deadline.left()
+                target[:] = next(sources)
+                expected = lent.checksums[taken : taken + CHECKSUM_BYTES]
+                taken += CHECKSUM_BYTES
+                if xxh3_128_digest(target) == expected:
+                    outcome.arrived(index, expected)
+                else:
+                    outcome.status[index] = MISMATCH
+                    key = order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+                    peer.source.corrupt(Corrupt(order.tenant, order.digest, order.part, key))
+        finally:
+            if lent.token:
+                peer.source.give_back(lent.token)

@@ -1,0 +1,169 @@
+"""The owner's half of a transfer, once the peer is known: what it asks for is lent and sent."""
+
+from __future__ import annotations
+
+import threading
+
+from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
+from kvpool.transfer.base import Deadline, Source, TransferLimits, check_lent
+from kvpool.transfer.memory import Memory
+from kvpool.transfer.stream import Stream
+from kvpool.types import KEY_BYTES
+from kvpool.wire import (
+    KEYS_MAX,
+    Ask,
+    Corrupt,
+    Done,
+    Fetch,
+    Fetched,
+    Lend,
+    decode_peer,
+    encode,
+    error_message,
+)
+
+REQUEST_BYTES_MAX = KEYS_MAX * KEY_BYTES + (64 << 10)
+
+
+class Budget:
+    """Bytes that may be lent at a time. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    def take(self, amount: int, deadline: Deadline) -> None:
+        """Wait for room. An amount above the limit is let in when nothing else is.
+
+        Raises `LimitExceeded` when the deadline comes first.
+        """
+        with self._changed:
+            while self._taken and self._taken + amount > self._limit:
+                try:
+                    left = deadline.left()
+                except Unavailable:
+                    raise LimitExceeded(
+                        f"this daemon lends {self._limit} bytes at a time and they are taken"
+                    ) from None
+                self._changed.wait(left)
+            self._taken += amount
+
+    def give(self, amount: int) -> None:
+        with self._changed:
+            self._taken -= amount
+            self._changed.notify_all()
+
+
+class Conversation:
+    """What one peer asks for, one thing after the other. Belongs to the thread of its connection."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        memory: Memory,
+        source: Source,
+        limits: TransferLimits,
+        budget: Budget,
+    ) -> None:
+        self._stream = stream
+        self._memory = memory
+        self._source = source
+        self._limits = limits
+        self._budget = budget
+        self._fetched: Fetch | None = None  # the last one, of which it may report blocks as corrupt
+
+    def step(self) -> None:
+        """Wait for a request and answer it. Raises what `Stream` raises, and `ProtocolError`."""
+        stream = self._stream
+        # Longer than the peer keeps an idle connection, so that it seldom finds one closed.
+        stream.deadline = Deadline(2 * self._limits.idle_s)
+        request, payload = stream.receive(REQUEST_BYTES_MAX)
+        message = decode_peer(payload)
+        if isinstance(message, Fetch):
+            self._fetched = message
+            stream.deadline = Deadline(message.deadline_s)
+            self._send_blocks(request, message)
+        elif isinstance(message, Ask):
+            self._send_count(request, message)
+        elif isinstance(message, Corrupt):
+            self._report(message)
+        else:
+            raise ProtocolError(f"a {type(message).__name__} where a request was expected")
+
+    def _send_count(self, request: int, question: Ask) -> None:
+        try:
+            answer = encode(Done(self._source.asked(question)), request)
+        except KvpoolError as error:
+            answer = encode(error_message(error), request)
+        self._stream.send_buffers([memoryview(answer)])
+
+    def _report(self, report: Corrupt) -> None:
+        """Pass on what the peer can know: of blocks that it was just sent."""
+        sent = self._fetched
+        if sent is None or (report.tenant, report.digest, report.part) != (
+            sent.tenant,
+            sent.digest,
+            sent.part,
+        ):
+            raise ProtocolError("a Corrupt for something that was not fetched")
+        keys = _split(report.keys)
+        if len(report.keys) % KEY_BYTES or not keys <= _split(sent.keys):
+            raise ProtocolError("a Corrupt for blocks that were not fetched")
+        self._source.corrupt(report)
+
+    def _send_blocks(self, request: int, fetch: Fetch) -> None:
+        """Send what is there of the wanted blocks, or the reason why not."""
+        try:
+            size = self._size(fetch)
+            self._budget.take(size, self._stream.deadline)
+        except KvpoolError as error:
+            self._stream.send(error_message(error), request)
+            return
+        try:
+            self._lend_and_send(request, fetch)
+        finally:
+            self._budget.give(size)
+
+    def _size(self, fetch: Fetch) -> int:
+        count, rest = divmod(len(fetch.keys), KEY_BYTES)
+        if rest or fetch.nbytes <= 0:
+            raise ProtocolError("a Fetch with broken keys or sizes")
+        size = count * fetch.nbytes
+        if count > KEYS_MAX or (count > 1 and size > self._limits.fetch_bytes_max):
+            raise LimitExceeded(
+                f"a Fetch of {count} keys and {size} bytes; at most {KEYS_MAX} keys and "
+                f"{self._limits.fetch_bytes_max} bytes here: run all daemons with the same limits"
+            )
+        return size
+
+    def _lend_and_send(self, request: int, fetch: Fetch) -> None:
+        try:
+            wanted = Lend(
+                fetch.tenant,
+                fetch.digest,
+                fetch.part,
+                fetch.nbytes,
+                fetch.keys,
+                self._stream.deadline.left(),
+            )
+            lent = self._source.lend(wanted)
+        except KvpoolError as error:
+            self._stream.send(error_message(error), request)
+            return
+        try:
+            present, rows = check_lent(lent, wanted, self._memory)
+            header = encode(Fetched(present, lent.checksums), request)
+            spans = (
+                self._memory.spans(lent.segment, lent.stride, fetch.nbytes, rows) if rows else []
+            )
+            # The kernel copies what it is given, so with the return of this the slots are free again:
+            # sent or not, nothing refers to them any more.
+            self._stream.send_buffers([memoryview(header), *spans])
+        finally:
+            if lent.token:
+                self._source.give_back(lent.token)
+
+
+def _split(keys: bytes) -> set[bytes]:
+    return {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}

@@ -1,0 +1,139 @@
+"""The owner's half of a transfer over streams: listen, admit peers, lend, send."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+
+from kvpool.errors import ConfigError, KvpoolError, ProtocolError, Unavailable
+from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
+from kvpool.transfer.base import Deadline, Identity, Source, TransferLimits
+from kvpool.transfer.handshake import admit, refuse
+from kvpool.transfer.lending import Budget, Conversation
+from kvpool.transfer.memory import Memory
+from kvpool.transfer.stream import Stream
+from kvpool.types import KEY_BYTES
+from kvpool.wire import (
+    KEYS_MAX,
+)
+
+FETCH_FRAME_BYTES_MAX = KEYS_MAX * KEY_BYTES + (64 << 10)
+BACKLOG = 128
+RESOLVE_S = 10.0
+ACCEPT_PAUSE_S = 0.1  # when the machine is out of descriptors
+
+
+class Server:
+    """Listens, and serves each peer's connection in a thread of its own."""
+
+    def __init__(
+        self, memory: Memory, source: Source, identity: Identity, limits: TransferLimits
+    ) -> None:
+        self._memory = memory
+        self._source = source
+        self._identity = identity
+        self._limits = limits
+        self._budget = Budget(limits.inflight_bytes_max)
+        self._lock = threading.Lock()
+        self._listeners: list[socket.socket] = []
+        self._streams: set[Stream] = set()
+        self._threads: set[threading.Thread] = set()
+        self._closing = threading.Event()
+
+    def listen(self, url: str) -> str:
+        """See `Transport.listen`."""
+        host, port = parse(url)
+        try:
+            family, address = resolve(host, port, Deadline(RESOLVE_S))[0]
+        except Unavailable as error:
+            raise ConfigError(f"cannot listen on {url}: {error}") from None
+        if not self._identity.secret and not is_loopback((family, address)):
+            raise ConfigError(
+                f"{url} can be reached from other machines, and no cluster secret is set: "
+                f"set one (KVPOOL_CLUSTER_SECRET), the same on all daemons, or listen on 127.0.0.1"
+            )
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # A restarted mover takes the same port while old connections still fade out.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"cannot listen on {url}: {error.strerror}") from None
+        with self._lock:
+            self._listeners.append(listener)
+        self._start("kvpool-accept", self._accept, listener)
+        return url_of(host, listener.getsockname()[1])
+
+    def close(self) -> None:
+        """End all connections and wait for their threads."""
+        self._closing.set()
+        with self._lock:
+            for listener in self._listeners:
+                # Unlike close, this wakes the thread that accepts. Not connected: ENOTCONN.
+                try:
+                    listener.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+            for stream in self._streams:
+                stream.shut()
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
+
+    def _start(self, name: str, target: object, *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)  # type: ignore[arg-type]
+        with self._lock:
+            # Within the lock, so that `close` never joins a thread that has not begun.
+            thread.start()
+            self._threads.add(thread)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while not self._closing.is_set():
+                try:
+                    sock, _ = listener.accept()
+                except OSError as error:
+                    if self._closing.is_set():
+                        return
+                    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                        self._closing.wait(ACCEPT_PAUSE_S)
+                    continue  # otherwise the connection died while it waited
+                self._welcome(Stream(sock, Deadline(self._limits.hello_s)))
+        with self._lock:
+            self._threads.discard(threading.current_thread())
+
+    def _welcome(self, stream: Stream) -> None:
+        with self._lock:
+            full = len(self._streams) >= self._limits.connections_max or self._closing.is_set()
+            if not full:
+                self._streams.add(stream)
+        if full:
+            stream.close()
+            return
+        try:
+            self._start("kvpool-serve", self._serve, stream)
+        except RuntimeError:  # the machine has no thread left
+            with self._lock:
+                self._streams.discard(stream)
+            stream.close()
+
+    def _serve(self, stream: Stream) -> None:
+        try:
+            admit(stream, self._identity)
+            conversation = Conversation(
+                stream, self._memory, self._source, self._limits, self._budget
+            )
+            while True:
+                conversation.step()
+        except ProtocolError as error:
+            refuse(stream, error, 0)
+        except KvpoolError:
+            pass  # the peer has gone, or was refused and told so
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+                self._threads.discard(threading.current_thread())
+            stream.close()

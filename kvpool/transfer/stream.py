@@ -1,0 +1,182 @@
+"""A blocking socket with a deadline on every wait: frames, and bulk bytes by scatter and gather.
+
+Writing blocks in the kernel, with the kernel's own time-out (SO_SNDTIMEO), because Python's makes the
+socket non-blocking: then a gather of many blocks returns at each full socket buffer and costs a poll
+and another pass over the list. Here it is one call that holds no GIL. Reading waits until a good part
+of what is still to come is there (SO_RCVLOWAT), then takes all of it.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from kvpool.errors import ProtocolError, Unavailable
+from kvpool.transfer.base import Deadline
+from kvpool.wire import HEADER, Message, encode
+
+IOV_MAX = 1024  # buffers in one sendmsg or recvmsg_into
+WAKE_BYTES = 1 << 20  # wait for so much of what is still to come
+CALL_BYTES_MAX = 1 << 30  # a single call moves at most 2 GiB - 4 KiB on Linux
+_TIMEVAL = struct.Struct("@ll")
+
+
+class Closed(Unavailable):
+    """The peer ended the connection."""
+
+
+class Unreachable(Unavailable):
+    """There is nobody at this address, or no way to it."""
+
+
+class Stream:
+    """One connection. Used by one thread at a time, but for `shut`, which any thread may call.
+
+    Every method raises `Closed` when the connection has ended, `Unavailable` when `deadline` passes
+    and `ProtocolError` for a frame above the limit. After any of these the only use of the stream is
+    `close`: nobody knows where in the conversation it stands.
+    """
+
+    def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._wake_bytes = 1
+        self.deadline = deadline
+        self.idle_since = 0.0
+
+    def connect(self, address: tuple[Any, ...]) -> None:
+        """Raises `Unreachable`, also when that is only known because time is up, or after `shut`."""
+        self._arm()
+        try:
+            self._sock.connect(address)
+        except OSError as error:
+            late = isinstance(error, BlockingIOError)
+            raise Unreachable("no answer in time" if late else str(error.strerror)) from None
+
+    def send(self, message: Message, request: int) -> None:
+        self.send_buffers([memoryview(encode(message, request))])
+
+    def send_buffers(self, buffers: list[memoryview]) -> None:
+        """All bytes of all buffers, in order. Copied when this returns: the memory may change again."""
+        at = 0
+        while at < len(buffers):
+            sent = self._send_some(_batch(buffers, at))
+            while sent:
+                size = len(buffers[at])
+                if sent < size:
+                    buffers[at] = buffers[at][sent:]
+                    break
+                sent -= size
+                at += 1
+
+    def _send_some(self, buffers: Sequence[memoryview]) -> int:
+        self._arm()
+        try:
+            return self._sock.sendmsg(buffers)
+        except OSError as error:
+            raise self._mapped(error) from None
+
+    def receive(self, limit: int) -> tuple[int, bytes]:
+        """One frame: (request, payload). Reads not a byte more, so bulk bytes may follow."""
+        header = bytearray(HEADER.size)
+        self.receive_into([memoryview(header)])
+        length, request = HEADER.unpack(header)
+        if length > limit:
+            raise ProtocolError(
+                f"the peer sent a frame of {length} bytes; the limit here is {limit}"
+            )
+        payload = bytearray(length)
+        self.receive_into([memoryview(payload)])
+        return request, bytes(payload)
+
+    def receive_into(self, buffers: list[memoryview]) -> None:
+        """Fill all buffers, in order."""
+        wanted = sum(map(len, buffers))
+        at = 0
+        while wanted:
+            self._wait_for(min(wanted, WAKE_BYTES))
+            got = self._receive_some(_batch(buffers, at))
+            wanted -= got
+            while at < len(buffers):
+                size = len(buffers[at])
+                if got < size:
+                    buffers[at] = buffers[at][got:]
+                    break
+                got -= size
+                at += 1
+
+    def _wait_for(self, nbytes: int) -> None:
+        """Sleep until so many bytes can be read, or the connection has ended.
+
+        A receiver that is woken for every segment spends as much time on falling asleep as on copying.
+        """
+        try:
+            if nbytes != self._wake_bytes:
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+                self._wake_bytes = nbytes
+            ready = self._poll.poll(self.deadline.left() * 1000)
+        except OSError as error:
+            raise self._mapped(error) from None
+        if not ready:
+            raise Unavailable(f"the peer did not answer within {self.deadline.seconds:g} s")
+
+    def _receive_some(self, buffers: Sequence[memoryview]) -> int:
+        try:
+            got = self._sock.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
+        except BlockingIOError:
+            return 0  # woken early, which the kernel may do
+        except OSError as error:
+            raise self._mapped(error) from None
+        if not got:
+            raise Closed("the peer closed the connection in the middle of a message")
+        return got
+
+    def _arm(self) -> None:
+        """Let the next call that writes wait no longer than the deadline allows."""
+        left = self.deadline.left()
+        seconds, micros = divmod(int(left * 1e6) + 1, 1_000_000)
+        try:
+            self._sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(seconds, micros)
+            )
+        except OSError as error:
+            raise self._mapped(error) from None
+
+    def _mapped(self, error: OSError) -> Unavailable:
+        if isinstance(error, BlockingIOError):  # the kernel's time-out
+            return Unavailable(f"the peer did not answer within {self.deadline.seconds:g} s")
+        return Closed(f"the connection to the peer ended: {error.strerror or error}")
+
+    def readable(self) -> bool:
+        """Whether there is something to read, be it the end of the stream. Does not wait."""
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def shut(self) -> None:
+        """End the connection under whoever waits on it. Any thread; idempotent."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # not connected any more, which is what was asked for
+
+    def close(self) -> None:
+        """Idempotent; only by the thread that uses the stream, or after it has ended."""
+        self._sock.close()
+
+
+def _batch(buffers: list[memoryview], at: int) -> Sequence[memoryview]:
+    """As many buffers from `at` on as one call takes; at least one."""
+    batch = buffers[at : at + IOV_MAX]
+    if len(batch) == 1:
+        return [batch[0][:CALL_BYTES_MAX]]
+    return batch

@@ -1,0 +1,140 @@
+"""Frozen values that every layer shares: block keys, namespaces, parts, tiers.
+
+Names are those of DESIGN: a *block* is the KV of a fixed number of tokens, a *part* the share of it
+that one rank and one cache group holds, a *namespace* what must agree for bytes to be exchangeable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from kvpool.errors import InvalidRequest
+
+KEY_BYTES = 16
+CHECKSUM_BYTES = 16
+FORMAT_VERSION = 1
+DEFAULT_TENANT = "default"
+
+PARTS_MAX = 4096
+PART_BYTES_MAX = 1 << 30
+RECORD_BYTES_MAX = 64 << 10
+
+Keys = bytes | bytearray | memoryview | Iterable[bytes]
+"""Block keys in prefix order: packed, 16 bytes each, or one bytes object a key."""
+
+
+class PartKind(StrEnum):
+    """Which blocks of a prefix an engine needs from a cache group, so that it can use the prefix."""
+
+    FULL = "full"  # all of them (full attention, MLA)
+    WINDOW = "window"  # the last `window_blocks` (sliding window; state-space groups: the last one)
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """What is stored under one part number.
+
+    nbytes: size of the part of one block.
+    window_blocks: for `WINDOW`, how many trailing blocks of the prefix must be present.
+    stride: the group keeps one part for every `stride` blocks of the chain, under the key of the last
+        of them (groups whose blocks hold more tokens than the chain's). A usable prefix is a multiple
+        of it.
+    """
+
+    nbytes: int
+    kind: PartKind = PartKind.FULL
+    window_blocks: int = 0
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.nbytes <= PART_BYTES_MAX:
+            raise InvalidRequest(
+                f"a part of {self.nbytes} bytes: sizes are 1 to {PART_BYTES_MAX} bytes"
+            )
+        if self.stride < 1:
+            raise InvalidRequest(f"a part's stride is {self.stride}; it must be at least 1")
+        if (self.kind is PartKind.WINDOW) != (self.window_blocks > 0):
+            raise InvalidRequest("window_blocks is for parts of kind window, and at least 1 there")
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceRecord:
+    """All that must agree for KV bytes to be exchangeable, and the sizes that follow from it.
+
+    fields: JSON-able facts (model, revision, dtypes, layout, platform, hash algorithm and seed, sizes
+        of the parallel groups, codec, tenant, epoch, …). They alone make the digest.
+    parts: sizes and hit rules. Not part of the digest: two users whose fields agree and whose parts
+        do not have left something out of the fields, and are refused (`NamespaceMismatch`) rather
+        than served each other's bytes.
+    """
+
+    fields: Mapping[str, Any]
+    parts: tuple[PartSpec, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.parts) <= PARTS_MAX:
+            raise InvalidRequest(f"{len(self.parts)} parts: a namespace has 1 to {PARTS_MAX}")
+        if len(self.canonical()) > RECORD_BYTES_MAX:
+            raise InvalidRequest(f"a namespace record is at most {RECORD_BYTES_MAX} bytes of JSON")
+
+    @classmethod
+    def simple(cls, model: str, *, block_bytes: int, block_tokens: int) -> NamespaceRecord:
+        """A namespace of one part, for users whose own fields are `model` and the block's tokens."""
+        return cls(
+            fields={"model": model, "block_tokens": block_tokens},
+            parts=(PartSpec(nbytes=block_bytes),),
+        )
+
+    def canonical(self) -> bytes:
+        """The fields as sorted, compact JSON: equal facts give equal bytes on every machine."""
+        body = {"format_version": FORMAT_VERSION, **self.fields}
+        try:
+            text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"a namespace's fields must be plain JSON values: {error}"
+            ) from None
+        return text.encode()
+
+    def digest(self) -> bytes:
+        """16 bytes that name the namespace: the first half of the SHA-256 of `canonical`."""
+        return hashlib.sha256(self.canonical()).digest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A namespace as a client holds it once `Client.open` has made it known to the daemon."""
+
+    record: NamespaceRecord
+    digest: bytes
+
+    @property
+    def parts(self) -> tuple[PartSpec, ...]:
+        return self.record.parts
+
+
+def pack_keys(keys: Keys) -> bytes:
+    """Block keys as the wire carries them: one after the other, 16 bytes each.
+
+    Raises `InvalidRequest` when a key is not 16 bytes long.
+    """
+    if isinstance(keys, bytes):
+        packed = keys
+    elif isinstance(keys, (bytearray, memoryview)):
+        packed = bytes(keys)
+    else:
+        listed = list(keys)
+        for key in listed:
+            if len(key) != KEY_BYTES:
+                raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, this one is {len(key)}")
+        packed = b"".join(listed)
+    if len(packed) % KEY_BYTES:
+        raise InvalidRequest(
+            f"packed block keys are a multiple of {KEY_BYTES} bytes, these are {len(packed)}"
+        )
+    return packed

@@ -1,0 +1,578 @@
+"""Every message that travels, and how it is framed.
+
+A frame, on the control socket, between the daemon's processes, and ahead of bulk bytes between daemons:
+
+    0        4           8
+    +--------+-----------+---------------------------+
+    | length | request   | MessagePack of one message|
+    +--------+-----------+---------------------------+
+      u32 LE   u32 LE      `length` bytes
+
+`request` is chosen by who asks and repeated in the answer; 0 asks for no answer. A message is an array
+whose first element is its type number:
+
+    type  message            direction            answer
+    ----  -----------------  -------------------  ----------------
+    1     Hello              client → daemon      Welcome, with the segment's descriptor
+    2     Welcome            daemon → client
+    3     Error              any answer
+    4     Done               answer: a count
+    10    OpenNamespace      client → daemon      Done: the namespace's number in this incarnation
+    11    Reserve            client → daemon      Reserved
+    12    Reserved           daemon → client
+    13    Commit             client → daemon      Done: blocks newly stored
+    14    Abort              client → daemon      Done, or none
+    15    Acquire            client → daemon      Leased
+    16    Leased             daemon → client
+    17    Join               client → daemon      Leased
+    18    Release            client → daemon      Done, or none
+    19    Match              client → daemon      Done: blocks
+    20    Contains           client → daemon      Bytes: one byte a key, 0 or 1
+    21    Bytes              daemon → client
+    22    Remove             client → daemon      Done: blocks removed
+    23    Pin                client → daemon      Done: blocks pinned or unpinned
+    24    Stats              client → daemon      Bytes: a JSON object
+    25    Pull               client → daemon      Done: blocks now here
+    26    Grant              client → daemon      Reserved
+    27    Store              client → daemon      Stored
+    28    Stored             daemon → client
+    29    GiveBack           client → daemon      Done, or none
+    40    PeerHello          daemon → daemon      PeerChallenge
+    41    PeerChallenge      daemon → daemon      PeerProof
+    42    PeerProof          daemon → daemon      Done
+    43    Fetch              daemon → daemon      Fetched, then its bytes
+    44    Fetched            daemon → daemon
+    45    Ask                daemon → daemon      Done: blocks of the prefix that are there
+    46    Corrupt            daemon → daemon      none
+    60    MoverStart         control → mover      MoverReady
+    61    MoverReady         mover → control
+    62    AttachSegment      control → mover      Done; carries a descriptor
+    63    PullBlocks         control → mover      Pulled
+    64    Pulled             mover → control
+    65    Lend               mover → control      Lent
+    66    Lent               control → mover
+    67    Return             mover → control      none
+    68    AskPeer            control → mover      Done: blocks of the prefix that are there
+    69    StopPull           control → mover      none; its Pulled then comes early
+
+Block keys, checksums and row numbers are packed into one bytes object each: one object a batch decodes
+tens of times faster than one a block. Rows are u32 LE; `NO_ROW` stands for "nothing here".
+Times that travel are durations in seconds, never time stamps.
+
+A peer of another version is refused in the first exchange. Within a version messages do not change.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from typing import Any
+
+import msgspec
+
+from kvpool.errors import KvpoolError, ProtocolError, from_code
+
+PROTOCOL_VERSION = 1
+HEADER = struct.Struct("<II")
+FRAME_BYTES_MAX = 16 << 20
+HELLO_BYTES_MAX = 64 << 10  # what a connection may send before it has introduced itself
+KEYS_MAX = 1 << 16  # keys in one request
+NO_ROW = 0xFFFFFFFF
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Base of all messages: an array on the wire, immutable, owned by whoever decoded it."""
+
+
+class Hello(Message, tag=1):
+    """First frame of a connection of a client.
+
+    `instance`: the engine instance that its leases belong to. `client`: chosen at random by each client
+    and the same on all its connections; reservations belong to it.
+    """
+
+    version: int
+    tenant: str
+    instance: str
+    client: str
+    token: str | None = None
+
+
+class Welcome(Message, tag=2):
+    """The daemon's answer. The segment's descriptor comes with its first byte (SCM_RIGHTS)."""
+
+    version: int
+    node: str
+    incarnation: str
+    segment: int
+    segment_bytes: int
+
+
+class Error(Message, tag=3):
+    code: str
+    message: str
+
+
+class Done(Message, tag=4):
+    value: int = 0
+
+
+class OpenNamespace(Message, tag=10):
+    """`fields`: canonical JSON whose digest is checked. `parts`: [nbytes, kind, window, stride] each."""
+
+    digest: bytes
+    fields: bytes
+    parts: list[tuple[int, str, int, int]]
+
+
+class Reserve(Message, tag=11):
+    """`ticket` names the reservation; the client chooses it, so that it can abort what it never heard of.
+
+    `parent`: the key before the first one in the prefix chain, or empty.
+    """
+
+    ns: int
+    part: int
+    ticket: int
+    keys: bytes
+    parent: bytes = b""
+
+
+class Reserved(Message, tag=12):
+    """`rows`: one a key, `NO_ROW` where the block is there already."""
+
+    stride: int
+    rows: bytes
+
+
+class Commit(Message, tag=13):
+    """`checksums`: 16 bytes for each row handed out, in order. `indices` (u32) commits only these keys."""
+
+    ticket: int
+    checksums: bytes
+    indices: bytes = b""
+
+
+class Abort(Message, tag=14):
+    tickets: list[int]
+
+
+class Acquire(Message, tag=15):
+    """A lease on the longest usable prefix, or with `scattered` on each of the keys that is present.
+
+    `parts`: empty means all. `wait_s`: how long to wait for blocks that must come from other nodes.
+    """
+
+    ns: int
+    keys: bytes
+    parts: list[int]
+    lease_s: float
+    wait_s: float = 0.0
+    scattered: bool = False
+
+
+class LeasedPart(Message):
+    """Slots of one part: rows in block order, from block index `first` on."""
+
+    part: int
+    first: int
+    stride: int
+    nbytes: int
+    rows: bytes
+
+
+class Leased(Message, tag=16):
+    """`token` is empty when nothing is there.
+
+    `lease_s`: how long the lease lasts, counted from when the daemon got the request. So a client that
+    counts from when it asked never believes in a lease that has ended, however late the answer comes.
+    """
+
+    token: str
+    blocks: int
+    lease_s: float
+    parts: list[LeasedPart]
+
+
+class Join(Message, tag=17):
+    token: str
+    parts: list[int]
+
+
+class Release(Message, tag=18):
+    tokens: list[str]
+
+
+class Match(Message, tag=19):
+    ns: int
+    keys: bytes
+    parts: list[int]
+
+
+class Contains(Message, tag=20):
+    ns: int
+    part: int
+    keys: bytes
+
+
+class Bytes(Message, tag=21):
+    data: bytes
+
+
+class Remove(Message, tag=22):
+    ns: int
+    keys: bytes
+
+
+class Pin(Message, tag=23):
+    """`kind`: soft, hard, or none (unpin)."""
+
+    ns: int
+    keys: bytes
+    kind: str
+
+
+class Stats(Message, tag=24):
+    pass
+
+
+class Pull(Message, tag=25):
+    """Bring the blocks here from the peers in the configuration, all parts, before `wait_s` is over."""
+
+    ns: int
+    keys: bytes
+    wait_s: float
+
+
+class Grant(Message, tag=26):
+    """Slots of a part's size without keys, to be filled and then named by `Store`: up to `count`."""
+
+    ns: int
+    part: int
+    count: int
+
+
+class Store(Message, tag=27):
+    """Granted slots have been written; these are their keys and checksums. One exchange a put.
+
+    `count`: how many granted slots the client would like to have for the next one.
+    """
+
+    ns: int
+    part: int
+    rows: bytes
+    keys: bytes
+    checksums: bytes
+    count: int
+    parent: bytes = b""
+
+
+class Stored(Message, tag=28):
+    """`new`: blocks newly stored. `unused`: rows whose block was there already; they stay granted.
+
+    `fresh`: further rows, granted now.
+    """
+
+    new: int
+    unused: bytes
+    fresh: bytes
+
+
+class GiveBack(Message, tag=29):
+    """Granted slots that nobody writes to any more, and that are not needed."""
+
+    stride: int
+    rows: bytes
+
+
+class PeerHello(Message, tag=40):
+    version: int
+    cluster: str
+    node: str
+    nonce: bytes
+
+
+class PeerChallenge(Message, tag=41):
+    """`proof`: HMAC over both nonces where a cluster secret is set, else empty."""
+
+    version: int
+    node: str
+    incarnation: str
+    nonce: bytes
+    proof: bytes
+
+
+class PeerProof(Message, tag=42):
+    proof: bytes
+
+
+class Fetch(Message, tag=43):
+    """Blocks of one part, wanted by `deadline_s` from now. `sizes` must be the part's nbytes at the owner."""
+
+    tenant: str
+    digest: bytes
+    part: int
+    nbytes: int
+    keys: bytes
+    deadline_s: float
+
+
+class Fetched(Message, tag=44):
+    """`present`: one byte a key. Then follow `nbytes` for each present key, in order.
+
+    `checksums`: 16 bytes for each present key, as committed by the writer.
+    """
+
+    present: bytes
+    checksums: bytes
+
+
+class Ask(Message, tag=45):
+    """How many blocks of this prefix could be pulled, by the hit rules of `parts` (empty: all)?
+
+    A mover passes it on to its control process, which answers.
+    """
+
+    tenant: str
+    digest: bytes
+    parts: list[int]
+    keys: bytes
+
+
+class Corrupt(Message, tag=46):
+    """These blocks arrived, and are not what their owner's checksums say. It drops its copies.
+
+    A mover passes it on to its control process. Only for blocks that this peer has just fetched.
+    """
+
+    tenant: str
+    digest: bytes
+    part: int
+    keys: bytes
+
+
+class MoverStart(Message, tag=60):
+    """First frame on a mover's control channel: who it is and where it listens (empty: nowhere)."""
+
+    cluster: str
+    node: str
+    incarnation: str
+    secret: str
+    listen: list[str]
+    connections_max: int
+    inflight_bytes_max: int
+
+
+class MoverReady(Message, tag=61):
+    """`listening`: the URLs that peers can pull from."""
+
+    listening: list[str]
+
+
+class AttachSegment(Message, tag=62):
+    """Map this segment; its descriptor comes with the frame."""
+
+    segment: int
+    size: int
+
+
+class PullBlocks(Message, tag=63):
+    """Fetch blocks from the peer at `url` straight into reserved rows of a segment."""
+
+    url: str
+    tenant: str
+    digest: bytes
+    part: int
+    nbytes: int
+    keys: bytes
+    segment: int
+    stride: int
+    rows: bytes
+    deadline_s: float
+
+
+class Pulled(Message, tag=64):
+    """`status`: one byte a key: 0 absent there, 1 here and verified, 2 checksum mismatch, 3 not arrived.
+
+    `checksums`: 16 bytes a key, zeros unless status is 1. When this is sent, nothing writes to the rows
+    any more. `error`: why the transfer ended early, or empty.
+    """
+
+    status: bytes
+    checksums: bytes
+    seconds: float
+    error: str = ""
+
+
+class Lend(Message, tag=65):
+    """A peer wants these: lease them to the mover for `deadline_s`."""
+
+    tenant: str
+    digest: bytes
+    part: int
+    nbytes: int
+    keys: bytes
+    deadline_s: float
+
+
+class Lent(Message, tag=66):
+    """`rows`: one a key, `NO_ROW` where absent. `checksums`: 16 bytes for each key that is present.
+
+    `token`: to be returned when the bytes have been taken; empty when nothing is lent.
+    """
+
+    token: str
+    segment: int
+    stride: int
+    rows: bytes
+    checksums: bytes
+
+
+class Return(Message, tag=67):
+    token: str
+
+
+class AskPeer(Message, tag=68):
+    """Put an `Ask` to the peer at `url`, for at most `deadline_s`."""
+
+    url: str
+    tenant: str
+    digest: bytes
+    parts: list[int]
+    keys: bytes
+    deadline_s: float
+
+
+class StopPull(Message, tag=69):
+    """End the pull (or the asking) that was requested as `request`: nobody waits for its blocks."""
+
+    request: int
+
+
+ClientMessage = (
+    Hello
+    | OpenNamespace
+    | Reserve
+    | Commit
+    | Abort
+    | Acquire
+    | Join
+    | Release
+    | Match
+    | Contains
+    | Remove
+    | Pin
+    | Stats
+    | Pull
+    | Grant
+    | Store
+    | GiveBack
+)
+DaemonMessage = Welcome | Error | Done | Reserved | Leased | Bytes | Stored
+PeerMessage = PeerHello | PeerChallenge | PeerProof | Fetch | Fetched | Ask | Corrupt | Done | Error
+MoverMessage = (
+    MoverStart
+    | MoverReady
+    | AttachSegment
+    | PullBlocks
+    | Pulled
+    | Lend
+    | Lent
+    | Return
+    | Ask
+    | AskPeer
+    | StopPull
+    | Corrupt
+    | Done
+    | Error
+)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Decoder:
+    """Bytes of one payload to a message of the given union; anything else is a `ProtocolError`."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(union)
+
+    def __call__(self, payload: bytes | bytearray | memoryview) -> Any:
+        try:
+            return self._decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"not a message of this protocol: {error}") from None
+
+
+decode_client = Decoder(ClientMessage)
+decode_daemon = Decoder(DaemonMessage)
+decode_peer = Decoder(PeerMessage)
+decode_mover = Decoder(MoverMessage)
+
+
+def encode(message: Message, request: int) -> bytes:
+    """One whole frame."""
+    payload = _encoder.encode(message)
+    if len(payload) > FRAME_BYTES_MAX:
+        raise ProtocolError(
+            f"a {type(message).__name__} of {len(payload)} bytes: frames are at most {FRAME_BYTES_MAX}"
+        )
+    return HEADER.pack(len(payload), request) + payload
+
+
+def error_message(error: KvpoolError) -> Error:
+    return Error(error.code, str(error))
+
+
+def raise_error(error: Error) -> None:
+    raise from_code(error.code, error.message)
+
+
+def pack_rows(rows: list[int]) -> bytes:
+    """Row numbers as u32 LE. (kvpool runs on little-endian machines only; import of this module checks.)"""
+    return array("I", rows).tobytes()
+
+
+if array("I", [1]).tobytes() != b"\x01\x00\x00\x00":
+    raise ImportError("kvpool needs a little-endian machine with 4-byte C ints")
+
+
+class FrameReader:
+    """Cuts a stream into frames. Feed it what arrives; it holds at most one frame that is incomplete.
+
+    Not thread-safe: one reader a connection.
+    """
+
+    def __init__(self, limit: int = FRAME_BYTES_MAX) -> None:
+        self.limit = limit
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        """Whole frames as (request, payload). Raises `ProtocolError` for a frame above the limit."""
+        pending = self._pending
+        if pending:
+            pending += data
+            if len(pending) >= 8:
+                length, _ = HEADER.unpack_from(pending)
+                if length <= self.limit and len(pending) < 8 + length:
+                    return []  # a long frame in many pieces is joined once, not once a piece
+            data = bytes(pending)
+            pending.clear()
+        frames = []
+        at, end = 0, len(data)
+        while end - at >= 8:
+            length, request = HEADER.unpack_from(data, at)
+            if length > self.limit:
+                raise ProtocolError(f"a frame of {length} bytes: the limit here is {self.limit}")
+            stop = at + 8 + length
+            if stop > end:
+                break
+            frames.append((request, data[at + 8 : stop]))
+            at = stop
+        if at < end:
+            self._pending += data[at:]
+        return frames
+
+    @property
+    def partial(self) -> bool:
+        """Whether the stream stands inside a frame: an end here cuts one off."""
+        return bool(self._pending)

@@ -1,0 +1,1 @@
+"""Tiers: where blocks rest. DRAM segments, slot allocation, eviction policies."""

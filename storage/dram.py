@@ -1,0 +1,112 @@
+"""DRAM segments: sealed, pre-faulted shared memory that engines and movers map by descriptor.
+
+A segment is a memfd: it has no name in any file system, lives as long as somebody holds a descriptor
+or a mapping, and is sealed against resizing, so that no mapper can be made to fault by another's
+truncate. `SlabAllocator` (slab.py) decides what lies where in it; this file only owns the memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from typing import Self
+
+from kvpool.errors import SegmentError
+from kvpool.segment import F_ADD_SEALS, SEALS, Segment
+
+PAGE = 4096
+PREFAULT_CHUNK_BYTES = 256 << 20
+KEEP_FREE_BYTES = 256 << 20  # what a segment must leave to the rest of the machine
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be taken without swapping: the kernel's estimate, or what is left of the cgroup's.
+
+    Raises `SegmentError` where neither can be read.
+    """
+    try:
+        text = Path("/proc/meminfo").read_text()
+        free = next(
+            int(line.split()[1]) * 1024
+            for line in text.splitlines()
+            if line.startswith("MemAvailable:")
+        )
+    except (OSError, StopIteration) as error:
+        raise SegmentError(f"cannot read the free memory of this machine: {error}") from None
+    return min(free, _cgroup_free_bytes(free))
+
+
+def _cgroup_free_bytes(otherwise: int) -> int:
+    """What the control group (v2) still allows; `otherwise` where there is no limit to read."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().rsplit("::", 1)[-1]
+        base = Path("/sys/fs/cgroup") / group.lstrip("/")
+        limit = (base / "memory.max").read_text().strip()
+        used = int((base / "memory.current").read_text())
+    except (OSError, ValueError):
+        return otherwise
+    return otherwise if limit == "max" else max(0, int(limit) - used)
+
+
+class DramSegment(Segment):
+    """A segment that this process has made."""
+
+    @classmethod
+    def create(cls, size: int, *, free_bytes: int | None = None) -> Self:
+        """Allocate, pre-fault and seal `size` bytes, rounded down to whole pages.
+
+        Every page is taken here: a segment that exists never runs out of memory later, when an
+        engine writes to it. Huge pages are asked for, and given where the host's
+        `shmem_enabled` allows.
+
+        Raises `SegmentError` when the memory is not there.
+        """
+        size -= size % PAGE
+        if size <= 0:
+            raise SegmentError(f"a segment of {size} bytes: at least one page of {PAGE} is needed")
+        free = free_memory_bytes() if free_bytes is None else free_bytes
+        if size + KEEP_FREE_BYTES > free:
+            raise SegmentError(
+                f"a DRAM segment of {size >> 20} MiB does not fit: {free >> 20} MiB of memory are "
+                f"free and {KEEP_FREE_BYTES >> 20} MiB of them stay with the machine. "
+                f"Give a smaller size (--memory), or free memory first."
+            )
+        fd = os.memfd_create("kvpool-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            _ask_for_huge_pages(fd, size)
+            _prefault(fd, size)
+            fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
+                raise SegmentError(
+                    f"no room for a DRAM segment of {size >> 20} MiB in the memory file system "
+                    f"({os.strerror(error.errno)}). Give a smaller size (--memory), raise the memory "
+                    f"limit of this process or its container, or stop what holds shared memory "
+                    f"(an engine that still maps the segment of a daemon that has ended counts)."
+                ) from None
+            raise
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, size)
+
+
+def _ask_for_huge_pages(fd: int, size: int) -> None:
+    """A hint, before the pages are faulted; the kernel ignores it where the host does not allow it."""
+    with mmap.mmap(fd, size, flags=mmap.MAP_SHARED) as mapping:
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # kernel built without transparent huge pages
+                raise
+
+
+def _prefault(fd: int, size: int) -> None:
+    """Take every page. In chunks, so that a signal is seen between two of them."""
+    for at in range(0, size, PREFAULT_CHUNK_BYTES):
+        os.posix_fallocate(fd, at, min(PREFAULT_CHUNK_BYTES, size - at))

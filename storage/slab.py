@@ -1,0 +1,491 @@
+"""Which slots of one segment are free: bookkeeping only, no memory is touched.
+
+Classes. A block of `nbytes` gets a slot of its class's *stride*: nbytes rounded up to a multiple of
+4096, below 4096 to one of 64. Blocks of a model have few lengths, so there are few classes.
+
+    segment  |  slab 0   |  slab 1   |  slab 2   |  slab 3   |    slabs: equal, a power of two
+    class A  |a|a|a|a|a|a|           |           |           |    a: rows inside the slab
+    class B  |           |           | b | b | b | b | b |   |    b: rows in an extent of 2 slabs
+
+Rows. Every slot lies at `row * stride`: the segment, seen as an array of rows of one stride, lets a
+reader gather a batch with one `numpy.take`. A slot is (stride, row), whatever slab it is in. The
+price: a row that would straddle the border of a class's extent is never used.
+
+Extents. A class takes space by the extent, a run of k slabs that begins at a multiple of k. Longer
+runs lose fewer rows at their borders (none where k slabs are a multiple of the stride), shorter
+ones are easier to get; k is chosen once for the class. So blocks may be larger than slabs, up to
+the whole segment, although odd lengths near it take most of it at once. In the API an extent is
+known by its first slab.
+
+Moving space between classes. An extent whose slots are all free stays with its class until another
+class needs it, and is then taken at once. When there is none, the caller empties one: `victims`
+names the sets of extents that would do, `rows_used` what is in them, and after `free` of those rows
+`alloc` succeeds.
+
+Costs. `alloc` and `free` are O(1) a call plus a tenth of a microsecond a row; `victims` is
+O(slabs). Not thread-safe: it belongs to the process that decides. A misuse (a double free, a row
+that was not handed out) is an AssertionError: going on would give one slot to two blocks.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
+
+PAGE = 4096
+SMALL_STEP = 64
+CLASSES_MAX = 64
+SLABS_MAX = 1 << 16
+SPANS_TRIED = 1024
+COARSENESS = 0.25
+"""What an extent as large as the segment would be worth losing, as a share of the segment."""
+ROUND_UP_MAX = 1.125
+"""Beyond CLASSES_MAX a length may use a larger class that is at most this many times its own."""
+
+
+def natural_stride(nbytes: int) -> int:
+    """The stride for blocks of `nbytes` while there are classes to be had."""
+    step = PAGE if nbytes >= PAGE else SMALL_STEP
+    return -(-nbytes // step) * step
+
+
+def default_slab_bytes(size: int) -> int:
+    """About 256 slabs, each at least 1 MiB; in segments too small for that, at least 8 slabs."""
+    wanted = max(PAGE, min(max(size // 256, 1 << 20), size // 8))
+    return 1 << (wanted.bit_length() - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassUsage:
+    """What one class holds. `used + free + lost` is all the space of its extents.
+
+    `bytes_used` counts whole slots; what a block leaves of its slot is the caller's to know.
+    """
+
+    stride: int
+    extents: int
+    slots_used: int
+    slots_free: int
+    bytes_used: int
+    bytes_free: int
+    bytes_lost: int
+
+
+class _Extent:
+    """The rows of one class in a run of slabs."""
+
+    __slots__ = ("end", "first", "index", "owner", "slab", "slabs")
+
+    def __init__(self, owner: _Class, index: int, first: int, end: int, slabs: int) -> None:
+        self.owner = owner
+        self.index = index
+        self.slab = index * owner.span
+        self.slabs = slabs
+        self.first = first
+        self.end = end
+
+    @property
+    def used(self) -> int:
+        return self.owner.used_in[self.index]
+
+
+class _Class:
+    """The slots of one stride.
+
+    `free` is a stack of rows that were handed out before; rows `fresh`, of the newest extent, never
+    were and come when it is empty, and a new extent when these are gone too. So an extent costs no
+    list of its rows, and neighbours are given out together. When an extent leaves the class, its
+    rows stay in `free` and are recognised when they come up: `used_in` of their extent is -1. No
+    row is in `free` twice, since an extent is only taken while `free` is empty.
+    """
+
+    __slots__ = (
+        "busy",
+        "capacity",
+        "extent_bytes",
+        "extents",
+        "free",
+        "fresh",
+        "slots",
+        "span",
+        "starved_at",
+        "stride",
+        "used",
+        "used_in",
+    )
+
+    def __init__(self, stride: int, size: int, span: int, extent_bytes: int, capacity: int) -> None:
+        self.stride = stride
+        self.span = span
+        self.extent_bytes = extent_bytes
+        self.capacity = capacity
+        self.extents: dict[int, _Extent] = {}
+        self.used_in = [-1] * -(-size // extent_bytes)  # by extent; -1: not of this class
+        # A byte a row, 1 if in use. Not a bytearray: pages of this one exist once written.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self.busy = mmap.mmap(-1, size // stride, flags=flags)
+        self.free: list[int] = []
+        self.fresh = range(0)
+        self.slots = 0
+        self.used = 0
+        self.starved_at = -1
+
+
+class SlabAllocator:
+    """Slots of a segment of `size` bytes. See the module's docstring for the layout."""
+
+    def __init__(self, size: int, slab_bytes: int | None = None) -> None:
+        if slab_bytes is None:
+            slab_bytes = default_slab_bytes(size)
+        if size < PAGE:
+            raise ConfigError(f"a segment needs at least {PAGE} bytes, not {size}")
+        if slab_bytes < PAGE or slab_bytes & (slab_bytes - 1):
+            raise ConfigError(f"slab_bytes must be a power of two from {PAGE} on, not {slab_bytes}")
+        self.size = size
+        self.slab_bytes = slab_bytes
+        self.slabs = -(-size // slab_bytes)  # the last one may be short
+        if self.slabs > SLABS_MAX:
+            raise ConfigError(
+                f"{size} bytes in slabs of {slab_bytes} are {self.slabs} slabs,"
+                f" more than {SLABS_MAX}; make slab_bytes larger"
+            )
+        self._classes: dict[int, _Class] = {}
+        self._by_slab: list[_Extent | None] = [None] * self.slabs
+        # Popped from the end: low slabs first, so that aligned runs stay free at the other end.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(reversed(range(self.slabs)))
+        self._idle: OrderedDict[_Extent, None] = OrderedDict()  # no row used; longest idle first
+        # Counts what can turn "no extent to be had" into "perhaps": a class that found none does
+        # not look again before it moves.
+        self._changes = 0
+
+    # Classes
+
+    def stride_of(self, nbytes: int) -> int:
+        """The stride of the class that takes blocks of `nbytes`; adds the class if it is new.
+
+        When there are CLASSES_MAX already, the smallest class that is at most an eighth larger
+        serves, else LimitExceeded. Classes are never dropped, so the answer holds for good.
+        """
+        stride = natural_stride(nbytes)
+        return stride if stride in self._classes else self._new_class(nbytes, stride)
+
+    def _new_class(self, nbytes: int, stride: int) -> int:
+        if nbytes < 1:
+            raise InvalidRequest(f"a block cannot have {nbytes} bytes")
+        if stride > self.size:
+            raise InvalidRequest(f"a block of {nbytes} bytes exceeds the segment of {self.size}")
+        if len(self._classes) >= CLASSES_MAX:
+            larger = [s for s in self._classes if stride < s <= stride * ROUND_UP_MAX]
+            if not larger:
+                raise LimitExceeded(
+                    f"all {CLASSES_MAX} block sizes of the segment are taken, and none of them"
+                    f" is a little above {nbytes} bytes; use fewer block sizes on one node"
+                )
+            return min(larger)
+        span, capacity = self._choose_span(stride)
+        self._classes[stride] = _Class(stride, self.size, span, span * self.slab_bytes, capacity)
+        return stride
+
+    def _choose_span(self, stride: int) -> tuple[int, int]:
+        """Slabs to an extent, and the slots of a class that has all extents. Milliseconds."""
+        best, best_cost, best_capacity = 1, float("inf"), 0
+        for span in (*range(1, min(self.slabs, SPANS_TRIED)), self.slabs):
+            coarse = COARSENESS * span / self.slabs
+            if coarse >= best_cost:
+                break
+            bytes_ = span * self.slab_bytes
+            starts = np.arange(0, self.size, bytes_, dtype=np.int64)
+            ends = np.minimum(starts + bytes_, self.size)
+            slots = int(np.maximum(ends // stride - -(-starts // stride), 0).sum())
+            cost = 1 - slots * stride / self.size + coarse
+            if slots and cost < best_cost:
+                best, best_cost, best_capacity = span, cost, slots
+        return best, best_capacity
+
+    def capacity(self, nbytes: int) -> int:
+        """Slots there would be if the class of `nbytes` had the whole segment."""
+        return self._classes[self.stride_of(nbytes)].capacity
+
+    # Slots
+
+    def alloc(self, nbytes: int, n: int) -> list[int]:
+        """Up to `n` rows of `stride_of(nbytes)`; fewer when no more can be had without evicting.
+
+        Rows freed last come first, in the order in which they were freed.
+        """
+        cls = self._classes[self.stride_of(nbytes)]
+        stride, extent_bytes = cls.stride, cls.extent_bytes
+        free, busy, used_in = cls.free, cls.busy, cls.used_in
+        taken: list[int] = []
+        while (wanted := n - len(taken)) > 0:
+            if free:
+                rows = free[-wanted:]
+                del free[-wanted:]
+                for row in reversed(rows):
+                    index = row * stride // extent_bytes
+                    used = used_in[index]
+                    if used > 0:
+                        used_in[index] = used + 1
+                    elif used == 0:
+                        used_in[index] = 1
+                        del self._idle[cls.extents[index]]
+                    else:
+                        continue
+                    busy[row] = 1
+                    taken.append(row)
+            elif cls.fresh or self._take_extent(cls):
+                fresh = cls.fresh[:wanted]
+                cls.fresh = cls.fresh[wanted:]
+                index = fresh.start * stride // extent_bytes
+                if not used_in[index]:
+                    del self._idle[cls.extents[index]]
+                used_in[index] += len(fresh)
+                busy[fresh.start : fresh.stop] = b"\1" * len(fresh)
+                taken += fresh
+            else:
+                break
+        cls.used += len(taken)
+        return taken
+
+    def free(self, stride: int, rows: Sequence[int]) -> None:
+        """Give slots back. Nobody may read or write them from here on."""
+        cls = self._classes.get(stride)
+        if cls is None:
+            raise AssertionError(f"no class of the segment has stride {stride}")
+        if not rows:
+            return
+        if min(rows) < 0 or max(rows) >= len(cls.busy):
+            raise AssertionError(f"rows {rows} of stride {stride} are not all in the segment")
+        extent_bytes, busy, used_in, push = cls.extent_bytes, cls.busy, cls.used_in, cls.free.append
+        for row in reversed(rows):
+            if not busy[row]:
+                raise AssertionError(f"row {row} of stride {stride} is free already")
+            busy[row] = 0
+            push(row)
+            index = row * stride // extent_bytes
+            used = used_in[index] - 1
+            used_in[index] = used
+            if not used:
+                self._idle[cls.extents[index]] = None
+                self._changes += 1
+        cls.used -= len(rows)
+
+    def offset(self, stride: int, row: int) -> int:
+        """Where the slot begins in the segment."""
+        return row * stride
+
+    # Extents
+
+    def _bounds(self, cls: _Class, index: int) -> tuple[int, int]:
+        """First and end of the rows that lie wholly inside the extent; none if end <= first."""
+        start = index * cls.extent_bytes
+        end = min(start + cls.extent_bytes, self.size)
+        return -(-start // cls.stride), end // cls.stride
+
+    def _run(self, cls: _Class, index: int) -> range:
+        return range(index * cls.span, min((index + 1) * cls.span, self.slabs))
+
+    def _take_extent(self, cls: _Class) -> bool:
+        """Give the class one more extent, as its fresh rows. Only while it has no free row."""
+        if cls.starved_at == self._changes:
+            return False
+        index = self._find_single(cls) if cls.span == 1 else self._find_run(cls)
+        if index is None:
+            cls.starved_at = self._changes
+            return False
+        run = self._run(cls, index)
+        for slab in run:
+            held = self._by_slab[slab]
+            if held is not None:
+                self._dissolve(held)
+            del self._free[slab]
+        first, end = self._bounds(cls, index)
+        extent = _Extent(cls, index, first, end, len(run))
+        for slab in run:
+            self._by_slab[slab] = extent
+        cls.extents[index] = extent
+        cls.used_in[index] = 0
+        cls.slots += end - first
+        cls.fresh = range(first, end)
+        self._idle[extent] = None
+        return True
+
+    def _find_single(self, cls: _Class) -> int | None:
+        """O(1) but for slabs without a whole row of the class, which are few (see `span`)."""
+        for slab in reversed(self._free):
+            first, end = self._bounds(cls, slab)
+            if first < end:
+                return slab
+        for extent in self._idle:
+            for slab in range(extent.slab, extent.slab + extent.slabs):
+                first, end = self._bounds(cls, slab)
+                if first < end:
+                    return slab
+        return None
+
+    def _find_run(self, cls: _Class) -> int | None:
+        """O(slabs), once an extent: the run that disturbs the fewest idle extents' slabs."""
+        best, most_free = None, -1
+        for index in range(-(-self.slabs // cls.span)):
+            first, end = self._bounds(cls, index)
+            if first >= end:
+                continue
+            free = 0
+            for slab in self._run(cls, index):
+                held = self._by_slab[slab]
+                if held is None:
+                    free += 1
+                elif held.used or held.owner is cls:
+                    break
+            else:
+                if free > most_free:
+                    best, most_free = index, free
+        return best
+
+    def _dissolve(self, extent: _Extent) -> None:
+        cls = extent.owner
+        del cls.extents[extent.index]
+        del self._idle[extent]
+        cls.used_in[extent.index] = -1
+        cls.slots -= extent.end - extent.first
+        if cls.fresh and extent.first <= cls.fresh.start < extent.end:
+            cls.fresh = range(0)
+        if not cls.extents:
+            cls.free.clear()
+        for slab in range(extent.slab, extent.slab + extent.slabs):
+            self._by_slab[slab] = None
+            self._free[slab] = None
+        self._changes += 1
+
+    def _extent(self, slab: int) -> _Extent:
+        extent = self._by_slab[slab]
+        if extent is None:
+            raise AssertionError(f"slab {slab} belongs to no class")
+        return extent
+
+    def slab_of(self, stride: int, row: int) -> int:
+        """The first slab of the extent that the slot is in."""
+        cls = self._classes[stride]
+        extent = cls.extents.get(row * stride // cls.extent_bytes)
+        if extent is None or not extent.first <= row < extent.end:
+            raise AssertionError(f"row {row} of stride {stride} is in no slab of its class")
+        return extent.slab
+
+    def owner(self, slab: int) -> int:
+        """The stride of the class that has this slab; 0 if none has."""
+        extent = self._by_slab[slab]
+        return extent.owner.stride if extent is not None else 0
+
+    def rows_in_slab(self, slab: int) -> range:
+        """All rows of the extent that the slab is in, used or not."""
+        extent = self._extent(slab)
+        return range(extent.first, extent.end)
+
+    def used_in_slab(self, slab: int) -> int:
+        """How many slots of the extent are in use; 0 also for a slab that no class has."""
+        extent = self._by_slab[slab]
+        return extent.used if extent is not None else 0
+
+    def rows_used(self, slab: int) -> list[int]:
+        """The rows of the extent that are in use, ascending. O(its slots), in C."""
+        extent = self._extent(slab)
+        busy = np.frombuffer(extent.owner.busy[extent.first : extent.end], dtype=np.uint8)
+        rows: list[int] = (np.flatnonzero(busy) + extent.first).tolist()
+        return rows
+
+    def owned_slabs(self) -> Iterator[tuple[int, int]]:
+        """(first slab, stride) of every extent that has slots in use, in no useful order.
+
+        O(extents). Read it to its end, or stop, before anything else is called here.
+        """
+        for cls in self._classes.values():
+            for extent in cls.extents.values():
+                if extent.used:
+                    yield extent.slab, cls.stride
+
+    def victims(self, nbytes: int) -> Iterator[tuple[int, ...]]:
+        """What to empty so that the class of `nbytes` gets one more extent: any one of these sets.
+
+        Each is a set of extents of other classes by their first slabs, with slots in use. Free the
+        `rows_used` of all of one set, then `alloc`. Choose by what the slots hold: coldest, and
+        none leased. Read it to its end before anything else is called here.
+        """
+        cls = self._classes[self.stride_of(nbytes)]
+        for index in range(-(-self.slabs // cls.span)):
+            first, end = self._bounds(cls, index)
+            if first >= end:
+                continue
+            held = {self._by_slab[slab]: None for slab in self._run(cls, index)}
+            if any(e is not None and e.owner is cls for e in held):
+                continue
+            busy = tuple(e.slab for e in held if e is not None and e.used)
+            if busy:
+                yield busy
+
+    def reclaim_slab(self, slab: int) -> None:
+        """Take an extent, all free, from its class at once. `alloc` does it when it has to."""
+        extent = self._extent(slab)
+        if extent.used:
+            raise AssertionError(f"slab {slab} still has {extent.used} slots in use")
+        self._dissolve(extent)
+
+    # Accounting
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of the slots that are in use."""
+        return sum(cls.used * cls.stride for cls in self._classes.values())
+
+    def available(self, nbytes: int) -> int:
+        """Free slots in the extents that the class has, not counting what it could take."""
+        cls = self._classes[self.stride_of(nbytes)]
+        return cls.slots - cls.used
+
+    def usage(self) -> list[ClassUsage]:
+        """One line a class, by stride. O(slabs): for metrics, not for the path of a block."""
+        lines = []
+        for stride, cls in sorted(self._classes.items()):
+            extents = cls.extents.values()
+            slots = cls.slots
+            space = sum(
+                min((e.slab + e.slabs) * self.slab_bytes, self.size) - e.slab * self.slab_bytes
+                for e in extents
+            )
+            lines.append(
+                ClassUsage(
+                    stride=stride,
+                    extents=len(extents),
+                    slots_used=cls.used,
+                    slots_free=slots - cls.used,
+                    bytes_used=cls.used * stride,
+                    bytes_free=(slots - cls.used) * stride,
+                    bytes_lost=space - slots * stride,
+                )
+            )
+        return lines
+
+    def stats(self) -> dict[str, object]:
+        """The same as plain values, with what the segment has in all."""
+        return {
+            "size": self.size,
+            "slab_bytes": self.slab_bytes,
+            "slabs": self.slabs,
+            "slabs_unassigned": len(self._free),
+            "bytes_unassigned": self.bytes_unassigned,
+            "bytes_used": self.bytes_used,
+            "classes": [asdict(line) for line in self.usage()],
+        }
+
+    @property
+    def bytes_unassigned(self) -> int:
+        """Bytes of the slabs that no class has."""
+        return sum(
+            min((slab + 1) * self.slab_bytes, self.size) - slab * self.slab_bytes
+            for slab in self._free
+        )

@@ -1,0 +1,38 @@
+"""What all tests share."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+VLLM_TESTS = Path(__file__).parent / "integration" / "vllm"
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
+# They import vLLM at their top; `make test` runs them where it is.
+collect_ignore = [] if HAS_VLLM else [str(VLLM_TESTS)]
+
+
+def pytest_report_header() -> str | None:
+    return None if HAS_VLLM else "vLLM's tests are left out: they run in .venv-vllm (make test)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(VLLM_TESTS):
+            item.add_marker("vllm")
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    return REPO_ROOT
+
+
+@pytest.fixture(scope="session")
+def trace_path() -> Path:
+    """The conversation trace: one JSON object a request, named by KVPOOL_TRACE."""
+    path = os.environ.get("KVPOOL_TRACE")
+    if not path:
+        pytest.skip("KVPOOL_TRACE does not name a trace")
+    return Path(path)

@@ -1,0 +1,323 @@
+"""Real daemons in processes of their own, each with its socket in a fresh folder."""
+
+import contextlib
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from kvpool import wire
+from kvpool.client import Client
+
+MIB = 1 << 20
+START_S = 30.0  # generous: the machine may be busy
+PATIENCE_S = 20.0  # for what should happen at once
+
+
+def until(condition: Callable[[], Any], seconds: float = PATIENCE_S, what: str = "") -> Any:
+    """Poll until the condition gives something true, and return that."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what or condition}")
+        time.sleep(0.005)
+
+
+def clean_environ(home: Path, **extra: str) -> dict[str, str]:
+    """The environment without any setting of ours, and with a home of its own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
+    return {**kept, "HOME": str(home), "XDG_RUNTIME_DIR": str(home), **extra}
+
+
+def children(pid: int) -> list[int]:
+    """The living child processes of a process, by the kernel's word."""
+    found = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(word) for word in found.read_text().split()] if found.exists() else []
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Daemon:
+    """One `kvpool serve` in its own process. `stderr` is all it has said, once it has ended."""
+
+    def __init__(self, folder: Path, *args: str, config: str = "", **environ: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self.socket = str(folder / "kvpool.sock")
+        self.log = folder / f"stderr-{secrets.token_hex(4)}"
+        if config:
+            (folder / "kvpool.toml").write_text(config)
+            args = ("--config", str(folder / "kvpool.toml"), *args)
+        if "--socket" not in args:
+            args = ("--socket", self.socket, *args)
+        self.command = [sys.executable, "-X", "dev", "-m", "kvpool.cli", "serve", *args]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=clean_environ(folder, **environ),
+            )
+        self.ready = ""
+
+    def wait_ready(self) -> Self:
+        """Wait for the line that says so."""
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], START_S)
+        self.ready = self.process.stdout.readline().decode() if readable else ""
+        assert " ready: " in self.ready, f"{self.ready!r}, stderr: {self.stderr}"
+        return self
+
+    def wait_end(self, seconds: float = START_S) -> int:
+        """The exit status; also that of a daemon which refuses to start."""
+        return self.process.wait(seconds)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def stderr(self) -> str:
+        return self.log.read_text()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def stop(self) -> int:
+        """SIGTERM, and its exit status."""
+        self.signal(signal.SIGTERM)
+        return self.wait_end()
+
+    def kill(self) -> None:
+        """SIGKILL to the control process alone; its movers have to end by themselves."""
+        self.signal(signal.SIGKILL)
+        self.wait_end()
+
+    def client(self, **settings: Any) -> Client:
+        settings.setdefault("timeout_s", 10.0)
+        return Client(self.socket, **settings)
+
+    def end(self) -> None:
+        """Whatever state it is in."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(signal.SIGCONT)
+                self.signal(signal.SIGTERM)
+            try:
+                self.process.wait(START_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+Start = Callable[..., Daemon]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A fresh folder whose path is short enough for sockets."""
+    path = Path(tempfile.mkdtemp(prefix="kvpool-test-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Starts daemons and waits until they are ready; all end with the test."""
+    daemons: list[Daemon] = []
+
+    def begin(*args: str, ready: bool = True, name: str = "node", **settings: Any) -> Daemon:
+        if "--memory" not in args and "memory" not in settings.get("config", ""):
+            args = ("--memory", "32MiB", *args)
+        daemon = Daemon(folder / name, *args, **settings)
+        daemons.append(daemon)
+        return daemon.wait_ready() if ready else daemon
+
+    yield begin
+    for daemon in daemons:
+        daemon.end()
+
+
+@pytest.fixture
+def daemon(start: Start) -> Daemon:
+    """One daemon with 32 MiB."""
+    return start()
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[Client]:
+    """A client of that daemon, patient enough for a busy machine."""
+    with daemon.client(connect=True) as client:
+        yield client
+
+
+class Raw:
+    """A connection that says exactly what a test wants it to say."""
+
+    def __init__(self, path: str, timeout_s: float = PATIENCE_S) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(timeout_s)
+        self.sock.connect(path)
+        self.reader = wire.FrameReader()
+        self.frames: list[tuple[int, bytes]] = []
+        self.requests = 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+    def hello(self, **fields: Any) -> Any:
+        """The daemon's answer to a Hello that is right but for what is given."""
+        right = {
+            "version": wire.PROTOCOL_VERSION,
+            "tenant": "default",
+            "instance": "test",
+            "client": secrets.token_hex(16),
+            "token": None,
+        }
+        self.send(wire.Hello(**(right | fields)))
+        data, fds, _, _ = socket.recv_fds(self.sock, 1 << 16, 1)
+        for fd in fds:
+            os.close(fd)
+        self.frames += self.reader.feed(data)
+        return self.receive()[1]
+
+    def send(self, message: wire.Message) -> int:
+        self.requests += 1
+        self.sock.sendall(wire.encode(message, self.requests))
+        return self.requests
+
+    def ask(self, message: wire.Message) -> Any:
+        request = self.send(message)
+        answered, answer = self.receive()
+        assert answered == request
+        return answer
+
+    def receive(self) -> tuple[int, Any]:
+        """The next answer and the request it is for."""
+        while not self.frames:
+            data = self.sock.recv(1 << 16)
+            assert data, "the daemon closed the connection"
+            self.frames += self.reader.feed(data)
+        request, payload = self.frames.pop(0)
+        return request, wire.decode_daemon(payload)
+
+    def ended(self) -> bool:
+        """Whether the daemon closed the connection; what it said before is thrown away."""
+        try:
+            while self.sock.recv(1 << 16):
+                pass
+        except ConnectionResetError:
+            pass
+        except TimeoutError:
+            return False
+        return True
+
+
+@pytest.fixture
+def raw(daemon: Daemon) -> Iterator[Callable[[], Raw]]:
+    """Makes raw connections to the daemon."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(Raw(daemon.socket))
+
+
+class Script:
+    """Python code in a process of its own, which tells the test what it does line by line.
+
+    In it, `say(text)` sends a line, `hear()` waits for one, `SOCKET` is the daemon's.
+    """
+
+    PRELUDE = """
+import os, signal, sys
+def say(text): print(text, flush=True)
+def hear(): return sys.stdin.readline().strip()
+SOCKET = sys.argv[1]
+import kvpool.client
+from kvpool.client import Client
+from kvpool.types import NamespaceRecord
+RECORD = NamespaceRecord.simple("script", block_bytes=4096, block_tokens=16)
+def key(number): return number.to_bytes(16, "big")
+def block(number): return bytes([number % 251]) * 4096
+"""
+
+    def __init__(self, socket_path: str, code: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self.PRELUDE + code, socket_path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def hear(self) -> str:
+        """The next line; fails when there is none in time, or the process has ended."""
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], START_S)
+        line = self.process.stdout.readline() if readable else ""
+        assert line, "the script said nothing"
+        return line.strip()
+
+    def say(self, text: str = "") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> int:
+        """Close its input and wait."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.send_signal(signal.SIGCONT)
+        status = self.process.wait(START_S)
+        self.process.stdout.close()
+        return status
+
+
+@pytest.fixture
+def script(daemon: Daemon) -> Iterator[Callable[[str], Script]]:
+    """Runs code in other processes, against the daemon."""
+    scripts: list[Script] = []
+
+    def begin(code: str) -> Script:
+        scripts.append(Script(daemon.socket, code))
+        return scripts[-1]
+
+    yield begin
+    for one in scripts:
+        if one.process.poll() is None:
+            one.kill()
+        for pipe in (one.process.stdin, one.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()

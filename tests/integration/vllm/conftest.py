@@ -1,0 +1,275 @@
+"""Real engines and a real daemon. Engines run inside the test process, one at a time.
+
+vLLM keeps process-wide state, so at most one engine lives at any moment: tests that start engines
+of their own are in modules apart from those that share one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_OMP_THREADS_BIND="0|1",
+)
+os.environ.pop("PYTHONHASHSEED", None)
+
+from kvpool.client import Client  # noqa: E402
+
+with warnings.catch_warnings():
+    # vLLM and torch warn of their own deprecations as they are imported.
+    warnings.simplefilter("ignore")
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+ROOT = Path(__file__).resolve().parents[3]
+BLOCK = 32
+NEW = 40
+LENGTHS = (700, 333, 64)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """vLLM warns of its own deprecations; they are not ours to fail on."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+            item.add_marker(pytest.mark.timeout(240))
+
+
+def _tiny_models() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tiny_models", ROOT / "bench/tiny_models.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TINY = _tiny_models()
+
+
+def prompts(seed: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    return [TINY.prompt(100 * seed + i, length) for i, length in enumerate(lengths)]
+
+
+@dataclass
+class Daemon:
+    """A `kvpool serve` process of its own."""
+
+    socket: str
+    process: subprocess.Popen[str]
+    client: Client
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def counters(self) -> dict[str, int]:
+        counters: dict[str, int] = self.client.stats()["counters"]
+        return counters
+
+    def leases(self) -> int:
+        return int(self.client.stats()["leases"])
+
+
+@contextmanager
+def run_daemon(folder: Path, memory: str = "128MiB") -> Iterator[Daemon]:
+    path = str(folder / "s")
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "kvpool.cli", "serve", "--socket", path),
+            *("--memory", memory, "--data-dir", str(folder / "data")),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert "ready" in process.stdout.readline()
+        with Client(path, connect=True) as client:
+            yield Daemon(path, process, client)
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@dataclass
+class Output:
+    tokens: list[int]
+    cached: int
+
+
+@dataclass
+class Engine:
+    """A vLLM engine in this process, and its two connector halves."""
+
+    llm: Any
+
+    def __post_init__(self) -> None:
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.idle_free = self.pool.get_num_free_blocks()
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    @property
+    def worker(self) -> Any:
+        """The worker half of the only rank."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
+
+    def generate(self, asked: list[list[int]], new: int = NEW) -> list[Output]:
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=each) for each in asked],
+            SamplingParams(max_tokens=new, temperature=0, ignore_eos=True),
+            use_tqdm=False,
+        )
+        return [Output(list(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]
+
+    def drain(self) -> None:
+        """Step until every save and load has been reported and given back."""
+        while self.connector is not None and self.connector.has_pending_push_work():
+            self.core.step_fn()
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache, so that only the pool can hit."""
+        self.drain()
+        assert self.llm.reset_prefix_cache()
+
+    def metric(self, name: str) -> float:
+        found = [metric for metric in self.llm.get_metrics() if metric.name == f"vllm:kvpool_{name}"]
+        assert len(found) == 1, name
+        return float(found[0].value)
+
+    def assert_nothing_held(self, daemon: Daemon) -> None:
+        self.drain()
+        assert self.pool.get_num_free_blocks() == self.idle_free
+        assert self.connector._scheduler.pins.pinned == 0
+        assert daemon.leases() == 0
+
+
+@contextmanager
+def run_engine(
+    model: Path, daemon: Daemon | str | None = None, extra: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Engine]:
+    """An engine; with a connector when a daemon (or the path of its socket) is given."""
+    if daemon is not None:
+        path = daemon if isinstance(daemon, str) else daemon.socket
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="KvpoolConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"socket": path, **(extra or {})},
+        )
+    defaults = {
+        "dtype": "bfloat16",
+        "block_size": BLOCK,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 512,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    llm = LLM(model=str(model), **{**defaults, **options})
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def zeroed_store(engine: Engine) -> Iterator[None]:
+    """Every slot that the engine's lookups find is overwritten with zeros before it is loaded."""
+    client = engine.connector._scheduler._client
+    acquire = client.acquire
+
+    def acquire_zeros(*arguments: Any, **options: Any) -> Any:
+        lease = acquire(*arguments, **options)
+        if lease is not None:
+            for slots in lease.slots.values():
+                slots.table[slots.rows] = 0
+        return lease
+
+    client.acquire = acquire_zeros
+    try:
+        yield
+    finally:
+        client.acquire = acquire
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return lambda kind: TINY.make(kind, folder / kind)
+
+
+@pytest.fixture(scope="session")
+def llama(models: Callable[[str], Path]) -> Path:
+    return models("llama")
+
+
+@pytest.fixture(scope="session")
+def gemma(models: Callable[[str], Path]) -> Path:
+    return models("gemma")
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with run_daemon(tmp_path_factory.mktemp("d")) as running:
+        yield running
+
+
+@pytest.fixture
+def asked() -> list[list[int]]:
+    return prompts(1)
+
+
+@pytest.fixture(scope="session")
+def oracle(models: Callable[[str], Path]) -> Callable[..., list[list[int]]]:
+    """Tokens of an engine without a connector. Call it while no other engine lives."""
+    known: dict[Any, list[list[int]]] = {}
+
+    def ask(kind: str, given: list[list[int]], new: int = NEW, **options: Any) -> list[list[int]]:
+        key = (kind, repr(given), new, repr(options))
+        if key not in known:
+            with run_engine(models(kind), **options) as engine:
+                known[key] = [output.tokens for output in engine.generate(given, new)]
+        return known[key]
+
+    return ask
+
+
+def hit(length: int) -> int:
+    """Tokens that the pool gives of a prompt which it holds whole: all but one are no use."""
+    return (length - 1) // BLOCK * BLOCK
+
+
+@pytest.fixture(scope="session")
+def kit() -> ModuleType:
+    """This module: tests are collected by path and cannot import it."""
+    return sys.modules[__name__]

@@ -1,0 +1,865 @@
+"""The rules of one node against a plain model: dictionaries of blocks, byte ranges, and brute force.
+
+The model does not predict *which* blocks are evicted. It sees what is gone after a `reserve`, and
+judges: was each of them committed, unleased and not pinned hard, did it have to go at all, and, where
+the node says that it has no space, was there really nothing left to evict?
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvpool.daemon.node import Holder, Lease, Limits, NamespaceState, Node, Tenant
+from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull, UnknownReservation
+from kvpool.storage.eviction import POLICIES, make_policy
+from kvpool.types import PartKind, PartSpec
+from kvpool.wire import NO_ROW
+
+SLAB = 4096
+KEYS = [bytes([n]) * 16 for n in range(1, 15)]
+TENANTS = ("red", "blue")
+INSTANCES = ("engine-1", "engine-2")
+NAMESPACES: dict[bytes, tuple[PartSpec, ...]] = {
+    b"quarter of slab.": (PartSpec(1000),),
+    b"quarters again..": (PartSpec(1024),),
+    b"whole slabs.....": (PartSpec(4096),),
+    b"three slabs.....": (PartSpec(12_000),),
+    b"sliding window..": (PartSpec(1000), PartSpec(700, PartKind.WINDOW, window_blocks=2)),
+    b"strides 1 2.....": (PartSpec(1000), PartSpec(2000, stride=2)),
+    b"strides 3 2w....": (
+        PartSpec(700, stride=3),
+        PartSpec(4000, PartKind.WINDOW, window_blocks=2, stride=2),
+    ),
+}
+LIMITS = Limits(
+    lease_s_max=20.0,
+    leases_per_holder=4,
+    reserved_share_per_holder=0.5,
+    hard_pin_share=0.4,
+    soft_pin_share=0.6,
+    grant_bytes_per_holder=10 << 10,
+    grant_share=0.5,
+    steal_tries=2,
+)
+SHARES = {"hard": LIMITS.hard_pin_share, "soft": LIMITS.soft_pin_share}
+
+
+@dataclass(eq=False)
+class Copy:
+    """Bytes at one place: reserved, committed, or removed and still read by somebody."""
+
+    tenant: str
+    namespace: bytes
+    part: int
+    key: bytes
+    stride: int
+    row: int
+    checksum: bytes = b""
+    pin: str = "none"
+
+    @property
+    def begin(self) -> int:
+        return self.row * self.stride
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.stride
+
+    @property
+    def where(self) -> tuple[str, bytes, int, bytes]:
+        return (self.tenant, self.namespace, self.part, self.key)
+
+
+@dataclass(eq=False)
+class Loan:
+    tenant: str
+    instance: str
+    deadline: float
+    copies: list[Copy]
+    holds: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(eq=False)
+class Client:
+    number: int
+    tenant: str
+    instance: str
+    real: Holder
+    open: dict[int, dict[int, Copy]] = field(default_factory=dict)
+    granted: list[Copy] = field(default_factory=list)
+    settled: set[int] = field(default_factory=set)
+
+
+def checksum_of(where: tuple[str, bytes, int, bytes], writer: int) -> bytes:
+    tenant, namespace, part, key = where
+    return b"%s%s%s%c" % (tenant[:1].encode(), namespace[:1], key[:13], 16 * part + writer)
+
+
+def stride_of(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64 if nbytes < 4096 else -(-nbytes // 4096) * 4096
+
+
+def present_prefix(parts: list[tuple[PartSpec, set[bytes]]], keys: list[bytes]) -> int:
+    """The hit rules, as their definition says it: try every length, the longest first."""
+    for n in range(len(keys), 0, -1):
+        if all(_usable(spec, here, keys[:n]) for spec, here in parts):
+            return n
+    return 0
+
+
+def _usable(spec: PartSpec, here: set[bytes], prefix: list[bytes]) -> bool:
+    if len(prefix) % spec.stride:
+        return False
+    needed = [key for i, key in enumerate(prefix, 1) if i % spec.stride == 0]
+    if spec.kind is PartKind.WINDOW:
+        needed = needed[-spec.window_blocks :]
+    return all(key in here for key in needed)
+
+
+# Two prompts, and now and then keys in no order, some of them twice.
+chains = st.one_of(
+    st.integers(1, 8).map(lambda n: KEYS[:n]),
+    st.integers(1, 6).map(lambda n: KEYS[8 : 8 + n]),
+    st.lists(st.sampled_from(KEYS), min_size=1, max_size=6),
+)
+tenants = st.sampled_from([*TENANTS, TENANTS[0]])
+namespaces = st.runner().flatmap(lambda machine: st.sampled_from(machine.names))
+
+
+class NodeMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        self.clients: list[Client] = []
+        self.blocks: dict[tuple[str, bytes, int, bytes], Copy] = {}
+        self.loans: dict[str, Loan] = {}
+        self.over: list[str] = []  # tokens of leases that ended
+        self.opened: dict[tuple[str, bytes], NamespaceState] = {}
+        self.totals: Counter[str] = Counter()
+        self.tickets = 0
+        self.made = 0
+
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)),
+        slabs=st.tuples(st.sampled_from([3, 5, 8, 12]), st.sampled_from([4, 6])),
+        names=st.lists(st.sampled_from(sorted(NAMESPACES)), unique=True, min_size=1, max_size=3),
+    )
+    def start(self, policy: str, slabs: tuple[int, int], names: list[bytes]) -> None:
+        self.names = names
+        self.node = Node(make_policy=lambda capacity: make_policy(policy, capacity), limits=LIMITS)
+        self.sizes = {name: n * SLAB for name, n in zip(TENANTS, slabs, strict=True)}
+        self.tenants: dict[str, Tenant] = {
+            name: self.node.add_tenant(name, number, self.sizes[name], SLAB)
+            for number, name in enumerate(TENANTS)
+        }
+        for instance in (*INSTANCES, INSTANCES[0]):
+            self.add_client(TENANTS[0], instance)
+        self.add_client(TENANTS[1], INSTANCES[0])
+
+    # ---- what the model knows ------------------------------------------------------------------
+
+    def copies(self, tenant: str) -> list[Copy]:
+        """Everything that takes space, once."""
+        found = {copy: None for copy in self.blocks.values() if copy.tenant == tenant}
+        for client in self.clients:
+            if client.tenant == tenant:
+                found.update(dict.fromkeys(client.granted))
+                for copies in client.open.values():
+                    found.update(dict.fromkeys(copies.values()))
+        for loan in self.loans.values():
+            if loan.tenant == tenant:
+                found.update(dict.fromkeys(loan.copies))
+        return list(found)
+
+    def leased(self) -> set[Copy]:
+        return {copy for loan in self.loans.values() for copy in loan.copies}
+
+    def evictable(self, tenant: str, *, soft: bool) -> set[Copy]:
+        held = self.leased()
+        pins = ("none", "soft") if soft else ("none",)
+        return {
+            copy
+            for copy in self.blocks.values()
+            if copy.tenant == tenant and copy not in held and copy.pin in pins
+        }
+
+    def here(self, tenant: str, namespace: bytes, part: int) -> set[bytes]:
+        return {key for key in KEYS if (tenant, namespace, part, key) in self.blocks}
+
+    def slabs_of(self, copy: Copy) -> range:
+        """The slabs of the extent that a copy is in: layout, as the allocator's page draws it."""
+        span = self.span(copy.tenant, copy.stride)
+        first = copy.begin // (span * SLAB) * span
+        return range(first, min(first + span, self.sizes[copy.tenant] // SLAB))
+
+    def span(self, tenant: str, stride: int) -> int:
+        return self.tenants[tenant].allocator._classes[stride].span
+
+    def runs(self, tenant: str, stride: int) -> list[range]:
+        """The runs of slabs that could be an extent of this stride: with a whole slot in them."""
+        span, slabs = self.span(tenant, stride), self.sizes[tenant] // SLAB
+        found = []
+        for first in range(0, slabs, span):
+            begin, end = first * SLAB, min((first + span) * SLAB, self.sizes[tenant])
+            if (-(-begin // stride) + 1) * stride <= end:
+                found.append(range(first, min(first + span, slabs)))
+        return found
+
+    def free_runs(self, tenant: str, stride: int, movable: set[Copy]) -> set[range]:
+        """Runs that hold nothing of this stride, and nothing at all but what may go."""
+        blocked: set[int] = set()
+        for copy in self.copies(tenant):
+            if copy.stride == stride or copy not in movable:
+                blocked.update(self.slabs_of(copy))
+        return {run for run in self.runs(tenant, stride) if blocked.isdisjoint(run)}
+
+    def could_place(self, tenant: str, stride: int, movable: set[Copy]) -> bool:
+        """Whether one slot can be had by evicting some of `movable`, of whatever class."""
+        mine = [copy for copy in self.copies(tenant) if copy.stride == stride]
+        if any(copy in movable for copy in mine):
+            return True
+        taken = {copy.row for copy in mine}
+        for copy in mine:
+            run = self.slabs_of(copy)
+            begin, end = run.start * SLAB, min(run.stop * SLAB, self.sizes[tenant])
+            if any(row not in taken for row in range(-(-begin // stride), end // stride)):
+                return True
+        return bool(self.free_runs(tenant, stride, movable))
+
+    def add_client(self, tenant: str, instance: str) -> Client:
+        real = self.node.add_holder(tenant, instance, "test")
+        self.made += 1
+        client = Client(self.made, tenant, instance, real)
+        self.clients.append(client)
+        return client
+
+    def client(self, data: st.DataObject) -> Client:
+        return data.draw(st.sampled_from(self.clients), "client")
+
+    def namespace(self, tenant: str, name: bytes) -> NamespaceState:
+        known = self.opened.get((tenant, name))
+        found = self.node.open_namespace(self.tenants[tenant], name, b"{}", NAMESPACES[name])
+        assert known is None or found is known
+        self.opened[tenant, name] = found
+        assert self.node.namespace(self.tenants[tenant], found.number) is found
+        for other in TENANTS:
+            if other != tenant:
+                with pytest.raises(InvalidRequest):
+                    self.node.namespace(self.tenants[other], found.number)
+        return found
+
+    def observed(self) -> set[tuple[str, bytes, int, bytes]]:
+        found = set()
+        packed = b"".join(KEYS)
+        for (tenant, name), namespace in self.opened.items():
+            for part in range(len(namespace.parts)):
+                flags = self.node.contains(namespace, part, packed)
+                assert len(flags) == len(KEYS)
+                found.update(
+                    (tenant, name, part, key) for key, flag in zip(KEYS, flags, strict=True) if flag
+                )
+        return found
+
+    def end_loan(self, token: str) -> None:
+        del self.loans[token]
+        self.over.append(token)
+
+    def forget(self, copy: Copy) -> None:
+        del self.blocks[copy.where]
+        copy.pin = "none"
+
+    # ---- put -----------------------------------------------------------------------------------
+
+    @rule(name=namespaces, data=st.data(), keys=chains)
+    def reserve(self, data: st.DataObject, name: bytes, keys: list[bytes]) -> None:
+        client = self.client(data)
+        tenant = client.tenant
+        namespace = self.namespace(tenant, name)
+        part = data.draw(st.integers(0, len(namespace.parts) - 1), "part")
+        self.put(client, namespace, name, part, keys)
+
+    @rule(name=namespaces, data=st.data(), keys=chains)
+    def put_at_once(self, data: st.DataObject, name: bytes, keys: list[bytes]) -> None:
+        """All parts of a chain, committed: what fills the pool."""
+        client = self.client(data)
+        namespace = self.namespace(client.tenant, name)
+        for part, spec in enumerate(namespace.parts):
+            ticket = self.put(client, namespace, name, part, keys[spec.stride - 1 :: spec.stride])
+            if ticket is not None:
+                self.settle_ticket(client, ticket, None)
+
+    def put(
+        self, client: Client, namespace: NamespaceState, name: bytes, part: int, keys: list[bytes]
+    ) -> int | None:
+        if not keys:
+            return None
+        tenant, size = client.tenant, self.sizes[client.tenant]
+        stride = stride_of(namespace.parts[part].nbytes)
+        here = self.here(tenant, name, part)
+        wanted = [i for i, key in enumerate(keys) if key not in here]
+        reserved = sum(c.stride for copies in client.open.values() for c in copies.values())
+        allowed = max(0, int(size * LIMITS.reserved_share_per_holder) - reserved) // stride
+        if not reserved:
+            allowed = max(allowed, 1)
+        before = self.before(tenant, stride)
+        self.tickets += 1
+        ticket = self.tickets
+        try:
+            answer = self.node.reserve(client.real, namespace, part, ticket, b"".join(keys))
+        except LimitExceeded:
+            assert wanted
+            assert allowed == 0
+            self.totals["refused_full"] += 1
+            assert self.observed() == set(self.blocks)
+            return None
+        except PoolFull:
+            assert wanted
+            assert allowed > 0
+            self.totals["refused_full"] += 1
+            assert self.observed() == set(self.blocks), "evicted for nothing"
+            movable = self.evictable(tenant, soft=True)
+            assert not self.could_place(tenant, stride, movable), "there was something to evict"
+            return None
+        assert answer[0] == stride
+        rows = array("I", answer[1])
+        granted = [row for row in rows if row != NO_ROW]
+        got = dict(zip(wanted, granted, strict=False))
+        assert len(granted) <= min(len(wanted), allowed) if wanted else not granted
+        covered = len(keys) if len(granted) == len(wanted) else wanted[len(granted)]
+        assert list(rows) == [got.get(i, NO_ROW) for i in range(covered)]
+        if wanted:
+            assert granted, "no row and no error"
+            client.open[ticket] = {
+                i: Copy(tenant, name, part, keys[i], stride, row) for i, row in got.items()
+            }
+        self.totals["reserved"] += len(granted)
+        self.judge(tenant, stride, len(granted), before)
+        if len(granted) < min(len(wanted), allowed):
+            movable = self.evictable(tenant, soft=True)
+            assert not self.could_place(tenant, stride, movable), "there was something to evict"
+        return ticket if wanted else None
+
+    def before(self, tenant: str, stride: int) -> tuple[set[Copy], bool, set[range]]:
+        plain = self.evictable(tenant, soft=False)
+        return (
+            self.evictable(tenant, soft=True),
+            self.could_place(tenant, stride, set()),
+            self.free_runs(tenant, stride, plain),
+        )
+
+    def judge(
+        self,
+        tenant: str,
+        stride: int,
+        granted: int,
+        before: tuple[set[Copy], bool, set[range]],
+    ) -> None:
+        """What a put evicted: learnt from what is gone, and then asked whether that was right."""
+        candidates, had_space, runs = before
+        here = self.observed()
+        assert here <= set(self.blocks), "a block from nowhere"
+        gone = {copy for copy in self.blocks.values() if copy.where not in here}
+        assert gone <= candidates, "evicted what is leased, pinned hard, or another tenant's"
+        if granted == 0:
+            assert not gone
+        if granted <= 1 and had_space:
+            assert not gone, "evicted although there was space"
+        if all(copy.stride == stride for copy in gone):
+            assert len(gone) <= granted, "evicted more than was needed"
+        soft = [copy for copy in gone if copy.pin == "soft"]
+        self.totals["evicted"] += len(gone)
+        self.totals["evicted_soft_pins"] += len(soft)
+        for copy in gone:
+            self.forget(copy)
+        if soft:
+            left = self.evictable(tenant, soft=False)
+            assert not any(copy.stride == stride for copy in left), "a soft pin before plain ones"
+            assert not runs & self.free_runs(tenant, stride, left), "a soft pin before a slab"
+
+    @precondition(lambda self: any(client.open for client in self.clients))
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from([c for c in self.clients if c.open]), "client")
+        ticket = data.draw(st.sampled_from(sorted(client.open)), "ticket")
+        chosen: list[int] | None = None
+        if data.draw(st.booleans(), "partly"):
+            chosen = data.draw(
+                st.lists(st.sampled_from(sorted(client.open[ticket])), unique=True), "indices"
+            )
+        self.settle_ticket(client, ticket, chosen)
+
+    def settle_ticket(self, client: Client, ticket: int, chosen: list[int] | None) -> None:
+        reservation = client.open[ticket]
+        indices = sorted(reservation) if chosen is None else chosen
+        new = 0
+        sums = []
+        for i in indices:
+            copy = reservation.pop(i)
+            copy.checksum = checksum_of(copy.where, client.number % 16)
+            sums.append(copy.checksum)
+            if copy.where in self.blocks:
+                self.totals["duplicates"] += 1
+            else:
+                self.blocks[copy.where] = copy
+                new += 1
+                nbytes = NAMESPACES[copy.namespace][copy.part].nbytes
+                self.totals["committed_bytes"] += nbytes
+        if not reservation:
+            del client.open[ticket]
+            client.settled.add(ticket)
+        self.totals["committed"] += new
+        assert self.node.commit(client.real, ticket, b"".join(sums), chosen) == new
+
+    @precondition(lambda self: any(client.open for client in self.clients))
+    @rule(data=st.data())
+    def refused_commits(self, data: st.DataObject) -> None:
+        """Each changes nothing, which the invariants then see."""
+        client = data.draw(st.sampled_from([c for c in self.clients if c.open]), "client")
+        ticket = data.draw(st.sampled_from(sorted(client.open)), "ticket")
+        indices = sorted(client.open[ticket])
+        sums = bytes(16) * len(indices)
+        bad: list[tuple[Holder, int, bytes, list[int] | None]] = [
+            (client.real, ticket, sums[1:], None),
+            (client.real, ticket, sums + bytes(16), None),
+            (client.real, ticket, sums, [*indices[:-1], 99]),
+            (client.real, ticket, sums + bytes(16), indices + indices[:1]),
+            (client.real, ticket, sums, indices[1:]),
+            *((other.real, ticket, sums, None) for other in self.clients if other is not client),
+            *((client.real, old, sums, None) for old in list(client.settled)[-3:]),
+        ]
+        for holder, number, checksums, chosen in bad:
+            with pytest.raises((InvalidRequest, UnknownReservation)):
+                self.node.commit(holder, number, checksums, chosen)
+        name = next(iter(client.open[ticket].values())).namespace
+        with pytest.raises(InvalidRequest):  # the ticket is in use
+            self.node.reserve(client.real, self.opened[client.tenant, name], 0, ticket, KEYS[0])
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        client = self.client(data)
+        ticket = data.draw(st.sampled_from([*sorted(client.open), 0]), "ticket")
+        self.node.abort(client.real, ticket)
+        dropped = client.open.pop(ticket, {})
+        self.totals["aborted"] += len(dropped)
+        if dropped:
+            client.settled.add(ticket)
+
+    # ---- put in one exchange -------------------------------------------------------------------
+
+    @rule(name=namespaces, data=st.data(), count=st.integers(0, 6))
+    def grant(self, data: st.DataObject, name: bytes, count: int) -> None:
+        client = self.client(data)
+        tenant = client.tenant
+        namespace = self.namespace(tenant, name)
+        part = data.draw(st.integers(0, len(namespace.parts) - 1), "part")
+        stride = stride_of(namespace.parts[part].nbytes)
+        everywhere = sum(c.stride for o in self.clients if o.tenant == tenant for c in o.granted)
+        room = min(
+            LIMITS.grant_bytes_per_holder - sum(c.stride for c in client.granted),
+            int(self.sizes[tenant] * LIMITS.grant_share) - everywhere,
+        )
+        allowed = min(count, max(0, room) // stride)
+        before = self.before(tenant, stride)
+        rows = self.node.grant(client.real, namespace, part, count)
+        assert len(rows) <= allowed
+        client.granted += [Copy(tenant, name, part, b"", stride, row) for row in rows]
+        self.judge(tenant, stride, len(rows), before)
+        if len(rows) < allowed:
+            movable = self.evictable(tenant, soft=True)
+            assert not self.could_place(tenant, stride, movable), "there was something to evict"
+
+    @precondition(lambda self: any(client.granted for client in self.clients))
+    @rule(name=namespaces, data=st.data())
+    def store(self, data: st.DataObject, name: bytes) -> None:
+        client = data.draw(st.sampled_from([c for c in self.clients if c.granted]), "client")
+        namespace = self.namespace(client.tenant, name)
+        part = data.draw(st.integers(0, len(namespace.parts) - 1), "part")
+        stride = stride_of(namespace.parts[part].nbytes)
+        fitting = [copy for copy in client.granted if copy.stride == stride]
+        if not fitting:
+            rows = [client.granted[0].row]
+            with pytest.raises(UnknownReservation):
+                self.node.store(client.real, namespace, part, rows, KEYS[0], bytes(16))
+            return
+        chosen = data.draw(st.lists(st.sampled_from(fitting), min_size=1, unique=True), "slots")
+        keys = data.draw(
+            st.lists(st.sampled_from(KEYS), min_size=len(chosen), max_size=len(chosen)), "keys"
+        )
+        rows, sums, unused = [], [], []
+        new = 0
+        for copy, key in zip(chosen, keys, strict=True):
+            rows.append(copy.row)
+            where = (client.tenant, name, part, key)
+            sums.append(checksum_of(where, client.number % 16))
+            if where in self.blocks:
+                unused.append(copy.row)
+                self.totals["duplicates"] += 1
+            else:
+                copy.namespace, copy.part, copy.key, copy.checksum = name, part, key, sums[-1]
+                self.blocks[where] = copy
+                client.granted.remove(copy)
+                new += 1
+        packed, checksums = b"".join(keys), b"".join(sums)
+        call = (client.real, namespace, part)
+        for bad in (
+            (rows, packed, checksums[1:]),
+            (rows, packed, checksums + b"!"),
+            (rows, packed[16:], checksums),
+            (rows[1:], packed, checksums),
+            (rows + rows[:1], packed + KEYS[0], checksums + bytes(16)),
+            ([*rows[1:], 4000], packed, checksums),
+        ):
+            with pytest.raises(InvalidRequest):
+                self.node.store(*call, *bad)
+        for other in self.clients:
+            if other is not client and other.tenant == client.tenant:
+                with pytest.raises(UnknownReservation):
+                    self.node.store(other.real, namespace, part, rows, packed, checksums)
+        self.totals["committed"] += new
+        self.totals["committed_bytes"] += new * namespace.parts[part].nbytes
+        assert self.node.store(*call, rows, packed, checksums) == (new, unused)
+
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        """One's own slots; those of others, and those that were stored, stay where they are."""
+        client = self.client(data)
+        anything = self.copies(client.tenant)
+        if not anything:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(client.granted or anything)), "slots")
+        chosen += data.draw(st.lists(st.sampled_from(anything), max_size=2), "more")
+        for copy in chosen:
+            self.node.give_back(client.real, copy.stride, [copy.row])
+            if copy in client.granted:
+                client.granted.remove(copy)
+
+    # ---- get -----------------------------------------------------------------------------------
+
+    def some_parts(self, data: st.DataObject, name: bytes) -> list[int]:
+        numbers = range(len(NAMESPACES[name]))
+        choices = [list(c) for n in range(len(numbers) + 1) for c in combinations(numbers, n)]
+        return data.draw(st.sampled_from(choices), "parts")
+
+    @rule(name=namespaces, data=st.data(), tenant=tenants, keys=chains)
+    def match(self, data: st.DataObject, name: bytes, tenant: str, keys: list[bytes]) -> None:
+        namespace = self.namespace(tenant, name)
+        parts = self.some_parts(data, name)
+        expected = present_prefix(
+            [
+                (NAMESPACES[name][part], self.here(tenant, name, part))
+                for part in parts or range(len(NAMESPACES[name]))
+            ],
+            keys,
+        )
+        assert self.node.match(namespace, parts, b"".join(keys)) == expected
+        self.totals["match_calls"] += 1
+        self.totals["match_keys"] += len(keys)
+        self.totals["match_hits"] += expected
+
+    @rule(name=namespaces, data=st.data(), keys=chains, seconds=st.sampled_from([0.5, 5.0, 99.0]))
+    def acquire(self, data: st.DataObject, name: bytes, keys: list[bytes], seconds: float) -> None:
+        client = self.client(data)
+        namespace = self.namespace(client.tenant, name)
+        parts = self.some_parts(data, name)
+        used = parts or list(range(len(NAMESPACES[name])))
+        call = (client.real, namespace, parts, b"".join(keys), seconds, self.now)
+        if self.at_limit(client):
+            with pytest.raises(LimitExceeded):
+                self.node.acquire(*call)
+            return
+        with pytest.raises(InvalidRequest):
+            self.node.acquire(*call[:4], 0.0, self.now)
+        lease = self.node.acquire(*call)
+        here = {part: self.here(client.tenant, name, part) for part in used}
+        n = present_prefix([(NAMESPACES[name][part], here[part]) for part in used], keys)
+        if n == 0:
+            assert lease is None
+            self.totals["acquire_misses"] += 1
+            return
+        assert lease is not None
+        assert lease.blocks == n
+        assert sorted(lease.parts) == used
+        copies = []
+        for part in used:
+            spec = NAMESPACES[name][part]
+            chain = keys[:n][spec.stride - 1 :: spec.stride]
+            first = 0
+            if spec.kind is PartKind.WINDOW:
+                first = max(0, len(chain) - spec.window_blocks)
+                chain = chain[first:]
+            expected = [self.blocks[client.tenant, name, part, key] for key in chain]
+            assert lease.parts[part][0] == first * spec.stride
+            self.same_places(lease, part, expected)
+            copies += expected
+        self.lend(client, lease, copies, seconds)
+
+    @rule(name=namespaces, data=st.data(), keys=chains, seconds=st.sampled_from([0.5, 5.0, 99.0]))
+    def acquire_scattered(
+        self, data: st.DataObject, name: bytes, keys: list[bytes], seconds: float
+    ) -> None:
+        client = self.client(data)
+        if self.at_limit(client):
+            return
+        namespace = self.namespace(client.tenant, name)
+        part = data.draw(st.integers(0, len(namespace.parts) - 1), "part")
+        lease = self.node.acquire(
+            client.real, namespace, [part], b"".join(keys), seconds, self.now, scattered=True
+        )
+        found = [
+            self.blocks[client.tenant, name, part, key]
+            for key in keys
+            if (client.tenant, name, part, key) in self.blocks
+        ]
+        if not found:
+            assert lease is None
+            self.totals["acquire_misses"] += 1
+            return
+        assert lease is not None
+        self.same_places(lease, part, found)
+        self.lend(client, lease, found, seconds)
+
+    def at_limit(self, client: Client) -> bool:
+        held = sum(client.number in loan.holds for loan in self.loans.values())
+        return held >= LIMITS.leases_per_holder
+
+    def same_places(self, lease: Lease, part: int, expected: list[Copy]) -> None:
+        assert [(b.table.stride, b.row, b.key, b.checksum) for b in lease.parts[part][1]] == [
+            (c.stride, c.row, c.key, c.checksum) for c in expected
+        ]
+
+    def lend(self, client: Client, lease: Lease, copies: list[Copy], seconds: float) -> None:
+        deadline = self.now + min(seconds, LIMITS.lease_s_max)
+        assert lease.deadline == deadline
+        assert lease.token not in self.loans
+        assert lease.token not in self.over
+        loan = Loan(client.tenant, client.instance, deadline, copies)
+        loan.holds[client.number] = 1
+        self.loans[lease.token] = loan
+        self.totals["acquired"] += 1
+        self.totals["leased_blocks"] += len(copies)
+
+    @precondition(lambda self: self.loans or self.over)
+    @rule(data=st.data())
+    def join(self, data: st.DataObject) -> None:
+        client = self.client(data)
+        token = data.draw(st.sampled_from([*self.loans, *self.over[-3:], "nonsense"]), "token")
+        loan = self.loans.get(token)
+        may = (
+            loan is not None
+            and loan.tenant == client.tenant
+            and loan.instance == client.instance
+            and loan.deadline > self.now
+        )
+        lease = self.node.join(client.real, token, self.now)
+        assert (lease is not None) == may
+        if may:
+            assert loan is not None
+            assert lease is not None
+            assert lease.token == token
+            loan.holds[client.number] += 1
+
+    @precondition(lambda self: self.loans or self.over)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Of one's own lease, of another's, of one that is over, and once too often."""
+        client = self.client(data)
+        mine = [token for token, loan in self.loans.items() if client.number in loan.holds]
+        others = [*self.loans, *self.over[-3:], "nonsense"]
+        token = data.draw(st.sampled_from(mine or others), "token")
+        if data.draw(st.booleans(), "any"):
+            token = data.draw(st.sampled_from(others), "token")
+        self.node.release(client.real, token)
+        loan = self.loans.get(token)
+        if loan is not None and client.number in loan.holds:
+            loan.holds[client.number] -= 1
+            if not loan.holds[client.number]:
+                self.leave(client, token)
+
+    def leave(self, client: Client, token: str) -> None:
+        loan = self.loans[token]
+        del loan.holds[client.number]
+        if not loan.holds:
+            self.end_loan(token)
+
+    @rule(seconds=st.sampled_from([0.1, 0.1, 0.5, 3.0, 30.0]), expire=st.booleans())
+    def time_passes(self, seconds: float, expire: bool) -> None:
+        """Without `expire` late leases still hold their slots: reusing one early is the only harm."""
+        self.now += seconds
+        if expire:
+            due = self.node.expire(self.now)
+            for token, loan in list(self.loans.items()):
+                if loan.deadline <= self.now:
+                    self.end_loan(token)
+                    self.totals["leases_expired"] += 1
+            if self.loans:
+                first = min(loan.deadline for loan in self.loans.values())
+                assert due is not None
+                assert self.now < due <= first
+
+    @rule(data=st.data(), times=st.sampled_from([0, 0, 1, 2]))
+    def holder_died(self, data: st.DataObject, times: int) -> None:
+        if not times:  # or no lease would last
+            return
+        client = self.client(data)
+        for _ in range(times):
+            self.node.holder_died(client.real)
+        self.clients.remove(client)
+        self.totals["aborted"] += sum(map(len, client.open.values()))
+        for token, loan in list(self.loans.items()):
+            if client.number in loan.holds:
+                self.leave(client, token)
+        self.add_client(client.tenant, client.instance)
+
+    # ---- remove, pin ---------------------------------------------------------------------------
+
+    @rule(name=namespaces, tenant=tenants, keys=st.lists(st.sampled_from(KEYS), max_size=3))
+    def remove(self, name: bytes, tenant: str, keys: list[bytes]) -> None:
+        namespace = self.namespace(tenant, name)
+        gone = set()
+        for part in range(len(NAMESPACES[name])):
+            for key in keys:
+                copy = self.blocks.get((tenant, name, part, key))
+                if copy is not None:
+                    gone.add(key)
+                    self.forget(copy)
+                    self.totals["dropped"] += 1
+        assert self.node.remove(namespace, b"".join(keys)) == len(gone)
+        self.totals["removed"] += len(gone)
+
+    @rule(name=namespaces, data=st.data(), tenant=tenants, key=st.sampled_from(KEYS))
+    def drop_corrupt(self, data: st.DataObject, name: bytes, tenant: str, key: bytes) -> None:
+        namespace = self.namespace(tenant, name)
+        part = data.draw(st.integers(0, len(namespace.parts) - 1), "part")
+        self.node.drop_corrupt(namespace, part, key)
+        self.totals["checksum_mismatches"] += 1
+        copy = self.blocks.get((tenant, name, part, key))
+        if copy is not None:
+            self.forget(copy)
+            self.totals["dropped"] += 1
+
+    @rule(
+        name=namespaces, tenant=tenants, keys=chains, kind=st.sampled_from(["none", "soft", "hard"])
+    )
+    def pin(self, name: bytes, tenant: str, keys: list[bytes], kind: str) -> None:
+        namespace = self.namespace(tenant, name)
+        chosen = {
+            copy: None
+            for key in keys
+            for part in range(len(NAMESPACES[name]))
+            if (copy := self.blocks.get((tenant, name, part, key)))
+        }
+        if kind != "none":
+            after = self.pinned(tenant, kind) + sum(c.stride for c in chosen if c.pin != kind)
+            if after > int(self.sizes[tenant] * SHARES[kind]) and any(
+                c.pin != kind for c in chosen
+            ):
+                with pytest.raises(LimitExceeded):
+                    self.node.pin(namespace, b"".join(keys), kind)
+                return
+        found = {copy.key for copy in chosen}
+        assert self.node.pin(namespace, b"".join(keys), kind) == sum(key in found for key in keys)
+        for copy in chosen:
+            copy.pin = kind
+
+    def pinned(self, tenant: str, kind: str) -> int:
+        return sum(c.stride for c in self.blocks.values() if c.tenant == tenant and c.pin == kind)
+
+    @rule()
+    def settle(self) -> None:
+        self.node.settle()
+        assert not self.node.settle()
+
+    # ---- always --------------------------------------------------------------------------------
+
+    @invariant()
+    def found_is_what_was_committed_and_not_evicted(self) -> None:
+        assert self.observed() == set(self.blocks)
+
+    @invariant()
+    def nobody_shares_bytes(self) -> None:
+        """Reserved, committed, and removed but leased: all at once, so a leased slot is never reused."""
+        for tenant in TENANTS:
+            end = 0
+            for copy in sorted(self.copies(tenant), key=lambda copy: copy.begin):
+                assert copy.begin >= end
+                end = copy.end
+            assert end <= self.sizes[tenant]
+
+    @invariant()
+    def the_sums_are_right(self) -> None:
+        stats = self.node.stats()
+        counters = stats["counters"]
+        for name in counters:
+            if name in self.totals:
+                assert counters[name] == self.totals[name], name
+        assert self.totals["committed"] == (
+            len(self.blocks) + self.totals["evicted"] + self.totals["dropped"]
+        )
+        assert stats["leases"] == len(self.loans)
+        for tenant in TENANTS:
+            line = stats["tenants"][tenant]
+            assert line["space"]["bytes_used"] == sum(c.stride for c in self.copies(tenant))
+            assert line["blocks"] == sum(c.tenant == tenant for c in self.blocks.values())
+            assert line["hard_pinned_bytes"] == self.pinned(tenant, "hard")
+            assert line["soft_pinned_bytes"] == self.pinned(tenant, "soft")
+        for client in self.clients:
+            reserved = sum(c.stride for copies in client.open.values() for c in copies.values())
+            assert client.real.reserved_bytes == reserved
+            assert client.real.granted_bytes == sum(c.stride for c in client.granted)
+
+    def teardown(self) -> None:
+        """When all have died, every byte can be had again, whatever went before."""
+        if not self.clients:
+            return
+        for client in list(self.clients):
+            self.node.holder_died(client.real)
+        self.clients.clear()
+        self.loans.clear()
+        self.the_sums_are_right_after_all_died()
+        self.every_block_can_be_evicted()
+
+    def the_sums_are_right_after_all_died(self) -> None:
+        stats = self.node.stats()
+        assert stats["leases"] == 0
+        for tenant in TENANTS:
+            used = sum(c.stride for c in self.blocks.values() if c.tenant == tenant)
+            assert stats["tenants"][tenant]["space"]["bytes_used"] == used
+
+    def every_block_can_be_evicted(self) -> None:
+        everything = b"".join(KEYS)
+        for namespace in self.opened.values():
+            self.node.pin(namespace, everything, "none")
+        for tenant in TENANTS:
+            capacity = self.sizes[tenant] // SLAB
+            fresh = self.node.open_namespace(self.tenants[tenant], b"fill", b"{}", [PartSpec(SLAB)])
+            for n in range(capacity):
+                writer = self.node.add_holder(tenant, "filler")
+                key = n.to_bytes(16, "big")
+                _, rows = self.node.reserve(writer, fresh, 0, 1, key)
+                assert len(rows) == 4
+            assert not any(found[0] == tenant for found in self.observed())
+            space = self.node.stats()["tenants"][tenant]["space"]
+            assert space["bytes_used"] == self.sizes[tenant]
+
+
+NodeMachine.TestCase.settings = settings(
+    max_examples=100,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestNode = NodeMachine.TestCase

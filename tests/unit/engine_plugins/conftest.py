@@ -1,0 +1,187 @@
+"""A pool in one process, with the client's interface: what the plugin's halves are tested against.
+
+It keeps the rules that the plugin relies on (hit rules of parts, leases with deadlines, present
+blocks are not written again) and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+from kvpool.errors import LeaseLost, PoolFull, Unavailable
+from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartKind, pack_keys
+
+
+class FakeSlots:
+    def __init__(self, table: np.ndarray, rows: Sequence[int], nbytes: int, first: int) -> None:
+        self.table, self.nbytes, self.first = table, nbytes, first
+        self.rows = np.asarray(rows, np.int64)
+
+
+class FakeLease:
+    def __init__(
+        self, pool: FakePool, token: str, blocks: int, slots: dict[int, FakeSlots]
+    ) -> None:
+        self.pool, self.token, self.blocks, self.slots = pool, token, blocks, slots
+        self.deadline = pool.clock() + 10.0
+
+    def check(self) -> None:
+        if self.pool.clock() > self.deadline or self.token not in self.pool.leases:
+            raise LeaseLost(self.token)
+
+
+class FakeReservation:
+    def __init__(self, pool: FakePool, slots: FakeSlots, missing: list[int], names: list) -> None:
+        self.pool, self.slots, self.names = pool, slots, names
+        self.missing = np.asarray(missing, np.int64)
+        self.refused = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        return None
+
+
+class FakePool:
+    """The daemon and its client in one. `writes` logs every block part that was stored."""
+
+    def __init__(self, rows: int = 4096, stride: int = 1 << 16) -> None:
+        self.table = np.zeros((rows, stride), np.uint8)
+        self.rows: dict[tuple[bytes, int, bytes], int] = {}
+        self.leases: dict[str, FakeLease] = {}
+        self.holds: dict[str, int] = {}
+        self.writes: list[tuple[int, bytes]] = []
+        self.parents: dict[tuple[int, bytes], bytes | None] = {}
+        self.acquires = 0
+        self.away = False
+        self.full = False
+        self.clock: Callable[[], float] = time.monotonic
+        self._tokens = itertools.count()
+
+    def open(self, record: NamespaceRecord) -> Namespace:
+        return Namespace(record, record.digest())
+
+    def _has(self, ns: Namespace, part: int, key: bytes) -> bool:
+        return (ns.digest, part, key) in self.rows
+
+    def _usable(self, ns: Namespace, keys: list[bytes]) -> int:
+        def needed(part: int, end: int) -> list[int]:
+            spec = ns.parts[part]
+            own = list(range(spec.stride - 1, end, spec.stride))
+            return own[-spec.window_blocks :] if spec.kind is PartKind.WINDOW else own
+
+        for end in range(len(keys), 0, -1):
+            if all(end % spec.stride == 0 for spec in ns.parts) and all(
+                self._has(ns, part, keys[index])
+                for part in range(len(ns.parts))
+                for index in needed(part, end)
+            ):
+                return end
+        return 0
+
+    def acquire(self, ns: Namespace, keys: Any, **_: Any) -> FakeLease | None:
+        self.acquires += 1
+        split = _split(keys)
+        blocks = 0 if self.away else self._usable(ns, split)
+        if not blocks:
+            return None
+        slots = {}
+        for part, spec in enumerate(ns.parts):
+            own = list(range(spec.stride - 1, blocks, spec.stride))
+            if spec.kind is PartKind.WINDOW:
+                own = own[-spec.window_blocks :]
+            rows = [self.rows[ns.digest, part, split[index]] for index in own]
+            slots[part] = FakeSlots(self.table, rows, spec.nbytes, own[0] - spec.stride + 1)
+        token = f"lease-{next(self._tokens)}"
+        self.leases[token] = FakeLease(self, token, blocks, slots)
+        self.holds[token] = 1
+        return self.leases[token]
+
+    def join(self, token: str, *, parts: Sequence[int] | None = None) -> FakeLease | None:
+        if self.away or token not in self.leases:
+            return None
+        self.holds[token] += 1
+        return self.leases[token]
+
+    def release(self, lease: FakeLease) -> None:
+        self.holds[lease.token] -= 1
+        if not self.holds[lease.token]:
+            del self.holds[lease.token], self.leases[lease.token]
+
+    def reserve(
+        self, ns: Namespace, keys: Any, *, part: int = 0, parent: bytes | None = None
+    ) -> FakeReservation:
+        if self.away:
+            raise Unavailable("the fake daemon is away")
+        if self.full:
+            raise PoolFull("the fake pool is full")
+        split = _split(keys)
+        missing = [index for index, key in enumerate(split) if not self._has(ns, part, key)]
+        names = [(ns.digest, part, split[index]) for index in missing]
+        self.parents.update(zip([(part, key) for key in split], [parent, *split], strict=False))
+        rows = range(len(self.rows), len(self.rows) + len(missing))
+        slots = FakeSlots(self.table, list(rows), ns.parts[part].nbytes, 0)
+        for name, row in zip(names, rows, strict=True):
+            self.rows[name] = row
+        return FakeReservation(self, slots, missing, names)
+
+    def commit(self, reservation: FakeReservation, checksums: bytes | None = None) -> int:
+        self.writes += [(part, key) for _, part, key in reservation.names]
+        return len(reservation.names)
+
+    def close(self) -> None:
+        return None
+
+
+def _split(keys: Any) -> list[bytes]:
+    packed = pack_keys(keys)
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+
+
+class FakeBlock:
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+
+
+class FakeBlockPool:
+    """The engine's own pool, as far as pins go."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = [FakeBlock(block_id) for block_id in range(blocks)]
+
+    def touch(self, blocks: Sequence[FakeBlock]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Any) -> None:
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+
+    @property
+    def pinned(self) -> int:
+        return sum(block.ref_cnt > 0 for block in self.blocks)
+
+
+@pytest.fixture
+def pool() -> FakePool:
+    return FakePool()
+
+
+@pytest.fixture
+def block_pool() -> FakeBlockPool:
+    return FakeBlockPool(1000)

@@ -1,0 +1,55 @@
+"""kv_connector_extra_config: typed, checked, and clear about what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
+from kvpool.errors import ConfigError
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert PluginConfig.from_extra(None) == PluginConfig() == PluginConfig.from_extra({})
+
+
+def test_values_take_the_settings_types() -> None:
+    config = PluginConfig.from_extra(
+        {"lease_s": 3, "load_mode": "sync", "sync_load_bytes": 4096.0, "epoch": 7, "socket": "/s"}
+    )
+    assert config.lease_s == 3.0
+    assert isinstance(config.lease_s, float)
+    assert config.load_mode is LoadMode.SYNC
+    assert config.sync_load_bytes == 4096
+    assert config.epoch == "7"
+    assert config.socket == "/s"
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PluginConfig().lease_s = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"lease_seconds": 3}, "no setting 'lease_seconds'"),
+        ({"lease_s": 0}, "'lease_s'"),
+        ({"lease_s": "10"}, "must be a number"),
+        ({"lease_s": True}, "must be a number"),
+        ({"sync_load_bytes": 1.5}, "whole number"),
+        ({"sync_load_bytes": -1}, "at least 0"),
+        ({"load_mode": "lazy"}, "auto, async, sync"),
+        ({"pin_share": 0.2}, "at most 0.1"),
+        ({"pin_share": 0}, "more than 0"),
+        ({"min_load_blocks": 0}, "at least 1"),
+        ({"resave_s": -1}, "at least 0"),
+        ({"socket": 5}, "must be a string"),
+        ({"tenant": None}, "must be a string"),
+    ],
+)
+def test_what_is_wrong_is_named(extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        PluginConfig.from_extra(extra)

@@ -1,0 +1,265 @@
+"""What engines must agree on, and what is refused at start-up."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool.engine_plugins.vllm.config import PluginConfig
+from kvpool.engine_plugins.vllm.namespace import check_hashes, group_rules, plain, record
+from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
+from kvpool.errors import ConfigError
+from kvpool.types import PartKind, PartSpec
+
+
+@dataclass
+class FullAttentionSpec:
+    block_size: int = 32
+    dcp_sharded: bool = True
+    num_kv_heads: int = 2
+
+
+@dataclass
+class SlidingWindowSpec:
+    sliding_window: int
+    block_size: int = 32
+    dcp_sharded: bool = True
+    extra_retained_tokens: int = 0
+
+
+@dataclass
+class MambaSpec:
+    block_size: int = 32
+    dcp_sharded: bool = False
+
+
+@dataclass
+class UniformTypeKVCacheSpecs:
+    kv_cache_specs: dict[str, Any]
+    block_size: int = 32
+    dcp_sharded: bool = True
+
+
+def cache(*specs: Any, host_resident: bool = False) -> Any:
+    groups = [SimpleNamespace(kv_cache_spec=spec, host_resident=host_resident) for spec in specs]
+    return SimpleNamespace(
+        kv_cache_groups=groups, prefix_cacheable_group_ids=tuple(range(len(groups)))
+    )
+
+
+# --- hashes
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seed", "by_version"),
+    [
+        ("sha256_cbor", None, False),
+        ("sha256", None, True),
+        ("xxhash", "0", True),
+        ("xxhash_cbor", "0", False),
+    ],
+)
+def test_stable_hashes_are_taken(algorithm: str, seed: str | None, by_version: bool) -> None:
+    assert check_hashes(algorithm, seed) is by_version
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+@pytest.mark.parametrize("seed", [None, "random"])
+def test_hashes_seeded_at_random_are_refused(algorithm: str, seed: str | None) -> None:
+    with pytest.raises(ConfigError, match=r"sha256_cbor.*PYTHONHASHSEED"):
+        check_hashes(algorithm, seed)
+
+
+def test_unknown_hashes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="md5"):
+        check_hashes("md5", "0")
+
+
+# --- groups
+
+
+@pytest.mark.parametrize(
+    ("window", "blocks"), [(1, 1), (2, 1), (33, 1), (34, 2), (64, 2), (65, 2), (66, 3)]
+)
+def test_a_window_needs_the_blocks_that_it_reads(window: int, blocks: int) -> None:
+    rules = group_rules(cache(FullAttentionSpec(), SlidingWindowSpec(window)), 32, 1)
+    assert rules == [
+        GroupRule(0),
+        GroupRule(1, kind=PartKind.WINDOW, window_blocks=blocks),
+    ]
+
+
+def test_a_stride_is_counted_in_hashes() -> None:
+    coarse = FullAttentionSpec(block_size=64)
+    assert group_rules(cache(FullAttentionSpec(), coarse), 32, 1)[1].stride == 2
+    assert group_rules(cache(FullAttentionSpec()), 32, 2)[0].stride == 2
+
+
+def test_layers_of_one_kind_in_one_group() -> None:
+    uniform = UniformTypeKVCacheSpecs({"a": SlidingWindowSpec(64), "b": SlidingWindowSpec(100)})
+    assert group_rules(cache(uniform), 32, 1)[0].window_blocks == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (cache(MambaSpec()), "MambaSpec"),
+        (cache(FullAttentionSpec(), host_resident=True), "cannot be stored"),
+        (cache(FullAttentionSpec(block_size=48)), "multiple"),
+        (cache(), "no cache group"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(config: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        group_rules(config, 32, 1)
+
+
+# --- the record
+
+
+def engine(**changes: Any) -> Any:
+    """A vLLM configuration; `changes` as section__name."""
+    sections: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "model": "tiny",
+            "revision": None,
+            "seed": 0,
+            "dtype": "bfloat16",
+            "quantization": None,
+            "hf_config": SimpleNamespace(to_dict=lambda: {"layers": 2, "_name_or_path": "/x"}),
+        },
+        "cache_config": {
+            "cache_dtype": "auto",
+            "block_size": 32,
+            "prefix_caching_hash_algo": "sha256",
+        },
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+        },
+        "load_config": {"load_format": "auto"},
+    }
+    top: dict[str, Any] = {"speculative_config": None}
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        if key:
+            sections[section][key] = value
+        else:
+            top[section] = value
+    return SimpleNamespace(**{key: SimpleNamespace(**it) for key, it in sections.items()}, **top)
+
+
+REPORT = RankReport(0, "cpu", "LBHNC", "x86 vec", [[("l0", 100), ("l1", 28)]], {"l0": "CPU"})
+
+
+def digest(
+    config: PluginConfig | None = None,
+    report: RankReport = REPORT,
+    seed: str = "none",
+    epoch: str = "0",
+    versions: dict[str, str] | None = None,
+    spec: Any = None,
+    **changes: Any,
+) -> bytes:
+    return record(
+        engine(**changes),
+        cache(spec or FullAttentionSpec()),
+        config or PluginConfig(),
+        [GroupRule(0)],
+        [report],
+        seed=seed,
+        versions=versions or {},
+        hash_tokens=32,
+        epoch=epoch,
+    ).digest()
+
+
+def test_equal_facts_are_one_namespace() -> None:
+    assert digest() == digest()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model_config__model": "other"},
+        {"model_config__revision": "abc"},
+        {"model_config__dtype": "float16"},
+        {"model_config__quantization": "fp8"},
+        {"model_config__hf_config": SimpleNamespace(to_dict=lambda: {"layers": 3})},
+        {"cache_config__cache_dtype": "fp8"},
+        {"cache_config__block_size": 64},
+        {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
+        {"parallel_config__tensor_parallel_size": 2},
+        {"parallel_config__pipeline_parallel_size": 2},
+        {"parallel_config__decode_context_parallel_size": 2},
+        {"parallel_config__prefill_context_parallel_size": 2},
+        {"load_config__load_format": "dummy"},
+        {
+            "speculative_config": SimpleNamespace(
+                method="eagle", model="d", num_speculative_tokens=2
+            )
+        },
+        {"seed": "1"},
+        {"epoch": "1"},
+        {"versions": {"python": "3.12"}},
+        {"spec": FullAttentionSpec(num_kv_heads=4)},
+        {"config": PluginConfig(tenant="t")},
+        {"report": RankReport(0, "cuda", "LBHNC", "x86 vec", REPORT.groups, REPORT.backends)},
+        {"report": RankReport(0, "cpu", "LBNHC", "x86 vec", REPORT.groups, REPORT.backends)},
+        {"report": RankReport(0, "cpu", "LBHNC", "x86 AMX", REPORT.groups, REPORT.backends)},
+        {"report": RankReport(0, "cpu", "LBHNC", "x86 vec", [[("l0", 128)]], REPORT.backends)},
+        {"report": RankReport(0, "cpu", "LBHNC", "x86 vec", REPORT.groups, {"l0": "OTHER"})},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_any_other_fact_is_another_namespace(other: dict[str, Any]) -> None:
+    assert digest(**other) != digest()
+
+
+def test_a_model_may_be_named() -> None:
+    one = digest(PluginConfig(model="m"), model_config__model="/here")
+    assert one == digest(PluginConfig(model="m"), model_config__model="/there")
+
+
+def test_parts_are_ranks_times_groups() -> None:
+    rules = [GroupRule(0), GroupRule(1, kind=PartKind.WINDOW, window_blocks=2)]
+    reports = [
+        RankReport(rank, "cpu", "L", "", [[("a", 10)], [("b", 5), ("c", 6)]], {})
+        for rank in range(2)
+    ]
+    made = record(
+        engine(),
+        cache(FullAttentionSpec(), SlidingWindowSpec(64)),
+        PluginConfig(),
+        rules,
+        reports,
+        seed="",
+        versions={},
+        hash_tokens=32,
+        epoch="0",
+    )
+    assert made.parts == (PartSpec(10), PartSpec(11, PartKind.WINDOW, 2)) * 2
+
+
+def test_plain_values_hold_no_addresses() -> None:
+    class Mode(enum.IntEnum):
+        FAST = 1
+
+    @dataclass
+    class Spec:
+        mode: Mode
+        other: object
+        sizes: tuple[int, ...]
+
+    assert plain(Spec(Mode.FAST, object(), (1, 2))) == {
+        "type": "Spec",
+        "mode": "FAST",
+        "other": "object",
+        "sizes": [1, 2],
+    }

@@ -1,0 +1,128 @@
+"""Which blocks are loaded, saved and pinned."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.engine_plugins.vllm.plan import (
+    GroupLoad,
+    GroupRule,
+    Offered,
+    PinBudget,
+    RankReport,
+    StepDone,
+    block_key,
+    pack,
+    plan_load,
+    plan_save,
+    runs,
+)
+from kvpool.types import PartKind
+
+FULL = GroupRule(0)
+WINDOW = GroupRule(1, kind=PartKind.WINDOW, window_blocks=2)
+COARSE = GroupRule(0, stride=2)
+HASHES = [bytes([i]) * 32 for i in range(16)]
+
+
+def test_the_key_is_the_end_of_the_hash() -> None:
+    digest = bytes(range(32))
+    assert block_key(digest) == digest[16:]
+    assert pack([digest, digest]) == digest[16:] * 2
+
+
+def test_a_load_fills_the_blocks_behind_the_engines_own() -> None:
+    tables = [[7, 8, 9, 10, 11]]
+    assert plan_load([FULL], tables, base=2, start=2, end=5) == [GroupLoad(1, 0, [9, 10, 11])]
+
+
+def test_a_load_skips_what_the_engine_computed_since_the_lookup() -> None:
+    tables = [[7, 8, 9, 10, 11]]
+    assert plan_load([FULL], tables, base=1, start=3, end=5) == [GroupLoad(1, 2, [10, 11])]
+
+
+def test_a_window_loads_only_what_is_in_it() -> None:
+    tables = [[1, 2, 3, 4], [0, 0, 5, 6]]
+    assert plan_load([FULL, WINDOW], tables, base=0, start=0, end=4) == [
+        GroupLoad(1, 0, [1, 2, 3, 4]),
+        GroupLoad(1, 2, [5, 6]),
+    ]
+
+
+def test_a_coarser_group_counts_its_own_blocks() -> None:
+    assert plan_load([COARSE], [[4, 5, 6]], base=2, start=2, end=6) == [GroupLoad(2, 0, [5, 6])]
+
+
+def test_a_hole_inside_a_window_is_a_broken_invariant() -> None:
+    with pytest.raises(AssertionError):
+        plan_load([FULL], [[1, 0, 3]], base=0, start=0, end=3)
+
+
+def test_a_save_names_keys_and_the_parent() -> None:
+    (save,) = plan_save([FULL], [[7, 8, 9]], HASHES, [1, 2])
+    assert save.keys == pack(HASHES[1:3])
+    assert save.block_ids == [8, 9]
+    assert save.parent == block_key(HASHES[0])
+
+
+def test_a_save_of_the_chains_head_has_no_parent() -> None:
+    (save,) = plan_save([FULL], [[7, 8, 9]], HASHES, [0])
+    assert save.parent is None
+
+
+def test_gaps_make_several_saves_each_with_its_true_parent() -> None:
+    saves = plan_save([FULL], [[7, 8, 9, 10]], HASHES, [0, 2, 3])
+    assert [(save.block_ids, save.parent) for save in saves] == [
+        ([7], None),
+        ([9, 10], block_key(HASHES[1])),
+    ]
+
+
+def test_blocks_out_of_the_window_are_not_saved() -> None:
+    saves = plan_save([FULL, WINDOW], [[7, 8, 9], [0, 5, 6]], HASHES, [0, 1, 2])
+    assert [(save.rule, save.block_ids) for save in saves] == [(0, [7, 8, 9]), (1, [5, 6])]
+    assert saves[1].keys == pack(HASHES[1:3])
+
+
+def test_a_coarser_group_saves_under_the_key_of_its_last_block() -> None:
+    (save,) = plan_save([COARSE], [[7, 8]], HASHES, [1, 2, 3])
+    assert save.keys == pack([HASHES[1], HASHES[3]])
+    assert save.block_ids == [7, 8]
+    (later,) = plan_save([COARSE], [[7, 8]], HASHES, [2, 3])
+    assert later.parent == block_key(HASHES[1])
+
+
+def test_runs() -> None:
+    assert list(runs([])) == []
+    assert list(runs([1, 2, 5, 6, 9])) == [[1, 2], [5, 6], [9]]
+
+
+def test_offered_keys_are_forgotten_by_time_and_number() -> None:
+    offered = Offered(limit=2, keep_s=10)
+    offered.add([b"a", b"b"], now=0)
+    assert offered.holds(b"a", 9.9)
+    assert not offered.holds(b"a", 10)
+    offered.add([b"a", b"c"], now=5)
+    assert not offered.holds(b"b", 5)
+    assert offered.holds(b"a", 14)
+    offered.forget([b"a"])
+    assert not offered.holds(b"a", 5)
+
+
+def test_pins_have_a_limit() -> None:
+    pins = PinBudget(3)
+    pins.take(2)
+    assert pins.room() == 1
+    with pytest.raises(AssertionError):
+        pins.take(2)
+    pins.give_back(2)
+    assert pins.room() == 3
+
+
+def test_ranks_reports_are_summed() -> None:
+    report = RankReport(0, "cpu", "LBHNC", "", [], {})
+    one = StepDone(loads={1: 1}, saves={5: 1}, failed_saves={5}, reports=[report])
+    one.merge(StepDone(loads={1: 1, 2: 1}, saves={5: 1}, failed_loads={2}))
+    assert one == StepDone({1: 2, 2: 1}, {5: 2}, {2}, {5}, [report])
+    assert one
+    assert not StepDone()

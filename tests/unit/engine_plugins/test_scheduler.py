@@ -1,0 +1,489 @@
+"""The scheduler half: lookups, leases, pins. No engine, no daemon, no clock but the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.engine_plugins.vllm.config import PluginConfig
+from kvpool.engine_plugins.vllm.plan import GroupRule, StepDone, StepPlan, block_key, pack
+from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
+from kvpool.errors import LimitExceeded
+from kvpool.types import NamespaceRecord, PartKind, PartSpec
+
+TOKENS = 4
+PART_BYTES = 64
+
+
+class Harness:
+    """A scheduler half and the engine around it, driven by hand."""
+
+    def __init__(
+        self,
+        pool: Any,
+        block_pool: Any,
+        *,
+        rules: Iterable[GroupRule] = (GroupRule(0),),
+        ranks: int = 1,
+        loads: bool = True,
+        saves: bool = True,
+        blocks: int | None = None,
+        **extra: Any,
+    ) -> None:
+        self.pool, self.block_pool = pool, block_pool
+        self.now = 100.0
+        pool.clock = lambda: self.now
+        rules = list(rules)
+        engine = Engine(
+            rules,
+            TOKENS,
+            blocks or len(block_pool.blocks),
+            ranks,
+            single_group=len(rules) == 1,
+            loads=loads,
+            saves=saves,
+        )
+        parts = tuple(
+            PartSpec(PART_BYTES, rule.kind, rule.window_blocks, rule.stride)
+            for _ in range(ranks)
+            for rule in rules
+        )
+        epochs = iter(range(1, 99))
+        self.half = SchedulerHalf(
+            pool,
+            PluginConfig.from_extra(extra),
+            engine,
+            new_epoch=lambda: f"local-{next(epochs)}",
+            clock=lambda: self.now,
+        )
+        self.half.bind_pool(block_pool)
+        self.make: Callable[[str], NamespaceRecord] = lambda epoch: NamespaceRecord(
+            {"epoch": epoch}, parts
+        )
+        self.half.set_namespace(self.make)
+        self.ns = pool.open(self.make("0"))
+
+    def store(self, hashes: Iterable[bytes], parts: Iterable[int] = (0,)) -> None:
+        for part in parts:
+            reservation = self.pool.reserve(self.ns, pack(hashes), part=part)
+            reservation.slots.table[reservation.slots.rows] = np.uint8(part + 1)
+            self.pool.commit(reservation)
+
+    def request(self, name: str, blocks: int, *, extra_tokens: int = 1, first: int = 0) -> Any:
+        request = SimpleNamespace(
+            request_id=name,
+            block_hashes=[bytes([first + i]) * 32 for i in range(blocks)],
+            num_tokens=blocks * TOKENS + extra_tokens,
+            num_computed_tokens=0,
+            num_preemptions=0,
+            skip_reading_prefix_cache=False,
+        )
+        self.half.on_new_request(request)
+        return request
+
+    def step(self, request: Any, tokens: int, tables: list[list[int]]) -> StepPlan:
+        """A step that computes `tokens` of the request."""
+        plan = self.half.plan_step({request.request_id: tokens}, lambda _: tables)
+        request.num_computed_tokens += tokens
+        return plan
+
+    def end(self, plan: StepPlan, *, failed: bool = False, ranks: int = 1) -> None:
+        """The ranks end all that a plan asked for."""
+        loads, saves = [job.job for job in plan.loads], [job.job for job in plan.saves]
+        self.half.step_done(
+            StepDone(
+                loads=dict.fromkeys(loads, ranks),
+                saves=dict.fromkeys(saves, ranks),
+                failed_loads=set(loads) if failed else set(),
+                failed_saves=set(saves) if failed else set(),
+            )
+        )
+
+
+@pytest.fixture
+def harness(pool: Any, block_pool: Any) -> Harness:
+    return Harness(pool, block_pool, load_mode="async")
+
+
+def tables(blocks: int, first: int = 1) -> list[list[int]]:
+    return [list(range(first, first + blocks))]
+
+
+# --- lookups
+
+
+def test_a_request_is_looked_up_once(harness: Harness) -> None:
+    request = harness.request("r", 8)
+    harness.store(request.block_hashes[:5])
+    answers = {harness.half.matched_tokens(request, 0) for _ in range(20)}
+    assert answers == {(5 * TOKENS, True)}
+    assert harness.pool.acquires == 1
+
+
+def test_a_miss_is_remembered_too(harness: Harness) -> None:
+    request = harness.request("r", 8)
+    for _ in range(20):
+        assert harness.half.matched_tokens(request, 0) == (0, False)
+    assert harness.pool.acquires == 1
+
+
+def test_only_what_is_beyond_the_engines_own_hit_counts(harness: Harness) -> None:
+    request = harness.request("r", 8)
+    harness.store(request.block_hashes[2:5])
+    assert harness.half.matched_tokens(request, 2 * TOKENS) == (3 * TOKENS, True)
+    # Another request computed a block meanwhile: the same lease covers the rest.
+    assert harness.half.matched_tokens(request, 3 * TOKENS) == (2 * TOKENS, True)
+    assert harness.half.matched_tokens(request, 6 * TOKENS) == (0, False)
+    assert harness.pool.acquires == 1
+    # The engine evicted its own blocks: what was asked no longer covers the range.
+    harness.store(request.block_hashes[:2])
+    assert harness.half.matched_tokens(request, 0) == (5 * TOKENS, True)
+    assert harness.pool.acquires == 2
+    assert len(harness.pool.leases) == 1
+
+
+def test_a_lookup_is_repeated_before_its_lease_ends(harness: Harness) -> None:
+    request = harness.request("r", 4)
+    harness.store(request.block_hashes)
+    assert harness.half.matched_tokens(request, 0) == (4 * TOKENS, True)
+    harness.now += 5.1
+    assert harness.half.matched_tokens(request, 0) == (4 * TOKENS, True)
+    assert harness.pool.acquires == 2
+    assert len(harness.pool.leases) == 1
+
+
+@pytest.mark.parametrize("why", ["skip", "consumer", "short"])
+def test_no_lookup_where_none_is_of_use(pool: Any, block_pool: Any, why: str) -> None:
+    harness = Harness(pool, block_pool, loads=why != "consumer")
+    request = harness.request("r", 0 if why == "short" else 4)
+    request.skip_reading_prefix_cache = why == "skip"
+    assert harness.half.matched_tokens(request, 0) == (0, False)
+    assert pool.acquires == 0
+
+
+def test_short_hits_are_left_alone_when_so_configured(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool, min_load_blocks=3)
+    request = harness.request("r", 4)
+    harness.store(request.block_hashes[:2])
+    assert harness.half.matched_tokens(request, 0) == (0, False)
+
+
+def test_a_daemon_that_hangs_is_left_alone_for_a_while(harness: Harness) -> None:
+    acquire = harness.pool.acquire
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        harness.now += 0.05
+        harness.pool.acquires += 1
+
+    harness.pool.acquire = slow
+    for number in range(50):
+        harness.half.matched_tokens(harness.request(f"{number}", 4), 0)
+    assert harness.pool.acquires == 1
+    harness.now += 0.6
+    harness.half.matched_tokens(harness.request("next", 4), 0)
+    assert harness.pool.acquires == 2
+    harness.now += 0.6
+    harness.half.matched_tokens(harness.request("too early", 4), 0)
+    assert harness.pool.acquires == 2
+    harness.now += 0.6
+    harness.pool.acquire = acquire
+    request = harness.request("back", 4)
+    harness.store(request.block_hashes)
+    assert harness.half.matched_tokens(request, 0) == (4 * TOKENS, True)
+
+
+def test_a_refused_lookup_is_a_miss(harness: Harness) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise LimitExceeded("too many leases")
+
+    harness.pool.acquire = refuse
+    assert harness.half.matched_tokens(harness.request("r", 4), 0) == (0, False)
+    assert harness.half.counters.take()["failed_lookups"] == 1
+
+
+# --- how a load is made
+
+
+def test_small_hits_are_loaded_before_the_step(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool, sync_load_bytes=3 * PART_BYTES)
+    small, large = harness.request("s", 3), harness.request("l", 4, first=100)
+    harness.store(small.block_hashes)
+    harness.store(large.block_hashes)
+    assert harness.half.matched_tokens(small, 0) == (3 * TOKENS, False)
+    assert harness.half.matched_tokens(large, 0) == (4 * TOKENS, True)
+
+
+def test_a_synchronous_load_leaves_a_token_to_compute(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool)
+    request = harness.request("r", 3, extra_tokens=0)
+    harness.store(request.block_hashes)
+    assert harness.half.matched_tokens(request, 0) == (2 * TOKENS, False)
+    only = harness.request("one block", 1, extra_tokens=0)
+    assert harness.half.matched_tokens(only, 0) == (0, False)
+
+
+def test_several_groups_are_always_loaded_beside_steps(pool: Any, block_pool: Any) -> None:
+    window = GroupRule(1, kind=PartKind.WINDOW, window_blocks=2)
+    harness = Harness(pool, block_pool, rules=[GroupRule(0), window])
+    request = harness.request("r", 4)
+    harness.store(request.block_hashes, parts=[0])
+    harness.store(request.block_hashes[2:], parts=[1])
+    assert harness.half.matched_tokens(request, 0) == (4 * TOKENS, True)
+    harness.half.allocated(request, [[1, 2, 3, 4], [0, 0, 5, 6]], 4 * TOKENS)
+    (job,) = harness.step(request, 0, [[], []]).loads
+    assert [group.block_ids for group in job.groups] == [[1, 2, 3, 4], [5, 6]]
+    assert [group.first for group in job.groups] == [0, 2]
+
+
+# --- leases end
+
+
+def test_a_lease_lives_until_every_rank_ended_the_load(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool, ranks=2)
+    request = harness.request("r", 4)
+    harness.store(request.block_hashes, parts=[0, 1])
+    harness.half.matched_tokens(request, 0)
+    harness.half.allocated(request, tables(4), 4 * TOKENS)
+    plan = harness.step(request, 1, tables(4))
+    assert harness.half.has_work()
+    harness.end(plan)
+    assert len(pool.leases) == 1
+    harness.end(plan)
+    assert not pool.leases
+    assert not harness.half.has_work()
+
+
+@pytest.mark.parametrize("how", ["finished", "computed", "closed"])
+def test_a_lease_that_nobody_loads_from_is_released(harness: Harness, how: str) -> None:
+    request = harness.request("r", 4)
+    harness.store(request.block_hashes)
+    harness.half.matched_tokens(request, 0)
+    assert len(harness.pool.leases) == 1
+    if how == "finished":
+        harness.half.request_finished(request, [[]], completed=False)
+    elif how == "computed":
+        harness.half.allocated(request, tables(5), 0)
+    else:
+        harness.half.close()
+    assert not harness.pool.leases
+
+
+def test_a_load_outlives_its_aborted_request(harness: Harness) -> None:
+    request = harness.request("r", 4)
+    harness.store(request.block_hashes)
+    harness.half.matched_tokens(request, 0)
+    harness.half.allocated(request, tables(4), 4 * TOKENS)
+    plan = harness.half.plan_step({}, lambda _: [[]])
+    harness.half.request_finished(request, [[]], completed=False)
+    assert len(harness.pool.leases) == 1
+    harness.end(plan, failed=True)
+    assert not harness.pool.leases
+
+
+# --- failures
+
+
+def test_a_failed_load_is_not_tried_again_for_that_request(harness: Harness) -> None:
+    request = harness.request("r", 6)
+    harness.store(request.block_hashes)
+    harness.half.matched_tokens(request, 2 * TOKENS)
+    harness.half.allocated(request, tables(6), 4 * TOKENS)
+    harness.end(harness.step(request, 0, tables(6)), failed=True)
+    for _ in range(10):
+        assert harness.half.matched_tokens(request, 2 * TOKENS) == (0, False)
+    # What lies before the failed range was not part of it.
+    assert harness.half.matched_tokens(request, 0) == (2 * TOKENS, True)
+    other = harness.request("other", 6)
+    assert harness.half.matched_tokens(other, 0) == (6 * TOKENS, True)
+
+
+def test_blocks_of_a_failed_load_are_saved_once_computed(harness: Harness) -> None:
+    request = harness.request("r", 4)
+    harness.store(request.block_hashes)
+    harness.half.matched_tokens(request, 0)
+    harness.half.allocated(request, tables(4), 4 * TOKENS)
+    harness.end(harness.step(request, 0, tables(4)), failed=True)
+    (save,) = harness.step(request, 4 * TOKENS, tables(4)).saves
+    assert save.saves[0].block_ids == [1, 2, 3, 4]
+
+
+def test_a_failed_synchronous_load_is_acknowledged(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool)
+    request = harness.request("r", 4)
+    harness.store(request.block_hashes)
+    harness.half.matched_tokens(request, 0)
+    harness.half.allocated(request, tables(5), 4 * TOKENS)
+    plan = harness.step(request, 4 * TOKENS + 1, tables(5))
+    harness.end(plan, failed=True)
+    assert harness.half.plan_step({}, lambda _: [[]]).acknowledged == [plan.loads[0].job]
+    assert harness.half.plan_step({}, lambda _: [[]]).acknowledged == []
+
+
+# --- saves
+
+
+def test_blocks_are_saved_as_they_are_completed(harness: Harness) -> None:
+    request = harness.request("r", 4)
+    first = harness.step(request, 2 * TOKENS + 3, tables(5))
+    assert first.saves[0].saves[0].keys == pack(request.block_hashes[:2])
+    assert first.records == {"0": harness.make("0")}
+    second = harness.step(request, 1, tables(5))
+    assert second.saves[0].saves[0].keys == pack(request.block_hashes[2:3])
+    assert second.saves[0].saves[0].parent == block_key(request.block_hashes[1])
+    assert harness.step(request, 1, tables(5)).saves == []
+
+
+def test_generated_blocks_are_saved_when_their_hash_exists(harness: Harness) -> None:
+    request = harness.request("r", 1, extra_tokens=TOKENS - 1)
+    harness.end(harness.step(request, 2 * TOKENS, tables(3)))
+    assert harness.step(request, 1, tables(3)).saves == []
+    request.block_hashes.append(b"g" * 32)
+    (save,) = harness.step(request, 1, tables(3)).saves
+    assert save.saves[0].keys == b"g" * 16
+
+
+def test_no_block_is_offered_twice(harness: Harness) -> None:
+    one, two = harness.request("one", 4), harness.request("two", 5)
+    harness.end(harness.step(one, 4 * TOKENS, tables(4)))
+    (save,) = harness.step(two, 5 * TOKENS, tables(5)).saves
+    assert save.saves[0].block_ids == [5]
+    harness.now += 61
+    three = harness.request("three", 4)
+    assert harness.step(three, 4 * TOKENS, tables(4)).saves != []
+
+
+def test_loaded_blocks_are_not_saved(harness: Harness) -> None:
+    request = harness.request("r", 6)
+    harness.store(request.block_hashes[:4])
+    harness.half.matched_tokens(request, 0)
+    harness.half.allocated(request, tables(6), 4 * TOKENS)
+    request.num_computed_tokens = 4 * TOKENS
+    (save,) = harness.step(request, 2 * TOKENS, tables(6)).saves
+    assert save.saves[0].block_ids == [5, 6]
+
+
+def test_what_the_pool_refused_is_offered_again(harness: Harness) -> None:
+    one, two = harness.request("one", 3), harness.request("two", 3)
+    harness.end(harness.step(one, 3 * TOKENS, tables(3)), failed=True)
+    assert harness.step(two, 3 * TOKENS, tables(3)).saves != []
+
+
+def test_an_engine_that_only_reads_saves_nothing(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool, saves=False)
+    assert harness.step(harness.request("r", 4), 4 * TOKENS, tables(4)).saves == []
+
+
+def test_nothing_happens_before_the_namespace_is_known(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool)
+    harness.half._namespace = None
+    request = harness.request("r", 4)
+    assert harness.half.matched_tokens(request, 0) == (0, False)
+    plan = harness.step(request, 4 * TOKENS, tables(4))
+    assert plan.want_report
+    assert plan.saves == []
+
+
+# --- pins
+
+
+def test_saved_blocks_are_pinned_until_every_rank_has_them(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool, ranks=2)
+    request = harness.request("r", 4)
+    plan = harness.step(request, 4 * TOKENS, tables(4))
+    assert block_pool.pinned == 4
+    harness.half.request_finished(request, tables(4), completed=True)
+    harness.end(plan)
+    assert block_pool.pinned == 4
+    assert harness.half.has_work()
+    harness.end(plan)
+    assert block_pool.pinned == 0
+    assert not harness.half.has_work()
+
+
+def test_pins_never_exceed_their_share(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool, blocks=50)
+    request = harness.request("r", 12)
+    plan = harness.step(request, 12 * TOKENS, tables(12))
+    assert block_pool.pinned == 5
+    assert harness.step(request, 0, tables(12)).saves == []
+    # The request still holds its blocks: the rest follows as pins are given back.
+    saved = [plan.saves[0].saves[0].block_ids]
+    while plan.saves:
+        harness.end(plan)
+        plan = harness.step(request, 0, tables(12))
+        saved += [save.saves[0].block_ids for save in plan.saves]
+        assert block_pool.pinned <= 5
+    assert saved == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12]]
+
+
+def test_what_a_finished_request_could_not_pin_is_dropped_and_counted(
+    pool: Any, block_pool: Any
+) -> None:
+    harness = Harness(pool, block_pool, blocks=50)
+    request = harness.request("r", 12)
+    first = harness.step(request, 12 * TOKENS, tables(12))
+    harness.end(first)
+    harness.half.request_finished(request, tables(12), completed=True)
+    assert block_pool.pinned == 5
+    assert harness.half.counters.take()["dropped_saves"] == 2
+    harness.end(harness.half.plan_step({}, lambda _: [[]]))
+    assert block_pool.pinned == 0
+
+
+def test_blocks_of_an_aborted_request_are_dropped(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool, blocks=50)
+    request = harness.request("r", 12)
+    harness.end(harness.step(request, 12 * TOKENS, tables(12)))
+    harness.half.request_finished(request, tables(12), completed=False)
+    assert block_pool.pinned == 0
+    assert harness.half.counters.take()["dropped_saves"] == 7
+
+
+# --- preemption and reset
+
+
+def test_a_preempted_request_is_looked_up_anew(harness: Harness) -> None:
+    request = harness.request("r", 6)
+    assert harness.half.matched_tokens(request, 0) == (0, False)
+    plan = harness.step(request, 6 * TOKENS, tables(6))
+    harness.store(request.block_hashes)
+    harness.end(plan)
+    request.num_preemptions, request.num_computed_tokens = 1, 0
+    assert harness.half.matched_tokens(request, 0) == (6 * TOKENS, True)
+    harness.half.allocated(request, tables(6, first=20), 6 * TOKENS)
+    (job,) = harness.half.plan_step({}, lambda _: [[]]).loads
+    assert job.groups[0].block_ids == list(range(20, 26))
+
+
+def test_a_reset_moves_to_an_epoch_of_its_own(harness: Harness) -> None:
+    request = harness.request("r", 4)
+    harness.store(request.block_hashes)
+    assert harness.half.matched_tokens(request, 0) == (4 * TOKENS, True)
+    assert harness.half.reset()
+    assert not harness.pool.leases
+    assert harness.half.matched_tokens(request, 0) == (0, False)
+    plan = harness.step(request, 4 * TOKENS, tables(4))
+    assert plan.records == {"local-1": harness.make("local-1")}
+
+
+def test_saves_from_before_a_reset_keep_their_epoch(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool)
+    request = harness.request("r", 4)
+    request.num_computed_tokens = 4 * TOKENS
+    harness.half.request_finished(request, tables(4), completed=True)
+    harness.half.reset()
+    plan = harness.half.plan_step({}, lambda _: [[]])
+    assert [save.epoch for save in plan.saves] == ["0"]
+    assert list(plan.records) == ["0"]
+
+
+def test_a_reset_fails_while_blocks_are_being_loaded(harness: Harness) -> None:
+    request = harness.request("r", 4)
+    harness.store(request.block_hashes)
+    harness.half.matched_tokens(request, 0)
+    harness.half.allocated(request, tables(4), 4 * TOKENS)
+    assert not harness.half.reset()
