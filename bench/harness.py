@@ -56,7 +56,9 @@ class Report:
             low, high = check.get("at_least"), check.get("at_most")
             met = check["value"] >= low if low is not None else check["value"] <= high
             bound = f">= {low}" if low is not None else f"<= {high}"
-            print(f"  {'ok  ' if met else 'MISS'} {check['name']:<24} {check['value']:.4g}  {bound}")
+            print(
+                f"  {'ok  ' if met else 'MISS'} {check['name']:<24} {check['value']:.4g}  {bound}"
+            )
         if self.json_path:
             document = {"rows": self.rows, "checks": self.checks}
             Path(self.json_path).write_text(json.dumps(document, indent=2) + "\n")

@@ -52,7 +52,9 @@ def shared_memory(report: Report, client: Client) -> None:
     """Put and get on one node, beside memcpy of the same bytes at the same slots."""
     print("same node, GB/s")
     for nbytes, n in SIZES:
-        rounds = (31 if report.quick else 101) if nbytes * n < 8 * MIB else (15 if report.quick else 51)
+        rounds = (
+            (31 if report.quick else 101) if nbytes * n < 8 * MIB else (15 if report.quick else 51)
+        )
         ns = open_namespace(client, f"shm-{nbytes}", nbytes)
         source = np.random.default_rng(0).integers(0, 255, (n, nbytes), dtype=np.uint8)
         out = np.empty_like(source)
@@ -105,7 +107,9 @@ def shared_memory(report: Report, client: Client) -> None:
             report.check("shm_put_64k", ratio_put, at_least=0.5)
 
 
-def fill_chains(client: Client, ns: Namespace, chains: int, length: int, nbytes: int) -> list[bytes]:
+def fill_chains(
+    client: Client, ns: Namespace, chains: int, length: int, nbytes: int
+) -> list[bytes]:
     data = np.zeros((length, nbytes), dtype=np.uint8)
     keys = [fresh_keys(length) for _ in range(chains)]
     for chain in keys:

@@ -39,6 +39,7 @@ from kvpool.errors import (
 from kvpool.segment import Segment
 from kvpool.transfer import scheme_of, transport_for
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits, Transport
+from kvpool.transfer.crew import Crew
 from kvpool.transfer.memory import Memory
 from kvpool.wire import (
     Ask,
@@ -154,23 +155,15 @@ class Jobs:
     def __init__(self, mover: Mover, control: Control) -> None:
         self._mover = mover
         self._control = control
-        self._queue: queue.SimpleQueue[tuple[int, PullBlocks | AskPeer, Stop, Deadline]] = (
-            queue.SimpleQueue()
-        )
+        self._crew = Crew("kvpool-pull", PULL_THREADS_MAX)
         self._lock = threading.Lock()
         self._stops: dict[int, Stop] = {}
-        self._threads = 0
 
     def add(self, request: int, order: PullBlocks | AskPeer) -> None:
-        """Main thread only."""
-        stop = Stop()
+        stop, deadline = Stop(), Deadline(order.deadline_s)
         with self._lock:
             self._stops[request] = stop
-            start = self._threads < min(len(self._stops), PULL_THREADS_MAX)
-            self._threads += start
-        self._queue.put((request, order, stop, Deadline(order.deadline_s)))
-        if start:
-            threading.Thread(target=self._work, name="kvpool-pull", daemon=True).start()
+        self._crew.submit(lambda: self._run(request, order, stop, deadline))
 
     def stop(self, request: int) -> None:
         with self._lock:
@@ -178,16 +171,16 @@ class Jobs:
         if stop is not None:
             stop.set()
 
-    def _work(self) -> NoReturn:
-        while True:
-            request, order, stop, deadline = self._queue.get()
-            try:
-                answer = self._mover.run_job(order, stop, deadline)
-            except KvpoolError as error:
-                answer = error_message(error)
-            with self._lock:
-                del self._stops[request]
-            self._control.send(answer, request)
+    def _run(
+        self, request: int, order: PullBlocks | AskPeer, stop: Stop, deadline: Deadline
+    ) -> None:
+        try:
+            answer = self._mover.run_job(order, stop, deadline)
+        except KvpoolError as error:
+            answer = error_message(error)
+        with self._lock:
+            del self._stops[request]
+        self._control.send(answer, request)
 
 
 class Mover:

@@ -6,7 +6,9 @@ that are present; both sides hand the kernel lists of slots, so nothing is copie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import queue
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from kvpool.errors import KvpoolError
@@ -20,6 +22,7 @@ from kvpool.transfer.base import (
     check_order,
 )
 from kvpool.transfer.connections import Connections
+from kvpool.transfer.crew import Crew
 from kvpool.transfer.fetching import Refused, ask, fetch
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.serving import Server
@@ -29,14 +32,22 @@ from kvpool.wire import AskPeer, PullBlocks, Pulled
 T = TypeVar("T")
 
 
+STREAMS = (
+    2  # connections of one pull: while one waits for the other side, the other one moves bytes
+)
+SPLIT_BYTES = 8 << 20  # from here on a second connection pays
+HELPERS_MAX = 16  # threads for second connections
+
+
 class TcpTransport:
-    """See `Transport`. Pulls run in the calling thread, each on a connection of its own."""
+    """See `Transport`. A pull runs in the calling thread, and a large one in a second thread as well."""
 
     def __init__(
         self, memory: Memory, source: Source, identity: Identity, limits: TransferLimits
     ) -> None:
-        self._memory = memory
-        self._limits = limits
+        self.memory = memory
+        self.limits = limits
+        self.helpers = Crew("kvpool-stream", HELPERS_MAX)
         self._connections = Connections(identity, limits)
         self._server = Server(memory, source, identity, limits)
 
@@ -44,30 +55,19 @@ class TcpTransport:
         return self._server.listen(url)
 
     def pull(self, order: PullBlocks, stop: Stop) -> Pulled:
-        outcome = Outcome(check_order(order, self._memory))
-        deadline = Deadline(order.deadline_s)
-        step = max(1, self._limits.fetch_bytes_max // order.nbytes)
-        try:
-            for first in range(0, len(outcome.status), step):
-                end = min(first + step, len(outcome.status))
-
-                def fetch_slice(stream: Stream, first: int = first, end: int = end) -> None:
-                    fetch(stream, order, first, end, self._memory, outcome, stop)
-
-                self._talk(order.url, deadline, stop, fetch_slice)
-        except KvpoolError as error:
-            return outcome.finish(error)
-        return outcome.finish()
+        outcome = Outcome(check_order(order, self.memory))
+        return _Pull(self, order, outcome, stop).run()
 
     def ask(self, question: AskPeer, stop: Stop) -> int:
         deadline = Deadline(question.deadline_s)
-        return self._talk(question.url, deadline, stop, lambda stream: ask(stream, question))
+        return self.talk(question.url, deadline, stop, lambda stream: ask(stream, question))
 
     def close(self) -> None:
         self._server.close()
         self._connections.close()
+        self.helpers.close()
 
-    def _talk(self, url: str, deadline: Deadline, stop: Stop, talk: Callable[[Stream], T]) -> T:
+    def talk(self, url: str, deadline: Deadline, stop: Stop, talk: Callable[[Stream], T]) -> T:
         """The result of `talk` over a connection to the peer. It may be called twice."""
         stream = self._connections.take_idle(url)
         if stream is not None:
@@ -103,3 +103,73 @@ class TcpTransport:
                 self._connections.give(url, stream)
             else:
                 stream.close()
+
+
+class _Pull:
+    """One pull: its slices, taken by one or more threads, each with a connection of its own."""
+
+    def __init__(
+        self, transport: TcpTransport, order: PullBlocks, outcome: Outcome, stop: Stop
+    ) -> None:
+        self._transport = transport
+        self._order = order
+        self._outcome = outcome
+        self._stop = stop
+        self._ours = Stop()  # set by `stop`, and when one thread fails: then the others give up too
+        self._deadline = Deadline(order.deadline_s)
+        self._slices = deque(self._cut())
+        self._error: KvpoolError | None = None
+
+    def _cut(self) -> Iterator[tuple[int, int]]:
+        count, nbytes = len(self._outcome.status), self._order.nbytes
+        size = self._transport.limits.fetch_bytes_max
+        if count * nbytes >= SPLIT_BYTES:
+            size = min(size, -(-count * nbytes // STREAMS))
+        step = max(1, -(-size // nbytes) if size < nbytes * count else count)
+        for first in range(0, count, step):
+            yield first, min(first + step, count)
+
+    def run(self) -> Pulled:
+        """Returns when all threads have finished with the rows."""
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def help_out() -> None:
+            self._work()
+            done.put(None)
+
+        try:
+            self._stop.register(self._ours.set)
+        except KvpoolError as error:
+            return self._outcome.finish(error)
+        wanted = min(STREAMS, len(self._slices)) - 1
+        helpers = sum(self._transport.helpers.try_now(help_out) for _ in range(wanted))
+        self._work()
+        for _ in range(helpers):
+            done.get()
+        self._stop.unregister(self._ours.set)
+        return self._outcome.finish(self._error)
+
+    def _work(self) -> None:
+        """Fetch slices until there are no more, or a thread has failed."""
+        try:
+            while not self._ours.is_set:
+                first, end = self._slices.popleft()
+                self._transport.talk(
+                    self._order.url,
+                    self._deadline,
+                    self._ours,
+                    lambda stream, first=first, end=end: fetch(  # type: ignore[misc]
+                        stream,
+                        self._order,
+                        first,
+                        end,
+                        self._transport.memory,
+                        self._outcome,
+                        self._ours,
+                    ),
+                )
+        except IndexError:
+            pass  # no slice left
+        except KvpoolError as error:
+            self._error = self._error or error
+            self._ours.set()

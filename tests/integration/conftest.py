@@ -37,10 +37,21 @@ def until(condition: Callable[[], Any], seconds: float = PATIENCE_S, what: str =
         time.sleep(0.005)
 
 
+@pytest.fixture(name="until")
+def until_fixture() -> Callable[..., Any]:
+    """`until(condition, seconds, what)`: the one way in which tests wait."""
+    return until
+
+
 def clean_environ(home: Path, **extra: str) -> dict[str, str]:
     """The environment without any setting of ours, and with a home of its own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
     return {**kept, "HOME": str(home), "XDG_RUNTIME_DIR": str(home), **extra}
+
+
+@pytest.fixture(name="clean_environ")
+def clean_environ_fixture() -> Callable[..., dict[str, str]]:
+    return clean_environ
 
 
 def children(pid: int) -> list[int]:
@@ -79,6 +90,7 @@ class Daemon:
                 env=clean_environ(folder, **environ),
             )
         self.ready = ""
+        self.stack = contextlib.ExitStack()
 
     def wait_ready(self) -> Self:
         """Wait for the line that says so."""
@@ -117,8 +129,26 @@ class Daemon:
         settings.setdefault("timeout_s", 10.0)
         return Client(self.socket, **settings)
 
+    def raw(self) -> "Raw":
+        """A raw connection, closed with the daemon."""
+        return self.stack.enter_context(Raw(self.socket))
+
+    def script(self, code: str) -> "Script":
+        """Code in another process, which ends at the latest with the daemon."""
+        return self.stack.enter_context(Script(self.socket, code))
+
+    def stats(self) -> dict[str, Any]:
+        with Client(self.socket, timeout_s=PATIENCE_S) as client:
+            return client.stats()
+
+    def space(self) -> dict[str, Any]:
+        """Of the default tenant."""
+        found: dict[str, Any] = self.stats()["tenants"]["default"]
+        return found
+
     def end(self) -> None:
         """Whatever state it is in."""
+        self.stack.close()
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self.signal(signal.SIGCONT)
@@ -129,6 +159,14 @@ class Daemon:
                 self.kill()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+    def family(self) -> list[int]:
+        """All its processes."""
+        return [self.pid, *children(self.pid)]
+
+    @staticmethod
+    def alive(pid: int) -> bool:
+        return alive(pid)
 
 
 Start = Callable[..., Daemon]
@@ -237,13 +275,6 @@ class Raw:
         return True
 
 
-@pytest.fixture
-def raw(daemon: Daemon) -> Iterator[Callable[[], Raw]]:
-    """Makes raw connections to the daemon."""
-    with contextlib.ExitStack() as stack:
-        yield lambda: stack.enter_context(Raw(daemon.socket))
-
-
 class Script:
     """Python code in a process of its own, which tells the test what it does line by line.
 
@@ -288,6 +319,9 @@ def block(number): return bytes([number % 251]) * 4096
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
 
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -295,29 +329,16 @@ def block(number): return bytes([number % 251]) * 4096
     def end(self) -> int:
         """Close its input and wait."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.process.send_signal(signal.SIGCONT)
-        status = self.process.wait(START_S)
-        self.process.stdout.close()
-        return status
+        return self.process.wait(START_S)
 
+    def __enter__(self) -> Self:
+        return self
 
-@pytest.fixture
-def script(daemon: Daemon) -> Iterator[Callable[[str], Script]]:
-    """Runs code in other processes, against the daemon."""
-    scripts: list[Script] = []
-
-    def begin(code: str) -> Script:
-        scripts.append(Script(daemon.socket, code))
-        return scripts[-1]
-
-    yield begin
-    for one in scripts:
-        if one.process.poll() is None:
-            one.kill()
-        for pipe in (one.process.stdin, one.process.stdout):
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()

@@ -91,8 +91,10 @@ class Daemon:
 
 
 @contextmanager
-def run_daemon(folder: Path, memory: str = "128MiB") -> Iterator[Daemon]:
-    path = str(folder / "s")
+def run_daemon(
+    folder: Path, memory: str = "128MiB", socket: str | None = None
+) -> Iterator[Daemon]:
+    path = socket or str(folder / "s")
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "kvpool.cli", "serve", "--socket", path),
@@ -159,7 +161,9 @@ class Engine:
         assert self.llm.reset_prefix_cache()
 
     def metric(self, name: str) -> float:
-        found = [metric for metric in self.llm.get_metrics() if metric.name == f"vllm:kvpool_{name}"]
+        found = [
+            metric for metric in self.llm.get_metrics() if metric.name == f"vllm:kvpool_{name}"
+        ]
         assert len(found) == 1, name
         return float(found[0].value)
 
@@ -172,7 +176,10 @@ class Engine:
 
 @contextmanager
 def run_engine(
-    model: Path, daemon: Daemon | str | None = None, extra: dict[str, Any] | None = None, **options: Any
+    model: Path,
+    daemon: Daemon | str | None = None,
+    extra: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[Engine]:
     """An engine; with a connector when a daemon (or the path of its socket) is given."""
     if daemon is not None:
@@ -220,6 +227,20 @@ def zeroed_store(engine: Engine) -> Iterator[None]:
         yield
     finally:
         client.acquire = acquire
+
+
+def fail_loads(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> list[tuple[Any, ...]]:
+    """Make every load of the engine fail; gives the list that the tries go into."""
+    tries: list[tuple[Any, ...]] = []
+
+    def fail(*arguments: Any) -> None:
+        tries.append(arguments)
+        raise error
+
+    monkeypatch.setattr(engine.worker, "_copy_in", fail)
+    return tries
 
 
 @pytest.fixture(scope="session")

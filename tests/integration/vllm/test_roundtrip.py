@@ -63,7 +63,12 @@ def test_a_fresh_engine_loads_what_another_saved(
 
 
 def test_generated_blocks_are_there_for_the_next_turn(
-    kit: Any, llama: Path, daemon: Any, saved: list[list[int]], asked: list[list[int]], oracle: Oracle
+    kit: Any,
+    llama: Path,
+    daemon: Any,
+    saved: list[list[int]],
+    asked: list[list[int]],
+    oracle: Oracle,
 ) -> None:
     turn = [before + said for before, said in zip(asked, saved, strict=True)]
     longer = [each + kit.TINY.prompt(900 + i, 40) for i, each in enumerate(turn)]

@@ -262,6 +262,17 @@ class NodeMachine(RuleBasedStateMachine):
                     self.node.namespace(self.tenants[other], found.number)
         return found
 
+    def aim(
+        self, data: st.DataObject, tenant: str, name: bytes, keys: list[bytes]
+    ) -> tuple[bytes, list[bytes]]:
+        """More often than not something that is there, since most of what could be there is not."""
+        here = sorted(where[1:] for where in self.blocks if where[0] == tenant)
+        if here and data.draw(st.sampled_from([False, True, True]), "aimed"):
+            name, _, key = data.draw(st.sampled_from(here), "at")
+            start, stop = (0, 8) if KEYS.index(key) < 8 else (8, len(KEYS))
+            keys = KEYS[start : data.draw(st.integers(KEYS.index(key) + 1, stop), "end")]
+        return name, keys
+
     def observed(self) -> set[tuple[str, bytes, int, bytes]]:
         found = set()
         packed = b"".join(KEYS)
@@ -556,6 +567,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(name=namespaces, data=st.data(), tenant=tenants, keys=chains)
     def match(self, data: st.DataObject, name: bytes, tenant: str, keys: list[bytes]) -> None:
+        name, keys = self.aim(data, tenant, name, keys)
         namespace = self.namespace(tenant, name)
         parts = self.some_parts(data, name)
         expected = present_prefix(
@@ -573,6 +585,7 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(name=namespaces, data=st.data(), keys=chains, seconds=st.sampled_from([0.5, 5.0, 99.0]))
     def acquire(self, data: st.DataObject, name: bytes, keys: list[bytes], seconds: float) -> None:
         client = self.client(data)
+        name, keys = self.aim(data, client.tenant, name, keys)
         namespace = self.namespace(client.tenant, name)
         parts = self.some_parts(data, name)
         used = parts or list(range(len(NAMESPACES[name])))
@@ -614,6 +627,7 @@ class NodeMachine(RuleBasedStateMachine):
         client = self.client(data)
         if self.at_limit(client):
             return
+        name, keys = self.aim(data, client.tenant, name, keys)
         namespace = self.namespace(client.tenant, name)
         part = data.draw(st.integers(0, len(namespace.parts) - 1), "part")
         lease = self.node.acquire(
@@ -752,9 +766,16 @@ class NodeMachine(RuleBasedStateMachine):
             self.totals["dropped"] += 1
 
     @rule(
-        name=namespaces, tenant=tenants, keys=chains, kind=st.sampled_from(["none", "soft", "hard"])
+        data=st.data(),
+        name=namespaces,
+        tenant=tenants,
+        keys=chains,
+        kind=st.sampled_from(["none", "soft", "hard"]),
     )
-    def pin(self, name: bytes, tenant: str, keys: list[bytes], kind: str) -> None:
+    def pin(
+        self, data: st.DataObject, name: bytes, tenant: str, keys: list[bytes], kind: str
+    ) -> None:
+        name, keys = self.aim(data, tenant, name, keys)
         namespace = self.namespace(tenant, name)
         chosen = {
             copy: None

@@ -1,0 +1,256 @@
+"""Starting, refusing to start, stopping, dying: `kvpool serve` as an operator meets it."""
+
+import os
+import resource
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpool.client import Client
+from kvpool.types import NamespaceRecord
+
+MIB = 1 << 20
+RECORD = NamespaceRecord.simple("life", block_bytes=4096, block_tokens=16)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def test_it_says_that_it_is_ready_and_where(daemon):
+    assert "32 MiB" in daemon.ready
+    assert daemon.socket in daemon.ready
+    assert daemon.ready.count("\n") == 1
+
+
+def test_it_needs_no_configuration_at_all(start, folder, clean_environ):
+    environ = clean_environ(folder)
+    # All but the memory: a quarter of what is free is not a test's to take.
+    environ["KVPOOL_MEMORY"] = "16MiB"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvpool.cli", "serve"],
+        stdout=subprocess.PIPE,
+        env=environ,
+        text=True,
+    )
+    try:
+        line = process.stdout.readline()
+        path = folder / "kvpool" / "kvpool.sock"
+        assert f"socket {path}" in line
+        with Client(str(path), connect=True) as client:
+            ns = client.open(RECORD)
+            assert client.put(ns, [key(1)], b"x" * 4096) == 1
+            assert client.get(ns, [key(1)]) == [b"x" * 4096]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        status = subprocess.run(
+            [sys.executable, "-m", "kvpool.cli", "status"],
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "16 MiB" in status.stdout.replace("16.0", "16")
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_clean_end(daemon, client, until, number):
+    ns = client.open(RECORD)
+    client.put(ns, [key(1)], b"x" * 4096)
+    family = daemon.family()
+    assert len(family) > 1, "a daemon has movers"
+    daemon.signal(number)
+    assert daemon.wait_end() == 0
+    assert not Path(daemon.socket).exists()
+    until(lambda: not any(daemon.alive(pid) for pid in family), what="a process is left")
+    assert daemon.stderr == "", "not a word, warnings of descriptors left open included"
+    assert client.match(ns, [key(1)]) == 0
+
+
+def test_clean_end_with_connections_in_every_state(daemon):
+    silent = daemon.raw()
+    half = daemon.raw()
+    half.sock.sendall(b"\x10\x00")
+    met = daemon.raw()
+    met.hello()
+    met.sock.sendall(b"\x10\x00\x00\x00\x01")
+    assert daemon.stop() == 0
+    assert daemon.stderr == ""
+    assert silent.ended()
+    assert half.ended()
+    assert met.ended()
+
+
+def test_end_when_somebody_has_removed_the_socket(daemon):
+    Path(daemon.socket).unlink()
+    assert daemon.stop() == 0
+    assert daemon.stderr == ""
+
+
+def test_movers_end_with_a_killed_daemon(daemon, until):
+    family = daemon.family()
+    daemon.kill()
+    until(lambda: not any(daemon.alive(pid) for pid in family), what="a mover is left")
+
+
+def test_a_second_daemon_on_the_socket_is_refused(daemon, start, client):
+    ns = client.open(RECORD)
+    client.put(ns, [key(1)], b"x" * 4096)
+    second = start("--socket", daemon.socket, ready=False, name="second")
+    assert second.wait_end() == 1
+    assert second.stderr.startswith("kvpool: another kvpool daemon")
+    assert str(daemon.pid) in second.stderr
+    assert daemon.socket in second.stderr
+    assert second.stderr.count("\n") == 1
+    assert client.match(ns, [key(1)]) == 1, "the first one goes on"
+
+
+def test_a_second_daemon_on_the_data_directory_is_refused(start, folder):
+    data = str(folder / "data")
+    first = start("--data-dir", data)
+    second = start("--data-dir", data, ready=False, name="second")
+    assert second.wait_end() == 1
+    assert "data directory" in second.stderr
+    assert str(first.pid) in second.stderr
+    assert second.stderr.count("\n") == 1
+    assert not Path(second.socket).exists()
+    assert first.stop() == 0
+    start("--data-dir", data, name="third")
+
+
+def test_the_socket_of_a_killed_daemon_is_taken_over(daemon, start):
+    daemon.kill()
+    assert Path(daemon.socket).exists()
+    second = start("--socket", daemon.socket, name="second")
+    with Client(daemon.socket, connect=True) as client:
+        assert client.incarnation
+    assert second.stop() == 0
+
+
+def test_a_plain_file_in_the_socket_s_place_is_left_alone(start, folder):
+    (folder / "node").mkdir()
+    file = folder / "node" / "kvpool.sock"
+    file.write_text("precious")
+    daemon = start(ready=False)
+    assert daemon.wait_end() == 1
+    assert str(file) in daemon.stderr
+    assert daemon.stderr.count("\n") == 1
+    assert file.read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be_made(start, folder):
+    (folder / "file").write_text("")
+    daemon = start("--socket", str(folder / "file" / "kvpool.sock"), ready=False)
+    assert daemon.wait_end() == 1
+    assert "cannot use the socket path" in daemon.stderr
+    assert daemon.stderr.count("\n") == 1
+
+
+def test_a_segment_larger_than_memory(daemon, client, start):
+    second = start("--memory", "1024TiB", ready=False, name="second")
+    assert second.wait_end() == 1
+    assert "does not fit" in second.stderr
+    assert "--memory" in second.stderr
+    assert second.stderr.count("\n") == 1
+    ns = client.open(RECORD)
+    assert client.put(ns, [key(1)], b"x" * 4096) == 1, "a running daemon goes on"
+
+
+def test_no_room_in_the_memory_file_system(daemon, client, folder, clean_environ):
+    """For real: a limit on file sizes is one way in which the kernel says no."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 * MIB, 16 * MIB))
+
+    second = subprocess.run(
+        [sys.executable, "-m", "kvpool.cli", "serve", "--memory", "64MiB"],
+        preexec_fn=limit,
+        env=clean_environ(folder),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    assert second.returncode == 1
+    assert "no room for a DRAM segment of 64 MiB" in second.stderr
+    assert "--memory" in second.stderr
+    assert second.stderr.count("\n") == 1
+    assert client.put(client.open(RECORD), [key(1)], b"x" * 4096) == 1
+
+
+@pytest.mark.parametrize("memory", ["0", "-1", "many", "150%", "1000"])
+def test_memory_that_makes_no_sense(start, memory):
+    daemon = start(f"--memory={memory}", "--memory", memory, ready=False)
+    assert daemon.wait_end() == 1
+    assert daemon.stderr.startswith("kvpool: ")
+    assert daemon.stderr.count("\n") == 1
+
+
+def test_a_mover_that_dies_is_replaced(daemon, client, until):
+    [mover] = daemon.family()[1:]
+    os.kill(mover, signal.SIGKILL)
+    until(lambda: [m["alive"] and m["pid"] != mover for m in client.stats()["movers"]] == [True])
+    assert client.put(client.open(RECORD), [key(1)], b"x" * 4096) == 1
+
+
+def test_idle_costs(daemon, client, until):
+    """Under 1 % of a core, and under 120 MB besides the segments."""
+    ns = client.open(RECORD)
+    client.put(ns, [key(n) for n in range(256)], os.urandom(256 * 4096))
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def seconds_used() -> float:
+        total = 0
+        for pid in daemon.family():
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += int(words[11]) + int(words[12])
+        return total / ticks
+
+    def share() -> float:
+        begin, used = time.monotonic(), seconds_used()
+        time.sleep(3.0)  # the thing that is measured
+        return (seconds_used() - used) / (time.monotonic() - begin)
+
+    assert min(share() for _ in range(2)) < 0.01
+
+    private = 0
+    for pid in daemon.family():
+        fields = {}
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+            name, value, *_ = line.split()
+            fields[name.rstrip(":")] = int(value) * 1024
+        private += fields["Rss"]
+        # The segment is counted as shared memory of whoever has touched it.
+        status = Path(f"/proc/{pid}/status").read_text()
+        shmem = next(line for line in status.splitlines() if line.startswith("RssShmem:"))
+        private -= int(shmem.split()[1]) * 1024
+    assert private < 120_000_000
+
+
+def test_clients_cannot_exhaust_descriptors_unnoticed(start):
+    """More connections than `clients_max`: a clear refusal, and the others go on."""
+    daemon = start(config='memory = "16MiB"\nclients_max = 4\n')
+    held = [daemon.raw() for _ in range(4)]
+    for one in held:
+        one.hello()
+    extra = daemon.raw()
+    assert "clients_max" in extra.receive()[1].message
+    assert extra.ended()
+    with daemon.client(timeout_s=1.0) as client:
+        ns = client.open(RECORD)
+        assert client.match(ns, [key(1)]) == 0, "a daemon that takes no more is a miss"
+    held[0].sock.shutdown(socket.SHUT_RDWR)
+    assert held[0].ended()
+    stats = daemon.stats()
+    assert stats["connections"] <= 4
+    assert stats["refused_connections"] >= 2

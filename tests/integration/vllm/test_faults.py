@@ -1,0 +1,176 @@
+"""What goes wrong while an engine loads. One engine for each way of loading, its own cache emptied."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.engine_plugins.vllm.layout import HostPages
+from kvpool.errors import LeaseLost
+
+Oracle = Callable[..., list[list[int]]]
+LEASE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def asked(kit: Any) -> list[list[int]]:
+    return kit.prompts(3)
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle, asked: list[list[int]]) -> list[list[int]]:
+    return oracle("llama", asked)
+
+
+@pytest.fixture(scope="module", params=["async", "sync"])
+def shared(
+    kit: Any,
+    llama: Path,
+    daemon: Any,
+    expected: list[list[int]],
+    asked: list[list[int]],
+    request: pytest.FixtureRequest,
+) -> Iterator[Any]:
+    extra = {"load_mode": request.param, "lease_s": LEASE_S}
+    with kit.run_engine(llama, daemon, extra) as engine:
+        engine.mode = request.param
+        assert [output.tokens for output in engine.generate(asked)] == expected
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: Any, daemon: Any) -> Iterator[Any]:
+    """The engine with the prompts' blocks in the pool only; afterwards it must hold nothing."""
+    shared.forget()
+    yield shared
+    shared.assert_nothing_held(daemon)
+
+
+def test_a_load_that_always_fails_is_tried_once_a_request(
+    kit: Any,
+    engine: Any,
+    asked: list[list[int]],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries = kit.fail_loads(engine, monkeypatch, LeaseLost("made to fail"))
+    outputs = engine.generate(asked)
+    assert [output.tokens for output in outputs] == expected
+    assert len(tries) == len(asked)
+
+
+def test_a_reader_that_outlives_its_lease_uses_nothing(
+    engine: Any, asked: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops between two copies until its lease is over, as if it had been suspended."""
+    copy = HostPages.from_slots
+    stopped = []
+
+    def stop(pages: HostPages, slots: Any, rows: Any, blocks: Any) -> None:
+        copy(pages, slots, rows, blocks)
+        if not stopped:
+            stopped.append(len(rows))
+            time.sleep(LEASE_S)
+        # What the slots hold by now is not the request's.
+        for layer in pages._layers:
+            layer[blocks] = 0
+
+    before = engine.metric("failed_loads")
+    monkeypatch.setattr(HostPages, "from_slots", stop)
+    outputs = engine.generate(asked[:1])
+    assert outputs[0].tokens == expected[0]
+    assert stopped
+    assert engine.metric("failed_loads") == before + 1
+
+
+def test_an_abort_while_blocks_are_loaded(
+    kit: Any, engine: Any, asked: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine.mode == "sync":
+        pytest.skip("a synchronous load ends within its step")
+    from vllm import SamplingParams, TokensPrompt
+
+    begun, go_on = threading.Event(), threading.Event()
+    copy = HostPages.from_slots
+
+    def wait(*arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        copy(*arguments)
+
+    monkeypatch.setattr(HostPages, "from_slots", wait)
+    core = engine.llm.llm_engine
+    core.add_request(
+        "aborted",
+        TokensPrompt(prompt_token_ids=asked[0]),
+        SamplingParams(max_tokens=4, temperature=0),
+    )
+    while not begun.is_set():
+        core.step()
+    core.abort_request(["aborted"])
+    for _ in range(3):
+        core.step()
+    # The copy may still write into the blocks: they are not given to anybody.
+    assert engine.pool.get_num_free_blocks() < engine.idle_free
+    go_on.set()
+    engine.drain()
+    monkeypatch.undo()
+    assert engine.pool.get_num_free_blocks() == engine.idle_free
+    outputs = engine.generate(asked)
+    assert [output.tokens for output in outputs] == expected
+    assert [output.cached > 0 for output in outputs] == [True] * 3
+
+
+def test_an_abort_before_allocation_releases_the_lease(
+    engine: Any, daemon: Any, asked: list[list[int]]
+) -> None:
+    """Blocks for one prompt only: the other waits with its lease until it is aborted."""
+    from vllm import SamplingParams, TokensPrompt
+
+    core = engine.llm.llm_engine
+    held = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks() - 4)
+    core.add_request(
+        "waits",
+        TokensPrompt(prompt_token_ids=asked[0]),
+        SamplingParams(max_tokens=4, temperature=0),
+    )
+    before = engine.connector._scheduler.counters
+    looked_up = []
+    add = before.add
+
+    def count(**amounts: float) -> None:
+        looked_up.append(amounts.get("lookups", 0))
+        add(**amounts)
+
+    before.add = count
+    for _ in range(20):
+        core.step()
+    before.add = add
+    assert sum(looked_up) == 1
+    assert daemon.leases() == 1
+    core.abort_request(["waits"])
+    engine.pool.free_blocks(held)
+    core.step()
+    assert daemon.leases() == 0
+
+
+def test_a_reset_hides_what_was_saved(
+    engine: Any, daemon: Any, asked: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Last, since it moves the engine to an epoch of its own."""
+    engine.drain()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    committed = daemon.counters()["committed"]
+    outputs = engine.generate(asked)
+    assert [output.tokens for output in outputs] == expected
+    assert [output.cached for output in outputs] == [0, 0, 0]
+    engine.forget()
+    assert daemon.counters()["committed"] > committed
+    outputs = engine.generate(asked)
+    assert [output.tokens for output in outputs] == expected
+    assert all(output.cached for output in outputs)
