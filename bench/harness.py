@@ -126,8 +126,11 @@ def daemon(folder: Path, name: str, memory: str, *flags: str) -> Iterator[Daemon
     socket_path = str(folder / f"{name}.sock")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVPOOL_")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvpool.cli", "serve", "--socket", socket_path]
-        + ["--memory", memory, "--node", name, *flags],
+        [
+            *(sys.executable, "-m", "kvpool.cli", "serve"),
+            *("--socket", socket_path, "--memory", memory, "--node", name),
+            *flags,
+        ],
         stdout=subprocess.PIPE,
         text=True,
         cwd=REPO,

@@ -78,7 +78,7 @@ def shared_memory(report: Report, client: Client) -> None:
         for number in range(rounds + 3):
             keys = fresh_keys(n)
             first = seconds(lambda: table.__setitem__(rows, source)) if number % 2 else None
-            taken = seconds(lambda: client.put(ns, keys, source))  # noqa: B023  (called at once)
+            taken = seconds(lambda: client.put(ns, keys, source))
             with client.acquire(ns, keys) as lease:
                 rows = lease.slots[0].rows.copy()
             last = None if number % 2 else seconds(lambda: table.__setitem__(rows, source))
@@ -125,7 +125,7 @@ def lookups(report: Report, client: Client) -> None:
     rounds = 4000 if report.quick else 20_000
     order = np.random.default_rng(1).integers(0, len(chains), rounds + 200).tolist()
     for name, call in (("match", client.match), ("contains", client.contains)):
-        times = [seconds(lambda: call(ns, chains[index])) for index in order][200:]  # noqa: B023
+        times = [seconds(lambda: call(ns, chains[index])) for index in order][200:]
         keys_s = 128 * len(times) / sum(times)
         p50, p99 = percentile(times, 0.5) * 1e6, percentile(times, 0.99) * 1e6
         report.row(name, keys_s=keys_s, p50_us=p50, p99_us=p99)
@@ -222,7 +222,7 @@ def lookups_under_pulls(report: Report, owner: Client, puller: Client, sockets: 
     """The p99 of `match` at both daemons while bulk pulls run between them, over that of idle ones."""
     print("match while pulls run")
     n, nbytes = 32, 1 << 20
-    there, here = (open_namespace(c, "bulk", nbytes) for c in (owner, puller))
+    there = open_namespace(owner, "bulk", nbytes)
     keys = fresh_keys(n)
     owner.put(there, keys, np.zeros((n, nbytes), dtype=np.uint8))
     chains = {}
@@ -247,7 +247,7 @@ def lookups_under_pulls(report: Report, owner: Client, puller: Client, sockets: 
                 load.stdout.readline()
             for client in (owner, puller):
                 ns, known = chains[client]
-                times = [seconds(lambda: client.match(ns, known[i % 100])) for i in range(calls)]  # noqa: B023
+                times = [seconds(lambda: client.match(ns, known[i % 100])) for i in range(calls)]
                 p99.setdefault((busy, client), []).append(percentile(times, 0.99))
             if load is not None:
                 counted, _ = load.communicate("stop\n", timeout=60)

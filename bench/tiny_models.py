@@ -60,6 +60,7 @@ def _model(kind: str) -> Any:
                 num_key_value_heads=2,
                 head_dim=64,
                 sliding_window=64,
+                query_pre_attn_scalar=16,
                 layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
                 max_position_embeddings=MAX_POSITIONS,
                 dtype="bfloat16",
@@ -71,8 +72,9 @@ def _model(kind: str) -> Any:
 def _save_model(model: Any, out: Path) -> None:
     import torch
 
-    # Gemma multiplies embeddings by the root of the hidden size, and would drown attention in them.
-    embedding_std = EMBEDDING_STD / (16 if model.config.model_type.startswith("gemma") else 1)
+    # Gemma multiplies embeddings by the root of the hidden size, ties the output to them and
+    # normalises what each layer adds: larger ones would only ever repeat the last token.
+    embedding_std = 0.02 if model.config.model_type.startswith("gemma") else EMBEDDING_STD
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             attention = "q_proj" in name or "k_proj" in name

@@ -46,6 +46,7 @@ from kvpool.errors import (
     LimitExceeded,
     ProtocolError,
     Unavailable,
+    UnknownReservation,
 )
 from kvpool.segment import Segment
 from kvpool.types import DEFAULT_TENANT, KEY_BYTES, Keys, Namespace, NamespaceRecord, pack_keys
@@ -73,6 +74,7 @@ class _Daemon:
         self.segment = Segment.attach(fd, welcome.segment_bytes)
         self.numbers: dict[bytes, int] = {}
         self.stashes: dict[tuple[bytes, int], _Stash] = {}
+        self.grants = _Grants()
         self._bytes: Rows2D | None = None
         self._tables: dict[int, Rows2D] = {}
         self._lock = threading.Lock()
@@ -104,6 +106,8 @@ class _Stash:
 
     def take(self, n: int) -> list[int]:
         """Up to n of them."""
+        if n <= 0:
+            return []
         with self._lock:
             taken = self._rows[-n:]
             del self._rows[-n:]
@@ -117,6 +121,48 @@ class _Stash:
     def put_back(self, rows: list[int]) -> None:
         with self._lock:
             self._rows += rows
+
+
+class _Grants:
+    """Whether client and daemon agree about which slots are granted. Thread-safe.
+
+    They do not when an exchange failed: slots may have been granted in an answer that nobody heard, and
+    those that were to be stored may have come back and be granted again. So none of them can be named
+    safely. Nobody uses granted slots then until those who still do have ended, and one has told the
+    daemon, and heard from it, that all grants are void.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+        self.doubtful = False
+
+    def begin(self) -> bool:
+        """Whether granted slots may be used, or settled; if so, `end` has to follow."""
+        with self.lock:
+            if self.doubtful and self.users:
+                return False
+            self.users += 1
+            return True
+
+    def begin_last(self) -> bool:
+        """Whether nobody uses granted slots; if so, nobody will any more."""
+        with self.lock:
+            if self.users:
+                return False
+            self.users += 1
+            self.doubtful = True
+            return True
+
+    def end(self) -> None:
+        with self.lock:
+            self.users -= 1
+
+
+def _refused(error: BaseException) -> bool:
+    """Whether the daemon has answered that it leaves everything as it was."""
+    doubt = (Unavailable, ProtocolError, UnknownReservation)
+    return isinstance(error, KvpoolError) and not isinstance(error, doubt)
 
 
 class _Connection:
@@ -400,15 +446,13 @@ class Client:
     def close(self) -> None:
         """Close the connections. Leases and reservations that are open stay so until this process ends."""
         daemon = self._daemon
-        if daemon is not None and daemon.stashes and self._idle:
-            for stash in daemon.stashes.values():
-                back = wire.GiveBack(stash.stride, wire.pack_rows(stash.take(len(stash))))
-                self._orphans.append((daemon.incarnation, back))
+        if daemon is not None and daemon.stashes and self._idle and daemon.grants.begin_last():
             try:
-                with self._request():
-                    pass  # taking a connection tells of them
-            except Unavailable:
-                pass
+                with self._request() as connection:
+                    if connection.daemon is daemon:
+                        connection.tell(wire.GiveBack(0, b""))
+            except KvpoolError:
+                pass  # they come back with the end of this process
         self._closed = True
         with self._lock:
             self._close_idle()
@@ -682,50 +726,75 @@ class Client:
         For small puts an exchange costs as much as the copy. So these copy without asking what is
         there already; a block that is, costs its copy and nothing else.
         """
-        n = source.n
         with self._request() as connection:
-            number = connection.daemon.numbers.get(ns.digest)
-            if number is None:
-                number = self._number(connection, ns)
-            stash = connection.daemon.stashes.get((ns.digest, part))
-            rows = stash.take(n) if stash is not None else []
-            if len(rows) < n:
-                answer = connection.ask(wire.Grant(number, part, n - len(rows)), self.timeout_s)
-                if stash is None:
-                    stash = _Stash(answer.stride)
-                    stash = connection.daemon.stashes.setdefault((ns.digest, part), stash)
-                stash.add(answer.rows)
-                rows += stash.take(n - len(rows))
-                if len(rows) < n:
-                    stash.put_back(rows)
-                    return None
-            assert stash is not None
+            grants = connection.daemon.grants
+            if not grants.begin():
+                return None
             try:
-                where = np.array(rows, dtype=np.int64)
-                table = connection.daemon.table(stash.stride)
-                if source.total >= HASH_IN_THREAD_BYTES:
-                    hashing = self._hash_later(source, range(n))
-                    source.write(np.arange(n), table, where, connection.daemon.segment.fd)
-                    checksums = hashing.result()
-                else:
-                    source.write(np.arange(n), table, where, connection.daemon.segment.fd)
-                    checksums = source.checksums(range(n))
-                packed_rows = wire.pack_rows(rows)
-                answer = connection.ask(
-                    wire.Store(number, part, packed_rows, packed, checksums, n, parent or b""),
-                    self.timeout_s,
-                )
-            except BaseException:
-                # Stored or not, nobody writes to them any more; the daemon knows which are which.
-                back = wire.GiveBack(stash.stride, wire.pack_rows(rows))
-                self._orphans.append((connection.daemon.incarnation, back))
+                if grants.doubtful:
+                    connection.ask(wire.GiveBack(0, b""), self.timeout_s)
+                    for known in connection.daemon.stashes.values():
+                        known.take(len(known))
+                    grants.doubtful = False
+                return self._store(connection, ns, packed, source, part, parent)
+            except BaseException as error:
+                if not _refused(error):
+                    grants.doubtful = True
                 raise
-            stash.add(answer.unused)
-            stash.add(answer.fresh)
-            if len(stash) > 2 * n:
-                spare = wire.pack_rows(stash.take(len(stash) - 2 * n))
-                connection.tell(wire.GiveBack(stash.stride, spare))
-            return int(answer.new)
+            finally:
+                grants.end()
+
+    def _store(
+        self,
+        connection: _Connection,
+        ns: Namespace,
+        packed: bytes,
+        source: Source,
+        part: int,
+        parent: bytes | None,
+    ) -> int | None:
+        n = source.n
+        number = connection.daemon.numbers.get(ns.digest)
+        if number is None:
+            number = self._number(connection, ns)
+        stash = connection.daemon.stashes.get((ns.digest, part))
+        rows = stash.take(n) if stash is not None else []
+        if len(rows) < n:
+            answer = connection.ask(wire.Grant(number, part, n - len(rows)), self.timeout_s)
+            if stash is None:
+                stash = _Stash(answer.stride)
+                stash = connection.daemon.stashes.setdefault((ns.digest, part), stash)
+            stash.add(answer.rows)
+            rows += stash.take(n - len(rows))
+            if len(rows) < n:
+                stash.put_back(rows)
+                return None
+        assert stash is not None
+        try:
+            where = np.array(rows, dtype=np.int64)
+            table = connection.daemon.table(stash.stride)
+            if source.total >= HASH_IN_THREAD_BYTES:
+                hashing = self._hash_later(source, range(n))
+                source.write(np.arange(n), table, where, connection.daemon.segment.fd)
+                checksums = hashing.result()
+            else:
+                source.write(np.arange(n), table, where, connection.daemon.segment.fd)
+                checksums = source.checksums(range(n))
+            packed_rows = wire.pack_rows(rows)
+            answer = connection.ask(
+                wire.Store(number, part, packed_rows, packed, checksums, n, parent or b""),
+                self.timeout_s,
+            )
+        except KvpoolError as error:
+            if _refused(error):
+                stash.put_back(rows)
+            raise
+        stash.add(answer.unused)
+        stash.add(answer.fresh)
+        if len(stash) > 2 * n:
+            spare = wire.pack_rows(stash.take(len(stash) - 2 * n))
+            connection.tell(wire.GiveBack(stash.stride, spare))
+        return int(answer.new)
 
     def remove(self, ns: Namespace, keys: Keys) -> int:
         """Forget blocks, all their parts; how many were there. Readers under a lease finish."""
@@ -839,8 +908,6 @@ class Client:
     def _commit(self, connection: _Connection, reservation: Reservation, checksums: bytes) -> int:
         message = wire.Commit(reservation._ticket, checksums)
         if connection.daemon is not reservation._daemon:
-            from kvpool.errors import UnknownReservation
-
             reservation._settled = True
             raise UnknownReservation(
                 "the daemon that gave these slots is gone; put the blocks again"
@@ -1002,9 +1069,9 @@ class Client:
                 sock.sendall(wire.encode(hello, 1))
             except BrokenPipeError:
                 pass  # turned away at the door; the reason is there to be read
-            data, fds, _, _ = socket.recv_fds(
-                sock, wire.HELLO_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC
-            )
+            data, fds, _, _ = socket.recv_fds(sock, wire.HELLO_BYTES_MAX, 1)
+            for fd in fds:
+                os.set_inheritable(fd, False)  # `recv_fds` drops the flag that would do it
         except OSError as error:
             sock.close()
             with self._lock:

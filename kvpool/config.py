@@ -134,6 +134,17 @@ def _whole(value: object, name: str, least: int, most: int) -> int:
     return number
 
 
+def _mode(value: object, name: str) -> int:
+    """Permissions. A text is octal, as `chmod` takes it; a number is what TOML's 0o660 gives."""
+    try:
+        mode = int(value, 8) if isinstance(value, str) else value
+    except ValueError:
+        mode = None
+    if not isinstance(mode, int) or isinstance(mode, bool) or not 0 <= mode <= 0o777:
+        raise ConfigError(f'{name} = {value!r}: octal permissions such as 0o660 (a text: "660")')
+    return mode
+
+
 def _seconds(value: object, name: str) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
@@ -203,7 +214,7 @@ def _tenants(value: object, name: str) -> tuple[TenantConfig, ...]:
 
 _PARSERS: dict[str, Any] = {
     "socket": _socket,
-    "socket_mode": lambda value, name: _whole(value, name, 0, 0o777),
+    "socket_mode": _mode,
     "memory": parse_size,
     "policy": _text,
     "listen": _urls,

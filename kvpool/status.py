@@ -166,7 +166,7 @@ def _counters(counters: Mapping[str, int]) -> Table:
         words = []
         for at, (key, unit) in enumerate(entries):
             value = counters.get(key, 0)
-            if value or at == 0:
+            if value or at == 0 or key == "match_keys":
                 number = size_text(value) if key.endswith("_bytes") else f"{value:,}"
                 words.append(f"{number} {unit}".rstrip())
         text = ", ".join(words).replace(" of, ", " of ")

@@ -279,7 +279,10 @@ class Stored(Message, tag=28):
 
 
 class GiveBack(Message, tag=29):
-    """Granted slots that nobody writes to any more, and that are not needed."""
+    """Granted slots that nobody writes to any more, and that are not needed.
+
+    `stride` 0: all that this client was ever granted, also what it has not heard of.
+    """
 
     stride: int
     rows: bytes

@@ -40,15 +40,43 @@ def free_memory_bytes() -> int:
 
 
 def _cgroup_free_bytes(otherwise: int) -> int:
-    """What the control group (v2) still allows; `otherwise` where there is no limit to read."""
+    """What the control groups (v2) still allow; `otherwise` where there is no limit to read."""
     try:
         group = Path("/proc/self/cgroup").read_text().strip().rsplit("::", 1)[-1]
-        base = Path("/sys/fs/cgroup") / group.lstrip("/")
-        limit = (base / "memory.max").read_text().strip()
-        used = int((base / "memory.current").read_text())
+    except OSError:
+        return otherwise
+    root = Path("/sys/fs/cgroup")
+    folder = root / group.lstrip("/")
+    free = otherwise
+    while folder.is_relative_to(root):  # the root group has no limit
+        free = min(free, _group_free_bytes(folder, otherwise))
+        folder = folder.parent
+    return free
+
+
+def _group_free_bytes(folder: Path, otherwise: int) -> int:
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return otherwise
+        left = int(limit) - int((folder / "memory.current").read_text())
     except (OSError, ValueError):
         return otherwise
-    return otherwise if limit == "max" else max(0, int(limit) - used)
+    # Cached pages of files count as used, though the kernel drops them when memory is asked for: after
+    # a model's weights were read they are most of it.
+    return max(0, left + _cached_file_bytes(folder))
+
+
+def _cached_file_bytes(folder: Path) -> int:
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+        return sum(
+            int(line.split()[1])
+            for line in lines
+            if line.startswith(("inactive_file ", "active_file "))
+        )
+    except (OSError, ValueError):
+        return 0
 
 
 class DramSegment(Segment):

@@ -174,14 +174,18 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             return [DevicePages([row for _, row in group], segments) for group in rows]
 
         def record_ready() -> Any:
-            return (
-                None if on_host else torch.get_device_module(device).current_stream().record_event()
-            )
+            if on_host:
+                return None
+            event = torch.get_device_module(device).Event()
+            event.record()
+            return event
 
         def thread_setup() -> None:
             if not on_host:
                 torch.get_device_module(device).set_device(device)
 
+        # Mapping the segment takes longer than any load: not in the first one.
+        self._client.warm()
         self._segments = segments
         self._worker = WorkerHalf(
             self._client,

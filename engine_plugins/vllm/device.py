@@ -107,7 +107,7 @@ class DevicePages:
         segment = self._segments.tensor(slots.table)
         with self._module.stream(self._stream):
             if ready is not None:
-                self._stream.wait_event(ready)
+                ready.wait(self._stream)
             for chunk in chunks(len(blocks), self.nbytes, self._chunk_bytes):
                 index = self._index(blocks[chunk])
                 staging = self._staged(len(index))
@@ -115,11 +115,13 @@ class DevicePages:
                     staging[:, start:stop] = layer[index]
                 for row, piece in zip(rows[chunk].tolist(), self._bytes(staging), strict=True):
                     segment[row, : self.nbytes].copy_(piece, non_blocking=True)
-        self._stream.synchronize()
+        self._wait()
 
-    def from_slots(self, slots: SlotTable, rows: Index, blocks: Index) -> None:
+    def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any = None) -> None:
         segment = self._segments.tensor(slots.table)
         with self._module.stream(self._stream):
+            if ready is not None:
+                ready.wait(self._stream)
             for chunk in chunks(len(blocks), self.nbytes, self._chunk_bytes):
                 index = self._index(blocks[chunk])
                 staging = self._staged(len(index))
@@ -127,7 +129,13 @@ class DevicePages:
                     piece.copy_(segment[row, : self.nbytes], non_blocking=True)
                 for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
                     layer[index] = staging[:, start:stop]
-        self._stream.synchronize()
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait for this copy alone, not for the engine's own work on the device."""
+        event = self._module.Event()
+        event.record(self._stream)
+        event.synchronize()
 
     def _staged(self, rows: int) -> Any:
         """Staging memory, made on first use so that an engine which never saves pays nothing.

@@ -39,11 +39,14 @@ class Pages(Protocol):
     def to_slots(self, blocks: Index, slots: SlotTable, rows: Index, ready: Any) -> None:
         """Copy the blocks `blocks` into the segment's `rows`; done when it returns.
 
-        ready: what the engine's step left to wait for (`ready` of `Mover`), or None.
+        ready: an event on the engine's stream to wait for, or None where there are no streams.
         """
 
-    def from_slots(self, slots: SlotTable, rows: Index, blocks: Index) -> None:
-        """Copy the segment's `rows` into the blocks `blocks`; done when it returns."""
+    def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any) -> None:
+        """Copy the segment's `rows` into the blocks `blocks`; done when it returns.
+
+        ready: the same; behind it nothing of earlier steps touches the blocks.
+        """
 
 
 def byte_rows(tensor: Any, num_blocks: int) -> Any:
@@ -94,7 +97,7 @@ class HostPages:
                 piece = self._take(layer, blocks[chunk])
                 slots.table[rows[chunk], start:stop] = piece
 
-    def from_slots(self, slots: SlotTable, rows: Index, blocks: Index) -> None:
+    def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any = None) -> None:
         assert slots.nbytes == self.nbytes
         for chunk in self._chunks(len(blocks), slots.table.shape[1]):
             whole = self._take(slots.table, rows[chunk])

@@ -50,7 +50,7 @@ class WorkerHalf:
     make_pages: gives the rank's stored groups for one thread's use; called once for each.
     single_group: whether the engine has one cache group; only then are block ids a way to say
         which loads failed, and only then are there synchronous loads.
-    record_ready: makes the event after which this step's KV is in memory, or returns None.
+    record_ready: an event behind all that the engine has queued on its device, or None on a host.
     """
 
     def __init__(
@@ -85,11 +85,13 @@ class WorkerHalf:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Start the step's loads; synchronous ones have ended when this returns."""
+        ready = self._record_ready() if plan.loads else None
         for job in plan.loads:
             if not job.sync:
-                self._loads[self._load_thread.submit(self._load, job, self._load_pages)] = job
+                future = self._load_thread.submit(self._load, job, self._load_pages, ready)
+                self._loads[future] = job
                 continue
-            if not self._load(job, self._pages):
+            if not self._load(job, self._pages, ready):
                 self._unheard.add(job.job)
                 self._failed_blocks |= job.block_ids()
                 self._done.failed_loads.add(job.job)
@@ -150,18 +152,18 @@ class WorkerHalf:
 
     # --- on the load thread, or the engine's for synchronous loads ------------------------------
 
-    def _load(self, job: LoadJob, pages: Sequence[Pages]) -> bool:
+    def _load(self, job: LoadJob, pages: Sequence[Pages], ready: Any) -> bool:
         """Copy leased slots into the request's blocks. False: nothing of it may be used."""
         begun = time.monotonic()
         try:
-            self._copy_in(job, pages)
+            self._copy_in(job, pages, ready)
         except KvpoolError:
             self.counters.add(failed_loads=1)
             return False
         self.counters.add(loads=1, load_seconds=time.monotonic() - begun)
         return True
 
-    def _copy_in(self, job: LoadJob, pages: Sequence[Pages]) -> None:
+    def _copy_in(self, job: LoadJob, pages: Sequence[Pages], ready: Any) -> None:
         """Copy all groups. Raises `LeaseLost` when any of the bytes may be stale."""
         wanted = [position for position, group in enumerate(job.groups) if group.block_ids]
         lease = self._client.join(job.token, parts=[self._first_part + each for each in wanted])
@@ -170,19 +172,19 @@ class WorkerHalf:
         try:
             for position in wanted:
                 slots = lease.slots[self._first_part + position]
-                self._copy_group(job.groups[position], slots, pages[position])
+                self._copy_group(job.groups[position], slots, pages[position], ready)
             # The copies are complete here, on accelerators too; only now does the clock say
             # whether the slots were still ours while they ran.
             lease.check()
         finally:
             self._client.release(lease)
 
-    def _copy_group(self, group: GroupLoad, slots: Slots, pages: Pages) -> None:
+    def _copy_group(self, group: GroupLoad, slots: Slots, pages: Pages, ready: Any) -> None:
         skip = group.first - slots.first // group.stride
         rows = slots.rows[skip : skip + len(group.block_ids)]
         if skip < 0 or len(rows) != len(group.block_ids):
             raise LeaseLost("the lease does not cover the blocks that the engine needs")
-        pages.from_slots(slots, rows, np.asarray(group.block_ids, np.int64))
+        pages.from_slots(slots, rows, np.asarray(group.block_ids, np.int64), ready)
         self.counters.add(loaded_blocks=len(rows), loaded_bytes=len(rows) * pages.nbytes)
 
     # --- on the save thread ---------------------------------------------------------------------

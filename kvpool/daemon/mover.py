@@ -67,6 +67,7 @@ FDS_MAX = 8  # descriptors with one read
 PULL_THREADS_MAX = 16
 STACK_BYTES = 512 << 10
 SWITCH_S = 0.0005  # many short turns between the threads: each mostly waits for the kernel
+NICE = 10
 ASK_S_MAX = 10.0  # for control to answer what a peer asked
 
 _PR_SET_PDEATHSIG = 1
@@ -285,6 +286,17 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
+def step_back() -> None:
+    """Let the control process have a core at once when it wants one.
+
+    Bulk work lasts, so its threads can take what control leaves, which is most of the time. With both
+    cores of a small machine busy moving bytes, the p99 of a 50 us request went from 80 us to 1,700 us
+    without this, and to 110 us with it, at 0.85 of the throughput. SCHED_IDLE, nice 19, and a session of
+    our own (where the kernel groups by session) gave no better p99 and cost most of the throughput.
+    """
+    os.nice(NICE)
+
+
 def main() -> NoReturn:
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -293,6 +305,7 @@ def main() -> NoReturn:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         leave()
+    step_back()
     threading.excepthook = _crash
     threading.stack_size(STACK_BYTES)
     sys.setswitchinterval(SWITCH_S)

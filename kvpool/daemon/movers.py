@@ -171,6 +171,7 @@ class MoverProcess:
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
+                    "-P",  # what lies in the working directory is not to be imported
                     "-m",
                     "kvpool.daemon.mover",
                     str(theirs.fileno()),

@@ -245,7 +245,7 @@ class Counters:
     match_calls: int = 0
     match_keys: int = 0
     match_hits: int = 0
-    dead_holders: int = 0
+    dead_holders: int = 0  # of those that held something
     checksum_mismatches: int = 0
     pulled_blocks: int = 0
     pulled_bytes: int = 0
@@ -366,6 +366,7 @@ class Node:
         table = self._table(namespace, part)
         keys = split_keys(packed)
         _check_parent(parent)
+        _check_alive(holder)
         if not keys:
             raise InvalidRequest("a reservation of no keys")
         if ticket in holder.reservations:
@@ -486,6 +487,7 @@ class Node:
     def grant(self, holder: Holder, namespace: NamespaceState, part: int, count: int) -> list[int]:
         """Up to `count` rows for parts of this size, without keys. None where the quota is used up."""
         table = self._table(namespace, part)
+        _check_alive(holder)
         tenant, stride = holder.tenant, table.stride
         room = min(
             self.limits.grant_bytes_per_holder - holder.granted_bytes,
@@ -610,6 +612,7 @@ class Node:
         """
         tables = self._tables_of(namespace, parts)
         keys = split_keys(packed)
+        _check_alive(holder)
         if len(holder.leases) >= self.limits.leases_per_holder:
             raise LimitExceeded(
                 f"this client holds {len(holder.leases)} leases, the limit: release some"
@@ -674,6 +677,7 @@ class Node:
             lease is None
             or lease.tenant is not holder.tenant
             or lease.instance != holder.instance
+            or id(holder) not in holder.tenant.holders
             or (lease.deadline is not None and lease.deadline <= now)
         ):
             return None
@@ -712,6 +716,7 @@ class Node:
         """It is closed or its process is dead: nothing reads or writes through it any more."""
         if holder.tenant.holders.pop(id(holder), None) is None:
             return
+        self.counters.dead_holders += not holder.idle
         for ticket in list(holder.reservations):
             self.abort(holder, ticket)
         for lease in list(holder.leases.values()):
@@ -1057,6 +1062,7 @@ class Node:
         """Empty a slab of another class, if that class's next victim is much colder than our own.
 
         "Much" is twice as long unused, lest two classes take the same slab from each other in turns.
+        Where we have no victim of our own, any age will do, and the coldest goes first.
         """
         own: Any = slot_class.policy.peek()
         age = -1 if own is None else self._tick - own.used
@@ -1149,6 +1155,12 @@ class Node:
         allocator.reclaim_slab(slab)
         self.counters.evicted += len(held)
         self.counters.slabs_reclaimed += 1
+
+
+def _check_alive(holder: Holder) -> None:
+    """What a dead holder took, as by a request that waited while it died, would never come back."""
+    if id(holder) not in holder.tenant.holders:
+        raise InvalidRequest("this client is closed or its process is dead: connect again")
 
 
 def _check_parent(parent: bytes) -> None:

@@ -380,7 +380,12 @@ class Server:
         return wire.Stored(new, wire.pack_rows(unused), wire.pack_rows(fresh))
 
     def _give_back(self, holder: Holder, m: wire.GiveBack) -> wire.Done:
-        self.node.give_back(holder, m.stride, _rows(m.rows))
+        if m.stride:
+            self.node.give_back(holder, m.stride, _rows(m.rows))
+            return wire.Done()
+        holder.ready.clear()
+        for stride, rows in holder.granted.items():
+            self.node.give_back(holder, stride, list(rows))
         return wire.Done()
 
     def _abort(self, holder: Holder, m: wire.Abort) -> wire.Done:

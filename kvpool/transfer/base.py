@@ -209,10 +209,12 @@ class Outcome:
             CHECKSUM_BYTES * len(present)
         )
 
-    def arrived(self, index: int, checksum: bytes) -> None:
-        at = index * CHECKSUM_BYTES
-        self.checksums[at : at + CHECKSUM_BYTES] = checksum
-        self.status[index] = ARRIVED
+    def arrived(self, first: int, checksums: bytes) -> None:
+        """Blocks from `first` on, one for each of the checksums, are here and have been verified."""
+        count = len(checksums) // CHECKSUM_BYTES
+        at = first * CHECKSUM_BYTES
+        self.checksums[at : at + len(checksums)] = checksums
+        self.status[first : first + count] = bytes([ARRIVED]) * count
 
     def finish(self, error: KvpoolError | None = None) -> Pulled:
         return Pulled(

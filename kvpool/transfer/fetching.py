@@ -55,8 +55,10 @@ def fetch(
         Fetched,
     )
     indices = _present(answer, end - first)
-    rows = b"".join([order.rows[4 * (first + i) : 4 * (first + i) + 4] for i in indices])
-    checksums = answer.checksums
+    whole = len(indices) == end - first
+    rows = order.rows[4 * first : 4 * end]
+    if not whole:
+        rows = b"".join([rows[4 * index : 4 * index + 4] for index in indices])
     wrong = []
     outcome.begin(first, answer.present)
     for low, high in _groups(len(indices), order.nbytes):
@@ -65,14 +67,18 @@ def fetch(
         part = rows[4 * low : 4 * high]
         stream.receive_into(memory.spans(order.segment, order.stride, order.nbytes, part))
         blocks = memory.blocks(order.segment, order.stride, order.nbytes, part)
-        for number, block in enumerate(blocks, low):
-            index = first + indices[number]
-            expected = checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
-            if xxh3_128_digest(block) == expected:
-                outcome.arrived(index, expected)
+        digests = b"".join(map(xxh3_128_digest, blocks))
+        expected = answer.checksums[low * CHECKSUM_BYTES : high * CHECKSUM_BYTES]
+        if whole and digests == expected:
+            outcome.arrived(first + low, digests)
+            continue
+        for at, index in enumerate(indices[low:high]):
+            digest = digests[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]
+            if digest == expected[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]:
+                outcome.arrived(first + index, digest)
             else:
-                outcome.status[index] = MISMATCH
-                wrong.append(order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
+                outcome.status[first + index] = MISMATCH
+                wrong.append(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
     if wrong:
         stream.send(Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)), 0)
 

@@ -64,46 +64,36 @@ def greet(stream: Stream, us: Identity) -> PeerChallenge:
 
 
 def admit(stream: Stream, us: Identity) -> PeerHello:
-    """Let a daemon introduce itself that connected to us, and return what it said.
-
-    It is told why it is refused. Raises as `greet`.
-    """
+    """Let a daemon introduce itself that connected to us, and return what it said. Raises as `greet`."""
     request, payload = stream.receive(HELLO_BYTES_MAX)
-    try:
-        hello = decode_peer(payload)
-        if not isinstance(hello, PeerHello):
-            raise ProtocolError("the first frame between daemons is a PeerHello")
-        _check_version(hello.version)
-        _check_nonce(hello.nonce)
-        if hello.cluster != us.cluster:
-            raise NotAuthenticated(
-                f"this daemon belongs to another cluster than {hello.cluster!r}: "
-                f"give all daemons of a cluster the same name"
-            )
-        challenge = PeerChallenge(
-            PROTOCOL_VERSION, us.node, us.incarnation, os.urandom(NONCE_BYTES), b""
+    hello = decode_peer(payload)
+    if not isinstance(hello, PeerHello):
+        raise ProtocolError("the first frame between daemons is a PeerHello")
+    _check_version(hello.version)
+    _check_nonce(hello.nonce)
+    if hello.cluster != us.cluster:
+        raise NotAuthenticated(
+            f"this daemon belongs to another cluster than {hello.cluster!r}: "
+            f"give all daemons of a cluster the same name"
         )
-        proof = _proof(us.secret, b"listens", hello, challenge)
-        stream.send(msgspec.structs.replace(challenge, proof=proof), request)
-        request, payload = stream.receive(HELLO_BYTES_MAX)
-        shown = decode_peer(payload)
-        if not isinstance(shown, PeerProof):
-            raise ProtocolError("a PeerChallenge is answered with a PeerProof")
-        if not hmac.compare_digest(shown.proof, _proof(us.secret, b"connects", hello, challenge)):
-            raise NotAuthenticated(
-                "wrong proof: give all daemons of a cluster the same cluster secret"
-            )
-    except (NotAuthenticated, ProtocolError) as error:
-        refuse(stream, error, request)
-        raise
+    nonce = os.urandom(NONCE_BYTES)
+    challenge = PeerChallenge(PROTOCOL_VERSION, us.node, us.incarnation, nonce, b"")
+    proof = _proof(us.secret, b"listens", hello, challenge)
+    stream.send(msgspec.structs.replace(challenge, proof=proof), request)
+    request, payload = stream.receive(HELLO_BYTES_MAX)
+    shown = decode_peer(payload)
+    if not isinstance(shown, PeerProof):
+        raise ProtocolError("a PeerChallenge is answered with a PeerProof")
+    if not hmac.compare_digest(shown.proof, _proof(us.secret, b"connects", hello, challenge)):
+        raise NotAuthenticated("wrong proof: give all daemons of a cluster the same cluster secret")
     stream.send(Done(), request)
     return hello
 
 
-def refuse(stream: Stream, error: KvpoolError, request: int) -> None:
+def refuse(stream: Stream, error: KvpoolError) -> None:
     """Tell the peer why, if it still listens."""
     try:
-        stream.send(error_message(error), request)
+        stream.send(error_message(error), 0)
     except KvpoolError:
         pass  # it does not; the reason that matters is the caller's
 

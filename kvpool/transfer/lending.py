@@ -117,7 +117,7 @@ class Conversation:
         try:
             size = self._size(fetch)
             self._budget.take(size, self._stream.deadline)
-        except KvpoolError as error:
+        except LimitExceeded as error:
             self._stream.send(error_message(error), request)
             return
         try:

@@ -6,7 +6,7 @@ import errno
 import socket
 import threading
 
-from kvpool.errors import ConfigError, KvpoolError, ProtocolError, Unavailable
+from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated, ProtocolError, Unavailable
 from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
 from kvpool.transfer.base import Deadline, Identity, Source, TransferLimits
 from kvpool.transfer.handshake import admit, refuse
@@ -128,10 +128,12 @@ class Server:
             )
             while True:
                 conversation.step()
-        except ProtocolError as error:
-            refuse(stream, error, 0)
+        except (ProtocolError, NotAuthenticated) as error:
+            refuse(stream, error)
         except KvpoolError:
-            pass  # the peer has gone, or was refused and told so
+            # The peer has gone, or does not read. What it was to read would otherwise wait in the
+            # kernel for minutes.
+            stream.reset()
         finally:
             with self._lock:
                 self._streams.discard(stream)

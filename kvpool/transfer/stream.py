@@ -22,6 +22,7 @@ IOV_MAX = 1024  # buffers in one sendmsg or recvmsg_into
 WAKE_BYTES = 1 << 20  # wait for so much of what is still to come
 CALL_BYTES_MAX = 1 << 30  # a single call moves at most 2 GiB - 4 KiB on Linux
 _TIMEVAL = struct.Struct("@ll")
+_LINGER = struct.Struct("@ii")
 
 
 class Closed(Unavailable):
@@ -168,6 +169,14 @@ class Stream:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # not connected any more, which is what was asked for
+
+    def reset(self) -> None:
+        """Close, and drop what was sent and not yet received. As `close` otherwise."""
+        try:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
+        except OSError:
+            pass  # closed already
+        self.close()
 
     def close(self) -> None:
         """Idempotent; only by the thread that uses the stream, or after it has ended."""

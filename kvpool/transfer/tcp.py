@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from kvpool.errors import KvpoolError
+from kvpool.errors import KvpoolError, Unavailable
 from kvpool.transfer.base import (
     Deadline,
     Identity,
@@ -117,15 +117,14 @@ class _Pull:
         self._stop = stop
         self._ours = Stop()  # set by `stop`, and when one thread fails: then the others give up too
         self._deadline = Deadline(order.deadline_s)
-        self._slices = deque(self._cut())
+        self._slices = deque(self._cut())  # its popleft is atomic
         self._error: KvpoolError | None = None
 
     def _cut(self) -> Iterator[tuple[int, int]]:
         count, nbytes = len(self._outcome.status), self._order.nbytes
-        size = self._transport.limits.fetch_bytes_max
+        step = max(1, self._transport.limits.fetch_bytes_max // nbytes)
         if count * nbytes >= SPLIT_BYTES:
-            size = min(size, -(-count * nbytes // STREAMS))
-        step = max(1, -(-size // nbytes) if size < nbytes * count else count)
+            step = min(step, -(-count // STREAMS))
         for first in range(0, count, step):
             yield first, min(first + step, count)
 
@@ -147,29 +146,28 @@ class _Pull:
         for _ in range(helpers):
             done.get()
         self._stop.unregister(self._ours.set)
+        if self._stop.is_set and self._error is None and self._slices:
+            self._error = Unavailable("the transfer was cancelled")
         return self._outcome.finish(self._error)
 
     def _work(self) -> None:
         """Fetch slices until there are no more, or a thread has failed."""
         try:
-            while not self._ours.is_set:
-                first, end = self._slices.popleft()
-                self._transport.talk(
-                    self._order.url,
-                    self._deadline,
-                    self._ours,
-                    lambda stream, first=first, end=end: fetch(  # type: ignore[misc]
-                        stream,
-                        self._order,
-                        first,
-                        end,
-                        self._transport.memory,
-                        self._outcome,
-                        self._ours,
-                    ),
-                )
-        except IndexError:
-            pass  # no slice left
+            while (part := self._next()) is not None:
+                self._fetch(*part)
         except KvpoolError as error:
             self._error = self._error or error
             self._ours.set()
+
+    def _next(self) -> tuple[int, int] | None:
+        try:
+            return None if self._ours.is_set else self._slices.popleft()
+        except IndexError:
+            return None
+
+    def _fetch(self, first: int, end: int) -> None:
+        def talk(stream: Stream) -> None:
+            memory, outcome = self._transport.memory, self._outcome
+            fetch(stream, self._order, first, end, memory, outcome, self._ours)
+
+        self._transport.talk(self._order.url, self._deadline, self._ours, talk)

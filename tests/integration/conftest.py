@@ -180,6 +180,22 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@pytest.fixture(scope="session")
+def start_one() -> Callable[..., contextlib.AbstractContextManager[Daemon]]:
+    """For files whose tests share a daemon."""
+
+    @contextlib.contextmanager
+    def begin(*args: str, **settings: Any) -> Iterator[Daemon]:
+        with tempfile.TemporaryDirectory(prefix="kvpool-test-") as folder:
+            daemon = Daemon(Path(folder) / "node", *args, **settings)
+            try:
+                yield daemon.wait_ready()
+            finally:
+                daemon.end()
+
+    return begin
+
+
 @pytest.fixture
 def start(folder: Path) -> Iterator[Start]:
     """Starts daemons and waits until they are ready; all end with the test."""

@@ -31,7 +31,7 @@ os.environ.update(
 )
 os.environ.pop("PYTHONHASHSEED", None)
 
-from kvpool.client import Client  # noqa: E402
+from kvpool.client import Client
 
 with warnings.catch_warnings():
     # vLLM and torch warn of their own deprecations as they are imported.
@@ -91,9 +91,7 @@ class Daemon:
 
 
 @contextmanager
-def run_daemon(
-    folder: Path, memory: str = "128MiB", socket: str | None = None
-) -> Iterator[Daemon]:
+def run_daemon(folder: Path, memory: str = "128MiB", socket: str | None = None) -> Iterator[Daemon]:
     path = socket or str(folder / "s")
     process = subprocess.Popen(
         [
@@ -188,6 +186,7 @@ def run_engine(
             kv_connector="KvpoolConnector",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
+            kv_connector_module_path=options.pop("kv_connector_module_path", None),
             kv_connector_extra_config={"socket": path, **(extra or {})},
         )
     defaults = {

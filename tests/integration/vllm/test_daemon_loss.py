@@ -34,9 +34,10 @@ def test_a_daemon_killed_while_an_engine_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine recomputes, or uses bytes that stay whole in its own mapping: right either way."""
-    with kit.run_daemon(tmp_path) as daemon, kit.run_engine(
-        llama, daemon, {"load_mode": mode}
-    ) as engine:
+    with (
+        kit.run_daemon(tmp_path) as daemon,
+        kit.run_engine(llama, daemon, {"load_mode": mode}) as engine,
+    ):
         engine.generate(asked)
         engine.forget()
         copied = []
@@ -54,7 +55,8 @@ def test_a_daemon_killed_while_an_engine_loads(
         outputs = engine.generate(asked)
         assert [output.tokens for output in outputs] == expected
         assert copied
-        assert engine.metric("failed_loads") == (when == "before the join") * len(copied)
+        # Lookups of one step were all answered before; only the copy under way has what it needs.
+        assert engine.metric("failed_loads") == len(asked) - (when == "during the copy")
         # And goes on without it.
         engine.forget()
         outputs = engine.generate(asked)
@@ -75,14 +77,13 @@ def test_a_daemon_that_comes_back_is_used_again(
             (tmp_path / "again").mkdir()
             with kit.run_daemon(tmp_path / "again", socket=path) as second:
                 engine.forget()
-                # Computed and saved into the empty one; the client's back-off may eat the first.
-                while not second.counters()["committed"]:
-                    assert engine.generate(asked)[0].tokens == expected[0]
+                # Computed and saved into the empty one, then loaded; while the clients' back-off
+                # lasts they are misses.
+                while not engine.metric("loads"):
                     engine.forget()
-                outputs = engine.generate(asked)
-                assert [output.tokens for output in outputs] == expected
+                    outputs = engine.generate(asked)
+                    assert [output.tokens for output in outputs] == expected
                 engine.assert_nothing_held(second)
-                assert engine.metric("loads") > 0
 
 
 def test_an_engine_without_a_daemon_just_computes(

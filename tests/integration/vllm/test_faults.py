@@ -71,8 +71,8 @@ def test_a_reader_that_outlives_its_lease_uses_nothing(
     copy = HostPages.from_slots
     stopped = []
 
-    def stop(pages: HostPages, slots: Any, rows: Any, blocks: Any) -> None:
-        copy(pages, slots, rows, blocks)
+    def stop(pages: HostPages, slots: Any, rows: Any, blocks: Any, ready: Any) -> None:
+        copy(pages, slots, rows, blocks, ready)
         if not stopped:
             stopped.append(len(rows))
             time.sleep(LEASE_S)
@@ -89,7 +89,11 @@ def test_a_reader_that_outlives_its_lease_uses_nothing(
 
 
 def test_an_abort_while_blocks_are_loaded(
-    kit: Any, engine: Any, asked: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    kit: Any,
+    engine: Any,
+    asked: list[list[int]],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if engine.mode == "sync":
         pytest.skip("a synchronous load ends within its step")

@@ -17,11 +17,12 @@ def test_preempted_requests_say_the_same(
     kit: Any, llama: Path, tmp_path: Path, oracle: Oracle, mode: str
 ) -> None:
     asked = kit.prompts(5, [LENGTH] * REQUESTS)
-    options = {"num_gpu_blocks_override": BLOCKS}
+    options = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
     expected = oracle("llama", asked, NEW, **options)
-    with kit.run_daemon(tmp_path) as daemon, kit.run_engine(
-        llama, daemon, {"load_mode": mode}, **options
-    ) as engine:
+    with (
+        kit.run_daemon(tmp_path) as daemon,
+        kit.run_engine(llama, daemon, {"load_mode": mode}, **options) as engine,
+    ):
         preempted = []
         preempt = engine.scheduler._preempt_request
 

@@ -38,18 +38,18 @@ NAMESPACES: dict[bytes, tuple[PartSpec, ...]] = {
     b"quarters again..": (PartSpec(1024),),
     b"whole slabs.....": (PartSpec(4096),),
     b"three slabs.....": (PartSpec(12_000),),
-    b"sliding window..": (PartSpec(1000), PartSpec(700, PartKind.WINDOW, window_blocks=2)),
+    b"sliding window..": (PartSpec(1000), PartSpec(700, PartKind.WINDOW, window_blocks=3)),
     b"strides 1 2.....": (PartSpec(1000), PartSpec(2000, stride=2)),
     b"strides 3 2w....": (
         PartSpec(700, stride=3),
-        PartSpec(4000, PartKind.WINDOW, window_blocks=2, stride=2),
+        PartSpec(1500, PartKind.WINDOW, window_blocks=2, stride=2),
     ),
 }
 LIMITS = Limits(
     lease_s_max=20.0,
     leases_per_holder=4,
     reserved_share_per_holder=0.5,
-    hard_pin_share=0.4,
+    hard_pin_share=0.34,
     soft_pin_share=0.6,
     grant_bytes_per_holder=10 << 10,
     grant_share=0.5,
@@ -130,6 +130,10 @@ def _usable(spec: PartSpec, here: set[bytes], prefix: list[bytes]) -> bool:
     return all(key in here for key in needed)
 
 
+def subsets(n: int) -> list[list[int]]:
+    return [list(chosen) for size in range(n + 1) for chosen in combinations(range(n), size)]
+
+
 # Two prompts, and now and then keys in no order, some of them twice.
 chains = st.one_of(
     st.integers(1, 8).map(lambda n: KEYS[:n]),
@@ -156,9 +160,16 @@ class NodeMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
         slabs=st.tuples(st.sampled_from([3, 5, 8, 12]), st.sampled_from([4, 6])),
-        names=st.lists(st.sampled_from(sorted(NAMESPACES)), unique=True, min_size=1, max_size=3),
+        names=st.lists(st.sampled_from(sorted(NAMESPACES)), unique=True, min_size=2, max_size=3),
+        puts=st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=5),
     )
-    def start(self, policy: str, slabs: tuple[int, int], names: list[bytes]) -> None:
+    def start(
+        self,
+        policy: str,
+        slabs: tuple[int, int],
+        names: list[bytes],
+        puts: list[tuple[int, bool]],
+    ) -> None:
         self.names = names
         self.node = Node(make_policy=lambda capacity: make_policy(policy, capacity), limits=LIMITS)
         self.sizes = {name: n * SLAB for name, n in zip(TENANTS, slabs, strict=True)}
@@ -169,6 +180,13 @@ class NodeMachine(RuleBasedStateMachine):
         for instance in (*INSTANCES, INSTANCES[0]):
             self.add_client(TENANTS[0], instance)
         self.add_client(TENANTS[1], INSTANCES[0])
+        for (
+            number,
+            first,
+        ) in puts:  # most of what is interesting happens in a pool that is not empty
+            self.put_all(
+                self.clients[0], names[number % len(names)], KEYS[:8] if first else KEYS[8:]
+            )
 
     # ---- what the model knows ------------------------------------------------------------------
 
@@ -306,7 +324,9 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(name=namespaces, data=st.data(), keys=chains)
     def put_at_once(self, data: st.DataObject, name: bytes, keys: list[bytes]) -> None:
         """All parts of a chain, committed: what fills the pool."""
-        client = self.client(data)
+        self.put_all(self.client(data), name, keys)
+
+    def put_all(self, client: Client, name: bytes, keys: list[bytes]) -> None:
         namespace = self.namespace(client.tenant, name)
         for part, spec in enumerate(namespace.parts):
             ticket = self.put(client, namespace, name, part, keys[spec.stride - 1 :: spec.stride])
@@ -330,7 +350,8 @@ class NodeMachine(RuleBasedStateMachine):
         self.tickets += 1
         ticket = self.tickets
         try:
-            answer = self.node.reserve(client.real, namespace, part, ticket, b"".join(keys))
+            packed, parent = b"".join(keys), KEYS[KEYS.index(keys[0]) - 1]
+            answer = self.node.reserve(client.real, namespace, part, ticket, packed, parent)
         except LimitExceeded:
             assert wanted
             assert allowed == 0
@@ -396,6 +417,11 @@ class NodeMachine(RuleBasedStateMachine):
         self.totals["evicted_soft_pins"] += len(soft)
         for copy in gone:
             self.forget(copy)
+        if any(copy.stride != stride for copy in soft):
+            left = self.evictable(tenant, soft=True)
+            assert not any(copy.stride == stride for copy in left), (
+                "another class's pin before ours"
+            )
         if soft:
             left = self.evictable(tenant, soft=False)
             assert not any(copy.stride == stride for copy in left), "a soft pin before plain ones"
@@ -560,34 +586,28 @@ class NodeMachine(RuleBasedStateMachine):
 
     # ---- get -----------------------------------------------------------------------------------
 
-    def some_parts(self, data: st.DataObject, name: bytes) -> list[int]:
-        numbers = range(len(NAMESPACES[name]))
-        choices = [list(c) for n in range(len(numbers) + 1) for c in combinations(numbers, n)]
-        return data.draw(st.sampled_from(choices), "parts")
-
     @rule(name=namespaces, data=st.data(), tenant=tenants, keys=chains)
     def match(self, data: st.DataObject, name: bytes, tenant: str, keys: list[bytes]) -> None:
         name, keys = self.aim(data, tenant, name, keys)
         namespace = self.namespace(tenant, name)
-        parts = self.some_parts(data, name)
-        expected = present_prefix(
-            [
+        for parts in subsets(len(NAMESPACES[name])):
+            used = [
                 (NAMESPACES[name][part], self.here(tenant, name, part))
                 for part in parts or range(len(NAMESPACES[name]))
-            ],
-            keys,
-        )
-        assert self.node.match(namespace, parts, b"".join(keys)) == expected
-        self.totals["match_calls"] += 1
-        self.totals["match_keys"] += len(keys)
-        self.totals["match_hits"] += expected
+            ]
+            for chain in (keys, KEYS[:8], KEYS[8:], KEYS[:5], []):
+                expected = present_prefix(used, chain)
+                assert self.node.match(namespace, parts, b"".join(chain)) == expected
+                self.totals["match_calls"] += 1
+                self.totals["match_keys"] += len(chain)
+                self.totals["match_hits"] += expected
 
     @rule(name=namespaces, data=st.data(), keys=chains, seconds=st.sampled_from([0.5, 5.0, 99.0]))
     def acquire(self, data: st.DataObject, name: bytes, keys: list[bytes], seconds: float) -> None:
         client = self.client(data)
         name, keys = self.aim(data, client.tenant, name, keys)
         namespace = self.namespace(client.tenant, name)
-        parts = self.some_parts(data, name)
+        parts = data.draw(st.sampled_from(subsets(len(NAMESPACES[name]))), "parts")
         used = parts or list(range(len(NAMESPACES[name])))
         call = (client.real, namespace, parts, b"".join(keys), seconds, self.now)
         if self.at_limit(client):
@@ -672,6 +692,9 @@ class NodeMachine(RuleBasedStateMachine):
         client = self.client(data)
         token = data.draw(st.sampled_from([*self.loans, *self.over[-3:], "nonsense"]), "token")
         loan = self.loans.get(token)
+        holders = [c for c in self.clients if loan is not None and c.number in loan.holds]
+        if holders and data.draw(st.booleans(), "again"):
+            client = data.draw(st.sampled_from(holders), "holder")
         may = (
             loan is not None
             and loan.tenant == client.tenant
@@ -684,6 +707,7 @@ class NodeMachine(RuleBasedStateMachine):
             assert loan is not None
             assert lease is not None
             assert lease.token == token
+            assert self.node.join(client.real, token, loan.deadline) is None, "it is over then"
             loan.holds[client.number] += 1
 
     @precondition(lambda self: self.loans or self.over)
@@ -709,10 +733,12 @@ class NodeMachine(RuleBasedStateMachine):
         if not loan.holds:
             self.end_loan(token)
 
-    @rule(seconds=st.sampled_from([0.1, 0.1, 0.5, 3.0, 30.0]), expire=st.booleans())
+    @rule(seconds=st.sampled_from([0.0, 0.1, 0.5, 3.0]), expire=st.booleans())
     def time_passes(self, seconds: float, expire: bool) -> None:
-        """Without `expire` late leases still hold their slots: reusing one early is the only harm."""
+        """A little, or exactly up to a deadline. Without `expire` late leases still hold their slots."""
         self.now += seconds
+        if not seconds and self.loans:
+            self.now = max(self.now, min(loan.deadline for loan in self.loans.values()))
         if expire:
             due = self.node.expire(self.now)
             for token, loan in list(self.loans.items()):
@@ -732,6 +758,9 @@ class NodeMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.node.holder_died(client.real)
         self.clients.remove(client)
+        holding = bool(client.open or client.granted)
+        holding |= any(client.number in loan.holds for loan in self.loans.values())
+        self.totals["dead_holders"] += holding
         self.totals["aborted"] += sum(map(len, client.open.values()))
         for token, loan in list(self.loans.items()):
             if client.number in loan.holds:
@@ -740,8 +769,16 @@ class NodeMachine(RuleBasedStateMachine):
 
     # ---- remove, pin ---------------------------------------------------------------------------
 
-    @rule(name=namespaces, tenant=tenants, keys=st.lists(st.sampled_from(KEYS), max_size=3))
-    def remove(self, name: bytes, tenant: str, keys: list[bytes]) -> None:
+    @rule(
+        data=st.data(),
+        name=namespaces,
+        tenant=tenants,
+        keys=st.lists(st.sampled_from(KEYS), max_size=3),
+    )
+    def remove(self, data: st.DataObject, name: bytes, tenant: str, keys: list[bytes]) -> None:
+        if keys:
+            name, keys = self.aim(data, tenant, name, keys)
+            keys = keys[-2:]
         namespace = self.namespace(tenant, name)
         gone = set()
         for part in range(len(NAMESPACES[name])):
@@ -756,6 +793,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(name=namespaces, data=st.data(), tenant=tenants, key=st.sampled_from(KEYS))
     def drop_corrupt(self, data: st.DataObject, name: bytes, tenant: str, key: bytes) -> None:
+        name, (*_, key) = self.aim(data, tenant, name, [key])
         namespace = self.namespace(tenant, name)
         part = data.draw(st.integers(0, len(namespace.parts) - 1), "part")
         self.node.drop_corrupt(namespace, part, key)
@@ -770,7 +808,7 @@ class NodeMachine(RuleBasedStateMachine):
         name=namespaces,
         tenant=tenants,
         keys=chains,
-        kind=st.sampled_from(["none", "soft", "hard"]),
+        kind=st.sampled_from(["none", "soft", "hard", "hard"]),
     )
     def pin(
         self, data: st.DataObject, name: bytes, tenant: str, keys: list[bytes], kind: str
@@ -879,7 +917,7 @@ class NodeMachine(RuleBasedStateMachine):
 
 NodeMachine.TestCase.settings = settings(
     max_examples=100,
-    stateful_step_count=50,
+    stateful_step_count=80,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -1,0 +1,36 @@
+"""Every transport passes the same tests."""
+
+import itertools
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.testing.transport import TransportContract
+from kvpool.transfer import TRANSPORTS, scheme_of, transport_for
+
+_names = itertools.count()
+
+
+class TestInproc(TransportContract):
+    def url(self) -> str:
+        return f"inproc://side-{next(_names)}"
+
+
+class TestTcp(TransportContract):
+    def url(self) -> str:
+        return "tcp://127.0.0.1:0"
+
+
+class TestTcpOverIPv6(TransportContract):
+    def url(self) -> str:
+        return "tcp://[::1]:0"
+
+
+def test_unknown_schemes_are_refused_by_name() -> None:
+    for scheme in TRANSPORTS:
+        assert callable(transport_for(f"{scheme}://x"))
+    with pytest.raises(ConfigError, match=r"'carrier-pigeon'.*inproc, tcp"):
+        transport_for("carrier-pigeon://roof")
+    for url in ("", "tcp", "tcp:", "tcp://", "://x"):
+        with pytest.raises(ConfigError, match="not a transport URL"):
+            scheme_of(url)

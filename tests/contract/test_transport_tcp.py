@@ -1,0 +1,413 @@
+"""TCP against peers that are slow, wrong, hostile or dying: always an answer, never a wrong block."""
+
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from xxhash import xxh3_128_digest
+
+from kvpool import wire
+from kvpool.errors import ConfigError, KvpoolError
+from kvpool.testing.transport import Side, key_of, order
+from kvpool.transfer.base import (
+    ARRIVED,
+    MISMATCH,
+    MISSING,
+    Deadline,
+    Identity,
+    Stop,
+    TransferLimits,
+)
+from kvpool.transfer.handshake import admit, greet
+from kvpool.transfer.stream import Stream
+
+URL = "tcp://127.0.0.1:0"
+PEER = Identity("test", "scripted", "1", b"")
+NBYTES = 8192
+BLOCKS = [bytes([65 + n]) * NBYTES for n in range(4)]
+KEYS = [key_of(n) for n in range(4)]
+BODY = b"".join(BLOCKS)
+
+Script = Callable[[socket.socket, int], None]
+
+
+@contextmanager
+def scripted(*scripts: Script, introduce: bool = True) -> Iterator[str]:
+    """A peer that runs one script a connection, after the handshake and the first request's arrival.
+
+    A script gets the socket and the request's number. What it leaves open stays open until the end.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    kept: list[socket.socket] = []
+
+    def serve() -> None:
+        for script in scripts:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            kept.append(sock)
+            request = 0
+            try:
+                if introduce:
+                    stream = Stream(sock, Deadline(30))
+                    admit(stream, PEER)
+                    request, _ = stream.receive(1 << 20)
+                script(sock, request)
+            except (OSError, KvpoolError):
+                pass  # the reader has left in the middle of the script
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+        for sock in kept:
+            sock.close()
+
+
+@pytest.fixture
+def reader() -> Iterator[Side]:
+    side = Side(URL)
+    yield side
+    side.transport.close()
+
+
+def answer(request: int, body: bytes = BODY) -> bytes:
+    checksums = b"".join(map(xxh3_128_digest, BLOCKS))
+    return wire.encode(wire.Fetched(b"\1" * 4, checksums), request) + body
+
+
+def say(data: bytes | Callable[[int], bytes], *, close: bool) -> Script:
+    def script(sock: socket.socket, request: int) -> None:
+        sock.sendall(data if isinstance(data, bytes) else data(request))
+        if close:
+            sock.shutdown(socket.SHUT_RDWR)
+
+    return script
+
+
+def pull(reader: Side, url: str, deadline_s: float = 30.0) -> wire.Pulled:
+    return reader.transport.pull(
+        order(url, NBYTES, KEYS, [0, 2, 4, 6], deadline_s=deadline_s), Stop()
+    )
+
+
+HEADER_END = len(answer(1, b""))
+
+
+def test_the_scripted_peer_is_believed_when_it_is_right(reader: Side) -> None:
+    with scripted(say(answer, close=False)) as url:
+        pulled = pull(reader, url)
+    assert (pulled.status, pulled.error) == (b"\1" * 4, "")
+    assert [reader.block(row, NBYTES, NBYTES) for row in (0, 2, 4, 6)] == BLOCKS
+
+
+@pytest.mark.parametrize("close", [True, False], ids=["closes", "falls silent"])
+@pytest.mark.parametrize(
+    "after",
+    [
+        0,
+        3,
+        8,
+        HEADER_END - 1,
+        HEADER_END,
+        HEADER_END + NBYTES // 2,
+        HEADER_END + 2 * NBYTES,
+        HEADER_END + 4 * NBYTES - 1,
+    ],
+)
+def test_an_answer_that_breaks_off(reader: Side, after: int, close: bool) -> None:
+    script = say(lambda r: answer(r)[:after], close=close)
+    with scripted(script, script) as url:
+        pulled = pull(reader, url, 30.0 if close else 0.2)
+    assert pulled.error
+    assert ARRIVED not in pulled.status or after > HEADER_END
+    assert MISSING in pulled.status
+    for index, row in enumerate((0, 2, 4, 6)):
+        if pulled.status[index] == ARRIVED:
+            assert reader.block(row, NBYTES, NBYTES) == BLOCKS[index]
+        else:
+            assert pulled.checksums[16 * index : 16 * index + 16] == bytes(16)
+
+
+def test_a_slow_drip_does_not_extend_the_deadline(reader: Side) -> None:
+    gone = threading.Event()
+
+    def drip(sock: socket.socket, request: int) -> None:
+        data = answer(request)
+        for at in range(len(data)):
+            if gone.wait(0.01):
+                return
+            sock.sendall(data[at : at + 1])
+
+    with scripted(drip) as url:
+        pulled = pull(reader, url, 0.3)
+        gone.set()
+    assert pulled.error
+    assert MISSING in pulled.status
+    assert pulled.seconds < 30
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4,
+        struct.pack("<II", 1 << 31, 1),
+        struct.pack("<II", 5, 1) + b"\xc1" * 5,
+        wire.encode(wire.Done(1), 1),
+        wire.encode(wire.Fetched(b"\1" * 3, b"x" * 48), 1),
+        wire.encode(wire.Fetched(b"\1" * 4, b"x" * 48), 1),
+        wire.encode(wire.Fetched(b"\1\1\1\2", b"x" * 64), 1),
+        wire.encode(wire.Fetched(b"\1" * 4, b"x" * 64), 77) + BODY,
+    ],
+    ids=["http", "long frame", "no msgpack", "other type", "few", "sums", "flags", "request"],
+)
+def test_nonsense(reader: Side, data: bytes) -> None:
+    with scripted(say(data, close=False)) as url:
+        pulled = pull(reader, url)
+    assert pulled.status == bytes([MISSING]) * 4
+    assert pulled.error
+
+
+def test_wrong_bytes_under_right_checksums(reader: Side) -> None:
+    body = BLOCKS[0] + BLOCKS[2] + BLOCKS[1] + BLOCKS[3]
+    with scripted(say(lambda r: answer(r, body), close=False)) as url:
+        pulled = pull(reader, url)
+    assert list(pulled.status) == [ARRIVED, MISMATCH, MISMATCH, ARRIVED]
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"", ""),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", ""),
+        (
+            wire.encode(wire.PeerChallenge(99, "n", "i", b"n" * 32, b""), 1),
+            "protocol 1, the peer 99",
+        ),
+        (wire.encode(wire.PeerChallenge(1, "n", "i", b"n", b""), 1), "nonce"),
+        (wire.encode(wire.PeerChallenge(1, "n", "i", b"n" * 32, b"p" * 32), 1), "did not prove"),
+        (wire.encode(wire.Done(), 1), "handshake"),
+        (wire.encode(wire.Error("limit", "too many daemons"), 1), "too many daemons"),
+    ],
+    ids=["silent", "ssh", "version", "nonce", "proof", "type", "error"],
+)
+def test_a_handshake_that_fails(reader: Side, said: bytes, reason: str) -> None:
+    with scripted(say(said, close=False), introduce=False) as url:
+        pulled = pull(reader, url, 0.3)
+    assert pulled.status == bytes([MISSING]) * 4
+    assert pulled.error
+    assert reason in pulled.error
+
+
+def test_a_connection_that_died_while_idle_is_replaced(reader: Side) -> None:
+    """The peer closes after its answer, or at the next request: the pull goes over a new connection."""
+
+    def answer_then_drop_the_next(sock: socket.socket, request: int) -> None:
+        sock.sendall(answer(request))
+        Stream(sock, Deadline(30)).receive(1 << 20)
+        sock.shutdown(socket.SHUT_RDWR)
+
+    scripts = [
+        say(answer, close=True),
+        answer_then_drop_the_next,
+        say(answer, close=False),
+    ]
+    with scripted(*scripts) as url:
+        for _ in range(3):
+            pulled = pull(reader, url)
+            assert (pulled.status, pulled.error) == (b"\1" * 4, "")
+
+
+def test_a_pull_is_cancelled_while_its_peer_is_silent(reader: Side) -> None:
+    asked = threading.Event()
+    stop = Stop()
+    results: list[wire.Pulled] = []
+
+    def run() -> None:
+        results.append(reader.transport.pull(order(url, NBYTES, KEYS, [0, 1, 2, 3]), stop))
+
+    with scripted(lambda sock, request: asked.set()) as url:
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert asked.wait(30)
+        stop.set()
+        thread.join()
+    assert results[0].status == bytes([MISSING]) * 4
+    assert results[0].seconds < 30  # its deadline is 60
+
+
+# ---- the serving side ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def owner() -> Iterator[tuple[Side, tuple[str, int]]]:
+    side = Side(URL, limits=TransferLimits(connections_max=4, hello_s=0.3, fetch_bytes_max=1 << 20))
+    side.source.stride = NBYTES
+    for number, block in enumerate(BLOCKS):
+        side.source.put(key_of(number), number, block)
+    url = side.transport.listen(URL)
+    yield side, ("127.0.0.1", int(url.rpartition(":")[2]))
+    side.transport.close()
+
+
+def introduced(address: tuple[str, int]) -> tuple[socket.socket, Stream]:
+    sock = socket.create_connection(address, 30)
+    sock.setblocking(True)
+    stream = Stream(sock, Deadline(30))
+    greet(stream, PEER)
+    return sock, stream
+
+
+def fetch(
+    deadline_s: float = 30.0, keys: bytes = b"".join(KEYS), nbytes: int = NBYTES
+) -> wire.Fetch:
+    return wire.Fetch("default", b"d" * 16, 0, nbytes, keys, deadline_s)
+
+
+def closed_by_peer(sock: socket.socket) -> bool:
+    sock.settimeout(30)
+    try:
+        while sock.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"\x00",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        struct.pack("<II", wire.HELLO_BYTES_MAX + 1, 1),
+        wire.encode(wire.PeerHello(2, "test", "n", b"n" * 32), 1),
+        wire.encode(wire.PeerHello(1, "test", "n", b""), 1),
+        wire.encode(wire.PeerHello(1, "other", "n", b"n" * 32), 1),
+        wire.encode(fetch(), 1),
+        wire.encode(wire.Stats(), 1),
+    ],
+    ids=["silent", "slow", "http", "long", "version", "nonce", "cluster", "early", "foreign"],
+)
+def test_strangers_are_shown_out(owner: tuple[Side, tuple[str, int]], said: bytes) -> None:
+    side, address = owner
+    with socket.create_connection(address, 30) as sock:
+        sock.sendall(said)
+        assert closed_by_peer(sock)
+    assert side.source.lent == 0
+    sock, stream = introduced(address)  # and others are served
+    with sock:
+        stream.send(fetch(), 9)
+        assert stream.receive(1 << 20)[0] == 9
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Done(),
+        wire.PeerHello(1, "test", "n", b"n" * 32),
+        fetch(keys=b"x" * 17),
+        fetch(nbytes=0),
+        wire.Corrupt("default", b"d" * 16, 0, KEYS[0]),
+    ],
+    ids=["type", "hello", "keys", "sizes", "slander"],
+)
+def test_peers_that_break_the_protocol_are_cut(
+    owner: tuple[Side, tuple[str, int]], message: wire.Message
+) -> None:
+    side, address = owner
+    sock, stream = introduced(address)
+    with sock:
+        stream.send(message, 1)
+        answer = wire.decode_peer(stream.receive(1 << 20)[1])
+        assert isinstance(answer, wire.Error)
+        assert answer.code == "protocol"
+        assert closed_by_peer(sock)
+    assert side.source.reports == []
+
+
+def test_a_fetch_above_the_limits_is_refused(owner: tuple[Side, tuple[str, int]]) -> None:
+    side, address = owner
+    sock, stream = introduced(address)
+    with sock:
+        stream.send(fetch(nbytes=1 << 20), 5)
+        request, payload = stream.receive(1 << 20)
+        answer = wire.decode_peer(payload)
+        assert (request, answer.code) == (5, "limit")
+        stream.send(fetch(), 6)  # the connection goes on
+        assert stream.receive(1 << 20)[0] == 6
+    assert side.source.lent == 1
+
+
+def test_a_reader_that_does_not_read_is_cut_and_its_loan_returned() -> None:
+    side = Side(URL)
+    side.source.stride = NBYTES
+    side.source.put(KEYS[0], 0, BLOCKS[0])
+    address = ("127.0.0.1", int(side.transport.listen(URL).rpartition(":")[2]))
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(address)
+        stream = Stream(sock, Deadline(30))
+        greet(stream, PEER)
+        stream.send(fetch(0.2, KEYS[0] * 4096), 1)  # 32 MiB: more than the buffers on the way hold
+        ended = select.poll()
+        ended.register(sock, select.POLLHUP | select.POLLERR)
+        assert ended.poll(30_000)
+    assert side.source.lent == 1
+    assert side.source.wait_until_returned()
+    side.transport.close()
+
+
+def test_a_reader_that_vanishes(owner: tuple[Side, tuple[str, int]]) -> None:
+    side, address = owner
+    side.source.hold = threading.Event()
+    sock, stream = introduced(address)
+    stream.send(fetch(), 1)
+    assert side.source.entered.wait(30)
+    sock.close()
+    side.source.hold.set()
+    assert side.source.wait_until_returned()
+
+
+def test_no_more_connections_than_allowed(owner: tuple[Side, tuple[str, int]]) -> None:
+    _, address = owner
+    peers = [introduced(address) for _ in range(4)]
+    with socket.create_connection(address, 30) as fifth:
+        assert closed_by_peer(fifth)
+    for sock, stream in peers:
+        stream.send(fetch(), 3)
+        assert stream.receive(1 << 20)[0] == 3
+        sock.close()
+
+
+def test_listening_to_the_world_takes_a_secret() -> None:
+    side = Side(URL)
+    try:
+        for url in ("tcp://0.0.0.0:0", "tcp://[::]:0"):
+            with pytest.raises(ConfigError, match="no cluster secret is set"):
+                side.transport.listen(url)
+        for url in ("tcp://127.0.0.1", "tcp://:1", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:1/x"):
+            with pytest.raises(ConfigError):
+                side.transport.listen(url)
+    finally:
+        side.transport.close()
+    guarded = Side(URL, secret=b"a long and random secret")
+    try:
+        assert guarded.transport.listen("tcp://0.0.0.0:0").startswith("tcp://0.0.0.0:")
+    finally:
+        guarded.transport.close()
+
+
+def test_a_name_that_does_not_resolve(reader: Side) -> None:
+    pulled = pull(reader, "tcp://no-such-host.invalid:7070", 20.0)
+    assert pulled.status == bytes([MISSING]) * 4
+    assert "no-such-host.invalid" in pulled.error

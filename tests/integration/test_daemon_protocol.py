@@ -1,0 +1,541 @@
+"""What no client of ours says: the daemon refuses it, says why, and goes on."""
+
+import contextlib
+import json
+import os
+import secrets
+import struct
+from hashlib import sha256
+from pathlib import Path
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from kvpool import wire
+from kvpool.client import Client
+from kvpool.types import NamespaceRecord
+
+RECORD = NamespaceRecord.simple("protocol", block_bytes=4096, block_tokens=16)
+PARTS = [(4096, "full", 0, 1)]
+KEY = b"k" * 16
+SUM = b"s" * 16
+
+
+def open_message(fields: dict | None = None, parts: list | None = None) -> wire.OpenNamespace:
+    text = json.dumps({"model": "raw"} if fields is None else fields).encode()
+    return wire.OpenNamespace(sha256(text).digest()[:16], text, PARTS if parts is None else parts)
+
+
+@pytest.fixture(scope="module")
+def daemon(start_one):
+    """One for all tests of this file: whatever one of them says, it serves the next."""
+    with start_one("--memory", "32MiB") as daemon:
+        yield daemon
+        assert daemon.stop() == 0
+        assert daemon.stderr == "", "nothing that a client says is worth a line"
+
+
+@pytest.fixture
+def met(daemon):
+    """A connection that is past its Hello, and the number of a fresh namespace."""
+    with daemon.raw() as raw:
+        assert isinstance(raw.hello(), wire.Welcome)
+        yield raw, raw.ask(open_message({"fresh": secrets.token_hex()})).value
+
+
+@pytest.fixture(autouse=True)
+def goes_on(daemon):
+    """Whatever a test says, others are served, by the same process."""
+    yield
+    assert daemon.process.poll() is None, daemon.stderr
+    with daemon.client(connect=True) as client:
+        ns = client.open(RECORD)
+        client.remove(ns, [KEY])
+        assert client.put(ns, [KEY], b"x" * 4096) == 1
+        assert client.get(ns, [KEY]) == [b"x" * 4096]
+
+
+# ---- frames ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff" * 64,
+        struct.pack("<II", wire.FRAME_BYTES_MAX + 1, 1),
+        struct.pack("<II", wire.HELLO_BYTES_MAX + 1, 1),
+        struct.pack("<II", 0, 1),
+        struct.pack("<II", 1, 1) + b"\xc1",
+        struct.pack("<II", 2, 1) + b"\x91\x63",
+        b"GET / HTTP/1.1\r\nHost: pool\r\n\r\n",
+        wire.encode(wire.Stats(), 1),
+        wire.encode(wire.Done(1), 1),
+        wire.encode(wire.Hello(1, "default", "i", "c" * 8), 1) * 2,
+    ],
+    ids=[
+        "ff",
+        "too-long",
+        "too-long-for-a-hello",
+        "empty",
+        "not-msgpack",
+        "unknown-type",
+        "http",
+        "no-hello",
+        "an-answer",
+        "two-at-once",
+    ],
+)
+def test_first_words(daemon, data):
+    raw = daemon.raw()
+    raw.sock.sendall(data)
+    _, answer = raw.receive()
+    assert isinstance(answer, wire.Error)
+    assert answer.code == "protocol"
+    assert raw.ended()
+
+
+def test_other_version(daemon):
+    raw = daemon.raw()
+    answer = raw.hello(version=wire.PROTOCOL_VERSION + 1)
+    assert answer.code == "protocol"
+    assert str(wire.PROTOCOL_VERSION) in answer.message
+    assert "same version" in answer.message
+    assert raw.ended()
+
+
+@pytest.mark.parametrize("client", ["", "c" * 65])
+def test_client_ids_have_a_size(daemon, client):
+    assert daemon.raw().hello(client=client).code == "invalid"
+
+
+def test_cut_off_in_the_hello(daemon, until):
+    before = daemon.stats()["refused_connections"]
+    raw = daemon.raw()
+    raw.sock.sendall(b"\x10\x00\x00\x00\x01")
+    raw.sock.close()
+    until(lambda: daemon.stats()["refused_connections"] == before + 1)
+
+
+def test_a_connection_that_never_says_hello_is_closed(daemon):
+    raw = daemon.raw()
+    raw.sock.settimeout(30.0)
+    assert raw.ended()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff" * 64,
+        struct.pack("<II", wire.FRAME_BYTES_MAX + 1, 1),
+        struct.pack("<II", 0, 1),
+        struct.pack("<II", 2, 1) + b"\x91\x63",
+        wire.encode(wire.Welcome(1, "n", "i", 0, 1), 1),
+        wire.encode(wire.Hello(1, "default", "i", "c"), 1),
+        struct.pack("<II", 7, 1) + msgspec.msgpack.encode([13, "x", b"", b""]),
+    ],
+    ids=["ff", "too-long", "empty", "unknown-type", "an-answer", "hello-again", "wrong-types"],
+)
+def test_later_words(met, data):
+    raw, _ = met
+    raw.sock.sendall(data)
+    request, answer = raw.receive()
+    assert request == 0
+    assert answer.code == "protocol"
+    assert raw.ended()
+
+
+def test_a_frame_byte_by_byte_and_many_at_once(met):
+    raw, number = met
+    frame = wire.encode(wire.Contains(number, 0, KEY), 5)
+    for at in range(len(frame)):
+        raw.sock.sendall(frame[at : at + 1])
+    assert raw.receive() == (5, wire.Bytes(b"\0"))
+    raw.sock.sendall(b"".join(wire.encode(wire.Contains(number, 0, KEY), n) for n in range(1, 500)))
+    assert [raw.receive()[0] for _ in range(1, 500)] == list(range(1, 500))
+
+
+def test_requests_that_want_no_answer_get_none(met):
+    raw, number = met
+    raw.sock.sendall(wire.encode(wire.Contains(number, 0, KEY), 0))
+    raw.sock.sendall(wire.encode(wire.Contains(99, 0, KEY), 0))
+    assert raw.ask(wire.Contains(number, 0, KEY)) == wire.Bytes(b"\0")
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_any_values_of_the_right_types(daemon, data):
+    """Requests that decode, with whatever is in them: an answer or an error, never the end of the daemon."""
+    number = st.one_of(st.integers(-2, 3), st.integers(-(2**63), 2**64 - 1))
+    keys = st.one_of(
+        st.binary(max_size=40), st.integers(0, 5).map(lambda n: b"".join([KEY, SUM] * n))
+    )
+    parts = st.lists(number, max_size=4)
+    seconds = st.one_of(st.floats(), st.floats(0, 1))
+    texts = st.text(max_size=20)
+    part = st.tuples(number, st.sampled_from(["full", "window", "x"]), number, number)
+    message = data.draw(
+        st.one_of(
+            st.builds(wire.Reserve, number, number, number, keys, keys),
+            st.builds(wire.Commit, number, keys, st.binary(max_size=12)),
+            st.builds(wire.Abort, parts),
+            st.builds(wire.Acquire, number, keys, parts, seconds, seconds, st.booleans()),
+            st.builds(wire.Join, texts, parts),
+            st.builds(wire.Release, st.lists(texts, max_size=3)),
+            st.builds(wire.Match, number, keys, parts),
+            st.builds(wire.Contains, number, number, keys),
+            st.builds(wire.Remove, number, keys),
+            st.builds(wire.Pin, number, keys, st.one_of(texts, st.just("soft"), st.just("hard"))),
+            st.builds(wire.Pull, number, keys, seconds),
+            st.builds(wire.Grant, number, number, number),
+            st.builds(wire.Store, number, number, st.binary(max_size=12), keys, keys, number),
+            st.builds(wire.GiveBack, number, st.binary(max_size=12)),
+            st.builds(open_message, st.dictionaries(texts, texts, max_size=2), st.just(PARTS)),
+            st.builds(open_message, st.just({"a": 1}), st.lists(part, max_size=3)),
+        )
+    )
+    raw = FUZZED.get(daemon.pid)
+    if raw is None:
+        raw = FUZZED[daemon.pid] = daemon.raw()
+        assert isinstance(raw.hello(), wire.Welcome)
+        raw.ask(open_message())
+    answer = raw.ask(message)
+    assert not isinstance(answer, wire.Error) or answer.code in {
+        "invalid",
+        "limit",
+        "namespace_mismatch",
+        "pool_full",
+        "unknown_reservation",
+    }
+
+
+FUZZED: dict = {}
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    payload=st.one_of(
+        st.binary(max_size=200), st.integers(0, 127).map(lambda n: bytes([0x90 + n % 16, n]))
+    )
+)
+def test_garbage_after_the_hello(daemon, payload):
+    raw = daemon.raw()
+    assert isinstance(raw.hello(), wire.Welcome)
+    raw.sock.sendall(struct.pack("<II", len(payload), 9) + payload)
+    try:
+        message = wire.decode_client(payload)
+    except wire.ProtocolError:
+        assert raw.receive()[1].code == "protocol"
+        assert raw.ended()
+    else:
+        assert isinstance(message, wire.Message)
+    raw.sock.close()
+
+
+# ---- what is asked for -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n, keys: wire.Reserve(n, 0, 1, keys),
+        lambda n, keys: wire.Acquire(n, keys, [], 1.0),
+        lambda n, keys: wire.Match(n, keys, []),
+        lambda n, keys: wire.Contains(n, 0, keys),
+        wire.Remove,
+        lambda n, keys: wire.Pin(n, keys, "soft"),
+    ],
+)
+@pytest.mark.parametrize("keys", [b"k", b"k" * 15, b"k" * 17, b"k" * 47])
+def test_keys_of_the_wrong_size(met, make, keys):
+    raw, number = met
+    answer = raw.ask(make(number, keys))
+    assert answer.code == "invalid"
+    assert "16" in answer.message
+
+
+def test_too_many_keys(met):
+    raw, number = met
+    answer = raw.ask(wire.Match(number, KEY * (wire.KEYS_MAX + 1), []))
+    assert answer.code == "limit"
+    assert str(wire.KEYS_MAX) in answer.message
+    assert raw.ask(wire.Match(number, KEY * wire.KEYS_MAX, [])).value == 0
+
+
+def test_a_namespace_that_is_not_open(met):
+    raw, number = met
+    for other in (number + 1, -1, 2**40):
+        assert raw.ask(wire.Match(other, KEY, [])).code == "invalid"
+
+
+def test_other_sizes_under_the_same_digest(met):
+    raw, _ = met
+    answer = raw.ask(open_message(parts=[(8192, "full", 0, 1)]))
+    assert answer.code == "namespace_mismatch"
+    assert "4096" in answer.message
+    assert "8192" in answer.message
+    assert raw.ask(open_message(parts=[*PARTS, *PARTS])).code == "namespace_mismatch"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [(0, "full", 0, 1)],
+        [(-1, "full", 0, 1)],
+        [(1 << 40, "full", 0, 1)],
+        [(33 << 20, "full", 0, 1)],
+        [(4096, "half", 0, 1)],
+        [(4096, "full", 3, 1)],
+        [(4096, "window", 0, 1)],
+        [(4096, "full", 0, 0)],
+        PARTS * 4097,
+    ],
+)
+def test_parts_that_make_no_sense(met, parts):
+    raw, _ = met
+    assert raw.ask(open_message({"fresh": 1}, parts)).code == "invalid"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"1",
+        b"{",
+        b"\xff{}",
+        b'{"a": "\xff"}',
+        b'{"a": "\\ud800"}',
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b'{"a": ' + b"[" * 30_000 + b"]" * 30_000 + b"}",
+        b'{"a": ' * 5_000 + b"1" + b"}" * 5_000,
+        b'{"a": ' * 100 + b"1" + b"}" * 100,
+        b"[" * 60_000,
+        b'{"a": "' + b"x" * 70_000 + b'"}',
+    ],
+)
+def test_records_that_are_none(met, text):
+    raw, _ = met
+    answer = raw.ask(wire.OpenNamespace(sha256(text).digest()[:16], text, PARTS))
+    assert answer.code == "invalid"
+    assert isinstance(raw.ask(wire.Stats()), wire.Bytes)
+
+
+def test_wrong_digest(met):
+    raw, _ = met
+    answer = raw.ask(wire.OpenNamespace(b"d" * 16, b"{}", PARTS))
+    assert answer.code == "invalid"
+    assert "digest" in answer.message
+
+
+# ---- reservations ------------------------------------------------------------------------------------
+
+
+def test_commit_of_what_was_never_reserved(met):
+    raw, _ = met
+    assert raw.ask(wire.Commit(1, SUM)).code == "unknown_reservation"
+
+
+def test_commit_twice(met):
+    raw, number = met
+    assert isinstance(raw.ask(wire.Reserve(number, 0, 7, KEY)), wire.Reserved)
+    assert raw.ask(wire.Commit(7, SUM)) == wire.Done(1)
+    assert raw.ask(wire.Commit(7, SUM)).code == "unknown_reservation"
+    assert raw.ask(wire.Match(number, KEY, [])) == wire.Done(1)
+
+
+def test_commit_after_abort(met):
+    raw, number = met
+    raw.ask(wire.Reserve(number, 0, 7, KEY))
+    raw.ask(wire.Abort([7, 8, 7]))
+    assert raw.ask(wire.Commit(7, SUM)).code == "unknown_reservation"
+    assert raw.ask(wire.Match(number, KEY, [])) == wire.Done(0)
+
+
+@pytest.mark.parametrize("sums", [b"", b"s", SUM * 2, b"s" * 15])
+def test_commit_with_checksums_that_do_not_fit(met, sums):
+    raw, number = met
+    raw.ask(wire.Reserve(number, 0, 7, KEY))
+    assert raw.ask(wire.Commit(7, sums)).code == "invalid"
+    assert raw.ask(wire.Commit(7, SUM)) == wire.Done(1), "the reservation was left alone"
+
+
+def test_a_ticket_in_use(met):
+    raw, number = met
+    raw.ask(wire.Reserve(number, 0, 7, KEY))
+    assert raw.ask(wire.Reserve(number, 0, 7, b"j" * 16)).code == "invalid"
+
+
+def test_another_client_commits_or_aborts(daemon, met):
+    raw, number = met
+    raw.ask(wire.Reserve(number, 0, 7, KEY))
+    other = daemon.raw()
+    other.hello()
+    assert other.ask(wire.Commit(7, SUM)).code == "unknown_reservation"
+    other.ask(wire.Abort([7]))
+    assert raw.ask(wire.Commit(7, SUM)) == wire.Done(1)
+
+
+def test_another_connection_of_the_same_client_may_commit(daemon):
+    one, two = daemon.raw(), daemon.raw()
+    for raw in (one, two):
+        assert isinstance(raw.hello(client="same" * 8), wire.Welcome)
+    number = one.ask(open_message()).value
+    one.ask(wire.Reserve(number, 0, 7, KEY))
+    assert two.ask(wire.Commit(7, SUM)) == wire.Done(1)
+
+
+def test_another_instance_with_the_same_client_id_is_refused(daemon):
+    daemon.raw().hello(client="ours" * 8, instance="one")
+    assert daemon.raw().hello(client="ours" * 8, instance="two").code == "not_authenticated"
+
+
+def test_another_process_with_the_same_client_id_is_refused(daemon):
+    thief = daemon.script(
+        """
+client = Client(SOCKET, instance="test")
+client._id = hear()
+try:
+    client.match(client.open(RECORD), [key(1)])
+except Exception as error:
+    say(type(error).__name__)
+"""
+    )
+    owner = daemon.raw()
+    owner.hello(client="mine" * 8)
+    thief.say("mine" * 8)
+    assert thief.hear() == "NotAuthenticated"
+
+
+def test_granted_slots_are_their_owner_s(daemon, met):
+    raw, number = met
+    granted = raw.ask(wire.Grant(number, 0, 2))
+    assert len(granted.rows) == 8
+    other = daemon.raw()
+    other.hello()
+    stolen = other.ask(wire.Store(number, 0, granted.rows, KEY + SUM, SUM * 2, 0))
+    assert stolen.code == "unknown_reservation"
+    other.ask(wire.GiveBack(granted.stride, granted.rows))
+    twice = granted.rows[:4] * 2
+    assert (
+        raw.ask(wire.Store(number, 0, twice, KEY + SUM, SUM * 2, 0)).code == "unknown_reservation"
+    )
+    assert raw.ask(wire.Store(number, 0, granted.rows, KEY + SUM, SUM * 2, 0)).new == 2
+    assert (
+        raw.ask(wire.Store(number, 0, granted.rows, KEY + SUM, SUM * 2, 0)).code
+        == "unknown_reservation"
+    )
+
+
+# ---- leases --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lease_s", [float("nan"), 0.0, -1.0, float("-inf")])
+def test_leases_that_make_no_sense(met, lease_s):
+    raw, number = met
+    raw.ask(wire.Reserve(number, 0, 7, KEY))
+    raw.ask(wire.Commit(7, SUM))
+    assert raw.ask(wire.Acquire(number, KEY, [], lease_s)).code == "invalid"
+
+
+@pytest.mark.parametrize("lease_s", [float("inf"), 1e300, 1e9])
+def test_leases_are_capped(met, lease_s):
+    raw, number = met
+    raw.ask(wire.Reserve(number, 0, 7, KEY))
+    raw.ask(wire.Commit(7, SUM))
+    leased = raw.ask(wire.Acquire(number, KEY, [], lease_s))
+    assert 59 < leased.lease_s <= 60.1
+
+
+def test_a_short_lease_ends_in_time_though_a_long_one_was_first(daemon, met, until):
+    raw, number = met
+    raw.ask(wire.Reserve(number, 0, 7, KEY))
+    raw.ask(wire.Commit(7, SUM))
+    before = daemon.stats()["leases"]
+    raw.ask(wire.Acquire(number, KEY, [], 60.0))
+    raw.ask(wire.Acquire(number, KEY, [], 0.05))
+    until(lambda: daemon.stats()["leases"] == before + 1)
+
+
+def test_join_with_parts_that_are_not_there_holds_nothing(daemon, met):
+    raw, number = met
+    raw.ask(wire.Reserve(number, 0, 7, KEY))
+    raw.ask(wire.Commit(7, SUM))
+    before = daemon.stats()["leases"]
+    token = raw.ask(wire.Acquire(number, KEY, [], 60.0)).token
+    mate = daemon.raw()
+    mate.hello()
+    assert mate.ask(wire.Join(token, [1])).code == "invalid"
+    assert mate.ask(wire.Join(token, [0, 0])).code == "invalid"
+    assert daemon.stats()["leases"] == before + 1
+    raw.ask(wire.Release([token]))
+    assert daemon.stats()["leases"] == before
+
+
+# ---- greed ---------------------------------------------------------------------------------------------
+
+
+def resident_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+def test_a_client_that_never_reads_its_answers(daemon, met):
+    """It is made to wait; the daemon's memory stays small, and others are served."""
+    raw, _ = met
+    for n in range(64):
+        raw.ask(open_message({"n": n, "text": "x" * 8192}))
+    assert len(raw.ask(wire.Stats()).data) > 512 << 10
+    before = resident_bytes(daemon.pid)
+    greedy = daemon.raw()
+    greedy.hello()
+    greedy.sock.setblocking(False)
+    flood = b"".join(wire.encode(wire.Stats(), n) for n in range(1, 20_000))
+    sent = 0
+    with contextlib.suppress(BlockingIOError):
+        while sent < len(flood):
+            sent += greedy.sock.send(flood[sent:])
+    with daemon.client() as client:
+        for _ in range(20):
+            assert client.stats()["connections"] >= 3
+    assert resident_bytes(daemon.pid) - before < 64 << 20
+    # Whoever reads at last gets all answers, in order.
+    greedy.sock.settimeout(20)
+    for n in range(1, 30):
+        request, answer = greedy.receive()
+        assert request == n
+        assert isinstance(answer, wire.Bytes)
+
+
+def test_a_client_that_asks_for_all_at_once_gets_all(met):
+    """More answers than are written in one go come in turns, in order."""
+    raw, number = met
+    raw.sock.settimeout(60)
+    for n in range(16):
+        raw.ask(open_message({"n": n, "text": "x" * 8192}))
+    raw.sock.sendall(b"".join(wire.encode(wire.Stats(), n) for n in range(1, 200)))
+    assert [raw.receive()[0] for _ in range(1, 200)] == list(range(1, 200))
+    assert raw.ask(wire.Match(number, KEY, [])) == wire.Done(0)
+
+
+def test_many_clients_come_and_go(daemon):
+    descriptors = Path(f"/proc/{daemon.pid}/fd")
+    clients, granted = daemon.stats()["clients"], daemon.space()["granted_bytes"]
+    with daemon.client(connect=True):
+        before = len(list(descriptors.iterdir()))
+        for n in range(100):
+            with Client(daemon.socket, connect=True) as other:
+                other.put(other.open(RECORD), [n.to_bytes(16, "big")], os.urandom(4096))
+    stats = daemon.stats()
+    assert stats["clients"] <= clients + 1
+    assert len(list(descriptors.iterdir())) <= before + 4
+    assert daemon.space()["granted_bytes"] == granted

@@ -1,0 +1,293 @@
+"""Settings: where they come from, which one wins, and what is said of wrong ones."""
+
+import dataclasses
+import os
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from kvpool.config import (
+    SETTINGS,
+    SOCKET_PATH_MAX,
+    DaemonConfig,
+    TenantConfig,
+    default_socket_path,
+    load,
+    parse_size,
+)
+from kvpool.errors import ConfigError
+
+SECRETS = ("cluster_secret", "token")
+
+
+def from_file(tmp_path, text: str, **flags) -> DaemonConfig:
+    path = tmp_path / "kvpool.toml"
+    path.write_text(text)
+    return load(file=str(path), flags=flags, environ={})
+
+
+def test_no_configuration_at_all():
+    config = load(environ={})
+    assert config.socket == default_socket_path({})
+    assert config.memory == 0.25
+    assert config.listen == config.peers == ()
+    assert config.node
+    assert config.all_tenants() == (TenantConfig("default", 0.25),)
+
+
+@pytest.mark.parametrize(
+    ("environ", "path"),
+    [
+        ({"KVPOOL_SOCKET": "/a/b"}, "/a/b"),
+        ({"XDG_RUNTIME_DIR": "/run/user/7"}, "/run/user/7/kvpool/kvpool.sock"),
+        ({"KVPOOL_SOCKET": "/a/b", "XDG_RUNTIME_DIR": "/x"}, "/a/b"),
+    ],
+)
+def test_where_daemon_and_clients_meet(environ, path):
+    assert default_socket_path(environ) == path
+    assert load(environ=environ).socket == path
+
+
+def test_where_they_meet_without_any_hint(monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert default_socket_path({}) == "/run/kvpool/kvpool.sock"
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert default_socket_path({}) == "/tmp/kvpool-1000/kvpool.sock"
+
+
+def test_later_ones_win(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text('node = "file"\nmemory = "1MiB"\nmovers = 2\n')
+    environ = {"KVPOOL_CONFIG": str(path), "KVPOOL_MEMORY": "2MiB", "KVPOOL_MOVERS": "3"}
+    config = load(flags={"movers": 4, "policy": None}, environ=environ)
+    assert (config.node, config.memory, config.movers) == ("file", 2 << 20, 4)
+    other = tmp_path / "other.toml"
+    other.write_text('node = "other"')
+    assert load(file=str(other), environ=environ).node == "other"
+
+
+def test_every_setting_can_come_from_the_file(tmp_path):
+    config = from_file(
+        tmp_path,
+        """
+socket = "/s"
+socket_mode = 0o660
+memory = "25%"
+policy = "lru"
+listen = ["tcp://127.0.0.1:7070", "tcp://[::1]:7071"]
+peers = ["tcp://other:7070"]
+cluster = "c"
+cluster_secret = "hush"
+movers = 2
+data_dir = "/d"
+node = "n"
+clients_max = 5
+peers_max = 6
+lease_s_max = 7
+[tenants.red]
+memory = 4096
+token = "t"
+[tenants.default]
+memory = "50%"
+""",
+    )
+    assert config == DaemonConfig(
+        socket="/s",
+        socket_mode=0o660,
+        memory=0.25,
+        policy="lru",
+        listen=("tcp://127.0.0.1:7070", "tcp://[::1]:7071"),
+        peers=("tcp://other:7070",),
+        cluster="c",
+        cluster_secret="hush",
+        tenants=(TenantConfig("red", 4096, "t"), TenantConfig("default", 0.5)),
+        movers=2,
+        data_dir="/d",
+        node="n",
+        clients_max=5,
+        peers_max=6,
+        lease_s_max=7.0,
+    )
+    assert config.all_tenants() == config.tenants, "the file has said what the default one gets"
+    changed = {f.name for f in dataclasses.fields(config)}
+    assert changed == set(SETTINGS)
+
+
+def test_every_setting_but_tenants_can_come_from_the_environment():
+    values = {
+        "socket": "/s",
+        "socket_mode": "660",
+        "memory": "1g",
+        "policy": "lru",
+        "listen": "tcp://a:1, tcp://b:2",
+        "peers": "",
+        "cluster": "c",
+        "cluster_secret": "hush",
+        "movers": "2",
+        "data_dir": "/d",
+        "node": "n",
+        "clients_max": "5",
+        "peers_max": "6",
+        "lease_s_max": "7.5",
+    }
+    assert values.keys() | {"tenants"} == set(SETTINGS)
+    config = load(environ={f"KVPOOL_{name.upper()}": value for name, value in values.items()})
+    assert config.socket_mode == 0o660
+    assert config.memory == 1 << 30
+    assert config.listen == ("tcp://a:1", "tcp://b:2")
+    assert config.peers == ()
+    assert config.lease_s_max == 7.5
+
+
+def test_secrets_are_not_printed():
+    config = DaemonConfig(
+        socket="/s", cluster_secret="hush", tenants=(TenantConfig("red", 1, "hush"),)
+    )
+    assert "hush" not in repr(config)
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load(environ={}).movers = 3
+
+
+# ---- sizes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (1, 1),
+        ("1", 1),
+        ("17B", 17),
+        ("4k", 4096),
+        ("4 KiB", 4096),
+        ("4kb", 4096),
+        ("1.5GiB", 3 << 29),
+        (" 8GiB ", 8 << 30),
+        ("2T", 2 << 40),
+        ("25%", 0.25),
+        ("100%", 1.0),
+        ("0.5 %", 0.005),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text, "memory") == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "0",
+        0,
+        -1,
+        "-1",
+        "0%",
+        "101%",
+        "nan%",
+        "inf%",
+        "%",
+        "GiB",
+        "1e9",
+        "1 2",
+        "0.1",
+        True,
+        0.25,
+        None,
+        [],
+        "8GiBB",
+    ],
+)
+def test_what_is_no_size(text):
+    with pytest.raises(ConfigError, match=r"memory = .*8GiB.*25%"):
+        parse_size(text, "memory")
+
+
+@settings(deadline=None)
+@given(st.text(max_size=12))
+def test_any_text_is_a_size_or_a_config_error(text):
+    try:
+        assert parse_size(text, "memory") > 0
+    except ConfigError:
+        pass
+
+
+# ---- what is wrong -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ('memroy = "1GiB"', "memroy.*no such setting.*memory"),
+        ("memory = 0", "memory"),
+        ("movers = 0", "1 to 64"),
+        ("movers = 65", "1 to 64"),
+        ("movers = true", "1 to 64"),
+        ("movers = 1.5", "1 to 64"),
+        ('movers = "many"', "1 to 64"),
+        ("lease_s_max = 0", "seconds"),
+        ("lease_s_max = nan", "seconds"),
+        ("lease_s_max = inf", "seconds"),
+        ('lease_s_max = "soon"', "seconds"),
+        ("socket_mode = 0o1000", "octal"),
+        ('socket_mode = "rw"', "octal"),
+        ('socket_mode = "888"', "octal"),
+        ("socket_mode = -1", "octal"),
+        ('node = ""', "letters"),
+        ('node = "a b"', "letters"),
+        ('node = "-x"', "letters"),
+        ('cluster = "a/b"', "letters"),
+        ("policy = 1", "text"),
+        ('policy = "a\\u0000b"', "text"),
+        ('socket = ""', "path"),
+        (f'socket = "/{"x" * SOCKET_PATH_MAX}"', str(SOCKET_PATH_MAX)),
+        ('listen = "7070"', "tcp://127.0.0.1:7070"),
+        ('listen = ["tcp://host"]', "tcp://127.0.0.1:7070"),
+        ('listen = ["tcp://:7070"]', "tcp://127.0.0.1:7070"),
+        ('listen = ["tcp://host:99999"]', "tcp://127.0.0.1:7070"),
+        ('listen = ["tcp://[::1:7070"]', "tcp://127.0.0.1:7070"),
+        ("listen = [1]", "text"),
+        ("listen = 7", "list"),
+        ("tenants = 7", r"\[tenants.NAME\]"),
+        ("tenants.red = 7", "memory and token"),
+        ("[tenants.red]", "tenants.red.memory is missing"),
+        ('[tenants.red]\nmemory = 1\ntokn = "x"', "memory and token"),
+        ("[tenants.red]\nmemory = 1\ntoken = 7", "tenants.red.token"),
+        ("[tenants.red]\nmemory = 0", "tenants.red.memory"),
+        ('[tenants."a b"]\nmemory = 1', "letters"),
+    ],
+)
+def test_wrong_lines_are_named(tmp_path, line, hint):
+    with pytest.raises(ConfigError, match=f"(?s){hint}") as caught:
+        from_file(tmp_path, line)
+    assert str(tmp_path / "kvpool.toml") in str(caught.value)
+
+
+def test_wrong_variables_and_flags_are_named():
+    with pytest.raises(ConfigError, match="KVPOOL_MEMORY = 'much'"):
+        load(environ={"KVPOOL_MEMORY": "much"})
+    with pytest.raises(ConfigError, match="--data-dir"):
+        load(flags={"data_dir": "a\0b"}, environ={})
+    with pytest.raises(ConfigError, match="--nonsense"):
+        load(flags={"nonsense": 1}, environ={})
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        load(file=str(tmp_path / "absent.toml"), environ={})
+    with pytest.raises(ConfigError, match="directory"):
+        load(file=str(tmp_path), environ={})
+    with pytest.raises(ConfigError, match="not TOML"):
+        from_file(tmp_path, "memory = ")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not TOML"):
+        load(file=str(tmp_path / "binary"), environ={})
+
+
+@pytest.mark.parametrize("host", ["", "---", "a b.c", "ünïcode", "x" * 200, "..."])
+def test_whatever_the_machine_is_called(monkeypatch, host):
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    config = load(environ={})
+    assert load(flags={"node": config.node}, environ={}).node == config.node

@@ -1,0 +1,270 @@
+"""Frames and messages: what goes in comes out, and garbage is a ProtocolError and nothing else."""
+
+import ast
+import struct
+from pathlib import Path
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from kvpool import wire
+from kvpool.errors import KvpoolError, PoolFull, ProtocolError
+
+MESSAGES = [
+    one
+    for one in vars(wire).values()
+    if isinstance(one, type) and issubclass(one, wire.Message) and one.__struct_config__.tag
+]
+DECODERS = [wire.decode_client, wire.decode_daemon, wire.decode_peer, wire.decode_mover]
+UNIONS = [wire.ClientMessage, wire.DaemonMessage, wire.PeerMessage, wire.MoverMessage]
+
+
+def test_each_message_has_a_number_of_its_own():
+    tags = [one.__struct_config__.tag for one in MESSAGES]
+    assert len(set(tags)) == len(tags)
+
+
+def test_the_table_at_the_top_names_every_message():
+    text = ast.get_docstring(ast.parse(Path(wire.__file__).read_text()))
+    rows = {}
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) > 1 and words[0].isdigit() and words[1].isidentifier():
+            rows[int(words[0])] = words[1]
+    assert rows == {one.__struct_config__.tag: one.__name__ for one in MESSAGES}
+
+
+def test_each_message_is_in_a_union():
+    named = {one for union in UNIONS for one in union.__args__}
+    assert named == set(MESSAGES)
+
+
+def drawn(field_type: object) -> st.SearchStrategy:
+    """Values of a field's type."""
+    if field_type is int:
+        return st.integers(-(2**63), 2**64 - 1)
+    if field_type is bytes:
+        return st.binary(max_size=40)
+    if field_type is str:
+        return st.text(max_size=20)
+    if field_type is float:
+        return st.floats(allow_nan=False)
+    if field_type is bool:
+        return st.booleans()
+    if field_type == str | None:
+        return st.none() | st.text(max_size=5)
+    if isinstance(field_type, type) and issubclass(field_type, msgspec.Struct):
+        return structs(field_type)
+    origin, args = field_type.__origin__, field_type.__args__
+    if origin is list:
+        return st.lists(drawn(args[0]), max_size=3)
+    assert origin is tuple
+    return st.tuples(*map(drawn, args))
+
+
+def structs(message: type) -> st.SearchStrategy:
+    fields = msgspec.structs.fields(message)
+    return st.builds(message, *[drawn(field.type) for field in fields])
+
+
+@pytest.mark.parametrize("union", UNIONS)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_there_and_back(union, data):
+    decode = DECODERS[UNIONS.index(union)]
+    sent = data.draw(st.one_of([structs(message) for message in union.__args__]))
+    request = data.draw(st.integers(0, 2**32 - 1))
+    frame = wire.encode(sent, request)
+    assert struct.unpack_from("<II", frame) == (len(frame) - 8, request)
+    assert wire.FrameReader().feed(frame) == [(request, frame[8:])]
+    assert decode(frame[8:]) == sent
+
+
+json_like = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+@settings(max_examples=200, deadline=None)
+@given(
+    payload=st.binary(max_size=200)
+    | json_like.map(msgspec.msgpack.encode)
+    | st.tuples(st.integers(0, 80), st.lists(json_like, max_size=8)).map(
+        lambda pair: msgspec.msgpack.encode([pair[0], *pair[1]])
+    )
+)
+def test_garbage_is_a_protocol_error_and_nothing_else(decode, payload):
+    try:
+        assert isinstance(decode(payload), wire.Message)
+    except ProtocolError:
+        pass
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 60_000,
+        b"\x81\xa1a" * 60_000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\x92\x14\xdd\xff\xff\xff\xff",
+        b"\x92\x04\xc6\xff\xff\xff\xff",
+        b"\x93\x03\xa1\xff\xa1x",
+        b"\xc7\xff\x01",
+    ],
+    ids=[
+        "empty",
+        "reserved",
+        "deep",
+        "deep-maps",
+        "long",
+        "long-list",
+        "long-bytes",
+        "no-utf8",
+        "ext",
+    ],
+)
+def test_hostile_payloads(decode, payload):
+    with pytest.raises(ProtocolError):
+        decode(payload)
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+def test_mutated_messages(decode):
+    """Every single byte of a message changed, and every end cut off."""
+    payload = wire.encode(wire.Error("limit", "of something"), 1)[8:]
+    for at in range(len(payload)):
+        for value in (0, 0x7F, 0x80, 0xC1, 0xFF, payload[at] ^ 1):
+            changed = payload[:at] + bytes([value]) + payload[at + 1 :]
+            try:
+                decode(changed)
+            except ProtocolError:
+                pass
+        with pytest.raises(ProtocolError):
+            decode(payload[:at])
+    with pytest.raises(ProtocolError):
+        decode(payload + b"\0")
+
+
+def test_wrong_and_surplus_fields():
+    for fields in (
+        [13, "1", b"", b""],
+        [13, 1, "", b""],
+        [13, 1],
+        [13],
+        [13, 1, b"", b"", b""],
+        [13.5, 1, b"", b""],
+        {"type": 13},
+        [],
+        13,
+        None,
+    ):
+        with pytest.raises(ProtocolError):
+            wire.decode_client(msgspec.msgpack.encode(fields))
+
+
+def test_messages_do_not_cross_unions():
+    with pytest.raises(ProtocolError):
+        wire.decode_client(wire.encode(wire.Done(1), 1)[8:])
+    with pytest.raises(ProtocolError):
+        wire.decode_peer(wire.encode(wire.Stats(), 1)[8:])
+
+
+def test_too_long_to_send():
+    with pytest.raises(ProtocolError, match="at most"):
+        wire.encode(wire.Bytes(bytes(wire.FRAME_BYTES_MAX)), 1)
+    wire.encode(wire.Bytes(bytes(wire.FRAME_BYTES_MAX - 16)), 1)
+
+
+# ---- FrameReader -------------------------------------------------------------------------------------
+
+
+frames = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.binary(max_size=60)), max_size=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(frames=frames, data=st.data())
+def test_frames_in_any_pieces(frames, data):
+    stream = b"".join(wire.HEADER.pack(len(body), request) + body for request, body in frames)
+    reader = wire.FrameReader(limit=60)
+    got = []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        got += reader.feed(stream[:size])
+        stream = stream[size:]
+    assert got == frames
+    assert not reader.partial
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300), st.integers(0, 40))
+def test_any_stream(stream, limit):
+    """Frames within the limit, or a ProtocolError; never more held than one incomplete frame."""
+    reader = wire.FrameReader(limit)
+    try:
+        for at in range(0, len(stream), 7):
+            for _, payload in reader.feed(stream[at : at + 7]):
+                assert len(payload) <= limit
+            assert len(reader._pending) <= limit + 8 + 7
+    except ProtocolError:
+        pass
+
+
+def test_a_length_above_the_limit_is_refused_before_its_bytes_come():
+    reader = wire.FrameReader(limit=100)
+    with pytest.raises(ProtocolError):
+        reader.feed(wire.HEADER.pack(101, 1))
+    assert wire.FrameReader(limit=100).feed(wire.HEADER.pack(100, 1)) == []
+
+
+def test_partial_tells_of_a_frame_that_was_cut_off():
+    reader = wire.FrameReader()
+    assert not reader.partial
+    reader.feed(b"\1")
+    assert reader.partial
+    reader.feed(b"\0\0\0\5\0\0\0x")
+    assert not reader.partial
+
+
+def test_a_long_frame_in_small_pieces_costs_no_more_than_its_length():
+    body = bytes(4 << 20)
+    stream = wire.HEADER.pack(len(body), 3) + body
+    reader = wire.FrameReader()
+    got = []
+    for at in range(0, len(stream), 1000):
+        got += reader.feed(stream[at : at + 1000])
+    assert got == [(3, body)]
+
+
+# ---- errors --------------------------------------------------------------------------------------------
+
+
+def test_errors_travel():
+    message = wire.error_message(PoolFull("no slot"))
+    assert message == wire.Error("pool_full", "no slot")
+    with pytest.raises(PoolFull, match="no slot"):
+        wire.raise_error(message)
+
+
+def test_an_error_of_a_newer_peer_is_still_one_of_ours():
+    with pytest.raises(KvpoolError, match="news") as caught:
+        wire.raise_error(wire.Error("of_the_future", "news"))
+    assert type(caught.value) is KvpoolError
+
+
+def test_rows_are_little_endian():
+    assert wire.pack_rows([1, wire.NO_ROW]) == b"\1\0\0\0\xff\xff\xff\xff"
