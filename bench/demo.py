@@ -88,8 +88,8 @@ def run(folder: Path, console: Console) -> list[Row]:
         with EngineProcess("engine-1", model, folder, transfer) as engine:
             engine.wait_ready()
             engine.ask(warm, NEW_TOKENS)
-            cold = [engine.ask(each, NEW_TOKENS) for each in prompts]
-            local = [engine.ask(each, NEW_TOKENS) for each in prompts]
+            cold = [engine.measure(each, NEW_TOKENS) for each in prompts]
+            local = [engine.measure(each, NEW_TOKENS) for each in prompts]
             wait_for_blocks(
                 socket_path, sum(blocks_of(len(each), NEW_TOKENS) for each in [warm, *prompts])
             )
@@ -97,7 +97,7 @@ def run(folder: Path, console: Console) -> list[Row]:
         with EngineProcess("engine-2", model, folder, transfer) as engine:
             engine.wait_ready()
             engine.ask(prompt(WARM_SEED + 1, max(PROMPT_TOKENS)), NEW_TOKENS)
-            pool = [engine.ask(each, NEW_TOKENS) for each in prompts]
+            pool = [engine.measure(each, NEW_TOKENS) for each in prompts]
     lengths = [len(each) for each in prompts]
     return [Row(*each) for each in zip(lengths, cold, local, pool, strict=True)]
 

@@ -125,7 +125,7 @@ def compute_and_save(
     for number, asked in enumerate(prompts):
         for row, name in alternating(writers, number):
             if name in engines:
-                measured.add(row, engines[name].ask(asked, NEW_TOKENS))
+                measured.add(row, engines[name].measure(asked, NEW_TOKENS))
     # Both readers' warm-up prompts are in the pool too.
     wait_for_blocks(socket_path, (len(prompts) + 2) * blocks_of(PROMPT_TOKENS, NEW_TOKENS))
 
@@ -135,7 +135,7 @@ def load(engines: dict[str, EngineProcess], prompts: list[list[int]], measured: 
     for number, asked in enumerate(prompts):
         for row, name in alternating(rows, number):
             if name in engines:
-                measured.add(row, engines[name].ask(asked, NEW_TOKENS))
+                measured.add(row, engines[name].measure(asked, NEW_TOKENS))
 
 
 def alternating(items: list[tuple[str, str]], number: int) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Self
 
@@ -446,7 +446,8 @@ class Client:
     def close(self) -> None:
         """Close the connections. Leases and reservations that are open stay so until this process ends."""
         daemon = self._daemon
-        if daemon is not None and daemon.stashes and self._idle and daemon.grants.begin_last():
+        used = daemon is not None and bool(daemon.stashes or daemon.grants.doubtful)
+        if daemon is not None and used and self._idle and daemon.grants.begin_last():
             try:
                 with self._request() as connection:
                     if connection.daemon is daemon:
@@ -688,27 +689,33 @@ class Client:
                 return stored
         ticket = next(self._tickets)
         everything = range(n)
+        going = [True]  # emptied when the checksums are not needed any more
         hashing: Future[bytes] | None = None
         checksums = b""
         if source.total >= HASH_IN_THREAD_BYTES:
-            hashing = self._hash_later(source, everything)
-        with self._request() as connection:
-            sent = self._send_reserve(connection, ns, part, ticket, packed, parent)
-            if hashing is None:
-                checksums = source.checksums(everything)  # while the daemon works
-            reservation = self._reserved(connection, sent, ns, part, ticket, packed)
-            missing = reservation.missing
-            stored = 0
-            if len(missing):
-                with reservation:
-                    slots = reservation.slots
-                    source.write(missing, slots.table, slots.rows, slots.fd)
-                    if hashing is not None:
-                        checksums = hashing.result()
-                    if len(missing) != n:
-                        listed = np.frombuffer(checksums, dtype="V16")
-                        checksums = listed[missing].tobytes()
-                    stored = self._commit(connection, reservation, checksums)
+            hashing = self._hash_later(source, itertools.takewhile(lambda _: going, everything))
+        try:
+            with self._request() as connection:
+                sent = self._send_reserve(connection, ns, part, ticket, packed, parent)
+                if hashing is None:
+                    checksums = source.checksums(everything)  # while the daemon works
+                reservation = self._reserved(connection, sent, ns, part, ticket, packed)
+                missing = reservation.missing
+                stored = 0
+                if len(missing):
+                    with reservation:
+                        slots = reservation.slots
+                        source.write(missing, slots.table, slots.rows, slots.fd)
+                        if hashing is not None:
+                            checksums = hashing.result()
+                        if len(missing) != n:
+                            listed = np.frombuffer(checksums, dtype="V16")
+                            checksums = listed[missing].tobytes()
+                        stored = self._commit(connection, reservation, checksums)
+        finally:
+            if hashing is not None and not hashing.done():
+                going.clear()
+                wait((hashing,))  # nobody reads the caller's buffers any more
         if reservation.refused:
             from kvpool.errors import PoolFull
 

@@ -18,6 +18,9 @@ Index = NDArray[np.int64]
 
 CHUNK_BYTES = 16 << 20
 
+RUN_BLOCKS_MIN = 8
+"""The mean length from which runs are copied one by one: fewer, larger calls are the point."""
+
 
 class SlotTable(Protocol):
     """Slots of one size in the pool's segment, as `kvpool.client.Slots` gives them."""
@@ -92,6 +95,11 @@ class HostPages:
 
     def to_slots(self, blocks: Index, slots: SlotTable, rows: Index, ready: Any = None) -> None:
         assert slots.nbytes == self.nbytes
+        if (direct := straight_runs(blocks, rows)) is not None:
+            for at, to, count in direct:
+                for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
+                    slots.table[to : to + count, start:stop] = layer[at : at + count]
+            return
         for chunk in self._chunks(len(blocks), self.nbytes):
             for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
                 piece = self._take(layer, blocks[chunk])
@@ -99,6 +107,11 @@ class HostPages:
 
     def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any = None) -> None:
         assert slots.nbytes == self.nbytes
+        if (direct := straight_runs(rows, blocks)) is not None:
+            for at, to, count in direct:
+                for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
+                    layer[to : to + count] = slots.table[at : at + count, start:stop]
+            return
         for chunk in self._chunks(len(blocks), slots.table.shape[1]):
             whole = self._take(slots.table, rows[chunk])
             for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
@@ -118,6 +131,22 @@ class HostPages:
 
     def _chunks(self, count: int, row_bytes: int) -> Iterator[slice]:
         return chunks(count, row_bytes, self._chunk_bytes)
+
+
+def straight_runs(source: Index, target: Index) -> list[tuple[int, int, int]] | None:
+    """Runs (source, target, count) in which both go up one by one; None where they are short.
+
+    A run is copied straight across, once; anything else passes through scratch memory, twice.
+    """
+    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
+    if (len(breaks) + 1) * RUN_BLOCKS_MIN > len(source):
+        return None
+    starts = [0, *breaks.tolist()]
+    ends = [*starts[1:], len(source)]
+    return [
+        (int(source[start]), int(target[start]), end - start)
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -141,6 +141,7 @@ class SchedulerHalf:
         self._plan = StepPlan()
         self._loads: dict[int, RunningLoad] = {}
         self._saves: dict[int, RunningSave] = {}
+        self._ended: list[Lease] = []
         self._offered = Offered(engine.blocks * OFFERED_PER_BLOCK, config.resave_s)
         self.pins = PinBudget(max(1, int(engine.blocks * config.pin_share)))
         self.counters = Counters()
@@ -294,6 +295,7 @@ class SchedulerHalf:
             whole = self._whole(state, state.request.num_computed_tokens + tokens)
             if whole > state.saved:
                 self._save(state, table_of(request_id), whole)
+        self._release_ended()
         plan, self._plan = self._plan, StepPlan()
         plan.want_report = not self.ready
         plan.records = {save.epoch: self._records[save.epoch] for save in plan.saves}
@@ -351,13 +353,18 @@ class SchedulerHalf:
             load.ranks_left -= ranks
             if load.ranks_left == 0:
                 del self._loads[job]
-                self._client.release(load.lease)
+                self._ended.append(load.lease)
         for job, ranks in done.saves.items():
             save = self._saves[job]
             save.ranks_left -= ranks
             if save.ranks_left == 0:
                 del self._saves[job]
                 self._unpin(save.blocks)
+
+    def _release_ended(self) -> None:
+        """Give back leases of ended loads: a step later, when no first token waits for it."""
+        while self._ended:
+            self._client.release(self._ended.pop())
 
     def _forget(self, load: RunningLoad) -> None:
         """Offer the blocks of a failed load again once they are computed."""
@@ -391,7 +398,7 @@ class SchedulerHalf:
 
     def has_work(self) -> bool:
         """Whether steps are needed without requests, so that leases and pins are given back."""
-        return bool(self._saves or self._loads or self._plan.saves)
+        return bool(self._saves or self._loads or self._ended or self._plan.saves)
 
     def reset(self) -> bool:
         """Forget all that was saved so far: the engine's KV means something else from now on.
@@ -410,6 +417,8 @@ class SchedulerHalf:
         return not self._loads
 
     def close(self) -> None:
+        """Release every lease. Loads that run fail or end by their deadline."""
+        self._release_ended()
         for state in self._requests.values():
             self._drop_lookup(state)
 

@@ -32,7 +32,7 @@ from kvpool.errors import KvpoolError, LeaseLost
 from kvpool.types import Namespace, NamespaceRecord
 
 if TYPE_CHECKING:
-    from kvpool.client import Client, Slots
+    from kvpool.client import Client, Lease, Slots
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class WorkerHalf:
         self._unheard: set[int] = set()
         self._done = StepDone()
         self._failed_blocks: set[int] = set()
+        self._read: list[Lease] = []
         self.counters = Counters()
 
     # --- once a step, in this order -----------------------------------------------------------
@@ -135,6 +136,9 @@ class WorkerHalf:
 
     def take_done(self) -> StepDone | None:
         """What the scheduler half must hear of, or None."""
+        # Leases of synchronous loads, given back when no token waits for it.
+        while self._read:
+            self._client.release(self._read.pop())
         for future in [future for future in self._saves if future.done()]:
             job = self._saves.pop(future)
             self._done.saves[job.job] = 1
@@ -177,7 +181,10 @@ class WorkerHalf:
             # whether the slots were still ours while they ran.
             lease.check()
         finally:
-            self._client.release(lease)
+            if job.sync:
+                self._read.append(lease)
+            else:
+                self._client.release(lease)
 
     def _copy_group(self, group: GroupLoad, slots: Slots, pages: Pages, ready: Any) -> None:
         skip = group.first - slots.first // group.stride

@@ -137,12 +137,13 @@ class NamespaceState:
 class SlotClass:
     """All slots of one stride in a tenant's segment."""
 
-    __slots__ = ("by_row", "policy", "soft", "stride")
+    __slots__ = ("by_row", "policy", "soft", "stride", "stuck_at")
 
     def __init__(self, stride: int, policy: EvictionPolicy) -> None:
         self.stride = stride
         self.policy = policy
         self.soft: OrderedDict[Block, None] = OrderedDict()  # soft pins, oldest first
+        self.stuck_at: dict[bool, int] = {}  # `Node._changes` when no other class could give a slab
         self.by_row: list[Block | None] = []  # needed to empty a slab without a scan of all blocks
 
 
@@ -207,6 +208,26 @@ class Reservation:
     keys: Sequence[bytes]
     parents: Sequence[bytes]  # of each key, the one before it in the prefix chain
     rows: list[int]
+    left: dict[int, int] | None = None  # key index → position, once some of it is settled
+
+    @property
+    def open_rows(self) -> list[int]:
+        """The rows that are not settled."""
+        if self.left is None:
+            return self.rows
+        return [self.rows[position] for position in self.left.values()]
+
+    def positions(self, indices: Sequence[int], ticket: int) -> list[int]:
+        """Where these key indices are in the sequences. Raises `UnknownReservation`."""
+        if self.left is None:
+            self.left = {index: position for position, index in enumerate(self.indices)}
+        found = [self.left.get(index, -1) for index in indices]
+        if -1 in found:
+            index = indices[found.index(-1)]
+            raise UnknownReservation(f"key {index} of reservation {ticket} has no open slot")
+        if len(set(found)) != len(found):
+            raise UnknownReservation(f"a key of reservation {ticket} is committed twice")
+        return found
 
 
 @dataclass(eq=False, slots=True)
@@ -289,6 +310,7 @@ class Node:
         self._lease_count = 0
         self._deadlines: list[tuple[float, str]] = []
         self._tick = 0
+        self._changes = 0  # counts what may let a slab go that could not go before
         self._journal: list[tuple[SlotClass, list[Block], bool]] = []
 
     # ---- tenants, namespaces, holders ------------------------------------------------------------
@@ -432,24 +454,29 @@ class Node:
         keys: Sequence[bytes] = reservation.keys
         parents: Sequence[bytes] = reservation.parents
         rows: Sequence[int] = reservation.rows
-        rest: Reservation | None = None
+        if indices is None and reservation.left is not None:
+            indices = list(reservation.left)
         if indices is not None:
-            keys, parents, rows, rest = _partly(reservation, indices, ticket)
+            at = reservation.positions(indices, ticket)
+            keys = [reservation.keys[position] for position in at]
+            parents = [reservation.parents[position] for position in at]
+            rows = [reservation.rows[position] for position in at]
         if len(checksums) != CHECKSUM_BYTES * len(rows):
             raise InvalidRequest(
                 f"{len(checksums)} bytes of checksums for {len(rows)} blocks: 16 each"
             )
         holder.reserved_bytes -= table.stride * len(rows)
+        if indices is None or reservation.left is None or len(indices) == len(reservation.left):
+            del holder.reservations[ticket]
+        else:
+            for index in indices:
+                del reservation.left[index]
         if not table.blocks.keys().isdisjoint(keys) or len(set(keys)) != len(keys):
             keys, parents, rows, checksums, surplus = self._only_new(
                 table, keys, parents, rows, checksums
             )
             table.namespace.tenant.allocator.free(table.stride, surplus)
         self._publish(table, keys, parents, rows, checksums)
-        if rest is None:
-            del holder.reservations[ticket]
-        else:
-            holder.reservations[ticket] = rest
         return len(rows)
 
     def _publish(
@@ -461,6 +488,7 @@ class Node:
         checksums: bytes,
     ) -> None:
         """Slots that are whole become blocks. Built by C loops: this runs for all that is ever put."""
+        self._changes += 1
         if not keys:
             return
         self._tick += 1
@@ -477,8 +505,9 @@ class Node:
         if reservation is None:
             return
         table = reservation.table
-        rows = reservation.rows
+        rows = reservation.open_rows
         table.namespace.tenant.allocator.free(table.stride, rows)
+        self._changes += 1
         holder.reserved_bytes -= table.stride * len(rows)
         self.counters.aborted += len(rows)
 
@@ -573,6 +602,7 @@ class Node:
             granted.difference_update(back)
             self._granted(holder, stride, -len(back))
             holder.tenant.allocator.free(stride, back)
+            self._changes += 1
 
     def _granted(self, holder: Holder, stride: int, count: int) -> None:
         holder.granted_bytes += stride * count
@@ -613,10 +643,7 @@ class Node:
         tables = self._tables_of(namespace, parts)
         keys = split_keys(packed)
         _check_alive(holder)
-        if len(holder.leases) >= self.limits.leases_per_holder:
-            raise LimitExceeded(
-                f"this client holds {len(holder.leases)} leases, the limit: release some"
-            )
+        self._check_lease_count(holder)
         seconds = None if lease_s is None else self.lease_seconds(lease_s)
         held: dict[int, tuple[int, list[Block]]] = {}
         if scattered:
@@ -681,8 +708,15 @@ class Node:
             or (lease.deadline is not None and lease.deadline <= now)
         ):
             return None
+        self._check_lease_count(holder)
         self._hold(lease, holder)
         return lease
+
+    def _check_lease_count(self, holder: Holder) -> None:
+        if len(holder.leases) >= self.limits.leases_per_holder:
+            raise LimitExceeded(
+                f"this client holds {len(holder.leases)} leases, the limit: release some"
+            )
 
     def release(self, holder: Holder, token: str) -> None:
         """Undo one acquire or join. The slots are free to go when the last holder has released."""
@@ -933,6 +967,7 @@ class Node:
 
     def _end_lease(self, lease: Lease) -> None:
         del self._leases[lease.token]
+        self._changes += 1
         for _, blocks in lease.parts.values():
             back: list[Block] = []
             for block in blocks:
@@ -961,6 +996,7 @@ class Node:
 
     def _take_out(self, block: Block) -> None:
         """The reverse: no candidate any more, no pin, in no quota."""
+        self._changes += 1
         self.settle()
         table = block.table
         tenant = table.namespace.tenant
@@ -1103,13 +1139,18 @@ class Node:
     def _steal_any_slab(
         self, tenant: Tenant, slot_class: SlotClass, *, spare_soft_pins: bool
     ) -> bool:
-        """Empty some slab of another class that nothing holds. Costs O(leased blocks + slabs)."""
+        """Empty some slab of another class that nothing holds. Costs O(leased blocks + slabs).
+
+        Not tried again before anything was released: puts into a pool that is held fail quickly.
+        """
+        if slot_class.stuck_at.get(spare_soft_pins) == self._changes:
+            return False
         allocator = tenant.allocator
         busy: set[int] = set()
         for holder in tenant.holders.values():
             for reservation in holder.reservations.values():
                 stride = reservation.table.stride
-                busy.update(allocator.slab_of(stride, row) for row in reservation.rows)
+                busy.update(allocator.slab_of(stride, row) for row in reservation.open_rows)
             for stride, granted in holder.granted.items():
                 busy.update(allocator.slab_of(stride, row) for row in granted)
             for lease in holder.leases.values():
@@ -1125,6 +1166,7 @@ class Node:
             if busy.isdisjoint(run):
                 self._empty_run(tenant, run)
                 return True
+        slot_class.stuck_at[spare_soft_pins] = self._changes
         return False
 
     def _empty_run(self, tenant: Tenant, run: Iterable[int]) -> None:
@@ -1166,32 +1208,6 @@ def _check_alive(holder: Holder) -> None:
 def _check_parent(parent: bytes) -> None:
     if parent and len(parent) != KEY_BYTES:
         raise InvalidRequest(f"a parent key of {len(parent)} bytes: {KEY_BYTES}, or none")
-
-
-def _partly(
-    reservation: Reservation, indices: Sequence[int], ticket: int
-) -> tuple[Sequence[bytes], Sequence[bytes], Sequence[int], Reservation | None]:
-    """(keys, parents, rows) of the chosen key indices, and what is left open. Raises `UnknownReservation`."""
-    at = {index: position for position, index in enumerate(reservation.indices)}
-    chosen = set(indices)
-    if len(chosen) != len(indices):
-        raise UnknownReservation(f"a key of reservation {ticket} is committed twice")
-    if missing := chosen - at.keys():
-        raise UnknownReservation(f"key {min(missing)} of reservation {ticket} has no open slot")
-    keys = [reservation.keys[at[index]] for index in indices]
-    parents = [reservation.parents[at[index]] for index in indices]
-    rows = [reservation.rows[at[index]] for index in indices]
-    left = [position for index, position in at.items() if index not in chosen]
-    if not left:
-        return keys, parents, rows, None
-    rest = Reservation(
-        reservation.table,
-        [reservation.indices[position] for position in left],
-        [reservation.keys[position] for position in left],
-        [reservation.parents[position] for position in left],
-        [reservation.rows[position] for position in left],
-    )
-    return keys, parents, rows, rest
 
 
 def _runs(table: PartTable, keys: Sequence[bytes]) -> list[int]:

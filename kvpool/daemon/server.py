@@ -42,6 +42,7 @@ from kvpool.errors import (
     KvpoolError,
     LimitExceeded,
     NotAuthenticated,
+    PoolFull,
     ProtocolError,
 )
 from kvpool.segment import Segment
@@ -351,10 +352,14 @@ class Server:
         return wire.Done(namespace.number)
 
     def _reserve(self, holder: Holder, m: wire.Reserve) -> wire.Reserved:
-        stride, rows = self.node.reserve(
-            holder, self._namespace(holder, m.ns, m.keys), m.part, m.ticket, m.keys, m.parent
-        )
-        return wire.Reserved(stride, rows)
+        namespace = self._namespace(holder, m.ns, m.keys)
+        try:
+            answer = self.node.reserve(holder, namespace, m.part, m.ticket, m.keys, m.parent)
+        except PoolFull:
+            # Leases may have ended since the last look at the clock.
+            self.node.expire(self.clock())
+            answer = self.node.reserve(holder, namespace, m.part, m.ticket, m.keys, m.parent)
+        return wire.Reserved(*answer)
 
     def _commit(self, holder: Holder, m: wire.Commit) -> wire.Done:
         indices = None

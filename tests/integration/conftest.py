@@ -81,7 +81,14 @@ class Daemon:
             args = ("--config", str(folder / "kvpool.toml"), *args)
         if "--socket" not in args:
             args = ("--socket", self.socket, *args)
-        self.command = [sys.executable, "-X", "dev", "-m", "kvpool.cli", "serve", *args]
+        self.command = [
+            sys.executable,
+            "-Walways::ResourceWarning",
+            "-m",
+            "kvpool.cli",
+            "serve",
+            *args,
+        ]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self.command,

@@ -233,6 +233,17 @@ def test_one_key_several_times_in_one_put(client, nbytes):
     assert client.remove(ns, [a, b]) == 2
 
 
+def test_a_put_keeps_no_hold_of_its_buffers(client):
+    """Also one that ends early: what it was given may be resized at once."""
+    ns = namespace(client, 1 << 20)
+    keys = fresh_keys(16)
+    for _ in range(2):  # the second time all are there, and no checksum is waited for
+        data = bytearray(16 << 20)
+        client.put(ns, keys, data)
+        data.clear()
+    client.remove(ns, keys)
+
+
 def test_a_block_larger_than_all_that_was_put_so_far(client):
     ns = namespace(client, 4 << 20)
     data = os.urandom(3 * (4 << 20))

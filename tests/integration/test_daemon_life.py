@@ -260,3 +260,31 @@ def test_more_connections_than_may_be(start, until):
     stats = until(stats_at_last, what="a place that came free is not given away")
     assert stats["connections"] <= 4
     assert stats["refused_connections"] >= 2
+
+
+def test_out_of_descriptors(daemon, until):
+    """No spinning while there are none, and service as soon as there are some again."""
+    most = len(list(Path(f"/proc/{daemon.pid}/fd").iterdir())) + 4
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (most, most))
+    held = [daemon.raw() for _ in range(12)]
+
+    def seconds_used() -> float:
+        words = Path(f"/proc/{daemon.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    before = seconds_used()
+    time.sleep(1.0)  # the thing that is measured
+    assert seconds_used() - before < 0.3
+    for raw in held:
+        raw.sock.close()
+
+    def served() -> bool:
+        with daemon.client(timeout_s=1.0) as client:
+            ns = client.open(RECORD)
+            try:
+                return client.put(ns, [key(1)], b"x" * 4096) >= 0
+            except Unavailable:
+                return False
+
+    until(served)
+    assert daemon.stats()["refused_connections"] > 0

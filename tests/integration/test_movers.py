@@ -10,7 +10,7 @@ import sys
 import threading
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +154,11 @@ def silent_peer() -> Iterator[tuple[str, threading.Event]]:
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-        for sock in list(kept):
-            sock.shutdown(socket.SHUT_RDWR)  # wakes the thread, which then sees the listener closed
+        for sock in kept:
+            with suppress(OSError):  # its mover has been killed
+                sock.shutdown(
+                    socket.SHUT_RDWR
+                )  # wakes the thread, which then sees the listener closed
         thread.join()
         for sock in kept:
             sock.close()

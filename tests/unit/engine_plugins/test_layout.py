@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.engine_plugins.vllm.layout import HostPages, chunks, spans
+from kvpool.engine_plugins.vllm.layout import HostPages, chunks, spans, straight_runs
 
 BLOCKS, ROWS = 16, 24
 
@@ -33,12 +33,19 @@ def paged(random: np.random.Generator, sizes: list[int], *, packed: bool) -> lis
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     slack=st.integers(0, 9),
     blocks=st.lists(st.integers(0, BLOCKS - 1), unique=True, min_size=1),
+    straight=st.booleans(),
     chunk_bytes=st.integers(1, 400),
     packed=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_blocks_come_back_as_they_were(
-    sizes: list[int], slack: int, blocks: list[int], chunk_bytes: int, packed: bool, seed: int
+    sizes: list[int],
+    slack: int,
+    blocks: list[int],
+    straight: bool,
+    chunk_bytes: int,
+    packed: bool,
+    seed: int,
 ) -> None:
     random = np.random.default_rng(seed)
     source = paged(random, sizes, packed=packed)
@@ -46,6 +53,8 @@ def test_blocks_come_back_as_they_were(
     table = random.integers(0, 256, (ROWS, nbytes + slack), np.uint8)
     before = table.copy()
     rows = random.permutation(ROWS)[: len(blocks)].astype(np.int64)
+    if straight:
+        blocks, rows = list(range(len(blocks))), np.arange(ROWS - len(blocks), ROWS)
     slots = Slots(table, rows, nbytes)
     index = np.asarray(blocks, np.int64)
 
@@ -64,6 +73,21 @@ def test_blocks_come_back_as_they_were(
         assert np.array_equal(filled[index], layer[index])
         rest = np.setdiff1d(np.arange(BLOCKS), index)
         assert np.array_equal(filled[rest], was[rest])
+
+
+def test_runs_go_straight_across_when_they_are_long() -> None:
+    def straight(source: list[int], target: list[int]) -> list[tuple[int, int, int]] | None:
+        return straight_runs(np.asarray(source, np.int64), np.asarray(target, np.int64))
+
+    up = list(range(10))
+    assert straight(up, [row + 5 for row in up]) == [(0, 5, 10)]
+    assert straight([*up, 20, 21, 22, 23, 24, 25], up + list(range(10, 16))) == [
+        (0, 0, 10),
+        (20, 10, 6),
+    ]
+    assert straight(up, up[::-1]) is None
+    assert straight(up[:7], up[:7]) is None
+    assert straight([], []) is None
 
 
 def test_slots_of_another_size_are_refused() -> None:

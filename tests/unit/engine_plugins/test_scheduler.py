@@ -253,6 +253,8 @@ def test_a_lease_lives_until_every_rank_ended_the_load(pool: Any, block_pool: An
     harness.end(plan)
     assert len(pool.leases) == 1
     harness.end(plan)
+    assert harness.half.has_work()
+    harness.half.plan_step({}, lambda _: [[]])
     assert not pool.leases
     assert not harness.half.has_work()
 
@@ -281,6 +283,7 @@ def test_a_load_outlives_its_aborted_request(harness: Harness) -> None:
     harness.half.request_finished(request, [[]], completed=False)
     assert len(harness.pool.leases) == 1
     harness.end(plan, failed=True)
+    harness.half.plan_step({}, lambda _: [[]])
     assert not harness.pool.leases
 
 
