@@ -40,6 +40,13 @@ def serve(
     movers: Annotated[int | None, typer.Option(help="Processes that move bytes.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Where the node keeps state.")] = None,
     node: Annotated[str | None, typer.Option(help="This node's name.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="The cluster's name.")] = None,
+    socket_mode: Annotated[
+        str | None, typer.Option(help="Permissions of the socket, octal, 600.")
+    ] = None,
+    clients_max: Annotated[int | None, typer.Option(help="Connections of clients.")] = None,
+    peers_max: Annotated[int | None, typer.Option(help="Connections of peers.")] = None,
+    lease_s_max: Annotated[float | None, typer.Option(help="The longest lease, seconds.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
     """Run this node's daemon until SIGTERM. Works with no configuration at all."""
@@ -71,6 +78,11 @@ def serve(
         "movers": movers,
         "data_dir": data_dir,
         "node": node,
+        "cluster": cluster,
+        "socket_mode": socket_mode,
+        "clients_max": clients_max,
+        "peers_max": peers_max,
+        "lease_s_max": lease_s_max,
     }
     run(load(file=config, flags=flags), ready)
 

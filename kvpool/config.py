@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from kvpool.errors import ConfigError
 from kvpool.types import DEFAULT_TENANT
 
+SECRET_CHARACTERS_MIN = 16
 SOCKET_PATH_MAX = 107  # sockaddr_un
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE)
@@ -161,6 +162,17 @@ def _text(value: object, name: str) -> str:
     return value
 
 
+def _secret(value: object, name: str) -> str:
+    text = _text(value, name)
+    if text and len(text) < SECRET_CHARACTERS_MIN:
+        # Whoever connects sees a proof made with it, and can try guesses at home.
+        raise ConfigError(
+            f"{name}: a cluster secret has at least {SECRET_CHARACTERS_MIN} characters, at random; "
+            f"`openssl rand -hex 32` makes one"
+        )
+    return text
+
+
 def _word(value: object, name: str) -> str:
     text = _text(value, name)
     if not _NAME.fullmatch(text):
@@ -220,7 +232,7 @@ _PARSERS: dict[str, Any] = {
     "listen": _urls,
     "peers": _urls,
     "cluster": _word,
-    "cluster_secret": _text,
+    "cluster_secret": _secret,
     "tenants": _tenants,
     "movers": lambda value, name: _whole(value, name, 1, 64),
     "data_dir": _text,
@@ -256,7 +268,9 @@ def load(
             values[key] = _parse(key, text, f"KVPOOL_{key.upper()}")
     for key, value in (flags or {}).items():
         if value is not None:
-            values[key] = _parse(key, value, f"--{key.replace('_', '-')}")
+            values[key] = _parse(
+                key, value, "--peer" if key == "peers" else f"--{key.replace('_', '-')}"
+            )
     return replace(DaemonConfig(socket=values["socket"]), **values)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.config import SETTINGS
+
 REPO_ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
     [
@@ -89,3 +91,9 @@ def test_python_blocks_compile(document: Path) -> None:
     for line, block in code_blocks(document.read_text(), "python"):
         # Blank lines in front, so that a syntax error names the document's own line.
         compile("\n" * (line - 1) + block, str(document), "exec")
+
+
+def test_every_setting_is_documented(repo_root: Path) -> None:
+    text = (repo_root / "docs" / "config.md").read_text()
+    missing = [name for name in SETTINGS if f"| `{name}` |" not in text]
+    assert not missing, f"docs/config.md says nothing of {missing}"

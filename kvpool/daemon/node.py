@@ -55,7 +55,7 @@ from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, PartKind, PartSpec
 from kvpool.wire import NO_ROW
 
 PIN_NONE, PIN_SOFT, PIN_HARD = 0, 1, 2
-ANCESTORS_PER_BLOCK = 4  # refreshed in the policy when a block is put behind them
+ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put behind them
 PIN_KINDS = {"none": PIN_NONE, "soft": PIN_SOFT, "hard": PIN_HARD}
 
 
@@ -65,7 +65,7 @@ class Limits:
 
     lease_s_max: float = 60.0
     leases_per_holder: int = 4096
-    reserved_share_per_holder: float = 0.5
+    reserved_share_per_holder: float = 1.0
     hard_pin_share: float = 0.25
     soft_pin_share: float = 0.5
     namespaces_per_tenant: int = 1024
@@ -708,7 +708,8 @@ class Node:
             or (lease.deadline is not None and lease.deadline <= now)
         ):
             return None
-        self._check_lease_count(holder)
+        if token not in holder.leases:
+            self._check_lease_count(holder)
         self._hold(lease, holder)
         return lease
 

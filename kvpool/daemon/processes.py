@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
+
+from kvpool.errors import LimitExceeded
 
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 _UCRED = struct.Struct("3i")
@@ -19,18 +22,29 @@ def peer_pid(sock: socket.socket) -> int:
 def peer_pidfd(sock: socket.socket) -> int | None:
     """A descriptor that becomes readable when the peer's process is dead; the caller closes it.
 
-    None if it is dead already. The kernel's own descriptor is used where there is one (Linux 6.5); before
-    that, the process is looked up by number, which a process that died and whose number was given
-    away in the meantime could deceive; the number is therefore read again afterwards.
+    None if it is dead already. The kernel's own descriptor is used where there is one (Linux 6.5).
+    Before that the process is looked up by its number, which in theory may have been given away since
+    it connected. Raises `LimitExceeded` when there are no descriptors left.
     """
     try:
         packed = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
         return int(struct.unpack("i", packed)[0])
-    except ProcessLookupError:
-        return None
-    except OSError:
-        pass  # an older kernel
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            _raise_unless_gone(error)
+            return None
     try:
         return os.pidfd_open(peer_pid(sock))
-    except OSError:
+    except OSError as error:
+        _raise_unless_gone(error)
         return None
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        raise LimitExceeded(
+            f"the daemon has no descriptor left to watch a client with ({error.strerror}): "
+            f"raise its limit of open files"
+        ) from None
+    if error.errno not in (errno.ESRCH, errno.EINVAL):
+        raise error

@@ -380,7 +380,9 @@ class Server:
         fresh: list[int] = []
         if m.count > 0:
             # What was made ready after the last answer; this one's wish is seen to after this answer.
-            fresh = holder.ready.pop(namespace.tables[m.part].stride, fresh)
+            stride = namespace.tables[m.part].stride
+            granted = holder.granted.get(stride, set())
+            fresh = [row for row in holder.ready.pop(stride, fresh) if row in granted]
             self._asked_grants.append((holder, namespace, m.part, min(m.count, wire.KEYS_MAX)))
         return wire.Stored(new, wire.pack_rows(unused), wire.pack_rows(fresh))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from xxhash import xxh3_128_digest
+
 from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.transfer.base import Deadline, Source, TransferLimits, check_lent
 from kvpool.transfer.memory import Memory
@@ -22,6 +24,7 @@ from kvpool.wire import (
     error_message,
 )
 
+CORRUPT_S = 5.0  # to look at blocks that a peer found wrong
 REQUEST_BYTES_MAX = KEYS_MAX * KEY_BYTES + (64 << 10)
 
 
@@ -99,7 +102,10 @@ class Conversation:
         self._stream.send_buffers([memoryview(answer)])
 
     def _report(self, report: Corrupt) -> None:
-        """Pass on what the peer can know: of blocks that it was just sent."""
+        """Look at blocks that the peer was just sent and found wrong; pass on those that are.
+
+        A peer's word alone drops nothing: its own memory or network card may be what is broken.
+        """
         sent = self._fetched
         if sent is None or (report.tenant, report.digest, report.part) != (
             sent.tenant,
@@ -107,10 +113,33 @@ class Conversation:
             sent.part,
         ):
             raise ProtocolError("a Corrupt for something that was not fetched")
-        keys = _split(report.keys)
-        if len(report.keys) % KEY_BYTES or not keys <= _split(sent.keys):
+        keys = set(_listed(report.keys))
+        if len(report.keys) % KEY_BYTES or not keys.issubset(_listed(sent.keys)):
             raise ProtocolError("a Corrupt for blocks that were not fetched")
-        self._source.corrupt(report)
+        self._stream.deadline = Deadline(CORRUPT_S)
+        wanted = Lend(sent.tenant, sent.digest, sent.part, sent.nbytes, report.keys, CORRUPT_S)
+        try:
+            lent = self._source.lend(wanted)
+        except KvpoolError:
+            return  # nothing of it is here any more
+        try:
+            present, rows = check_lent(lent, wanted, self._memory)
+            blocks = iter(
+                self._memory.blocks(lent.segment, lent.stride, sent.nbytes, rows) if rows else []
+            )
+            checksums = iter(_listed(lent.checksums))
+            broken = [
+                key
+                for key, there in zip(_listed(report.keys), present, strict=True)
+                if there and xxh3_128_digest(next(blocks)) != next(checksums)
+            ]
+        finally:
+            if lent.token:
+                self._source.give_back(lent.token)
+        if broken:
+            self._source.corrupt(
+                Corrupt(report.tenant, report.digest, report.part, b"".join(broken))
+            )
 
     def _send_blocks(self, request: int, fetch: Fetch) -> None:
         """Send what is there of the wanted blocks, or the reason why not."""
@@ -165,5 +194,6 @@ class Conversation:
                 self._source.give_back(lent.token)
 
 
-def _split(keys: bytes) -> set[bytes]:
-    return {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}
+def _listed(packed: bytes) -> list[bytes]:
+    """Keys or checksums, which are of one size, one by one."""
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]

@@ -78,7 +78,7 @@ policy = "lru"
 listen = ["tcp://127.0.0.1:7070", "tcp://[::1]:7071"]
 peers = ["tcp://other:7070"]
 cluster = "c"
-cluster_secret = "hush"
+cluster_secret = "hush hush hush hush"
 movers = 2
 data_dir = "/d"
 node = "n"
@@ -100,7 +100,7 @@ memory = "50%"
         listen=("tcp://127.0.0.1:7070", "tcp://[::1]:7071"),
         peers=("tcp://other:7070",),
         cluster="c",
-        cluster_secret="hush",
+        cluster_secret="hush hush hush hush",
         tenants=(TenantConfig("red", 4096, "t"), TenantConfig("default", 0.5)),
         movers=2,
         data_dir="/d",
@@ -123,7 +123,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
         "listen": "tcp://a:1, tcp://b:2",
         "peers": "",
         "cluster": "c",
-        "cluster_secret": "hush",
+        "cluster_secret": "hush hush hush hush",
         "movers": "2",
         "data_dir": "/d",
         "node": "n",

@@ -701,6 +701,12 @@ class NodeMachine(RuleBasedStateMachine):
             and loan.instance == client.instance
             and loan.deadline > self.now
         )
+        held = sum(client.number in other.holds for other in self.loans.values())
+        new = loan is not None and client.number not in loan.holds
+        if may and new and held >= self.node.limits.leases_per_holder:
+            with pytest.raises(LimitExceeded):
+                self.node.join(client.real, token, self.now)
+            return
         lease = self.node.join(client.real, token, self.now)
         assert (lease is not None) == may
         if may:
