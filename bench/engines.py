@@ -184,8 +184,10 @@ class EngineProcess:
 
 
 ENVIRONMENT = {
-    # OpenMP's barriers cost more than a second thread gains where engines share few cores.
+    # One OpenMP thread, on a core of its own: vLLM takes all cores otherwise, whose threads spin
+    # between parallel regions and keep every other process waiting for the kernel's next tick.
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",

@@ -411,3 +411,29 @@ def test_a_name_that_does_not_resolve(reader: Side) -> None:
     pulled = pull(reader, "tcp://no-such-host.invalid:7070", 20.0)
     assert pulled.status == bytes([MISSING]) * 4
     assert "no-such-host.invalid" in pulled.error
+
+
+def test_a_peers_word_alone_drops_nothing() -> None:
+    """A peer calls good blocks and a broken one corrupt: only the broken one is passed on."""
+    owner = Side(URL)
+    owner.source.stride = NBYTES
+    for number, block in enumerate(BLOCKS):
+        owner.source.put(KEYS[number], number, block)
+    owner.bytes[2 * NBYTES + 17] ^= 1
+    port = int(owner.transport.listen(URL).rsplit(":", 1)[1])
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            stream = Stream(sock, Deadline(30))
+            greet(stream, PEER)
+            stream.send(wire.Fetch("default", b"d" * 16, 0, NBYTES, b"".join(KEYS), 30.0), 1)
+            _, payload = stream.receive(1 << 20)
+            assert wire.decode_peer(payload).present == b"\1" * 4
+            left = 4 * NBYTES
+            while left:
+                left -= len(sock.recv(left))
+            stream.send(wire.Corrupt("default", b"d" * 16, 0, b"".join(KEYS)), 0)
+            assert owner.source.wait_for_report()
+            assert [report.keys for report in owner.source.reports] == [KEYS[2]]
+            assert owner.source.wait_until_returned()
+    finally:
+        owner.transport.close()
