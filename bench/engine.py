@@ -3,7 +3,7 @@
 Real vLLM on the CPU, 2,000-token prompts, engine cores in processes of their own. Four engines live at
 once: two with kvpool and two with the peer (vLLM's in-tree MooncakeStoreConnector over its TCP
 transport). Of each pair the first computes and saves, the second is fresh (warmed by an unrelated prompt
-of that length) and loads each prompt once. The pairs take turns, in alternating order; medians.
+of that length) and loads each prompt once. The engines take turns, in alternating order; medians.
 
     .venv/bin/python bench/engine.py [--quick] [--json FILE]
 
@@ -19,6 +19,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -43,7 +44,13 @@ from tiny_models import prompt
 
 PROMPT_TOKENS, NEW_TOKENS = 2000, 8
 ROUNDS, ROUNDS_QUICK = 20, 8
+PROMPTS_A_TURN = 2
+SPIN_S = 1.2
+"""A vLLM worker spins for a second after its last step, on the core that the others need too."""
+
 WARM_SEED = 1000
+WRITERS = {"cold": "kvpool-writer", "peer_cold": "peer-writer"}
+READERS = {"local": "kvpool-writer", "pool": "kvpool-reader", "peer": "peer-reader"}
 BOUNDS = {"pool_vs_local_ttft": 1.3, "pool_vs_cold_ttft": 0.2, "pool_vs_peer_ttft": 0.6}
 
 
@@ -103,8 +110,12 @@ def run(folder: Path, rounds: int) -> Measured:
             for name in ("peer-writer", "peer-reader"):
                 engines[name] = start(name, PEER_TRANSFER, **peer_environment)
         warm_up(engines)
-        compute_and_save(engines, prompts, measured, socket_path)
-        load(engines, prompts, measured)
+        take_turns(WRITERS, engines, prompts, measured)
+        # Both engines' warm-up prompts are in the pool too.
+        wait_for_blocks(socket_path, (rounds + 2) * blocks_of(PROMPT_TOKENS, NEW_TOKENS))
+        take_turns(READERS, engines, prompts, measured)
+        for engine in engines.values():
+            engine.finish()
     return measured
 
 
@@ -115,32 +126,20 @@ def warm_up(engines: dict[str, EngineProcess]) -> None:
         engine.ask(prompt(WARM_SEED + number, PROMPT_TOKENS), NEW_TOKENS)
 
 
-def compute_and_save(
+def take_turns(
+    rows: dict[str, str],
     engines: dict[str, EngineProcess],
     prompts: list[list[int]],
     measured: Measured,
-    socket_path: str,
 ) -> None:
-    writers = [("cold", "kvpool-writer"), ("peer_cold", "peer-writer")]
-    for number, asked in enumerate(prompts):
-        for row, name in alternating(writers, number):
-            if name in engines:
-                measured.add(row, engines[name].measure(asked, NEW_TOKENS))
-    # Both readers' warm-up prompts are in the pool too.
-    wait_for_blocks(socket_path, (len(prompts) + 2) * blocks_of(PROMPT_TOKENS, NEW_TOKENS))
-
-
-def load(engines: dict[str, EngineProcess], prompts: list[list[int]], measured: Measured) -> None:
-    rows = [("local", "kvpool-writer"), ("pool", "kvpool-reader"), ("peer", "peer-reader")]
-    for number, asked in enumerate(prompts):
-        for row, name in alternating(rows, number):
-            if name in engines:
-                measured.add(row, engines[name].measure(asked, NEW_TOKENS))
-
-
-def alternating(items: list[tuple[str, str]], number: int) -> list[tuple[str, str]]:
-    turned = number % len(items)
-    return items[turned:] + items[:turned]
+    """Each row's engine answers a few prompts, then the next row's the same; who begins changes."""
+    turns = [(row, engines[name]) for row, name in rows.items() if name in engines]
+    for number, start in enumerate(range(0, len(prompts), PROMPTS_A_TURN)):
+        first = number % len(turns)
+        for row, engine in turns[first:] + turns[:first]:
+            time.sleep(SPIN_S)
+            for asked in prompts[start : start + PROMPTS_A_TURN]:
+                measured.add(row, engine.measure(asked, NEW_TOKENS))
 
 
 def rows_of(measured: Measured) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 BLOCK_TOKENS = 32
 WAKE_TOKENS = BLOCK_TOKENS // 2
+ENDS_WITH_PARENT = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+"""For programs that do not watch their input: ends them even when their parent is killed."""
 START_S, ANSWER_S, STOP_S = 180.0, 60.0, 10.0
 
 
@@ -89,27 +92,26 @@ class Child:
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
 
-    def stop(self, asked_s: float = STOP_S) -> None:
-        """End it: its input ends, then SIGTERM, then SIGKILL to whatever its session still holds."""
+    def end_input(self) -> None:
         if self.process.stdin is not None and not self.process.stdin.closed:
             try:
                 self.process.stdin.close()
             except BrokenPipeError:
                 pass
+
+    def stop(self, asked_s: float = STOP_S) -> None:
+        """Wait for its own end, then kill whatever its session still holds, interrupted or not."""
         try:
+            self.end_input()
             self.process.wait(asked_s)
         except subprocess.TimeoutExpired:
             pass
-        for sent in (signal.SIGTERM, signal.SIGKILL):
+        finally:
             try:
-                os.killpg(self.process.pid, sent)
+                os.killpg(self.process.pid, signal.SIGKILL)
             except ProcessLookupError:
-                break
-            try:
-                self.process.wait(2.0)
-            except subprocess.TimeoutExpired:
-                continue
-        self.process.wait()
+                pass
+            self.process.wait()
 
 
 @contextmanager
@@ -119,6 +121,7 @@ def daemon(folder: Path, memory: str = "512MiB") -> Iterator[str]:
     child = Child(
         "daemon",
         [
+            *ENDS_WITH_PARENT,
             *(sys.executable, "-m", "kvpool.cli", "serve"),
             *("--socket", path, "--memory", memory, "--data-dir", str(folder / "data")),
         ],
@@ -173,14 +176,15 @@ class EngineProcess:
         self.ask(prompt[-WAKE_TOKENS:], 2)
         return self.ask(prompt, max_tokens)
 
-    def stop(self) -> None:
-        self._child.stop()
+    def finish(self) -> None:
+        """Let it end without waiting, so that several end side by side: vLLM takes seconds."""
+        self._child.end_input()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._child.stop(STOP_S if kind is None else 0)
 
 
 ENVIRONMENT = {
@@ -222,22 +226,12 @@ def peer_store(folder: Path, segment_bytes: int = 512 << 20) -> Iterator[dict[st
 
     Raises `Broken` where its wheel is missing or cannot be loaded.
     """
-    port, admin = free_port(), free_port()
-    master = (
-        Child(
-            "peer-master",
-            [
-                str(VLLM_PYTHON.parent / "mooncake_master"),
-                f"--port={port}",
-                f"--metrics_port={admin}",
-            ],
-            folder,
-        )
-        if (VLLM_PYTHON.parent / "mooncake_master").exists()
-        else None
-    )
-    if master is None:
+    program = VLLM_PYTHON.parent / "mooncake_master"
+    if not program.exists():
         raise Broken("the peer's wheel (mooncake-transfer-engine-non-cuda) is not installed")
+    port, admin = free_port(), free_port()
+    command = [*ENDS_WITH_PARENT, str(program), f"--port={port}", f"--metrics_port={admin}"]
+    master = Child("peer-master", command, folder)
     address = f"127.0.0.1:{port}"
     store = None
     try:

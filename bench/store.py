@@ -48,56 +48,89 @@ def open_namespace(client: Client, name: str, nbytes: int) -> Namespace:
     return client.open(NamespaceRecord.simple(name, block_bytes=nbytes, block_tokens=16))
 
 
+RESIDENT_BYTES = 256 * MIB  # far more than a cache: what a get reads is as cold as in a real pool
+
+
+def rows_of(client: Client, ns: Namespace, keys: bytes) -> tuple[Any, Any]:
+    """The segment as rows, and which of them hold these blocks."""
+    with client.acquire(ns, keys) as lease:
+        slots = lease.slots[0]
+        return slots.table, slots.rows.copy()
+
+
 def shared_memory(report: Report, client: Client) -> None:
-    """Put and get on one node, beside memcpy of the same bytes at the same slots."""
+    """Put and get on one node, beside memcpy of as many bytes at such slots.
+
+    Each get and each memcpy takes another batch at random of 256 MiB that are resident; each put
+    goes to the slots that were used longest ago, and its memcpy into those of a random batch. So store
+    and limit meet equally cold memory. "hot" repeats one batch, which then lies in the CPU's cache.
+    """
     print("same node, GB/s")
+    rng = np.random.default_rng(3)
     for nbytes, n in SIZES:
-        rounds = (
-            (31 if report.quick else 101) if nbytes * n < 8 * MIB else (15 if report.quick else 51)
-        )
+        small = nbytes * n < 8 * MIB
+        rounds = (41 if report.quick else 201) if small else (21 if report.quick else 51)
         ns = open_namespace(client, f"shm-{nbytes}", nbytes)
-        source = np.random.default_rng(0).integers(0, 255, (n, nbytes), dtype=np.uint8)
+        source = rng.integers(0, 255, (n, nbytes), dtype=np.uint8)
         out = np.empty_like(source)
-        keys = fresh_keys(n)
-        assert client.put(ns, keys, source) == n
-        with client.acquire(ns, keys) as lease:
-            slots = lease.slots[0]
-            table, rows = slots.table, slots.rows.copy()
-        get, copy_out = in_turns(
-            rounds,
-            lambda: client.get_into(ns, keys, out),
-            lambda: np.take(table, rows, axis=0, out=out, mode="clip"),
-        )
+        ring = [fresh_keys(n) for _ in range(RESIDENT_BYTES // (nbytes * n))]
+        for keys in ring:
+            assert client.put(ns, keys, source) == n
+        places = [rows_of(client, ns, keys) for keys in ring]
+        table = places[0][0]
+        order = itertools.cycle(rng.permutation(len(ring)).tolist())
+
+        def get() -> None:
+            client.get_into(ns, ring[next(order)], out)
+
+        def copy_out() -> None:
+            np.take(table, places[next(order)][1], axis=0, out=out, mode="clip")
+
+        got, copied_out = in_turns(rounds, get, copy_out)
         out[:] = 0
-        assert client.get_into(ns, keys, out).all(), "a block is gone"
+        assert client.get_into(ns, ring[0], out).all(), "a block is gone"
         assert (out == source).all(), "wrong bytes"
-        client.remove(ns, keys)
+        hot_got, hot_copied = in_turns(
+            rounds,
+            lambda: client.get_into(ns, ring[0], out),
+            lambda: np.take(table, places[0][1], axis=0, out=out, mode="clip"),
+        )
 
         put: list[float] = []
-        copy_in: list[float] = []
+        copied_in: list[float] = []
         for number in range(rounds + 3):
-            keys = fresh_keys(n)
-            first = seconds(lambda: table.__setitem__(rows, source)) if number % 2 else None
-            taken = seconds(lambda: client.put(ns, keys, source))
-            with client.acquire(ns, keys) as lease:
-                rows = lease.slots[0].rows.copy()
-            last = None if number % 2 else seconds(lambda: table.__setitem__(rows, source))
+            client.remove(ns, ring.pop(0))
+            keys, target = fresh_keys(n), places[rng.integers(len(places) - 4)][1]
+            steps = [
+                (put, lambda: client.put(ns, keys, source)),
+                (copied_in, lambda: table.__setitem__(target, source)),
+            ]
+            for times, work in steps if number % 2 else reversed(steps):
+                taken = seconds(work)
+                if number >= 3:
+                    times.append(taken)
+            ring.append(keys)
+            places.pop(0)
+            places.append(rows_of(client, ns, keys))
+        out[:] = 0
+        assert client.get_into(ns, ring[-1], out).all(), "a block is gone"
+        assert (out == source).all(), "wrong bytes"
+        for keys in ring:
             client.remove(ns, keys)
-            if number >= 3:
-                put.append(taken)
-                copy_in.append(first if first is not None else last or 0.0)
+
         total = nbytes * n / 1e9
-        ratio_get = median(copy_out) / median(get)
-        ratio_put = median(copy_in) / median(put)
-        label = f"{nbytes >> 10} KiB x {n}"
+        ratio_get = median(copied_out) / median(got)
+        ratio_put = median(copied_in) / median(put)
         report.row(
-            f"shm {label}",
-            get=total / median(get),
-            memcpy_out=total / median(copy_out),
+            f"shm {nbytes >> 10} KiB x {n}",
+            get=total / median(got),
+            memcpy_out=total / median(copied_out),
             get_ratio=ratio_get,
             put=total / median(put),
-            memcpy_in=total / median(copy_in),
+            memcpy_in=total / median(copied_in),
             put_ratio=ratio_put,
+            hot_get=total / median(hot_got),
+            hot_get_ratio=median(hot_copied) / median(hot_got),
         )
         if nbytes == 1 << 20:
             report.check("shm_get_1m", ratio_get, at_least=0.85)

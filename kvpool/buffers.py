@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,7 @@ class Source:
     def total(self) -> int:
         return self.n * self.nbytes
 
-    def checksums(self, indices: Sequence[int]) -> bytes:
+    def checksums(self, indices: Iterable[int]) -> bytes:
         """xxh3-128 of the chosen blocks, 16 bytes each. Releases the GIL while it hashes."""
         digest = xxhash.xxh3_128_digest
         if self.rows is not None:

@@ -28,8 +28,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Self
 
@@ -52,9 +52,12 @@ from kvpool.segment import Segment
 from kvpool.types import DEFAULT_TENANT, KEY_BYTES, Keys, Namespace, NamespaceRecord, pack_keys
 
 BACKOFF_S = (0.05, 1.0)
+FINISHED_MAX = 1024
+SPIN_S = 60e-6  # an answer that takes no longer is polled for: sleeping and waking costs as much
+SPIN_AGAIN_AFTER = 256  # requests, where polling was found to wait for the GIL instead
 ONE_EXCHANGE_BYTES = 4 << 20  # puts up to this copy first and ask afterwards
 TIMEOUT_S_MAX = 86_400.0
-HASH_IN_THREAD_BYTES = 512 << 10  # below this, handing the work over costs more than it saves
+HASH_IN_THREAD_BYTES = 2 << 20  # below this, handing the work over costs more than it saves
 _HEADER_BYTES = wire.HEADER.size
 _PAGE = 4096
 
@@ -171,8 +174,10 @@ class _Connection:
     def __init__(self, sock: socket.socket, daemon: _Daemon) -> None:
         self.sock = sock
         self.daemon = daemon
+        self.ahead = b""  # frames that ask for no answer, sent with the next one that does
         self._requests = itertools.count(1)
         self._timeout = -1.0
+        self._no_spin = 0
 
     def ask(self, message: wire.Message, timeout_s: float) -> Any:
         """Send and wait. Raises what the daemon answered, `Unavailable`, or `ProtocolError`."""
@@ -183,7 +188,8 @@ class _Connection:
         request = next(self._requests) & 0x7FFFFFFF or next(self._requests)
         self._limit(timeout_s)
         try:
-            self.sock.sendall(wire.encode(message, request))
+            self.sock.sendall(self.ahead + wire.encode(message, request))
+            self.ahead = b""
         except OSError as error:
             raise Unavailable(f"the daemon's connection failed: {error}") from None
         return request
@@ -191,14 +197,24 @@ class _Connection:
     def tell(self, message: wire.Message) -> None:
         """Send without asking for an answer."""
         try:
-            self.sock.sendall(wire.encode(message, 0))
+            self.sock.sendall(self.ahead + wire.encode(message, 0))
+            self.ahead = b""
         except OSError as error:
             raise Unavailable(f"the daemon's connection failed: {error}") from None
+
+    def flush(self) -> None:
+        """Send what was to go ahead of the next request."""
+        if self.ahead:
+            try:
+                self.sock.sendall(self.ahead)
+                self.ahead = b""
+            except OSError as error:
+                raise Unavailable(f"the daemon's connection failed: {error}") from None
 
     def receive(self, request: int, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
         try:
-            data = self.sock.recv(1 << 16)
+            data = self._poll() or self.sock.recv(1 << 16)
             while len(data) < _HEADER_BYTES or len(data) < _HEADER_BYTES + self._length(data):
                 if data and time.monotonic() > deadline:
                     raise BlockingIOError
@@ -220,6 +236,27 @@ class _Connection:
         if answered != request or len(data) != _HEADER_BYTES + length:
             raise ProtocolError("the daemon answered another request than the one that was asked")
         return message
+
+    def _poll(self) -> bytes:
+        """What arrives in the next moment, without sleeping; empty when nothing did.
+
+        Each try lets go of the GIL. While another thread of this process is busy in Python, getting
+        it back takes a switch interval, and one wait for that is enough.
+        """
+        if self._no_spin:
+            self._no_spin -= 1
+            return b""
+        tries = 0
+        until = time.perf_counter() + SPIN_S
+        while True:
+            try:
+                return self.sock.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                tries += 1
+            if time.perf_counter() > until:
+                if tries < 4:
+                    self._no_spin = SPIN_AGAIN_AFTER
+                return b""
 
     def close(self) -> None:
         self.sock.close()
@@ -426,6 +463,7 @@ class Client:
         self._daemon: _Daemon | None = None
         self._records: dict[bytes, Namespace] = {}
         self._tickets = itertools.count(1)
+        self._finished: deque[str] = deque(maxlen=FINISHED_MAX)  # tokens of leases to release
         self._orphans: deque[tuple[str, wire.Message]] = deque(maxlen=1 << 16)
         self._retry_at = 0.0
         self._backoff = BACKOFF_S[0]
@@ -445,6 +483,12 @@ class Client:
 
     def close(self) -> None:
         """Close the connections. Leases and reservations that are open stay so until this process ends."""
+        if self._finished and self._idle:
+            try:
+                with self._request() as connection:
+                    connection.flush()
+            except KvpoolError:
+                pass  # they end by themselves
         daemon = self._daemon
         used = daemon is not None and bool(daemon.stashes or daemon.grants.doubtful)
         if daemon is not None and used and self._idle and daemon.grants.begin_last():
@@ -575,11 +619,12 @@ class Client:
             pass
 
     def get_into(
-        self, ns: Namespace, keys: Keys, out: Any, *, part: int = 0, lease_s: float = 10.0
+        self, ns: Namespace, keys: Keys, out: Any, *, part: int = 0, lease_s: float = 5.0
     ) -> npt.NDArray[np.bool_]:
         """Copy blocks into `out`; True for each key that is there in full, the rest of `out` is undefined.
 
         out: one writable buffer, array or tensor of n times the part's bytes, or a list of n of them.
+        lease_s: the copy must be done by then. The lease is released with this client's next request.
         """
         packed = pack_keys(keys)
         n = len(packed) // KEY_BYTES
@@ -606,7 +651,7 @@ class Client:
             found = np.flatnonzero(here)
             targets[found] = slots.table[slots.rows[found], :nbytes]
         valid = lease.valid
-        lease.release()
+        self._finished.append(lease.token)
         return here if valid else nothing
 
     def get(self, ns: Namespace, keys: Keys, *, part: int = 0) -> list[bytes | None]:
@@ -688,34 +733,17 @@ class Client:
             if stored is not None:
                 return stored
         ticket = next(self._tickets)
-        everything = range(n)
-        going = [True]  # emptied when the checksums are not needed any more
-        hashing: Future[bytes] | None = None
-        checksums = b""
-        if source.total >= HASH_IN_THREAD_BYTES:
-            hashing = self._hash_later(source, itertools.takewhile(lambda _: going, everything))
-        try:
-            with self._request() as connection:
-                sent = self._send_reserve(connection, ns, part, ticket, packed, parent)
-                if hashing is None:
-                    checksums = source.checksums(everything)  # while the daemon works
-                reservation = self._reserved(connection, sent, ns, part, ticket, packed)
-                missing = reservation.missing
-                stored = 0
-                if len(missing):
-                    with reservation:
-                        slots = reservation.slots
-                        source.write(missing, slots.table, slots.rows, slots.fd)
-                        if hashing is not None:
-                            checksums = hashing.result()
-                        if len(missing) != n:
-                            listed = np.frombuffer(checksums, dtype="V16")
-                            checksums = listed[missing].tobytes()
-                        stored = self._commit(connection, reservation, checksums)
-        finally:
-            if hashing is not None and not hashing.done():
-                going.clear()
-                wait((hashing,))  # nobody reads the caller's buffers any more
+        with self._request() as connection:
+            sent = self._send_reserve(connection, ns, part, ticket, packed, parent)
+            reservation = self._reserved(connection, sent, ns, part, ticket, packed)
+            stored = 0
+            if len(reservation.missing):
+                with reservation:
+                    slots = reservation.slots
+                    checksums = self._copy_in(
+                        source, reservation.missing, slots.table, slots.rows, slots.fd
+                    )
+                    stored = self._commit(connection, reservation, checksums)
         if reservation.refused:
             from kvpool.errors import PoolFull
 
@@ -778,15 +806,13 @@ class Client:
                 return None
         assert stash is not None
         try:
-            where = np.array(rows, dtype=np.int64)
-            table = connection.daemon.table(stash.stride)
-            if source.total >= HASH_IN_THREAD_BYTES:
-                hashing = self._hash_later(source, range(n))
-                source.write(np.arange(n), table, where, connection.daemon.segment.fd)
-                checksums = hashing.result()
-            else:
-                source.write(np.arange(n), table, where, connection.daemon.segment.fd)
-                checksums = source.checksums(range(n))
+            checksums = self._copy_in(
+                source,
+                np.arange(n),
+                connection.daemon.table(stash.stride),
+                np.array(rows, dtype=np.int64),
+                connection.daemon.segment.fd,
+            )
             packed_rows = wire.pack_rows(rows)
             answer = connection.ask(
                 wire.Store(number, part, packed_rows, packed, checksums, n, parent or b""),
@@ -930,14 +956,37 @@ class Client:
         reservation._settled = True
         return int(answer.value)
 
-    def _hash_later(self, source: Source, indices: Iterable[int]) -> Future[bytes]:
+    def _copy_in(
+        self, source: Source, indices: Indices, table: Rows2D, rows: Indices, fd: int
+    ) -> bytes:
+        """Copy the chosen blocks into rows of the segment; their checksums.
+
+        Those of many bytes are computed by a second thread meanwhile: copying and hashing both release
+        the GIL. When this returns or raises, nobody reads the caller's buffers any more.
+        """
+        chosen = indices.tolist()
+        if len(chosen) * source.nbytes < HASH_IN_THREAD_BYTES:
+            source.write(indices, table, rows, fd)
+            return source.checksums(chosen)
+        going = [True]  # emptied when the checksums are not needed any more
+        wanted = itertools.takewhile(lambda _: going, chosen)
+        hashing = self._hash_thread().submit(source.checksums, wanted)
+        try:
+            source.write(indices, table, rows, fd)
+            return hashing.result()
+        finally:
+            if not hashing.done():
+                going.clear()
+                wait((hashing,))
+
+    def _hash_thread(self) -> ThreadPoolExecutor:
         hasher = self._hasher
         if hasher is None:
             with self._lock:
                 if self._hasher is None:
                     self._hasher = ThreadPoolExecutor(1, "kvpool-checksum")
                 hasher = self._hasher
-        return hasher.submit(source.checksums, indices)  # type: ignore[arg-type]
+        return hasher
 
     def _number(self, connection: _Connection, ns: Namespace) -> int:
         """The daemon's number of a namespace, which this makes known to it."""
@@ -962,6 +1011,14 @@ class Client:
             connection = self._another(timeout_s)
         if self._orphans:
             self._abandon(connection)
+        if self._finished:
+            tokens: list[str] = []
+            while self._finished and len(tokens) < FINISHED_MAX:
+                try:
+                    tokens.append(self._finished.popleft())
+                except IndexError:  # another thread took the last one
+                    break
+            connection.ahead += wire.encode(wire.Release(tokens), 0)
         return connection
 
     def _another(self, timeout_s: float) -> _Connection:

@@ -54,6 +54,8 @@ from kvpool.storage.slab import SlabAllocator
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, PartKind, PartSpec
 from kvpool.wire import NO_ROW
 
+_PUT, _READ, _LEASED = range(3)  # what the journal tells of
+
 PIN_NONE, PIN_SOFT, PIN_HARD = 0, 1, 2
 ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put behind them
 PIN_KINDS = {"none": PIN_NONE, "soft": PIN_SOFT, "hard": PIN_HARD}
@@ -311,7 +313,7 @@ class Node:
         self._deadlines: list[tuple[float, str]] = []
         self._tick = 0
         self._changes = 0  # counts what may let a slab go that could not go before
-        self._journal: list[tuple[SlotClass, list[Block], bool]] = []
+        self._journal: list[tuple[int, PartTable, Any]] = []
 
     # ---- tenants, namespaces, holders ------------------------------------------------------------
 
@@ -385,6 +387,7 @@ class Node:
         Rows cover a prefix of the keys: fewer than asked when leases, reservations or hard pins hold
         the rest of the space. Raises `PoolFull` when there is not even one.
         """
+        self.settle()
         table = self._table(namespace, part)
         keys = split_keys(packed)
         _check_parent(parent)
@@ -445,6 +448,7 @@ class Node:
         these). A block that somebody else committed meanwhile is kept; this copy's slot comes back.
         Raises `UnknownReservation`, and changes nothing, for what this holder has not reserved.
         """
+        self.settle()
         reservation = holder.reservations.get(ticket)
         if reservation is None:
             raise UnknownReservation(
@@ -487,17 +491,16 @@ class Node:
         rows: Sequence[int],
         checksums: bytes,
     ) -> None:
-        """Slots that are whole become blocks. Built by C loops: this runs for all that is ever put."""
+        """Slots that are whole become blocks, at the latest when anybody looks: see `settle`.
+
+        The keys are new and differ from one another.
+        """
         self._changes += 1
-        if not keys:
-            return
-        self._tick += 1
-        sums = split_keys(checksums)
-        new = list(map(Block, repeat(table), keys, rows, sums, parents, repeat(self._tick)))
-        table.blocks.update(zip(keys, new, strict=True))
-        self._journal.append((table.namespace.tenant.classes[table.stride], new, True))
-        self.counters.committed += len(new)
-        self.counters.committed_bytes += len(new) * table.spec.nbytes
+        if keys:
+            self._tick += 1
+            self._journal.append((_PUT, table, (keys, parents, rows, checksums, self._tick)))
+            self.counters.committed += len(keys)
+            self.counters.committed_bytes += len(keys) * table.spec.nbytes
 
     def abort(self, holder: Holder, ticket: int) -> None:
         """Give reserved slots back unwritten. The caller promises that nobody writes to them any more."""
@@ -541,6 +544,7 @@ class Node:
 
         Raises `UnknownReservation`, and changes nothing, for rows that are not granted to this holder.
         """
+        self.settle()
         table = self._table(namespace, part)
         keys: Sequence[bytes] = split_keys(packed)
         _check_parent(parent)
@@ -612,6 +616,7 @@ class Node:
 
     def match(self, namespace: NamespaceState, parts: Sequence[int], packed: bytes) -> int:
         """How many blocks of the prefix an engine could use, by the hit rules of `parts` (empty: all)."""
+        self.settle()
         keys = split_keys(packed)
         n = self._usable(self._tables_of(namespace, parts), keys)
         counters = self.counters
@@ -622,6 +627,7 @@ class Node:
 
     def contains(self, namespace: NamespaceState, part: int, packed: bytes) -> bytes:
         """One byte a key, 1 where the part of the block is here."""
+        self.settle()
         return bytes(map(self._table(namespace, part).blocks.__contains__, split_keys(packed)))
 
     def acquire(
@@ -640,6 +646,7 @@ class Node:
         lease_s: capped at the node's limit; None is for the node's own movers only. With `scattered`
         the lease's `blocks` counts the keys and absent ones are no slots: see `scattered_rows`.
         """
+        self.settle()
         tables = self._tables_of(namespace, parts)
         keys = split_keys(packed)
         _check_alive(holder)
@@ -673,10 +680,7 @@ class Node:
         tick = self._tick
         for table in tables:
             slots = held[table.part][1]
-            for block in slots:
-                block.leases += 1
-                block.used = tick
-            self._journal.append((namespace.tenant.classes[table.stride], slots, False))
+            self._journal.append((_LEASED, table, (slots, tick)))
             counters.leased_blocks += len(slots)
             counters.leased_bytes += len(slots) * table.spec.nbytes
         counters.acquired += 1
@@ -760,25 +764,50 @@ class Node:
             self.give_back(holder, stride, list(rows))
 
     def settle(self) -> bool:
-        """Tell the policies what was put and read since the last time; whether there was anything.
+        """Catch up with the books on what was put and read; whether there was anything.
 
-        Call when the answers are on their way: nobody has to wait for the policies' bookkeeping. What
-        depends on it settles first by itself.
+        An answer needs a decision, not its bookkeeping: that is written to a journal, and done here
+        when the answers are on their way. Whatever depends on it settles first by itself.
         """
         journal = self._journal
         if not journal:
             return False
         self._journal = []
-        for slot_class, blocks, inserted in journal:
-            if inserted:
-                by_row = slot_class.by_row
+        for kind, table, what in journal:
+            slot_class = table.namespace.tenant.classes[table.stride]
+            if kind == _PUT:
+                self._enter(slot_class, table, *what)
+                continue
+            blocks, tick = what
+            if kind == _LEASED:
                 for block in blocks:
-                    by_row[block.row] = block
-                slot_class.policy.insert(blocks)
-                self._refresh_ancestors(slot_class, blocks)
+                    block.leases += 1
+                    block.used = tick
             else:
-                slot_class.policy.touch(blocks)
+                for block in blocks:
+                    block.used = tick
+            slot_class.policy.touch(blocks)
         return True
+
+    def _enter(
+        self,
+        slot_class: SlotClass,
+        table: PartTable,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        rows: Sequence[int],
+        checksums: bytes,
+        tick: int,
+    ) -> None:
+        """New blocks into their table. Built by C loops: this runs for all that is ever put."""
+        sums = split_keys(checksums)
+        new = list(map(Block, repeat(table), keys, rows, sums, parents, repeat(tick)))
+        table.blocks.update(zip(keys, new, strict=True))
+        by_row = slot_class.by_row
+        for block in new:
+            by_row[block.row] = block
+        slot_class.policy.insert(new)
+        self._refresh_ancestors(slot_class, new)
 
     @staticmethod
     def _refresh_ancestors(slot_class: SlotClass, blocks: Sequence[Block]) -> None:
@@ -802,6 +831,7 @@ class Node:
 
     def remove(self, namespace: NamespaceState, packed: bytes) -> int:
         """Forget blocks, all their parts. Readers that hold leases finish; the count of blocks gone."""
+        self.settle()
         gone = 0
         for key in split_keys(packed):
             hit = False
@@ -816,6 +846,7 @@ class Node:
 
     def drop_corrupt(self, namespace: NamespaceState, part: int, key: bytes) -> None:
         """A copy of this block failed its checksum: it is not to be found again."""
+        self.settle()
         self.counters.checksum_mismatches += 1
         block = self._table(namespace, part).blocks.get(key)
         if block is not None:
@@ -828,6 +859,7 @@ class Node:
         """
         if kind not in PIN_KINDS:
             raise InvalidRequest(f"a pin is soft, hard or none, not {kind!r}")
+        self.settle()
         level = PIN_KINDS[kind]
         keys = split_keys(packed)
         tenant = namespace.tenant
@@ -867,6 +899,7 @@ class Node:
 
     def stats(self) -> dict[str, Any]:
         """Plain values: counters, and per tenant space, leases and namespaces."""
+        self.settle()
         return {
             "counters": {name: getattr(self.counters, name) for name in Counters.__slots__},
             "leases": len(self._leases),
@@ -949,10 +982,7 @@ class Node:
         """Blocks of one table were asked for."""
         self._tick += 1
         held = list(blocks)
-        for block in held:
-            block.used = self._tick
-        table = held[0].table
-        self._journal.append((table.namespace.tenant.classes[table.stride], held, False))
+        self._journal.append((_READ, held[0].table, (held, self._tick)))
 
     def _hold(self, lease: Lease, holder: Holder) -> None:
         lease.holders[id(holder)] = holder
@@ -967,6 +997,7 @@ class Node:
             self._end_lease(lease)
 
     def _end_lease(self, lease: Lease) -> None:
+        self.settle()
         del self._leases[lease.token]
         self._changes += 1
         for _, blocks in lease.parts.values():

@@ -24,6 +24,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Coroutine
+from types import CoroutineType
 from typing import Any, cast
 
 import msgspec
@@ -100,6 +101,7 @@ class Server:
         self._expiry_due = math.inf
         self._connections = 0
         self._settling = False
+        self._released: list[tuple[Holder, str]] = []
         self._asked_grants: list[tuple[Holder, NamespaceState, int, int]] = []
         self._started = clock()
         self.movers: Movers
@@ -336,6 +338,8 @@ class Server:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise ProtocolError(f"a {type(message).__name__} in the middle of a connection")
+        if self._released and type(message) not in _INDIFFERENT_TO_RELEASES:
+            self._release_now()
         return handler(holder, message)
 
     def _namespace(self, holder: Holder, number: int, keys: bytes) -> NamespaceState:
@@ -442,9 +446,14 @@ class Server:
             raise
 
     def _release(self, holder: Holder, m: wire.Release) -> wire.Done:
-        for token in m.tokens:
-            self.node.release(holder, token)
+        # Nobody waits for it: done when the answers to what came with it are on their way.
+        self._released += [(holder, token) for token in m.tokens]
         return wire.Done(len(m.tokens))
+
+    def _release_now(self) -> None:
+        released, self._released = self._released, []
+        for holder, token in released:
+            self.node.release(holder, token)
 
     def _match(self, holder: Holder, m: wire.Match) -> wire.Done:
         return wire.Done(self.node.match(self._namespace(holder, m.ns, m.keys), m.parts, m.keys))
@@ -487,6 +496,7 @@ class Server:
 
     def _settle(self) -> None:
         self._settling = False
+        self._release_now()
         self.node.settle()
         asked, self._asked_grants = self._asked_grants, []
         for holder, namespace, part, count in asked:
@@ -583,7 +593,7 @@ class ClientConnection(asyncio.Protocol):
             except ProtocolError as error:
                 self._refuse(error, answers)
                 return
-            if asyncio.iscoroutine(answer):
+            if type(answer) is CoroutineType:
                 if len(self.tasks) < WAITING_MAX:
                     self._later(request, answer)
                     continue
@@ -645,6 +655,7 @@ def _frame(answer: wire.Message, request: int) -> bytes:
         return wire.encode(wire.error_message(too_long), request)
 
 
+_INDIFFERENT_TO_RELEASES = {wire.Acquire, wire.Match, wire.Contains, wire.Join, wire.Release}
 _NOTHING_LEASED = wire.Leased("", 0, 0.0, [])
 
 

@@ -546,6 +546,7 @@ def test_a_hundred_thousand_puts_into_a_full_pool(policy: str) -> None:
         assert node.commit(holder, 1, bytes(16 * batch)) == batch
     assert node.counters.refused_full == 0
     assert node.counters.evicted == 100_000
+    node.settle()
     assert len(space.tables[0].blocks) == slots
 
 
