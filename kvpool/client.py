@@ -53,8 +53,8 @@ from kvpool.types import DEFAULT_TENANT, KEY_BYTES, Keys, Namespace, NamespaceRe
 
 BACKOFF_S = (0.05, 1.0)
 FINISHED_MAX = 1024
-SPIN_S = 60e-6  # an answer that takes no longer is polled for: sleeping and waking costs as much
-SPIN_AGAIN_AFTER = 256  # requests, where polling was found to wait for the GIL instead
+SPIN_S = 80e-6  # an answer that takes no longer is polled for: sleeping and waking costs as much
+SPIN_PAUSE_MAX = 256  # requests without polling, where it was found to be in vain
 ONE_EXCHANGE_BYTES = 4 << 20  # puts up to this copy first and ask afterwards
 TIMEOUT_S_MAX = 86_400.0
 HASH_IN_THREAD_BYTES = 2 << 20  # below this, handing the work over costs more than it saves
@@ -177,6 +177,7 @@ class _Connection:
         self.ahead = b""  # frames that ask for no answer, sent with the next one that does
         self._requests = itertools.count(1)
         self._timeout = -1.0
+        self._spin_pause = 4  # requests to leave out after the next time in vain
         self._no_spin = 0
 
     def ask(self, message: wire.Message, timeout_s: float) -> Any:
@@ -240,23 +241,25 @@ class _Connection:
     def _poll(self) -> bytes:
         """What arrives in the next moment, without sleeping; empty when nothing did.
 
-        Each try lets go of the GIL. While another thread of this process is busy in Python, getting
-        it back takes a switch interval, and one wait for that is enough.
+        On a busy machine that may keep the daemon from the very core it needs, and in a process with a
+        busy Python thread each try waits a switch interval for the GIL. Both show as answers that do
+        not come in time; polling pauses then, twice as long each time.
         """
         if self._no_spin:
             self._no_spin -= 1
             return b""
-        tries = 0
         until = time.perf_counter() + SPIN_S
         while True:
             try:
-                return self.sock.recv(1 << 16, socket.MSG_DONTWAIT)
+                data = self.sock.recv(1 << 16, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                tries += 1
-            if time.perf_counter() > until:
-                if tries < 4:
-                    self._no_spin = SPIN_AGAIN_AFTER
+                if time.perf_counter() < until:
+                    continue
+                self._no_spin = self._spin_pause
+                self._spin_pause = min(2 * self._spin_pause, SPIN_PAUSE_MAX)
                 return b""
+            self._spin_pause = max(4, self._spin_pause - 1)
+            return data
 
     def close(self) -> None:
         self.sock.close()

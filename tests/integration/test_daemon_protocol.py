@@ -206,9 +206,9 @@ def test_any_values_of_the_right_types(apart, data):
             st.builds(open_message, st.just({"a": 1}), st.lists(part, max_size=3)),
         )
     )
-    raw = FUZZED.get(daemon.pid)
+    raw = FUZZED.get(apart.pid)
     if raw is None:
-        raw = FUZZED[daemon.pid] = apart.raw()
+        raw = FUZZED[apart.pid] = apart.raw()
         assert isinstance(raw.hello(), wire.Welcome)
         raw.ask(open_message())
     answer = raw.ask(message)
@@ -284,6 +284,7 @@ def test_a_namespace_that_is_not_open(met):
 
 def test_other_sizes_under_the_same_digest(met):
     raw, _ = met
+    assert isinstance(raw.ask(open_message()), wire.Done)
     answer = raw.ask(open_message(parts=[(8192, "full", 0, 1)]))
     assert answer.code == "namespace_mismatch"
     assert "4096" in answer.message
