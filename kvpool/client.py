@@ -44,6 +44,7 @@ from kvpool.errors import (
     KvpoolError,
     LeaseLost,
     LimitExceeded,
+    PoolFull,
     ProtocolError,
     Unavailable,
     UnknownReservation,
@@ -719,7 +720,9 @@ class Client:
         part: int = 0,
         parent: bytes | None = None,
     ) -> int:
-        """Store blocks; how many are new. Blocks that are there already cost no copy.
+        """Store blocks; how many are new.
+
+        Above 4 MiB, blocks that are there already are not copied; below, copying is cheaper than asking.
 
         blocks: one buffer, array or CPU tensor of n times the part's bytes, or a list of n items, each a
             buffer or a list of buffers that are gathered. Read until this returns, never kept.
@@ -748,8 +751,6 @@ class Client:
                     )
                     stored = self._commit(connection, reservation, checksums)
         if reservation.refused:
-            from kvpool.errors import PoolFull
-
             raise PoolFull(
                 f"{reservation.refused} of {n} blocks found no space: leases, reservations or "
                 f"hard pins hold it. The blocks before them are stored"
