@@ -54,7 +54,8 @@ from kvpool.types import DEFAULT_TENANT, KEY_BYTES, Keys, Namespace, NamespaceRe
 
 BACKOFF_S = (0.05, 1.0)
 FINISHED_MAX = 1024
-SPIN_S = 80e-6  # an answer that takes no longer is polled for: sleeping and waking costs as much
+SPIN_S = 200e-6  # an answer that takes no longer is polled for: sleeping and waking costs as much
+SPIN_S_PER_BYTE = 2e-11  # and longer beside a large copy, after which the daemon wakes up slowly
 SPIN_PAUSE_MAX = 256  # requests without polling, where it was found to be in vain
 ONE_EXCHANGE_BYTES = 4 << 20  # puts up to this copy first and ask afterwards
 TIMEOUT_S_MAX = 86_400.0
@@ -178,6 +179,7 @@ class _Connection:
         self.ahead = b""  # frames that ask for no answer, sent with the next one that does
         self._requests = itertools.count(1)
         self._timeout = -1.0
+        self.spin_s = SPIN_S  # for the next answer only
         self._spin_pause = 4  # requests to leave out after the next time in vain
         self._no_spin = 0
 
@@ -249,7 +251,8 @@ class _Connection:
         if self._no_spin:
             self._no_spin -= 1
             return b""
-        until = time.perf_counter() + SPIN_S
+        until = time.perf_counter() + self.spin_s
+        self.spin_s = SPIN_S
         while True:
             try:
                 data = self.sock.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -638,7 +641,10 @@ class Client:
         if not n:
             return nothing
         lease = self._acquire(
-            ns, lambda number: wire.Acquire(number, packed, [part], lease_s, 0.0, True), 0.0
+            ns,
+            lambda number: wire.Acquire(number, packed, [part], lease_s, 0.0, True),
+            0.0,
+            n * nbytes,
         )
         if lease is None:
             return nothing
@@ -741,6 +747,7 @@ class Client:
         ticket = next(self._tickets)
         with self._request() as connection:
             sent = self._send_reserve(connection, ns, part, ticket, packed, parent)
+            connection.spin_s = SPIN_S + source.total * SPIN_S_PER_BYTE
             reservation = self._reserved(connection, sent, ns, part, ticket, packed)
             stored = 0
             if len(reservation.missing):
@@ -749,6 +756,7 @@ class Client:
                     checksums = self._copy_in(
                         source, reservation.missing, slots.table, slots.rows, slots.fd
                     )
+                    connection.spin_s = SPIN_S + source.total * SPIN_S_PER_BYTE
                     stored = self._commit(connection, reservation, checksums)
         if reservation.refused:
             raise PoolFull(
@@ -872,13 +880,14 @@ class Client:
                 number = self._number(connection, ns)
             return connection.ask(make(number), self.timeout_s + wait_s)
 
-    def _acquire(self, ns: Namespace, make: Any, wait_s: float) -> Lease | None:
+    def _acquire(self, ns: Namespace, make: Any, wait_s: float, nbytes: int = 0) -> Lease | None:
         try:
             with self._request() as connection:
                 number = connection.daemon.numbers.get(ns.digest)
                 if number is None:
                     number = self._number(connection, ns)
                 sent = time.monotonic()
+                connection.spin_s = SPIN_S + nbytes * SPIN_S_PER_BYTE
                 answer = connection.ask(make(number), self.timeout_s + wait_s)
                 return self._lease(connection.daemon, answer, sent)
         except Unavailable:
