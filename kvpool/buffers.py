@@ -108,10 +108,12 @@ class Source:
         return b"".join(out)
 
     def write(self, indices: npt.NDArray[np.int64], table: Rows2D, rows: Any, fd: int) -> None:
-        """Copy the chosen blocks into rows of the segment `table`, whose memfd is `fd`."""
+        """Copy the chosen blocks (ascending, at least one) into rows of the segment `table`, whose memfd is `fd`."""
         if self.rows is not None:
-            whole = len(indices) == self.n
-            source = self.rows if whole else self.rows[indices]
+            first, count = int(indices[0]), len(indices)
+            # Mostly what is missing is all, or the tail of a prefix: then nothing is gathered first.
+            together = int(indices[-1]) - first + 1 == count
+            source = self.rows[first : first + count] if together else self.rows[indices]
             if self.nbytes == table.shape[1]:
                 table[rows] = source
             else:
