@@ -56,7 +56,10 @@ BACKOFF_S = (0.05, 1.0)
 FINISHED_MAX = 1024
 SPIN_S = 200e-6  # an answer that takes no longer is polled for: sleeping and waking costs as much
 SPIN_S_PER_BYTE = 2e-11  # and longer beside a large copy, after which the daemon wakes up slowly
-SPIN_PAUSE_MAX = 256  # requests without polling, where it was found to be in vain
+SPIN_PAUSE_MIN, SPIN_PAUSE_MAX = (
+    4,
+    128,
+)  # requests without polling, where it was found to be in vain
 ONE_EXCHANGE_BYTES = 4 << 20  # puts up to this copy first and ask afterwards
 TIMEOUT_S_MAX = 86_400.0
 HASH_IN_THREAD_BYTES = 2 << 20  # below this, handing the work over costs more than it saves
@@ -180,7 +183,7 @@ class _Connection:
         self._requests = itertools.count(1)
         self._timeout = -1.0
         self.spin_s = SPIN_S  # for the next answer only
-        self._spin_pause = 4  # requests to leave out after the next time in vain
+        self._spin_pause = SPIN_PAUSE_MIN  # requests to leave out after the next time in vain
         self._no_spin = 0
 
     def ask(self, message: wire.Message, timeout_s: float) -> Any:
@@ -246,7 +249,8 @@ class _Connection:
 
         On a busy machine that may keep the daemon from the very core it needs, and in a process with a
         busy Python thread each try waits a switch interval for the GIL. Both show as answers that do
-        not come in time; polling pauses then, twice as long each time.
+        not come in time; polling pauses then, twice as long each time. One answer late in a hundred hardly
+        stops it, one in ten does.
         """
         if self._no_spin:
             self._no_spin -= 1
@@ -262,7 +266,7 @@ class _Connection:
                 self._no_spin = self._spin_pause
                 self._spin_pause = min(2 * self._spin_pause, SPIN_PAUSE_MAX)
                 return b""
-            self._spin_pause = max(4, self._spin_pause - 1)
+            self._spin_pause -= (self._spin_pause - SPIN_PAUSE_MIN + 7) // 8
             return data
 
     def close(self) -> None:
