@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import secrets
 import socket
@@ -60,7 +61,7 @@ SPIN_PAUSE_MIN, SPIN_PAUSE_MAX = (
     4,
     128,
 )  # requests without polling, where it was found to be in vain
-ONE_EXCHANGE_BYTES = 4 << 20  # puts up to this copy first and ask afterwards
+ONE_EXCHANGE_BYTES = 32 << 20  # puts up to this copy first and ask afterwards
 TIMEOUT_S_MAX = 86_400.0
 HASH_IN_THREAD_BYTES = 2 << 20  # below this, handing the work over costs more than it saves
 _HEADER_BYTES = wire.HEADER.size
@@ -106,6 +107,9 @@ class _Stash:
 
     def __init__(self, stride: int) -> None:
         self.stride = stride
+        # Whether the last put met blocks that were there: then the next one asks before it copies.
+        self.ask_first = False
+        self.most: float = math.inf  # as many were not to be had
         self._rows: list[int] = []
         self._lock = threading.Lock()
 
@@ -732,7 +736,8 @@ class Client:
     ) -> int:
         """Store blocks; how many are new.
 
-        Above 4 MiB, blocks that are there already are not copied; below, copying is cheaper than asking.
+        Puts of up to 32 MiB are copied into slots held ready for them before the daemon is asked; where
+        the last one met blocks that were there, and above that size, what is there is not copied.
 
         blocks: one buffer, array or CPU tensor of n times the part's bytes, or a list of n items, each a
             buffer or a list of buffers that are gathered. Read until this returns, never kept.
@@ -744,7 +749,7 @@ class Client:
         source = Source(blocks, n, _nbytes(ns, part))
         if not n:
             return 0
-        if source.total <= ONE_EXCHANGE_BYTES:
+        if source.total <= ONE_EXCHANGE_BYTES and self._copies_first(ns, part, n):
             stored = self._put_in_one_exchange(ns, packed, source, part, parent)
             if stored is not None:
                 return stored
@@ -762,6 +767,9 @@ class Client:
                     )
                     connection.spin_s = SPIN_S + source.total * SPIN_S_PER_BYTE
                     stored = self._commit(connection, reservation, checksums)
+            stash = connection.daemon.stashes.get((ns.digest, part))
+            if stash is not None:
+                stash.ask_first = len(reservation.missing) < n
         if reservation.refused:
             raise PoolFull(
                 f"{reservation.refused} of {n} blocks found no space: leases, reservations or "
@@ -769,13 +777,19 @@ class Client:
             )
         return stored
 
+    def _copies_first(self, ns: Namespace, part: int, n: int) -> bool:
+        """Whether a put of n blocks is better copied before the daemon is asked what is there."""
+        daemon = self._daemon
+        stash = None if daemon is None else daemon.stashes.get((ns.digest, part))
+        return stash is None or (not stash.ask_first and n < stash.most)
+
     def _put_in_one_exchange(
         self, ns: Namespace, packed: bytes, source: Source, part: int, parent: bytes | None
     ) -> int | None:
         """Copy into slots granted earlier, then name them; None when the daemon grants too few.
 
-        For small puts an exchange costs as much as the copy. So these copy without asking what is
-        there already; a block that is, costs its copy and nothing else.
+        An exchange costs as much as copying megabytes. So this copies without asking what is there
+        already; a block that is, costs its copy and nothing else.
         """
         with self._request() as connection:
             grants = connection.daemon.grants
@@ -818,7 +832,8 @@ class Client:
             stash.add(answer.rows)
             rows += stash.take(n - len(rows))
             if len(rows) < n:
-                stash.put_back(rows)
+                stash.most = n
+                connection.tell(wire.GiveBack(stash.stride, wire.pack_rows(rows)))
                 return None
         assert stash is not None
         try:
@@ -830,6 +845,7 @@ class Client:
                 connection.daemon.segment.fd,
             )
             packed_rows = wire.pack_rows(rows)
+            connection.spin_s = SPIN_S + source.total * SPIN_S_PER_BYTE
             answer = connection.ask(
                 wire.Store(number, part, packed_rows, packed, checksums, n, parent or b""),
                 self.timeout_s,
@@ -838,6 +854,7 @@ class Client:
             if _refused(error):
                 stash.put_back(rows)
             raise
+        stash.ask_first = bool(answer.unused)
         stash.add(answer.unused)
         stash.add(answer.fresh)
         if len(stash) > 2 * n:

@@ -71,7 +71,7 @@ class Limits:
     hard_pin_share: float = 0.25
     soft_pin_share: float = 0.5
     namespaces_per_tenant: int = 1024
-    grant_bytes_per_holder: int = 16 << 20
+    grant_bytes_per_holder: int = 64 << 20
     grant_share: float = 1 / 16  # of the segment, all holders together
     steal_tries: int = 8  # cold blocks looked at to find a slab that can be emptied
 
