@@ -57,10 +57,8 @@ BACKOFF_S = (0.05, 1.0)
 FINISHED_MAX = 1024
 SPIN_S = 200e-6  # an answer that takes no longer is polled for: sleeping and waking costs as much
 SPIN_S_PER_BYTE = 2e-11  # and longer beside a large copy, after which the daemon wakes up slowly
-SPIN_PAUSE_MIN, SPIN_PAUSE_MAX = (
-    4,
-    128,
-)  # requests without polling, where it was found to be in vain
+SPIN_PAUSE_MIN = 4  # requests without polling, where it was found to be in vain
+SPIN_PAUSE_MAX = 128
 ONE_EXCHANGE_BYTES = 32 << 20  # puts up to this copy first and ask afterwards
 TIMEOUT_S_MAX = 86_400.0
 HASH_IN_THREAD_BYTES = 2 << 20  # below this, handing the work over costs more than it saves
@@ -186,7 +184,7 @@ class _Connection:
         self.ahead = b""  # frames that ask for no answer, sent with the next one that does
         self._requests = itertools.count(1)
         self._timeout = -1.0
-        self.spin_s = SPIN_S  # for the next answer only
+        self._spin_s = SPIN_S  # for the next answer only
         self._spin_pause = SPIN_PAUSE_MIN  # requests to leave out after the next time in vain
         self._no_spin = 0
 
@@ -198,29 +196,28 @@ class _Connection:
     def send(self, message: wire.Message, timeout_s: float) -> int:
         request = next(self._requests) & 0x7FFFFFFF or next(self._requests)
         self._limit(timeout_s)
-        try:
-            self.sock.sendall(self.ahead + wire.encode(message, request))
-            self.ahead = b""
-        except OSError as error:
-            raise Unavailable(f"the daemon's connection failed: {error}") from None
+        self._write(wire.encode(message, request))
         return request
 
     def tell(self, message: wire.Message) -> None:
         """Send without asking for an answer."""
-        try:
-            self.sock.sendall(self.ahead + wire.encode(message, 0))
-            self.ahead = b""
-        except OSError as error:
-            raise Unavailable(f"the daemon's connection failed: {error}") from None
+        self._write(wire.encode(message, 0))
 
     def flush(self) -> None:
         """Send what was to go ahead of the next request."""
         if self.ahead:
-            try:
-                self.sock.sendall(self.ahead)
-                self.ahead = b""
-            except OSError as error:
-                raise Unavailable(f"the daemon's connection failed: {error}") from None
+            self._write(b"")
+
+    def _write(self, frame: bytes) -> None:
+        try:
+            self.sock.sendall(self.ahead + frame)
+        except OSError as error:
+            raise Unavailable(f"the daemon's connection failed: {error}") from None
+        self.ahead = b""
+
+    def be_patient(self, nbytes: int) -> None:
+        """Poll longer for the next answer, which comes beside a copy of so many bytes."""
+        self._spin_s = SPIN_S + nbytes * SPIN_S_PER_BYTE
 
     def receive(self, request: int, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
@@ -259,8 +256,8 @@ class _Connection:
         if self._no_spin:
             self._no_spin -= 1
             return b""
-        until = time.perf_counter() + self.spin_s
-        self.spin_s = SPIN_S
+        until = time.perf_counter() + self._spin_s
+        self._spin_s = SPIN_S
         while True:
             try:
                 data = self.sock.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -476,7 +473,6 @@ class Client:
         self._freed = threading.Condition(self._lock)
         self._waiting = 0
         self._daemon: _Daemon | None = None
-        self._records: dict[bytes, Namespace] = {}
         self._tickets = itertools.count(1)
         self._finished: deque[str] = deque(maxlen=FINISHED_MAX)  # tokens of leases to release
         self._orphans: deque[tuple[str, wire.Message]] = deque(maxlen=1 << 16)
@@ -548,10 +544,9 @@ class Client:
         Raises `NamespaceMismatch` if the daemon knows it with other sizes.
         """
         namespace = Namespace(record, record.digest())
-        self._records[namespace.digest] = namespace
         try:
             with self._request() as connection:
-                self._number(connection, namespace)
+                self._make_known(connection, namespace)
         except Unavailable:
             pass
         return namespace
@@ -756,7 +751,7 @@ class Client:
         ticket = next(self._tickets)
         with self._request() as connection:
             sent = self._send_reserve(connection, ns, part, ticket, packed, parent)
-            connection.spin_s = SPIN_S + source.total * SPIN_S_PER_BYTE
+            connection.be_patient(source.total)
             reservation = self._reserved(connection, sent, ns, part, ticket, packed)
             stored = 0
             if len(reservation.missing):
@@ -765,7 +760,7 @@ class Client:
                     checksums = self._copy_in(
                         source, reservation.missing, slots.table, slots.rows, slots.fd
                     )
-                    connection.spin_s = SPIN_S + source.total * SPIN_S_PER_BYTE
+                    connection.be_patient(source.total)
                     stored = self._commit(connection, reservation, checksums)
             stash = connection.daemon.stashes.get((ns.digest, part))
             if stash is not None:
@@ -819,9 +814,7 @@ class Client:
         parent: bytes | None,
     ) -> int | None:
         n = source.n
-        number = connection.daemon.numbers.get(ns.digest)
-        if number is None:
-            number = self._number(connection, ns)
+        number = self._number(connection, ns)
         stash = connection.daemon.stashes.get((ns.digest, part))
         rows = stash.take(n) if stash is not None else []
         if len(rows) < n:
@@ -845,7 +838,7 @@ class Client:
                 connection.daemon.segment.fd,
             )
             packed_rows = wire.pack_rows(rows)
-            connection.spin_s = SPIN_S + source.total * SPIN_S_PER_BYTE
+            connection.be_patient(source.total)
             answer = connection.ask(
                 wire.Store(number, part, packed_rows, packed, checksums, n, parent or b""),
                 self.timeout_s,
@@ -896,19 +889,15 @@ class Client:
 
     def _ask_ns(self, ns: Namespace, make: Any, wait_s: float = 0.0) -> Any:
         with self._request() as connection:
-            number = connection.daemon.numbers.get(ns.digest)
-            if number is None:
-                number = self._number(connection, ns)
+            number = self._number(connection, ns)
             return connection.ask(make(number), self.timeout_s + wait_s)
 
     def _acquire(self, ns: Namespace, make: Any, wait_s: float, nbytes: int = 0) -> Lease | None:
         try:
             with self._request() as connection:
-                number = connection.daemon.numbers.get(ns.digest)
-                if number is None:
-                    number = self._number(connection, ns)
+                number = self._number(connection, ns)
                 sent = time.monotonic()
-                connection.spin_s = SPIN_S + nbytes * SPIN_S_PER_BYTE
+                connection.be_patient(nbytes)
                 answer = connection.ask(make(number), self.timeout_s + wait_s)
                 return self._lease(connection.daemon, answer, sent)
         except Unavailable:
@@ -940,9 +929,7 @@ class Client:
         packed: bytes,
         parent: bytes | None,
     ) -> int:
-        number = connection.daemon.numbers.get(ns.digest)
-        if number is None:
-            number = self._number(connection, ns)
+        number = self._number(connection, ns)
         message = wire.Reserve(number, part, ticket, packed, parent or b"")
         return connection.send(message, self.timeout_s)
 
@@ -1023,7 +1010,12 @@ class Client:
         return hasher
 
     def _number(self, connection: _Connection, ns: Namespace) -> int:
-        """The daemon's number of a namespace, which this makes known to it."""
+        """The daemon's number of a namespace, which is made known to it where it is not yet."""
+        number = connection.daemon.numbers.get(ns.digest)
+        return self._make_known(connection, ns) if number is None else number
+
+    def _make_known(self, connection: _Connection, ns: Namespace) -> int:
+        """Make a namespace known to the daemon, which compares its sizes. Its number."""
         parts = [(p.nbytes, str(p.kind), p.window_blocks, p.stride) for p in ns.parts]
         message = wire.OpenNamespace(ns.digest, ns.record.canonical(), parts)
         number = int(connection.ask(message, self.timeout_s).value)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from kvpool.errors import InvalidRequest
@@ -138,3 +140,21 @@ def pack_keys(keys: Keys) -> bytes:
             f"packed block keys are a multiple of {KEY_BYTES} bytes, these are {len(packed)}"
         )
     return packed
+
+
+@lru_cache(maxsize=1024)
+def _splitter(n: int) -> struct.Struct:
+    return struct.Struct(f"{KEY_BYTES}s" * n)
+
+
+def split_keys(packed: bytes) -> tuple[bytes, ...]:
+    """Packed keys, or checksums, which are of the same size, one by one.
+
+    Raises `InvalidRequest` when the length is no multiple of 16.
+    """
+    n, rest = divmod(len(packed), KEY_BYTES)
+    if rest:
+        raise InvalidRequest(
+            f"{len(packed)} bytes of packed block keys: must be a multiple of {KEY_BYTES}"
+        )
+    return _splitter(n).unpack(packed)

@@ -31,12 +31,10 @@ any other state. Three rules carry the promises:
 from __future__ import annotations
 
 import heapq
-import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import repeat, takewhile
 from typing import Any
 
@@ -51,7 +49,7 @@ from kvpool.errors import (
 )
 from kvpool.storage.eviction import EvictionPolicy
 from kvpool.storage.slab import SlabAllocator
-from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, PartKind, PartSpec
+from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, PartKind, PartSpec, split_keys
 from kvpool.wire import NO_ROW
 
 _PUT, _READ, _LEASED = range(3)  # what the journal tells of
@@ -273,21 +271,6 @@ class Counters:
     pulled_blocks: int = 0
     pulled_bytes: int = 0
     lent_blocks: int = 0
-
-
-@lru_cache(maxsize=1024)
-def _splitter(n: int) -> struct.Struct:
-    return struct.Struct(f"{KEY_BYTES}s" * n)
-
-
-def split_keys(packed: bytes) -> tuple[bytes, ...]:
-    """Packed keys, one by one. Raises `InvalidRequest` when the length is no multiple of 16."""
-    n, rest = divmod(len(packed), KEY_BYTES)
-    if rest:
-        raise InvalidRequest(
-            f"{len(packed)} bytes of packed block keys: must be a multiple of {KEY_BYTES}"
-        )
-    return _splitter(n).unpack(packed)
 
 
 class Node:
@@ -608,6 +591,12 @@ class Node:
             holder.tenant.allocator.free(stride, back)
             self._changes += 1
 
+    def give_all_back(self, holder: Holder) -> None:
+        """All slots granted to a holder, also those it has not heard of: nobody writes to them."""
+        holder.ready.clear()
+        for stride, rows in holder.granted.items():
+            self.give_back(holder, stride, list(rows))
+
     def _granted(self, holder: Holder, stride: int, count: int) -> None:
         holder.granted_bytes += stride * count
         holder.tenant.granted_bytes += stride * count
@@ -760,8 +749,7 @@ class Node:
             self.abort(holder, ticket)
         for lease in list(holder.leases.values()):
             self._leave(holder, lease)
-        for stride, rows in holder.granted.items():
-            self.give_back(holder, stride, list(rows))
+        self.give_all_back(holder)
 
     def settle(self) -> bool:
         """Catch up with the books on what was put and read; whether there was anything.

@@ -14,9 +14,9 @@ from typing import Any
 
 from kvpool import wire
 from kvpool.daemon.movers import Movers
-from kvpool.daemon.node import Holder, NamespaceState, Node, PartTable, split_keys
+from kvpool.daemon.node import Holder, NamespaceState, Node, PartTable
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, NamespaceMismatch, PoolFull
-from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
+from kvpool.types import KEY_BYTES, split_keys
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -172,8 +172,10 @@ class Puller:
             pulled = await self.movers.pull(order)
             arrived = [i for i, s in zip(indices, pulled.status, strict=True) if s == _PRESENT]
             checksums = b"".join(
-                pulled.checksums[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]
-                for at, status in enumerate(pulled.status)
+                checksum
+                for checksum, status in zip(
+                    split_keys(pulled.checksums), pulled.status, strict=True
+                )
                 if status == _PRESENT
             )
             if arrived:

@@ -33,7 +33,7 @@ import uvloop
 from kvpool import wire
 from kvpool.config import DaemonConfig
 from kvpool.daemon.movers import Movers
-from kvpool.daemon.node import Holder, Lease, Limits, NamespaceState, Node, Tenant, split_keys
+from kvpool.daemon.node import Holder, Lease, Limits, NamespaceState, Node, Tenant
 from kvpool.daemon.processes import peer_pid, peer_pidfd
 from kvpool.daemon.pulling import Puller
 from kvpool.errors import (
@@ -49,7 +49,14 @@ from kvpool.errors import (
 from kvpool.segment import Segment
 from kvpool.storage.dram import PAGE, DramSegment, free_memory_bytes
 from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
-from kvpool.types import KEY_BYTES, PARTS_MAX, RECORD_BYTES_MAX, PartKind, PartSpec
+from kvpool.types import (
+    KEY_BYTES,
+    PARTS_MAX,
+    RECORD_BYTES_MAX,
+    PartKind,
+    PartSpec,
+    split_keys,
+)
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -393,10 +400,8 @@ class Server:
     def _give_back(self, holder: Holder, m: wire.GiveBack) -> wire.Done:
         if m.stride:
             self.node.give_back(holder, m.stride, _rows(m.rows))
-            return wire.Done()
-        holder.ready.clear()
-        for stride, rows in holder.granted.items():
-            self.node.give_back(holder, stride, list(rows))
+        else:
+            self.node.give_all_back(holder)
         return wire.Done()
 
     def _abort(self, holder: Holder, m: wire.Abort) -> wire.Done:

@@ -10,7 +10,7 @@ from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.transfer.base import Deadline, Source, TransferLimits, check_lent
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.stream import Stream
-from kvpool.types import KEY_BYTES
+from kvpool.types import KEY_BYTES, split_keys
 from kvpool.wire import (
     KEYS_MAX,
     Ask,
@@ -113,8 +113,9 @@ class Conversation:
             sent.part,
         ):
             raise ProtocolError("a Corrupt for something that was not fetched")
-        keys = set(_listed(report.keys))
-        if len(report.keys) % KEY_BYTES or not keys.issubset(_listed(sent.keys)):
+        if len(report.keys) % KEY_BYTES or not set(split_keys(report.keys)).issubset(
+            split_keys(sent.keys)
+        ):
             raise ProtocolError("a Corrupt for blocks that were not fetched")
         self._stream.deadline = Deadline(CORRUPT_S)
         wanted = Lend(sent.tenant, sent.digest, sent.part, sent.nbytes, report.keys, CORRUPT_S)
@@ -127,10 +128,10 @@ class Conversation:
             blocks = iter(
                 self._memory.blocks(lent.segment, lent.stride, sent.nbytes, rows) if rows else []
             )
-            checksums = iter(_listed(lent.checksums))
+            checksums = iter(split_keys(lent.checksums))
             broken = [
                 key
-                for key, there in zip(_listed(report.keys), present, strict=True)
+                for key, there in zip(split_keys(report.keys), present, strict=True)
                 if there and xxh3_128_digest(next(blocks)) != next(checksums)
             ]
         finally:
@@ -192,8 +193,3 @@ class Conversation:
         finally:
             if lent.token:
                 self._source.give_back(lent.token)
-
-
-def _listed(packed: bytes) -> list[bytes]:
-    """Keys or checksums, which are of one size, one by one."""
-    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]

@@ -32,9 +32,7 @@ from kvpool.wire import AskPeer, PullBlocks, Pulled
 T = TypeVar("T")
 
 
-STREAMS = (
-    2  # connections of one pull: while one waits for the other side, the other one moves bytes
-)
+STREAMS = 2  # connections of one pull: while one waits for its peer, the other one moves bytes
 SPLIT_BYTES = 8 << 20  # from here on a second connection pays
 HELPERS_MAX = 16  # threads for second connections
 

@@ -18,7 +18,6 @@ from kvpool.daemon.node import (
     NamespaceState,
     Node,
     Tenant,
-    split_keys,
 )
 from kvpool.errors import (
     InvalidRequest,
@@ -28,7 +27,7 @@ from kvpool.errors import (
     UnknownReservation,
 )
 from kvpool.storage.eviction import POLICIES, make_policy
-from kvpool.types import PartKind, PartSpec
+from kvpool.types import PartKind, PartSpec, split_keys
 from kvpool.wire import NO_ROW
 
 SLAB = 4096
