@@ -1,0 +1,79 @@
+"""The directory port: which nodes hold which blocks. A hint; the owner is the truth.
+
+Contract, for every backend (`kvpool.testing.directory` tests it):
+
+- An entry says: in this namespace (its digest in its epoch), this incarnation holds these parts of this
+  block in this tier. `publish` sets entries as a whole, and a mask of 0 takes them away; the same call
+  twice is as good as once, and calls for different blocks or incarnations may come in any order.
+- Nothing is removed because time has passed, or because a node has died: readers ignore incarnations
+  that they do not know to live, and have them swept bit by bit (`sweep`).
+- All may be lost at any time. Each key belongs to one of `tags` groups (`tag_of`), and each group has a
+  mark that is lost with it: who published a key under another mark than today's publishes it again.
+
+One event loop; no method blocks it for longer than the work on one batch takes. Every wait has a
+deadline, and ends with `Unavailable`; a publish that failed may have been done in part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from kvpool.types import KEY_BYTES
+
+TAGS = 64
+"""Groups of keys. Part of the format: all nodes of a cluster agree. Each is in one shard, whole."""
+
+TIERS = {"gpu": 0, "dram": 1, "ssd": 2, "remote": 3}
+"""Tier names to the byte that entries carry; lower is faster."""
+
+BATCH_MAX = 4096
+"""Keys in one call."""
+
+
+class Entry(NamedTuple):
+    """One replica, as far as the directory knows."""
+
+    incarnation: bytes  # 8
+    tier: int
+    mask: int  # bit p: part p is there
+
+
+def tag_of(key: bytes) -> int:
+    """The group of a block key. Keys are hashes, so their bits are as good as any."""
+    return key[KEY_BYTES - 1] % TAGS
+
+
+class Directory(Protocol):
+    """See the module."""
+
+    async def locate(self, digest: bytes, parts: int, keys: Sequence[bytes]) -> list[list[Entry]]:
+        """The entries of each key, in the order of the keys; of dead incarnations too.
+
+        digest: of the namespace in its epoch. parts: how many the namespace has.
+        """
+
+    async def publish(
+        self,
+        digest: bytes,
+        parts: int,
+        incarnation: bytes,
+        tier: int,
+        keys: Sequence[bytes],
+        masks: Sequence[int],
+    ) -> None:
+        """Set what this incarnation holds of these blocks in this tier; a mask of 0 withdraws."""
+
+    async def marks(self) -> Sequence[bytes]:
+        """The present mark of each group, by tag; a group without one is given one.
+
+        Cheap enough to be asked every second.
+        """
+
+    async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> tuple[bytes, int]:
+        """Look at about `count` blocks from `cursor` on (empty: from the start) and drop the entries of
+        these incarnations; the next cursor (empty: all was seen) and how many entries went.
+        """
+
+    async def close(self) -> None:
+        """Idempotent."""

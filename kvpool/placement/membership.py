@@ -1,0 +1,109 @@
+"""The membership port: who lives, which namespaces there are and in which epoch.
+
+Contract, for every backend (`kvpool.testing.membership` tests it):
+
+- `view` is the last known state of the cluster, and is never taken back: while the backend cannot be
+  reached, it stays as it was, and nobody expires.
+- A record that was joined is seen by all others until it is left, or its node has been silent for the
+  lease's time (`ttl_s`) while the backend was up.
+- A lease that was lost is never quietly taken again: `standing` says LOST and `lost` is called, and the
+  node joins as a new incarnation.
+- All writes are idempotent: they may be retried, and done twice, with the same result.
+
+One event loop; no method blocks it. Every wait has a deadline, and ends with `Unavailable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+from kvpool.placement.records import NamespaceEntry, NodeRecord, View
+
+
+class Standing(Enum):
+    """Whether this node may act as a member, at a given moment.
+
+    MEMBER: its lease was confirmed less than `ttl_s` ago.
+    AWAY: it was not, and the backend was asked since and did not answer: the last view holds, go on.
+    UNSURE: it was not, and nobody has asked since (the process was stopped, the machine slept): neither
+        serve peers nor publish, until it is known. Ends by itself within a few seconds.
+    LOST: the backend says that the lease is gone: join again as a new incarnation.
+    OUT: not joined, or left.
+    """
+
+    MEMBER = "member"
+    AWAY = "away"
+    UNSURE = "unsure"
+    LOST = "lost"
+    OUT = "out"
+
+
+class Membership(Protocol):
+    """See the module. Watchers are called on the event loop, after `view` has changed, with no argument."""
+
+    @property
+    def view(self) -> View: ...
+
+    async def start(self) -> None:
+        """Read the cluster's state and follow it from there on.
+
+        Raises `ConfigError` (wrong cluster, secret or version; the message says which), or `Unavailable`
+        when the backend cannot be reached within its start-up time.
+        """
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Have `changed` called after every change of `view`. May be called several times for one."""
+
+    def on_lost(self, lost: Callable[[], None]) -> None:
+        """Have `lost` called when the lease of the joined record turns out to be gone."""
+
+    async def join(self, record: NodeRecord) -> None:
+        """Become a member: bind the record to a lease and keep that alive.
+
+        A record of the same name whose owner is dead, but whose lease still lasts, is waited for; one
+        that advertises one of our own URLs is replaced at once, since we hold that address.
+        Raises `ConfigError` when another living node has this name, and `Unavailable`.
+        """
+
+    async def update(self, record: NodeRecord) -> None:
+        """Replace the joined record by one of the same node and incarnation. No-op when it is equal.
+
+        Raises `Unavailable`, also when the lease is gone.
+        """
+
+    async def leave(self) -> None:
+        """Take the record away and end the lease. Idempotent; best effort when the backend is away."""
+
+    def standing(self, now: float) -> Standing: ...
+
+    async def register(self, entry: NamespaceEntry) -> NamespaceEntry:
+        """Make a namespace known, if it is not, and return what the cluster has: its epoch and copies.
+
+        Raises `NamespaceMismatch` when it is known with other parts, and `Unavailable`.
+        """
+
+    async def bump_epoch(
+        self, tenant: str, digest: str, expected: int, *, fence: bool
+    ) -> NamespaceEntry:
+        """Begin a new epoch, if the present one is `expected`; what holds afterwards.
+
+        So repeating the call is harmless, and of two resets at a time one does. `fence`: clients of older
+        epochs must open the namespace again. Raises `InvalidRequest` if it is not known, and `Unavailable`.
+        """
+
+    async def set_replicas(self, tenant: str, digest: str, replicas: int) -> NamespaceEntry:
+        """Change the copies wanted of a namespace's blocks. Raises as `bump_epoch`."""
+
+    async def set_drain(self, node: str, wanted: bool) -> None:
+        """An operator wants a node drained, or no longer. Raises `Unavailable`."""
+
+    async def lead(self, chore: str) -> bool:
+        """Whether this member is the one to do a cluster-wide chore; tries to become it.
+
+        Ask again every few seconds: leadership ends with the lease. False when not a member.
+        """
+
+    async def close(self) -> None:
+        """Stop following, end the lease if `leave` was not called, free everything. Idempotent."""

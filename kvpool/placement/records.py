@@ -1,0 +1,175 @@
+"""What a cluster knows of itself: nodes, namespaces, wishes, configuration. Frozen, JSON on the wire.
+
+Times that travel are durations; nothing here holds a time stamp, so clocks may differ by any amount.
+Unknown fields of a record are ignored and absent ones have defaults: nodes of two versions share a
+cluster while it is upgraded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvpool.errors import ProtocolError
+
+FORMAT_VERSION = 1  # of everything that is kept in etcd and Redis
+RECORD_BYTES_MAX = 256 << 10
+INCARNATION_BYTES = 8
+
+
+class NodeState(StrEnum):
+    """joining: known, not served from. draining: served from, nothing is placed there. gone: neither."""
+
+    JOINING = "joining"
+    SERVING = "serving"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+class TierRecord(msgspec.Struct, frozen=True):
+    """One tier of a node: how much there is and how much of it is in use, all tenants together."""
+
+    name: str
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+
+
+class TransportRecord(msgspec.Struct, frozen=True):
+    """How peers reach a node: a URL whose scheme names the transport, and what that transport needs."""
+
+    url: str
+    metadata: str = ""
+
+
+class DrainProgress(msgspec.Struct, frozen=True):
+    """How far a draining node has come. `phase`: copying, waiting (for leases), done."""
+
+    phase: str = "copying"
+    blocks: int = 0  # looked at so far
+    blocks_total: int = 0
+    copied: int = 0
+    copied_bytes: int = 0
+    failed: int = 0  # sole copies that no other node would take
+    leases: int = 0
+
+
+class NodeRecord(msgspec.Struct, frozen=True):
+    """A node as all others see it. Bound to a lease: it goes with its node.
+
+    incarnation: 16 hex digits, chosen at random for each life; another one after the lease was lost.
+    protocol: the wire protocol spoken (`kvpool.wire.PROTOCOL_VERSION`); version: of the package.
+    labels: where it stands, `zone` and `rack`, and anything else.
+    """
+
+    node: str
+    incarnation: str
+    state: NodeState = NodeState.JOINING
+    transports: tuple[TransportRecord, ...] = ()
+    tiers: tuple[TierRecord, ...] = ()
+    labels: dict[str, str] = {}
+    version: str = ""
+    protocol: int = 0
+    drain: DrainProgress | None = None
+
+    @property
+    def incarnation_bytes(self) -> bytes:
+        """As directory entries carry it."""
+        return bytes.fromhex(self.incarnation)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(transport.url for transport in self.transports)
+
+
+class NamespaceEntry(msgspec.Struct, frozen=True):
+    """What the cluster has agreed on about one namespace.
+
+    digest: hex, of the fields alone (`NamespaceRecord.digest`), without the epoch.
+    fields: the canonical JSON, as text. parts: [nbytes, kind, window, stride] each.
+    epoch: bumped by every reset. fence: clients that opened the namespace at an epoch below it must
+        open it again, since their weights may be old; others go on in the new epoch.
+    replicas: copies wanted of each block.
+    """
+
+    tenant: str
+    digest: str
+    fields: str
+    parts: tuple[tuple[int, str, int, int], ...]
+    epoch: int = 0
+    fence: int = 0
+    replicas: int = 1
+
+
+class ClusterConfig(msgspec.Struct, frozen=True):
+    """What all nodes of a cluster agree on; written by the first one.
+
+    protocol_min: nodes that speak an older wire protocol are refused.
+    secret_proof: HMAC of the cluster's name under its secret, hex: a node with another one is refused
+        at the door, rather than by each of its peers.
+    """
+
+    cluster: str
+    format: int = FORMAT_VERSION
+    protocol_min: int = 0
+    secret_proof: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The cluster at one moment. Immutable; a change makes a new one.
+
+    nodes: by name, all that hold a lease. namespaces: by digest (hex) and tenant, `(tenant, digest)`.
+    drains: names of the nodes that an operator wants drained.
+    revision: grows with every change; comparable only within one process.
+    """
+
+    nodes: Mapping[str, NodeRecord] = field(default_factory=dict)
+    namespaces: Mapping[tuple[str, str], NamespaceEntry] = field(default_factory=dict)
+    drains: frozenset[str] = frozenset()
+    config: ClusterConfig | None = None
+    revision: int = 0
+
+
+def new_incarnation() -> str:
+    """64 random bits, as 16 hex digits."""
+    return secrets.token_hex(INCARNATION_BYTES)
+
+
+def epoch_digest(digest: bytes, epoch: int) -> bytes:
+    """The 16 bytes that name a namespace in one epoch, to peers and in the directory.
+
+    Epoch 0 is the namespace's own digest, so that nodes without a membership agree with others.
+    """
+    if epoch == 0:
+        return digest
+    return hashlib.sha256(digest + epoch.to_bytes(8, "big")).digest()[:16]
+
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+def encode_record(record: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def decode_record(data: bytes, kind: type[R], where: str) -> R:
+    """Raises `ProtocolError` for what is not such a record; `where` names its place."""
+    if len(data) > RECORD_BYTES_MAX:
+        raise ProtocolError(
+            f"{where} holds {len(data)} bytes: at most {RECORD_BYTES_MAX} belong there"
+        )
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{where} is not a {kind.__name__}: {error}") from None
+
+
+def plain(record: msgspec.Struct) -> Any:
+    """The record as plain JSON values."""
+    return msgspec.to_builtins(record)
