@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvpool import __version__
-from kvpool.errors import KvpoolError
+from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated
+
+if TYPE_CHECKING:
+    from kvpool.client import Client
+    from kvpool.daemon.server import Server
 
 app = typer.Typer(
     name="kvpool",
@@ -20,95 +25,359 @@ app = typer.Typer(
 )
 
 EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130
+TIMEOUT_S = 10.0  # for each question to the daemon of this node
+DRAIN_S = 3600.0
+
+CLUSTER = "The cluster"
+LIMITS = "Limits"
+OPERATORS = "For operators"
+
+# Passwords and tokens are no options: every user of a machine sees the arguments of its processes.
+Socket = Annotated[str | None, typer.Option(help="Path of the control socket.")]
+Tenant = Annotated[str, typer.Option(help="Whose pool; its token is read from KVPOOL_TOKEN.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")]
+Digest = Annotated[
+    str, typer.Argument(help="A namespace: its first hex digits, 4 or more.", metavar="DIGEST")
+]
 
 
 @app.command()
 def serve(
     config: Annotated[str | None, typer.Option(help="TOML file with settings.")] = None,
-    socket: Annotated[str | None, typer.Option(help="Path of the control socket.")] = None,
+    socket: Socket = None,
     memory: Annotated[
         str | None, typer.Option(help='DRAM to share: "8GiB", or a share of what is free, "25%".')
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Eviction policy.")] = None,
-    listen: Annotated[
-        list[str] | None,
-        typer.Option(help="Where peers may pull from, tcp://127.0.0.1:7070; may be repeated."),
-    ] = None,
-    peer: Annotated[
-        list[str] | None, typer.Option(help="A node to pull from; may be repeated.")
-    ] = None,
     movers: Annotated[int | None, typer.Option(help="Processes that move bytes.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Where the node keeps state.")] = None,
     node: Annotated[str | None, typer.Option(help="This node's name.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="The cluster's name.")] = None,
     socket_mode: Annotated[
         str | None, typer.Option(help="Permissions of the socket, octal, 600.")
     ] = None,
-    clients_max: Annotated[int | None, typer.Option(help="Connections of clients.")] = None,
-    peers_max: Annotated[int | None, typer.Option(help="Connections of peers.")] = None,
-    lease_s_max: Annotated[float | None, typer.Option(help="The longest lease, seconds.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    cluster: Annotated[
+        str | None, typer.Option(help="The cluster's name.", rich_help_panel=CLUSTER)
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            help="The etcd of the membership: etcd://HOST:PORT[,...], etcds:// with TLS.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    directory: Annotated[
+        str | None,
+        typer.Option(
+            help="The Redis of the directory: redis://, redis+sentinel:// or redis+cluster://, "
+            "rediss with TLS. A password belongs into KVPOOL_DIRECTORY_PASSWORD.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where other nodes may pull from, tcp://127.0.0.1:7070; may be repeated.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    advertise: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The URL that others use instead, one for each --listen.", rich_help_panel=CLUSTER
+        ),
+    ] = None,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--peer",
+            help="A node to pull from, where there is no --join; may be repeated.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--label",
+            help="Where this node stands, zone=a, rack=7; may be repeated.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    forward: Annotated[
+        bool | None,
+        typer.Option(
+            "--forward/--no-forward",
+            help="Offer what must be evicted to nodes that have room.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    join_ca: Annotated[
+        str | None,
+        typer.Option(help="Who signs etcd's certificates, PEM.", rich_help_panel=CLUSTER),
+    ] = None,
+    join_cert: Annotated[
+        str | None, typer.Option(help="Our certificate for etcd, PEM.", rich_help_panel=CLUSTER)
+    ] = None,
+    join_key: Annotated[
+        str | None, typer.Option(help="The file of its key, PEM.", rich_help_panel=CLUSTER)
+    ] = None,
+    directory_ca: Annotated[
+        str | None,
+        typer.Option(help="Who signs Redis' certificates, PEM.", rich_help_panel=CLUSTER),
+    ] = None,
+    directory_cert: Annotated[
+        str | None, typer.Option(help="Our certificate for Redis, PEM.", rich_help_panel=CLUSTER)
+    ] = None,
+    directory_key: Annotated[
+        str | None, typer.Option(help="The file of its key, PEM.", rich_help_panel=CLUSTER)
+    ] = None,
+    member_ttl_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Silence after which a node counts as dead, seconds.", rich_help_panel=LIMITS
+        ),
+    ] = None,
+    directory_timeout_s: Annotated[
+        float | None,
+        typer.Option(help="The longest wait for Redis, seconds.", rich_help_panel=LIMITS),
+    ] = None,
+    copies_max: Annotated[
+        int | None,
+        typer.Option(help="Copies of a block that may be asked for.", rich_help_panel=LIMITS),
+    ] = None,
+    copy_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help='Bytes a second for copying in the background, "256MiB".', rich_help_panel=LIMITS
+        ),
+    ] = None,
+    clients_max: Annotated[
+        int | None, typer.Option(help="Connections of clients.", rich_help_panel=LIMITS)
+    ] = None,
+    peers_max: Annotated[
+        int | None, typer.Option(help="Connections of peers.", rich_help_panel=LIMITS)
+    ] = None,
+    lease_s_max: Annotated[
+        float | None, typer.Option(help="The longest lease, seconds.", rich_help_panel=LIMITS)
+    ] = None,
 ) -> None:
-    """Run this node's daemon until SIGTERM. Works with no configuration at all."""
-    from kvpool.config import load
-    from kvpool.daemon.server import Server
+    """Run this node's daemon until SIGTERM. Works with no configuration at all.
+
+    In a cluster: kvpool serve --listen tcp://10.0.0.5:7070 --join etcd://10.0.0.1:2379
+    """
+    from kvpool.config import SETTINGS, load
     from kvpool.daemon.server import serve as run
 
+    # Each parameter has the name of the setting that it sets.
+    flags = {
+        name: value
+        for name, value in locals().items()
+        if name in SETTINGS and value not in (None, [])
+    }
+    if directory is not None and _holds_password(directory):
+        raise ConfigError(
+            "--directory holds a password, and every user of this machine can see the arguments of a "
+            "process: set KVPOOL_DIRECTORY_PASSWORD, or directory_password in a file of mode 0600"
+        )
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    run(load(file=config, flags=flags), _say_ready)
 
-    def ready(server: Server) -> None:
-        memory_mib = sum(segment.size for segment in server.segments.values()) >> 20
-        where = f", peers at {', '.join(server.movers.urls)}" if server.movers.urls else ""
-        print(
-            f"kvpool {__version__} ready: node {server.config.node}, {memory_mib} MiB of DRAM, "
-            f"socket {server.config.socket}{where}",
-            flush=True,
+
+def _holds_password(url: str) -> bool:
+    login, at, _ = url.partition("://")[2].rpartition("@")
+    return bool(at) and ":" in login
+
+
+def _say_ready(server: Server) -> None:
+    """The first line is read by programs: its beginning and its end stay as they are."""
+    config = server.config
+    memory_mib = sum(segment.size for segment in server.segments.values()) >> 20
+    where = f", peers at {', '.join(server.movers.urls)}" if server.movers.urls else ""
+    lines = [
+        f"kvpool {__version__} ready: node {config.node}, {memory_mib} MiB of DRAM, "
+        f"socket {config.socket}{where}"
+    ]
+    if config.join:
+        others = server.cluster.summary()["others"]
+        lines.append(
+            f"joined cluster {config.cluster} as incarnation {server.cluster.incarnation}, "
+            f"{others} other {'node' if others == 1 else 'nodes'} to pull from, "
+            f"{'with' if config.directory else 'without'} a directory"
         )
-
-    flags = {
-        "socket": socket,
-        "memory": memory,
-        "policy": policy,
-        "listen": listen or None,
-        "peers": peer or None,
-        "movers": movers,
-        "data_dir": data_dir,
-        "node": node,
-        "cluster": cluster,
-        "socket_mode": socket_mode,
-        "clients_max": clients_max,
-        "peers_max": peers_max,
-        "lease_s_max": lease_s_max,
-    }
-    run(load(file=config, flags=flags), ready)
+    print("\n".join(lines), flush=True)
 
 
 @app.command()
-def status(
-    socket: Annotated[str | None, typer.Option(help="Path of the control socket.")] = None,
-    tenant: Annotated[str, typer.Option(help="Whose pool to show.")] = "default",
-    token: Annotated[
-        str | None, typer.Option(envvar="KVPOOL_TOKEN", help="The tenant's token.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
-) -> None:
-    """Show what the daemon of this node holds and does."""
-    from kvpool.client import Client
+def status(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
+    """Show what the daemon of this node holds and does.
 
-    with Client(socket, tenant=tenant, token=token, connect=True) as client:
+    Example: kvpool status --tenant research
+    """
+    from kvpool.status.node import show
+
+    with _client(socket, tenant) as client:
         stats = client.stats()
+        names = {} if as_json else _node_names(client)
     if as_json:
-        import json
-
-        print(json.dumps(stats, indent=2))
+        _print_json(stats)
     else:
-        from kvpool.status import show
+        show(stats, tenant, names)
 
-        show(stats, tenant)
+
+@app.command(rich_help_panel=OPERATORS)
+def nodes(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
+    """Show the nodes of the cluster, as this one sees them.
+
+    Example: kvpool nodes
+    """
+    from kvpool.status.cluster import show_nodes
+
+    with _client(socket, tenant) as client:
+        cluster = client.cluster()
+    if as_json:
+        _print_json(cluster)
+    else:
+        show_nodes(cluster)
+
+
+@app.command(rich_help_panel=OPERATORS)
+def locate(
+    keys: Annotated[list[str], typer.Argument(help="Block keys, 32 hex digits each.")],
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="Look in this one only: its first hex digits.", metavar="DIGEST"),
+    ] = None,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Show which nodes hold blocks. Exit status 1 when some were not found.
+
+    Example: kvpool locate 00112233445566778899aabbccddeeff --namespace 3fa9
+    """
+    from kvpool.status.cluster import not_found, show_replicas
+    from kvpool.status.naming import block_key
+
+    wanted = list(dict.fromkeys(map(block_key, keys)))
+    with _client(socket, tenant) as client:
+        digest = _resolve(client, tenant, namespace) if namespace else b""
+        found = client.locate(wanted, digest=digest)
+        directory = client.stats()["cluster"]["directory"]
+    if as_json:
+        _print_json(found)
+    else:
+        show_replicas(found)
+    if missing := not_found(wanted, found, directory):
+        _complain(missing)
+        raise typer.Exit(EXIT_ERROR)
+
+
+@app.command(rich_help_panel=OPERATORS)
+def drain(
+    node: Annotated[str, typer.Argument(help="The node's name.")],
+    cancel: Annotated[bool, typer.Option("--cancel", help="Call it off.")] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for its end.")] = True,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.0, help="The longest wait, seconds.")
+    ] = DRAIN_S,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+) -> None:
+    """Have a node copy what only it holds to others, and leave the cluster.
+
+    Exit status 1 when something was left behind, or it did not end in time.
+
+    Example: kvpool drain host-7
+    """
+    from kvpool.status.drain import call_off, carry_out
+
+    with _client(socket, tenant) as client:
+        if cancel:
+            print(call_off(client, node))
+            return
+        client.drain(node)
+        if not wait:
+            print(f"{node} will be drained; `kvpool nodes` shows how far it has come")
+            return
+        try:
+            text, good = carry_out(client, node, timeout_s)
+        except KeyboardInterrupt:
+            _complain(
+                f"the drain of {node} goes on: `kvpool drain {node}` shows it again, and "
+                f"`kvpool drain {node} --cancel` calls it off"
+            )
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+    if not good:
+        _complain(text)
+        raise typer.Exit(EXIT_ERROR)
+    print(text)
+
+
+@app.command(rich_help_panel=OPERATORS)
+def namespaces(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
+    """Show the namespaces of the cluster: epochs, copies, and what this node holds of them.
+
+    Example: kvpool namespaces
+    """
+    from kvpool.status.cluster import namespace_rows, show_namespaces
+
+    with _client(socket, tenant) as client:
+        rows = namespace_rows(client.cluster(), client.stats(), tenant)
+    if as_json:
+        _print_json(rows)
+    else:
+        show_namespaces(rows)
+
+
+@app.command(rich_help_panel=OPERATORS)
+def reset(
+    digest: Digest,
+    fence: Annotated[
+        bool, typer.Option("--fence", help="Have engines open it again before they go on.")
+    ] = False,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+) -> None:
+    """Begin a new epoch of a namespace: none of its blocks is found any more, on any node.
+
+    Example: kvpool reset 3fa9 --fence
+    """
+    with _client(socket, tenant) as client:
+        chosen = _resolve(client, tenant, digest)
+        epoch = client.clear(chosen, fence=fence)
+    print(f"namespace {chosen.hex()} of tenant {tenant} is in epoch {epoch}: no node finds what")
+    print("was stored before, and the memory of that is given back bit by bit.")
+    if fence:
+        print("Engines that have it open find and store nothing until they open it again.")
+    else:
+        print("Engines that have it open go on in the new epoch.")
+
+
+@app.command(rich_help_panel=OPERATORS)
+def copies(
+    digest: Digest,
+    number: Annotated[
+        int, typer.Argument(min=1, help="Nodes that are to hold each block.", metavar="N")
+    ],
+    socket: Socket = None,
+    tenant: Tenant = "default",
+) -> None:
+    """Set how many copies are wanted of each block of a namespace.
+
+    Example: kvpool copies 3fa9 2
+    """
+    with _client(socket, tenant) as client:
+        chosen = _resolve(client, tenant, digest)
+        client.set_copies(chosen, number)
+    wanted = "1 copy is" if number == 1 else f"{number} copies are"
+    print(f"{wanted} wanted of each block of namespace {chosen.hex()} of tenant {tenant}.")
+    if number > 1:
+        print("Nodes make them in the background: new blocks at once, those there by and by.")
 
 
 @app.command()
@@ -117,12 +386,51 @@ def version() -> None:
     print(__version__)
 
 
+def _client(socket: str | None, tenant: str) -> Client:
+    """A client of this node's daemon, with what the environment says to prove who asks."""
+    from kvpool.client import Client
+
+    return Client(
+        socket,
+        tenant=tenant,
+        token=os.environ.get("KVPOOL_TOKEN"),
+        operator_token=os.environ.get("KVPOOL_OPERATOR_TOKEN", ""),
+        timeout_s=TIMEOUT_S,
+        connect=True,
+    )
+
+
+def _node_names(client: Client) -> dict[str, str]:
+    """Names of the nodes by incarnation; only operators are told."""
+    try:
+        found = client.cluster()["nodes"]
+    except NotAuthenticated:
+        return {}
+    return {record["incarnation"]: record["node"] for record in found}
+
+
+def _resolve(client: Client, tenant: str, text: str) -> bytes:
+    from kvpool.status.naming import full_digest, known_digests
+
+    return full_digest(text, known_digests(client.cluster(), client.stats(), tenant))
+
+
+def _print_json(value: Any) -> None:
+    import json
+
+    print(json.dumps(value, indent=2))
+
+
+def _complain(text: str) -> None:
+    print(f"kvpool: {text}", file=sys.stderr)
+
+
 def main() -> None:
     """Entry point: errors that are expected are one line, not a traceback."""
     try:
         app()
     except KvpoolError as error:
-        print(f"kvpool: {error}", file=sys.stderr)
+        _complain(str(error))
         raise SystemExit(EXIT_ERROR) from None
 
 

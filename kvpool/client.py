@@ -20,14 +20,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -40,6 +37,7 @@ import numpy.typing as npt
 from kvpool import wire
 from kvpool.buffers import Rows2D, Source, as_bytes, read_rows, row_checksums
 from kvpool.config import default_socket_path
+from kvpool.connection import TIMEOUT_S_MAX, Connection, DaemonState, Stash, refused, timeval
 from kvpool.errors import (
     InvalidRequest,
     KvpoolError,
@@ -50,250 +48,16 @@ from kvpool.errors import (
     Unavailable,
     UnknownReservation,
 )
-from kvpool.segment import Segment
 from kvpool.types import DEFAULT_TENANT, KEY_BYTES, Keys, Namespace, NamespaceRecord, pack_keys
 
 BACKOFF_S = (0.05, 1.0)
 FINISHED_MAX = 1024
-SPIN_S = 200e-6  # an answer that takes no longer is polled for: sleeping and waking costs as much
-SPIN_S_PER_BYTE = 2e-11  # and longer beside a large copy, after which the daemon wakes up slowly
-SPIN_PAUSE_MIN = 4  # requests without polling, where it was found to be in vain
-SPIN_PAUSE_MAX = 128
 ONE_EXCHANGE_BYTES = 32 << 20  # puts up to this copy first and ask afterwards
-TIMEOUT_S_MAX = 86_400.0
+RESET_S = 15.0  # longest wait for the cluster's word, on top of the client's time-out
 HASH_IN_THREAD_BYTES = 2 << 20  # below this, handing the work over costs more than it saves
-_HEADER_BYTES = wire.HEADER.size
 _PAGE = 4096
 
 Indices = npt.NDArray[np.int64]
-
-
-class _Daemon:
-    """What belongs to one incarnation of the daemon: its segment and its names for things.
-
-    Dropped as a whole when another incarnation answers; the mapping goes when nobody reads from it.
-    """
-
-    def __init__(self, welcome: wire.Welcome, fd: int) -> None:
-        weakref.finalize(self, os.close, fd)
-        self.incarnation = welcome.incarnation
-        self.node = welcome.node
-        self.segment = Segment.attach(fd, welcome.segment_bytes)
-        self.numbers: dict[bytes, int] = {}
-        self.stashes: dict[tuple[bytes, int], _Stash] = {}
-        self.grants = _Grants()
-        self._bytes: Rows2D | None = None
-        self._tables: dict[int, Rows2D] = {}
-        self._lock = threading.Lock()
-
-    def table(self, stride: int) -> Rows2D:
-        """The whole segment as rows of `stride` bytes; mapped when first asked for."""
-        table = self._tables.get(stride)
-        if table is None:
-            with self._lock:
-                if self._bytes is None:
-                    mapping = self.segment.map(populate=True)
-                    self._bytes = np.frombuffer(mapping, dtype=np.uint8)
-                n = self.segment.size // stride
-                table = self._bytes[: n * stride].reshape(n, stride)
-                self._tables[stride] = table
-        return table
-
-
-class _Stash:
-    """Slots that the daemon has granted ahead of the next small put. Thread-safe."""
-
-    def __init__(self, stride: int) -> None:
-        self.stride = stride
-        # Whether the last put met blocks that were there: then the next one asks before it copies.
-        self.ask_first = False
-        self.most: float = math.inf  # as many were not to be had
-        self._rows: list[int] = []
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def take(self, n: int) -> list[int]:
-        """Up to n of them."""
-        if n <= 0:
-            return []
-        with self._lock:
-            taken = self._rows[-n:]
-            del self._rows[-n:]
-        return taken
-
-    def add(self, packed: bytes) -> None:
-        if packed:
-            with self._lock:
-                self._rows += np.frombuffer(packed, dtype=np.uint32).tolist()
-
-    def put_back(self, rows: list[int]) -> None:
-        with self._lock:
-            self._rows += rows
-
-
-class _Grants:
-    """Whether client and daemon agree about which slots are granted. Thread-safe.
-
-    They do not when an exchange failed: slots may have been granted in an answer that nobody heard, and
-    those that were to be stored may have come back and be granted again. So none of them can be named
-    safely. Nobody uses granted slots then until those who still do have ended, and one has told the
-    daemon, and heard from it, that all grants are void.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users = 0
-        self.doubtful = False
-
-    def begin(self) -> bool:
-        """Whether granted slots may be used, or settled; if so, `end` has to follow."""
-        with self.lock:
-            if self.doubtful and self.users:
-                return False
-            self.users += 1
-            return True
-
-    def begin_last(self) -> bool:
-        """Whether nobody uses granted slots; if so, nobody will any more."""
-        with self.lock:
-            if self.users:
-                return False
-            self.users += 1
-            self.doubtful = True
-            return True
-
-    def end(self) -> None:
-        with self.lock:
-            self.users -= 1
-
-
-def _refused(error: BaseException) -> bool:
-    """Whether the daemon has answered that it leaves everything as it was."""
-    doubt = (Unavailable, ProtocolError, UnknownReservation)
-    return isinstance(error, KvpoolError) and not isinstance(error, doubt)
-
-
-class _Connection:
-    """One connection, one request at a time. Any failure leaves it unusable: close it."""
-
-    def __init__(self, sock: socket.socket, daemon: _Daemon) -> None:
-        self.sock = sock
-        self.daemon = daemon
-        self.ahead = b""  # frames that ask for no answer, sent with the next one that does
-        self._requests = itertools.count(1)
-        self._timeout = -1.0
-        self._spin_s = SPIN_S  # for the next answer only
-        self._spin_pause = SPIN_PAUSE_MIN  # requests to leave out after the next time in vain
-        self._no_spin = 0
-
-    def ask(self, message: wire.Message, timeout_s: float) -> Any:
-        """Send and wait. Raises what the daemon answered, `Unavailable`, or `ProtocolError`."""
-        request = self.send(message, timeout_s)
-        return self.receive(request, timeout_s)
-
-    def send(self, message: wire.Message, timeout_s: float) -> int:
-        request = next(self._requests) & 0x7FFFFFFF or next(self._requests)
-        self._limit(timeout_s)
-        self._write(wire.encode(message, request))
-        return request
-
-    def tell(self, message: wire.Message) -> None:
-        """Send without asking for an answer."""
-        self._write(wire.encode(message, 0))
-
-    def flush(self) -> None:
-        """Send what was to go ahead of the next request."""
-        if self.ahead:
-            self._write(b"")
-
-    def _write(self, frame: bytes) -> None:
-        try:
-            self.sock.sendall(self.ahead + frame)
-        except OSError as error:
-            raise Unavailable(f"the daemon's connection failed: {error}") from None
-        self.ahead = b""
-
-    def be_patient(self, nbytes: int) -> None:
-        """Poll longer for the next answer, which comes beside a copy of so many bytes."""
-        self._spin_s = SPIN_S + nbytes * SPIN_S_PER_BYTE
-
-    def receive(self, request: int, timeout_s: float) -> Any:
-        deadline = time.monotonic() + timeout_s
-        try:
-            data = self._poll() or self.sock.recv(1 << 16)
-            while len(data) < _HEADER_BYTES or len(data) < _HEADER_BYTES + self._length(data):
-                if data and time.monotonic() > deadline:
-                    raise BlockingIOError
-                more = self.sock.recv(1 << 16)
-                if not more:
-                    data = b""
-                    break
-                data += more
-        except BlockingIOError:
-            raise Unavailable(f"the daemon did not answer within {timeout_s:g} s") from None
-        except OSError as error:
-            raise Unavailable(f"the daemon's connection failed: {error}") from None
-        if not data:
-            raise Unavailable("the daemon closed the connection")
-        length, answered = wire.HEADER.unpack_from(data)
-        message = wire.decode_daemon(data[_HEADER_BYTES:])
-        if type(message) is wire.Error:
-            wire.raise_error(message)
-        if answered != request or len(data) != _HEADER_BYTES + length:
-            raise ProtocolError("the daemon answered another request than the one that was asked")
-        return message
-
-    def _poll(self) -> bytes:
-        """What arrives in the next moment, without sleeping; empty when nothing did.
-
-        On a busy machine that may keep the daemon from the very core it needs, and in a process with a
-        busy Python thread each try waits a switch interval for the GIL. Both show as answers that do
-        not come in time; polling pauses then, twice as long each time. One answer late in a hundred hardly
-        stops it, one in ten does.
-        """
-        if self._no_spin:
-            self._no_spin -= 1
-            return b""
-        until = time.perf_counter() + self._spin_s
-        self._spin_s = SPIN_S
-        while True:
-            try:
-                data = self.sock.recv(1 << 16, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                if time.perf_counter() < until:
-                    continue
-                self._no_spin = self._spin_pause
-                self._spin_pause = min(2 * self._spin_pause, SPIN_PAUSE_MAX)
-                return b""
-            self._spin_pause -= (self._spin_pause - SPIN_PAUSE_MIN + 7) // 8
-            return data
-
-    def close(self) -> None:
-        self.sock.close()
-
-    @staticmethod
-    def _length(data: bytes) -> int:
-        length = int(wire.HEADER.unpack_from(data)[0])
-        if length > wire.FRAME_BYTES_MAX:
-            raise ProtocolError(f"an answer of {length} bytes: frames are at most 16 MiB")
-        return length
-
-    def _limit(self, timeout_s: float) -> None:
-        """Let the kernel keep the deadline: no extra system call a request, unlike `settimeout`."""
-        if timeout_s != self._timeout:
-            limit = _timeval(timeout_s)
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            self._timeout = timeout_s
-
-
-def _timeval(seconds: float) -> bytes:
-    seconds = min(max(seconds, 1e-6), TIMEOUT_S_MAX)
-    whole = int(seconds)
-    micros = int((seconds - whole) * 1e6)
-    return struct.pack("@ll", whole, micros or (0 if whole else 1))
 
 
 class Slots:
@@ -312,7 +76,7 @@ class Slots:
     __slots__ = ("_daemon", "first", "nbytes", "part", "rows", "stride")
 
     def __init__(
-        self, daemon: _Daemon, part: int, first: int, nbytes: int, stride: int, rows: Indices
+        self, daemon: DaemonState, part: int, first: int, nbytes: int, stride: int, rows: Indices
     ) -> None:
         self._daemon = daemon
         self.part = part
@@ -407,7 +171,7 @@ class Reservation:
     def __init__(
         self,
         client: Client,
-        daemon: _Daemon,
+        daemon: DaemonState,
         ticket: int,
         slots: Slots,
         missing: Indices,
@@ -444,6 +208,7 @@ class Client:
     instance: names the engine instance that leases belong to; the same in all its processes.
     timeout_s: deadline of every request.
     connect: True raises `Unavailable` or the daemon's refusal now, instead of missing later.
+    operator_token: what the daemon asks of operators, if it does.
     """
 
     def __init__(
@@ -456,6 +221,7 @@ class Client:
         timeout_s: float = 1.0,
         connections_max: int = 16,
         connect: bool = False,
+        operator_token: str = "",
     ) -> None:
         if not 0 < timeout_s <= TIMEOUT_S_MAX:
             raise InvalidRequest(f"a time-out of {timeout_s} s: above 0, at most {TIMEOUT_S_MAX:g}")
@@ -464,15 +230,16 @@ class Client:
         self.timeout_s = timeout_s
         self.instance = instance or secrets.token_hex(8)
         self._token = token
+        self._operator_token = operator_token
         self._id = secrets.token_hex(16)
         self._pid = os.getpid()
-        self._idle: deque[_Connection] = deque()
+        self._idle: deque[Connection] = deque()
         self._open = 0  # connections, idle ones included
         self._connections_max = connections_max
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
         self._waiting = 0
-        self._daemon: _Daemon | None = None
+        self._daemon: DaemonState | None = None
         self._tickets = itertools.count(1)
         self._finished: deque[str] = deque(maxlen=FINISHED_MAX)  # tokens of leases to release
         self._orphans: deque[tuple[str, wire.Message]] = deque(maxlen=1 << 16)
@@ -538,12 +305,15 @@ class Client:
             return False
         return True
 
-    def open(self, record: NamespaceRecord) -> Namespace:
+    def open(self, record: NamespaceRecord, *, copies: int = 0) -> Namespace:
         """Make a namespace known to the daemon, now or when it is there, and after each restart again.
 
-        Raises `NamespaceMismatch` if the daemon knows it with other sizes.
+        It is opened in its present epoch: after a reset by another engine, this is what enters the
+        new one. copies: how many are wanted of each block, on as many nodes, if the cluster does not
+        know the namespace yet; 0: one.
+        Raises `NamespaceMismatch` if the daemon, or the cluster, knows it with other sizes.
         """
-        namespace = Namespace(record, record.digest())
+        namespace = Namespace(record, record.digest(), copies)
         try:
             with self._request() as connection:
                 self._make_known(connection, namespace)
@@ -693,10 +463,13 @@ class Client:
             sent = self._send_reserve(connection, ns, part, ticket, packed, parent)
             return self._reserved(connection, sent, ns, part, ticket, packed)
 
-    def commit(self, reservation: Reservation, checksums: bytes | None = None) -> int:
+    def commit(
+        self, reservation: Reservation, checksums: bytes | None = None, *, copies: int = 0
+    ) -> int:
         """Make the slots readable; how many blocks are new. Others had been put meanwhile.
 
         checksums: xxh3-128 of each slot's bytes, 16 bytes each in order; computed here if not given.
+        copies: see `put`.
         Raises `UnknownReservation` if it was settled before or its daemon is gone, and `Unavailable`.
         """
         if not len(reservation.missing):
@@ -705,7 +478,7 @@ class Client:
             slots = reservation.slots
             checksums = row_checksums(slots.table, slots.rows, slots.nbytes)
         with self._request() as connection:
-            return self._commit(connection, reservation, checksums)
+            return self._commit(connection, reservation, checksums, copies)
 
     def abort(self, reservation: Reservation) -> None:
         """Give slots back unwritten. Never raises; nothing after a commit."""
@@ -728,6 +501,7 @@ class Client:
         *,
         part: int = 0,
         parent: bytes | None = None,
+        copies: int = 0,
     ) -> int:
         """Store blocks; how many are new.
 
@@ -736,6 +510,8 @@ class Client:
 
         blocks: one buffer, array or CPU tensor of n times the part's bytes, or a list of n items, each a
             buffer or a list of buffers that are gathered. Read until this returns, never kept.
+        copies: how many are wanted in the cluster of each; 0: as many as of all of the namespace's. Made
+            afterwards, in the background.
         Raises `PoolFull` when not all could be stored (the first ones were: see `contains`),
         `Unavailable`, `InvalidRequest`.
         """
@@ -745,7 +521,7 @@ class Client:
         if not n:
             return 0
         if source.total <= ONE_EXCHANGE_BYTES and self._copies_first(ns, part, n):
-            stored = self._put_in_one_exchange(ns, packed, source, part, parent)
+            stored = self._put_in_one_exchange(ns, packed, source, part, parent, copies)
             if stored is not None:
                 return stored
         ticket = next(self._tickets)
@@ -761,7 +537,7 @@ class Client:
                         source, reservation.missing, slots.table, slots.rows, slots.fd
                     )
                     connection.be_patient(source.total)
-                    stored = self._commit(connection, reservation, checksums)
+                    stored = self._commit(connection, reservation, checksums, copies)
             stash = connection.daemon.stashes.get((ns.digest, part))
             if stash is not None:
                 stash.ask_first = len(reservation.missing) < n
@@ -779,7 +555,13 @@ class Client:
         return stash is None or (not stash.ask_first and n < stash.most)
 
     def _put_in_one_exchange(
-        self, ns: Namespace, packed: bytes, source: Source, part: int, parent: bytes | None
+        self,
+        ns: Namespace,
+        packed: bytes,
+        source: Source,
+        part: int,
+        parent: bytes | None,
+        copies: int,
     ) -> int | None:
         """Copy into slots granted earlier, then name them; None when the daemon grants too few.
 
@@ -796,9 +578,9 @@ class Client:
                     for known in connection.daemon.stashes.values():
                         known.take(len(known))
                     grants.doubtful = False
-                return self._store(connection, ns, packed, source, part, parent)
+                return self._store(connection, ns, packed, source, part, parent, copies)
             except BaseException as error:
-                if not _refused(error):
+                if not refused(error):
                     grants.doubtful = True
                 raise
             finally:
@@ -806,12 +588,13 @@ class Client:
 
     def _store(
         self,
-        connection: _Connection,
+        connection: Connection,
         ns: Namespace,
         packed: bytes,
         source: Source,
         part: int,
         parent: bytes | None,
+        copies: int,
     ) -> int | None:
         n = source.n
         number = self._number(connection, ns)
@@ -820,7 +603,7 @@ class Client:
         if len(rows) < n:
             answer = connection.ask(wire.Grant(number, part, n - len(rows)), self.timeout_s)
             if stash is None:
-                stash = _Stash(answer.stride)
+                stash = Stash(answer.stride)
                 stash = connection.daemon.stashes.setdefault((ns.digest, part), stash)
             stash.add(answer.rows)
             rows += stash.take(n - len(rows))
@@ -840,11 +623,11 @@ class Client:
             packed_rows = wire.pack_rows(rows)
             connection.be_patient(source.total)
             answer = connection.ask(
-                wire.Store(number, part, packed_rows, packed, checksums, n, parent or b""),
+                wire.Store(number, part, packed_rows, packed, checksums, n, parent or b"", copies),
                 self.timeout_s,
             )
         except KvpoolError as error:
-            if _refused(error):
+            if refused(error):
                 stash.put_back(rows)
             raise
         stash.ask_first = bool(answer.unused)
@@ -879,6 +662,58 @@ class Client:
             return 0
         return int(self._ask_ns(ns, lambda number: wire.Pull(number, packed, wait_s), wait_s).value)
 
+    def reset(self, ns: Namespace) -> None:
+        """This engine's weights are new: nothing that was stored under the namespace is found any more.
+
+        Begins a new epoch for the whole cluster, or enters the one that another engine's reset has begun:
+        each engine resets once for each change of weights. Other clients find nothing and store
+        nothing until they `reset` or `open` the namespace themselves. Leases that are held stay valid.
+        Raises `Unavailable`, or `ClusterUnavailable` when the membership does not answer: then the old
+        epoch goes on, and the caller must not use the namespace any more.
+        """
+        with self._request() as connection:
+            number = self._number(connection, ns)
+            answer = connection.ask(wire.Reset(number), self.timeout_s + RESET_S)
+            connection.daemon.renumber(ns.digest, int(answer.value))
+
+    # ---- for operators -------------------------------------------------------------------------------
+
+    def cluster(self) -> dict[str, Any]:
+        """The cluster as this node sees it: nodes, namespaces, directory. Operators only."""
+        found: dict[str, Any] = self._ask_json(wire.Cluster())
+        return found
+
+    def locate(self, keys: Keys, *, digest: bytes = b"") -> list[dict[str, Any]]:
+        """Where blocks of this tenant are: one dict for each that is found. Operators only.
+
+        digest: of one namespace; all of the tenant's that are open on this node unless given.
+        """
+        found: list[dict[str, Any]] = self._ask_json(wire.Locate(pack_keys(keys), digest))
+        return found
+
+    def drain(self, node: str, *, wanted: bool = True) -> None:
+        """Have a node copy what only it has and leave, or call that off. Operators only; see `cluster`."""
+        with self._request() as connection:
+            connection.ask(wire.Drain(node, wanted), self.timeout_s + RESET_S)
+
+    def clear(self, digest: bytes, *, fence: bool = False) -> int:
+        """Begin a new epoch of a namespace of this tenant; its number. Operators only.
+
+        fence: engines must open it again before they go on; else they go on in the new epoch.
+        """
+        with self._request() as connection:
+            answer = connection.ask(wire.Clear(digest, fence), self.timeout_s + RESET_S)
+            return int(answer.value)
+
+    def set_copies(self, digest: bytes, copies: int) -> None:
+        """Change how many copies of a namespace's blocks are wanted. Operators only."""
+        with self._request() as connection:
+            connection.ask(wire.Copies(digest, copies), self.timeout_s + RESET_S)
+
+    def _ask_json(self, message: wire.Message) -> Any:
+        with self._request() as connection:
+            return json.loads(connection.ask(message, self.timeout_s + RESET_S).data)
+
     def stats(self) -> dict[str, Any]:
         """The daemon's counters and this tenant's space. Raises `Unavailable`."""
         with self._request() as connection:
@@ -903,7 +738,7 @@ class Client:
         except Unavailable:
             return None
 
-    def _lease(self, daemon: _Daemon, answer: wire.Leased, sent: float) -> Lease | None:
+    def _lease(self, daemon: DaemonState, answer: wire.Leased, sent: float) -> Lease | None:
         """`answer.lease_s` counts from when the daemon was asked; counted from before that, it is safe."""
         if not answer.token:
             return None
@@ -922,7 +757,7 @@ class Client:
 
     def _send_reserve(
         self,
-        connection: _Connection,
+        connection: Connection,
         ns: Namespace,
         part: int,
         ticket: int,
@@ -935,7 +770,7 @@ class Client:
 
     def _reserved(
         self,
-        connection: _Connection,
+        connection: Connection,
         request: int,
         ns: Namespace,
         part: int,
@@ -959,8 +794,10 @@ class Client:
         slots = Slots(daemon, part, 0, _nbytes(ns, part), answer.stride, rows.astype(np.int64))
         return Reservation(self, daemon, ticket, slots, missing, refused)
 
-    def _commit(self, connection: _Connection, reservation: Reservation, checksums: bytes) -> int:
-        message = wire.Commit(reservation._ticket, checksums)
+    def _commit(
+        self, connection: Connection, reservation: Reservation, checksums: bytes, copies: int
+    ) -> int:
+        message = wire.Commit(reservation._ticket, checksums, copies=copies)
         if connection.daemon is not reservation._daemon:
             reservation._settled = True
             raise UnknownReservation(
@@ -1009,15 +846,15 @@ class Client:
                 hasher = self._hasher
         return hasher
 
-    def _number(self, connection: _Connection, ns: Namespace) -> int:
+    def _number(self, connection: Connection, ns: Namespace) -> int:
         """The daemon's number of a namespace, which is made known to it where it is not yet."""
         number = connection.daemon.numbers.get(ns.digest)
         return self._make_known(connection, ns) if number is None else number
 
-    def _make_known(self, connection: _Connection, ns: Namespace) -> int:
+    def _make_known(self, connection: Connection, ns: Namespace) -> int:
         """Make a namespace known to the daemon, which compares its sizes. Its number."""
         parts = [(p.nbytes, str(p.kind), p.window_blocks, p.stride) for p in ns.parts]
-        message = wire.OpenNamespace(ns.digest, ns.record.canonical(), parts)
+        message = wire.OpenNamespace(ns.digest, ns.record.canonical(), parts, ns.copies)
         number = int(connection.ask(message, self.timeout_s).value)
         connection.daemon.numbers[ns.digest] = number
         return number
@@ -1025,7 +862,7 @@ class Client:
     def _request(self) -> _Request:
         return _Request(self)
 
-    def _take(self, timeout_s: float) -> _Connection:
+    def _take(self, timeout_s: float) -> Connection:
         """A connection for one request; give it back or drop it. Raises `Unavailable`."""
         if self._closed:
             raise Unavailable("this client is closed")
@@ -1047,7 +884,7 @@ class Client:
             connection.ahead += wire.encode(wire.Release(tokens), 0)
         return connection
 
-    def _another(self, timeout_s: float) -> _Connection:
+    def _another(self, timeout_s: float) -> Connection:
         """A new connection, or, when there are as many as may be, the next one that comes free."""
         with self._freed:
             if self._open >= self._connections_max:
@@ -1076,7 +913,7 @@ class Client:
             self._open -= 1
             self._freed.notify()
 
-    def _give_back(self, connection: _Connection) -> None:
+    def _give_back(self, connection: Connection) -> None:
         if self._closed or connection.daemon is not self._daemon:
             connection.close()
             self._closed_one()
@@ -1086,7 +923,7 @@ class Client:
             with self._freed:
                 self._freed.notify()
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         """A connection failed: the daemon is gone, hangs, or broke the protocol. Back off."""
         connection.close()
         with self._freed:
@@ -1106,7 +943,7 @@ class Client:
             connection.close()
             self._open -= 1
 
-    def _abandon(self, connection: _Connection) -> None:
+    def _abandon(self, connection: Connection) -> None:
         """Tell the daemon of slots that nobody will commit."""
         while self._orphans:
             try:
@@ -1128,7 +965,7 @@ class Client:
             self._retry_at = now + self._backoff
             self._backoff = min(2 * self._backoff, BACKOFF_S[1])
 
-    def _connect(self) -> _Connection:
+    def _connect(self) -> Connection:
         """A new connection. When the daemon failed, one thread at a time finds out whether it is back."""
         with self._lock:
             wait_s = self._retry_at - time.monotonic()
@@ -1145,15 +982,20 @@ class Client:
             if probe:
                 self._probing = False
 
-    def _introduce(self) -> _Connection:
+    def _introduce(self) -> Connection:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            limit = _timeval(self.timeout_s)
+            limit = timeval(self.timeout_s)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             sock.connect(self.socket_path)
             hello = wire.Hello(
-                wire.PROTOCOL_VERSION, self.tenant, self.instance, self._id, self._token
+                wire.PROTOCOL_VERSION,
+                self.tenant,
+                self.instance,
+                self._id,
+                self._token,
+                self._operator_token,
             )
             try:
                 sock.sendall(wire.encode(hello, 1))
@@ -1192,9 +1034,9 @@ class Client:
             with self._lock:
                 self._back_off()
             raise
-        return _Connection(sock, daemon)
+        return Connection(sock, daemon)
 
-    def _meet(self, welcome: wire.Welcome, fd: int) -> _Daemon:
+    def _meet(self, welcome: wire.Welcome, fd: int) -> DaemonState:
         """The state that belongs to this incarnation: the known one, or a new one."""
         with self._lock:
             self._backoff = BACKOFF_S[0]
@@ -1203,7 +1045,7 @@ class Client:
             if daemon is not None and daemon.incarnation == welcome.incarnation:
                 os.close(fd)
                 return daemon
-            daemon = _Daemon(welcome, fd)
+            daemon = DaemonState(welcome, fd)
             self._daemon = daemon
             self._close_idle()
             return daemon
@@ -1217,7 +1059,7 @@ class _Request:
     def __init__(self, client: Client) -> None:
         self.client = client
 
-    def __enter__(self) -> _Connection:
+    def __enter__(self) -> Connection:
         self.connection = self.client._take(self.client.timeout_s)
         return self.connection
 

@@ -22,6 +22,7 @@ from kvpool.errors import ConfigError
 from kvpool.types import DEFAULT_TENANT
 
 SECRET_CHARACTERS_MIN = 16
+LABELS_MAX = 32
 SOCKET_PATH_MAX = 107  # sockaddr_un
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE)
@@ -72,8 +73,24 @@ class DaemonConfig:
     memory: the default tenant's DRAM segment: bytes, or a share of the memory that is free at start.
     policy: eviction policy, by name; empty: the default one.
     listen: URLs on which peers may pull from this node, such as tcp://127.0.0.1:7070. None by default.
-    peers: URLs of the nodes that blocks are pulled from.
+    advertise: the URLs that peers are told to use instead, one for each of `listen`.
+    peers: URLs of the nodes that blocks are pulled from, where no membership names them.
     cluster, cluster_secret: peers must agree on both. Without a secret only loopback is listened on.
+    join: the etcd that keeps the membership, etcd://HOST:PORT[,HOST:PORT...], etcds:// with TLS. Empty:
+        this node is alone, but for `peers`.
+    join_password, join_ca, join_cert, join_key: for etcd; the last three are files. A user stands in the
+        URL, etcd://USER@HOST.
+    member_ttl_s: a node that etcd has not heard of for so long is taken for dead.
+    directory: the Redis that keeps the directory, redis://, redis+sentinel://, redis+cluster://, or rediss
+        for TLS. Empty: peers are asked one by one what they have.
+    directory_password, directory_ca, directory_cert, directory_key: for Redis; the last three are files.
+    directory_timeout_s: the longest that a lookup waits for it.
+    labels: where this node stands: zone, rack, and anything else.
+    copies_max: the most copies of a block that are made on request.
+    copy_bandwidth: bytes a second that copying in the background may take, in and out each.
+    forward: offer what must be evicted to nodes that have room.
+    operator_token: what whoever inspects, drains or resets through the socket must show; empty: anyone
+        who may open it and has the daemon's own user id, or root's.
     tenants: further tenants, each with a segment.
     movers: processes that move bytes.
     data_dir: where the node keeps what outlives it; empty: nothing is kept.
@@ -87,9 +104,27 @@ class DaemonConfig:
     memory: int | float = 0.25
     policy: str = ""
     listen: tuple[str, ...] = ()
+    advertise: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     cluster: str = "kvpool"
     cluster_secret: str = field(default="", repr=False)
+    join: str = ""
+    join_password: str = field(default="", repr=False)
+    join_ca: str = ""
+    join_cert: str = ""
+    join_key: str = ""
+    member_ttl_s: float = 5.0
+    directory: str = field(default="", repr=False)
+    directory_password: str = field(default="", repr=False)
+    directory_ca: str = ""
+    directory_cert: str = ""
+    directory_key: str = ""
+    directory_timeout_s: float = 0.5
+    labels: Mapping[str, str] = field(default_factory=dict)
+    copies_max: int = 8
+    copy_bandwidth: int = 256 << 20
+    forward: bool = True
+    operator_token: str = field(default="", repr=False)
     tenants: tuple[TenantConfig, ...] = ()
     movers: int = 1
     data_dir: str = ""
@@ -196,6 +231,32 @@ def _urls(value: object, name: str) -> tuple[str, ...]:
     return urls
 
 
+def _labels(value: object, name: str) -> dict[str, str]:
+    """A table, or "zone=a,rack=7"."""
+    if isinstance(value, str):
+        value = [item for item in value.split(",") if item]
+    if isinstance(value, (list, tuple)):
+        pairs = [item.partition("=")[::2] if isinstance(item, str) else ("", "") for item in value]
+        value = dict(pairs)
+    if not isinstance(value, dict) or len(value) > LABELS_MAX:
+        raise ConfigError(f'{name}: at most {LABELS_MAX} labels, such as "zone=a,rack=7"')
+    return {_word(key, name): _word(text, f"{name}.{key}") for key, text in value.items()}
+
+
+def _bandwidth(value: object, name: str) -> int:
+    size = parse_size(value, name)
+    if not isinstance(size, int):
+        raise ConfigError(f'{name} = {value!r}: bytes a second, such as "256MiB"')
+    return size
+
+
+def _switch(value: object, name: str) -> bool:
+    found = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
+    if found is None:
+        raise ConfigError(f"{name} = {value!r}: true or false")
+    return found
+
+
 def _socket(value: object, name: str) -> str:
     text = _text(value, name)
     if not text or len(os.fsencode(text)) > SOCKET_PATH_MAX:
@@ -230,9 +291,27 @@ _PARSERS: dict[str, Any] = {
     "memory": parse_size,
     "policy": _text,
     "listen": _urls,
+    "advertise": _urls,
     "peers": _urls,
     "cluster": _word,
     "cluster_secret": _secret,
+    "join": _text,
+    "join_password": _text,
+    "join_ca": _text,
+    "join_cert": _text,
+    "join_key": _text,
+    "member_ttl_s": _seconds,
+    "directory": _text,
+    "directory_password": _text,
+    "directory_ca": _text,
+    "directory_cert": _text,
+    "directory_key": _text,
+    "directory_timeout_s": _seconds,
+    "labels": _labels,
+    "copies_max": lambda value, name: _whole(value, name, 1, 64),
+    "copy_bandwidth": _bandwidth,
+    "forward": _switch,
+    "operator_token": _text,
     "tenants": _tenants,
     "movers": lambda value, name: _whole(value, name, 1, 64),
     "data_dir": _text,
@@ -242,6 +321,7 @@ _PARSERS: dict[str, Any] = {
     "lease_s_max": _seconds,
 }
 SETTINGS = tuple(_PARSERS)
+FLAGS = {"peers": "peer", "labels": "label"}  # flags that are repeated have the singular
 
 
 def load(
@@ -268,9 +348,13 @@ def load(
             values[key] = _parse(key, text, f"KVPOOL_{key.upper()}")
     for key, value in (flags or {}).items():
         if value is not None:
-            values[key] = _parse(
-                key, value, "--peer" if key == "peers" else f"--{key.replace('_', '-')}"
-            )
+            values[key] = _parse(key, value, f"--{FLAGS.get(key, key).replace('_', '-')}")
+    if values.get("advertise") and len(values["advertise"]) != len(values.get("listen", ())):
+        raise ConfigError("advertise: one URL for each of listen")
+    if values.get("join") and not values.get("listen"):
+        raise ConfigError(
+            "join: other nodes pull from this one, so it has to listen: give --listen tcp://HOST:PORT"
+        )
     return replace(DaemonConfig(socket=values["socket"]), **values)
 
 

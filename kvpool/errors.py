@@ -4,6 +4,7 @@
     ├── ConfigError              a setting is wrong; the message names it and what would be right
     ├── InvalidRequest           the caller asked for something that can never work
     │   ├── NamespaceMismatch    the sizes of a namespace differ from what is stored under it
+    │   ├── StaleEpoch           the namespace was reset since it was opened: open it again
     │   └── UnknownReservation   commit or abort of what was never reserved, was settled, or is another's
     ├── ProtocolError            bytes on a connection are not the protocol, or not this version of it
     ├── NotAuthenticated         the peer did not prove who it is
@@ -12,7 +13,8 @@
     ├── LeaseLost                a lease ended before its reader did: what was read must not be used
     ├── SegmentError             the memory or the file of a segment cannot be had
     ├── AlreadyRunning           another daemon holds the socket or the data directory
-    └── Unavailable              the daemon or a peer cannot be reached, or did not answer in time
+    ├── Unavailable              the daemon or a peer cannot be reached, or did not answer in time
+    └── ClusterUnavailable       this node answers, but what it needs of its cluster does not
 
 A miss is never an error, and neither is a block that is there already. A broken invariant is not in
 this tree either: it is an `AssertionError`, and ends the process.
@@ -48,6 +50,12 @@ class NamespaceMismatch(InvalidRequest):
     """
 
     code = "namespace_mismatch"
+
+
+class StaleEpoch(InvalidRequest):
+    """The namespace was reset since this client opened it. Open it again once its weights are right."""
+
+    code = "stale_epoch"
 
 
 class UnknownReservation(InvalidRequest):
@@ -102,6 +110,12 @@ class Unavailable(KvpoolError):
     """The daemon or a peer cannot be reached or did not answer in time. Recompute; retry later."""
 
     code = "unavailable"
+
+
+class ClusterUnavailable(KvpoolError):
+    """etcd, Redis or another node did not answer this one, which goes on by itself. Retry later."""
+
+    code = "cluster_unavailable"
 
 
 def _tree(root: type[KvpoolError]) -> dict[str, type[KvpoolError]]:

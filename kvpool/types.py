@@ -114,6 +114,7 @@ class Namespace:
 
     record: NamespaceRecord
     digest: bytes
+    copies: int = 0
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:

@@ -37,6 +37,12 @@ whose first element is its type number:
     27    Store              client → daemon      Stored
     28    Stored             daemon → client
     29    GiveBack           client → daemon      Done, or none
+    30    Reset              client → daemon      Done: the namespace's number in its new epoch
+    31    Cluster            operator → daemon    Bytes: a JSON object
+    32    Locate             operator → daemon    Bytes: a JSON object
+    33    Drain              operator → daemon    Done
+    34    Clear              operator → daemon    Done: the new epoch
+    35    Copies             operator → daemon    Done
     40    PeerHello          daemon → daemon      PeerChallenge
     41    PeerChallenge      daemon → daemon      PeerProof
     42    PeerProof          daemon → daemon      Done
@@ -44,6 +50,7 @@ whose first element is its type number:
     44    Fetched            daemon → daemon
     45    Ask                daemon → daemon      Done: blocks of the prefix that are there
     46    Corrupt            daemon → daemon      none
+    47    Offer              daemon → daemon      Bytes: one byte a key, 1 where the peer has it now
     60    MoverStart         control → mover      MoverReady
     61    MoverReady         mover → control
     62    AttachSegment      control → mover      Done; carries a descriptor
@@ -52,7 +59,7 @@ whose first element is its type number:
     65    Lend               mover → control      Lent
     66    Lent               control → mover
     67    Return             mover → control      none
-    68    AskPeer            control → mover      Done: blocks of the prefix that are there
+    68    AskPeer            control → mover      the peer's answer to what it was asked
     69    StopPull           control → mover      none; its Pulled then comes early
 
 Block keys, checksums and row numbers are packed into one bytes object each: one object a batch decodes
@@ -72,7 +79,7 @@ import msgspec
 
 from kvpool.errors import KvpoolError, ProtocolError, from_code
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEADER = struct.Struct("<II")
 FRAME_BYTES_MAX = 16 << 20
 HELLO_BYTES_MAX = 64 << 10  # what a connection may send before it has introduced itself
@@ -88,7 +95,7 @@ class Hello(Message, tag=1):
     """First frame of a connection of a client.
 
     `instance`: the engine instance that its leases belong to. `client`: chosen at random by each client
-    and the same on all its connections; reservations belong to it.
+    and the same on all its connections; reservations belong to it. `operator`: the operator token.
     """
 
     version: int
@@ -96,6 +103,7 @@ class Hello(Message, tag=1):
     instance: str
     client: str
     token: str | None = None
+    operator: str = ""
 
 
 class Welcome(Message, tag=2):
@@ -118,11 +126,15 @@ class Done(Message, tag=4):
 
 
 class OpenNamespace(Message, tag=10):
-    """`fields`: canonical JSON whose digest is checked. `parts`: [nbytes, kind, window, stride] each."""
+    """`fields`: canonical JSON whose digest is checked. `parts`: [nbytes, kind, window, stride] each.
+
+    `copies`: wanted in the cluster of each block, if the namespace is new to it; 0: one.
+    """
 
     digest: bytes
     fields: bytes
     parts: list[tuple[int, str, int, int]]
+    copies: int = 0
 
 
 class Reserve(Message, tag=11):
@@ -146,11 +158,15 @@ class Reserved(Message, tag=12):
 
 
 class Commit(Message, tag=13):
-    """`checksums`: 16 bytes for each row handed out, in order. `indices` (u32) commits only these keys."""
+    """`checksums`: 16 bytes for each row handed out, in order. `indices` (u32) commits only these keys.
+
+    `copies`: wanted in the cluster; 0: as many as the namespace says.
+    """
 
     ticket: int
     checksums: bytes
     indices: bytes = b""
+    copies: int = 0
 
 
 class Abort(Message, tag=14):
@@ -237,7 +253,7 @@ class Stats(Message, tag=24):
 
 
 class Pull(Message, tag=25):
-    """Bring the blocks here from the peers in the configuration, all parts, before `wait_s` is over."""
+    """Bring the blocks here from other nodes, all parts, before `wait_s` is over."""
 
     ns: int
     keys: bytes
@@ -255,7 +271,7 @@ class Grant(Message, tag=26):
 class Store(Message, tag=27):
     """Granted slots have been written; these are their keys and checksums. One exchange a put.
 
-    `count`: how many granted slots the client would like to have for the next one.
+    `count`: how many granted slots the client would like to have for the next one. `copies`: see `Commit`.
     """
 
     ns: int
@@ -265,6 +281,7 @@ class Store(Message, tag=27):
     checksums: bytes
     count: int
     parent: bytes = b""
+    copies: int = 0
 
 
 class Stored(Message, tag=28):
@@ -286,6 +303,47 @@ class GiveBack(Message, tag=29):
 
     stride: int
     rows: bytes
+
+
+class Reset(Message, tag=30):
+    """This engine's weights are new: none of the namespace's blocks may be read any more, by anybody.
+
+    Begins a new epoch, or enters the one that another engine's reset has begun meanwhile.
+    """
+
+    ns: int
+
+
+class Cluster(Message, tag=31):
+    """What this node knows of the cluster: nodes, namespaces, directory."""
+
+
+class Locate(Message, tag=32):
+    """Where these blocks are, by the directory. `digest`: of one namespace; empty: all of the tenant's."""
+
+    keys: bytes
+    digest: bytes = b""
+
+
+class Drain(Message, tag=33):
+    """Have a node copy its sole copies elsewhere and leave, or with `wanted` false, call that off."""
+
+    node: str
+    wanted: bool = True
+
+
+class Clear(Message, tag=34):
+    """Begin a new epoch of a namespace. Engines go on in it, but with `fence` only once they reopen it."""
+
+    digest: bytes
+    fence: bool = False
+
+
+class Copies(Message, tag=35):
+    """Change how many copies of a namespace's blocks are wanted."""
+
+    digest: bytes
+    copies: int
 
 
 class PeerHello(Message, tag=40):
@@ -352,6 +410,32 @@ class Corrupt(Message, tag=46):
     digest: bytes
     part: int
     keys: bytes
+
+
+class Offer(Message, tag=47):
+    """A peer, as which `node` and `incarnation` are known to the cluster, would like these blocks kept here.
+
+    The node pulls what it wants of them, whole blocks, and then answers; none but what it says it has may
+    be relied on. `reason`: copy (wanted in so many places), forward (a victim of the peer's eviction), or
+    drain. `digest`, `fields`, `parts`, `epoch`: the namespace, as in `OpenNamespace`. `age_s`: since the
+    most recent use of any of them. `hops`: how often they were forwarded, this time included.
+    `mask`: the parts to pull, bit p of byte p // 8.
+    """
+
+    node: str
+    incarnation: str
+    reason: str
+    tenant: str
+    digest: bytes
+    epoch: int
+    fields: bytes
+    parts: list[tuple[int, str, int, int]]
+    keys: bytes
+    mask: bytes
+    copies: int
+    hops: int
+    age_s: float
+    deadline_s: float
 
 
 class MoverStart(Message, tag=60):
@@ -436,13 +520,10 @@ class Return(Message, tag=67):
 
 
 class AskPeer(Message, tag=68):
-    """Put an `Ask` to the peer at `url`, for at most `deadline_s`."""
+    """Ask the peer at `url`, for at most `deadline_s`."""
 
     url: str
-    tenant: str
-    digest: bytes
-    parts: list[int]
-    keys: bytes
+    question: Ask | Offer
     deadline_s: float
 
 
@@ -470,9 +551,27 @@ ClientMessage = (
     | Grant
     | Store
     | GiveBack
+    | Reset
+    | Cluster
+    | Locate
+    | Drain
+    | Clear
+    | Copies
 )
 DaemonMessage = Welcome | Error | Done | Reserved | Leased | Bytes | Stored
-PeerMessage = PeerHello | PeerChallenge | PeerProof | Fetch | Fetched | Ask | Corrupt | Done | Error
+PeerMessage = (
+    PeerHello
+    | PeerChallenge
+    | PeerProof
+    | Fetch
+    | Fetched
+    | Ask
+    | Offer
+    | Corrupt
+    | Done
+    | Bytes
+    | Error
+)
 MoverMessage = (
     MoverStart
     | MoverReady
@@ -483,10 +582,12 @@ MoverMessage = (
     | Lent
     | Return
     | Ask
+    | Offer
     | AskPeer
     | StopPull
     | Corrupt
     | Done
+    | Bytes
     | Error
 )
 

@@ -45,6 +45,7 @@ from kvpool.wire import (
     Ask,
     AskPeer,
     AttachSegment,
+    Bytes,
     Corrupt,
     Done,
     Error,
@@ -54,6 +55,7 @@ from kvpool.wire import (
     Message,
     MoverReady,
     MoverStart,
+    Offer,
     PullBlocks,
     Return,
     StopPull,
@@ -140,11 +142,12 @@ class ControlSource:
     def give_back(self, token: str) -> None:
         self._control.send(Return(token), 0)
 
-    def asked(self, question: Ask) -> int:
-        answer = self._control.ask(question, Deadline(ASK_S_MAX))
-        if not isinstance(answer, Done):
-            raise ProtocolError(f"an Ask was answered with a {type(answer).__name__}")
-        return answer.value
+    def asked(self, question: Ask | Offer) -> Done | Bytes:
+        seconds = question.deadline_s if isinstance(question, Offer) else ASK_S_MAX
+        answer = self._control.ask(question, Deadline(seconds))
+        if not isinstance(answer, (Done, Bytes)):
+            raise ProtocolError(f"a question was answered with a {type(answer).__name__}")
+        return answer
 
     def corrupt(self, report: Corrupt) -> None:
         self._control.send(report, 0)
@@ -215,7 +218,7 @@ class Mover:
 
     def _handle(self, request: int, message: Message) -> None:
         match message:
-            case Lent() | Done() | Error():
+            case Lent() | Done() | Bytes() | Error():
                 self._control.answered(request, message)
             case PullBlocks() | AskPeer():
                 self._jobs.add(request, message)
@@ -255,7 +258,7 @@ class Mover:
         order = msgspec.structs.replace(order, deadline_s=deadline.left())
         transport = self._transport(order.url)
         if isinstance(order, AskPeer):
-            return Done(transport.ask(order, stop))
+            return transport.ask(order, stop)
         return transport.pull(order, stop)
 
     def _transport(self, url: str) -> Transport:

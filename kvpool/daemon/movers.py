@@ -24,6 +24,7 @@ log = logging.getLogger("kvpool.daemon")
 
 OUTSTANDING_MAX = 256  # orders given to one mover and not answered
 INFLIGHT_BYTES_MAX = 1 << 30  # lent to peers at a time, by one mover
+OFFERS_MAX = 32  # taken up at a time, through one mover
 START_S = 60.0  # to start, and to map a segment
 GRACE_S = 5.0  # after an order's deadline; then the mover is taken for dead, and killed
 STOP_S = 5.0
@@ -44,8 +45,12 @@ class Rules(Protocol):
         """Nothing reads this loan any more."""
         ...
 
-    def asked(self, question: wire.Ask) -> int:
+    def asked(self, question: wire.Ask) -> wire.Done:
         """How many blocks of the prefix could be lent. Raises `KvpoolError`."""
+        ...
+
+    async def offered(self, offer: wire.Offer) -> wire.Bytes:
+        """Take what is wanted of the offered blocks. Ends by the offer's deadline. Raises `KvpoolError`."""
         ...
 
     def corrupt(self, report: wire.Corrupt) -> None:
@@ -145,6 +150,7 @@ class MoverProcess:
         self._loop = asyncio.get_running_loop()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._loans: set[str] = set()
+        self._taking: set[asyncio.Task[None]] = set()
         self._last_request = 0
         self._channel: Channel
         self._process: asyncio.subprocess.Process
@@ -254,6 +260,10 @@ class MoverProcess:
         match message:
             case wire.Lend() | wire.Ask():
                 self._channel.send(self._answer(message), request)
+            case wire.Offer():
+                task = self._loop.create_task(self._take(message, request))
+                self._taking.add(task)
+                task.add_done_callback(self._taking.discard)
             case wire.Return():
                 if message.token in self._loans:
                     self._loans.remove(message.token)
@@ -272,13 +282,23 @@ class MoverProcess:
     def _answer(self, message: wire.Lend | wire.Ask) -> wire.Message:
         try:
             if isinstance(message, wire.Ask):
-                return wire.Done(self._movers.source.asked(message))
+                return self._movers.source.asked(message)
             lent = self._movers.source.lend(message)
         except KvpoolError as error:
             return wire.error_message(error)
         if lent.token:
             self._loans.add(lent.token)
         return lent
+
+    async def _take(self, offer: wire.Offer, request: int) -> None:
+        answer: wire.Message
+        try:
+            if len(self._taking) > OFFERS_MAX:
+                raise LimitExceeded(f"{OFFERS_MAX} offers are being taken up here already")
+            answer = await self._movers.source.offered(offer)
+        except KvpoolError as error:
+            answer = wire.error_message(error)
+        self._channel.send(answer, request)
 
     def _kill(self) -> None:
         if self.alive:
@@ -299,6 +319,8 @@ class MoverProcess:
         for token in self._loans:
             self._movers.source.give_back(token)
         self._loans.clear()
+        for task in self._taking:
+            task.cancel()
 
     async def died(self) -> None:
         """Wait for the death of the process and for all that follows from it."""
@@ -431,11 +453,11 @@ class Movers:
         assert isinstance(pulled, wire.Pulled)
         return pulled
 
-    async def ask(self, question: wire.AskPeer) -> int:
-        """How many blocks of a prefix a peer has. Raises as `pull`, and what the peer reports."""
-        answer = await self._least_busy().order(question)
-        assert isinstance(answer, wire.Done)
-        return answer.value
+    async def ask(self, order: wire.AskPeer) -> wire.Done | wire.Bytes:
+        """A peer's answer to a question. Raises as `pull`, and what the peer reports."""
+        answer = await self._least_busy().order(order)
+        assert isinstance(answer, (wire.Done, wire.Bytes))
+        return answer
 
     def _running(self) -> list[MoverProcess]:
         return [k.mover for k in self._keepers if k.mover is not None and k.mover.alive]

@@ -32,248 +32,46 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat, takewhile
 from typing import Any
 
 import msgspec
 
+from kvpool.daemon.blocks import (
+    PIN_HARD,
+    PIN_KINDS,
+    PIN_NONE,
+    PIN_SOFT,
+    Block,
+    Counters,
+    Holder,
+    Lease,
+    Limits,
+    NamespaceState,
+    PartTable,
+    Reservation,
+    Tenant,
+)
+from kvpool.daemon.space import LEASED, OWN, PUT, READ, Origin, Space
 from kvpool.errors import (
     InvalidRequest,
     LimitExceeded,
     NamespaceMismatch,
     PoolFull,
+    StaleEpoch,
     UnknownReservation,
 )
+from kvpool.placement.prefix import first_needed, needed, usable
 from kvpool.storage.eviction import EvictionPolicy
 from kvpool.storage.slab import SlabAllocator
-from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, PartKind, PartSpec, split_keys
+from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, PartSpec, split_keys
 from kvpool.wire import NO_ROW
 
-_PUT, _READ, _LEASED = range(3)  # what the journal tells of
-
-PIN_NONE, PIN_SOFT, PIN_HARD = 0, 1, 2
-ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put behind them
-PIN_KINDS = {"none": PIN_NONE, "soft": PIN_SOFT, "hard": PIN_HARD}
+_WALK_ROWS = 1 << 40  # more than a class can have
+EPOCHS_KEPT = 64  # ended epochs of a namespace that are remembered by name
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds on what one holder or tenant may take. Shares are of the tenant's segment."""
-
-    lease_s_max: float = 60.0
-    leases_per_holder: int = 4096
-    reserved_share_per_holder: float = 1.0
-    hard_pin_share: float = 0.25
-    soft_pin_share: float = 0.5
-    namespaces_per_tenant: int = 1024
-    grant_bytes_per_holder: int = 64 << 20
-    grant_share: float = 1 / 16  # of the segment, all holders together
-    steal_tries: int = 8  # cold blocks looked at to find a slab that can be emptied
-
-
-class Block(msgspec.Struct, gc=False, eq=False):
-    """One committed part of a block. Compared by identity.
-
-    `gc=False`: there may be millions, and the cyclic collector must not walk them; nothing here
-    points back to a block except tables that drop it explicitly.
-    """
-
-    table: PartTable
-    key: bytes
-    row: int
-    checksum: bytes
-    parent: bytes  # the key before it in the prefix chain, or empty
-    used: int  # the node's tick at its last use
-    # The eviction policy's, and nobody else's:
-    freq: int = 0
-    queue: int = 0
-    # The node's:
-    leases: int = 0
-    pin: int = PIN_NONE
-    parked: bool = False  # came up as a victim while leased: in no policy
-    gone: bool = False  # removed while leased: not in its table any more ("evicting")
-
-    @property
-    def ident(self) -> bytes:
-        """What the policy's ghost list remembers of it."""
-        return self.key + self.table.tag
-
-
-class PartTable:
-    """The committed blocks of one part of one namespace."""
-
-    __slots__ = ("blocks", "namespace", "part", "spec", "stride", "tag")
-
-    def __init__(
-        self, namespace: NamespaceState, part: int, spec: PartSpec, number: int, stride: int
-    ) -> None:
-        self.namespace = namespace
-        self.part = part
-        self.spec = spec
-        self.tag = number.to_bytes(4, "little")  # unique among the node's tables
-        self.stride = stride
-        self.blocks: dict[bytes, Block] = {}
-
-
-class NamespaceState:
-    """A namespace as this node knows it."""
-
-    __slots__ = ("digest", "fields", "number", "parts", "tables", "tenant")
-
-    def __init__(
-        self, tenant: Tenant, digest: bytes, fields: bytes, parts: Sequence[PartSpec], number: int
-    ) -> None:
-        self.tenant = tenant
-        self.digest = digest
-        self.fields = fields
-        self.parts = tuple(parts)
-        self.number = number
-        self.tables: list[PartTable] = []
-
-
-class SlotClass:
-    """All slots of one stride in a tenant's segment."""
-
-    __slots__ = ("by_row", "policy", "soft", "stride", "stuck_at")
-
-    def __init__(self, stride: int, policy: EvictionPolicy) -> None:
-        self.stride = stride
-        self.policy = policy
-        self.soft: OrderedDict[Block, None] = OrderedDict()  # soft pins, oldest first
-        self.stuck_at: dict[bool, int] = {}  # `Node._changes` when no other class could give a slab
-        self.by_row: list[Block | None] = []  # needed to empty a slab without a scan of all blocks
-
-
-class Tenant:
-    """A tenant: its segment, what lies in it, and what it may pin. No tenant sees another's."""
-
-    __slots__ = (
-        "allocator",
-        "classes",
-        "granted_bytes",
-        "hard",
-        "hard_bytes",
-        "holders",
-        "name",
-        "namespaces",
-        "segment",
-        "soft_bytes",
-    )
-
-    def __init__(self, name: str, segment: int, allocator: SlabAllocator) -> None:
-        self.name = name
-        self.segment = segment
-        self.allocator = allocator
-        self.classes: dict[int, SlotClass] = {}
-        self.namespaces: dict[bytes, NamespaceState] = {}
-        self.holders: dict[int, Holder] = {}  # by id()
-        self.hard: dict[Block, None] = {}  # hard pins, of all classes
-        self.hard_bytes = 0
-        self.granted_bytes = 0
-        self.soft_bytes = 0
-
-
-@dataclass(eq=False, slots=True)
-class Holder:
-    """Who reserves and leases: one client in one process. The server watches the process.
-
-    instance: the engine instance that its leases belong to; processes of one instance join them.
-    """
-
-    tenant: Tenant
-    instance: str
-    name: str = ""
-    reservations: dict[int, Reservation] = field(default_factory=dict)
-    leases: dict[str, Lease] = field(default_factory=dict)
-    reserved_bytes: int = 0
-    granted: dict[int, set[int]] = field(default_factory=dict)  # stride → rows without keys
-    granted_bytes: int = 0
-    ready: dict[int, list[int]] = field(default_factory=dict)  # granted, and not told of yet
-
-    @property
-    def idle(self) -> bool:
-        """Whether it holds nothing."""
-        return not self.reservations and not self.leases and not self.granted_bytes
-
-
-@dataclass(eq=False, slots=True)
-class Reservation:
-    """Slots that a holder writes and has not settled: sequences of one length, in chain order."""
-
-    table: PartTable
-    indices: Sequence[int]  # which of the keys asked for
-    keys: Sequence[bytes]
-    parents: Sequence[bytes]  # of each key, the one before it in the prefix chain
-    rows: list[int]
-    left: dict[int, int] | None = None  # key index → position, once some of it is settled
-
-    @property
-    def open_rows(self) -> list[int]:
-        """The rows that are not settled."""
-        if self.left is None:
-            return self.rows
-        return [self.rows[position] for position in self.left.values()]
-
-    def positions(self, indices: Sequence[int], ticket: int) -> list[int]:
-        """Where these key indices are in the sequences. Raises `UnknownReservation`."""
-        if self.left is None:
-            self.left = {index: position for position, index in enumerate(self.indices)}
-        found = [self.left.get(index, -1) for index in indices]
-        if -1 in found:
-            index = indices[found.index(-1)]
-            raise UnknownReservation(f"key {index} of reservation {ticket} has no open slot")
-        if len(set(found)) != len(found):
-            raise UnknownReservation(f"a key of reservation {ticket} is committed twice")
-        return found
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """A right to read. It lives while it has holders, and not past its deadline."""
-
-    token: str
-    tenant: Tenant
-    instance: str
-    deadline: float | None  # None: until it is returned (movers, whose death is watched)
-    blocks: int
-    parts: dict[int, tuple[int, list[Block]]]  # part → (first block index, its slots in order)
-    holders: dict[int, Holder] = field(default_factory=dict)  # by id()
-    holds: dict[int, int] = field(default_factory=dict)  # how often each has joined
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the daemon started."""
-
-    reserved: int = 0
-    committed: int = 0
-    committed_bytes: int = 0
-    duplicates: int = 0
-    aborted: int = 0
-    acquired: int = 0
-    acquire_misses: int = 0
-    leased_blocks: int = 0
-    leased_bytes: int = 0
-    leases_expired: int = 0
-    evicted: int = 0
-    evicted_soft_pins: int = 0  # of these
-    slabs_reclaimed: int = 0
-    removed: int = 0
-    refused_full: int = 0
-    match_calls: int = 0
-    match_keys: int = 0
-    match_hits: int = 0
-    dead_holders: int = 0  # of those that held something
-    checksum_mismatches: int = 0
-    pulled_blocks: int = 0
-    pulled_bytes: int = 0
-    lent_blocks: int = 0
-
-
-class Node:
+class Node(Space):
     """All blocks of one daemon. Not thread-safe: the control process's event loop calls it."""
 
     def __init__(
@@ -284,19 +82,15 @@ class Node:
         incarnation: str = "0",
     ) -> None:
         """make_policy: given the slots of a class, a fresh eviction policy for it."""
-        self.limits = limits or Limits()
+        super().__init__(make_policy, limits or Limits())
         self.incarnation = incarnation
         self.tenants: dict[str, Tenant] = {}
-        self.counters = Counters()
-        self._make_policy = make_policy
+        self._by_directory: dict[bytes, NamespaceState] = {}
         self._namespaces: list[NamespaceState] = []
         self._tables = 0
         self._leases: dict[str, Lease] = {}
         self._lease_count = 0
         self._deadlines: list[tuple[float, str]] = []
-        self._tick = 0
-        self._changes = 0  # counts what may let a slab go that could not go before
-        self._journal: list[tuple[int, PartTable, Any]] = []
 
     # ---- tenants, namespaces, holders ------------------------------------------------------------
 
@@ -321,33 +115,84 @@ class Node:
     def open_namespace(
         self, tenant: Tenant, digest: bytes, fields: bytes, parts: Sequence[PartSpec]
     ) -> NamespaceState:
-        """The namespace with this digest, made if new. Its number is good for this incarnation.
+        """The namespace with these fields in its present epoch, made if new. digest: of the fields.
 
-        Raises `NamespaceMismatch` if it is known with other parts.
+        Its number is good for this incarnation. Raises `NamespaceMismatch` if it is known with other
+        parts.
         """
-        known = tenant.namespaces.get(digest)
-        if known is not None:
+        epochs = tenant.epochs.get(digest)
+        if epochs:
+            known = epochs[-1]
             if known.parts != tuple(parts):
-                raise NamespaceMismatch(_mismatch(known.parts, tuple(parts), digest))
+                raise NamespaceMismatch(mismatch(known.parts, tuple(parts), digest))
             return known
-        if len(tenant.namespaces) >= self.limits.namespaces_per_tenant:
+        if len(tenant.epochs) >= self.limits.namespaces_per_tenant:
             raise LimitExceeded(
-                f"tenant {tenant.name!r} has {len(tenant.namespaces)} namespaces, the limit"
+                f"tenant {tenant.name!r} has {len(tenant.epochs)} namespaces, the limit"
             )
-        strides = [tenant.allocator.stride_of(spec.nbytes) for spec in parts]
-        namespace = NamespaceState(tenant, digest, fields, parts, len(self._namespaces))
-        for part, (spec, stride) in enumerate(zip(parts, strides, strict=True)):
+        for spec in parts:
+            tenant.allocator.stride_of(
+                spec.nbytes
+            )  # refuses what does not fit, before anything changes
+        return self._begin_epoch(tenant, digest, fields, parts, 0)
+
+    def _begin_epoch(
+        self, tenant: Tenant, base: bytes, fields: bytes, parts: Sequence[PartSpec], epoch: int
+    ) -> NamespaceState:
+        namespace = NamespaceState(tenant, base, fields, parts, len(self._namespaces), epoch)
+        for part, spec in enumerate(parts):
+            stride = tenant.allocator.stride_of(spec.nbytes)
             namespace.tables.append(PartTable(namespace, part, spec, self._tables, stride))
             self._tables += 1
-        tenant.namespaces[digest] = namespace
+        tenant.epochs.setdefault(base, []).append(namespace)
+        tenant.namespaces[namespace.digest] = namespace
+        self._by_directory[namespace.directory_digest] = namespace
         self._namespaces.append(namespace)
         return namespace
 
+    def set_epoch(self, namespace: NamespaceState, epoch: int, fence: int) -> NamespaceState:
+        """A namespace is in this epoch now, in the whole cluster; the living state of it.
+
+        All blocks of older epochs are misses from here on; their slots come back by and by
+        (`reclaim_garbage`), and those under a lease when that ends. Reservations that are open are
+        dropped at their commit. Clients that opened it in an epoch below `fence` find nothing and store
+        nothing until they open it again; others go on in the new epoch. Epochs do not go back.
+        """
+        self.settle()
+        tenant, base = namespace.tenant, namespace.base
+        epochs = tenant.epochs[base]
+        living = epochs[-1]
+        tenant.fences[base] = max(fence, tenant.fences.get(base, 0))
+        if epoch <= living.epoch:
+            return living
+        living.retired = True
+        del tenant.namespaces[living.digest]
+        for table in living.tables:
+            table.garbage, table.blocks = table.blocks, {}
+            if table.garbage:
+                self._garbage[table] = None
+        self._changes += 1
+        self.counters.epochs_ended += 1
+        if len(epochs) > EPOCHS_KEPT:
+            self._by_directory.pop(epochs.pop(0).directory_digest, None)
+        new = self._begin_epoch(tenant, base, living.fields, living.parts, epoch)
+        new.replicas = living.replicas
+        return new
+
+    def living(self, namespace: NamespaceState) -> NamespaceState:
+        """The same namespace in its present epoch."""
+        return namespace.tenant.epochs[namespace.base][-1]
+
     def namespace(self, tenant: Tenant, number: int) -> NamespaceState:
-        """The namespace with this number, for its own tenant only."""
+        """The namespace with this number, for its own tenant only.
+
+        When its epoch has ended, this is the one after it, unless a fence is in between.
+        """
         if 0 <= number < len(self._namespaces):
             found = self._namespaces[number]
             if found.tenant is tenant:
+                if found.retired and not found.fenced:
+                    return self.living(found)
                 return found
         raise InvalidRequest(
             f"namespace number {number} is not open here; open the namespace first"
@@ -375,6 +220,7 @@ class Node:
         keys = split_keys(packed)
         _check_parent(parent)
         _check_alive(holder)
+        _check_epoch(namespace)
         if not keys:
             raise InvalidRequest("a reservation of no keys")
         if ticket in holder.reservations:
@@ -423,12 +269,18 @@ class Node:
         return stride, packed_rows
 
     def commit(
-        self, holder: Holder, ticket: int, checksums: bytes, indices: Sequence[int] | None = None
+        self,
+        holder: Holder,
+        ticket: int,
+        checksums: bytes,
+        indices: Sequence[int] | None = None,
+        origin: Origin = OWN,
     ) -> int:
         """Make reserved slots readable; the count of blocks that are new.
 
         checksums: 16 bytes for each row of the reservation, in order (with `indices`, for each of
-        these). A block that somebody else committed meanwhile is kept; this copy's slot comes back.
+        these). A block that somebody else committed meanwhile is kept; this copy's slot comes back. So
+        do all slots when the namespace's epoch has ended meanwhile.
         Raises `UnknownReservation`, and changes nothing, for what this holder has not reserved.
         """
         self.settle()
@@ -458,12 +310,17 @@ class Node:
         else:
             for index in indices:
                 del reservation.left[index]
+        if table.namespace.retired:
+            table.namespace.tenant.allocator.free(table.stride, rows)
+            self._changes += 1
+            self.counters.aborted += len(rows)
+            return 0
         if not table.blocks.keys().isdisjoint(keys) or len(set(keys)) != len(keys):
             keys, parents, rows, checksums, surplus = self._only_new(
                 table, keys, parents, rows, checksums
             )
             table.namespace.tenant.allocator.free(table.stride, surplus)
-        self._publish(table, keys, parents, rows, checksums)
+        self._publish(table, keys, parents, rows, checksums, origin)
         return len(rows)
 
     def _publish(
@@ -473,6 +330,7 @@ class Node:
         parents: Sequence[bytes],
         rows: Sequence[int],
         checksums: bytes,
+        origin: Origin,
     ) -> None:
         """Slots that are whole become blocks, at the latest when anybody looks: see `settle`.
 
@@ -481,7 +339,7 @@ class Node:
         self._changes += 1
         if keys:
             self._tick += 1
-            self._journal.append((_PUT, table, (keys, parents, rows, checksums, self._tick)))
+            self._journal.append((PUT, table, (keys, parents, rows, checksums, self._tick, origin)))
             self.counters.committed += len(keys)
             self.counters.committed_bytes += len(keys) * table.spec.nbytes
 
@@ -503,6 +361,7 @@ class Node:
         """Up to `count` rows for parts of this size, without keys. None where the quota is used up."""
         table = self._table(namespace, part)
         _check_alive(holder)
+        _check_epoch(namespace)
         tenant, stride = holder.tenant, table.stride
         room = min(
             self.limits.grant_bytes_per_holder - holder.granted_bytes,
@@ -522,6 +381,7 @@ class Node:
         packed: bytes,
         checksums: bytes,
         parent: bytes = b"",
+        origin: Origin = OWN,
     ) -> tuple[int, list[int]]:
         """Make granted slots readable under these keys: (blocks that are new, rows still granted).
 
@@ -531,6 +391,7 @@ class Node:
         table = self._table(namespace, part)
         keys: Sequence[bytes] = split_keys(packed)
         _check_parent(parent)
+        _check_epoch(namespace)
         if not len(keys) == len(rows) or len(checksums) != CHECKSUM_BYTES * len(rows):
             raise InvalidRequest(
                 f"{len(rows)} rows, {len(keys)} keys and {len(checksums)} bytes of checksums do not match"
@@ -549,7 +410,7 @@ class Node:
             )
         granted.difference_update(rows)
         self._granted(holder, table.stride, -len(rows))
-        self._publish(table, keys, parents, rows, checksums)
+        self._publish(table, keys, parents, rows, checksums, origin)
         return len(rows), unused
 
     def _only_new(
@@ -653,14 +514,9 @@ class Node:
             n = self._usable(tables, keys)
             for table in tables:
                 spec = table.spec
-                step = spec.stride
-                chain = keys[step - 1 : n : step] if step > 1 else keys[:n]
-                first = 0
-                if spec.kind is PartKind.WINDOW and len(chain) > spec.window_blocks:
-                    first = (len(chain) - spec.window_blocks) * step
-                    chain = chain[-spec.window_blocks :]
+                first = first_needed(spec, n) - spec.stride + 1
                 blocks = table.blocks
-                held[table.part] = (first, [blocks[key] for key in chain])
+                held[table.part] = (first, [blocks[key] for key in needed(spec, keys[:n])])
         counters = self.counters
         if n == 0:
             counters.acquire_misses += 1
@@ -669,7 +525,7 @@ class Node:
         tick = self._tick
         for table in tables:
             slots = held[table.part][1]
-            self._journal.append((_LEASED, table, (slots, tick)))
+            self._journal.append((LEASED, table, (slots, tick)))
             counters.leased_blocks += len(slots)
             counters.leased_bytes += len(slots) * table.spec.nbytes
         counters.acquired += 1
@@ -751,70 +607,6 @@ class Node:
             self._leave(holder, lease)
         self.give_all_back(holder)
 
-    def settle(self) -> bool:
-        """Catch up with the books on what was put and read; whether there was anything.
-
-        An answer needs a decision, not its bookkeeping: that is written to a journal, and done here
-        when the answers are on their way. Whatever depends on it settles first by itself.
-        """
-        journal = self._journal
-        if not journal:
-            return False
-        self._journal = []
-        for kind, table, what in journal:
-            slot_class = table.namespace.tenant.classes[table.stride]
-            if kind == _PUT:
-                self._enter(slot_class, table, *what)
-                continue
-            blocks, tick = what
-            if kind == _LEASED:
-                for block in blocks:
-                    block.leases += 1
-                    block.used = tick
-            else:
-                for block in blocks:
-                    block.used = tick
-            slot_class.policy.touch(blocks)
-        return True
-
-    def _enter(
-        self,
-        slot_class: SlotClass,
-        table: PartTable,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes],
-        rows: Sequence[int],
-        checksums: bytes,
-        tick: int,
-    ) -> None:
-        """New blocks into their table. Built by C loops: this runs for all that is ever put."""
-        sums = split_keys(checksums)
-        new = list(map(Block, repeat(table), keys, rows, sums, parents, repeat(tick)))
-        table.blocks.update(zip(keys, new, strict=True))
-        by_row = slot_class.by_row
-        for block in new:
-            by_row[block.row] = block
-        slot_class.policy.insert(new)
-        self._refresh_ancestors(slot_class, new)
-
-    @staticmethod
-    def _refresh_ancestors(slot_class: SlotClass, blocks: Sequence[Block]) -> None:
-        """Queue what precedes these in their chain behind them again, or it would be evicted first.
-
-        A prefill in chunks puts the head of a chain long before its tail. So many ancestors as keep
-        the cost of a put proportional to its blocks.
-        """
-        table = blocks[0].table.blocks
-        found: list[Block] = []
-        parent = blocks[0].parent
-        most = ANCESTORS_PER_BLOCK * len(blocks)
-        while parent and len(found) < most and (block := table.get(parent)) is not None:
-            found.append(block)
-            parent = block.parent
-        if found:
-            found.reverse()
-            slot_class.policy.refresh(found)
-
     # ---- remove, pin -----------------------------------------------------------------------------
 
     def remove(self, namespace: NamespaceState, packed: bytes) -> int:
@@ -877,11 +669,163 @@ class Node:
             block.pin = level
             if level == PIN_HARD:
                 tenant.hard[block] = None
-                tenant.hard_bytes += block.table.stride
+                block.table.hard_bytes += block.table.stride
             elif level == PIN_SOFT:
-                tenant.soft_bytes += block.table.stride
+                block.table.soft_bytes += block.table.stride
             self._put_in([block])
         return found
+
+    # ---- copies elsewhere, and what the directory is told -------------------------------------------
+
+    def demote(self, namespace: NamespaceState, packed: bytes) -> int:
+        """Others hold these blocks and keep them: our copies go first. How many parts were demoted."""
+        self.settle()
+        keys = dict.fromkeys(split_keys(packed))
+        chosen = [
+            block
+            for table in namespace.tables
+            for key in keys
+            if (block := table.blocks.get(key)) and not block.secondary
+        ]
+        self._reclassify(chosen, True)
+        return len(chosen)
+
+    def promote(self, blocks: Iterable[Block]) -> None:
+        """Ours turned out to be the last copies of these. Nothing happens to those that have gone."""
+        self.settle()
+        self._reclassify([block for block in blocks if block.secondary and _is_here(block)], False)
+
+    def _reclassify(self, blocks: Sequence[Block], secondary: bool) -> None:
+        for block in blocks:
+            table = block.table
+            slot_class = table.namespace.tenant.classes[table.stride]
+            candidate = block.pin == PIN_NONE and not block.parked
+            if candidate:
+                slot_class.discard(block)
+            block.secondary = secondary
+            if candidate:
+                slot_class.insert([block])
+
+    def coldest(self, tenant: Tenant, n: int) -> list[Block]:
+        """About n blocks that would be evicted next after the secondary ones, coldest first."""
+        self.settle()
+        found: list[Any] = []
+        for slot_class in tenant.classes.values():
+            found += slot_class.policy.coldest(n)
+        return _evictable(found)[:n]
+
+    def coldest_secondary(self, tenant: Tenant, n: int) -> list[Block]:
+        """The same of copies that others were said to keep."""
+        self.settle()
+        found: list[Any] = []
+        for slot_class in tenant.classes.values():
+            found += slot_class.secondary.coldest(n)
+        return _evictable(found)[:n]
+
+    def secondary_bytes(self, tenant: Tenant) -> int:
+        """What can go without anything being lost to the cluster, as far as this node knows."""
+        return sum(len(c.secondary) * c.stride for c in tenant.classes.values())
+
+    @property
+    def tick(self) -> int:
+        """Counts puts and reads: the clock by which `Block.used` tells how long ago something was."""
+        return self._tick
+
+    @property
+    def lease_count(self) -> int:
+        return len(self._leases)
+
+    def follow_changes(self) -> None:
+        """Take note of changes from now on: see `take_changes`. Call it again and again."""
+        if self._changed is None:
+            self._changed = []
+
+    def take_changes(self) -> list[tuple[NamespaceState, Sequence[bytes]]]:
+        """Blocks that were stored or have gone since the last call; some of them several times."""
+        self.settle()
+        changed = self._changed or []
+        if changed:
+            self._changed = []
+        return changed
+
+    def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
+        """How many parts a namespace has, and for each key the mask of those that are here.
+
+        digest: its directory digest. (0, []) when it is not known, or not any more.
+        """
+        self.settle()
+        namespace = self._by_directory.get(digest)
+        if namespace is None:
+            return 0, []
+        first, *others = namespace.tables
+        masks = list(map(int, map(first.blocks.__contains__, keys)))
+        for table in others:
+            bit = 1 << table.part
+            here = table.blocks
+            if here:
+                masks = [m | bit if key in here else m for m, key in zip(masks, keys, strict=True)]
+        return len(namespace.tables), masks
+
+    def by_directory(self, digest: bytes) -> NamespaceState | None:
+        """The namespace with this directory digest; an ended epoch too, for a while."""
+        return self._by_directory.get(digest)
+
+    def block_count(self) -> int:
+        """Parts of blocks that are here."""
+        self.settle()
+        return sum(
+            len(table.blocks)
+            for tenant in self.tenants.values()
+            for namespace in tenant.namespaces.values()
+            for table in namespace.tables
+        )
+
+    def copies_wanted(self, namespace: NamespaceState, keys: Sequence[bytes]) -> list[int]:
+        """How many copies of each block are wanted in the cluster; 0 where it is not here."""
+        self.settle()
+        wanted = []
+        for key in keys:
+            block = next((b for t in namespace.tables if (b := t.blocks.get(key))), None)
+            wanted.append(0 if block is None else block.copies or namespace.replicas)
+        return wanted
+
+    def select_by_worth(
+        self, namespace: NamespaceState, keys: Sequence[bytes], worth: bool
+    ) -> list[bytes]:
+        """Those of the blocks that were read again since they were put, or those that were not."""
+        self.settle()
+        chosen = []
+        for key in keys:
+            found = [block for table in namespace.tables if (block := table.blocks.get(key))]
+            if found and any(block.used > block.put for block in found) == worth:
+                chosen.append(key)
+        return chosen
+
+    def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
+        """About `count` blocks from a cursor on (0: from the start), by directory digest.
+
+        With them comes the next cursor, None at the end. The walk goes by slots, and a block of several
+        parts is taken where its first one is. So each block is met of which no part comes or goes
+        during the walk; of the others `take_changes` tells.
+        """
+        self.settle()
+        number, row = divmod(cursor, _WALK_ROWS)
+        found: dict[NamespaceState, list[bytes]] = {}
+        left = count
+        while number < len(self._classes):
+            by_row = self._classes[number].by_row
+            end = min(len(by_row), row + left)
+            for block in by_row[row:end]:
+                if block is not None and _is_here(block) and _is_first_part(block):
+                    found.setdefault(block.table.namespace, []).append(block.key)
+            left -= end - row
+            if end < len(by_row):
+                row = end
+                break
+            number, row = number + 1, 0
+        grouped = [(namespace.directory_digest, keys) for namespace, keys in found.items()]
+        more = number < len(self._classes)
+        return grouped, number * _WALK_ROWS + row if more else None
 
     # ---- the operator's view -----------------------------------------------------------------------
 
@@ -899,13 +843,16 @@ class Node:
                         for namespace in tenant.namespaces.values()
                         for table in namespace.tables
                     ),
+                    "secondary_bytes": self.secondary_bytes(tenant),
                     "granted_bytes": tenant.granted_bytes,
                     "hard_pinned_bytes": tenant.hard_bytes,
                     "soft_pinned_bytes": tenant.soft_bytes,
                     "space": tenant.allocator.stats(),
                     "namespaces": {
-                        namespace.digest.hex(): {
+                        namespace.base.hex(): {
                             "fields": msgspec.json.decode(namespace.fields),
+                            "epoch": namespace.epoch,
+                            "replicas": namespace.replicas,
                             "blocks": [len(table.blocks) for table in namespace.tables],
                             "part_bytes": [spec.nbytes for spec in namespace.parts],
                         }
@@ -935,42 +882,13 @@ class Node:
     @staticmethod
     def _usable(tables: Sequence[PartTable], keys: Sequence[bytes]) -> int:
         """The longest prefix, in blocks, of which every part has what its rule asks for."""
-        n = len(keys)
-        windows = []
-        for table in tables:
-            spec = table.spec
-            if spec.kind is PartKind.WINDOW:
-                windows.append(table)
-            elif spec.stride == 1:
-                n = len(list(takewhile(table.blocks.__contains__, keys[:n])))
-            else:
-                step = spec.stride
-                chain = keys[step - 1 : n : step]
-                n = step * len(list(takewhile(table.blocks.__contains__, chain)))
-        if not windows and all(table.spec.stride == 1 for table in tables):
-            return n
-        # A prefix of n blocks is usable when n is a multiple of every stride and, for each window
-        # part, the run of present slots that ends at n is as long as its window (or as the prefix).
-        runs = [_runs(table, keys[:n]) for table in windows]
-        while n > 0:
-            best = n
-            for table in tables:
-                best -= best % table.spec.stride
-            for table, run in zip(windows, runs, strict=True):
-                slots = best // table.spec.stride
-                if slots and run[slots - 1] < min(table.spec.window_blocks, slots):
-                    best -= 1
-                    break
-            if best == n:
-                return n
-            n = best
-        return 0
+        return usable([table.spec for table in tables], [table.blocks for table in tables], keys)
 
     def _touch(self, blocks: Iterable[Block]) -> None:
         """Blocks of one table were asked for."""
         self._tick += 1
         held = list(blocks)
-        self._journal.append((_READ, held[0].table, (held, self._tick)))
+        self._journal.append((READ, held[0].table, (held, self._tick)))
 
     def _hold(self, lease: Lease, holder: Holder) -> None:
         lease.holders[id(holder)] = holder
@@ -1001,222 +919,23 @@ class Node:
             if back:
                 self._put_in(back)
 
-    def _put_in(self, blocks: Sequence[Block]) -> None:
-        """Make blocks of one table candidates for eviction, as their pins say."""
-        self.settle()
-        plain = [block for block in blocks if block.pin == PIN_NONE]
-        if plain:
-            table = plain[0].table
-            table.namespace.tenant.classes[table.stride].policy.insert(plain)
-        if len(plain) != len(blocks):
-            for block in blocks:
-                if block.pin == PIN_SOFT:
-                    tenant = block.table.namespace.tenant
-                    tenant.classes[block.table.stride].soft[block] = None
 
-    def _take_out(self, block: Block) -> None:
-        """The reverse: no candidate any more, no pin, in no quota."""
-        self._changes += 1
-        self.settle()
-        table = block.table
-        tenant = table.namespace.tenant
-        if block.parked:
-            block.parked = False
-        elif block.pin == PIN_NONE:
-            tenant.classes[table.stride].policy.discard(block)
-        elif block.pin == PIN_SOFT:
-            del tenant.classes[table.stride].soft[block]
-        if block.pin == PIN_SOFT:
-            tenant.soft_bytes -= table.stride
-        elif block.pin == PIN_HARD:
-            del tenant.hard[block]
-            tenant.hard_bytes -= table.stride
-        block.pin = PIN_NONE
+def _is_here(block: Block) -> bool:
+    """Whether it is found: not evicted, removed or of an ended epoch."""
+    return block.table.blocks.get(block.key) is block
 
-    def _drop(self, block: Block) -> None:
-        """Take a block out of its table; its slot is free now, or when its last lease ends."""
-        del block.table.blocks[block.key]
-        self._take_out(block)
-        if block.leases:
-            block.gone = True
-        else:
-            self._free(block)
 
-    def _free(self, block: Block) -> None:
-        table = block.table
-        tenant = table.namespace.tenant
-        tenant.classes[table.stride].by_row[block.row] = None
-        tenant.allocator.free(table.stride, [block.row])
+def _evictable(blocks: Iterable[Block]) -> list[Block]:
+    """Those that could go now and are worth something, the least recently used first."""
+    free = [block for block in blocks if not block.leases and _is_here(block)]
+    free.sort(key=lambda block: block.used)
+    return free
 
-    def _allocate(self, tenant: Tenant, table: PartTable, n: int) -> list[int]:
-        """Up to n rows, reclaiming as many as are missing."""
-        allocator = tenant.allocator
-        stride = table.stride
-        slot_class = tenant.classes.get(stride)
-        if slot_class is None:
-            slot_class = SlotClass(stride, self._make_policy(allocator.capacity(stride)))
-            tenant.classes[stride] = slot_class
-        rows = allocator.alloc(stride, n)
-        while len(rows) < n and self._reclaim(tenant, slot_class, n - len(rows)):
-            rows += allocator.alloc(stride, n - len(rows))
-        by_row = slot_class.by_row
-        if rows:
-            highest = max(rows)
-            if highest >= len(by_row):
-                by_row.extend([None] * (highest + 1 - len(by_row)))
-        return rows
 
-    def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int) -> bool:
-        """Make room for up to n slots of the class, at least one; False when nothing can go.
-
-        In order: a slab of another class that is much colder; this class's own victims; a slab of
-        another class whatever its age; this class's soft pins; a slab of another class, soft pins
-        included.
-        """
-        self.settle()
-        several = len(tenant.classes) > 1
-        if several and self._steal_colder_slab(tenant, slot_class):
-            return True
-        rows: list[int] = []
-        by_row = slot_class.by_row
-        pop = slot_class.policy.pop
-        while len(rows) < n:
-            block: Any = pop()
-            if block is None:
-                break
-            if block.leases:
-                block.parked = True
-                continue
-            del block.table.blocks[block.key]
-            row = block.row
-            by_row[row] = None
-            rows.append(row)
-        self.counters.evicted += len(rows)
-        if rows:
-            tenant.allocator.free(slot_class.stride, rows)
-            return True
-        if several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=True):
-            return True
-        soft = slot_class.soft
-        while len(rows) < n and soft:
-            block, _ = soft.popitem(last=False)
-            if block.leases:
-                block.parked = True
-                continue
-            tenant.soft_bytes -= slot_class.stride
-            del block.table.blocks[block.key]
-            by_row[block.row] = None
-            rows.append(block.row)
-        self.counters.evicted += len(rows)
-        self.counters.evicted_soft_pins += len(rows)
-        if rows:
-            tenant.allocator.free(slot_class.stride, rows)
-            return True
-        return several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=False)
-
-    def _steal_colder_slab(self, tenant: Tenant, slot_class: SlotClass) -> bool:
-        """Empty a slab of another class, if that class's next victim is much colder than our own.
-
-        "Much" is twice as long unused, lest two classes take the same slab from each other in turns.
-        Where we have no victim of our own, any age will do, and the coldest goes first.
-        """
-        own: Any = slot_class.policy.peek()
-        age = -1 if own is None else self._tick - own.used
-        donors: list[tuple[int, SlotClass]] = []
-        for other in tenant.classes.values():
-            if other is not slot_class:
-                coldest: Any = other.policy.peek()
-                if coldest is not None and self._tick - coldest.used > 2 * age + 1:
-                    donors.append((coldest.used, other))
-        donors.sort(key=lambda donor: donor[0])
-        return any(self._empty_coldest_slab(tenant, donor, slot_class) for _, donor in donors)
-
-    def _empty_coldest_slab(self, tenant: Tenant, donor: SlotClass, taker: SlotClass) -> bool:
-        """Give the taker a slab with one of the donor's next victims and nothing that must stay."""
-        allocator = tenant.allocator
-        tried: set[int] = set()
-        cold: Any
-        for cold in donor.policy.coldest(self.limits.steal_tries):
-            slab = allocator.slab_of(donor.stride, cold.row)
-            if slab in tried or not self._can_go(tenant, slab):
-                tried.add(slab)
-                continue
-            tried.add(slab)
-            for run in allocator.victims(taker.stride):
-                if slab in run and all(self._can_go(tenant, s) for s in run if s != slab):
-                    self._empty_run(tenant, run)
-                    return True
-        return False
-
-    def _can_go(self, tenant: Tenant, slab: int) -> bool:
-        """Whether all that is in use of a slab are blocks without leases and pins."""
-        allocator = tenant.allocator
-        held = self._held_in(tenant.classes[allocator.owner(slab)], allocator, slab)
-        return len(held) == allocator.used_in_slab(slab) and not any(
-            block.leases or block.pin != PIN_NONE for block in held
-        )
-
-    def _steal_any_slab(
-        self, tenant: Tenant, slot_class: SlotClass, *, spare_soft_pins: bool
-    ) -> bool:
-        """Empty some slab of another class that nothing holds. Costs O(leased blocks + slabs).
-
-        Not tried again before anything was released: puts into a pool that is held fail quickly.
-        """
-        if slot_class.stuck_at.get(spare_soft_pins) == self._changes:
-            return False
-        allocator = tenant.allocator
-        busy: set[int] = set()
-        for holder in tenant.holders.values():
-            for reservation in holder.reservations.values():
-                stride = reservation.table.stride
-                busy.update(allocator.slab_of(stride, row) for row in reservation.open_rows)
-            for stride, granted in holder.granted.items():
-                busy.update(allocator.slab_of(stride, row) for row in granted)
-            for lease in holder.leases.values():
-                for _, blocks in lease.parts.values():
-                    for block in blocks:
-                        busy.add(allocator.slab_of(block.table.stride, block.row))
-        kept: list[Iterable[Block]] = [tenant.hard]
-        if spare_soft_pins:
-            kept += [other.soft for other in tenant.classes.values()]
-        for pinned in kept:
-            busy.update(allocator.slab_of(block.table.stride, block.row) for block in pinned)
-        for run in allocator.victims(slot_class.stride):
-            if busy.isdisjoint(run):
-                self._empty_run(tenant, run)
-                return True
-        slot_class.stuck_at[spare_soft_pins] = self._changes
-        return False
-
-    def _empty_run(self, tenant: Tenant, run: Iterable[int]) -> None:
-        """Empty the slabs that together make room for one extent of another class."""
-        for slab in run:
-            self._empty_slab(tenant, tenant.classes[tenant.allocator.owner(slab)], slab)
-
-    @staticmethod
-    def _held_in(donor: SlotClass, allocator: SlabAllocator, slab: int) -> list[Block]:
-        by_row = donor.by_row
-        rows = allocator.rows_in_slab(slab)
-        return [
-            block
-            for row in range(rows.start, min(rows.stop, len(by_row)))
-            if (block := by_row[row]) is not None
-        ]
-
-    def _empty_slab(self, tenant: Tenant, donor: SlotClass, slab: int) -> None:
-        """Evict all blocks of a slab, none of which is leased or reserved, and free it for any class."""
-        allocator = tenant.allocator
-        held = self._held_in(donor, allocator, slab)
-        self.counters.evicted_soft_pins += sum(block.pin == PIN_SOFT for block in held)
-        for block in held:
-            del block.table.blocks[block.key]
-            self._take_out(block)
-            donor.by_row[block.row] = None
-        allocator.free(donor.stride, [block.row for block in held])
-        allocator.reclaim_slab(slab)
-        self.counters.evicted += len(held)
-        self.counters.slabs_reclaimed += 1
+def _is_first_part(block: Block) -> bool:
+    table, key = block.table, block.key
+    tables = table.namespace.tables
+    return not table.part or not any(key in other.blocks for other in tables[: table.part])
 
 
 def _check_alive(holder: Holder) -> None:
@@ -1225,22 +944,20 @@ def _check_alive(holder: Holder) -> None:
         raise InvalidRequest("this client is closed or its process is dead: connect again")
 
 
+def _check_epoch(namespace: NamespaceState) -> None:
+    if namespace.retired:
+        raise StaleEpoch(
+            f"namespace {namespace.base.hex()} was reset after this client opened it in epoch "
+            f"{namespace.epoch}: open it again once the weights are the new ones"
+        )
+
+
 def _check_parent(parent: bytes) -> None:
     if parent and len(parent) != KEY_BYTES:
         raise InvalidRequest(f"a parent key of {len(parent)} bytes: {KEY_BYTES}, or none")
 
 
-def _runs(table: PartTable, keys: Sequence[bytes]) -> list[int]:
-    """For each slot of the chain, how many present ones end there."""
-    run, runs = 0, []
-    step = table.spec.stride
-    for key in keys[step - 1 :: step]:
-        run = run + 1 if key in table.blocks else 0
-        runs.append(run)
-    return runs
-
-
-def _mismatch(known: tuple[PartSpec, ...], asked: tuple[PartSpec, ...], digest: bytes) -> str:
+def mismatch(known: tuple[PartSpec, ...], asked: tuple[PartSpec, ...], digest: bytes) -> str:
     name = digest.hex()
     advice = "Put what makes them differ into the namespace's fields"
     if len(known) != len(asked):

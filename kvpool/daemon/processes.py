@@ -19,6 +19,12 @@ def peer_pid(sock: socket.socket) -> int:
     return int(pid)
 
 
+def peer_uid(sock: socket.socket) -> int:
+    """The user who connected, by the kernel's word."""
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(uid)
+
+
 def peer_pidfd(sock: socket.socket) -> int | None:
     """A descriptor that becomes readable when the peer's process is dead; the caller closes it.
 

@@ -8,13 +8,14 @@ memory, movers (`movers.py`) carry blocks between nodes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import gc
-import hashlib
 import logging
 import math
 import os
+import random
 import resource
 import secrets
 import signal
@@ -22,8 +23,7 @@ import socket
 import stat
 import sys
 import time
-from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import CoroutineType
 from typing import Any, cast
 
@@ -32,12 +32,21 @@ import uvloop
 
 from kvpool import wire
 from kvpool.config import DaemonConfig
+from kvpool.daemon.blocks import Holder, Lease, Limits, NamespaceState, Tenant
+from kvpool.daemon.cluster import Cluster
+from kvpool.daemon.copies import Copies
+from kvpool.daemon.draining import Drainer
+from kvpool.daemon.joining import open_directory, open_membership
+from kvpool.daemon.lending import Lender
 from kvpool.daemon.movers import Movers
-from kvpool.daemon.node import Holder, Lease, Limits, NamespaceState, Node, Tenant
-from kvpool.daemon.processes import peer_pid, peer_pidfd
-from kvpool.daemon.pulling import Puller
+from kvpool.daemon.node import Node
+from kvpool.daemon.processes import peer_pid, peer_pidfd, peer_uid
+from kvpool.daemon.remote import Remote
+from kvpool.daemon.requests import parse_parts, rows
+from kvpool.daemon.space import OWN, Origin
 from kvpool.errors import (
     AlreadyRunning,
+    ClusterUnavailable,
     ConfigError,
     InvalidRequest,
     KvpoolError,
@@ -45,18 +54,15 @@ from kvpool.errors import (
     NotAuthenticated,
     PoolFull,
     ProtocolError,
+    Unavailable,
 )
+from kvpool.placement.directory import TIERS, Entry
+from kvpool.placement.records import NodeState, new_incarnation
+from kvpool.placement.sources import Peers
 from kvpool.segment import Segment
 from kvpool.storage.dram import PAGE, DramSegment, free_memory_bytes
 from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
-from kvpool.types import (
-    KEY_BYTES,
-    PARTS_MAX,
-    RECORD_BYTES_MAX,
-    PartKind,
-    PartSpec,
-    split_keys,
-)
+from kvpool.types import KEY_BYTES, split_keys
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -67,7 +73,10 @@ WRITE_BUFFER_BYTES = (
     1 << 20
 )  # answers that a client has not read before its requests are left waiting
 WAITING_MAX = 64  # requests of one connection that wait for other nodes
-FIELDS_DEPTH_MAX = 32  # nesting of a namespace's record
+LOCATE_KEYS_MAX = 4096
+GARBAGE_EVERY_S = 0.05
+IDLE_S = 1.0
+GARBAGE_BLOCKS = 500  # of ended epochs, given back in one go: about a millisecond
 KEYS_BYTES_MAX = wire.KEYS_MAX * KEY_BYTES
 
 
@@ -88,7 +97,7 @@ class Server:
         self, config: DaemonConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.config = config
-        self.incarnation = secrets.token_hex(6)
+        self.incarnation = new_incarnation()
         self.clock = clock
         policy = config.policy or DEFAULT_POLICY
         make_policy(policy, 1)  # an unknown name is told before any memory is taken
@@ -112,7 +121,10 @@ class Server:
         self._asked_grants: list[tuple[Holder, NamespaceState, int, int]] = []
         self._started = clock()
         self.movers: Movers
-        self.puller: Puller
+        self.cluster: Cluster
+        self.remote: Remote
+        self.copies: Copies
+        self._drainer: Drainer
         self._handlers: dict[type, Callable[[Holder, Any], Any]] = {
             wire.OpenNamespace: self._open_namespace,
             wire.Reserve: self._reserve,
@@ -130,6 +142,12 @@ class Server:
             wire.Grant: self._grant,
             wire.Store: self._store,
             wire.GiveBack: self._give_back,
+            wire.Reset: self._reset,
+            wire.Cluster: self._describe_cluster,
+            wire.Locate: self._locate,
+            wire.Drain: self._drain,
+            wire.Clear: self._clear,
+            wire.Copies: self._set_copies,
         }
 
     # ---- life --------------------------------------------------------------------------------------
@@ -148,11 +166,13 @@ class Server:
                 locks.append(_lock_data_dir(self.config.data_dir))
             self._create_segments()
             self.movers = Movers(self.config, self.incarnation)
-            self.puller = Puller(self.node, self.movers, self.config.peers, self.clock)
-            self.movers.source = self.puller
+            await self._wire_up()
             await self.movers.start()
             for segment_id, tenant in enumerate(self.segments):
                 await self.movers.attach_segment(segment_id, self.segments[tenant])
+            await self.cluster.start(self.movers.urls)
+            for work in (self.copies.replicate(), self.copies.forward(), self._reclaim_garbage()):
+                self._begin(work)
             listener = _listen(self.config.socket, self.config.socket_mode)
             loop.add_reader(listener.fileno(), self._accept, listener)
             _tune_gc()
@@ -168,6 +188,47 @@ class Server:
             for lock in reversed(locks):
                 os.close(lock)
 
+    async def _wire_up(self) -> None:
+        """Make what this node is to others, and introduce them to each other."""
+        config, node, clock = self.config, self.node, self.clock
+        rng = random.Random(self.incarnation)  # spreads ties; nothing secret depends on it
+        peers = Peers(config.labels, rng)
+        membership = open_membership(config, clock)
+        self.cluster = Cluster(
+            config, node, membership, await open_directory(config), peers, clock, rng
+        )
+        self.remote = Remote(node, self.movers, self.cluster, peers, clock)
+        self.copies = Copies(node, self.cluster, self.remote, self.movers, clock)
+        self._drainer = Drainer(node, self.cluster, self.copies, clock)
+        self.cluster.drain = self._drainer.wanted
+        self.cluster.lost_nodes.append(self.copies.repair)
+        self.movers.source = Lender(
+            node,
+            clock,
+            may_serve=self.cluster.may_serve,
+            stale=self.cluster.stale,
+            take=self.copies.take,
+        )
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside the requests, until the end."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error  # `_crash` ends the process: the rules may be broken
+
+    async def _reclaim_garbage(self) -> None:
+        """Give slots of ended epochs back, a few at a time."""
+        while True:
+            await asyncio.sleep(GARBAGE_EVERY_S if self.node.has_garbage else IDLE_S)
+            while self.node.reclaim_garbage(GARBAGE_BLOCKS):
+                self.settle_soon()
+                await asyncio.sleep(0)
+
     def stop(self) -> None:
         """End `run`. Idempotent."""
         self._stop.set()
@@ -182,6 +243,10 @@ class Server:
             self._forget(handle)
         if self._expiry is not None:
             self._expiry.cancel()
+        if hasattr(self, "cluster"):
+            await self._drainer.close()
+            self.remote.close()
+            await self.cluster.close()
         if hasattr(self, "movers"):
             await self.movers.stop()
         for segment in self.segments.values():
@@ -221,9 +286,7 @@ class Server:
             return
         sock.setblocking(False)
         self._connections += 1
-        task = self._loop.create_task(self._introduce(sock))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._begin(self._introduce(sock))
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
@@ -308,10 +371,17 @@ class Server:
         if pidfd is None:
             raise ProtocolError("the client's process has ended")
         holder = self.node.add_holder(hello.tenant, hello.instance, hello.client)
+        holder.operator = self._is_operator(hello, sock)
         handle = ClientHandle(holder, pid, pidfd)
         self.clients[hello.tenant, hello.client] = handle
         self._loop.add_reader(pidfd, self._process_died, handle)
         return handle
+
+    def _is_operator(self, hello: wire.Hello, sock: socket.socket) -> bool:
+        if peer_uid(sock) not in {0, os.getuid()}:
+            return False
+        expected = self.config.operator_token.encode()
+        return not expected or secrets.compare_digest(hello.operator.encode(), expected)
 
     def _process_died(self, handle: ClientHandle) -> None:
         for connection in list(handle.connections):
@@ -356,13 +426,32 @@ class Server:
             )
         return self.node.namespace(holder.tenant, number)
 
-    def _open_namespace(self, holder: Holder, m: wire.OpenNamespace) -> wire.Done:
+    def _open_namespace(
+        self, holder: Holder, m: wire.OpenNamespace
+    ) -> wire.Done | Coroutine[Any, Any, wire.Done]:
         namespace = self.node.open_namespace(
             holder.tenant, m.digest, m.fields, parse_parts(m.digest, m.fields, m.parts)
         )
-        return wire.Done(namespace.number)
+        if not self.config.join:
+            namespace.replicas = max(namespace.replicas, min(m.copies, self.config.copies_max))
+            return wire.Done(namespace.number)
+        known = self.cluster.known_epoch(namespace)
+        if known is not None:
+            return wire.Done(known.number)
+        return self._register(namespace, m.copies)
+
+    async def _register(self, namespace: NamespaceState, copies: int) -> wire.Done:
+        return wire.Done((await self.cluster.register(namespace, copies)).number)
+
+    def _check_open(self) -> None:
+        if self.cluster.state is not NodeState.SERVING:
+            raise PoolFull(
+                f"node {self.config.node} is {self.cluster.state}: it stores nothing new. "
+                f"`kvpool drain {self.config.node} --cancel` takes that back"
+            )
 
     def _reserve(self, holder: Holder, m: wire.Reserve) -> wire.Reserved:
+        self._check_open()
         namespace = self._namespace(holder, m.ns, m.keys)
         try:
             answer = self.node.reserve(holder, namespace, m.part, m.ticket, m.keys, m.parent)
@@ -375,19 +464,29 @@ class Server:
     def _commit(self, holder: Holder, m: wire.Commit) -> wire.Done:
         indices = None
         if m.indices:
-            indices = _rows(m.indices)
-        return wire.Done(self.node.commit(holder, m.ticket, m.checksums, indices))
+            indices = rows(m.indices)
+        origin = Origin(copies=m.copies) if m.copies else OWN
+        reservation = holder.reservations.get(m.ticket)
+        stored = self.node.commit(holder, m.ticket, m.checksums, indices, origin)
+        if stored and reservation is not None:
+            self.copies.want(reservation.table.namespace, reservation.keys, m.copies)
+        return wire.Done(stored)
 
     def _grant(self, holder: Holder, m: wire.Grant) -> wire.Reserved:
+        self._check_open()
         namespace = self.node.namespace(holder.tenant, m.ns)
-        rows = self.node.grant(holder, namespace, m.part, min(m.count, wire.KEYS_MAX))
-        return wire.Reserved(namespace.tables[m.part].stride, wire.pack_rows(rows))
+        granted = self.node.grant(holder, namespace, m.part, min(m.count, wire.KEYS_MAX))
+        return wire.Reserved(namespace.tables[m.part].stride, wire.pack_rows(granted))
 
     def _store(self, holder: Holder, m: wire.Store) -> wire.Stored:
+        self._check_open()
         namespace = self._namespace(holder, m.ns, m.keys)
+        origin = Origin(copies=m.copies) if m.copies else OWN
         new, unused = self.node.store(
-            holder, namespace, m.part, _rows(m.rows), m.keys, m.checksums, m.parent
+            holder, namespace, m.part, rows(m.rows), m.keys, m.checksums, m.parent, origin
         )
+        if new and (m.copies or namespace.replicas) > 1:
+            self.copies.want(namespace, split_keys(m.keys), m.copies)
         fresh: list[int] = []
         if m.count > 0:
             # What was made ready after the last answer; this one's wish is seen to after this answer.
@@ -399,7 +498,7 @@ class Server:
 
     def _give_back(self, holder: Holder, m: wire.GiveBack) -> wire.Done:
         if m.stride:
-            self.node.give_back(holder, m.stride, _rows(m.rows))
+            self.node.give_back(holder, m.stride, rows(m.rows))
         else:
             self.node.give_all_back(holder)
         return wire.Done()
@@ -414,7 +513,12 @@ class Server:
     ) -> wire.Leased | Coroutine[Any, Any, wire.Leased]:
         namespace = self._namespace(holder, m.ns, m.keys)
         asked_at = self.clock()
-        if m.wait_s > 0 and self.puller.peers and not m.scattered:
+        if (
+            m.wait_s > 0
+            and self.remote.active
+            and not m.scattered
+            and self.node.match(namespace, m.parts, m.keys) * KEY_BYTES < len(m.keys)
+        ):
             return self._acquire_with_pull(holder, namespace, m, asked_at)
         return self._acquire_now(holder, namespace, m, asked_at)
 
@@ -434,7 +538,7 @@ class Server:
     async def _acquire_with_pull(
         self, holder: Holder, namespace: NamespaceState, m: wire.Acquire, asked_at: float
     ) -> wire.Leased:
-        await self.puller.pull(namespace, m.parts, m.keys, min(m.wait_s, self.config.lease_s_max))
+        await self.remote.pull(namespace, m.parts, m.keys, min(m.wait_s, self.config.lease_s_max))
         return self._acquire_now(holder, namespace, m, asked_at)
 
     def _join(self, holder: Holder, m: wire.Join) -> wire.Leased:
@@ -483,13 +587,113 @@ class Server:
         stats["connections"] = self._connections
         stats["refused_connections"] = self.refused
         stats["movers"] = self.movers.stats()
-        stats["peers"] = self.puller.stats()
+        stats["remote"] = self.remote.stats()
+        stats["copies"] = self.copies.stats()
+        stats["cluster"] = self.cluster.summary()
         return wire.Bytes(msgspec.json.encode(stats))
 
     async def _pull(self, holder: Holder, m: wire.Pull) -> wire.Done:
         namespace = self._namespace(holder, m.ns, m.keys)
         wait_s = min(m.wait_s, self.config.lease_s_max)
-        return wire.Done(await self.puller.pull(namespace, [], m.keys, wait_s))
+        return wire.Done(await self.remote.pull(namespace, [], m.keys, wait_s))
+
+    async def _reset(self, holder: Holder, m: wire.Reset) -> wire.Done:
+        opened = self.node.namespace(holder.tenant, m.ns)
+        with _asking_others():
+            return wire.Done((await self.cluster.reset(opened)).number)
+
+    # ---- operators -----------------------------------------------------------------------------------
+
+    def _describe_cluster(self, holder: Holder, m: wire.Cluster) -> wire.Bytes:
+        self._check_operator(holder)
+        return wire.Bytes(msgspec.json.encode(self.cluster.describe()))
+
+    async def _locate(self, holder: Holder, m: wire.Locate) -> wire.Bytes:
+        self._check_operator(holder)
+        if len(m.keys) > LOCATE_KEYS_MAX * KEY_BYTES:
+            raise LimitExceeded(f"at most {LOCATE_KEYS_MAX} keys can be located in one request")
+        tenant, keys = holder.tenant, split_keys(m.keys)
+        if m.digest:
+            epochs = tenant.epochs.get(m.digest)
+            if not epochs:
+                raise InvalidRequest(f"namespace {m.digest.hex()} is not open on this node")
+            chosen = [epochs[-1]]
+        else:
+            chosen = [epochs[-1] for epochs in tenant.epochs.values()]
+        found = []
+        with _asking_others():
+            for namespace in chosen:
+                found += await self._replicas(namespace, keys)
+        return wire.Bytes(msgspec.json.encode(found))
+
+    async def _replicas(
+        self, namespace: NamespaceState, keys: Sequence[bytes]
+    ) -> list[dict[str, Any]]:
+        """Where blocks of one namespace are: here by the books, elsewhere by the directory."""
+        _, masks = self.node.masks(namespace.directory_digest, keys)
+        remote: Sequence[Sequence[Entry]] = [[] for _ in keys]
+        if self.cluster.directory is not None:
+            remote = await self.remote.locate(namespace, keys)
+        tier_names = {number: name for name, number in TIERS.items()}
+        found = []
+        for key, mask, entries in zip(keys, masks, remote, strict=True):
+            replicas = [
+                {
+                    "node": self.cluster.living[entry.incarnation].record.node,
+                    "incarnation": entry.incarnation.hex(),
+                    "tier": tier_names.get(entry.tier, str(entry.tier)),
+                    "parts": entry.mask.bit_count(),
+                }
+                for entry in entries
+            ]
+            if mask:
+                here = {"node": self.config.node, "incarnation": self.cluster.incarnation}
+                replicas.insert(0, {**here, "tier": "dram", "parts": mask.bit_count()})
+            if replicas:
+                found.append(
+                    {
+                        "key": key.hex(),
+                        "namespace": namespace.base.hex(),
+                        "parts": len(namespace.tables),
+                        "replicas": replicas,
+                    }
+                )
+        return found
+
+    async def _drain(self, holder: Holder, m: wire.Drain) -> wire.Done:
+        self._check_operator(holder)
+        known = {self.config.node, *self.cluster.view.nodes, *self.cluster.view.drains}
+        if m.node not in known:
+            raise InvalidRequest(
+                f"no node of this cluster is called {m.node!r}; `kvpool nodes` shows them"
+            )
+        if not self.config.join:
+            raise InvalidRequest(
+                "this node is alone: there is nobody to take its blocks. Stop it instead"
+            )
+        with _asking_others():
+            await self.cluster.membership.set_drain(m.node, m.wanted)
+        return wire.Done()
+
+    async def _clear(self, holder: Holder, m: wire.Clear) -> wire.Done:
+        self._check_operator(holder)
+        with _asking_others():
+            cleared = await self.cluster.clear(holder.tenant, m.digest, fence=m.fence)
+        return wire.Done(cleared.epoch)
+
+    async def _set_copies(self, holder: Holder, m: wire.Copies) -> wire.Done:
+        self._check_operator(holder)
+        with _asking_others():
+            await self.cluster.set_copies(holder.tenant, m.digest, m.copies)
+        return wire.Done()
+
+    def _check_operator(self, holder: Holder) -> None:
+        """Only operators see and change what is not a tenant's own."""
+        if not holder.operator:
+            raise NotAuthenticated(
+                "only an operator may do this: a process of the daemon's own user or root, with the "
+                "operator_token if one is set (KVPOOL_OPERATOR_TOKEN)"
+            )
 
     # ---- what nobody waits for -----------------------------------------------------------------------
 
@@ -503,10 +707,12 @@ class Server:
         self._settling = False
         self._release_now()
         self.node.settle()
+        self.cluster.announce()
         asked, self._asked_grants = self._asked_grants, []
         for holder, namespace, part, count in asked:
             stride = namespace.tables[part].stride
-            if not holder.ready.get(stride) and id(holder) in holder.tenant.holders:
+            alive = id(holder) in holder.tenant.holders and not namespace.retired
+            if alive and not holder.ready.get(stride):
                 holder.ready[stride] = self.node.grant(holder, namespace, part, count)
 
     def _expire_by(self, due: float, now: float) -> None:
@@ -652,6 +858,15 @@ class ClientConnection(asyncio.Protocol):
             self.transport.write(_frame(message, request))
 
 
+@contextlib.contextmanager
+def _asking_others() -> Iterator[None]:
+    """What is not to be had from others is no failure of this daemon: its client may go on using it."""
+    try:
+        yield
+    except Unavailable as error:
+        raise ClusterUnavailable(str(error)) from None
+
+
 def _frame(answer: wire.Message, request: int) -> bytes:
     try:
         return wire.encode(answer, request)
@@ -662,12 +877,6 @@ def _frame(answer: wire.Message, request: int) -> bytes:
 
 _INDIFFERENT_TO_RELEASES = {wire.Acquire, wire.Match, wire.Contains, wire.Join, wire.Release}
 _NOTHING_LEASED = wire.Leased("", 0, 0.0, [])
-
-
-def _rows(packed: bytes) -> array[int]:
-    if len(packed) % 4:
-        raise InvalidRequest("rows and indices are packed as 4 bytes each")
-    return array("I", packed)
 
 
 def describe_lease(
@@ -692,41 +901,6 @@ def describe_lease(
         )
     left = 0.0 if lease.deadline is None else lease.deadline - asked_at
     return wire.Leased(lease.token, lease.blocks, left, described)
-
-
-def parse_parts(
-    digest: bytes, fields: bytes, parts: list[tuple[int, str, int, int]]
-) -> list[PartSpec]:
-    """Check what a client says of a namespace. Raises `InvalidRequest`."""
-    if len(fields) > RECORD_BYTES_MAX or not 0 < len(parts) <= PARTS_MAX:
-        raise InvalidRequest(
-            f"a namespace has at most {RECORD_BYTES_MAX} bytes of fields and 1 to {PARTS_MAX} parts"
-        )
-    if hashlib.sha256(fields).digest()[:16] != digest:
-        raise InvalidRequest("the namespace's digest is not that of its fields")
-    try:
-        decoded = msgspec.json.decode(fields)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"a namespace's fields are not JSON: {error}") from None
-    if not isinstance(decoded, dict) or _deeper(decoded, FIELDS_DEPTH_MAX):
-        raise InvalidRequest(
-            f"a namespace's fields are a JSON object, nested at most {FIELDS_DEPTH_MAX} deep"
-        )
-    specs = []
-    for nbytes, kind, window, stride in parts:
-        if kind not in list(PartKind):
-            raise InvalidRequest(f"a part's kind is one of {[str(k) for k in PartKind]}: {kind!r}")
-        specs.append(PartSpec(nbytes, PartKind(kind), window, stride))
-    return specs
-
-
-def _deeper(value: object, levels: int) -> bool:
-    """Whether a JSON value is nested deeper than that: others must be able to walk it."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list):
-        return False
-    return levels == 0 or any(_deeper(item, levels - 1) for item in value)
 
 
 def serve(config: DaemonConfig, ready: Callable[[Server], None] | None = None) -> None:

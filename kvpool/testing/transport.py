@@ -34,10 +34,25 @@ from kvpool.transfer.base import (
     Transport,
 )
 from kvpool.transfer.memory import Memory
-from kvpool.wire import NO_ROW, Ask, AskPeer, Corrupt, Lend, Lent, PullBlocks
+from kvpool.wire import (
+    NO_ROW,
+    Ask,
+    AskPeer,
+    Bytes,
+    Corrupt,
+    Done,
+    Lend,
+    Lent,
+    Offer,
+    PullBlocks,
+)
 
 SEGMENT = 3
 DIGEST = b"namespace-digest"
+
+
+def asking(url: str, keys: bytes) -> AskPeer:
+    return AskPeer(url, Ask("default", DIGEST, [], keys), 30.0)
 
 
 class ScriptedSource:
@@ -50,6 +65,7 @@ class ScriptedSource:
         self.loans: set[str] = set()
         self.lent = 0
         self.reports: list[Corrupt] = []
+        self.offers: list[Offer] = []
         self.error: KvpoolError | None = None
         self.hold: threading.Event | None = None  # lend waits for it
         self.entered = threading.Event()  # set when lend is called
@@ -84,11 +100,14 @@ class ScriptedSource:
             self.loans.remove(token)  # KeyError: returned twice
             self._idle.notify_all()
 
-    def asked(self, question: Ask) -> int:
+    def asked(self, question: Ask | Offer) -> Done | Bytes:
         if self.error is not None:
             raise self.error
         keys = [question.keys[at : at + 16] for at in range(0, len(question.keys), 16)]
-        return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+        if isinstance(question, Offer):
+            self.offers.append(question)
+            return Bytes(bytes(key in self.blocks for key in keys))
+        return Done(next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys)))
 
     def corrupt(self, report: Corrupt) -> None:
         with self._lock:
@@ -319,15 +338,24 @@ class TransportContract:
             assert pulled.status == bytes([MISSING])
             assert "other sizes" in pulled.error
             with pytest.raises(InvalidRequest, match="other sizes"):
-                reader.transport.ask(AskPeer(url, "default", DIGEST, [], key_of(1), 30.0), Stop())
+                reader.transport.ask(asking(url, key_of(1)), Stop())
             owner.source.error = None
             assert reader.transport.pull(order(url, 4096, [key_of(1)], [0]), Stop()).status == b"\1"
 
     def test_asking_for_a_prefix(self) -> None:
         with self.pair() as (_, reader, url, _):
             keys = b"".join(map(key_of, [0, 1, 2, 77, 3]))
-            question = AskPeer(url, "default", DIGEST, [], keys, 30.0)
-            assert reader.transport.ask(question, Stop()) == 3
+            assert reader.transport.ask(asking(url, keys), Stop()) == Done(3)
+
+    def test_an_offer_and_what_was_taken_of_it(self) -> None:
+        with self.pair() as (owner, reader, url, _):
+            keys = b"".join(map(key_of, [0, 77, 2]))
+            offer = Offer(
+                *("node", "ab" * 8, "copy", "default", DIGEST, 3, b"{}", [(4096, "full", 0, 1)]),
+                *(keys, b"\1", 2, 1, 0.5, 30.0),
+            )
+            assert reader.transport.ask(AskPeer(url, offer, 30.0), Stop()) == Bytes(b"\1\0\1")
+            assert owner.source.offers == [offer]
 
     def test_nobody_there(self) -> None:
         with self.pair() as (owner, reader, url, _):
@@ -336,7 +364,7 @@ class TransportContract:
             assert pulled.status == bytes([MISSING])
             assert url in pulled.error
             with pytest.raises(Unavailable):
-                reader.transport.ask(AskPeer(url, "default", DIGEST, [], key_of(1), 30.0), Stop())
+                reader.transport.ask(asking(url, key_of(1)), Stop())
 
     def test_cancelled_before_it_began(self) -> None:
         with self.pair() as (owner, reader, url, _):

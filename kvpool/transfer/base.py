@@ -29,7 +29,19 @@ from typing import Protocol
 from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
 from kvpool.transfer.memory import Memory
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
-from kvpool.wire import KEYS_MAX, Ask, AskPeer, Corrupt, Lend, Lent, PullBlocks, Pulled
+from kvpool.wire import (
+    KEYS_MAX,
+    Ask,
+    AskPeer,
+    Bytes,
+    Corrupt,
+    Done,
+    Lend,
+    Lent,
+    Offer,
+    PullBlocks,
+    Pulled,
+)
 
 ABSENT, ARRIVED, MISMATCH, MISSING = 0, 1, 2, 3  # `Pulled.status`, a byte a key
 
@@ -85,8 +97,11 @@ class Source(Protocol):
         """The slots of this token are not read any more. Never raises."""
         ...
 
-    def asked(self, question: Ask) -> int:
-        """How many blocks of a prefix could be lent. Raises `KvpoolError` when that is not known."""
+    def asked(self, question: Ask | Offer) -> Done | Bytes:
+        """What `wire` says is the answer. An `Offer`'s may take until its deadline: blocks are pulled.
+
+        Raises `KvpoolError` when there is none.
+        """
         ...
 
     def corrupt(self, report: Corrupt) -> None:
@@ -115,8 +130,8 @@ class Transport(Protocol):
         """
         ...
 
-    def ask(self, question: AskPeer, stop: Stop) -> int:
-        """How many blocks of a prefix a peer has. Returns, or raises `KvpoolError`, by the deadline."""
+    def ask(self, order: AskPeer, stop: Stop) -> Done | Bytes:
+        """A peer's answer to a question. Returns, or raises `KvpoolError`, by the deadline."""
         ...
 
     def close(self) -> None:

@@ -15,13 +15,14 @@ from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
 from kvpool.wire import (
     FRAME_BYTES_MAX,
     Ask,
-    AskPeer,
+    Bytes,
     Corrupt,
     Done,
     Error,
     Fetch,
     Fetched,
     Message,
+    Offer,
     PullBlocks,
     decode_peer,
 )
@@ -83,10 +84,11 @@ def fetch(
         stream.send(Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)), 0)
 
 
-def ask(stream: Stream, question: AskPeer) -> int:
-    """How many blocks of a prefix the peer has. Raises as `fetch` does."""
-    wanted = Ask(question.tenant, question.digest, question.parts, question.keys)
-    return exchange(stream, wanted, 1, Done).value
+def ask(stream: Stream, question: Ask | Offer) -> Done | Bytes:
+    """The peer's answer to a question. Raises as `fetch` does."""
+    if isinstance(question, Ask):
+        return exchange(stream, question, 1, Done)
+    return exchange(stream, question, 1, Bytes)
 
 
 class Refused(Exception):

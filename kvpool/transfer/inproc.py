@@ -23,7 +23,7 @@ from kvpool.transfer.base import (
 )
 from kvpool.transfer.memory import Memory
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
-from kvpool.wire import Ask, AskPeer, Corrupt, Lend, PullBlocks, Pulled
+from kvpool.wire import AskPeer, Bytes, Corrupt, Done, Lend, PullBlocks, Pulled
 
 _served: dict[str, InprocTransport] = {}
 _lock = threading.Lock()
@@ -61,9 +61,8 @@ class InprocTransport:
             return outcome.finish(error)
         return outcome.finish()
 
-    def ask(self, question: AskPeer, stop: Stop) -> int:
-        wanted = Ask(question.tenant, question.digest, question.parts, question.keys)
-        return self._peer(question.url).source.asked(wanted)
+    def ask(self, order: AskPeer, stop: Stop) -> Done | Bytes:
+        return self._peer(order.url).source.asked(order.question)
 
     def close(self) -> None:
         with _lock:

@@ -15,10 +15,10 @@ from kvpool.wire import (
     KEYS_MAX,
     Ask,
     Corrupt,
-    Done,
     Fetch,
     Fetched,
     Lend,
+    Offer,
     decode_peer,
     encode,
     error_message,
@@ -87,19 +87,22 @@ class Conversation:
             self._fetched = message
             stream.deadline = Deadline(message.deadline_s)
             self._send_blocks(request, message)
-        elif isinstance(message, Ask):
-            self._send_count(request, message)
+        elif isinstance(message, (Ask, Offer)):
+            self._answer(request, message)
         elif isinstance(message, Corrupt):
             self._report(message)
         else:
             raise ProtocolError(f"a {type(message).__name__} where a request was expected")
 
-    def _send_count(self, request: int, question: Ask) -> None:
+    def _answer(self, request: int, question: Ask | Offer) -> None:
+        stream = self._stream
+        if isinstance(question, Offer):
+            stream.deadline = Deadline(question.deadline_s)
         try:
-            answer = encode(Done(self._source.asked(question)), request)
+            answer = encode(self._source.asked(question), request)
         except KvpoolError as error:
             answer = encode(error_message(error), request)
-        self._stream.send_buffers([memoryview(answer)])
+        stream.send_buffers([memoryview(answer)])
 
     def _report(self, report: Corrupt) -> None:
         """Look at blocks that the peer was just sent and found wrong; pass on those that are.

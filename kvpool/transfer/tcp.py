@@ -27,7 +27,7 @@ from kvpool.transfer.fetching import Refused, ask, fetch
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.serving import Server
 from kvpool.transfer.stream import Closed, Stream
-from kvpool.wire import AskPeer, PullBlocks, Pulled
+from kvpool.wire import AskPeer, Bytes, Done, PullBlocks, Pulled
 
 T = TypeVar("T")
 
@@ -56,9 +56,9 @@ class TcpTransport:
         outcome = Outcome(check_order(order, self.memory))
         return _Pull(self, order, outcome, stop).run()
 
-    def ask(self, question: AskPeer, stop: Stop) -> int:
-        deadline = Deadline(question.deadline_s)
-        return self.talk(question.url, deadline, stop, lambda stream: ask(stream, question))
+    def ask(self, order: AskPeer, stop: Stop) -> Done | Bytes:
+        deadline = Deadline(order.deadline_s)
+        return self.talk(order.url, deadline, stop, lambda stream: ask(stream, order.question))
 
     def close(self) -> None:
         self._server.close()

@@ -255,14 +255,14 @@ def test_an_answer_that_was_read_late(daemon, client, ns, until):
     put(client, ns, 1)
     reader = daemon.script(
         """
-real = kvpool.client._Connection.receive
+real = kvpool.connection.Connection.receive
 def stop_first(self, request, timeout_s):
     if stopping:
         stopping.clear()
         say("asked")
         os.kill(os.getpid(), signal.SIGSTOP)
     return real(self, request, timeout_s)
-kvpool.client._Connection.receive = stop_first
+kvpool.connection.Connection.receive = stop_first
 stopping = []
 client = Client(SOCKET, timeout_s=60, connect=True)
 ns = client.open(RECORD)

@@ -69,10 +69,15 @@ class Rules:
         if not self.loans:
             self.returned.set()
 
-    def asked(self, question: wire.Ask) -> int:
+    def asked(self, question: wire.Ask) -> wire.Done:
         if self.error is not None:
             raise self.error
-        return len(question.keys) // 16
+        return wire.Done(len(question.keys) // 16)
+
+    async def offered(self, offer: wire.Offer) -> wire.Bytes:
+        if self.error is not None:
+            raise self.error
+        return wire.Bytes(b"\1" * (len(offer.keys) // 16))
 
     def corrupt(self, report: wire.Corrupt) -> None:
         self.reports.append(report)
@@ -183,10 +188,9 @@ def test_blocks_travel_from_daemon_to_daemon() -> None:
             assert pulled.error == ""
             assert pulled.status == b"\1" * COUNT + b"\0"
             assert [reader.block(row) for row in rows[:-1]] == data
-            question = wire.AskPeer(
-                owner.movers.urls[0], "default", b"d" * 16, [], key_of(1) * 7, 30.0
-            )
-            assert await reader.movers.ask(question) == 7
+            question = wire.Ask("default", b"d" * 16, [], key_of(1) * 7)
+            asked = wire.AskPeer(owner.movers.urls[0], question, 30.0)
+            assert await reader.movers.ask(asked) == wire.Done(7)
             await owner.rules.returned.wait()
 
     run(scenario())

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvpool import __version__, cli
 from kvpool.config import SETTINGS
-from kvpool.daemon.node import Counters
+from kvpool.daemon.blocks import Counters
 from kvpool.errors import ConfigError
 from kvpool.status import _COUNTERS, duration, show, size_text
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvpool.daemon.node import Limits, Node
+from kvpool.daemon.blocks import Limits
+from kvpool.daemon.node import Node
 from kvpool.errors import InvalidRequest, UnknownReservation
 from kvpool.storage.eviction import make_policy
 from kvpool.types import PartSpec

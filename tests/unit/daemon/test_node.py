@@ -11,14 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.daemon.node import (
-    ANCESTORS_PER_BLOCK,
-    Holder,
-    Limits,
-    NamespaceState,
-    Node,
-    Tenant,
-)
+from kvpool.daemon.blocks import Holder, Limits, NamespaceState, Tenant
+from kvpool.daemon.node import Node
+from kvpool.daemon.space import ANCESTORS_PER_BLOCK
 from kvpool.errors import (
     InvalidRequest,
     LimitExceeded,

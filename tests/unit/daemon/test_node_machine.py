@@ -23,7 +23,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvpool.daemon.node import Holder, Lease, Limits, NamespaceState, Node, Tenant
+from kvpool.daemon.blocks import Holder, Lease, Limits, NamespaceState, Tenant
+from kvpool.daemon.node import Node
 from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull, UnknownReservation
 from kvpool.storage.eviction import POLICIES, make_policy
 from kvpool.types import PartKind, PartSpec

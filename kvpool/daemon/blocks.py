@@ -1,0 +1,342 @@
+"""What a node keeps its books on: blocks, tables, classes, tenants, holders, leases. Data, no rules."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvpool.errors import UnknownReservation
+from kvpool.placement.records import epoch_digest
+from kvpool.storage.eviction import EvictionPolicy, Lru
+from kvpool.storage.slab import SlabAllocator
+from kvpool.types import PartSpec
+
+PIN_NONE, PIN_SOFT, PIN_HARD = 0, 1, 2
+PIN_KINDS = {"none": PIN_NONE, "soft": PIN_SOFT, "hard": PIN_HARD}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what one holder or tenant may take. Shares are of the tenant's segment."""
+
+    lease_s_max: float = 60.0
+    leases_per_holder: int = 4096
+    reserved_share_per_holder: float = 1.0
+    hard_pin_share: float = 0.25
+    soft_pin_share: float = 0.5
+    namespaces_per_tenant: int = 1024
+    grant_bytes_per_holder: int = 64 << 20
+    grant_share: float = 1 / 16  # of the segment, all holders together
+    steal_tries: int = 8  # cold blocks looked at to find a slab that can be emptied
+
+
+class Block(msgspec.Struct, gc=False, eq=False):
+    """One committed part of a block. Compared by identity.
+
+    `gc=False`: there may be millions, and the cyclic collector must not walk them; nothing here
+    points back to a block except tables that drop it explicitly.
+    """
+
+    table: PartTable
+    key: bytes
+    row: int
+    checksum: bytes
+    parent: bytes  # the key before it in the prefix chain, or empty
+    put: int  # the node's tick then
+    used: int  # the same at its last use
+    # The eviction policy's, and nobody else's:
+    freq: int = 0
+    queue: int = 0
+    # The node's:
+    leases: int = 0
+    secondary: bool = False  # others hold a copy that they keep: this one goes first
+    hops: int = 0  # how often it was handed on to a node with room
+    copies: int = 0  # wanted in the cluster; 0: as its namespace says
+    pin: int = PIN_NONE
+    parked: bool = False  # came up as a victim while leased: in no policy
+    gone: bool = False  # removed while leased: not in its table any more ("evicting")
+
+    @property
+    def ident(self) -> bytes:
+        """What the policy's ghost list remembers of it."""
+        return self.key + self.table.tag
+
+
+class PartTable:
+    """The committed blocks of one part of one namespace.
+
+    garbage: what was in `blocks` when the namespace's epoch ended: found by nobody, and not yet freed.
+    hard_bytes, soft_bytes: of both, under a pin.
+    """
+
+    __slots__ = (
+        "blocks",
+        "garbage",
+        "hard_bytes",
+        "namespace",
+        "part",
+        "soft_bytes",
+        "spec",
+        "stride",
+        "tag",
+    )
+
+    def __init__(
+        self, namespace: NamespaceState, part: int, spec: PartSpec, number: int, stride: int
+    ) -> None:
+        self.namespace = namespace
+        self.part = part
+        self.spec = spec
+        self.tag = number.to_bytes(4, "little")  # unique among the node's tables
+        self.stride = stride
+        self.blocks: dict[bytes, Block] = {}
+        self.garbage: dict[bytes, Block] = {}
+        self.hard_bytes = 0
+        self.soft_bytes = 0
+
+
+class NamespaceState:
+    """A namespace in one epoch, as this node knows it.
+
+    base: the digest of its fields, by which clients open it. digest: that of this epoch, by which peers
+    know it. directory_digest: with the tenant in it, since the directory is everybody's.
+    replicas: copies wanted of each block.
+    retired: its epoch has ended.
+    """
+
+    __slots__ = (
+        "base",
+        "digest",
+        "directory_digest",
+        "epoch",
+        "fields",
+        "number",
+        "parts",
+        "replicas",
+        "retired",
+        "tables",
+        "tenant",
+    )
+
+    def __init__(
+        self,
+        tenant: Tenant,
+        base: bytes,
+        fields: bytes,
+        parts: Sequence[PartSpec],
+        number: int,
+        epoch: int = 0,
+    ) -> None:
+        self.tenant = tenant
+        self.base = base
+        self.epoch = epoch
+        self.digest = epoch_digest(base, epoch)
+        self.directory_digest = directory_digest(tenant.name, self.digest)
+        self.fields = fields
+        self.parts = tuple(parts)
+        self.number = number
+        self.replicas = 1
+        self.retired = False
+        self.tables: list[PartTable] = []
+
+    @property
+    def fenced(self) -> bool:
+        """Whether what its clients compute is not to be stored any more, until they open it again."""
+        return self.epoch < self.tenant.fences.get(self.base, 0)
+
+
+class SlotClass:
+    """All slots of one stride in a tenant's segment, and the order in which they are given up.
+
+    Copies that others keep go first, the least recently used before the rest (`secondary`); then
+    what the policy says; soft pins at last. Lists of blocks are of one table each.
+    """
+
+    __slots__ = ("by_row", "policy", "secondary", "soft", "stride", "stuck_at")
+
+    def __init__(self, stride: int, policy: EvictionPolicy) -> None:
+        self.stride = stride
+        self.policy = policy
+        self.secondary = Lru(1)  # its capacity bounds nothing
+        self.soft: OrderedDict[Block, None] = OrderedDict()  # soft pins, oldest first
+        self.stuck_at: dict[bool, int] = {}  # `Node._changes` when no other class could give a slab
+        self.by_row: list[Block | None] = []  # needed to empty a slab without a scan of all blocks
+
+    def insert(self, blocks: Sequence[Block]) -> None:
+        """Make blocks without a pin candidates."""
+        second = [block for block in blocks if block.secondary]
+        if not second:
+            self.policy.insert(blocks)
+            return
+        self.secondary.insert(second)
+        if len(second) < len(blocks):
+            self.policy.insert([block for block in blocks if not block.secondary])
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """They were read."""
+        if len(self.secondary):
+            second = [block for block in blocks if block.secondary]
+            if second:
+                self.secondary.touch(second)
+                blocks = [block for block in blocks if not block.secondary]
+        self.policy.touch(blocks)
+
+    def refresh(self, blocks: Sequence[Block]) -> None:
+        """They come before others in a chain: see `EvictionPolicy.refresh`."""
+        if len(self.secondary):
+            self.secondary.refresh([block for block in blocks if block.secondary])
+            blocks = [block for block in blocks if not block.secondary]
+        self.policy.refresh(blocks)
+
+    def discard(self, block: Block) -> None:
+        """No candidate any more."""
+        (self.secondary if block.secondary else self.policy).discard(block)
+
+
+class Tenant:
+    """A tenant: its segment, what lies in it, and what it may pin. No tenant sees another's."""
+
+    __slots__ = (
+        "allocator",
+        "classes",
+        "epochs",
+        "fences",
+        "granted_bytes",
+        "hard",
+        "holders",
+        "name",
+        "namespaces",
+        "segment",
+    )
+
+    def __init__(self, name: str, segment: int, allocator: SlabAllocator) -> None:
+        self.name = name
+        self.segment = segment
+        self.allocator = allocator
+        self.classes: dict[int, SlotClass] = {}
+        self.namespaces: dict[bytes, NamespaceState] = {}  # living ones, by digest
+        self.epochs: dict[bytes, list[NamespaceState]] = {}  # by base, the living one last
+        self.fences: dict[bytes, int] = {}  # by base: what was opened in an epoch below it is out
+        self.holders: dict[int, Holder] = {}  # by id()
+        self.hard: dict[Block, None] = {}  # hard pins, of all classes
+        self.granted_bytes = 0
+
+    @property
+    def hard_bytes(self) -> int:
+        """What hard pins hold of its quota: those of ended epochs are in none."""
+        return sum(table.hard_bytes for space in self.namespaces.values() for table in space.tables)
+
+    @property
+    def soft_bytes(self) -> int:
+        """The same of soft pins."""
+        return sum(table.soft_bytes for space in self.namespaces.values() for table in space.tables)
+
+
+@dataclass(eq=False, slots=True)
+class Holder:
+    """Who reserves and leases: one client in one process. The server watches the process.
+
+    instance: the engine instance that its leases belong to; processes of one instance join them.
+    """
+
+    tenant: Tenant
+    instance: str
+    name: str = ""
+    operator: bool = False  # may inspect and change what is not its tenant's own
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    reserved_bytes: int = 0
+    granted: dict[int, set[int]] = field(default_factory=dict)  # stride → rows without keys
+    granted_bytes: int = 0
+    ready: dict[int, list[int]] = field(default_factory=dict)  # granted, and not told of yet
+
+    @property
+    def idle(self) -> bool:
+        """Whether it holds nothing."""
+        return not self.reservations and not self.leases and not self.granted_bytes
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Slots that a holder writes and has not settled: sequences of one length, in chain order."""
+
+    table: PartTable
+    indices: Sequence[int]  # which of the keys asked for
+    keys: Sequence[bytes]
+    parents: Sequence[bytes]  # of each key, the one before it in the prefix chain
+    rows: list[int]
+    left: dict[int, int] | None = None  # key index → position, once some of it is settled
+
+    @property
+    def open_rows(self) -> list[int]:
+        """The rows that are not settled."""
+        if self.left is None:
+            return self.rows
+        return [self.rows[position] for position in self.left.values()]
+
+    def positions(self, indices: Sequence[int], ticket: int) -> list[int]:
+        """Where these key indices are in the sequences. Raises `UnknownReservation`."""
+        if self.left is None:
+            self.left = {index: position for position, index in enumerate(self.indices)}
+        found = [self.left.get(index, -1) for index in indices]
+        if -1 in found:
+            index = indices[found.index(-1)]
+            raise UnknownReservation(f"key {index} of reservation {ticket} has no open slot")
+        if len(set(found)) != len(found):
+            raise UnknownReservation(f"a key of reservation {ticket} is committed twice")
+        return found
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """A right to read. It lives while it has holders, and not past its deadline."""
+
+    token: str
+    tenant: Tenant
+    instance: str
+    deadline: float | None  # None: until it is returned (movers, whose death is watched)
+    blocks: int
+    parts: dict[int, tuple[int, list[Block]]]  # part → (first block index, its slots in order)
+    holders: dict[int, Holder] = field(default_factory=dict)  # by id()
+    holds: dict[int, int] = field(default_factory=dict)  # how often each has joined
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the daemon started."""
+
+    reserved: int = 0
+    committed: int = 0
+    committed_bytes: int = 0
+    duplicates: int = 0
+    aborted: int = 0
+    acquired: int = 0
+    acquire_misses: int = 0
+    leased_blocks: int = 0
+    leased_bytes: int = 0
+    leases_expired: int = 0
+    evicted: int = 0
+    evicted_soft_pins: int = 0  # of these
+    evicted_secondary: int = 0  # of these: copies that others keep
+    slabs_reclaimed: int = 0
+    removed: int = 0
+    refused_full: int = 0
+    match_calls: int = 0
+    match_keys: int = 0
+    match_hits: int = 0
+    dead_holders: int = 0  # of those that held something
+    checksum_mismatches: int = 0
+    pulled_blocks: int = 0
+    pulled_bytes: int = 0
+    lent_blocks: int = 0
+    epochs_ended: int = 0
+    reclaimed_blocks: int = 0  # of ended epochs
+
+
+def directory_digest(tenant: str, digest: bytes) -> bytes:
+    """By what the directory knows a namespace: tenants do not see each other's blocks."""
+    return hashlib.sha256(tenant.encode() + b"\0" + digest).digest()[:16]

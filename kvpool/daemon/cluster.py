@@ -1,0 +1,465 @@
+"""This node as one of many: it joins, follows the others, announces what it holds, and joins again.
+
+What the rules need of the cluster is kept here, ready to be looked up without waiting: who lives, which
+epochs namespaces are in, whether this node is a member. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvpool import __version__
+from kvpool.config import DaemonConfig
+from kvpool.daemon.blocks import NamespaceState, Tenant
+from kvpool.daemon.node import Node
+from kvpool.daemon.remote import Living
+from kvpool.errors import (
+    ConfigError,
+    InvalidRequest,
+    LimitExceeded,
+    NamespaceMismatch,
+    Unavailable,
+)
+from kvpool.placement.announcer import Announcer
+from kvpool.placement.directory import Directory, Entry
+from kvpool.placement.membership import Membership, Standing
+from kvpool.placement.records import (
+    DrainProgress,
+    NamespaceEntry,
+    NodeRecord,
+    NodeState,
+    TierRecord,
+    TransportRecord,
+    View,
+    new_incarnation,
+    plain,
+)
+from kvpool.placement.sources import DeadIncarnations, Peers
+from kvpool.wire import PROTOCOL_VERSION
+
+log = logging.getLogger("kvpool.daemon")
+
+TICK_S = 1.0
+REJOIN_S = (0.1, 5.0)
+REGISTER_S = 1.0  # a client that opens a namespace waits so long for the cluster's word
+UNREGISTERED_MAX = 1024
+SWEEP_KEYS = 500  # looked at in one tick, where this node is the one to sweep
+SWEEP_CHORE = "sweep"
+SERVED_FROM = frozenset({NodeState.SERVING, NodeState.DRAINING})
+
+
+class Cluster:
+    """See the module. `Neighbours` for `Remote`.
+
+    lost_nodes: called when a node has gone. drain: called with what an operator wants of this
+    node, when that changes.
+    """
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        node: Node,
+        membership: Membership,
+        directory: Directory | None,
+        peers: Peers,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self.config = config
+        self.node = node
+        self.membership = membership
+        self.peers = peers
+        self.rng = rng
+        self.incarnation = node.incarnation
+        self.state = NodeState.SERVING
+        self.progress: DrainProgress | None = None
+        self.announcer: Announcer | None = None
+        self.lost_nodes: list[Callable[[], None]] = []
+        self.drain: Callable[[bool], None] = lambda _: None
+        self.lost = 0
+        self._clock = clock
+        self._directory = directory
+        self._static = {_stand_in(url): _static_peer(url) for url in config.peers}
+        self._living: dict[bytes, Living] = dict(self._static)
+        self._dead = DeadIncarnations()
+        self._view = View()
+        self._transports: tuple[TransportRecord, ...] = ()
+        self._unregistered: dict[NamespaceState, None] = {}
+        self._drain_wanted = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._rejoining = False
+        self._sweep_cursor = b""
+        self.swept = 0
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    async def start(self, urls: Sequence[str]) -> None:
+        """Join. `urls`: where this node's movers listen. Raises what the membership raises."""
+        told = self.config.advertise or urls
+        self._transports = tuple(TransportRecord(url) for url in told)
+        await self.membership.start()
+        self.membership.watch(self._look)
+        self.membership.on_lost(self._lose)
+        await self.membership.join(self._record())
+        self._look()
+        if self._directory is not None:
+            self.node.follow_changes()
+            self.announcer = Announcer(self._directory, self.node, clock=self._clock)
+            self.announcer.act_as(bytes.fromhex(self.incarnation))
+            self._begin(self.announcer.run())
+        self._begin(self._run())
+
+    async def close(self) -> None:
+        """Leave, and end all that runs here."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.membership.leave()
+        await self.membership.close()
+        if self._directory is not None:
+            await self._directory.close()
+
+    def _begin(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error  # the loop's handler ends the process: the rules may be broken
+
+    # ---- what others need to know --------------------------------------------------------------------
+
+    @property
+    def living(self) -> Mapping[bytes, Living]:
+        """The others that can be pulled from."""
+        return self._living
+
+    @property
+    def directory(self) -> Directory | None:
+        return self._directory
+
+    @property
+    def view(self) -> View:
+        return self._view
+
+    @property
+    def own(self) -> bytes:
+        """Our incarnation, as directory entries carry it."""
+        return bytes.fromhex(self.incarnation)
+
+    def record(self) -> NodeRecord:
+        """This node as it is told to others."""
+        return self._record()
+
+    def may_serve(self) -> bool:
+        """Whether peers may be served, and blocks announced: see `Standing`."""
+        return self.membership.standing(self._clock()) in {Standing.MEMBER, Standing.AWAY}
+
+    def met(self, namespace: NamespaceState, key: bytes, entry: Entry) -> None:
+        """A lookup found an entry of somebody who does not live, or not yet, or is ourselves."""
+        if entry.incarnation == self.own:
+            if self.announcer is not None:
+                self.announcer.changed(namespace.directory_digest, [key])
+            return
+        self._dead.met([entry.incarnation])
+        if self.announcer is not None and entry.incarnation in self._dead.dead:
+            self.announcer.retract(
+                namespace.directory_digest,
+                len(namespace.tables),
+                entry.incarnation,
+                entry.tier,
+                [key],
+            )
+
+    def announce(self) -> None:
+        """Pass on what has changed in the node since the last call."""
+        if self.announcer is not None:
+            for namespace, keys in self.node.take_changes():
+                self.announcer.changed(namespace.directory_digest, keys)
+
+    def stale(self, namespace: NamespaceState, keys: list[bytes]) -> None:
+        """A peer believed that these are here. The directory is told what is."""
+        if self.announcer is not None:
+            self.announcer.changed(namespace.directory_digest, keys)
+
+    # ---- namespaces and epochs -----------------------------------------------------------------------
+
+    async def register(self, namespace: NamespaceState, copies: int) -> NamespaceState:
+        """Agree with the cluster about a namespace that was opened here: its state now.
+
+        When the membership does not answer, that is done later. Raises `NamespaceMismatch`.
+        """
+        entry = self._entry(namespace)
+        if entry is None:
+            wanted = min(max(copies, 1), self.config.copies_max)
+            try:
+                async with asyncio.timeout(REGISTER_S):
+                    entry = await self._register(namespace, wanted)
+            except (Unavailable, TimeoutError):
+                if len(self._unregistered) < UNREGISTERED_MAX:
+                    namespace.replicas = wanted
+                    self._unregistered[namespace] = None
+                return self.node.living(namespace)
+        return self._apply(namespace, entry)
+
+    def known_epoch(self, namespace: NamespaceState) -> NamespaceState | None:
+        """The state of a namespace by what the cluster is known to say; None if it has to be asked."""
+        entry = self._entry(namespace)
+        return None if entry is None else self._apply(namespace, entry)
+
+    def _entry(self, namespace: NamespaceState) -> NamespaceEntry | None:
+        return self._view.namespaces.get((namespace.tenant.name, namespace.base.hex()))
+
+    async def _register(self, namespace: NamespaceState, copies: int) -> NamespaceEntry:
+        return await self.membership.register(
+            NamespaceEntry(
+                namespace.tenant.name,
+                namespace.base.hex(),
+                namespace.fields.decode(),
+                tuple((s.nbytes, str(s.kind), s.window_blocks, s.stride) for s in namespace.parts),
+                replicas=copies,
+            )
+        )
+
+    def _apply(self, namespace: NamespaceState, entry: NamespaceEntry) -> NamespaceState:
+        living = self.node.set_epoch(namespace, entry.epoch, entry.fence)
+        living.replicas = min(entry.replicas, self.config.copies_max)
+        return living
+
+    async def reset(self, namespace: NamespaceState) -> NamespaceState:
+        """An engine's weights are new: the namespace in the epoch that it goes on in.
+
+        namespace: as the engine opened it. Where another engine's reset has ended that epoch already,
+        this one enters the epoch which that began: each engine resets once for each change of weights.
+        """
+        living = self.node.living(namespace)
+        if namespace.fenced:
+            return living
+        return await self._new_epoch(living, fence=True)
+
+    async def clear(self, tenant: Tenant, base: bytes, *, fence: bool) -> NamespaceState:
+        """An operator wants none of a namespace's blocks to be found any more. Raises `InvalidRequest`."""
+        epochs = tenant.epochs.get(base)
+        if not epochs:
+            raise InvalidRequest(
+                f"no namespace {base.hex()} of tenant {tenant.name!r} is open on this node; "
+                f"`kvpool status` shows those that are"
+            )
+        return await self._new_epoch(epochs[-1], fence=fence)
+
+    async def _new_epoch(self, living: NamespaceState, *, fence: bool) -> NamespaceState:
+        await self.register(living, living.replicas)
+        entry = await self.membership.bump_epoch(
+            living.tenant.name, living.base.hex(), self.node.living(living).epoch, fence=fence
+        )
+        return self._apply(living, entry)
+
+    async def set_copies(self, tenant: Tenant, base: bytes, copies: int) -> None:
+        """Change how many copies are wanted of a namespace's blocks."""
+        if not 1 <= copies <= self.config.copies_max:
+            raise LimitExceeded(
+                f"{copies} copies: 1 to {self.config.copies_max} (copies_max) are made of a block"
+            )
+        await self.membership.set_replicas(tenant.name, base.hex(), copies)
+
+    # ---- the others ----------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """The membership has news."""
+        before, self._view = self._view, self.membership.view
+        living = dict(self._static)
+        for record in self._view.nodes.values():
+            incarnation = record.incarnation_bytes
+            if (
+                record.incarnation != self.incarnation
+                and record.state in SERVED_FROM
+                and record.protocol == PROTOCOL_VERSION
+                and record.transports
+            ):
+                living[incarnation] = Living(record, record.transports[0].url)
+                self.peers.met(incarnation, record.labels)
+        for incarnation in self._living.keys() - living.keys():
+            self.peers.gone(incarnation)
+        self._dead.seen(
+            {self.own, *(record.incarnation_bytes for record in self._view.nodes.values())}
+        )
+        self._living = living
+        if self._view.namespaces is not before.namespaces:
+            self._look_at_namespaces()
+        wanted = self.config.node in self._view.drains
+        if wanted != self._drain_wanted:
+            self._drain_wanted = wanted
+            self.drain(wanted)
+        if before.nodes.keys() - self._view.nodes.keys():
+            for lost in self.lost_nodes:
+                lost()
+
+    def _look_at_namespaces(self) -> None:
+        for (tenant_name, digest), entry in self._view.namespaces.items():
+            tenant = self.node.tenants.get(tenant_name)
+            epochs = tenant.epochs.get(bytes.fromhex(digest)) if tenant is not None else None
+            if epochs:
+                self._apply(epochs[-1], entry)
+
+    # ---- ourselves -----------------------------------------------------------------------------------
+
+    def _record(self) -> NodeRecord:
+        tenants = self.node.tenants.values()
+        capacity = sum(tenant.allocator.size for tenant in tenants)
+        used = sum(
+            tenant.allocator.bytes_used - self.node.secondary_bytes(tenant) for tenant in tenants
+        )
+        return NodeRecord(
+            self.config.node,
+            self.incarnation,
+            self.state,
+            self._transports,
+            (TierRecord("dram", capacity, max(0, used)),),
+            dict(self.config.labels),
+            __version__,
+            PROTOCOL_VERSION,
+            self.progress,
+        )
+
+    async def tell(self) -> None:
+        """Have the others see this node as it is. Best effort: done again every second."""
+        if self.state is NodeState.GONE:
+            return
+        try:
+            await self.membership.update(self._record())
+        except Unavailable:
+            pass
+
+    async def leave(self) -> None:
+        """Be a member no longer: the end of a drain."""
+        self.state = NodeState.GONE
+        if self.announcer is not None:
+            self.announcer.act_as(None)
+        await self.membership.leave()
+
+    async def come_back(self) -> None:
+        """Be a member again, as a new incarnation."""
+        self.state, self.progress = NodeState.SERVING, None
+        await self._rejoin()
+
+    def _lose(self) -> None:
+        """Our lease is gone: others take us for dead. Nothing of the old incarnation counts any more."""
+        self.lost += 1
+        log.warning("the membership lease of node %s is gone: joining again", self.config.node)
+        if self.announcer is not None:
+            self.announcer.act_as(None)
+        if not self._rejoining and self.state is not NodeState.GONE:
+            self._begin(self._rejoin())
+
+    async def _rejoin(self) -> None:
+        self._rejoining = True
+        pause, most = REJOIN_S
+        try:
+            while self.state is not NodeState.GONE:
+                self.incarnation = new_incarnation()
+                try:
+                    await self.membership.join(self._record())
+                except (Unavailable, ConfigError) as error:
+                    log.warning("cannot join again, next try in %.1f s: %s", pause, error)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, most)
+                    continue
+                if self.announcer is not None:
+                    self.announcer.act_as(self.own)
+                self._look()
+                return
+        finally:
+            self._rejoining = False
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self._clock()
+            self._dead.passed(now, connected=self.membership.standing(now) is Standing.MEMBER)
+            await self._register_late()
+            await self.tell()
+            self.announce()  # what nobody's request has brought about
+            await self._sweep()
+
+    async def _register_late(self) -> None:
+        for namespace in list(self._unregistered):
+            try:
+                entry = await self._register(namespace, namespace.replicas)
+            except Unavailable:
+                return
+            except NamespaceMismatch as error:
+                log.warning("namespace %s is not shared: %s", namespace.base.hex(), error)
+            else:
+                self._apply(namespace, entry)
+            del self._unregistered[namespace]
+
+    async def _sweep(self) -> None:
+        """Where this node is the one to do it: drop entries of the dead that nobody looks up any more."""
+        dead = self._dead.dead
+        if self._directory is None or not dead:
+            return
+        try:
+            if not await self.membership.lead(SWEEP_CHORE):
+                return
+            self._sweep_cursor, swept = await self._directory.sweep(
+                dead, self._sweep_cursor, SWEEP_KEYS
+            )
+        except Unavailable:
+            return
+        self.swept += swept
+        if not self._sweep_cursor:
+            self._dead.swept(dead)
+
+    # ---- the operator's view -------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """What every tenant may know."""
+        return {
+            "cluster": self.config.cluster,
+            "standing": self.membership.standing(self._clock()).value,
+            "state": str(self.state),
+            "incarnation": self.incarnation,
+            "others": len(self._living),
+            "directory": None if self.announcer is None else self.announcer.stats(),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values: the cluster as this node sees it."""
+        standing = self.membership.standing(self._clock())
+        return {
+            "cluster": self.config.cluster,
+            "node": self.config.node,
+            "incarnation": self.incarnation,
+            "standing": standing.value,
+            "state": str(self.state),
+            "nodes": [plain(record) for _, record in sorted(self._view.nodes.items())],
+            "peers": [node.url for node in self._static.values()],
+            "drains": sorted(self._view.drains),
+            "namespaces": [plain(entry) for _, entry in sorted(self._view.namespaces.items())],
+            "directory": None if self.announcer is None else self.announcer.stats(),
+            "leases_lost": self.lost,
+            "swept": self.swept,
+        }
+
+
+def _stand_in(url: str) -> bytes:
+    """What stands for the incarnation of a peer of which only the address is known."""
+    return hashlib.sha256(url.encode()).digest()[:8]
+
+
+def _static_peer(url: str) -> Living:
+    record = NodeRecord(
+        url,
+        _stand_in(url).hex(),
+        NodeState.SERVING,
+        (TransportRecord(url),),
+        protocol=PROTOCOL_VERSION,
+    )
+    return Living(record, url)

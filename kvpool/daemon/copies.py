@@ -1,0 +1,481 @@
+"""Copies of blocks on other nodes: wanted ones, saved ones, superfluous ones.
+
+One mechanism for all: a node *offers* blocks, the other one pulls what it wants of them and says what it
+has then. Only that may be relied on. It serves
+
+- replication: blocks of which several copies are wanted, when they are put and when a node was lost;
+- idle memory: a node that is about to evict blocks first offers them to one with room (`forward`). What
+  was taken is a secondary copy here from then on, and goes before anything else;
+- draining: a node that leaves offers the blocks that only it has.
+
+Nothing here is in the path of a put or a get: all of it runs beside them, at a bounded rate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from kvpool import wire
+from kvpool.daemon.blocks import Block, NamespaceState, PartTable, Tenant
+from kvpool.daemon.cluster import Cluster
+from kvpool.daemon.node import Node
+from kvpool.daemon.remote import Carrier, Living, Remote
+from kvpool.daemon.requests import parse_parts
+from kvpool.daemon.space import Origin
+from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
+from kvpool.placement.records import NodeState
+from kvpool.placement.targets import Pace, accept_forward, choose_targets, responsible
+from kvpool.types import split_keys
+
+log = logging.getLogger("kvpool.daemon")
+
+OFFER_S = 10.0  # for a peer to take up an offer
+OFFER_BYTES = 32 << 20
+OFFER_KEYS = 1024
+HOPS_MAX = 2  # how often a block is forwarded
+WANTED_MAX = 1 << 16  # blocks that wait for further copies; more are left to the next repair
+TRIES_MAX = 5
+WALK = 512  # blocks looked at in one step of a repair
+REPAIR_EVERY_S = 600.0
+FORWARD_EVERY_S = 0.05
+IDLE_S = 1.0  # while there is nobody else
+REFUSED_S = 2.0  # a node that had no room is left alone for so long
+HEADROOM = 1 / 16  # of a segment: what should be free or superfluous when puts come
+AUDIT_EVERY_S = 1.0
+AUDIT_KEYS = 256
+AGES = 3600
+
+
+class Ages:
+    """When a block was used last, from the node's ticks: one sample a second."""
+
+    def __init__(self) -> None:
+        self._ticks: deque[int] = deque(maxlen=AGES)
+        self._times: deque[float] = deque(maxlen=AGES)
+
+    def note(self, tick: int, now: float) -> None:
+        if not self._times or now - self._times[-1] >= 1.0:
+            self._ticks.append(tick)
+            self._times.append(now)
+
+    def age_s(self, used: int, now: float) -> float:
+        """Seconds since that tick, about; older than an hour is an hour."""
+        at = bisect_left(self._ticks, used)
+        if at == len(self._ticks):
+            return 0.0
+        return now - self._times[at]
+
+
+class Copies:
+    """Offers blocks, and takes up offers. Event loop only."""
+
+    def __init__(
+        self,
+        node: Node,
+        cluster: Cluster,
+        remote: Remote,
+        carrier: Carrier,
+        clock: Callable[[], float],
+    ) -> None:
+        self.node = node
+        self.cluster = cluster
+        self.remote = remote
+        self._carrier = carrier
+        self._clock = clock
+        self._ages = Ages()
+        bandwidth = cluster.config.copy_bandwidth
+        self._pace_out = Pace(bandwidth, 2 * OFFER_BYTES)
+        self._pace_in = Pace(bandwidth, 2 * OFFER_BYTES)
+        # namespace and key → how many copies, how often it was tried
+        self._wanted: dict[tuple[NamespaceState, bytes], tuple[int, int]] = {}
+        self._awake = asyncio.Event()
+        self._repair_from: int | None = None
+        self._repair_due = 0.0
+        self._refused: dict[tuple[bytes, str], float] = {}
+        self._audited_at = 0.0
+        self.counters = {
+            "offered_blocks": 0,
+            "accepted_blocks": 0,
+            "accepted_bytes": 0,
+            "taken_blocks": 0,
+            "refused_offers": 0,
+            "forwarded_blocks": 0,
+            "replicated_blocks": 0,
+            "repairs": 0,
+            "dropped_wishes": 0,
+            "promoted": 0,
+        }
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            **self.counters,
+            "wanted": len(self._wanted),
+            "repairing": self._repair_from is not None,
+        }
+
+    # ---- offering ------------------------------------------------------------------------------------
+
+    async def offer(
+        self,
+        target: Living,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        mask: int,
+        *,
+        reason: str,
+        copies: int = 0,
+        hops: int = 0,
+        age_s: float = 0.0,
+    ) -> list[bytes]:
+        """Which of these blocks, of all of whose parts in the mask, the target has afterwards."""
+        count = len(namespace.tables)
+        offer = wire.Offer(
+            node=self.cluster.config.node,
+            incarnation=self.cluster.incarnation,
+            reason=reason,
+            tenant=namespace.tenant.name,
+            digest=namespace.base,
+            epoch=namespace.epoch,
+            fields=namespace.fields,
+            parts=[(s.nbytes, str(s.kind), s.window_blocks, s.stride) for s in namespace.parts],
+            keys=b"".join(keys),
+            mask=mask.to_bytes(-(-count // 8), "little"),
+            copies=copies,
+            hops=hops,
+            age_s=age_s,
+            deadline_s=OFFER_S,
+        )
+        nbytes = len(keys) * block_bytes(namespace, mask)
+        await asyncio.sleep(self._pace_out.delay(nbytes, self._clock()))
+        self.counters["offered_blocks"] += len(keys)
+        try:
+            answer = await self._carrier.ask(wire.AskPeer(target.url, offer, OFFER_S))
+        except KvpoolError as error:
+            log.info("an offer to %s failed: %s", target.record.node, error)
+            return []
+        if not isinstance(answer, wire.Bytes) or len(answer.data) != len(keys):
+            return []
+        accepted = [key for key, taken in zip(keys, answer.data, strict=True) if taken]
+        self.counters["accepted_blocks"] += len(accepted)
+        self.counters["accepted_bytes"] += len(accepted) * block_bytes(namespace, mask)
+        return accepted
+
+    def by_offer(
+        self, namespace: NamespaceState, keys: Iterable[bytes]
+    ) -> list[tuple[int, list[bytes]]]:
+        """Blocks that are here, as (mask of their parts, keys), each such as fits into one offer."""
+        listed = list(keys)
+        _, masks = self.node.masks(namespace.directory_digest, listed)
+        pairs = sorted(zip(masks, listed, strict=False), key=lambda pair: pair[0])
+        offers = []
+        for mask, group in groupby(pairs, key=lambda pair: pair[0]):
+            if not mask:
+                continue
+            members = [key for _, key in group]
+            most = max(1, min(OFFER_KEYS, OFFER_BYTES // block_bytes(namespace, mask)))
+            offers += [(mask, members[at : at + most]) for at in range(0, len(members), most)]
+        return offers
+
+    # ---- taking --------------------------------------------------------------------------------------
+
+    async def take(self, offer: wire.Offer) -> wire.Bytes:
+        """Pull what we want of an offer; what we have of it then, a byte a key. See `wire.Offer`."""
+        keys = split_keys(offer.keys)
+        nothing = wire.Bytes(bytes(len(keys)))
+        source = self.cluster.living.get(_incarnation(offer.incarnation))
+        if source is None or source.record.node != offer.node:
+            raise Unavailable(f"node {offer.node} is not known here as {offer.incarnation}, yet")
+        tenant = self.node.tenants.get(offer.tenant)
+        if tenant is None or self.cluster.state is not NodeState.SERVING:
+            return nothing
+        specs = parse_parts(offer.digest, offer.fields, offer.parts)
+        namespace = self.node.open_namespace(tenant, offer.digest, offer.fields, specs)
+        namespace = self.cluster.known_epoch(namespace) or namespace
+        if namespace.epoch != offer.epoch:
+            return nothing
+        mask = int.from_bytes(offer.mask, "little")
+        if mask >> len(namespace.tables):
+            raise InvalidRequest("an offer of parts that its namespace does not have")
+        tables = [table for table in namespace.tables if mask >> table.part & 1]
+        if not self._wants(tenant, offer, len(keys) * block_bytes(namespace, mask)):
+            self.counters["refused_offers"] += 1
+            return nothing
+        nbytes = sum(t.stride for t in tables for key in keys if key not in t.blocks)
+        wait_s = self._pace_in.delay(nbytes, self._clock())
+        await asyncio.sleep(wait_s)
+        origin = Origin(False, offer.hops, offer.copies)
+        left = max(0.0, offer.deadline_s - wait_s)
+        await self.remote.take(
+            namespace, tables, keys, source.record.incarnation_bytes, origin, left
+        )
+        return self._taken(namespace, tables, keys)
+
+    def _wants(self, tenant: Tenant, offer: wire.Offer, nbytes: int) -> bool:
+        if offer.reason != "forward":
+            return nbytes <= tenant.allocator.size // 2
+        now = self._clock()
+        cold = self.node.coldest(tenant, 1)
+        cold_s = self._ages.age_s(cold[0].used, now) if cold else 0.0
+        free = tenant.allocator.size - tenant.allocator.bytes_used
+        free += self.node.secondary_bytes(tenant)
+        return accept_forward(
+            int(free - tenant.allocator.size * HEADROOM),
+            nbytes,
+            offer.age_s,
+            cold_s,
+            offer.hops,
+            HOPS_MAX,
+        )
+
+    def _taken(
+        self, namespace: NamespaceState, tables: Sequence[PartTable], keys: Sequence[bytes]
+    ) -> wire.Bytes:
+        """What is here now in full. It is relied on, so it does not count as somebody's second copy."""
+        self.node.settle()
+        have = []
+        for key in keys:
+            found = [block for table in tables if (block := table.blocks.get(key)) is not None]
+            whole = len(found) == len(tables) and not namespace.retired
+            have.append(whole)
+            if whole:
+                self.node.promote(found)
+        self.counters["taken_blocks"] += sum(have)
+        return wire.Bytes(bytes(have))
+
+    # ---- replication ---------------------------------------------------------------------------------
+
+    def want(self, namespace: NamespaceState, keys: Iterable[bytes], copies: int = 0) -> None:
+        """These blocks were put here; there are to be more of them, if so many are wanted."""
+        wanted = min(copies or namespace.replicas, self.cluster.config.copies_max)
+        if wanted < 2:
+            return
+        for key in keys:
+            if len(self._wanted) >= WANTED_MAX:
+                self.counters["dropped_wishes"] += 1
+                self._repair_due = min(self._repair_due, self._clock() + AUDIT_EVERY_S)
+                return
+            self._wanted[namespace, key] = (wanted, 0)
+        self._awake.set()
+
+    def repair(self) -> None:
+        """A node was lost: see which blocks lack copies now, bit by bit."""
+        self._repair_from = 0
+        self._awake.set()
+
+    async def replicate(self) -> None:
+        """Make the copies that are wanted. Runs until cancelled."""
+        while True:
+            timeout = AUDIT_EVERY_S
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._awake.wait()
+            except TimeoutError:
+                pass
+            self._awake.clear()
+            now = self._clock()
+            if now >= self._repair_due:
+                self._repair_due = now + REPAIR_EVERY_S
+                self._repair_from = 0 if self._repair_from is None else self._repair_from
+            while self._repair_from is not None and len(self._wanted) < WANTED_MAX // 2:
+                await self._repair_some()
+            failed = False
+            while self._wanted and not failed:
+                failed = not await self._copy_some()
+
+    async def _repair_some(self) -> None:
+        """Look at some of our blocks; those that lack copies, and are ours to repair, are wanted."""
+        assert self._repair_from is not None
+        groups, self._repair_from = self.node.walk(self._repair_from, WALK)
+        for digest, keys in groups:
+            namespace = self.node.by_directory(digest)
+            if namespace is None or namespace.retired:
+                continue
+            wanted = self.node.copies_wanted(namespace, keys)
+            chosen = {key: n for key, n in zip(keys, wanted, strict=True) if n > 1}
+            if not chosen:
+                continue
+            try:
+                located = await self.remote.locate(namespace, list(chosen))
+            except Unavailable:
+                self._repair_from = None
+                self._repair_due = self._clock() + AUDIT_EVERY_S
+                return
+            own = self.cluster.own
+            for (key, n), entries in zip(chosen.items(), located, strict=True):
+                holders = {entry.incarnation for entry in entries} | {own}
+                if len(holders) < n and responsible(holders, key) == own:
+                    self._wanted[namespace, key] = (n, 0)
+                    self.counters["repairs"] += 1
+        await asyncio.sleep(0)
+
+    async def _copy_some(self) -> bool:
+        """Make copies of the blocks that were wanted first; whether that got anywhere."""
+        (namespace, _), (copies, tries) = next(iter(self._wanted.items()))
+        keys = []
+        for (other, key), (wanted, tried) in self._wanted.items():
+            if other is not namespace or (wanted, tried) != (copies, tries):
+                break
+            keys.append(key)
+            if len(keys) == OFFER_KEYS:
+                break
+        for key in keys:
+            del self._wanted[namespace, key]
+        if namespace.retired:
+            return True
+        short: list[bytes] = []
+        for mask, group in self.by_offer(namespace, keys):
+            short += await self._copy(namespace, mask, group, copies)
+        if tries + 1 < TRIES_MAX:
+            for key in short:
+                self._wanted[namespace, key] = (copies, tries + 1)
+        return not short
+
+    async def _copy(
+        self, namespace: NamespaceState, mask: int, keys: list[bytes], copies: int
+    ) -> list[bytes]:
+        """Offer these blocks to as many nodes as lack; the ones that still want copies then."""
+        holders = await self._holders(namespace, keys)
+        lacking: dict[int, list[bytes]] = {}
+        for key in keys:
+            lacking.setdefault(copies - len(holders[key]), []).append(key)
+        short = []
+        for missing, group in lacking.items():
+            if missing <= 0:
+                continue
+            everybody = set().union(*(holders[key] for key in group))
+            targets = self._targets(everybody, missing, len(group) * block_bytes(namespace, mask))
+            answers = await asyncio.gather(
+                *(
+                    self.offer(target, namespace, group, mask, reason="copy", copies=copies)
+                    for target in targets
+                )
+            )
+            made = dict.fromkeys(group, 0)
+            for accepted in answers:
+                for key in accepted:
+                    made[key] += 1
+            self.counters["replicated_blocks"] += sum(made.values())
+            short += [key for key, n in made.items() if n < missing]
+        return short
+
+    async def _holders(
+        self, namespace: NamespaceState, keys: Sequence[bytes]
+    ) -> dict[bytes, set[bytes]]:
+        """Who is known to hold each of these blocks, ourselves included."""
+        own = self.cluster.own
+        try:
+            located = await self.remote.locate(namespace, keys)
+        except Unavailable:
+            located = [[] for _ in keys]
+        return {
+            key: {entry.incarnation for entry in entries} | {own}
+            for key, entries in zip(keys, located, strict=True)
+        }
+
+    def _targets(
+        self, holders: set[bytes], n: int, nbytes: int, but: Collection[bytes] = ()
+    ) -> list[Living]:
+        living = self.cluster.living
+        records = [node.record for incarnation, node in living.items() if incarnation not in but]
+        chosen = choose_targets(
+            records, self.cluster.record(), holders, n, nbytes, self.cluster.rng
+        )
+        return [living[record.incarnation_bytes] for record in chosen]
+
+    # ---- idle memory of others -----------------------------------------------------------------------
+
+    async def forward(self) -> None:
+        """Keep some of each segment free, or filled with what others have too. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(FORWARD_EVERY_S if self.cluster.living else IDLE_S)
+            now = self._clock()
+            self._ages.note(self.node.tick, now)
+            if now - self._audited_at >= AUDIT_EVERY_S:
+                self._audited_at = now
+                await self._audit()
+            if self.cluster.config.forward and self.cluster.state is NodeState.SERVING:
+                for tenant in list(self.node.tenants.values()):
+                    await self._relieve(tenant)
+
+    async def _relieve(self, tenant: Tenant) -> None:
+        """Where a segment is nearly full: hand what would be evicted next to a node with room."""
+        size = tenant.allocator.size
+        spare = size - tenant.allocator.bytes_used + self.node.secondary_bytes(tenant)
+        lacking = int(size * HEADROOM) - spare
+        if lacking <= 0 or not self.cluster.living:
+            return
+        victims: list[Block] = []
+        for block in self.node.coldest(tenant, OFFER_KEYS):
+            if lacking <= 0:
+                break
+            if block.hops < HOPS_MAX and not block.table.namespace.retired:
+                victims.append(block)
+                lacking -= block.table.stride
+        groups: dict[tuple[NamespaceState, int], dict[bytes, int]] = {}
+        for block in victims:
+            group = groups.setdefault((block.table.namespace, block.hops), {})
+            group[block.key] = max(block.used, group.get(block.key, 0))
+        for (namespace, hops), used in groups.items():
+            for mask, keys in self.by_offer(namespace, used):
+                age_s = self._ages.age_s(max(used[key] for key in keys), self._clock())
+                await self._forward(namespace, mask, keys, hops + 1, age_s)
+
+    async def _forward(
+        self, namespace: NamespaceState, mask: int, keys: list[bytes], hops: int, age_s: float
+    ) -> None:
+        now, tenant = self._clock(), namespace.tenant.name
+        refused = {
+            incarnation
+            for (incarnation, name), until in self._refused.items()
+            if until > now and name == tenant
+        }
+        nbytes = len(keys) * block_bytes(namespace, mask)
+        targets = self._targets({self.cluster.own}, 1, nbytes, but=refused)
+        if not targets:
+            return
+        accepted = await self.offer(
+            targets[0], namespace, keys, mask, reason="forward", hops=hops, age_s=age_s
+        )
+        if len(accepted) < len(keys):
+            if len(self._refused) > len(self.cluster.living) * len(self.node.tenants):
+                self._refused = {key: until for key, until in self._refused.items() if until > now}
+            self._refused[targets[0].record.incarnation_bytes, tenant] = now + REFUSED_S
+        self.counters["forwarded_blocks"] += len(accepted)
+        self.node.demote(namespace, b"".join(accepted))
+
+    async def _audit(self) -> None:
+        """Of the copies that others were said to keep, and that go next: do they?"""
+        for tenant in list(self.node.tenants.values()):
+            groups: dict[NamespaceState, list[Block]] = {}
+            for block in self.node.coldest_secondary(tenant, AUDIT_KEYS):
+                groups.setdefault(block.table.namespace, []).append(block)
+            for namespace, blocks in groups.items():
+                try:
+                    located = await self.remote.locate(namespace, [block.key for block in blocks])
+                except Unavailable:
+                    return
+                last = [
+                    block
+                    for block, entries in zip(blocks, located, strict=True)
+                    if not any(entry.mask >> block.table.part & 1 for entry in entries)
+                ]
+                self.counters["promoted"] += len(last)
+                self.node.promote(last)
+
+
+def block_bytes(namespace: NamespaceState, mask: int) -> int:
+    """What these parts of one block take."""
+    return sum(table.stride for table in namespace.tables if mask >> table.part & 1)
+
+
+def _incarnation(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise InvalidRequest("an incarnation is 16 hex digits") from None

@@ -1,0 +1,74 @@
+"""From the configuration to what keeps membership and directory. Nothing else knows which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvpool.config import DaemonConfig
+from kvpool.errors import ConfigError
+from kvpool.placement.directory import Directory
+from kvpool.placement.membership import Membership
+from kvpool.placement.static import StaticCluster, StaticMembership
+from kvpool.wire import PROTOCOL_VERSION
+
+EPOCHS_FILE = "namespaces.json"
+
+
+def open_membership(config: DaemonConfig, clock: Callable[[], float]) -> Membership:
+    """etcd where the configuration names one; else this node is alone. Raises `ConfigError`."""
+    if not config.join:
+        path = Path(config.data_dir) / EPOCHS_FILE if config.data_dir else None
+        return StaticMembership(StaticCluster(config.cluster, path=path), protocol=PROTOCOL_VERSION)
+    try:
+        from kvpool.placement.etcd.membership import EtcdMembership
+        from kvpool.placement.etcd.settings import EtcdSettings
+    except ModuleNotFoundError as error:
+        raise _not_installed("join", error) from None
+    settings = EtcdSettings.from_url(
+        config.join,
+        password=config.join_password,
+        ca=_file(config.join_ca),
+        cert=_file(config.join_cert),
+        key=_file(config.join_key),
+    )
+    return EtcdMembership(
+        settings,
+        config.cluster,
+        secret=config.cluster_secret.encode(),
+        protocol=PROTOCOL_VERSION,
+        ttl_s=config.member_ttl_s,
+        clock=clock,
+    )
+
+
+async def open_directory(config: DaemonConfig) -> Directory | None:
+    """Redis where the configuration names one. Away it may be; wrong it may not: `ConfigError`."""
+    if not config.directory:
+        return None
+    try:
+        from kvpool.placement import redis_directory
+        from kvpool.placement.redis_settings import parse_url
+    except ModuleNotFoundError as error:
+        raise _not_installed("directory", error) from None
+    settings = parse_url(
+        config.directory,
+        password=config.directory_password,
+        tls_ca=config.directory_ca,
+        tls_cert=config.directory_cert,
+        tls_key=config.directory_key,
+    )
+    return await redis_directory.open_directory(
+        settings, cluster=config.cluster, timeout_s=config.directory_timeout_s
+    )
+
+
+def _file(path: str) -> Path | None:
+    return Path(path) if path else None
+
+
+def _not_installed(setting: str, error: ModuleNotFoundError) -> ConfigError:
+    return ConfigError(
+        f"{setting} needs the package {error.name}, which is not installed: "
+        f"pip install 'kvpool[cluster]'"
+    )

@@ -1,0 +1,130 @@
+"""What this node lends to others: their movers ask ours, and ours ask here.
+
+Event loop only. Bytes go from segment to segment through the movers; here is only what may go.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Awaitable, Callable
+
+from kvpool import wire
+from kvpool.daemon.blocks import Holder, NamespaceState
+from kvpool.daemon.node import Node
+from kvpool.errors import InvalidRequest, NamespaceMismatch, Unavailable
+from kvpool.types import KEY_BYTES, split_keys
+
+
+class Lender:
+    """Answers peers: the `Rules` of the movers.
+
+    may_serve: whether this node is a member, as far as it can know; peers are refused while it is not.
+    stale: told of blocks that a peer wanted and that are not here: the directory may say otherwise.
+    take: what to do about an `Offer`.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        clock: Callable[[], float],
+        *,
+        may_serve: Callable[[], bool] = lambda: True,
+        stale: Callable[[NamespaceState, list[bytes]], None] = lambda *_: None,
+        take: Callable[[wire.Offer], Awaitable[wire.Bytes]] | None = None,
+    ) -> None:
+        self.node = node
+        self._clock = clock
+        self._may_serve = may_serve
+        self._stale = stale
+        self._take = take
+        self._holders: dict[str, Holder] = {}
+
+    def asked(self, question: wire.Ask) -> wire.Done:
+        """How many blocks of the prefix a peer could pull from here."""
+        self._check_standing()
+        namespace = self._known(question.tenant, question.digest)
+        if namespace is None:
+            return wire.Done(0)
+        return wire.Done(self.node.match(namespace, question.parts, question.keys))
+
+    async def offered(self, offer: wire.Offer) -> wire.Bytes:
+        """A peer would like blocks of its own kept here."""
+        self._check_standing()
+        if self._take is None:
+            raise Unavailable("this node takes no offers: it is in no cluster")
+        return await self._take(offer)
+
+    def lend(self, request: wire.Lend) -> wire.Lent:
+        """Lease what is here of the wanted blocks to a mover, until `give_back`."""
+        self._check_standing()
+        absent = array("I", [wire.NO_ROW]) * (len(request.keys) // KEY_BYTES)
+        nothing = wire.Lent("", 0, 1, absent.tobytes(), b"")
+        namespace = self._known(request.tenant, request.digest)
+        if namespace is None:
+            return nothing
+        if not 0 <= request.part < len(namespace.tables):
+            raise InvalidRequest(f"part {request.part}: this node's namespace has none such")
+        table = namespace.tables[request.part]
+        if table.spec.nbytes != request.nbytes:
+            raise NamespaceMismatch(
+                f"part {request.part} of namespace {request.digest.hex()} has {table.spec.nbytes} "
+                f"bytes on node {self.node.incarnation}, the peer asks for {request.nbytes}"
+            )
+        tenant = namespace.tenant
+        holder = self._holder(tenant.name)
+        lease = self.node.acquire(
+            holder, namespace, [request.part], request.keys, None, self._clock(), scattered=True
+        )
+        keys = split_keys(request.keys)
+        if lease is None:
+            self._stale(namespace, list(keys))
+            return nothing
+        _, blocks = lease.parts[request.part]
+        found = {block.key: block for block in blocks}
+        rows = absent
+        checksums = []
+        missing = []
+        for index, key in enumerate(keys):
+            block = found.get(key)
+            if block is not None:
+                rows[index] = block.row
+                checksums.append(block.checksum)
+            else:
+                missing.append(key)
+        if missing:
+            self._stale(namespace, missing)
+        self.node.counters.lent_blocks += len(blocks)
+        return wire.Lent(
+            lease.token, tenant.segment, table.stride, rows.tobytes(), b"".join(checksums)
+        )
+
+    def give_back(self, token: str) -> None:
+        """A mover has finished with a loan, or is dead."""
+        for holder in self._holders.values():
+            if token in holder.leases:
+                self.node.release(holder, token)
+                return
+
+    def corrupt(self, report: wire.Corrupt) -> None:
+        """A peer found that bytes of ours do not match their checksum: drop that copy."""
+        namespace = self._known(report.tenant, report.digest)
+        if namespace is not None:
+            for key in split_keys(report.keys):
+                self.node.drop_corrupt(namespace, report.part, key)
+
+    def _check_standing(self) -> None:
+        if not self._may_serve():
+            raise Unavailable(
+                "this node does not know whether it is a member of its cluster still: ask another one"
+            )
+
+    def _holder(self, tenant: str) -> Holder:
+        """Who lends. One for all movers: a dead mover's loans are given back one by one."""
+        holder = self._holders.get(tenant)
+        if holder is None:
+            holder = self._holders[tenant] = self.node.add_holder(tenant, "", "loans")
+        return holder
+
+    def _known(self, tenant: str, digest: bytes) -> NamespaceState | None:
+        found = self.node.tenants.get(tenant)
+        return None if found is None else found.namespaces.get(digest)

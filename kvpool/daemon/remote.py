@@ -1,0 +1,563 @@
+"""Blocks of other nodes for this one's clients: where to look, whom to ask, when to ask another.
+
+The path of a remote acquire:
+
+1. The directory says who holds what of the prefix (or, without one, the peers are asked).
+2. The hit rule over all living replicas gives the prefix that can be had; of that, what is missing here.
+3. Each missing part is given to the peer that should deliver it soonest; several work in parallel.
+4. A part that is on its way for somebody else is waited for, not fetched twice.
+5. A peer that takes longer than it should is given a rival: the next replica's peer. The first to
+   deliver wins, the other one is called off.
+6. What a peer does not have is remembered for a while, and asked of the next one.
+
+All this ends by the caller's deadline, with what has arrived by then. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from kvpool import wire
+from kvpool.daemon.blocks import Holder, NamespaceState, PartTable
+from kvpool.daemon.node import Node
+from kvpool.daemon.space import Origin
+from kvpool.errors import (
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    NamespaceMismatch,
+    PoolFull,
+    Unavailable,
+)
+from kvpool.placement.directory import TIERS, Directory, Entry
+from kvpool.placement.prefix import needed, somewhere, usable
+from kvpool.placement.records import NodeRecord
+from kvpool.placement.sources import Candidate, NegativeMemory, Peers, Remembered, plan
+from kvpool.types import KEY_BYTES, split_keys
+
+log = logging.getLogger("kvpool.daemon")
+
+LOOKUP_SHARE = 0.25  # of the time there is: longest wait for who has what
+LOOKUP_KEYS = (
+    2048  # asked of the directory at a time; a prefix that ends within them is not asked on
+)
+ASKED_MAX = 16  # peers that are asked where there is no directory
+SLICE_BYTES = 8 << 20  # given to one peer at a time, so that others can share the work
+ORDER_BYTES = 64 << 20  # in one transfer
+RIVALS_MAX = 2  # transfers of one part of a block at a time
+FLIGHT_S = 1.0  # a transfer goes on for at least so long, whoever still waits: others will want it
+FLIGHTS_MAX = 256
+NEGATIVE_S, NEGATIVE_MAX = 2.0, 1 << 16
+REMEMBERED_MAX = 1 << 18
+PRESENT, MISMATCH = 1, 2  # `Pulled.status`
+
+SECONDARY = Origin(secondary=True)
+
+
+class Living(NamedTuple):
+    """A node that lives, and where to reach it."""
+
+    record: NodeRecord
+    url: str
+
+
+class Carrier(Protocol):
+    """What moves bytes and questions: the movers."""
+
+    async def pull(self, order: wire.PullBlocks) -> wire.Pulled: ...
+
+    async def ask(self, order: wire.AskPeer) -> wire.Done | wire.Bytes: ...
+
+
+class Neighbours(Protocol):
+    """What a node knows of its cluster."""
+
+    @property
+    def living(self) -> Mapping[bytes, Living]:
+        """The others, by incarnation, that may be pulled from."""
+
+    @property
+    def directory(self) -> Directory | None: ...
+
+    def met(self, namespace: NamespaceState, key: bytes, entry: Entry) -> None:
+        """An entry of the directory is of an incarnation that does not live."""
+
+    def announce(self) -> None:
+        """Blocks have come, and others may have gone for them."""
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """One transfer: blocks of one part, from one peer."""
+
+    table: PartTable
+    incarnation: bytes
+    keys: Sequence[bytes]
+    hedge_at: float  # a rival may begin then
+    late: bool = False
+    task: asyncio.Task[None] = field(init=False)
+
+
+@dataclass(eq=False, slots=True)
+class Want:
+    """One part of a block that is not here, and who may have it."""
+
+    table: PartTable
+    key: bytes
+    candidates: list[Candidate]
+    tried: set[bytes] = field(default_factory=set)
+
+
+class Remote:
+    """Pulls from other nodes. What comes stays here as a copy that others keep too: it goes first."""
+
+    def __init__(
+        self,
+        node: Node,
+        carrier: Carrier,
+        neighbours: Neighbours,
+        peers: Peers,
+        clock: Callable[[], float],
+    ) -> None:
+        self.node = node
+        self.peers = peers
+        self._carrier = carrier
+        self._neighbours = neighbours
+        self._clock = clock
+        self._negative = NegativeMemory(NEGATIVE_MAX, NEGATIVE_S)
+        self._remembered = Remembered(REMEMBERED_MAX)
+        self._flights: dict[tuple[PartTable, bytes], list[Flight]] = {}
+        self._flying: set[Flight] = set()
+        self._tickets = 0
+        self._holders: dict[str, Holder] = {}
+        self.counters = {
+            "lookups": 0,
+            "lookups_failed": 0,
+            "lookups_remembered": 0,
+            "joined": 0,  # parts that were on their way for somebody else
+            "rivals": 0,  # parts that a second peer was asked for as well
+            "called_off": 0,  # transfers that a rival was faster than
+            "absent": 0,
+            "mismatches": 0,
+            "failed_transfers": 0,
+        }
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anybody to pull from."""
+        return bool(self._neighbours.living)
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            **self.counters,
+            "transfers": len(self._flying),
+            "peers": self.peers.stats(self._clock()),
+        }
+
+    def close(self) -> None:
+        """Call all transfers off. They end by themselves, soon."""
+        for flight in list(self._flying):
+            flight.task.cancel()
+
+    # ---- for clients ---------------------------------------------------------------------------------
+
+    async def pull(
+        self, namespace: NamespaceState, parts: Sequence[int], packed: bytes, wait_s: float
+    ) -> int:
+        """Bring what is missing of the prefix here; the usable blocks afterwards. Ends by `wait_s`."""
+        if not wait_s > 0:
+            raise InvalidRequest(f"a wait of {wait_s} seconds")
+        deadline = self._clock() + wait_s
+        here = self.node.match(namespace, parts, packed)
+        if here * KEY_BYTES == len(packed) or not self._neighbours.living:
+            return here
+        tables = [namespace.tables[part] for part in parts] if parts else namespace.tables
+        keys = split_keys(packed)
+        located = await self._locate(namespace, tables, keys, here, deadline)
+        there = self._usable(tables, keys, located)
+        if there > here:
+            wants = self._missing(tables, keys[:there], located)
+            await self._fetch(wants, deadline)
+        return self.node.match(namespace, parts, packed)
+
+    async def take(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        incarnation: bytes,
+        origin: Origin,
+        wait_s: float,
+    ) -> None:
+        """Bring these blocks here from one node, to be kept as `origin` says. Ends by `wait_s`."""
+        deadline = self._clock() + wait_s
+        wants = [
+            Want(table, key, [Candidate(incarnation, TIERS["dram"])])
+            for table in tables
+            for key in keys
+            if key not in table.blocks
+        ]
+        await self._fetch(wants, deadline, origin)
+
+    # ---- who has what --------------------------------------------------------------------------------
+
+    async def locate(self, namespace: NamespaceState, keys: Sequence[bytes]) -> list[list[Entry]]:
+        """The living replicas of each key on other nodes. Raises `Unavailable` without a directory."""
+        directory = self._neighbours.directory
+        if directory is None:
+            raise Unavailable("this node has no directory: give it one with --directory")
+        entries = await directory.locate(namespace.directory_digest, len(namespace.tables), keys)
+        self._remembered.learn(namespace.directory_digest, keys, entries)
+        return self._living_only(namespace, keys, entries)
+
+    async def _locate(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        here: int,
+        deadline: float,
+    ) -> dict[bytes, list[Entry]]:
+        """Living replicas of the keys that matter: what comes after `here`, and the windows before it."""
+        wait_s = (deadline - self._clock()) * LOOKUP_SHARE
+        if self._neighbours.directory is None:
+            return await self._ask_all(namespace, tables, keys, wait_s)
+        windows = [table.spec.window_blocks * table.spec.stride for table in tables]
+        first = max(0, here - max(windows, default=0))
+        located: dict[bytes, list[Entry]] = {}
+        try:
+            async with asyncio.timeout(wait_s):
+                for at in range(first, len(keys), LOOKUP_KEYS):
+                    chunk = keys[at : at + LOOKUP_KEYS]
+                    self.counters["lookups"] += 1
+                    found = await self.locate(namespace, chunk)
+                    located.update(zip(chunk, found, strict=True))
+                    if not found[-1] and not _held(tables, chunk[-1]):
+                        break
+        except (Unavailable, TimeoutError):
+            self.counters["lookups_failed"] += 1
+            rest = [key for key in keys[first:] if key not in located]
+            remembered = self._remembered.recall(namespace.directory_digest, rest)
+            self.counters["lookups_remembered"] += any(remembered)
+            living = self._living_only(namespace, rest, remembered)
+            located.update(zip(rest, living, strict=True))
+        return located
+
+    def _living_only(
+        self, namespace: NamespaceState, keys: Sequence[bytes], entries: Sequence[Sequence[Entry]]
+    ) -> list[list[Entry]]:
+        living = self._neighbours.living
+        kept = []
+        for key, found in zip(keys, entries, strict=True):
+            kept.append([entry for entry in found if entry.incarnation in living])
+            if len(kept[-1]) != len(found):
+                for entry in found:
+                    if entry.incarnation not in living:
+                        self._neighbours.met(namespace, key, entry)
+        return kept
+
+    async def _ask_all(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        wait_s: float,
+    ) -> dict[bytes, list[Entry]]:
+        """Without a directory: each peer says how much of the prefix it could give."""
+        now = self._clock()
+        question = wire.Ask(
+            namespace.tenant.name,
+            namespace.digest,
+            [table.part for table in tables],
+            b"".join(keys),
+        )
+        asked = [
+            (incarnation, node.url)
+            for incarnation, node in self._neighbours.living.items()
+            if (peer := self.peers.get(incarnation)) is None or not peer.suspended(now)
+        ][:ASKED_MAX]
+        answers = await asyncio.gather(
+            *(self._ask(incarnation, url, question, wait_s) for incarnation, url in asked)
+        )
+        mask = sum(1 << table.part for table in tables)
+        located: dict[bytes, list[Entry]] = {}
+        for (incarnation, _), count in zip(asked, answers, strict=True):
+            entry = Entry(incarnation, TIERS["dram"], mask)
+            for key in keys[:count]:
+                located.setdefault(key, []).append(entry)
+        return located
+
+    async def _ask(self, incarnation: bytes, url: str, question: wire.Ask, wait_s: float) -> int:
+        started = self._clock()
+        self.peers.started(incarnation, 0, started)
+        try:
+            answer = await self._carrier.ask(wire.AskPeer(url, question, wait_s))
+        except NamespaceMismatch:
+            raise
+        except KvpoolError as error:
+            self.peers.failed(incarnation, self._clock(), error=error, asked=0)
+            return 0
+        now = self._clock()
+        self.peers.finished(incarnation, 0, now - started, now)
+        return answer.value if isinstance(answer, wire.Done) else 0
+
+    def _usable(
+        self,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        located: Mapping[bytes, Sequence[Entry]],
+    ) -> int:
+        """The longest prefix that could be usable here once everything there is has come."""
+        held = somewhere(
+            [table.part for table in tables],
+            [table.blocks for table in tables],
+            keys,
+            [located.get(key, ()) for key in keys],
+            self._neighbours.living.__contains__,
+        )
+        return usable([table.spec for table in tables], held, keys)
+
+    def _missing(
+        self,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        located: Mapping[bytes, Sequence[Entry]],
+    ) -> list[Want]:
+        """What is not here of a prefix, in the order of the chain, part by part."""
+        return [
+            Want(
+                table,
+                key,
+                [
+                    Candidate(entry.incarnation, entry.tier)
+                    for entry in located.get(key, ())
+                    if entry.mask >> table.part & 1
+                ],
+            )
+            for table in tables
+            for key in needed(table.spec, keys)
+            if key not in table.blocks
+        ]
+
+    # ---- transfers -----------------------------------------------------------------------------------
+
+    async def _fetch(
+        self, wants: Sequence[Want], deadline: float, origin: Origin = SECONDARY
+    ) -> None:
+        """Have transfers bring what is wanted; until it is here, nobody is left to ask, or it is late."""
+        for want in wants:
+            self.counters["joined"] += (want.table, want.key) in self._flights
+        while True:
+            self.node.settle()
+            wants = [
+                want
+                for want in wants
+                if want.key not in want.table.blocks and not want.table.namespace.retired
+            ]
+            now = self._clock()
+            if not wants or now >= deadline:
+                return
+            self._launch(wants, now, deadline, origin)
+            flights = {
+                flight for want in wants for flight in self._flights.get((want.table, want.key), ())
+            }
+            if not flights:
+                return
+            wake = min([deadline, *(f.hedge_at for f in flights if f.hedge_at > now)])
+            await asyncio.wait(
+                [flight.task for flight in flights],
+                timeout=max(0.0, wake - now),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            self._call_off(flights)
+
+    def _call_off(self, flights: set[Flight]) -> None:
+        """End transfers all of whose blocks have come on another way."""
+        self.node.settle()
+        for flight in flights:
+            if not flight.task.done() and all(key in flight.table.blocks for key in flight.keys):
+                flight.task.cancel()
+                self.counters["called_off"] += 1
+
+    def _launch(self, wants: Sequence[Want], now: float, deadline: float, origin: Origin) -> None:
+        """Begin a transfer for whatever has none, or only such as take too long."""
+        by_table: dict[PartTable, list[tuple[Want, list[Candidate]]]] = {}
+        for want in wants:
+            flights = self._flights.get((want.table, want.key), ())
+            if len(flights) >= RIVALS_MAX or any(flight.hedge_at > now for flight in flights):
+                continue
+            for flight in flights:
+                if not flight.late:
+                    flight.late = True
+                    self.peers.slow(flight.incarnation, now)
+            flying = {flight.incarnation for flight in flights}
+            candidates = [
+                candidate
+                for candidate in want.candidates
+                if candidate.incarnation not in want.tried
+                and candidate.incarnation not in flying
+                and candidate.incarnation in self._neighbours.living
+                and not self._negative.has(
+                    want.table.namespace.digest,
+                    want.table.part,
+                    want.key,
+                    candidate.incarnation,
+                    now,
+                )
+            ]
+            if candidates:
+                by_table.setdefault(want.table, []).append((want, candidates))
+        for table, found in by_table.items():
+            assignments = plan(
+                [candidates for _, candidates in found],
+                table.spec.nbytes,
+                self.peers,
+                now,
+                slice_bytes=SLICE_BYTES,
+            )
+            most = max(1, ORDER_BYTES // table.spec.nbytes)
+            for incarnation, indices in assignments:
+                for at in range(0, len(indices), most):
+                    chosen = [found[index][0] for index in indices[at : at + most]]
+                    for want in chosen:
+                        want.tried.add(incarnation)
+                    self._begin(table, incarnation, chosen, now, deadline, origin)
+
+    def _begin(
+        self,
+        table: PartTable,
+        incarnation: bytes,
+        wants: Sequence[Want],
+        now: float,
+        deadline: float,
+        origin: Origin,
+    ) -> None:
+        if len(self._flying) >= FLIGHTS_MAX:
+            return
+        nbytes = len(wants) * table.spec.nbytes
+        flight = Flight(
+            table,
+            incarnation,
+            [want.key for want in wants],
+            now + self.peers.hedge_after_s(incarnation, nbytes),
+        )
+        url = self._neighbours.living[incarnation].url
+        seconds = max(deadline - now, FLIGHT_S)
+        self._flying.add(flight)
+        for key in flight.keys:
+            rivals = self._flights.setdefault((table, key), [])
+            self.counters["rivals"] += bool(rivals)
+            rivals.append(flight)
+        # A task of its own: the transfer outlives whoever asked first, for others who wait for it.
+        flight.task = asyncio.get_running_loop().create_task(
+            self._fly(flight, url, seconds, origin)
+        )
+        flight.task.add_done_callback(lambda task: self._landed(flight, task))
+
+    def _landed(self, flight: Flight, task: asyncio.Task[None]) -> None:
+        self._flying.discard(flight)
+        for key in flight.keys:
+            flights = self._flights[flight.table, key]
+            flights.remove(flight)
+            if not flights:
+                del self._flights[flight.table, key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error  # a broken invariant: the loop's handler ends the process
+
+    async def _fly(self, flight: Flight, url: str, seconds: float, origin: Origin) -> None:
+        """Reserve, transfer, commit what has come."""
+        node, table = self.node, flight.table
+        namespace = table.namespace
+        holder = self._holder(namespace.tenant.name)
+        self._tickets += 1
+        ticket = self._tickets
+        try:
+            node.reserve(holder, namespace, table.part, ticket, b"".join(flight.keys))
+        except (PoolFull, LimitExceeded, InvalidRequest):
+            return  # no room, or the epoch has just ended
+        reservation = holder.reservations.get(ticket)
+        if reservation is None:
+            return  # somebody else brought them in the meantime
+        order = wire.PullBlocks(
+            url=url,
+            tenant=namespace.tenant.name,
+            digest=namespace.digest,
+            part=table.part,
+            nbytes=table.spec.nbytes,
+            keys=b"".join(reservation.keys),
+            segment=namespace.tenant.segment,
+            stride=table.stride,
+            rows=wire.pack_rows(reservation.rows),
+            deadline_s=seconds,
+        )
+        keys, indices = reservation.keys, reservation.indices
+        nbytes = len(keys) * table.spec.nbytes
+        self.peers.started(flight.incarnation, nbytes, self._clock())
+        try:
+            # `pull` returns, raises or is cancelled only when nothing writes to the rows any more, so
+            # that what did not arrive can be given back.
+            pulled = await self._carrier.pull(order)
+            came = [i for i, s in zip(indices, pulled.status, strict=True) if s == PRESENT]
+            checksums = b"".join(
+                [
+                    checksum
+                    for checksum, status in zip(
+                        split_keys(pulled.checksums), pulled.status, strict=True
+                    )
+                    if status == PRESENT
+                ]
+            )
+            if came:
+                node.commit(holder, ticket, checksums, came, origin)
+        except KvpoolError as error:
+            self._failed(flight, nbytes, str(error))
+            return
+        except asyncio.CancelledError:
+            self.peers.stopped(flight.incarnation, nbytes)
+            raise
+        finally:
+            node.abort(holder, ticket)
+            node.settle()
+            self._neighbours.announce()
+        self._note(flight, keys, pulled)
+
+    def _note(self, flight: Flight, keys: Sequence[bytes], pulled: wire.Pulled) -> None:
+        """Learn from a transfer that has ended by itself."""
+        table, incarnation, now = flight.table, flight.incarnation, self._clock()
+        for key, status in zip(keys, pulled.status, strict=True):
+            if status in {0, MISMATCH}:
+                self._remembered.forget(table.namespace.directory_digest, [key], incarnation)
+                self._negative.add(table.namespace.digest, table.part, key, incarnation, now)
+        came, mismatches = pulled.status.count(PRESENT), pulled.status.count(MISMATCH)
+        counters = self.node.counters
+        counters.pulled_blocks += came
+        counters.pulled_bytes += came * table.spec.nbytes
+        counters.checksum_mismatches += mismatches
+        self.counters["mismatches"] += mismatches
+        self.counters["absent"] += pulled.status.count(0)
+        nbytes = len(keys) * table.spec.nbytes
+        if pulled.error:
+            self._failed(flight, nbytes, pulled.error)
+        else:
+            self.peers.finished(
+                incarnation, came * table.spec.nbytes, pulled.seconds, now, asked=nbytes
+            )
+
+    def _failed(self, flight: Flight, nbytes: int, error: str) -> None:
+        self.counters["failed_transfers"] += 1
+        self.peers.failed(flight.incarnation, self._clock(), error=error, asked=nbytes)
+
+    def _holder(self, tenant: str) -> Holder:
+        """Who reserves for transfers. It lives as long as this process."""
+        holder = self._holders.get(tenant)
+        if holder is None:
+            holder = self._holders[tenant] = self.node.add_holder(tenant, "", "pulls")
+        return holder
+
+
+def _held(tables: Sequence[PartTable], key: bytes) -> bool:
+    return any(key in table.blocks for table in tables)

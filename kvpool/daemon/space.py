@@ -1,0 +1,403 @@
+"""What lies where in a node's segments, and who goes when there is no room.
+
+The half of the rules that knows of slots: `Node` adds the events. The journal is here too: an answer
+needs a decision, not its bookkeeping, which is done when the answers are on their way (`settle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+from kvpool.daemon.blocks import (
+    PIN_HARD,
+    PIN_NONE,
+    PIN_SOFT,
+    Block,
+    Counters,
+    Limits,
+    NamespaceState,
+    PartTable,
+    SlotClass,
+    Tenant,
+)
+from kvpool.storage.eviction import EvictionPolicy
+from kvpool.storage.slab import SlabAllocator
+from kvpool.types import split_keys
+
+PUT, READ, LEASED = range(3)  # what the journal tells of
+ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put behind them
+
+
+class Origin(NamedTuple):
+    """What is known of new blocks beside their bytes: fields of `Block`."""
+
+    secondary: bool = False
+    hops: int = 0
+    copies: int = 0
+
+
+OWN = Origin()
+
+
+class Space:
+    """Slots, candidates for eviction, and the journal of a node. Not thread-safe."""
+
+    def __init__(self, make_policy: Callable[[int], EvictionPolicy], limits: Limits) -> None:
+        self.limits = limits
+        self.counters = Counters()
+        self._make_policy = make_policy
+        self._tick = 0
+        self._changes = 0  # counts what may let a slab go that could not go before
+        self._journal: list[tuple[int, PartTable, Any]] = []
+        self._changed: list[tuple[NamespaceState, Sequence[bytes]]] | None = None
+        self._classes: list[SlotClass] = []  # of all tenants, oldest first; never shorter
+        self._garbage: dict[PartTable, None] = {}  # tables with blocks of an ended epoch
+
+    # ---- the journal -------------------------------------------------------------------------------
+
+    def settle(self) -> bool:
+        """Catch up with the books on what was put and read; whether there was anything.
+
+        An answer needs a decision, not its bookkeeping: that is written to a journal, and done here
+        when the answers are on their way. Whatever depends on it settles first by itself.
+        """
+        journal = self._journal
+        if not journal:
+            return False
+        self._journal = []
+        for kind, table, what in journal:
+            slot_class = table.namespace.tenant.classes[table.stride]
+            if kind == PUT:
+                self._enter(slot_class, table, *what)
+                continue
+            blocks, tick = what
+            if kind == LEASED:
+                for block in blocks:
+                    block.leases += 1
+                    block.used = tick
+            else:
+                for block in blocks:
+                    block.used = tick
+            slot_class.touch(blocks)
+        return True
+
+    def _enter(
+        self,
+        slot_class: SlotClass,
+        table: PartTable,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        rows: Sequence[int],
+        checksums: bytes,
+        tick: int,
+        origin: Origin,
+    ) -> None:
+        """New blocks into their table. Built by C loops: this runs for all that is ever put."""
+        sums = split_keys(checksums)
+        ticks = repeat(tick)
+        new = list(map(Block, repeat(table), keys, rows, sums, parents, ticks, ticks))
+        table.blocks.update(zip(keys, new, strict=True))
+        by_row = slot_class.by_row
+        for block in new:
+            by_row[block.row] = block
+        if origin is not OWN:
+            for block in new:
+                block.secondary, block.hops, block.copies = origin
+        slot_class.insert(new)
+        self._refresh_ancestors(slot_class, new)
+        self._tell(table.namespace, keys)
+
+    def _tell(self, namespace: NamespaceState, keys: Sequence[bytes]) -> None:
+        """What is here of these blocks has changed."""
+        if self._changed is not None:
+            self._changed.append((namespace, keys))
+
+    @staticmethod
+    def _refresh_ancestors(slot_class: SlotClass, blocks: Sequence[Block]) -> None:
+        """Queue what precedes these in their chain behind them again, or it would be evicted first.
+
+        A prefill in chunks puts the head of a chain long before its tail. So many ancestors as keep
+        the cost of a put proportional to its blocks.
+        """
+        table = blocks[0].table.blocks
+        found: list[Block] = []
+        parent = blocks[0].parent
+        most = ANCESTORS_PER_BLOCK * len(blocks)
+        while parent and len(found) < most and (block := table.get(parent)) is not None:
+            found.append(block)
+            parent = block.parent
+        if found:
+            found.reverse()
+            slot_class.refresh(found)
+
+    # ---- slots and candidates ---------------------------------------------------------------------
+
+    def _put_in(self, blocks: Sequence[Block]) -> None:
+        """Make blocks of one table candidates for eviction, as their pins say."""
+        self.settle()
+        plain = [block for block in blocks if block.pin == PIN_NONE]
+        if plain:
+            table = plain[0].table
+            table.namespace.tenant.classes[table.stride].insert(plain)
+        if len(plain) != len(blocks):
+            for block in blocks:
+                if block.pin == PIN_SOFT:
+                    tenant = block.table.namespace.tenant
+                    tenant.classes[block.table.stride].soft[block] = None
+
+    def _take_out(self, block: Block) -> None:
+        """The reverse: no candidate any more, no pin, in no quota."""
+        self._changes += 1
+        self.settle()
+        table = block.table
+        tenant = table.namespace.tenant
+        if block.parked:
+            block.parked = False
+        elif block.pin == PIN_NONE:
+            tenant.classes[table.stride].discard(block)
+        elif block.pin == PIN_SOFT:
+            del tenant.classes[table.stride].soft[block]
+        if block.pin == PIN_SOFT:
+            table.soft_bytes -= table.stride
+        elif block.pin == PIN_HARD:
+            del tenant.hard[block]
+            table.hard_bytes -= table.stride
+        block.pin = PIN_NONE
+
+    def _drop(self, block: Block) -> None:
+        """Take a block out of its table; its slot is free now, or when its last lease ends."""
+        del block.table.blocks[block.key]
+        self._part_with(block)
+
+    def _part_with(self, block: Block) -> None:
+        self._tell(block.table.namespace, (block.key,))
+        self._take_out(block)
+        if block.leases:
+            block.gone = True
+        else:
+            self._free(block)
+
+    def _free(self, block: Block) -> None:
+        table = block.table
+        tenant = table.namespace.tenant
+        tenant.classes[table.stride].by_row[block.row] = None
+        tenant.allocator.free(table.stride, [block.row])
+
+    def _allocate(self, tenant: Tenant, table: PartTable, n: int) -> list[int]:
+        """Up to n rows, reclaiming as many as are missing."""
+        allocator = tenant.allocator
+        stride = table.stride
+        slot_class = tenant.classes.get(stride)
+        if slot_class is None:
+            slot_class = SlotClass(stride, self._make_policy(allocator.capacity(stride)))
+            tenant.classes[stride] = slot_class
+            self._classes.append(slot_class)
+        rows = allocator.alloc(stride, n)
+        while len(rows) < n and self._reclaim(tenant, slot_class, n - len(rows)):
+            rows += allocator.alloc(stride, n - len(rows))
+        by_row = slot_class.by_row
+        if rows:
+            highest = max(rows)
+            if highest >= len(by_row):
+                by_row.extend([None] * (highest + 1 - len(by_row)))
+        return rows
+
+    def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int) -> bool:
+        """Make room for up to n slots of the class, at least one; False when nothing can go.
+
+        In order: what is left of ended epochs; this class's copies that others keep; a slab of
+        another class that is much colder; this class's own victims; a slab of another class whatever
+        its age; this class's soft pins; a slab of another class, soft pins included.
+        """
+        self.settle()
+        if self._garbage and self.reclaim_garbage(n, tenant, slot_class.stride):
+            return True
+        evicted = self._evict(tenant, slot_class, slot_class.secondary, n)
+        if evicted:
+            self.counters.evicted_secondary += evicted
+            return True
+        several = len(tenant.classes) > 1
+        if several and self._steal_colder_slab(tenant, slot_class):
+            return True
+        if self._evict(tenant, slot_class, slot_class.policy, n):
+            return True
+        if several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=True):
+            return True
+        rows: list[int] = []
+        soft = slot_class.soft
+        while len(rows) < n and soft:
+            block, _ = soft.popitem(last=False)
+            if block.leases:
+                block.parked = True
+                continue
+            table = block.table
+            table.soft_bytes -= table.stride
+            del table.blocks[block.key]
+            self._tell(table.namespace, (block.key,))
+            slot_class.by_row[block.row] = None
+            rows.append(block.row)
+            self.counters.evicted_secondary += block.secondary
+        self.counters.evicted += len(rows)
+        self.counters.evicted_soft_pins += len(rows)
+        if rows:
+            tenant.allocator.free(slot_class.stride, rows)
+            return True
+        return several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=False)
+
+    def _evict(self, tenant: Tenant, slot_class: SlotClass, policy: EvictionPolicy, n: int) -> int:
+        """Up to n of a policy's next victims, freed; how many. Leased ones are set aside."""
+        rows: list[int] = []
+        by_row = slot_class.by_row
+        while len(rows) < n:
+            block: Any = policy.pop()
+            if block is None:
+                break
+            if block.leases:
+                block.parked = True
+                continue
+            table = block.table
+            del table.blocks[block.key]
+            if self._changed is not None:
+                self._changed.append((table.namespace, (block.key,)))
+            row = block.row
+            by_row[row] = None
+            rows.append(row)
+        self.counters.evicted += len(rows)
+        if rows:
+            tenant.allocator.free(slot_class.stride, rows)
+        return len(rows)
+
+    @property
+    def has_garbage(self) -> bool:
+        """Whether there are slots of ended epochs to be given back."""
+        return bool(self._garbage)
+
+    def reclaim_garbage(self, n: int, tenant: Tenant | None = None, stride: int = 0) -> int:
+        """Free up to n blocks of ended epochs, of one tenant or all; how many went. O(n + tables).
+
+        Those of one stride come first. Slots that are still leased come back with their lease.
+        """
+        self.settle()
+        gone = 0
+        for table in sorted(self._garbage, key=lambda table: table.stride != stride):
+            if tenant is not None and table.namespace.tenant is not tenant:
+                continue
+            while table.garbage and gone < n:
+                # From the end: a dict that is emptied from its beginning is searched longer each time.
+                self._part_with(table.garbage.popitem()[1])
+                gone += 1
+            if table.garbage:
+                break
+            table.garbage = {}  # the emptied one keeps its memory
+            del self._garbage[table]
+        self.counters.reclaimed_blocks += gone
+        return gone
+
+    def _steal_colder_slab(self, tenant: Tenant, slot_class: SlotClass) -> bool:
+        """Empty a slab of another class, if that class's next victim is much colder than our own.
+
+        "Much" is twice as long unused, lest two classes take the same slab from each other in turns.
+        Where we have no victim of our own, any age will do, and the coldest goes first.
+        """
+        own: Any = slot_class.policy.peek()
+        age = -1 if own is None else self._tick - own.used
+        donors: list[tuple[int, SlotClass]] = []
+        for other in tenant.classes.values():
+            if other is not slot_class:
+                coldest: Any = other.secondary.peek() or other.policy.peek()
+                if coldest is not None and self._tick - coldest.used > 2 * age + 1:
+                    donors.append((coldest.used, other))
+        donors.sort(key=lambda donor: donor[0])
+        return any(self._empty_coldest_slab(tenant, donor, slot_class) for _, donor in donors)
+
+    def _empty_coldest_slab(self, tenant: Tenant, donor: SlotClass, taker: SlotClass) -> bool:
+        """Give the taker a slab with one of the donor's next victims and nothing that must stay."""
+        allocator = tenant.allocator
+        tried: set[int] = set()
+        tries = self.limits.steal_tries
+        cold: Any
+        for cold in donor.secondary.coldest(tries) or donor.policy.coldest(tries):
+            slab = allocator.slab_of(donor.stride, cold.row)
+            if slab in tried or not self._can_go(tenant, slab):
+                tried.add(slab)
+                continue
+            tried.add(slab)
+            for run in allocator.victims(taker.stride):
+                if slab in run and all(self._can_go(tenant, s) for s in run if s != slab):
+                    self._empty_run(tenant, run)
+                    return True
+        return False
+
+    def _can_go(self, tenant: Tenant, slab: int) -> bool:
+        """Whether all that is in use of a slab are blocks without leases and pins."""
+        allocator = tenant.allocator
+        held = self._held_in(tenant.classes[allocator.owner(slab)], allocator, slab)
+        return len(held) == allocator.used_in_slab(slab) and not any(
+            block.leases or block.pin != PIN_NONE for block in held
+        )
+
+    def _steal_any_slab(
+        self, tenant: Tenant, slot_class: SlotClass, *, spare_soft_pins: bool
+    ) -> bool:
+        """Empty some slab of another class that nothing holds. Costs O(leased blocks + slabs).
+
+        Not tried again before anything was released: puts into a pool that is held fail quickly.
+        """
+        if slot_class.stuck_at.get(spare_soft_pins) == self._changes:
+            return False
+        allocator = tenant.allocator
+        busy: set[int] = set()
+        for holder in tenant.holders.values():
+            for reservation in holder.reservations.values():
+                stride = reservation.table.stride
+                busy.update(allocator.slab_of(stride, row) for row in reservation.open_rows)
+            for stride, granted in holder.granted.items():
+                busy.update(allocator.slab_of(stride, row) for row in granted)
+            for lease in holder.leases.values():
+                for _, blocks in lease.parts.values():
+                    for block in blocks:
+                        busy.add(allocator.slab_of(block.table.stride, block.row))
+        kept: list[Iterable[Block]] = [tenant.hard]
+        if spare_soft_pins:
+            kept += [other.soft for other in tenant.classes.values()]
+        for pinned in kept:
+            busy.update(allocator.slab_of(block.table.stride, block.row) for block in pinned)
+        for run in allocator.victims(slot_class.stride):
+            if busy.isdisjoint(run):
+                self._empty_run(tenant, run)
+                return True
+        slot_class.stuck_at[spare_soft_pins] = self._changes
+        return False
+
+    def _empty_run(self, tenant: Tenant, run: Iterable[int]) -> None:
+        """Empty the slabs that together make room for one extent of another class."""
+        for slab in run:
+            self._empty_slab(tenant, tenant.classes[tenant.allocator.owner(slab)], slab)
+
+    @staticmethod
+    def _held_in(donor: SlotClass, allocator: SlabAllocator, slab: int) -> list[Block]:
+        by_row = donor.by_row
+        rows = allocator.rows_in_slab(slab)
+        return [
+            block
+            for row in range(rows.start, min(rows.stop, len(by_row)))
+            if (block := by_row[row]) is not None
+        ]
+
+    def _empty_slab(self, tenant: Tenant, donor: SlotClass, slab: int) -> None:
+        """Evict all blocks of a slab, none of which is leased or reserved, and free it for any class."""
+        allocator = tenant.allocator
+        held = self._held_in(donor, allocator, slab)
+        self.counters.evicted_soft_pins += sum(block.pin == PIN_SOFT for block in held)
+        self.counters.evicted_secondary += sum(block.secondary for block in held)
+        for block in held:
+            del block.table.blocks[block.key]
+            self._tell(block.table.namespace, (block.key,))
+            self._take_out(block)
+            donor.by_row[block.row] = None
+        allocator.free(donor.stride, [block.row for block in held])
+        allocator.reclaim_slab(slab)
+        self.counters.evicted += len(held)
+        self.counters.slabs_reclaimed += 1

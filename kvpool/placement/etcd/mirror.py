@@ -1,0 +1,248 @@
+"""What this process knows of the cluster's records in etcd, and the view that follows. No I/O.
+
+Below `/kvpool/<cluster>/`:
+
+    config                       ClusterConfig; written by the first node
+    nodes/<node>                 NodeRecord; bound to the node's lease
+    incarnations/<hex>           the node's name; bound to the same lease
+    namespaces/<tenant>/<digest> NamespaceEntry
+    drains/<node>                empty; an operator wants the node drained
+    chores/<chore>               the name of the node that does it; bound to its lease
+
+Anything else is of a later version, and left alone. What cannot be read is ignored and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from kvpool.errors import ConfigError, ProtocolError
+from kvpool.placement.etcd import rpc_pb2 as rpc
+from kvpool.placement.records import (
+    INCARNATION_BYTES,
+    ClusterConfig,
+    NamespaceEntry,
+    NodeRecord,
+    NodeState,
+    View,
+    decode_record,
+)
+
+log = logging.getLogger("kvpool.placement")
+
+LOGGED_MAX = 1000  # keys whose contents we have complained about
+INCARNATION = re.compile(rf"[0-9a-f]{{{2 * INCARNATION_BYTES}}}")
+
+
+class Paths:
+    """The keys of one cluster. Raises `ConfigError` for a name that would not be one path element."""
+
+    def __init__(self, cluster: str) -> None:
+        self.root = f"/kvpool/{element(cluster, 'a cluster')}/".encode()
+        self.config = self.root + b"config"
+
+    def node(self, node: str) -> bytes:
+        return self.root + b"nodes/" + element(node, "a node").encode()
+
+    def incarnation(self, incarnation: str) -> bytes:
+        return self.root + b"incarnations/" + incarnation.encode()
+
+    def namespace(self, tenant: str, digest: str) -> bytes:
+        return self.root + f"namespaces/{tenant}/{digest}".encode()
+
+    def drain(self, node: str) -> bytes:
+        return self.root + b"drains/" + element(node, "a node").encode()
+
+    def chore(self, chore: str) -> bytes:
+        return self.root + b"chores/" + element(chore, "a chore").encode()
+
+
+def element(name: str, what: str) -> str:
+    """The name, if it can stand between two slashes."""
+    if not name or "/" in name or not name.isprintable():
+        raise ConfigError(f"{name!r} cannot name {what}: printable characters, and no slash")
+    return name
+
+
+class Mirror:
+    """The records as last seen, and the `View` made of them.
+
+    Deletions of nodes are believed at once, except until the time given to `forgive`: after etcd was
+    away, all leases may have ended although their nodes live, and each needs a moment to come back. So
+    nodes that are missing then stay in the view until that time is over (`tick`).
+
+    A namespace is never dropped and its epoch never goes back, even if etcd has lost its data: what was
+    a miss before must stay one. `unsaved` are the entries that etcd lacked at the last `reset`.
+    """
+
+    def __init__(self, paths: Paths) -> None:
+        self.view = View()
+        self.undecodable = 0
+        self.chores: dict[str, int] = {}  # who does it, by lease
+        self.config_seen = False  # at the last reset
+        self._paths = paths
+        self._revision = 0  # up to here, the watch has told us everything
+        self._known: dict[bytes, int] = {}  # the revision that last changed each key
+        self._nodes: dict[str, NodeRecord] = {}
+        self._missing: dict[str, float] = {}  # in `_nodes`, but not in etcd: when to drop them
+        self._namespaces: dict[tuple[str, str], NamespaceEntry] = {}
+        self._saved: set[tuple[str, str]] = set()
+        self._drains: set[str] = set()
+        self._config: ClusterConfig | None = None
+        self._forgiven_until = float("-inf")
+        self._logged: set[bytes] = set()
+
+    # ---- what happens; each says whether the view has changed -----------------------------------------
+
+    def reset(self, kvs: Iterable[Any], revision: int, now: float) -> bool:
+        """These are all records (`rpc.KeyValue`), as of `revision`."""
+        listed = {kv.key: kv for kv in kvs}
+        self._revision = revision
+        self._saved.clear()
+        self.config_seen = self._paths.config in listed
+        for key in self._known.keys() - listed.keys():
+            self._delete(key, now)
+        # An etcd that lost its data counts from 1 again.
+        self._known = {}
+        for kv in listed.values():
+            self._put(kv)
+        return self._publish()
+
+    def changed(self, events: Iterable[Any], revision: int, now: float) -> bool:
+        """These changes (`rpc.Event`) came over the watch, the last one at `revision`."""
+        self._revision = revision
+        for event in events:
+            if event.kv.mod_revision < self._known.get(event.kv.key, 0):
+                continue  # our own later write is known already
+            if event.type == rpc.Event.DELETE:
+                self._delete(event.kv.key, now)
+            else:
+                self._put(event.kv)
+        return self._publish()
+
+    def wrote(self, revision: int, puts: dict[bytes, bytes], deletes: Iterable[bytes] = ()) -> bool:
+        """We have written this, at `revision`: our own view has it before the watch brings it."""
+        if revision <= self._revision:
+            return False  # the watch was faster, and may have brought what came after it, too
+        for key in deletes:
+            self._delete(key, float("inf"))
+            self._known[key] = revision
+        for key, value in puts.items():
+            self._put(rpc.KeyValue(key=key, value=value, mod_revision=revision))
+        return self._publish()
+
+    def forgive(self, until: float) -> None:
+        """Etcd was away: nodes that turn out to be missing are kept until then."""
+        self._forgiven_until = until
+
+    def tick(self, now: float) -> bool:
+        """Drop the nodes that did not come back in time."""
+        for node in [node for node, until in self._missing.items() if until <= now]:
+            del self._missing[node]
+            del self._nodes[node]
+        return self._publish()
+
+    @property
+    def next_tick(self) -> float | None:
+        """When `tick` will have something to do."""
+        return min(self._missing.values(), default=None)
+
+    @property
+    def unsaved(self) -> list[NamespaceEntry]:
+        return [entry for key, entry in self._namespaces.items() if key not in self._saved]
+
+    # ---- one key --------------------------------------------------------------------------------------
+
+    def _split(self, key: bytes) -> tuple[str, str]:
+        """(kind, name) of a key below the root."""
+        text = key[len(self._paths.root) :].decode(errors="replace")
+        kind, _, name = text.partition("/")
+        return kind, name
+
+    def _put(self, kv: Any) -> None:
+        self._known[kv.key] = kv.mod_revision
+        kind, name = self._split(kv.key)
+        try:
+            match kind:
+                case "nodes":
+                    self._put_node(name, kv)
+                case "namespaces":
+                    self._put_namespace(name, kv)
+                case "config":
+                    self._config = decode_record(kv.value, ClusterConfig, kv.key.decode())
+                case "drains":
+                    self._drains.add(name)
+                case "chores":
+                    self.chores[name] = kv.lease
+        except ProtocolError as error:
+            self.undecodable += 1
+            if kv.key not in self._logged and len(self._logged) < LOGGED_MAX:
+                self._logged.add(kv.key)
+                log.warning("a record in etcd is ignored: %s", error)
+
+    def _put_node(self, node: str, kv: Any) -> None:
+        record = decode_node(kv.value, node)
+        self._missing.pop(node, None)
+        if record.state is NodeState.GONE:  # it says good-bye, and its lease is about to end
+            self._nodes.pop(node, None)
+        else:
+            self._nodes[node] = record
+
+    def _put_namespace(self, name: str, kv: Any) -> None:
+        entry = decode_record(kv.value, NamespaceEntry, kv.key.decode())
+        key = (entry.tenant, entry.digest)
+        if f"{entry.tenant}/{entry.digest}" != name:
+            raise ProtocolError(f"{kv.key.decode()} holds the namespace {'/'.join(key)}")
+        self._saved.add(key)
+        old = self._namespaces.get(key)
+        if old is not None and old.epoch > entry.epoch:
+            self._saved.discard(key)  # etcd was restored from a copy
+            entry = msgspec.structs.replace(
+                entry, epoch=old.epoch, fence=max(old.fence, entry.fence)
+            )
+        self._namespaces[key] = entry
+
+    def _delete(self, key: bytes, now: float) -> None:
+        self._known.pop(key, None)
+        kind, name = self._split(key)
+        match kind:
+            case "nodes":
+                if name in self._nodes and now < self._forgiven_until:
+                    self._missing.setdefault(name, self._forgiven_until)
+                else:
+                    self._missing.pop(name, None)
+                    self._nodes.pop(name, None)
+            case "drains":
+                self._drains.discard(name)
+            case "chores":
+                self.chores.pop(name, None)
+
+    def _publish(self) -> bool:
+        view = View(
+            nodes=MappingProxyType(dict(self._nodes)),
+            namespaces=MappingProxyType(dict(self._namespaces)),
+            drains=frozenset(self._drains),
+            config=self._config,
+            revision=self.view.revision,
+        )
+        if view == self.view:
+            return False
+        self.view = replace(view, revision=view.revision + 1)
+        return True
+
+
+def decode_node(value: bytes, node: str) -> NodeRecord:
+    """A node's record, as stored under its name. Raises `ProtocolError`."""
+    record = decode_record(value, NodeRecord, f"the record of node {node!r}")
+    if record.node != node:
+        raise ProtocolError(f"the record of node {node!r} is one of {record.node!r}")
+    if not INCARNATION.fullmatch(record.incarnation):
+        raise ProtocolError(f"the record of node {node!r} names no incarnation")
+    return record

@@ -1,0 +1,97 @@
+"""How to reach an etcd cluster: read from a URL and files, once, at the edge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from kvpool.errors import ConfigError
+
+SCHEMES = {"etcd": False, "etcds": True}  # the scheme, and whether it means TLS
+PORT = 2379
+ENDPOINTS_MAX = 16
+CALL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdSettings:
+    """endpoints: `host:port` each; all of one cluster, tried in turn.
+
+    tls: verify the servers against `ca` (absent: the public authorities that gRPC brings). cert, key:
+        ours, where etcd asks clients for one. user, password: where etcd has authentication on.
+    try_s: how long one server may take before the next is asked.
+    call_s: how long a call may take, all tries together.
+    """
+
+    endpoints: tuple[str, ...]
+    tls: bool = False
+    user: str = ""
+    password: str = field(default="", repr=False)
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    try_s: float = 1.0
+    call_s: float = CALL_S
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.endpoints) <= ENDPOINTS_MAX:
+            raise ConfigError(
+                f"{len(self.endpoints)} etcd endpoints: name 1 to {ENDPOINTS_MAX} of them"
+            )
+        if not self.tls and (self.ca or self.cert or self.key):
+            raise ConfigError(
+                "certificates are set for etcd, but its URL says etcd://, which is without TLS; "
+                "write etcds:// or remove them"
+            )
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("a client certificate for etcd needs both its files: cert and key")
+        if bool(self.user) != bool(self.password):
+            raise ConfigError(
+                "etcd needs both or neither: a user in its URL (etcd://USER@HOST) and a password"
+            )
+
+    @classmethod
+    def from_url(
+        cls,
+        url: str,
+        *,
+        password: str = "",
+        ca: Path | None = None,
+        cert: Path | None = None,
+        key: Path | None = None,
+        call_s: float = CALL_S,
+    ) -> EtcdSettings:
+        """From `etcd://[user@]host[:port][,host[:port]...]`, or `etcds://` for TLS.
+
+        IPv6 addresses stand in brackets. Passwords have no place in a URL, where they end up in logs
+        and process lists. Raises `ConfigError`.
+        """
+        scheme, mark, rest = url.partition("://")
+        if not mark or scheme not in SCHEMES:
+            raise ConfigError(f"{url!r} is no etcd URL: etcd://HOST:PORT,... or etcds:// with TLS")
+        user, _, hosts = rest.rpartition("@")
+        if ":" in user:
+            raise ConfigError("an etcd URL holds no password; it is a setting of its own")
+        return cls(
+            endpoints=tuple(_endpoint(host) for host in hosts.removesuffix("/").split(",")),
+            tls=SCHEMES[scheme],
+            user=unquote(user),
+            password=password,
+            ca=ca,
+            cert=cert,
+            key=key,
+            call_s=call_s,
+        )
+
+
+def _endpoint(text: str) -> str:
+    """`host:port`, with the port that etcd has by default if there is none."""
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or parts.path or parts.query or parts.fragment or text.endswith(":") or port == 0:
+        raise ConfigError(f"{text!r} is no etcd endpoint: HOST:PORT, IPv6 addresses in brackets")
+    return f"[{host}]:{port or PORT}" if ":" in host else f"{host}:{port or PORT}"

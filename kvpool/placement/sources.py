@@ -1,0 +1,609 @@
+"""From whom to pull: what is known of the peers, and the choice among them. No I/O, no clock.
+
+The caller tells what it sees (`Peers.started`, `finished`, `failed`, `slow`) and asks whom to pull from
+(`plan`) and when to lose patience (`Peers.hedge_after_s`). Times are seconds of one monotonic clock, sizes
+are bytes. Event loop only: nothing here is safe to share among threads, and nothing here waits.
+
+A peer is one life of a node, known by its incarnation: a restarted node has no past. It is
+
+    trusted ───failed──▶ suspended: not asked for 0.2 s, doubling to 10 s      ──┐ then on probation: one
+       ▲ └─────slow────▶ suspected: asked only where nobody else has the block ──┤ request at a time
+       └────────────────────── any request that is answered ◀────────────────────┘
+
+so that what a dead or a stopped peer costs is one request now and then, however many want its blocks.
+
+The other classes remember what the directory cannot say or has said before. All of them are bounded, and
+forget the oldest first.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvpool.placement.directory import TIERS, Entry
+
+BACKOFF_S, BACKOFF_S_MAX = 0.2, 10.0
+SUSPECT_S = 3.0
+PROBE_S = 5.0
+"""A request on probation that has not ended by then is given up for lost: another may be made."""
+
+LATENCY_S, BYTES_S = 0.001, 1e9
+"""What is assumed of a peer at distance 1 before anything was measured."""
+PRIOR_BYTES = 4 << 20
+"""How much that assumption weighs against measurements."""
+DECAY = 0.8
+"""What a measurement leaves of the weight of all earlier ones."""
+STALE_S = 30.0
+"""After so long without a request, an estimate is half what was measured, half what is assumed."""
+SMALL_BYTES = 64 << 10
+"""Requests up to this size tell of latency, larger ones of bandwidth."""
+BYTES_S_MIN = 1e6
+
+HEDGE_TIMES = 4.0
+HEDGE_S_MIN, HEDGE_S_MAX = 0.05, 0.3
+
+SAME_RACK, SAME_ZONE, UNKNOWN_DISTANCE, OTHER_ZONE = 1.0, 1.5, 2.0, 3.0
+JITTER = 0.15
+"""Peers whose estimates differ by less are taken in turns."""
+
+_NO_EXTRA = (0.0, 0.0)
+_TIER_EXTRA = {
+    TIERS["gpu"]: _NO_EXTRA,
+    TIERS["dram"]: _NO_EXTRA,
+    TIERS["ssd"]: (0.0005, 1 / 1.5e9),
+    TIERS["remote"]: (0.05, 1 / 0.1e9),
+}
+"""What a tier adds to a pull: seconds to its first byte, seconds a byte."""
+
+
+class Candidate(NamedTuple):
+    """Somebody who has a block, as far as the directory knows."""
+
+    incarnation: bytes
+    tier: int
+
+
+class Assignment(NamedTuple):
+    """What to pull from one peer, in one request. Indices into what was wanted, rising."""
+
+    incarnation: bytes
+    indices: list[int]
+
+
+class PeerHealth:
+    """What is known of one peer. Made and changed by `Peers` only.
+
+    inflight_bytes: asked of it from here and not answered. failures: in a row.
+    suspended_until, suspected_until: in the past when not 0: on probation.
+    """
+
+    __slots__ = (
+        "asked",
+        "bytes_done",
+        "distance",
+        "failed",
+        "failures",
+        "inflight_bytes",
+        "last_error",
+        "latency_s",
+        "measured_at",
+        "measured_bytes",
+        "measured_s",
+        "probe_until",
+        "running",
+        "slow",
+        "suspected_until",
+        "suspended_until",
+    )
+
+    def __init__(self) -> None:
+        self.distance = UNKNOWN_DISTANCE
+        self.latency_s = 0.0  # 0: not measured
+        self.measured_bytes = 0.0  # of large transfers, older ones weighing less
+        self.measured_s = 0.0
+        self.measured_at = 0.0
+        self.inflight_bytes = 0
+        self.running = 0
+        self.failures = 0
+        self.suspended_until = 0.0
+        self.suspected_until = 0.0
+        self.probe_until = 0.0
+        self.asked = self.failed = self.slow = self.bytes_done = 0
+        self.last_error = ""
+
+    def expected(self, now: float) -> tuple[float, float]:
+        """Seconds to the first byte, and seconds a byte after it, for one request on an idle peer."""
+        distance = self.distance
+        trust = STALE_S / (STALE_S + max(0.0, now - self.measured_at))
+        seconds = trust * self.measured_s + PRIOR_BYTES * distance / BYTES_S
+        per_byte = seconds / (trust * self.measured_bytes + PRIOR_BYTES)
+        latency_s = LATENCY_S * distance
+        if self.latency_s:
+            latency_s += trust * (self.latency_s - latency_s)
+        return latency_s, min(per_byte, 1 / BYTES_S_MIN)
+
+    def suspended(self, now: float) -> bool:
+        """Whether it may not be asked at all: in back-off, or its one request on probation is under way."""
+        if not self.failures:
+            return False
+        return now < self.suspended_until or now < self.probe_until
+
+    def suspected(self, now: float) -> bool:
+        """Whether it may be asked only for what nobody else has."""
+        if not self.suspected_until:
+            return False
+        return now < self.suspected_until or now < self.probe_until
+
+    @property
+    def on_probation(self) -> bool:
+        """Whether it has done nothing well since it failed or was slow."""
+        return bool(self.failures or self.suspected_until)
+
+    def measure(self, nbytes: int, seconds: float, now: float) -> None:
+        """A request for so much took so long."""
+        self.measured_at = now
+        latency_s = self.latency_s
+        if nbytes <= SMALL_BYTES or seconds < latency_s:
+            self.latency_s = latency_s * DECAY + seconds * (1 - DECAY) if latency_s else seconds
+        if nbytes > SMALL_BYTES:
+            transfer_s = max(seconds - self.latency_s, seconds / 10)
+            self.measured_bytes = self.measured_bytes * DECAY + nbytes
+            self.measured_s = self.measured_s * DECAY + transfer_s
+
+
+class Peers:
+    """All peers that this node has pulled from lately, by incarnation.
+
+    labels: of this node. rng: spreads ties, so that a cluster's readers do not all choose the same peer.
+    capacity: how many peers are remembered.
+
+    Every request that `started` ends in exactly one of `finished`, `failed` and `stopped`; an end
+    without a start, as after `gone`, is harmless.
+    """
+
+    def __init__(
+        self, labels: Mapping[str, str], rng: random.Random, *, capacity: int = 4096
+    ) -> None:
+        self._labels = dict(labels)
+        self._capacity = capacity
+        self._peers: OrderedDict[bytes, PeerHealth] = OrderedDict()
+        self.rng = rng
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def get(self, incarnation: bytes) -> PeerHealth | None:
+        """To look at, not to change. None: nothing is known."""
+        return self._peers.get(incarnation)
+
+    def met(self, incarnation: bytes, labels: Mapping[str, str]) -> None:
+        """A peer's labels are these. Tell again when they change; without them it is at 2.0."""
+        self._known(incarnation).distance = distance_between(self._labels, labels)
+
+    def gone(self, incarnation: bytes) -> None:
+        """This incarnation is dead. Idempotent."""
+        self._peers.pop(incarnation, None)
+
+    def started(self, incarnation: bytes, nbytes: int, now: float) -> None:
+        """A request for so much is on its way to it."""
+        peer = self._known(incarnation)
+        peer.asked += 1
+        peer.running += 1
+        peer.inflight_bytes += nbytes
+        if peer.on_probation:
+            peer.probe_until = now + PROBE_S
+
+    def finished(
+        self,
+        incarnation: bytes,
+        nbytes: int,
+        seconds: float,
+        now: float,
+        *,
+        asked: int | None = None,
+    ) -> None:
+        """It answered: so much arrived in so long. asked: as `started`, when that was something else.
+
+        That it lacked all or some of what was asked is an answer as good as any.
+        """
+        peer = self._known(incarnation)
+        self._ended(peer, nbytes if asked is None else asked)
+        peer.bytes_done += nbytes
+        peer.failures = 0
+        peer.suspended_until = peer.suspected_until = peer.probe_until = 0.0
+        peer.measure(nbytes, seconds, now)
+
+    def failed(
+        self, incarnation: bytes, now: float, *, error: object, asked: int | None = None
+    ) -> None:
+        """A request for `asked` bytes broke or ran into its deadline. None: one of average size.
+
+        What fails while the peer is suspended already was under way before, and tells nothing new.
+        """
+        peer = self._known(incarnation)
+        if asked is None:
+            asked = peer.inflight_bytes // max(1, peer.running)
+        self._ended(peer, asked)
+        peer.failed += 1
+        peer.last_error = str(error)
+        if now >= peer.suspended_until:
+            backoff_s = min(BACKOFF_S * 2.0**peer.failures, BACKOFF_S_MAX)
+            peer.failures = min(peer.failures + 1, 16)
+            peer.suspended_until = now + backoff_s
+            peer.probe_until = 0.0
+
+    def stopped(self, incarnation: bytes, asked: int) -> None:
+        """A request was given up by ourselves: somebody else was faster, or nobody wants it any more.
+
+        Says nothing about the peer: when it was too slow, that is for `slow` to say.
+        """
+        self._ended(self._known(incarnation), asked)
+
+    def slow(self, incarnation: bytes, now: float) -> None:
+        """A request has not been answered by `hedge_after_s`: somebody else is asked too."""
+        peer = self._known(incarnation)
+        peer.slow += 1
+        if now >= peer.suspected_until:
+            peer.suspected_until = now + SUSPECT_S
+            peer.probe_until = 0.0
+
+    def distance(self, incarnation: bytes) -> float:
+        """How much longer a pull from there counts than one from the same rack.
+
+        1.0 in the same rack, 1.5 in the same zone, 3.0 in another zone, 2.0 where labels do not say.
+        """
+        peer = self._peers.get(incarnation)
+        return UNKNOWN_DISTANCE if peer is None else peer.distance
+
+    def hedge_after_s(self, incarnation: bytes, nbytes: int) -> float:
+        """How long to wait for this much from it before somebody else is asked as well.
+
+        Four times the expected time, at least 50 ms, at most 300 ms more than the transfer is expected to
+        take behind what is in flight already: a peer that is busy is not mistaken for a stopped one. Ask
+        before `started`.
+        """
+        peer = self._peers.get(incarnation) or PeerHealth()
+        latency_s, per_byte = peer.expected(peer.measured_at)
+        transfer_s = (peer.inflight_bytes + nbytes) * per_byte
+        times = HEDGE_TIMES * (latency_s + transfer_s)
+        return max(HEDGE_S_MIN, min(times, HEDGE_S_MAX + transfer_s))
+
+    def stats(self, now: float) -> list[dict[str, Any]]:
+        """Plain values, one dict a peer."""
+        out = []
+        for incarnation, peer in self._peers.items():
+            latency_s, per_byte = peer.expected(now)
+            out.append(
+                {
+                    "incarnation": incarnation.hex(),
+                    "distance": peer.distance,
+                    "latency_ms": latency_s * 1e3,
+                    "bytes_s": 1 / per_byte,
+                    "inflight_bytes": peer.inflight_bytes,
+                    "running": peer.running,
+                    "asked": peer.asked,
+                    "failed": peer.failed,
+                    "slow": peer.slow,
+                    "bytes": peer.bytes_done,
+                    "suspended_s": max(0.0, peer.suspended_until - now),
+                    "suspected": bool(peer.suspected_until),
+                    "last_error": peer.last_error,
+                }
+            )
+        return out
+
+    def _known(self, incarnation: bytes) -> PeerHealth:
+        peer = self._peers.get(incarnation)
+        if peer is None:
+            peer = self._peers[incarnation] = PeerHealth()
+            if len(self._peers) > self._capacity:
+                self._peers.popitem(last=False)
+        else:
+            self._peers.move_to_end(incarnation)
+        return peer
+
+    @staticmethod
+    def _ended(peer: PeerHealth, asked: int) -> None:
+        peer.running = max(0, peer.running - 1)
+        # Whatever callers disagree about, nothing is in flight when nothing runs.
+        peer.inflight_bytes = max(0, peer.inflight_bytes - asked) if peer.running else 0
+
+
+def distance_between(ours: Mapping[str, str], theirs: Mapping[str, str]) -> float:
+    """See `Peers.distance`. Racks are names within a zone; a cluster may have racks and no zones."""
+    zone, other_zone = ours.get("zone"), theirs.get("zone")
+    if zone and other_zone and zone != other_zone:
+        return OTHER_ZONE
+    rack = ours.get("rack")
+    if rack and rack == theirs.get("rack") and zone == other_zone:
+        return SAME_RACK
+    return SAME_ZONE if zone and other_zone else UNKNOWN_DISTANCE
+
+
+class _Option:
+    """A peer while a plan is made. `rank`: 0 fine, 1 last resort, 2 not to be asked."""
+
+    __slots__ = ("ends_at", "fixed", "indices", "per_byte", "rank", "stretch")
+
+    def __init__(self, peer: PeerHealth, now: float, stretch: float) -> None:
+        latency_s, self.per_byte = peer.expected(now)
+        # When what it has to do is done, if it were given nothing more, and what a request adds to that.
+        self.ends_at = peer.inflight_bytes * self.per_byte
+        self.fixed = latency_s
+        self.stretch = stretch * peer.distance
+        self.rank = 2 if peer.suspended(now) else int(peer.suspected(now))
+        self.indices: list[int] = []
+
+
+def plan(
+    wanted: Sequence[Sequence[Candidate]],
+    nbytes: int,
+    peers: Peers,
+    now: float,
+    *,
+    slice_bytes: int = 8 << 20,
+) -> list[Assignment]:
+    """Whom to ask for what, so that all is here soonest and the beginning first.
+
+    wanted[i]: who has the i-th missing block, in the order of the chain; nbytes: the size of each.
+    Goes through the blocks in slices of up to `slice_bytes`, and gives each slice to the one who is
+    expected to deliver it first, given all that was asked of it before; so several work in parallel
+    where that is faster, and few blocks are not scattered. One assignment a peer, the one with the
+    earliest block first.
+
+    Blocks that nobody has, or only peers in back-off, are in no assignment. Suspected peers are asked only
+    for what nobody else has; so are peers on probation for all but one slice. Changes nothing: tell
+    `Peers.started` of each request that is really made.
+    """
+    options: dict[bytes, _Option] = {}
+    per_slice = max(1, slice_bytes // nbytes)
+    current: Candidate | None = None
+    indices: list[int] = []
+    left = 0
+    for index, candidates in enumerate(wanted):
+        if left and current in candidates:
+            indices.append(index)
+            left -= 1
+            continue
+        if left and current is not None:  # the slice ended early: take back what it was booked for
+            _book(options[current.incarnation], current.tier, -left * nbytes)
+            left = 0
+        current = _fastest(candidates, options, nbytes * per_slice, peers, now)
+        if current is None:
+            continue
+        option = options[current.incarnation]
+        # Peers of last resort get one block at a time: the next one may be elsewhere too.
+        take = 1 if option.rank else per_slice
+        _book(option, current.tier, take * nbytes)
+        option.fixed = 0.0
+        indices = option.indices
+        indices.append(index)
+        left = take - 1
+        peer = peers.get(current.incarnation)
+        if peer is not None and peer.on_probation:
+            option.rank = 1
+    planned = [Assignment(inc, option.indices) for inc, option in options.items() if option.indices]
+    planned.sort(key=lambda assignment: assignment.indices[0])
+    return planned
+
+
+def _fastest(
+    candidates: Sequence[Candidate],
+    options: dict[bytes, _Option],
+    nbytes: int,
+    peers: Peers,
+    now: float,
+) -> Candidate | None:
+    """Who of them would be done with so much more first; None if none of them may be asked."""
+    best: Candidate | None = None
+    best_rank, best_s = 2, 0.0
+    for candidate in candidates:
+        incarnation, tier = candidate
+        option = options.get(incarnation)
+        if option is None:
+            peer = peers.get(incarnation) or PeerHealth()
+            option = _Option(peer, now, 1 + JITTER * peers.rng.random())
+            options[incarnation] = option
+        rank = option.rank
+        if rank > best_rank or rank == 2:
+            continue
+        first_s, per_byte = _TIER_EXTRA.get(tier, _NO_EXTRA)
+        seconds = option.ends_at + option.fixed + first_s + nbytes * (option.per_byte + per_byte)
+        seconds *= option.stretch
+        if rank < best_rank or seconds < best_s:
+            best, best_rank, best_s = candidate, rank, seconds
+    return best
+
+
+def _book(option: _Option, tier: int, nbytes: int) -> None:
+    """A peer has so much more to deliver, or less."""
+    first_s, per_byte = _TIER_EXTRA.get(tier, _NO_EXTRA)
+    if nbytes > 0:
+        option.ends_at += option.fixed + (first_s if option.fixed else 0.0)
+    option.ends_at += nbytes * (option.per_byte + per_byte)
+
+
+class NegativeMemory:
+    """Who was found to lack what, or to have it corrupt, though the directory says it is there.
+
+    For the time that a wrong hint takes to be withdrawn. Each call is O(1).
+    """
+
+    def __init__(self, capacity: int, ttl_s: float) -> None:
+        self._capacity = capacity
+        self._ttl_s = ttl_s
+        # In the order of their ends, since all last equally long.
+        self._until: OrderedDict[tuple[bytes, int, bytes, bytes], float] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many there are, expired ones perhaps included: when 0, there is no need to ask."""
+        return len(self._until)
+
+    def add(self, digest: bytes, part: int, key: bytes, incarnation: bytes, now: float) -> None:
+        until = self._until
+        item = (digest, part, key, incarnation)
+        until[item] = now + self._ttl_s
+        until.move_to_end(item)
+        for _ in range(2):  # two out for one in: what has expired goes, a little at a time
+            oldest = next(iter(until))
+            if len(until) <= self._capacity and until[oldest] > now:
+                break
+            del until[oldest]
+            if not until:
+                break
+
+    def has(self, digest: bytes, part: int, key: bytes, incarnation: bytes, now: float) -> bool:
+        return self._until.get((digest, part, key, incarnation), now) > now
+
+
+class Remembered:
+    """The last known entries of keys, for the time when the directory is away.
+
+    capacity: in keys. Entries are kept packed, so that many of them are nothing to the garbage collector.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._packed: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def learn(
+        self, digest: bytes, keys: Sequence[bytes], entries: Sequence[Sequence[Entry]]
+    ) -> None:
+        """The directory says this; that nobody has a key is remembered by forgetting it."""
+        packed = self._packed
+        last: Sequence[Entry] = ()
+        form = b""
+        for key, known in zip(keys, entries, strict=True):
+            name = digest + key
+            if not known:
+                packed.pop(name, None)
+                continue
+            if known != last:  # blocks of one prompt mostly lie together: one copy serves them all
+                last, form = known, _pack(known)
+            packed[name] = form
+            packed.move_to_end(name)
+        while len(packed) > self._capacity:
+            packed.popitem(last=False)
+
+    def recall(self, digest: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
+        """What was known of each key at last; nothing for keys that are not remembered."""
+        packed = self._packed
+        found: list[list[Entry]] = []
+        last = b""
+        entries: list[Entry] = []
+        for key in keys:
+            name = digest + key
+            form = packed.get(name)
+            if form is None:
+                found.append([])
+                continue
+            packed.move_to_end(name)
+            if form != last:
+                last, entries = form, _unpack(form)
+            found.append(entries.copy())
+        return found
+
+    def forget(self, digest: bytes, keys: Iterable[bytes], incarnation: bytes) -> None:
+        """This incarnation turned out not to have these."""
+        for key in keys:
+            form = self._packed.get(digest + key)
+            if form is None:
+                continue
+            rest = [entry for entry in _unpack(form) if entry.incarnation != incarnation]
+            if rest:
+                self._packed[digest + key] = _pack(rest)
+            else:
+                del self._packed[digest + key]
+
+
+def _pack(entries: Iterable[Entry]) -> bytes:
+    """One after the other: incarnation 8, tier 1, length of the mask 2, mask."""
+    out: list[bytes] = []
+    for incarnation, tier, mask in entries:
+        size = (mask.bit_length() + 7) // 8
+        out += (incarnation, bytes((tier,)), size.to_bytes(2), mask.to_bytes(size))
+    return b"".join(out)
+
+
+def _unpack(form: bytes) -> list[Entry]:
+    entries = []
+    at = 0
+    while at < len(form):
+        end = at + 11 + int.from_bytes(form[at + 9 : at + 11])
+        entries.append(Entry(form[at : at + 8], form[at + 8], int.from_bytes(form[at + 11 : end])))
+        at = end
+    return entries
+
+
+class DeadIncarnations:
+    """Which incarnations are dead for certain, so that their entries may be swept.
+
+    Those that were in the view and left it are; so are those that were met in entries and have not come
+    into the view for `patience_s` seconds during which the membership answered: a node whose joining we
+    could not see is not taken for dead. Nobody in the view ever is. Call `seen` with every view, and
+    `passed` every second or so. Bounded by `capacity`: what is left out is met again.
+    """
+
+    def __init__(self, *, patience_s: float = 30.0, capacity: int = 4096) -> None:
+        self._patience_s = patience_s
+        self._capacity = capacity
+        self._living: frozenset[bytes] = frozenset()
+        self._strange: OrderedDict[bytes, float] = OrderedDict()  # connected time when first met
+        self._dead: OrderedDict[bytes, None] = OrderedDict()
+        self._connected_s = 0.0
+        self._connected_at: float | None = None
+
+    def seen(self, living: Collection[bytes]) -> None:
+        """These are in the view now, our own included."""
+        now_living = frozenset(living)
+        for incarnation in self._living - now_living:
+            self._declare(incarnation)
+        for incarnation in now_living - self._living:
+            self._strange.pop(incarnation, None)
+            self._dead.pop(incarnation, None)
+        self._living = now_living
+
+    def met(self, incarnations: Iterable[bytes]) -> None:
+        """These occur in entries of the directory. Call it with what is not known to live; cheap."""
+        for incarnation in incarnations:
+            known = incarnation in self._living or incarnation in self._dead
+            if known or incarnation in self._strange:
+                continue
+            self._strange[incarnation] = self._connected_s
+            if len(self._strange) > self._capacity:
+                self._strange.popitem(last=False)
+
+    def passed(self, now: float, *, connected: bool) -> None:
+        """Time has come to `now`; connected: whether the membership answers at present.
+
+        Only the time between two calls that both say so counts.
+        """
+        if connected and self._connected_at is not None:
+            self._connected_s += now - self._connected_at
+        self._connected_at = now if connected else None
+        while self._strange:
+            incarnation, since = next(iter(self._strange.items()))
+            if self._connected_s - since < self._patience_s:
+                break
+            del self._strange[incarnation]
+            self._declare(incarnation)
+
+    def swept(self, incarnations: Iterable[bytes]) -> None:
+        """The whole directory was swept of these: forget them. If they occur again, they are met again."""
+        for incarnation in incarnations:
+            self._dead.pop(incarnation, None)
+
+    @property
+    def dead(self) -> frozenset[bytes]:
+        return frozenset(self._dead)
+
+    def _declare(self, incarnation: bytes) -> None:
+        self._dead[incarnation] = None
+        if len(self._dead) > self._capacity:
+            self._dead.popitem(last=False)

@@ -1,0 +1,158 @@
+"""Where to put copies, who makes them, and how fast. No I/O, no clock; event loop only.
+
+Copies are made for three reasons (`replicas=n`, repair after a loss, draining), and victims are
+forwarded for a fourth (a node is full and others are not). The sender chooses by what the node records
+say, which is seconds old; the receiver decides by what it knows (`accept_forward`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Sequence
+
+import xxhash
+
+from kvpool.errors import ConfigError
+from kvpool.placement.records import NodeRecord, NodeState
+
+MEMORY_TIER = "dram"
+MUCH_OLDER = 2.0
+"""How many times as old our own coldest block must be to make room for somebody else's victim."""
+
+
+def choose_targets(
+    view_nodes: Sequence[NodeRecord],
+    own: NodeRecord,
+    holders: Collection[bytes],
+    n: int,
+    nbytes: int,
+    rng: random.Random,
+) -> list[NodeRecord]:
+    """Up to n nodes for one further copy each of `nbytes`, the best one first.
+
+    own: of this node, never chosen. holders: incarnations that have the blocks already; those that do not
+    live any more do not matter. Only serving nodes whose memory could hold so much are chosen; that it is
+    full is no obstacle, since a pool in use always is, and makes room.
+
+    Failure domains decide first: a zone that has no copy yet, then a rack that has none, then any other
+    node. A label that is missing is no other domain than any. Among equals two are drawn and the one with
+    more free bytes is taken, so that many senders do not all choose the emptiest.
+    """
+    zones: set[str] = set()
+    racks: set[str] = set()
+    free: dict[str, int] = {}
+    left: list[NodeRecord] = []
+    for node in view_nodes:
+        incarnation = node.incarnation_bytes
+        if incarnation in holders:
+            zones.add(_zone(node))
+            racks.add(_rack(node))
+        elif incarnation != own.incarnation_bytes and node.state is NodeState.SERVING:
+            capacity, free[node.node] = _memory(node)
+            if capacity >= nbytes:
+                left.append(node)
+    if own.incarnation_bytes in holders:  # our own record may not have come back to us yet
+        zones.add(_zone(own))
+        racks.add(_rack(own))
+    chosen: list[NodeRecord] = []
+    while left and len(chosen) < n:
+        best = _farthest(left, zones, racks)
+        drawn = rng.sample(best, 2) if len(best) > 1 else best
+        node = max(drawn, key=lambda node: free[node.node])
+        chosen.append(node)
+        left.remove(node)
+        zones.add(_zone(node))
+        racks.add(_rack(node))
+    return chosen
+
+
+def _farthest(nodes: Iterable[NodeRecord], zones: set[str], racks: set[str]) -> list[NodeRecord]:
+    """Those of the nodes that share least with the zones and racks that are taken."""
+    by_rank: dict[int, list[NodeRecord]] = {}
+    for node in nodes:
+        rank = 0 if _apart(_zone(node), zones) else 1 if _apart(_rack(node), racks) else 2
+        by_rank.setdefault(rank, []).append(node)
+    return by_rank[min(by_rank)]
+
+
+def _apart(domain: str, taken: set[str]) -> bool:
+    """Whether this is certainly another domain than all that are taken."""
+    return not taken or (domain != "" and domain not in taken and "" not in taken)
+
+
+def _zone(node: NodeRecord) -> str:
+    return node.labels.get("zone", "")
+
+
+def _rack(node: NodeRecord) -> str:
+    """Racks are names within a zone."""
+    rack = node.labels.get("rack")
+    return f"{_zone(node)}/{rack}" if rack else ""
+
+
+def _memory(node: NodeRecord) -> tuple[int, int]:
+    """Capacity and free bytes of a node's memory, as its record says."""
+    capacity = used = 0
+    for tier in node.tiers:
+        if tier.name == MEMORY_TIER:
+            capacity += tier.capacity_bytes
+            used += tier.used_bytes
+    return capacity, max(0, capacity - used)
+
+
+def responsible(holders: Iterable[bytes], key: bytes) -> bytes:
+    """Which of a block's living holders repairs it: all agree, and blocks spread over them evenly.
+
+    holders: incarnations, at least one. When one is lost, only what it was responsible for moves.
+    """
+    return max(holders, key=lambda holder: (xxhash.xxh3_64_intdigest(key + holder), holder))
+
+
+def accept_forward(
+    free_bytes: int,
+    nbytes: int,
+    offered_age_s: float,
+    own_coldest_age_s: float,
+    hops: int,
+    hops_max: int,
+) -> bool:
+    """Whether to take a block that another node evicts.
+
+    Ages are times since the last use. hops: how often the block has been forwarded since its last use, this
+    time included. Taken when there is room, or when our own coldest block is much older than it: a little
+    older is not enough, or two full nodes would pass their blocks to and fro.
+    """
+    if hops > hops_max:
+        return False
+    return free_bytes >= nbytes or own_coldest_age_s > MUCH_OLDER * offered_age_s
+
+
+class Pace:
+    """A token bucket, so that repair and drain leave the network to readers.
+
+    bytes_per_s: on average. burst_bytes: how much may go at once after a pause. Raises `ConfigError`
+    unless both are positive.
+    """
+
+    def __init__(self, bytes_per_s: float, burst_bytes: float) -> None:
+        if not (bytes_per_s > 0 and burst_bytes > 0):
+            raise ConfigError(
+                f"a pace of {bytes_per_s} bytes/s in bursts of {burst_bytes} bytes: both must be positive"
+            )
+        self._bytes_per_s = bytes_per_s
+        self._burst_bytes = burst_bytes
+        self._tokens = burst_bytes
+        self._at: float | None = None
+
+    def delay(self, nbytes: int, now: float) -> float:
+        """Take so much, and say how many seconds to wait before sending it. 0.0: send now.
+
+        What is taken is taken, so send it after the wait. More than a burst is waited for at the same pace.
+        """
+        if self._at is not None and now > self._at:
+            earned = (now - self._at) * self._bytes_per_s
+            self._tokens = min(self._burst_bytes, self._tokens + earned)
+        if self._at is None or now > self._at:
+            self._at = now
+        self._tokens -= nbytes
+        return max(0.0, -self._tokens / self._bytes_per_s)

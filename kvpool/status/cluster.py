@@ -1,0 +1,316 @@
+"""What `kvpool nodes`, `kvpool namespaces` and `kvpool locate` print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from kvpool.status.text import (
+    DIGEST_SHOWN,
+    count,
+    facts,
+    make_console,
+    make_table,
+    size_text,
+    used_text,
+)
+
+INCARNATION_SHOWN = 8
+KEYS_SHOWN = 3  # of those that were not found
+
+STATE_STYLES = {"joining": "cyan", "serving": "green", "draining": "yellow", "gone": "dim"}
+
+# What is to be known when this node is not a member; the state tells whether it has left on purpose.
+STANDINGS = {
+    "away": (
+        "etcd does not answer. What was known last holds, and blocks are served as before; nodes that "
+        "come or go, resets and drains are not heard of until it is back."
+    ),
+    "unsure": (
+        "it was stopped or asleep for longer than its lease lasts, so others may take it for dead. It "
+        "serves no other node until etcd has said whether they do; that takes a few seconds."
+    ),
+    "lost": (
+        "its lease is gone, and others take it for dead. It serves no other node until it has joined "
+        "again, as a new incarnation, which it tries all the time."
+    ),
+    "out": (
+        "other nodes neither see it nor pull from it. It is joining or leaving; its log says why it "
+        "cannot, if it cannot."
+    ),
+}
+DRAINED = (
+    "it was drained and has left. It serves its own clients until it is stopped; "
+    "`kvpool drain {node} --cancel` brings it back."
+)
+
+Directory = Mapping[str, Any] | None
+
+
+# ---- nodes -----------------------------------------------------------------------------------------
+
+
+def show_nodes(cluster: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print what `Client.cluster` gives."""
+    console = console or make_console()
+    nodes = cluster["nodes"]
+    versions = sorted({record["version"] for record in nodes if record["version"]})
+    headline = Text(f"cluster {cluster['cluster']}", style="bold")
+    headline.append(f", seen by node {cluster['node']}: {count(len(nodes), 'node')}", style="none")
+    if len(versions) == 1:
+        headline.append(f", version {versions[0]}", style="none")
+    console.print(headline)
+    if (warning := standing_text(cluster)) is not None:
+        console.print(warning)
+    if nodes:
+        console.print()
+        _print_nodes(cluster, console, versions_differ=len(versions) > 1)
+    lines = [*_drain_lines(cluster), *_peer_lines(cluster), directory_text(cluster["directory"])]
+    console.print()
+    for line in lines:
+        console.print(line)
+
+
+def standing_text(cluster: Mapping[str, Any]) -> Text | None:
+    """What it means that this node is not a member; None if it is one."""
+    standing, node = cluster["standing"], cluster.get("node", "NODE")
+    if standing == "member":
+        return None
+    drained = standing == "out" and cluster["state"] == "gone"
+    meaning = DRAINED.format(node=node) if drained else STANDINGS.get(standing, "")
+    text = Text(f"this node is not a member ({standing}): ", style="bold yellow")
+    return text.append(meaning, style="yellow")
+
+
+def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_differ: bool) -> None:
+    nodes = cluster["nodes"]
+    tiers = list(dict.fromkeys(tier["name"] for record in nodes for tier in record["tiers"]))
+    labelled = any(record["labels"] for record in nodes)
+    table = make_table(
+        "",
+        "  node",
+        "state",
+        "incarnation",
+        *(["labels"] if labelled else []),
+        "address",
+        *(f">{name}" for name in tiers),
+        *(["version"] if versions_differ else []),
+    )
+    own = next((r for r in nodes if r["incarnation"] == cluster["incarnation"]), None)
+    for record in nodes:
+        by_name = {tier["name"]: tier for tier in record["tiers"]}
+        cells: list[str | Text] = [
+            Text(f"* {record['node']}", style="bold") if record is own else f"  {record['node']}",
+            _state(record, wanted=record["node"] in cluster["drains"]),
+            record["incarnation"][:INCARNATION_SHOWN],
+        ]
+        if labelled:
+            cells.append(", ".join(f"{k}={v}" for k, v in sorted(record["labels"].items())))
+        cells.append(", ".join(transport["url"] for transport in record["transports"]) or "none")
+        cells += [
+            used_text(by_name[name]["used_bytes"], by_name[name]["capacity_bytes"])
+            if name in by_name
+            else ""
+            for name in tiers
+        ]
+        if versions_differ:
+            cells.append(_version(record, own))
+        table.add_row(*cells)
+    for column in table.columns:
+        column.no_wrap = column.header not in {"labels", "address"}
+        column.overflow = "fold"
+    console.print(table)
+
+
+def _state(record: Mapping[str, Any], *, wanted: bool) -> Text:
+    state, progress = record["state"], record["drain"]
+    words = state
+    if state == "draining" and progress and progress["blocks_total"]:
+        words += f" {min(1.0, progress['blocks'] / progress['blocks_total']):.0%}"
+    elif wanted and state != "draining":
+        words += ", to drain"
+    return Text(words, style=STATE_STYLES.get(state, ""))
+
+
+def _version(record: Mapping[str, Any], own: Mapping[str, Any] | None) -> Text:
+    """Nodes of another wire protocol are seen, and not pulled from."""
+    if own is None or record["protocol"] == own["protocol"]:
+        return Text(record["version"])
+    return Text(f"{record['version']}, protocol {record['protocol']}", style="yellow")
+
+
+def _drain_lines(cluster: Mapping[str, Any]) -> Iterator[Text]:
+    here = set()
+    for record in cluster["nodes"]:
+        here.add(record["node"])
+        if record["drain"]:
+            yield Text(f"{record['node']} is being drained: {drain_text(record['drain'])}")
+    for name in sorted(set(cluster["drains"]) - here):
+        yield Text(
+            f"{name} is drained and not here; `kvpool drain {name} --cancel` lets it come back",
+            style="yellow",
+        )
+
+
+def drain_text(progress: Mapping[str, Any]) -> str:
+    """How far a node has come: copying first, then waiting for leases to end."""
+    words = [f"{progress['blocks']:,} of {count(progress['blocks_total'], 'block')} looked at"]
+    if progress["copied"]:
+        words.append(f"{progress['copied']:,} copied, {size_text(progress['copied_bytes'])}")
+    if progress["failed"]:
+        words.append(f"{progress['failed']:,} that only it has found no other place")
+    if progress["phase"] == "waiting":
+        words.append(f"waiting for {count(progress['leases'], 'lease')} to end")
+    return ", ".join(words)
+
+
+def _peer_lines(cluster: Mapping[str, Any]) -> Iterator[Text]:
+    if cluster["peers"]:
+        yield Text(f"pulls also from {', '.join(cluster['peers'])}, named in its configuration")
+
+
+def directory_text(directory: Directory) -> Text:
+    """One line: is it there, how far is this node behind in telling it."""
+    if directory is None:
+        return Text("no directory: other nodes are asked one by one what they have")
+    line = Text("directory ")
+    if directory["connected"]:
+        line.append("connected", style="green")
+    else:
+        line.append("does not answer", style="bold red")
+    line.append(f", lag {directory['lag_s']:.1f} s, {directory['queued']:,} queued")
+    line.append(f", {count(directory['announced'], 'block')} of this node announced")
+    if directory["repairing"]:
+        line.append(f", {directory['repairing']:,} to be announced again")
+    if directory["failures"]:
+        line.append(f", {count(directory['failures'], 'failure')}", style="yellow")
+    return line
+
+
+# ---- namespaces ------------------------------------------------------------------------------------
+
+
+def namespace_rows(
+    cluster: Mapping[str, Any], stats: Mapping[str, Any], tenant: str
+) -> list[dict[str, Any]]:
+    """One dict for each namespace: what the cluster has agreed on, and what this node holds of it.
+
+    `agreed` is False for those of which the cluster does not know yet. `blocks` and `bytes` are this
+    node's, and None for other tenants, whose pools are not shown to this one.
+    """
+    here = stats["tenants"][tenant]["namespaces"]
+    rows = []
+    for entry in cluster["namespaces"]:
+        row = {**entry, "fields": json.loads(entry["fields"]), "agreed": True}
+        row |= {"blocks": None, "bytes": None}
+        if entry["tenant"] == tenant:
+            row |= _held(here.get(entry["digest"]))
+        rows.append(row)
+    known = {row["digest"] for row in rows if row["tenant"] == tenant}
+    for digest in sorted(here.keys() - known):
+        one = here[digest]
+        rows.append(
+            {
+                "tenant": tenant,
+                "digest": digest,
+                "fields": one["fields"],
+                "parts": [[nbytes] for nbytes in one["part_bytes"]],
+                "epoch": one["epoch"],
+                "fence": 0,
+                "replicas": one["replicas"],
+                "agreed": False,
+                **_held(one),
+            }
+        )
+    return rows
+
+
+def _held(one: Mapping[str, Any] | None) -> dict[str, int]:
+    if one is None:
+        return {"blocks": 0, "bytes": 0}
+    pairs = zip(one["blocks"], one["part_bytes"], strict=True)
+    return {
+        "blocks": max(one["blocks"], default=0),
+        "bytes": sum(n * nbytes for n, nbytes in pairs),
+    }
+
+
+def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """Print what `namespace_rows` gives."""
+    console = console or make_console()
+    if not rows:
+        console.print("no engine has opened a namespace yet")
+        return
+    several = len({row["tenant"] for row in rows}) > 1
+    columns = ["digest", "fields", ">epoch", ">copies", ">a block", ">blocks here", ">bytes here"]
+    table = make_table("", *(["tenant"] if several else []), *columns)
+    for row in rows:
+        hidden = row["blocks"] is None
+        cells: list[str | Text] = [
+            row["digest"][:DIGEST_SHOWN],
+            escape(", ".join(facts(row["fields"]))),
+            str(row["epoch"]) if row["agreed"] else Text(f"{row['epoch']}?", style="yellow"),
+            str(row["replicas"]),
+            size_text(sum(part[0] for part in row["parts"])),
+            "" if hidden else f"{row['blocks']:,}",
+            "" if hidden else size_text(row["bytes"]),
+        ]
+        table.add_row(*([row["tenant"]] if several else []), *cells)
+    for column in table.columns:
+        column.no_wrap = column.header != "fields"
+        column.overflow = "fold"
+    console.print(table)
+    fenced = [row["digest"][:DIGEST_SHOWN] for row in rows if 0 < row["fence"] == row["epoch"]]
+    if fenced:
+        console.print(
+            f"fenced at this epoch: {', '.join(fenced)}. Engines that opened it before open it again."
+        )
+    if not all(row["agreed"] for row in rows):
+        console.print("?: not agreed with the cluster yet; that follows by itself", style="yellow")
+
+
+# ---- blocks ----------------------------------------------------------------------------------------
+
+
+def show_replicas(found: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """Print what `Client.locate` gives."""
+    if not found:
+        return
+    console = console or make_console()
+    table = make_table("", "key", "namespace", "node", "tier", ">parts")
+    for block in found:
+        for replica in block["replicas"]:
+            whole = replica["parts"] == block["parts"]
+            table.add_row(
+                block["key"],
+                block["namespace"][:DIGEST_SHOWN],
+                replica["node"],
+                replica["tier"],
+                Text(f"{replica['parts']} of {block['parts']}", style="" if whole else "yellow"),
+            )
+    for column in table.columns:
+        column.no_wrap = column.header != "node"
+        column.overflow = "fold"
+    console.print(table)
+
+
+def not_found(
+    wanted: Sequence[bytes], found: Sequence[Mapping[str, Any]], directory: Directory
+) -> str:
+    """Which blocks were not found and what that may be due to; empty if all were."""
+    there = {block["key"] for block in found}
+    missing = [key.hex() for key in wanted if key.hex() not in there]
+    if not missing:
+        return ""
+    more = f" and {len(missing) - KEYS_SHOWN} more" if len(missing) > KEYS_SHOWN else ""
+    hint = "looked for were namespaces that are open on this node"
+    if directory is None:
+        hint += "; without a directory only what this node itself holds is known"
+    elif not directory["connected"]:
+        hint += "; the directory does not answer"
+    return f"not found: {', '.join(missing[:KEYS_SHOWN])}{more} ({hint})"

@@ -1,0 +1,59 @@
+"""What operators type for a namespace or a block."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kvpool.errors import InvalidRequest
+from kvpool.types import KEY_BYTES
+
+DIGEST_HEX = 32
+PREFIX_MIN = 4
+SHOWN_MAX = 5  # candidates that an error lists
+
+_HEX = re.compile(r"[0-9a-f]+")
+
+
+def block_key(text: str) -> bytes:
+    """A block key from its 32 hex digits. Raises `InvalidRequest`."""
+    if len(text) != 2 * KEY_BYTES or not _HEX.fullmatch(text.lower()):
+        raise InvalidRequest(
+            f"{text!r} is no block key: {2 * KEY_BYTES} hex digits, as `locate --json` shows them"
+        )
+    return bytes.fromhex(text)
+
+
+def known_digests(
+    cluster: Mapping[str, Any], stats: Mapping[str, Any], tenant: str
+) -> frozenset[str]:
+    """The namespaces of a tenant, in hex: those of the cluster, and those that are open on this node."""
+    agreed = {entry["digest"] for entry in cluster["namespaces"] if entry["tenant"] == tenant}
+    return frozenset(agreed | stats["tenants"][tenant]["namespaces"].keys())
+
+
+def full_digest(text: str, known: Collection[str]) -> bytes:
+    """The digest that begins with `text`, of those known. Whole ones need not be known.
+
+    Raises `InvalidRequest` for what is no beginning of a digest, of none that is known, or of several.
+    """
+    start = text.lower()
+    if not PREFIX_MIN <= len(start) <= DIGEST_HEX or not _HEX.fullmatch(start):
+        raise InvalidRequest(
+            f"{text!r} is no namespace: give {PREFIX_MIN} to {DIGEST_HEX} hex digits of one that "
+            f"`kvpool namespaces` shows"
+        )
+    found = sorted(digest for digest in known if digest.startswith(start))
+    if len(start) == DIGEST_HEX:
+        return bytes.fromhex(start)
+    if len(found) == 1:
+        return bytes.fromhex(found[0])
+    if not found:
+        raise InvalidRequest(
+            f"no namespace of this tenant begins with {start}; `kvpool namespaces` shows what there is"
+        )
+    more = f" and {len(found) - SHOWN_MAX} more" if len(found) > SHOWN_MAX else ""
+    raise InvalidRequest(
+        f"{start} is the beginning of {', '.join(found[:SHOWN_MAX])}{more}: give more digits"
+    )

@@ -1,0 +1,528 @@
+"""What every membership has to do, as tests: for ours and for those of other distributions.
+
+    class TestMine(MembershipContract):
+        @pytest.fixture
+        def backend(self) -> Iterator[Backend]: ...
+
+What members see is checked against what the test itself told the others to do, in a plain model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import msgspec
+import pytest
+
+from kvpool.errors import ConfigError, InvalidRequest, NamespaceMismatch, Unavailable
+from kvpool.placement.membership import Membership, Standing
+from kvpool.placement.records import (
+    DrainProgress,
+    NamespaceEntry,
+    NodeRecord,
+    NodeState,
+    TierRecord,
+    TransportRecord,
+    new_incarnation,
+)
+
+PATIENCE_S = 30.0  # for what should happen within a few seconds; the machine may be busy
+
+
+class Backend(Protocol):
+    """One fresh cluster, and what goes wrong with it."""
+
+    def member(self, *, secret: bytes = b"", protocol: int = 1) -> Membership:
+        """One more member of it, not started. The caller closes it."""
+        ...
+
+    async def expire(self, node: str) -> None:
+        """End a node's lease behind its back, as if it had been silent."""
+        ...
+
+    async def go_away(self) -> None:
+        """Be out of reach for all members, with everything kept."""
+        ...
+
+    async def come_back(self) -> None: ...
+
+
+async def until(condition: Callable[[], object], what: str = "") -> None:
+    """Poll until the condition holds; an AssertionError if it takes too long."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what or condition}"
+        await asyncio.sleep(0.005)
+
+
+def record(node: str, port: int = 0, **changes: object) -> NodeRecord:
+    """A serving node with an address of its own; port 0: one made from its name."""
+    url = f"tcp://10.0.0.1:{port or 1024 + sum(node.encode())}"
+    made = NodeRecord(
+        node=node,
+        incarnation=new_incarnation(),
+        state=NodeState.SERVING,
+        transports=(TransportRecord(url, "metadata"),),
+        tiers=(TierRecord("dram", 1000, 10),),
+        labels={"zone": "a"},
+        version="1.2",
+        protocol=1,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def entry(digest: str = "00" * 16, tenant: str = "t", **changes: object) -> NamespaceEntry:
+    parts = ((4096, "full", 0, 1), (512, "window", 3, 2))
+    made = NamespaceEntry(tenant, digest, '{"model":"m"}', parts)
+    return msgspec.structs.replace(made, **changes)
+
+
+def standing(member: Membership) -> Standing:
+    return member.standing(time.monotonic())
+
+
+class MembershipContract:
+    """Subclasses give the fixture `backend`; `run` may be another event loop's."""
+
+    @pytest.fixture
+    def backend(self) -> Iterator[Backend]:
+        raise NotImplementedError
+
+    def run(self, main: Coroutine[Any, Any, None]) -> None:
+        asyncio.run(main)
+
+    @asynccontextmanager
+    async def _members(self, backend: Backend, count: int) -> AsyncIterator[list[Membership]]:
+        """Started members, closed at the end."""
+        members = [backend.member() for _ in range(count)]
+        try:
+            for member in members:
+                await member.start()
+            yield members
+        finally:
+            for member in members:
+                await member.close()
+
+    # ---- nodes ----------------------------------------------------------------------------------------
+
+    def test_a_node_is_seen_from_its_join_to_its_leave(self, backend: Backend) -> None:
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                assert standing(a) is Standing.OUT
+                first = record("a")
+                await a.join(first)
+                assert a.view.nodes == {"a": first}
+                assert standing(a) is Standing.MEMBER
+                assert standing(b) is Standing.OUT
+                await until(lambda: b.view.nodes == {"a": first})
+                await b.join(second := record("b"))
+                both = {"a": first, "b": second}
+                await until(lambda: a.view.nodes == b.view.nodes == both)
+
+                drained = msgspec.structs.replace(
+                    first, state=NodeState.DRAINING, drain=DrainProgress("waiting", leases=2)
+                )
+                await a.update(drained)
+                assert a.view.nodes["a"] == drained
+                await until(lambda: b.view.nodes["a"] == drained)
+
+                async with self._members(backend, 1) as (late,):
+                    assert late.view.nodes == {"a": drained, "b": second}
+
+                await a.leave()
+                assert standing(a) is Standing.OUT
+                await until(lambda: a.view.nodes == b.view.nodes == {"b": second})
+                await a.leave()
+                await a.join(third := record("a"))
+                await until(lambda: b.view.nodes == {"a": third, "b": second})
+            async with self._members(backend, 1) as (later,):
+                assert later.view.nodes == {}, "close ends the lease"
+
+        self.run(main())
+
+    def test_use_of_tiers_is_seen_in_the_end(self, backend: Backend) -> None:
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                made = record("a")
+                await a.join(made)
+                for used in (100, 200, 300, 900):
+                    made = msgspec.structs.replace(made, tiers=(TierRecord("dram", 1000, used),))
+                    await a.update(made)
+                await until(lambda: b.view.nodes.get("a") == made)
+
+        self.run(main())
+
+    def test_an_update_that_changes_nothing_tells_nobody(self, backend: Backend) -> None:
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                await a.join(made := record("a"))
+                await until(lambda: "a" in b.view.nodes)
+                revision = b.view.revision
+                await a.update(msgspec.structs.replace(made))
+                await b.set_drain("x", wanted=True)  # comes after it
+                await until(lambda: b.view.drains == {"x"})
+                assert b.view.revision == revision + 1
+
+        self.run(main())
+
+    def test_views_do_not_change_and_watchers_see_the_new_one(self, backend: Backend) -> None:
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                seen: list[tuple[int, set[str]]] = []
+                b.watch(lambda: seen.append((b.view.revision, set(b.view.nodes))))
+                before = b.view
+                await a.join(record("a"))
+                await until(lambda: "a" in b.view.nodes)
+                await a.leave()
+                await until(lambda: not b.view.nodes)
+                assert dict(before.nodes) == {}
+                assert [names for _, names in seen] == [{"a"}, set()]
+                assert before.revision < seen[0][0] < seen[1][0]
+
+        self.run(main())
+
+    def test_a_lost_lease_is_told_once_and_ends_in_a_new_incarnation(
+        self, backend: Backend
+    ) -> None:
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                told: list[Standing] = []
+                a.on_lost(lambda: told.append(standing(a)))
+                await a.join(first := record("a"))
+                await b.join(record("b"))
+                await until(lambda: set(a.view.nodes) == set(b.view.nodes) == {"a", "b"})
+                await backend.expire("a")
+                await until(lambda: told)
+                await until(lambda: set(b.view.nodes) == {"b"})
+                assert standing(a) is Standing.LOST
+                assert standing(b) is Standing.MEMBER
+                with pytest.raises(Unavailable):
+                    await a.update(msgspec.structs.replace(first, version="2"))
+                assert not await a.lead("chore")
+
+                await a.join(second := record("a"))
+                assert standing(a) is Standing.MEMBER
+                await until(lambda: b.view.nodes.get("a") == second)
+                assert told == [Standing.LOST]
+
+        self.run(main())
+
+    # ---- clashes --------------------------------------------------------------------------------------
+
+    def test_a_living_nodes_name_is_not_given_twice(self, backend: Backend) -> None:
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                await a.join(first := record("same", 1111))
+                with pytest.raises(ConfigError) as caught:
+                    await b.join(record("same", 2222))
+                for word in ("same", first.incarnation, "10.0.0.1:1111", "--node"):
+                    assert word in str(caught.value)
+                assert (standing(a), standing(b)) == (Standing.MEMBER, Standing.OUT)
+                assert a.view.nodes == {"same": first}
+                await b.join(other := record("other", 2222))
+                await until(lambda: a.view.nodes == {"same": first, "other": other})
+
+        self.run(main())
+
+    def test_who_holds_the_address_replaces_the_dead_owner_at_once(self, backend: Backend) -> None:
+        async def main() -> None:
+            async with self._members(backend, 3) as (a, b, c):
+                lost: list[bool] = []
+                a.on_lost(lambda: lost.append(True))
+                await a.join(record("same", 1111))
+                await b.join(second := record("same", 1111))
+                assert b.view.nodes == {"same": second}
+                await until(lambda: c.view.nodes == {"same": second})
+                await until(lambda: lost)
+                assert standing(a) is Standing.LOST
+                assert standing(b) is Standing.MEMBER
+                await a.leave()  # takes nothing of the new owner's
+                await b.update(changed := msgspec.structs.replace(second, version="3"))
+                await until(lambda: c.view.nodes == {"same": changed})
+
+        self.run(main())
+
+    def test_an_incarnation_is_not_given_twice(self, backend: Backend) -> None:
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                await a.join(first := record("a"))
+                with pytest.raises(
+                    ConfigError, match=rf"{first.incarnation}.*'b'.*'a'.*two daemons"
+                ):
+                    await b.join(record("b", incarnation=first.incarnation))
+                assert a.view.nodes == {"a": first}
+                assert standing(b) is Standing.OUT
+
+        self.run(main())
+
+    def test_another_secret_is_refused_at_the_door(self, backend: Backend) -> None:
+        async def main() -> None:
+            first = backend.member(secret=b"one")
+            second = backend.member(secret=b"two")
+            third = backend.member(secret=b"one")
+            try:
+                await first.start()
+                with pytest.raises(ConfigError, match="secret"):
+                    await second.start()
+                await third.start()
+                config = third.view.config
+                assert config is not None
+                assert b"one".hex() not in config.secret_proof
+            finally:
+                for member in (first, second, third):
+                    await member.close()
+
+        self.run(main())
+
+    # ---- namespaces, drains, chores -------------------------------------------------------------------
+
+    def test_namespaces_are_agreed_on(self, backend: Backend) -> None:
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                wanted = entry(fields="x" * (64 << 10))
+                assert await a.register(wanted) == wanted
+                assert a.view.namespaces == {("t", wanted.digest): wanted}
+                assert await b.register(msgspec.structs.replace(wanted, replicas=9)) == wanted
+                await until(lambda: b.view.namespaces == {("t", wanted.digest): wanted})
+                with pytest.raises(NamespaceMismatch):
+                    await b.register(entry(parts=((1, "full", 0, 1),)))
+
+                other = entry(tenant="u", epoch=0)
+                assert await b.register(other) == other
+                bumped = await b.bump_epoch("t", wanted.digest, 0, fence=False)
+                assert (bumped.epoch, bumped.fence) == (1, 0)
+                await until(lambda: a.view.namespaces[("t", wanted.digest)] == bumped)
+                assert await a.register(wanted) == bumped
+                assert a.view.namespaces[("u", other.digest)] == other
+
+                again = await a.bump_epoch("t", wanted.digest, 0, fence=True)
+                assert again == bumped, "the epoch was not the expected one"
+                fenced = await a.bump_epoch("t", wanted.digest, 1, fence=True)
+                assert (fenced.epoch, fenced.fence) == (2, 2)
+                copies = await b.set_replicas("t", wanted.digest, 3)
+                assert copies == msgspec.structs.replace(fenced, replicas=3)
+                await until(lambda: a.view.namespaces[("t", wanted.digest)] == copies)
+                with pytest.raises(InvalidRequest):
+                    await a.bump_epoch("t", "ff" * 16, 0, fence=False)
+                with pytest.raises(InvalidRequest):
+                    await a.set_replicas("nobody", wanted.digest, 2)
+
+        self.run(main())
+
+    def test_of_many_resets_at_a_time_one_does(self, backend: Backend) -> None:
+        async def main() -> None:
+            async with self._members(backend, 3) as members:
+                wanted = entry()
+                await members[0].register(wanted)
+                calls = [m.bump_epoch("t", wanted.digest, 0, fence=True) for m in members * 3]
+                calls += [m.set_replicas("t", wanted.digest, 2) for m in members]
+                for found in (await asyncio.gather(*calls))[:9]:
+                    assert found.epoch == 1
+                last = msgspec.structs.replace(wanted, epoch=1, fence=1, replicas=2)
+                for member in members:
+                    await until(lambda m=member: m.view.namespaces[("t", wanted.digest)] == last)  # type: ignore[misc]
+
+        self.run(main())
+
+    def test_drains_are_wished_for_and_end_with_a_restart(self, backend: Backend) -> None:
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                await a.join(record("a"))
+                for _ in range(2):
+                    await b.set_drain("a", wanted=True)
+                    assert b.view.drains == {"a"}
+                await until(lambda: a.view.drains == {"a"})
+                await backend.expire("a")
+                await until(lambda: standing(a) is Standing.LOST)
+                await a.join(record("a"))
+                assert a.view.drains == {"a"}, "only a restart ends it, not a lost lease"
+                for _ in range(2):
+                    await a.set_drain("a", wanted=False)
+                    assert a.view.drains == frozenset()
+                await until(lambda: b.view.drains == frozenset())
+                await b.set_drain("a", wanted=True)
+                await until(lambda: a.view.drains == {"a"})
+                await a.close()
+                async with self._members(backend, 1) as (restarted,):
+                    assert restarted.view.drains == {"a"}
+                    await restarted.join(record("a"))
+                    assert restarted.view.drains == frozenset()
+                    await until(lambda: b.view.drains == frozenset())
+
+        self.run(main())
+
+    def test_a_chore_has_one_leader_and_then_the_next(self, backend: Backend) -> None:
+        async def main() -> None:
+            async with self._members(backend, 4) as (a, b, c, outsider):
+                nodes = {"a": a, "b": b, "c": c}
+                for name, member in nodes.items():
+                    await member.join(record(name))
+
+                async def leaders(chore: str) -> list[str]:
+                    said = await asyncio.gather(*[m.lead(chore) for m in nodes.values()])
+                    return [name for name, leads in zip(nodes, said, strict=True) if leads]
+
+                first = await leaders("sweep")
+                assert len(first) == 1
+                assert await leaders("sweep") == first, "and it stays so"
+                assert not await outsider.lead("sweep")
+                assert not await outsider.lead("other"), "only members lead"
+                await backend.expire(first[0])
+                await until(lambda: standing(nodes[first[0]]) is Standing.LOST)
+                second: list[str] = []
+                deadline = time.monotonic() + PATIENCE_S
+                while not second and time.monotonic() < deadline:
+                    second = await leaders("sweep")
+                    await asyncio.sleep(0.05)
+                assert len(second) == 1
+                assert second != first
+
+        self.run(main())
+
+    # ---- the backend is away --------------------------------------------------------------------------
+
+    def test_while_the_backend_is_away_the_view_holds(self, backend: Backend) -> None:
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                lost: list[str] = []
+                a.on_lost(lambda: lost.append("a"))
+                b.on_lost(lambda: lost.append("b"))
+                await a.join(first := record("a"))
+                await b.join(second := record("b"))
+                known = await a.register(entry())
+                both = {"a": first, "b": second}
+                await until(lambda: a.view.nodes == b.view.nodes == both)
+                await until(lambda: b.view.namespaces)
+
+                await backend.go_away()
+                await until(lambda: standing(a) is standing(b) is Standing.AWAY)
+                assert a.view.nodes == b.view.nodes == both
+                refused = await asyncio.gather(
+                    a.set_drain("b", wanted=True),
+                    b.bump_epoch("t", known.digest, 0, fence=False),
+                    b.set_replicas("t", known.digest, 2),
+                    a.update(msgspec.structs.replace(first, version="2")),
+                    a.register(entry("11" * 16)),
+                    return_exceptions=True,
+                )
+                assert [type(error) for error in refused] == [Unavailable] * 5
+                assert not await a.lead("chore")
+                assert await b.register(known) == known, "what is known goes on"
+                assert lost == []
+                assert a.view.nodes == b.view.nodes == both
+
+                await backend.come_back()
+                await until(lambda: standing(a) is not Standing.AWAY)
+                await until(lambda: standing(b) is not Standing.AWAY)
+                for member, name in ((a, "a"), (b, "b")):
+                    if standing(member) is Standing.LOST:
+                        await member.join(record(name))
+                await a.set_drain("b", wanted=True)
+                await until(lambda: b.view.drains == {"b"})
+                assert set(a.view.nodes) == set(b.view.nodes) == {"a", "b"}
+
+        self.run(main())
+
+    # ---- anything in any order ------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_all_views_come_to_agree_with_a_plain_model(self, backend: Backend, seed: int) -> None:
+        """Random commands, one after the other, through random members."""
+
+        async def main() -> None:
+            async with self._members(backend, 3) as members:
+                model = Model(random.Random(seed), members)
+                for _ in range(8):
+                    for _ in range(10):
+                        await model.step()
+                    for member in members:
+                        await until(lambda m=member: model.agrees(m))  # type: ignore[misc]
+
+        self.run(main())
+
+
+class Model:
+    """What a cluster has come to, by the commands that were given; random, through random members."""
+
+    def __init__(self, rng: random.Random, members: Sequence[Membership]) -> None:
+        self.nodes: dict[str, NodeRecord] = {}
+        self.spaces: dict[tuple[str, str], NamespaceEntry] = {}
+        self.drains: set[str] = set()
+        self._rng = rng
+        self._members = dict(zip("abcdefgh", members, strict=False))
+        self._never_joined = set(self._members)
+
+    def agrees(self, member: Membership) -> bool:
+        view = member.view
+        return (
+            view.nodes == self.nodes
+            and view.namespaces == self.spaces
+            and view.drains == self.drains
+        )
+
+    async def step(self) -> None:
+        commands = [self._join, self._update, self._leave, self._drain]
+        await self._rng.choice([*commands, self._register, self._bump, self._copies])()
+
+    def _any(self) -> tuple[str, Membership]:
+        return self._rng.choice(list(self._members.items()))
+
+    async def _join(self) -> None:
+        name, member = self._any()
+        if name in self.nodes:
+            return
+        self.nodes[name] = record(name)
+        await member.join(self.nodes[name])
+        if name in self._never_joined:
+            self._never_joined.discard(name)
+            self.drains.discard(name)
+
+    async def _update(self) -> None:
+        name, member = self._any()
+        if name in self.nodes:
+            version = str(self._rng.random())
+            self.nodes[name] = msgspec.structs.replace(self.nodes[name], version=version)
+            await member.update(self.nodes[name])
+
+    async def _leave(self) -> None:
+        name, member = self._any()
+        self.nodes.pop(name, None)
+        await member.leave()
+
+    async def _drain(self) -> None:
+        _, member = self._any()
+        node, wanted = self._rng.choice(list(self._members)), self._rng.random() < 0.5
+        (self.drains.add if wanted else self.drains.discard)(node)
+        await member.set_drain(node, wanted=wanted)
+
+    async def _register(self) -> None:
+        _, member = self._any()
+        wanted = entry(self._rng.choice(["00", "11"]) * 16)
+        stored = self.spaces.setdefault(("t", wanted.digest), wanted)
+        assert await member.register(wanted) == stored
+
+    async def _bump(self) -> None:
+        _, member = self._any()
+        if not self.spaces:
+            return
+        key, old = self._rng.choice(list(self.spaces.items()))
+        expected, fence = self._rng.choice([0, 1, 2]), self._rng.random() < 0.5
+        if old.epoch == expected:
+            at = expected + 1
+            self.spaces[key] = msgspec.structs.replace(
+                old, epoch=at, fence=at if fence else old.fence
+            )
+        assert await member.bump_epoch(*key, expected, fence=fence) == self.spaces[key]
+
+    async def _copies(self) -> None:
+        _, member = self._any()
+        if not self.spaces:
+            return
+        key, old = self._rng.choice(list(self.spaces.items()))
+        self.spaces[key] = msgspec.structs.replace(old, replicas=self._rng.randrange(1, 4))
+        assert await member.set_replicas(*key, self.spaces[key].replicas) == self.spaces[key]

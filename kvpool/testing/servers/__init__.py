@@ -1,0 +1,1 @@
+"""Real servers for tests, benches and `make cluster`: found or fetched, started in private folders."""

@@ -1,0 +1,20 @@
+"""The embedded directory keeps the contract."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvpool.placement.directory import Directory
+from kvpool.placement.embedded import EmbeddedDirectory
+from kvpool.testing.directory import DirectoryContract
+
+
+class TestEmbedded(DirectoryContract):
+    @asynccontextmanager
+    async def views(self) -> AsyncIterator[tuple[Directory, Directory]]:
+        directory = EmbeddedDirectory()
+        yield directory, directory
+        await directory.close()
+
+    async def lose(self, directory: Directory) -> None:
+        assert isinstance(directory, EmbeddedDirectory)
+        directory.lose()

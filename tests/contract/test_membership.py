@@ -1,0 +1,30 @@
+"""Every membership passes the same tests: without a server here, on a real etcd in test_membership_etcd."""
+
+import pytest
+
+from kvpool.placement.membership import Membership
+from kvpool.placement.static import StaticCluster, StaticMembership
+from kvpool.testing.membership import Backend, MembershipContract
+
+
+class StaticBackend:
+    def __init__(self) -> None:
+        self.cluster = StaticCluster("test")
+
+    def member(self, *, secret: bytes = b"", protocol: int = 1) -> Membership:
+        return StaticMembership(self.cluster, secret=secret, protocol=protocol)
+
+    async def expire(self, node: str) -> None:
+        self.cluster.expire(node)
+
+    async def go_away(self) -> None:
+        self.cluster.go_away()
+
+    async def come_back(self) -> None:
+        self.cluster.come_back()
+
+
+class TestStatic(MembershipContract):
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return StaticBackend()

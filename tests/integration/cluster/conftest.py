@@ -1,0 +1,343 @@
+"""Whole clusters: real etcd, real Redis, real daemons, and clients that know what each block has to hold.
+
+etcd and Redis are shared by a file's tests, which have a cluster of their own each, by its name. Tests
+that break a server start their own (`start_cluster(own_servers=True)`).
+"""
+
+import contextlib
+import itertools
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.client import Lease
+from kvpool.errors import KvpoolError, LeaseLost, PoolFull
+from kvpool.testing.local import LocalCluster, LocalNode
+from kvpool.testing.servers.etcd import Etcd
+from kvpool.testing.servers.redis import Redis
+from kvpool.types import NamespaceRecord, PartKind, PartSpec
+
+NBYTES = 32 << 10
+PLAIN = NamespaceRecord.simple("cluster", block_bytes=NBYTES, block_tokens=16)
+HYBRID = NamespaceRecord(
+    {"model": "hybrid"},
+    (
+        PartSpec(NBYTES),
+        PartSpec(4096, PartKind.WINDOW, window_blocks=3),
+        PartSpec(8192, stride=4),
+        PartSpec(2048, PartKind.WINDOW, window_blocks=1, stride=4),
+    ),
+)
+WAIT_S = 20.0  # for another node's blocks, where they have to come
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def keys_of(numbers: Iterable[int]) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+def block(number: int, part: int = 0, nbytes: int = NBYTES, version: int = 0) -> bytes:
+    """What is right for a part of a block; a version is what a model with other weights computes."""
+    return np.random.default_rng([version, part, number]).bytes(nbytes)
+
+
+class Seat:
+    """A client at one node. Whatever it reads, it compares with what is right.
+
+    version: of the weights, which what it puts and expects depends on.
+    """
+
+    def __init__(self, node: LocalNode, record: NamespaceRecord = PLAIN, **settings: Any) -> None:
+        copies = settings.pop("copies", 0)
+        self.node = node
+        self.name = node.name
+        self.record = record
+        self.version = 0
+        self.client = node.client(connect=True, **settings)
+        self.ns = self.client.open(record, copies=copies)
+
+    def put(self, numbers: Iterable[int], **settings: Any) -> int:
+        """Put blocks, all parts."""
+        listed = list(numbers)
+        stored = 0
+        for part, spec in enumerate(self.record.parts):
+            chosen = [n for n in listed if (n + 1) % spec.stride == 0]
+            if chosen:
+                data = [block(n, part, spec.nbytes, self.version) for n in chosen]
+                stored = self.client.put(self.ns, keys_of(chosen), data, part=part, **settings)
+        return stored
+
+    def read(self, numbers: Iterable[int], wait_s: float = WAIT_S) -> int:
+        """Acquire, copy out, compare: the blocks of the prefix that were there, all of them right."""
+        listed = list(numbers)
+        lease = self.client.acquire(self.ns, keys_of(listed), wait_s=wait_s)
+        if lease is None:
+            return 0
+        with lease:
+            found = self._copied(lease)
+            try:
+                lease.check()
+            except LeaseLost:
+                return 0
+            for (part, index), data in found.items():
+                nbytes = self.record.parts[part].nbytes
+                right = block(listed[index], part, nbytes, self.version)
+                assert data == right, f"part {part} of block {listed[index]} is wrong at {self.name}"
+            return lease.blocks
+
+    def _copied(self, lease: Lease) -> dict[tuple[int, int], bytes]:
+        found = {}
+        for part, slots in lease.slots.items():
+            stride = self.record.parts[part].stride
+            for at in range(len(slots)):
+                found[part, slots.first + (at + 1) * stride - 1] = bytes(slots.view(at))
+        return found
+
+    def get(self, numbers: Iterable[int]) -> int:
+        """How many of the blocks are here, in any order, all of them right; part 0."""
+        listed = list(numbers)
+        count = 0
+        for at in range(0, len(listed), 512):
+            some = listed[at : at + 512]
+            for number, data in zip(some, self.client.get(self.ns, keys_of(some)), strict=True):
+                if data is not None:
+                    right = block(number, 0, self.record.parts[0].nbytes, self.version)
+                    assert data == right, f"block {number} is wrong at {self.name}"
+                    count += 1
+        return count
+
+    def match(self, numbers: Iterable[int]) -> int:
+        return self.client.match(self.ns, keys_of(numbers))
+
+    def here(self, numbers: Iterable[int]) -> int:
+        """How many of the blocks this node has, by its word."""
+        return int(self.client.contains(self.ns, keys_of(numbers)).sum())
+
+    def holders(self, number: int) -> set[str]:
+        """The nodes that have a block whole, as this one sees it."""
+        found = self.client.locate(keys_of([number]), digest=self.ns.digest)
+        return {
+            replica["node"]
+            for entry in found
+            for replica in entry["replicas"]
+            if replica["parts"] == entry["parts"]
+        }
+
+    def copies(self, numbers: Iterable[int]) -> list[int]:
+        """How many nodes have each of the blocks."""
+        listed = list(numbers)
+        found = self.client.locate(keys_of(listed), digest=self.ns.digest)
+        counts = {entry["key"]: len(entry["replicas"]) for entry in found}
+        return [counts.get(key(number).hex(), 0) for number in listed]
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        return self.client.stats()
+
+    def counter(self, name: str) -> int:
+        """Of the node's rules, or of its pulls, or of its copies."""
+        stats = self.stats
+        return next(
+            int(stats[group][name])
+            for group in ("counters", "remote", "copies")
+            if name in stats[group]
+        )
+
+    @property
+    def announced(self) -> bool:
+        """Whether the directory has been told of all that changed here so far."""
+        return self.stats["cluster"]["directory"]["queued"] == 0
+
+    @property
+    def incarnation(self) -> str:
+        """As which the node is a member now."""
+        found: str = self.stats["cluster"]["incarnation"]
+        return found
+
+    @property
+    def standing(self) -> str:
+        found: str = self.stats["cluster"]["standing"]
+        return found
+
+    @property
+    def members(self) -> dict[str, dict[str, Any]]:
+        """The records of the nodes, by name, as this one sees them."""
+        return {record["node"]: record for record in self.client.cluster()["nodes"]}
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class Load:
+    """Readers and writers in threads, while a test does something to the cluster.
+
+    Each call of `work` is one operation; `AssertionError` (a wrong read) ends the test, `KvpoolError` is
+    counted. slowest_s: of all operations.
+    """
+
+    def __init__(self, *work: Callable[[int], None]) -> None:
+        self.done = [0] * len(work)
+        self.slowest_s = 0.0
+        self.failures: list[KvpoolError] = []
+        self.wrong: list[BaseException] = []
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(at, one)) for at, one in enumerate(work)
+        ]
+
+    def _run(self, at: int, work: Callable[[int], None]) -> None:
+        for turn in itertools.count():
+            if self._stop.is_set():
+                return
+            begun = time.monotonic()
+            try:
+                work(turn)
+            except KvpoolError as error:
+                self.failures.append(error)
+                self._stop.wait(0.01)
+            except AssertionError as error:
+                self.wrong.append(error)
+                return
+            self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
+            self.done[at] += 1
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if kind is None and self.wrong:
+            raise self.wrong[0]
+
+
+class World:
+    """A cluster, and seats at its nodes."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self._stack = contextlib.ExitStack()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cluster, name)
+
+    def seat(self, name: str, record: NamespaceRecord = PLAIN, **settings: Any) -> Seat:
+        """A new client at a node; closed with the cluster."""
+        seat = Seat(self.cluster.node(name), record, **settings)
+        self._stack.callback(seat.close)
+        return seat
+
+    def seats(self, record: NamespaceRecord = PLAIN, **settings: Any) -> list[Seat]:
+        """One at each node, once all of them see all of them."""
+        seats = [self.seat(node.name, record, **settings) for node in self.cluster.nodes]
+        self.until_all_see(seats)
+        return seats
+
+    def until_all_see(self, seats: list[Seat]) -> None:
+        names = {seat.name for seat in seats}
+        wait_until(lambda: all(names == set(seat.members) for seat in seats), 30, "all are members")
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+Start = Callable[..., World]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[Etcd, Redis]]:
+    """For tests that leave them alone."""
+    with tempfile.TemporaryDirectory(prefix="kvpool-servers-") as folder:
+        path = Path(folder)
+        with Etcd(path / "etcd") as etcd, Redis(path / "redis") as redis:
+            yield etcd, redis
+
+
+@pytest.fixture
+def start_cluster(request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Starts a cluster; all ends with the test. Settings: those of `LocalCluster`.
+
+    own_servers: an etcd and a Redis for this one alone.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def start(*, own_servers: bool = False, **settings: Any) -> World:
+            path = Path(tempfile.mkdtemp(prefix="kvpool-cluster-"))
+            stack.callback(shutil.rmtree, path)
+            settings.setdefault("memory", "16MiB")
+            settings.setdefault("name", f"test-{secrets.token_hex(4)}")
+            if not own_servers:
+                settings["etcd"], settings["redis"] = request.getfixturevalue("servers")
+            cluster = stack.enter_context(LocalCluster(path, **settings))
+            world = World(cluster)
+            stack.callback(world.close)
+            return world
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(servers: tuple[Etcd, Redis]) -> Callable[..., Any]:
+    """`with shared_cluster(...) as world`: for the tests of a file that break nothing."""
+
+    @contextlib.contextmanager
+    def start(**settings: Any) -> Iterator[World]:
+        etcd, redis = servers
+        settings.setdefault("name", f"test-{secrets.token_hex(4)}")
+        with tempfile.TemporaryDirectory(prefix="kvpool-cluster-") as folder:
+            with LocalCluster(Path(folder), etcd=etcd, redis=redis, **settings) as cluster:
+                world = World(cluster)
+                try:
+                    yield world
+                finally:
+                    world.close()
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def shared(shared_cluster: Callable[..., Any]) -> Iterator[World]:
+    """Three nodes for the tests of a file that break nothing. Use `numbers` for their blocks."""
+    with shared_cluster(memory="64MiB") as world:
+        yield world
+
+
+@pytest.fixture
+def hybrid() -> NamespaceRecord:
+    """A namespace with all kinds of parts: full, window, strided, and both."""
+    return HYBRID
+
+
+_taken = itertools.count(1)
+
+
+@pytest.fixture
+def numbers() -> Callable[[int], range]:
+    """`numbers(n)`: n block numbers that no other test uses, beginning at a multiple of 1024."""
+
+    def take(count: int) -> range:
+        first = next(_taken) << 20
+        return range(first, first + count)
+
+    return take
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "") -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.01)

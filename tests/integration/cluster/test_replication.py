@@ -1,0 +1,82 @@
+"""Copies that were asked for: made, spread over zones, repaired, bounded, and changed later."""
+
+import pytest
+
+from kvpool.errors import LimitExceeded
+from kvpool.types import NamespaceRecord
+
+ZONES = {"a": "zone=one", "b": "zone=one", "c": "zone=two"}
+
+
+def record(name: str) -> NamespaceRecord:
+    return NamespaceRecord.simple(name, block_bytes=32 << 10, block_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def zoned(shared_cluster):
+    """a and b in one zone, c in another one."""
+    with shared_cluster(memory="32MiB", labels=ZONES) as world:
+        yield world
+
+
+def test_two_copies_of_a_namespaces_blocks_land_in_two_zones(zoned, numbers, until):
+    twice = record("twice")
+    a, b, c = zoned.seats(twice, copies=2)
+    some = numbers(40)
+    a.put(some)
+    until(lambda: a.copies(some) == [2] * 40, what="two copies of each")
+    assert (a.here(some), b.here(some), c.here(some)) == (40, 0, 40)
+    assert c.get(some) == 40
+
+
+def test_copies_of_one_put_are_more_than_its_namespaces(zoned, numbers, until):
+    a, b, c = zoned.seats(record("once"))
+    more, plain = numbers(10), numbers(10)
+    a.put(plain)
+    a.put(more, copies=3)
+    until(lambda: a.copies(more) == [3] * 10, what="three copies of each")
+    assert a.copies(plain) == [1] * 10
+    assert (b.here(more), c.here(more)) == (10, 10)
+
+
+def test_a_put_asks_for_no_more_copies_than_the_cluster_makes(start_cluster, numbers, until):
+    world = start_cluster(environ={"KVPOOL_COPIES_MAX": "2"})
+    a, _, c = world.seats(record("capped"), copies=3)
+    some, more = numbers(10), numbers(10)
+    a.put(some)
+    a.put(more, copies=3)
+    until(lambda: a.copies(some) == a.copies(more) == [2] * 10, what="two copies of each")
+    until(lambda: a.stats["copies"]["wanted"] == 0)
+    assert a.copies(some) == a.copies(more) == [2] * 10
+    with pytest.raises(LimitExceeded, match="copies_max"):
+        c.client.set_copies(c.ns.digest, 3)
+
+
+def test_a_later_wish_for_copies_takes_effect_on_what_is_there(zoned, numbers, until):
+    later = record("later")
+    a, b, c = zoned.seats(later)
+    some, more = numbers(30), numbers(30)
+    a.put(some)
+    until(lambda: a.announced)
+    b.client.set_copies(b.ns.digest, 2)
+    until(lambda: a.stats["tenants"]["default"]["namespaces"][a.ns.digest.hex()]["replicas"] == 2)
+    a.put(more)
+    until(lambda: a.copies(more) == [2] * 30, what="of what is put from now on")
+    until(lambda: a.copies(some) == [2] * 30, what="of what was there before")
+    assert c.here(more) == 30
+
+
+def test_what_a_dead_owner_had_is_read_elsewhere_and_its_copies_are_made_up_for(
+    start_cluster, numbers, until
+):
+    world = start_cluster(nodes=4, memory="32MiB", labels={**ZONES, "d": "zone=three"})
+    a, b, c, d = world.seats(record("survivor"), copies=2)
+    some = numbers(64)
+    a.put(some)
+    until(lambda: b.copies(some) == [2] * 64, what="two copies of each")
+    world.node("a").kill()
+    until(lambda: "a" not in b.members, what="the dead node's lease has ended")
+    until(lambda: b.copies(some) == [2] * 64, 60, "two copies of each, again")
+    assert d.read(some) == 64
+    assert b.read(some) == 64
+    assert c.read(some) == 64

@@ -1,0 +1,668 @@
+"""The announcer against a directory that fails, delays and forgets, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Self
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvpool.errors import Unavailable
+from kvpool.placement.announcer import LANES, RETRACTS_MAX, TRIALS, Announcer
+from kvpool.placement.directory import BATCH_MAX, TAGS, TIERS, tag_of
+from kvpool.placement.embedded import EmbeddedDirectory
+
+DRAM = TIERS["dram"]
+A, B = b"A" * 16, b"B" * 16
+US, THEM = b"us" * 4, b"them" * 2
+PARTS = 3
+TIMEOUT_S = 1.0
+
+
+def key_of(number: int) -> bytes:
+    """Consecutive numbers are in consecutive groups."""
+    return number.to_bytes(16, "big")
+
+
+# ---- virtual time ------------------------------------------------------------------------------------
+
+
+class JumpingSelector(selectors.DefaultSelector):
+    """Where others would wait, time jumps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        assert timeout is not None, "everybody waits for somebody else"
+        self.now += max(0.0, timeout)
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.jumping = JumpingSelector()
+        super().__init__(self.jumping)
+
+    def time(self) -> float:
+        return self.jumping.now
+
+
+def virtually(main: Callable[[], Awaitable[None]]) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+
+        async def bounded() -> None:
+            async with asyncio.timeout(100_000):
+                await main()
+
+        runner.run(bounded())
+
+
+# ---- the two sides -----------------------------------------------------------------------------------
+
+
+class FlakyDirectory(EmbeddedDirectory):
+    """Fails for the groups in `down` after `fail_s`, and otherwise with `fail_chance`.
+
+    What fails was done in part. Checks that the announcer keeps its limits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(rng=random.Random(1))
+        self.rng = random.Random(2)
+        self.down: set[int] = set()
+        self.fail_chance = 0.0
+        self.fail_s = 0.0
+        self.delay_s = 0.0
+        self.tries: list[tuple[float, int]] = []
+        self.sent: Counter[bytes] = Counter()
+        self.under_way: list[tuple[bytes, set[bytes]]] = []
+
+    async def publish(
+        self,
+        digest: bytes,
+        parts: int,
+        incarnation: bytes,
+        tier: int,
+        keys: Sequence[bytes],
+        masks: Sequence[int],
+    ) -> None:
+        name = digest + incarnation
+        for other, theirs in self.under_way:
+            assert other != name or theirs.isdisjoint(keys), "one key in two calls"
+        self.under_way.append((name, set(keys)))
+        assert len(self.under_way) <= LANES + TRIALS + 1
+        try:
+            self.tries.append((asyncio.get_running_loop().time(), len(keys)))
+            self.sent.update(keys)
+            done = self._how_many(keys)
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s * self.rng.random())
+            await super().publish(digest, parts, incarnation, tier, keys[:done], masks[:done])
+            if done < len(keys) or self._fails():
+                await asyncio.sleep(self.fail_s)
+                raise Unavailable("the directory is down")
+        finally:
+            self.under_way.remove((name, set(keys)))
+
+    def _how_many(self, keys: Sequence[bytes]) -> int:
+        """Of a call: all, or those before the first one that fails."""
+        for at, key in enumerate(keys):
+            if tag_of(key) in self.down:
+                return at
+        return self.rng.randrange(len(keys)) if self._fails() else len(keys)
+
+    def _fails(self) -> bool:
+        return self.rng.random() < self.fail_chance
+
+    async def marks(self) -> Sequence[bytes]:
+        if self.down or self._fails():
+            await asyncio.sleep(self.fail_s)
+            raise Unavailable("the directory is down")
+        return await super().marks()
+
+    async def of(
+        self, incarnation: bytes, digest: bytes, keys: Iterable[bytes]
+    ) -> dict[bytes, int]:
+        """What it says that somebody has."""
+        listed = list(keys)
+        out = {}
+        for at in range(0, len(listed), BATCH_MAX):
+            some = listed[at : at + BATCH_MAX]
+            for key, entries in zip(some, await self.locate(digest, PARTS, some), strict=True):
+                mine = [entry for entry in entries if entry.incarnation == incarnation]
+                assert len(mine) <= 1 and all(entry.tier == DRAM for entry in mine)
+                if mine:
+                    out[key] = mine[0].mask
+        return out
+
+
+class Shelf:
+    """What is held: a log of all keys ever put, which a walk goes through, and the masks of today."""
+
+    def __init__(self) -> None:
+        self.namespaces: dict[bytes, dict[bytes, int]] = {}
+        self.log: list[tuple[bytes, bytes]] = []
+        self.logged: set[tuple[bytes, bytes]] = set()
+        self.on_walk: Callable[[int], None] = lambda cursor: None
+
+    def put(self, digest: bytes, keys: Iterable[bytes], mask: int = 1) -> list[bytes]:
+        listed = list(keys)
+        self.namespaces.setdefault(digest, {}).update(dict.fromkeys(listed, mask))
+        fresh = [(digest, key) for key in listed if (digest, key) not in self.logged]
+        self.log += fresh
+        self.logged.update(fresh)
+        return listed
+
+    def evict(self, digest: bytes, keys: Iterable[bytes]) -> list[bytes]:
+        listed = list(keys)
+        for key in listed:
+            self.namespaces.get(digest, {}).pop(key, None)
+        return listed
+
+    def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
+        held = self.namespaces.get(digest)
+        return (0, []) if held is None else (PARTS, [held.get(key, 0) for key in keys])
+
+    def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
+        self.on_walk(cursor)
+        found: dict[bytes, list[bytes]] = {}
+        for digest, key in self.log[cursor : cursor + count]:
+            if key in self.namespaces.get(digest, {}):
+                found.setdefault(digest, []).append(key)
+        end = cursor + count
+        return list(found.items()), end if end < len(self.log) else None
+
+
+class Bench:
+    """An announcer that runs, and its two sides."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.directory = FlakyDirectory()
+        self.shelf = Shelf()
+        self.now = asyncio.get_running_loop().time
+        self.announcer = Announcer(self.directory, self.shelf, clock=self.now, **settings)
+
+    async def __aenter__(self) -> Self:
+        self.task = asyncio.create_task(self.announcer.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await self.task
+        assert not self.directory.under_way
+
+    def put(self, digest: bytes, keys: Iterable[bytes], mask: int = 1) -> None:
+        self.announcer.changed(digest, self.shelf.put(digest, keys, mask))
+
+    def evict(self, digest: bytes, keys: Iterable[bytes]) -> None:
+        self.announcer.changed(digest, self.shelf.evict(digest, keys))
+
+    async def until(self, holds: Callable[[], Any], seconds: float = 600.0) -> float:
+        """Wait for it, and say how long it took."""
+        began = self.now()
+        while not holds():
+            assert self.now() - began < seconds, self.announcer.stats()
+            await asyncio.sleep(0.005)
+        return self.now() - began
+
+    async def settled(self, seconds: float = 600.0) -> float:
+        return await self.until(lambda: self.announcer.stats()["settled"], seconds)
+
+    async def right(self, incarnation: bytes = US) -> None:
+        """The directory says of us what is held, of every key there ever was."""
+        for digest in {digest for digest, _ in self.shelf.log}:
+            keys = {key for of, key in self.shelf.log if of == digest}
+            said = await self.directory.of(incarnation, digest, keys)
+            assert said == self.shelf.namespaces.get(digest, {})
+
+
+# ---- in quiet times ----------------------------------------------------------------------------------
+
+
+def test_changes_are_published_soon_and_in_few_calls() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.announcer.act_as(US)
+            await b.settled()
+            b.put(A, map(key_of, range(1000)), 0b101)
+            b.put(B, map(key_of, range(10)))
+            assert await b.until(lambda: not b.announcer.stats()["queued"]) < 0.1
+            await b.right()
+            assert len(b.directory.tries) <= 2 * LANES
+            b.evict(A, map(key_of, range(500)))
+            b.put(A, map(key_of, range(500, 600)), 0b1)
+            await b.settled()
+            await b.right()
+            stats = b.announcer.stats()
+            assert stats["withdrawn"] == 500 and stats["announced"] == 510
+            assert stats["lag_s"] == 0 and stats["connected"]
+
+    virtually(main)
+
+
+def test_what_came_and_went_before_its_turn_costs_the_directory_nothing() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.announcer.act_as(US)
+            await b.settled()
+            b.put(A, [key_of(1)])
+            b.evict(A, [key_of(1)])
+            b.put(A, [key_of(2)])
+            for mask in (1, 3, 7) * 5:
+                b.put(A, [key_of(2)], mask)
+            await b.settled()
+            assert b.directory.sent == {key_of(2): 1}
+            await b.right()
+
+    virtually(main)
+
+
+def test_a_change_during_its_own_call_is_sent_again() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.announcer.act_as(US)
+            await b.settled()
+            b.directory.delay_s = 5.0
+            b.put(A, [key_of(1)])
+            await b.until(lambda: b.directory.under_way)
+            b.evict(A, [key_of(1)])
+            await b.settled()
+            assert b.directory.sent[key_of(1)] == 2
+            await b.right()
+
+    virtually(main)
+
+
+def test_lag_is_the_age_of_the_oldest_unpublished_change() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.announcer.act_as(US)
+            await b.settled()
+            b.directory.down = set(range(TAGS))
+            b.put(A, map(key_of, range(100)))
+            for _ in range(50):
+                await asyncio.sleep(1)
+                b.put(A, [key_of(random.Random(3).randrange(1000))])
+            assert b.announcer.stats()["lag_s"] == pytest.approx(50, abs=1e-6)
+            assert not b.announcer.stats()["connected"]
+            b.directory.down = set()
+            await b.settled()
+            assert b.announcer.stats()["lag_s"] == 0
+
+    virtually(main)
+
+
+def test_silent_until_told_who_it_is_and_again_when_told_so() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.put(A, map(key_of, range(10)))
+            await asyncio.sleep(10)
+            assert not b.directory.tries
+            b.announcer.act_as(US)
+            await b.settled()
+            await b.right()
+            b.announcer.act_as(None)
+            tries = len(b.directory.tries)
+            b.put(A, map(key_of, range(10, 20)))
+            b.announcer.retract(A, PARTS, THEM, DRAM, [key_of(1)])
+            await asyncio.sleep(10)
+            assert len(b.directory.tries) == tries
+            b.announcer.act_as(THEM)
+            await b.settled()
+            await b.right(THEM)
+
+    virtually(main)
+
+
+def test_the_same_incarnation_again_announces_what_was_lost_and_what_went() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.announcer.act_as(US)
+            b.put(A, map(key_of, range(300)))
+            await b.settled()
+            b.announcer.act_as(None)
+            b.evict(A, map(key_of, range(100)))
+            lost = [key_of(i) for i in range(200, 250)]
+            await b.directory.publish(A, PARTS, US, DRAM, lost, [0] * 50)
+            b.announcer.act_as(US)
+            await b.settled()
+            await b.right()
+
+    virtually(main)
+
+
+def test_blocks_of_a_namespace_that_is_gone_are_withdrawn() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.announcer.act_as(US)
+            b.put(A, map(key_of, range(100)))
+            await b.settled()
+            del b.shelf.namespaces[A]
+            b.announcer.changed(A, map(key_of, range(200)))
+            await b.settled()
+            await b.right()
+            assert b.announcer.stats()["announced"] == 0
+            assert b.announcer.stats()["withdrawn"] == 100
+
+    virtually(main)
+
+
+# ---- failures ----------------------------------------------------------------------------------------
+
+
+def test_while_the_directory_is_away_it_is_asked_now_and_then_and_nothing_is_lost() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.announcer.act_as(US)
+            b.put(A, map(key_of, range(20_000)))
+            await b.settled()
+            b.directory.down = set(range(TAGS))
+            b.directory.tries.clear()
+            for second in range(300):
+                b.put(A, map(key_of, range(20_000 + 100 * second, 20_100 + 100 * second)))
+                b.evict(A, map(key_of, range(20 * second, 20 * second + 20)))
+                await asyncio.sleep(1)
+            tries = b.directory.tries
+            late = [keys for at, keys in tries if at > tries[0][0] + 60]
+            assert len(late) <= 240 * TAGS / 2 + TAGS and max(late) <= 128
+            assert b.announcer.stats()["queued"] >= 36_000 - 1
+            b.directory.down = set()
+            assert await b.settled() < 4.0, "soon after it is back"
+            await b.right()
+
+    virtually(main)
+
+
+def test_a_shard_that_hangs_does_not_hold_up_the_others_for_long() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.announcer.act_as(US)
+            b.put(A, map(key_of, range(2000)))
+            await b.settled()
+            b.directory.down, b.directory.fail_s = set(range(0, TAGS, 3)), TIMEOUT_S
+            fine = [i for i in range(100_000) if i % TAGS not in b.directory.down]
+            b.put(A, map(key_of, range(2000, 4000)))
+            await asyncio.sleep(20)
+            for at in range(0, 5000, 50):
+                some = list(map(key_of, fine[4000 + at : 4050 + at]))
+                b.put(A, [*some, key_of(TAGS * (at + 1000))])
+                took = await b.until(lambda some=some: all(b.directory.sent[k] for k in some), 30)
+                assert took < 0.1, "the others are published at once"
+                await asyncio.sleep(0.02)
+            b.directory.down = set()
+            await b.settled()
+            await b.right()
+
+    virtually(main)
+
+
+def test_single_failures_neither_repeat_a_walk_for_ever_nor_lose_anything() -> None:
+    async def main() -> None:
+        async with Bench(batch=64) as b:
+            b.shelf.put(A, map(key_of, range(30_000)))
+            b.directory.fail_chance = 0.02
+            b.announcer.act_as(US)
+            await b.settled(120)
+            assert b.announcer.stats()["failures"] > 5
+            b.directory.fail_chance = 0.0
+            await b.right()
+            assert sum(b.directory.sent.values()) < 5 * 30_000
+
+    virtually(main)
+
+
+def test_an_overflow_loses_neither_what_came_nor_what_went() -> None:
+    async def main() -> None:
+        async with Bench(queue_max=500) as b:
+            b.announcer.act_as(US)
+            for at in range(0, 3000, 300):
+                b.put(A, map(key_of, range(at, at + 300)))
+                await b.settled()
+            b.directory.down = set(range(TAGS))
+            for at in range(0, 1500, 100):
+                b.evict(A, map(key_of, range(at, at + 100)))
+                b.put(B, map(key_of, range(at, at + 100)))
+            assert b.announcer.stats()["overflows"] > 0
+            await asyncio.sleep(30)
+            assert b.announcer.stats()["queued"] <= 500
+            b.directory.down = set()
+            await b.settled()
+            await b.right()
+
+    virtually(main)
+
+
+def test_what_was_cancelled_under_way_is_sent_by_the_next_run() -> None:
+    async def main() -> None:
+        b = Bench()
+        async with b:
+            b.announcer.act_as(US)
+            await b.settled()
+            b.directory.delay_s = 100.0
+            b.put(A, map(key_of, range(100)))
+            await b.until(lambda: b.directory.under_way)
+        b.directory.delay_s = 0.0
+        assert b.announcer.stats()["queued"] == 100
+        async with b:
+            await b.settled()
+            await b.right()
+
+    virtually(main)
+
+
+# ---- losses ------------------------------------------------------------------------------------------
+
+
+def test_an_emptied_directory_is_filled_again_and_only_as_far_as_it_was_emptied() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.announcer.act_as(US)
+            b.put(A, map(key_of, range(64_000)))
+            await b.settled()
+            for tags in (range(TAGS), range(5), [63]):
+                b.directory.sent.clear()
+                b.directory.lose(tags)
+                await asyncio.sleep(1.1)
+                assert await b.settled() < 5.0
+                await b.right()
+                assert sum(b.directory.sent.values()) == 1000 * len(tags)
+
+    virtually(main)
+
+
+def test_losses_in_the_middle_of_a_walk_start_it_anew() -> None:
+    async def main() -> None:
+        async with Bench(batch=256, check_s=0.01) as b:
+            b.shelf.put(A, map(key_of, range(40_000)))
+            b.directory.delay_s = 0.002
+            losses = iter((list(range(TAGS)), [7, 8], [9], list(range(TAGS))))
+
+            def lose(cursor: int) -> None:
+                if cursor >= 20_000:
+                    b.directory.lose(next(losses, ()))
+
+            b.shelf.on_walk = lose
+            b.announcer.act_as(US)
+            await b.until(lambda: next(losses, None) is None)
+            await asyncio.sleep(0.1)
+            await b.settled()
+            await b.right()
+
+    virtually(main)
+
+
+def test_changes_go_before_repairs() -> None:
+    async def main() -> None:
+        async with Bench(batch=64) as b:
+            b.shelf.put(A, map(key_of, range(50_000)))
+            b.directory.delay_s = 0.01
+            b.announcer.act_as(US)
+            await b.until(lambda: len(b.directory.tries) > 20)
+            b.put(B, map(key_of, range(64)))
+            took = await b.until(lambda: all(b.directory.sent[key_of(i)] for i in range(64)))
+            assert took < 0.1
+            assert not b.announcer.stats()["settled"]
+            await b.settled()
+            await b.right()
+
+    virtually(main)
+
+
+def test_repairs_are_not_starved_by_changes() -> None:
+    async def main() -> None:
+        async with Bench(batch=64) as b:
+            b.shelf.put(A, map(key_of, range(5000)))
+            b.directory.delay_s = 0.002
+            b.announcer.act_as(US)
+            number = 10_000
+            while not all(b.directory.sent[key_of(i)] for i in range(5000)):
+                b.put(B, map(key_of, range(number, number + 4000)))  # more than can be sent
+                number += 4000
+                assert number < 2_000_000
+                await asyncio.sleep(0.01)
+            assert b.announcer.stats()["queued"] > 4000
+
+    virtually(main)
+
+
+def test_a_loss_without_a_mark_is_repaired_by_the_slow_walk() -> None:
+    async def main() -> None:
+        async with Bench(refresh_s=60) as b:
+            b.announcer.act_as(US)
+            b.put(A, map(key_of, range(40_000)))
+            await b.settled()
+            lost = [key_of(i) for i in range(100, 200)]
+            await b.directory.publish(A, PARTS, US, DRAM, lost, [0] * 100)
+            began, b.directory.tries[:] = b.now(), []
+            await asyncio.sleep(80)
+            await b.right()
+            at = [time for time, _ in b.directory.tries if time > began]
+            assert at[0] > began + 50 and at[-1] - at[0] > 1.5, "late, and at a slow pace"
+
+    virtually(main)
+
+
+# ---- other nodes' entries ----------------------------------------------------------------------------
+
+
+def test_wrong_hints_are_withdrawn_and_our_own_are_looked_at() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.announcer.act_as(US)
+            b.put(A, [key_of(1), key_of(2)])
+            await b.settled()
+            keys = [key_of(i) for i in range(5)]
+            await b.directory.publish(A, PARTS, THEM, DRAM, keys, [1] * 5)
+            b.announcer.retract(A, PARTS, THEM, DRAM, keys[:3])
+            b.announcer.retract(A, PARTS, US, DRAM, keys[:3])
+            await b.until(lambda: b.announcer.stats()["retracted"] == 3)
+            await b.settled()
+            assert await b.directory.of(THEM, A, keys) == {keys[3]: 1, keys[4]: 1}
+            await b.right()
+
+    virtually(main)
+
+
+def test_retracts_are_bounded_and_dropped_while_the_directory_is_away() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.announcer.act_as(US)
+            await b.settled()
+            b.announcer.retract(A, PARTS, THEM, DRAM, map(key_of, range(RETRACTS_MAX + 10)))
+            assert b.announcer.stats()["retracts_dropped"] == 10
+            await b.until(lambda: b.announcer.stats()["retracted"] == RETRACTS_MAX)
+            b.directory.down = set(range(TAGS))
+            b.announcer.retract(A, PARTS, THEM, DRAM, [key_of(1)])
+            await b.until(lambda: b.announcer.stats()["retracts_dropped"] == 11)
+
+    virtually(main)
+
+
+# ---- all of it ---------------------------------------------------------------------------------------
+
+numbers = st.tuples(st.integers(0, 300), st.sampled_from([1, 3, 40, 200]))
+tags = st.sets(st.integers(0, TAGS - 1), min_size=1, max_size=3) | st.just(set(range(TAGS)))
+steps = st.one_of(
+    st.tuples(st.just("put"), st.sampled_from([A, B]), numbers, st.integers(1, 7)),
+    st.tuples(st.just("put"), st.sampled_from([A, B]), numbers, st.integers(1, 7)),
+    st.tuples(st.just("evict"), st.sampled_from([A, B]), numbers),
+    st.tuples(st.just("close"), st.sampled_from([A, B])),
+    st.tuples(st.just("pass"), st.sampled_from([0.0, 0.001, 0.003, 0.2, 3.0, 40.0])),
+    st.tuples(st.just("down"), tags),
+    st.tuples(st.just("lose"), tags),
+    st.tuples(st.just("flaky"), st.sampled_from([0.0, 0.1, 0.5])),
+    st.tuples(st.just("slow"), st.sampled_from([0.0, 0.002, 0.5])),
+    st.tuples(st.just("up")),
+    st.tuples(st.just("act"), st.sampled_from(["nobody", "again", "anew"])),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(steps, min_size=3, max_size=25),
+    st.sampled_from([20, 150, 1 << 20]),
+    st.sampled_from([16, 1024]),
+)
+@example(
+    [
+        ("put", A, (0, 40), 1),
+        ("pass", 3.0),
+        ("down", {5}),
+        ("evict", A, (0, 40)),
+        ("put", B, (0, 200), 2),
+        ("pass", 40.0),
+    ],
+    20,
+    16,
+)
+def test_when_the_faults_end_the_directory_says_what_is_held(
+    steps: list[tuple[Any, ...]], queue_max: int, batch: int
+) -> None:
+    async def main() -> None:
+        async with Bench(queue_max=queue_max, batch=batch, refresh_s=30) as b:
+            lives, silent = 1, False
+            b.announcer.act_as(lives.to_bytes(8, "big"))
+            for what, *how in steps:
+                match what:
+                    case "put":
+                        digest, (first, n), mask = how
+                        b.put(digest, map(key_of, range(first, first + n)), mask)
+                    case "evict":
+                        digest, (first, n) = how
+                        b.evict(digest, map(key_of, range(first, first + n)))
+                    case "close":
+                        b.announcer.changed(how[0], b.shelf.namespaces.pop(how[0], {}))
+                    case "pass":
+                        await asyncio.sleep(how[0])
+                    case "down":
+                        b.directory.down, b.directory.fail_s = how[0], 0.3
+                    case "lose":
+                        b.directory.lose(how[0])
+                    case "flaky":
+                        b.directory.fail_chance = how[0]
+                    case "slow":
+                        b.directory.delay_s = how[0]
+                    case "up":
+                        b.directory.down = set()
+                    case "act":
+                        lives += how[0] == "anew"
+                        silent = how[0] == "nobody"
+                        b.announcer.act_as(None if silent else lives.to_bytes(8, "big"))
+            b.directory.down, b.directory.fail_chance, b.directory.delay_s = set(), 0.0, 0.0
+            us = lives.to_bytes(8, "big")
+            if silent:
+                b.announcer.act_as(us)
+            await asyncio.sleep(3.0)  # for marks to be looked at
+            await b.settled()
+            await b.right(us)
+
+    virtually(main)
