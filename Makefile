@@ -1,7 +1,7 @@
 # The one door, for people and for CI. What takes more than a line lives in scripts/.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench venv vllm-venv clean
+.PHONY: help demo cluster test sim check bench venv vllm-venv clean
 
 help: ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -9,6 +9,9 @@ help: ## say what each target does
 
 demo: venv vllm-venv ## real engines sharing one pool: same tokens, cold and pooled time to first token
 	@.venv/bin/python bench/demo.py
+
+cluster: venv ## three daemons, an etcd and a Redis on this machine, until Ctrl-C
+	@.venv/bin/python -m kvpool.testing.local
 
 test: venv vllm-venv ## every test, in both environments (ARGS="..." goes to pytest)
 	@scripts/test $(ARGS)

@@ -16,11 +16,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from kvpool.client import Client
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -303,13 +305,36 @@ def end_on_sigterm() -> None:
 
 def wait_for_blocks(socket_path: str, committed: int) -> None:
     """Wait until the daemon has committed so many parts of blocks since it started."""
-    from kvpool.client import Client
+    wait_for_stats(
+        socket_path,
+        lambda stats: stats["counters"]["committed"] >= committed,
+        f"the pool did not get {committed} blocks",
+    )
 
+
+def wait_until_announced(socket_path: str) -> None:
+    """Wait until the cluster's directory has all that this node holds."""
+    wait_for_stats(
+        socket_path,
+        lambda stats: stats["cluster"]["directory"]["settled"],
+        "the directory did not get the node's blocks",
+    )
+
+
+def counter(socket_path: str, name: str) -> int:
+    """One of the daemon's counters."""
+    with Client(socket_path) as client:
+        return int(client.stats()["counters"][name])
+
+
+def wait_for_stats(
+    socket_path: str, good: Callable[[dict[str, Any]], bool], otherwise: str
+) -> None:
     deadline = time.monotonic() + ANSWER_S
     with Client(socket_path) as client:
-        while client.stats()["counters"]["committed"] < committed:
+        while not good(stats := client.stats()):
             if time.monotonic() > deadline:
-                raise Broken(f"the pool did not get {committed} blocks: {client.stats()}")
+                raise Broken(f"{otherwise}: {stats}")
             time.sleep(0.02)
 
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvpool import __version__
-from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated
+from kvpool.errors import (
+    ClusterUnavailable,
+    ConfigError,
+    KvpoolError,
+    NotAuthenticated,
+    Unavailable,
+)
 
 if TYPE_CHECKING:
     from kvpool.client import Client
@@ -199,8 +207,10 @@ def _say_ready(server: Server) -> None:
     memory_mib = sum(segment.size for segment in server.segments.values()) >> 20
     where = f", peers at {', '.join(server.movers.urls)}" if server.movers.urls else ""
     lines = [
-        f"kvpool {__version__} ready: node {config.node}, {memory_mib} MiB of DRAM, "
-        f"socket {config.socket}{where}"
+        (
+            f"kvpool {__version__} ready: node {config.node}, {memory_mib} MiB of DRAM, "
+            f"socket {config.socket}{where}"
+        )
     ]
     if config.join:
         others = server.cluster.summary()["others"]
@@ -297,10 +307,11 @@ def drain(
     from kvpool.status.drain import call_off, carry_out
 
     with _client(socket, tenant) as client:
-        if cancel:
-            print(call_off(client, node))
-            return
-        client.drain(node)
+        with _in_doubt("nodes"):
+            if cancel:
+                print(call_off(client, node))
+                return
+            client.drain(node)
         if not wait:
             print(f"{node} will be drained; `kvpool nodes` shows how far it has come")
             return
@@ -349,7 +360,8 @@ def reset(
     """
     with _client(socket, tenant) as client:
         chosen = _resolve(client, tenant, digest)
-        epoch = client.clear(chosen, fence=fence)
+        with _in_doubt("namespaces"):
+            epoch = client.clear(chosen, fence=fence)
     print(f"namespace {chosen.hex()} of tenant {tenant} is in epoch {epoch}: no node finds what")
     print("was stored before, and the memory of that is given back bit by bit.")
     if fence:
@@ -373,7 +385,8 @@ def copies(
     """
     with _client(socket, tenant) as client:
         chosen = _resolve(client, tenant, digest)
-        client.set_copies(chosen, number)
+        with _in_doubt("namespaces"):
+            client.set_copies(chosen, number)
     wanted = "1 copy is" if number == 1 else f"{number} copies are"
     print(f"{wanted} wanted of each block of namespace {chosen.hex()} of tenant {tenant}.")
     if number > 1:
@@ -413,6 +426,18 @@ def _resolve(client: Client, tenant: str, text: str) -> bytes:
     from kvpool.status.naming import full_digest, known_digests
 
     return full_digest(text, known_digests(client.cluster(), client.stats(), tenant))
+
+
+@contextmanager
+def _in_doubt(command: str) -> Iterator[None]:
+    """A change that was asked for and not answered may have been made, or be made yet."""
+    try:
+        yield
+    except (Unavailable, ClusterUnavailable) as error:
+        raise type(error)(
+            f"{error}. It may have been done all the same, or be done yet: `kvpool {command}` shows "
+            f"that, and doing it again does no harm"
+        ) from None
 
 
 def _print_json(value: Any) -> None:

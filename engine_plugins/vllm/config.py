@@ -11,6 +11,7 @@ from kvpool.errors import ConfigError
 from kvpool.types import DEFAULT_TENANT
 
 PIN_SHARE_MAX = 0.1
+PULLS_MAX = 16
 
 
 class LoadMode(StrEnum):
@@ -33,6 +34,8 @@ class PluginConfig:
     lease_s: how long slots stay readable after a lookup; a load that ends later is a failed load.
     lookup_timeout_s: the longest that a lookup may hold the scheduler.
     request_timeout_s: deadline of the workers' requests (join, reserve, commit).
+    pull_wait_s: the longest that a request waits for blocks of other nodes; 0: none are asked for.
+    pulls_max: how many requests ask for them at a time.
     load_mode: `auto` loads synchronously when the engine has one cache group and a rank's share of
         the hit is at most `sync_load_bytes`; `sync` is impossible with several cache groups, since
         vLLM has no way to report a failed synchronous load there.
@@ -49,6 +52,8 @@ class PluginConfig:
     lease_s: float = 10.0
     lookup_timeout_s: float = 0.05
     request_timeout_s: float = 1.0
+    pull_wait_s: float = 1.0
+    pulls_max: int = 8
     load_mode: LoadMode = LoadMode.AUTO
     sync_load_bytes: int = 32 << 20
     min_load_blocks: int = 1
@@ -59,8 +64,11 @@ class PluginConfig:
         for name in ("lease_s", "lookup_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_where(name)} must be more than 0 seconds")
-        if not self.resave_s >= 0:
-            raise ConfigError(f"{_where('resave_s')} must be at least 0 seconds")
+        for name in ("pull_wait_s", "resave_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{_where(name)} must be at least 0 seconds")
+        if not 1 <= self.pulls_max <= PULLS_MAX:
+            raise ConfigError(f"{_where('pulls_max')} must be at least 1 and at most {PULLS_MAX}")
         if self.sync_load_bytes < 0:
             raise ConfigError(f"{_where('sync_load_bytes')} must be at least 0")
         if self.min_load_blocks < 1:

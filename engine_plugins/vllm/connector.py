@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +41,7 @@ from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
 from kvpool.engine_plugins.vllm.layout import HostPages, Pages, byte_rows
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport, StepDone, StepPlan
 from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
+from kvpool.engine_plugins.vllm.pulls import Pulls
 from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
 from kvpool.engine_plugins.vllm.worker import WorkerHalf
 from kvpool.errors import ConfigError
@@ -90,16 +93,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                 "load_mode sync needs a model with one cache group: vLLM has no way to report a "
                 "failed synchronous load of several. Use auto or async"
             )
-        self._client = Client(
-            self._config.socket,
-            tenant=self._config.tenant,
-            token=self._config.token,
-            instance=str(transfer.engine_id),
-            timeout_s=(
-                self._config.lookup_timeout_s
-                if role == KVConnectorRole.SCHEDULER
-                else self._config.request_timeout_s
-            ),
+        self._client = self._make_client(
+            self._config.lookup_timeout_s
+            if role == KVConnectorRole.SCHEDULER
+            else self._config.request_timeout_s
         )
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -125,8 +122,30 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
                 ),
+                pulls=self._make_pulls() if transfer.is_kv_consumer else None,
                 new_epoch=lambda: uuid.uuid4().hex,
             )
+
+    def _make_client(self, timeout_s: float) -> Client:
+        return Client(
+            self._config.socket,
+            tenant=self._config.tenant,
+            token=self._config.token,
+            instance=str(self._kv_transfer_config.engine_id),
+            timeout_s=timeout_s,
+        )
+
+    def _make_pulls(self) -> Pulls | None:
+        config = self._config
+        if not config.pull_wait_s:
+            return None
+        return Pulls(
+            self._make_client(config.request_timeout_s),
+            ThreadPoolExecutor(config.pulls_max, thread_name_prefix="kvpool-pull"),
+            most=config.pulls_max,
+            wait_s=config.pull_wait_s,
+            clock=time.monotonic,
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:

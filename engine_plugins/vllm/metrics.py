@@ -11,6 +11,10 @@ COUNTERS = {
     "lookups": "Requests looked up in the pool",
     "failed_lookups": "Lookups that the daemon refused",
     "hit_blocks": "Blocks that lookups found, a block of all ranks counted once",
+    "pulls": "Lookups that asked other nodes for what their own one lacked",
+    "late_pulls": "Pulls that were not answered in the time that requests wait",
+    "pulled_blocks": "Blocks that lookups gained by pulls, a block of all ranks counted once",
+    "pull_wait_seconds": "Time that requests waited for pulls",
     "loads": "Loads that ended well, counted on every rank",
     "loaded_blocks": "Parts of blocks loaded from the pool: one a block, rank and cache group",
     "loaded_bytes": "Bytes loaded from the pool",
@@ -20,6 +24,9 @@ COUNTERS = {
     "saved_bytes": "Bytes newly stored",
     "failed_saves": "Saves that the pool did not take, counted on every rank that failed",
     "dropped_saves": "Blocks not saved because saves may pin only a share of the engine's blocks",
+    "resets": "Resets that began a new epoch, or entered the one that another engine's began",
+    "failed_resets": "Resets after which the engine shares no blocks, or leaves the pool alone",
+    "shut_out": "Times that another engine's reset ended this engine's epoch",
 }
 
 
@@ -34,7 +41,8 @@ class Counters:
         with self._lock:
             for name, amount in amounts.items():
                 assert name in COUNTERS, name
-                self._tally[name] = self._tally.get(name, 0) + amount
+                if amount:
+                    self._tally[name] = self._tally.get(name, 0) + amount
 
     def take(self) -> dict[str, float]:
         """The tally, which starts anew; empty when nothing was counted."""

@@ -16,6 +16,8 @@ from kvpool.types import KEY_BYTES, NamespaceRecord, PartKind
 NULL_BLOCK = 0
 """vLLM's block id for "not there": blocks that slid out of a window."""
 
+QUIET_MIN_S, QUIET_MAX_S = 0.5, 30.0
+
 
 @dataclass(frozen=True)
 class GroupRule:
@@ -76,22 +78,33 @@ class SaveJob:
 
     job: int
     request_id: str
-    epoch: str
+    generation: int
     saves: list[GroupSave]
+
+
+@dataclass
+class Opening:
+    """Open the namespace, in its present epoch: what is saved from here on belongs to it.
+
+    generation: how many times the engine has opened it; the number that later saves carry.
+    """
+
+    generation: int
+    record: NamespaceRecord
 
 
 @dataclass
 class StepPlan:
     """What the scheduler half asks of every rank in one step.
 
-    records: namespaces that the saves name, by epoch.
+    opening: the namespace is to be opened (again), before any of the saves.
     acknowledged: failed synchronous loads that the scheduler has heard of.
     want_report: the scheduler does not know the ranks' layouts yet.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
-    records: dict[str, NamespaceRecord] = field(default_factory=dict)
+    opening: Opening | None = None
     acknowledged: list[int] = field(default_factory=list)
     want_report: bool = False
 
@@ -121,12 +134,14 @@ class StepDone:
 
     loads, saves: job → number of ranks that ended it.
     failed_loads, failed_saves: jobs that failed on some rank.
+    outdated: generations in which saves were refused, since another engine has reset the namespace.
     """
 
     loads: dict[int, int] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
     failed_loads: set[int] = field(default_factory=set)
     failed_saves: set[int] = field(default_factory=set)
+    outdated: set[int] = field(default_factory=set)
     reports: list[RankReport] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -139,6 +154,7 @@ class StepDone:
                 mine[job] = mine.get(job, 0) + ranks
         self.failed_loads |= other.failed_loads
         self.failed_saves |= other.failed_saves
+        self.outdated |= other.outdated
         self.reports = self.reports + other.reports
 
 
@@ -271,3 +287,22 @@ class PinBudget:
     def give_back(self, blocks: int) -> None:
         self.pinned -= blocks
         assert self.pinned >= 0
+
+
+class Quiet:
+    """A pause in asking for what was of no use of late: twice as long after each further failure."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._pause_s = 0.0
+
+    def holds(self, now: float) -> bool:
+        return now < self._until
+
+    def note(self, now: float, *, failed: bool) -> None:
+        """How the last try ended."""
+        if not failed:
+            self._pause_s = 0.0
+            return
+        self._pause_s = min(max(2 * self._pause_s, QUIET_MIN_S), QUIET_MAX_S)
+        self._until = now + self._pause_s

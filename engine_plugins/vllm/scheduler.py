@@ -1,15 +1,19 @@
 """Scheduler half: what to load, save and pin, and for how long to hold the pool's blocks.
 
 Runs on the engine's scheduling thread only, where every wait stalls all requests: it looks up once a
-request, with a short deadline, and asks the daemon for nothing else. A lookup takes the lease at
-once, so that what was promised to the scheduler is still there when the workers copy it; a lookup
-that waits for allocation longer than half its lease is repeated. Whatever way a request goes, its
-lease is released: when all ranks ended the load, when the request ends before one, or when the
-engine computes it after all.
+request, with a short deadline, and once more when other nodes were asked for the rest (`pulls.py`). A
+lookup takes the lease at once, so that what was promised to the scheduler is still there when the
+workers copy it; a lookup that waits for allocation longer than half its lease is repeated. Whatever
+way a request goes, its lease is released: when all ranks ended the load, when the request ends before
+one, or when the engine computes it after all.
+
+The engine's weights are what the namespace's epoch stands for. A reset moves both on; when another
+engine's reset has moved the namespace, this one is shut out until its own.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +25,9 @@ from kvpool.engine_plugins.vllm.plan import (
     GroupRule,
     LoadJob,
     Offered,
+    Opening,
     PinBudget,
+    Quiet,
     SaveJob,
     StepDone,
     StepPlan,
@@ -30,13 +36,14 @@ from kvpool.engine_plugins.vllm.plan import (
     plan_load,
     plan_save,
 )
+from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
 from kvpool.errors import KvpoolError
 from kvpool.types import Namespace, NamespaceRecord
 
 if TYPE_CHECKING:
     from kvpool.client import Client, Lease
 
-QUIET_MIN_S, QUIET_MAX_S = 0.5, 30.0
+log = logging.getLogger("kvpool.vllm")
 
 OFFERED_PER_BLOCK = 8
 """How many offered keys are remembered, in multiples of what the engine's own cache holds."""
@@ -61,6 +68,8 @@ class Lookup:
 class RequestState:
     """What the scheduler half knows of one live request.
 
+    pull: other nodes are asked for what the lookup lacks. pulled: preemptions when they were; a
+        request waits for them once, and once more each time it starts anew.
     limit: chain index from which on nothing is loaded any more, since a load from there failed.
         An engine asks again after a failed load; without this it would fail for ever.
     local: chain index up to which the engine itself had blocks at the last question.
@@ -69,6 +78,8 @@ class RequestState:
 
     request: Any
     lookup: Lookup | None = None
+    pull: Pull | None = None
+    pulled: int = -1
     limit: int | None = None
     local: int = 0
     saved: int = 0
@@ -111,6 +122,7 @@ class SchedulerHalf:
     """Lookups, leases, pins of one engine.
 
     client: its time-out is the longest that a lookup may take.
+    pulls: None where blocks of other nodes are not asked for.
     new_epoch: names an epoch that nobody else uses.
     """
 
@@ -120,21 +132,23 @@ class SchedulerHalf:
         config: PluginConfig,
         engine: Engine,
         *,
+        pulls: Pulls | None,
         new_epoch: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._config = config
         self._engine = engine
+        self._pulls = pulls
         self._new_epoch = new_epoch
         self._clock = clock
         self._make_record: Callable[[str], NamespaceRecord] | None = None
         self._namespace: Namespace | None = None
         self._rank_bytes = 0
         self._epoch = config.epoch
-        self._records: dict[str, NamespaceRecord] = {}
-        self._quiet_until = 0.0
-        self._quiet_s = 0.0
+        self._generation = 0
+        self._shut = False
+        self._quiet = Quiet()
         self._pool: Any = None
         self._requests: dict[str, RequestState] = {}
         self._next_job = 0
@@ -153,12 +167,25 @@ class SchedulerHalf:
         """Whether the namespace is known; until then everything is a miss and nothing is saved."""
         return self._namespace is not None
 
+    @property
+    def _usable(self) -> bool:
+        """Whether blocks may be looked up and saved: the namespace is known, and in our epoch."""
+        return self.ready and not self._shut
+
     def set_namespace(self, make_record: Callable[[str], NamespaceRecord]) -> None:
-        """Learn the namespace, as a function of its epoch. Raises what `Client.open` raises."""
+        """Learn the namespace, as a function of its `epoch` field. Raises what `Client.open` raises."""
         self._make_record = make_record
-        record = self._records[self._epoch] = make_record(self._epoch)
-        self._namespace = self._client.open(record)
-        parts = self._namespace.parts[: len(self._engine.rules)]
+        self._enter(self._client.open(make_record(self._epoch)))
+
+    def _enter(self, namespace: Namespace) -> None:
+        """Use a namespace in the epoch that it was just opened in, on all ranks."""
+        self._namespace = namespace
+        self._generation += 1
+        self._plan.opening = Opening(self._generation, namespace.record)
+        if self._pulls is not None:
+            self._pulls.enter(namespace.record)
+        self._shut = False
+        parts = namespace.parts[: len(self._engine.rules)]
         self._rank_bytes = sum(part.nbytes // part.stride for part in parts)
 
     def bind_pool(self, block_pool: Any) -> None:
@@ -170,17 +197,20 @@ class SchedulerHalf:
     def on_new_request(self, request: Any) -> None:
         self._requests[request.request_id] = RequestState(request)
 
-    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int, bool]:
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens that the pool can add to the engine's own hit, and whether beside other steps.
 
-        The engine asks again at every step while it cannot allocate; only the first time costs.
+        None: blocks may come from other nodes; the engine asks again at its next step. It also does
+        so while it cannot allocate; only the first time costs.
         """
-        if not self._engine.loads or not self.ready or request.skip_reading_prefix_cache:
+        if not self._engine.loads or not self._usable or request.skip_reading_prefix_cache:
             return 0, False
         state = self._state(request)
         tokens = self._engine.hash_tokens
         state.local = local_tokens // tokens
         lookup = self._current_lookup(state)
+        if lookup is None:
+            return None, False
         blocks = lookup.end - state.local
         lookup.sync = self._synchronous(blocks)
         if lookup.sync:
@@ -197,55 +227,110 @@ class SchedulerHalf:
             return True
         return blocks * self._rank_bytes <= self._config.sync_load_bytes
 
-    def _current_lookup(self, state: RequestState) -> Lookup:
-        """The cached answer where it still holds for the engine's present hit, else a new one."""
-        lookup = state.lookup
-        if lookup is not None:
-            fits = lookup.start <= state.local and lookup.preemptions == self._preemptions(state)
-            if fits and not self._half_over(lookup):
-                return lookup
-            self._drop_lookup(state)
-        state.lookup = self._look_up(state)
-        return state.lookup
+    def _current_lookup(self, state: RequestState) -> Lookup | None:
+        """The cached answer where it still holds for the engine's present hit, else a new one.
 
-    def _half_over(self, lookup: Lookup) -> bool:
-        if lookup.lease is None:
+        None while other nodes are asked for more.
+        """
+        lookup = state.lookup
+        if lookup is None or not self._holds(state, lookup):
+            self._drop_lookup(state)
+            lookup = state.lookup = self._look_up(state)
+            self._ask_others(state, lookup)
+        if state.pull is None:
+            return lookup
+        return self._after_pull(state, state.pull, lookup)
+
+    def _holds(self, state: RequestState, lookup: Lookup) -> bool:
+        if lookup.start > state.local or lookup.preemptions != self._preemptions(state):
             return False
-        return lookup.lease.deadline - self._clock() < self._config.lease_s / 2
+        if lookup.lease is None:
+            return True
+        return lookup.lease.deadline - self._clock() >= self._config.lease_s / 2
 
     def _look_up(self, state: RequestState) -> Lookup:
-        assert self._namespace is not None
-        request, start = state.request, state.local
-        end = min(request.num_tokens // self._engine.hash_tokens, len(request.block_hashes))
-        if state.limit is not None:
-            end = min(end, state.limit)
+        """Lease what the node has beyond the engine's own hit."""
+        start, end = state.local, self._end(state)
         lease = None
-        begun = self._clock()
-        if end - start >= self._config.min_load_blocks and begun >= self._quiet_until:
+        if end - start >= self._config.min_load_blocks and not self._quiet.holds(self._clock()):
             self.counters.add(lookups=1)
-            keys = pack(request.block_hashes[start:end])
-            try:
-                lease = self._client.acquire(self._namespace, keys, lease_s=self._config.lease_s)
-            except KvpoolError:
-                # Refused, for want of quota say: the request computes, and the count shows it.
-                self.counters.add(failed_lookups=1)
-            if lease is None:
-                self._note_slowness(begun)
-        if lease is not None:
-            self._quiet_s = 0.0
-            self.counters.add(hit_blocks=lease.blocks)
+            lease = self._acquire(pack(state.request.block_hashes[start:end]))
         blocks = 0 if lease is None else lease.blocks
+        self.counters.add(hit_blocks=blocks)
         return Lookup(start, start + blocks, lease, self._preemptions(state))
 
-    def _note_slowness(self, begun: float) -> None:
-        """A lookup that used up its deadline met a daemon that hangs: leave it alone for a while,
-        twice as long each time, so that requests do not pay for it one by one."""
+    def _end(self, state: RequestState) -> int:
+        """Chain index behind the last block that may be loaded."""
+        request = state.request
+        end = min(request.num_tokens // self._engine.hash_tokens, len(request.block_hashes))
+        return end if state.limit is None else min(end, state.limit)
+
+    def _acquire(self, keys: bytes) -> Lease | None:
+        assert self._namespace is not None
+        begun = self._clock()
+        lease = None
+        try:
+            lease = self._client.acquire(self._namespace, keys, lease_s=self._config.lease_s)
+        except KvpoolError:
+            # Refused, for want of quota say: the request computes, and the count shows it.
+            self.counters.add(failed_lookups=1)
+        # A lookup that used up its deadline met a daemon that hangs: it is left alone for a while,
+        # so that requests do not pay for it one by one.
         now = self._clock()
-        if now - begun < 0.9 * self._config.lookup_timeout_s:
-            self._quiet_s = 0.0
+        late = now - begun >= 0.9 * self._config.lookup_timeout_s
+        self._quiet.note(now, failed=lease is None and late)
+        return lease
+
+    # --- blocks of other nodes ------------------------------------------------------------------
+
+    def _ask_others(self, state: RequestState, lookup: Lookup) -> None:
+        """Have what the lookup lacks brought here, unless it is too little to wait for."""
+        if self._pulls is None or state.pulled == lookup.preemptions:
             return
-        self._quiet_s = min(max(2 * self._quiet_s, QUIET_MIN_S), QUIET_MAX_S)
-        self._quiet_until = now + self._quiet_s
+        # The block of a prompt's last token is computed in part anyhow.
+        worth = min(self._end(state), (state.request.num_tokens - 1) // self._engine.hash_tokens)
+        if worth - lookup.end < self._config.min_load_blocks or self._quiet.holds(self._clock()):
+            return
+        keys = pack(state.request.block_hashes[lookup.start : self._end(state)])
+        state.pull = self._pulls.begin(lookup.start, keys)
+        if state.pull is not None:
+            state.pulled = lookup.preemptions
+            self.counters.add(pulls=1)
+
+    def _after_pull(self, state: RequestState, pull: Pull, lookup: Lookup) -> Lookup | None:
+        """The lookup with what a pull brought, or None while the request is to wait for it."""
+        assert self._pulls is not None
+        if not self._pulls.ended(pull):
+            return None
+        state.pull = None
+        blocks = self._pulls.blocks(pull)
+        before = lookup.end
+        # One that is late may have brought a part.
+        if blocks is None or pull.start + blocks > before:
+            lookup = self._look_again(state, lookup)
+        gained = lookup.end - before
+        self._pulls.note(pull, gained)
+        self.counters.add(
+            late_pulls=blocks is None,
+            pulled_blocks=gained,
+            hit_blocks=gained,
+            pull_wait_seconds=self._clock() - pull.begun,
+        )
+        return lookup
+
+    def _look_again(self, state: RequestState, before: Lookup) -> Lookup:
+        """A lookup of more than before, or that one if there is not."""
+        lease = self._acquire(pack(state.request.block_hashes[before.start : self._end(state)]))
+        if lease is None:
+            return before
+        if before.start + lease.blocks <= before.end:
+            self._client.release(lease)
+            return before
+        self._drop_lookup(state)
+        state.lookup = Lookup(
+            before.start, before.start + lease.blocks, lease, self._preemptions(state)
+        )
+        return state.lookup
 
     def _preemptions(self, state: RequestState) -> int:
         return int(state.request.num_preemptions)
@@ -290,15 +375,17 @@ class SchedulerHalf:
         """What the ranks are to do in this step. `scheduled`: tokens that it computes, by request."""
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
-            if state is None or not self._engine.saves or not self.ready:
+            if state is None or not self._engine.saves or not self._usable:
                 continue
             whole = self._whole(state, state.request.num_computed_tokens + tokens)
             if whole > state.saved:
                 self._save(state, table_of(request_id), whole)
         self._release_ended()
+        if not scheduled and self._pulls is not None:
+            waiting = [state.pull for state in self._requests.values() if state.pull is not None]
+            self._pulls.wait(waiting)
         plan, self._plan = self._plan, StepPlan()
         plan.want_report = not self.ready
-        plan.records = {save.epoch: self._records[save.epoch] for save in plan.saves}
         return plan
 
     def _whole(self, state: RequestState, computed_tokens: int) -> int:
@@ -329,7 +416,7 @@ class SchedulerHalf:
             return
         blocks = sorted({block for save in saves for block in save.block_ids})
         keys = [block_key(hashes[index]) for index in wanted]
-        job = SaveJob(self._job(), state.request.request_id, self._epoch, saves)
+        job = SaveJob(self._job(), state.request.request_id, self._generation, saves)
         self.pins.take(len(blocks))
         self._pool.touch([self._pool.blocks[block] for block in blocks])
         self._offered.add(keys, now)
@@ -348,6 +435,13 @@ class SchedulerHalf:
                 self._plan.acknowledged.append(job)
         for job in done.failed_saves & self._saves.keys():
             self._offered.forget(self._saves[job].keys)
+        if self._generation in done.outdated and not self._shut:
+            self._shut = True
+            self.counters.add(shut_out=1)
+            log.warning(
+                "another engine has reset the namespace of this one, which finds and stores no blocks "
+                "until it is reset too, or restarted with the same weights"
+            )
         for job, ranks in done.loads.items():
             load = self._loads[job]
             load.ranks_left -= ranks
@@ -388,7 +482,7 @@ class SchedulerHalf:
         if state is None:
             return
         self._drop_lookup(state)
-        if not self._engine.saves or not self.ready:
+        if not self._engine.saves or not self._usable:
             return
         whole = self._whole(state, request.num_computed_tokens)
         if completed and whole > state.saved:
@@ -398,29 +492,63 @@ class SchedulerHalf:
 
     def has_work(self) -> bool:
         """Whether steps are needed without requests, so that leases and pins are given back."""
-        return bool(self._saves or self._loads or self._ended or self._plan.saves)
+        return bool(
+            self._saves or self._loads or self._ended or self._plan.saves or self._plan.opening
+        )
 
     def reset(self) -> bool:
         """Forget all that was saved so far: the engine's KV means something else from now on.
 
-        The namespace moves to an epoch of its own, which neither this engine's older blocks nor
-        other engines' are part of. False while loads run: they fill blocks with old KV.
+        False while the engine holds KV of before, in running requests, loads or saves: none of it
+        may reach the new epoch, so the pool is left alone until a reset finds none.
         """
-        self._epoch = self._new_epoch()
         self._offered.clear()
         for state in self._requests.values():
             self._drop_lookup(state)
+            state.pull, state.pulled = None, -1
             state.limit = None
             state.saved = 0
-        if self._make_record is not None:
-            self.set_namespace(self._make_record)
-        return not self._loads
+        if self._loads or self._pool.get_num_free_blocks() < len(self._pool.blocks) - 1:
+            self._shut = True
+            self.counters.add(failed_resets=1)
+            log.warning(
+                "the engine was reset while it held blocks: it leaves the pool alone until it is "
+                "reset once more, with nothing running"
+            )
+            return False
+        self._begin_epoch()
+        return True
+
+    def _begin_epoch(self) -> None:
+        """Go on in the namespace's next epoch, or in one of our own where the cluster cannot say."""
+        apart, self._epoch = self._epoch != self._config.epoch, self._new_epoch()
+        if self._make_record is None:
+            return  # nothing was opened yet; what others have reset by then is not known
+        try:
+            namespace = self._namespace
+            if apart or namespace is None:
+                namespace = self._client.open(self._make_record(self._config.epoch))
+            self._client.reset(namespace)
+        except KvpoolError as error:
+            self.counters.add(failed_resets=1)
+            log.warning(
+                "the namespace could not be reset, so this engine shares no blocks until a reset "
+                "succeeds: %s",
+                error,
+            )
+            namespace = self._client.open(self._make_record(self._epoch))
+        else:
+            self._epoch = self._config.epoch
+            self.counters.add(resets=1)
+        self._enter(namespace)
 
     def close(self) -> None:
         """Release every lease. Loads that run fail or end by their deadline."""
         self._release_ended()
         for state in self._requests.values():
             self._drop_lookup(state)
+        if self._pulls is not None:
+            self._pulls.close()
 
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)

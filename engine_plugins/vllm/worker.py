@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,13 +24,14 @@ from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
     GroupSave,
     LoadJob,
+    Opening,
     RankReport,
     SaveJob,
     StepDone,
     StepPlan,
 )
-from kvpool.errors import KvpoolError, LeaseLost
-from kvpool.types import Namespace, NamespaceRecord
+from kvpool.errors import KvpoolError, LeaseLost, StaleEpoch
+from kvpool.types import Namespace
 
 if TYPE_CHECKING:
     from kvpool.client import Client, Lease, Slots
@@ -42,6 +44,14 @@ class LoadResults:
     finished: set[str]
     failed_requests: set[str]
     failed_blocks: set[int]
+
+
+class Saved(Enum):
+    """How a save ended. OUTDATED: another engine has reset the namespace since it was opened."""
+
+    ALL = "all"
+    FAILED = "failed"
+    OUTDATED = "outdated"
 
 
 class WorkerHalf:
@@ -74,8 +84,10 @@ class WorkerHalf:
         self._load_thread = _thread("kvpool-load", thread_setup)
         self._save_thread = _thread("kvpool-save", thread_setup)
         self._loads: dict[Future[bool], LoadJob] = {}
-        self._saves: dict[Future[bool], SaveJob] = {}
-        self._namespaces: dict[str, Namespace] = {}
+        self._saves: dict[Future[Saved], SaveJob] = {}
+        self._openings: list[Future[None]] = []
+        self._generation = 0
+        self._namespace: Namespace | None = None
         self._unheard: set[int] = set()
         self._done = StepDone()
         self._failed_blocks: set[int] = set()
@@ -106,11 +118,12 @@ class WorkerHalf:
         """
         if plan.want_report:
             self._done.reports = [self.report]
+        if plan.opening is not None:
+            self._openings.append(self._save_thread.submit(self._open, plan.opening))
         if plan.saves and not self._unheard:
             ready = self._record_ready()
             for job in plan.saves:
-                record = plan.records[job.epoch]
-                self._saves[self._save_thread.submit(self._save, job, record, ready)] = job
+                self._saves[self._save_thread.submit(self._save, job, ready)] = job
         else:
             for job in plan.saves:
                 self._done.saves[job.job] = 1
@@ -142,8 +155,13 @@ class WorkerHalf:
         for future in [future for future in self._saves if future.done()]:
             job = self._saves.pop(future)
             self._done.saves[job.job] = 1
-            if not future.result():
+            saved = future.result()
+            if saved is not Saved.ALL:
                 self._done.failed_saves.add(job.job)
+            if saved is Saved.OUTDATED:
+                self._done.outdated.add(job.generation)
+        while self._openings and self._openings[0].done():
+            self._openings.pop(0).result()
         if not self._done:
             return None
         done, self._done = self._done, StepDone()
@@ -196,23 +214,34 @@ class WorkerHalf:
 
     # --- on the save thread ---------------------------------------------------------------------
 
-    def _save(self, job: SaveJob, record: NamespaceRecord, ready: Any) -> bool:
-        """Copy blocks into reserved slots and commit them. False: the pool could not take all."""
+    def _open(self, opening: Opening) -> None:
+        """Enter the namespace's present epoch. Where it is refused, so is every save."""
+        self._generation, self._namespace = opening.generation, None
         try:
-            if job.epoch not in self._namespaces:
-                self._namespaces[job.epoch] = self._client.open(record)
-            refused = sum([self._save_run(job.epoch, save, ready) for save in job.saves])
+            self._namespace = self._client.open(opening.record)
         except KvpoolError:
-            refused = len(job.saves)
-        if refused:
-            self.counters.add(failed_saves=1)
-        return not refused
+            pass  # counted with each save
 
-    def _save_run(self, epoch: str, save: GroupSave, ready: Any) -> int:
+    def _save(self, job: SaveJob, ready: Any) -> Saved:
+        """Copy blocks into reserved slots and commit them."""
+        saved = Saved.FAILED
+        if self._namespace is not None and job.generation == self._generation:
+            try:
+                refused = [self._save_run(self._namespace, save, ready) for save in job.saves]
+                saved = Saved.FAILED if any(refused) else Saved.ALL
+            except StaleEpoch:
+                saved = Saved.OUTDATED
+            except KvpoolError:
+                pass  # counted below
+        if saved is not Saved.ALL:
+            self.counters.add(failed_saves=1)
+        return saved
+
+    def _save_run(self, namespace: Namespace, save: GroupSave, ready: Any) -> int:
         """Save one group's run of blocks. How many found no space."""
         pages = self._save_pages[save.rule]
         with self._client.reserve(
-            self._namespaces[epoch],
+            namespace,
             save.keys,
             part=self._first_part + save.rule,
             parent=save.parent,

@@ -56,8 +56,8 @@ SERVED_FROM = frozenset({NodeState.SERVING, NodeState.DRAINING})
 class Cluster:
     """See the module. `Neighbours` for `Remote`.
 
-    lost_nodes: called when a node has gone. drain: called with what an operator wants of this
-    node, when that changes.
+    lost_nodes: called when blocks may lack copies: a node has gone or come, or more are wanted. drain:
+    called with what an operator wants of this node, when that changes.
     """
 
     def __init__(
@@ -69,12 +69,14 @@ class Cluster:
         peers: Peers,
         clock: Callable[[], float],
         rng: random.Random,
+        new_incarnation: Callable[[], str] = new_incarnation,
     ) -> None:
         self.config = config
         self.node = node
         self.membership = membership
         self.peers = peers
         self.rng = rng
+        self._new_incarnation = new_incarnation
         self.incarnation = node.incarnation
         self.state = NodeState.SERVING
         self.progress: DrainProgress | None = None
@@ -100,8 +102,7 @@ class Cluster:
 
     async def start(self, urls: Sequence[str]) -> None:
         """Join. `urls`: where this node's movers listen. Raises what the membership raises."""
-        told = self.config.advertise or urls
-        self._transports = tuple(TransportRecord(url) for url in told)
+        self._transports = tuple(TransportRecord(url) for url in self.config.advertise or urls)
         await self.membership.start()
         self.membership.watch(self._look)
         self.membership.on_lost(self._lose)
@@ -109,7 +110,8 @@ class Cluster:
         self._look()
         if self._directory is not None:
             self.node.follow_changes()
-            self.announcer = Announcer(self._directory, self.node, clock=self._clock)
+            told = _OnlyMembersPublish(self._directory, self.may_serve)
+            self.announcer = Announcer(told, self.node, clock=self._clock)
             self.announcer.act_as(bytes.fromhex(self.incarnation))
             self._begin(self.announcer.run())
         self._begin(self._run())
@@ -230,8 +232,14 @@ class Cluster:
 
     def _apply(self, namespace: NamespaceState, entry: NamespaceEntry) -> NamespaceState:
         living = self.node.set_epoch(namespace, entry.epoch, entry.fence)
-        living.replicas = min(entry.replicas, self.config.copies_max)
+        before, living.replicas = living.replicas, min(entry.replicas, self.config.copies_max)
+        if living.replicas > before and any(table.blocks for table in living.tables):
+            self._copies_lacking()
         return living
+
+    def _copies_lacking(self) -> None:
+        for lost in self.lost_nodes:
+            lost()
 
     async def reset(self, namespace: NamespaceState) -> NamespaceState:
         """An engine's weights are new: the namespace in the epoch that it goes on in.
@@ -244,15 +252,22 @@ class Cluster:
             return living
         return await self._new_epoch(living, fence=True)
 
-    async def clear(self, tenant: Tenant, base: bytes, *, fence: bool) -> NamespaceState:
-        """An operator wants none of a namespace's blocks to be found any more. Raises `InvalidRequest`."""
+    async def clear(self, tenant: Tenant, base: bytes, *, fence: bool) -> int:
+        """An operator wants none of a namespace's blocks to be found any more: its new epoch.
+
+        Raises `InvalidRequest` for a namespace that neither this node nor the cluster knows.
+        """
         epochs = tenant.epochs.get(base)
-        if not epochs:
+        if epochs:
+            return (await self._new_epoch(epochs[-1], fence=fence)).epoch
+        known = self._view.namespaces.get((tenant.name, base.hex()))
+        if known is None:
             raise InvalidRequest(
-                f"no namespace {base.hex()} of tenant {tenant.name!r} is open on this node; "
-                f"`kvpool status` shows those that are"
+                f"tenant {tenant.name!r} has no namespace {base.hex()}; `kvpool namespaces` shows "
+                f"those that it has"
             )
-        return await self._new_epoch(epochs[-1], fence=fence)
+        entry = await self.membership.bump_epoch(tenant.name, base.hex(), known.epoch, fence=fence)
+        return entry.epoch
 
     async def _new_epoch(self, living: NamespaceState, *, fence: bool) -> NamespaceState:
         await self.register(living, living.replicas)
@@ -297,9 +312,9 @@ class Cluster:
         if wanted != self._drain_wanted:
             self._drain_wanted = wanted
             self.drain(wanted)
-        if before.nodes.keys() - self._view.nodes.keys():
-            for lost in self.lost_nodes:
-                lost()
+        # By incarnation: by name, a quick restart would not show. A node that came may take copies.
+        if _incarnations(before) != _incarnations(self._view):
+            self._copies_lacking()
 
     def _look_at_namespaces(self) -> None:
         for (tenant_name, digest), entry in self._view.namespaces.items():
@@ -363,7 +378,7 @@ class Cluster:
         pause, most = REJOIN_S
         try:
             while self.state is not NodeState.GONE:
-                self.incarnation = new_incarnation()
+                self.incarnation = self._new_incarnation()
                 try:
                     await self.membership.join(self._record())
                 except (Unavailable, ConfigError) as error:
@@ -447,6 +462,39 @@ class Cluster:
             "leases_lost": self.lost,
             "swept": self.swept,
         }
+
+
+def _incarnations(view: View) -> set[str]:
+    return {record.incarnation for record in view.nodes.values()}
+
+
+class _OnlyMembersPublish:
+    """A directory that takes nothing from a node which may have been declared dead meanwhile.
+
+    What it would say under its old incarnation is not wrong, but nobody reads it.
+    """
+
+    def __init__(self, directory: Directory, may_publish: Callable[[], bool]) -> None:
+        self._directory = directory
+        self._may_publish = may_publish
+        self.locate = directory.locate
+        self.marks = directory.marks
+        self.sweep = directory.sweep
+        self.close = directory.close
+
+    async def publish(
+        self,
+        digest: bytes,
+        parts: int,
+        incarnation: bytes,
+        tier: int,
+        keys: Sequence[bytes],
+        masks: Sequence[int],
+    ) -> None:
+        """See `Directory.publish`."""
+        if not self._may_publish():
+            raise Unavailable("this node does not know whether it is a member of its cluster still")
+        await self._directory.publish(digest, parts, incarnation, tier, keys, masks)
 
 
 def _stand_in(url: str) -> bytes:

@@ -264,7 +264,7 @@ class Copies:
         self._awake.set()
 
     def repair(self) -> None:
-        """A node was lost: see which blocks lack copies now, bit by bit."""
+        """A node has gone, or come: see which blocks lack copies now, bit by bit."""
         self._repair_from = 0
         self._awake.set()
 

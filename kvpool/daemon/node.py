@@ -154,8 +154,8 @@ class Node(Space):
         """A namespace is in this epoch now, in the whole cluster; the living state of it.
 
         All blocks of older epochs are misses from here on; their slots come back by and by
-        (`reclaim_garbage`), and those under a lease when that ends. Reservations that are open are
-        dropped at their commit. Clients that opened it in an epoch below `fence` find nothing and store
+        (`reclaim_garbage`), and those under a lease when that ends. Their pins are in no quota any more.
+        Reservations that are open are dropped at their commit. Clients that opened it in an epoch below `fence` find nothing and store
         nothing until they open it again; others go on in the new epoch. Epochs do not go back.
         """
         self.settle()
@@ -678,7 +678,10 @@ class Node(Space):
     # ---- copies elsewhere, and what the directory is told -------------------------------------------
 
     def demote(self, namespace: NamespaceState, packed: bytes) -> int:
-        """Others hold these blocks and keep them: our copies go first. How many parts were demoted."""
+        """Others hold these blocks and keep them: our copies go first. How many parts were demoted.
+
+        They go in the order given, before what is demoted or read later.
+        """
         self.settle()
         keys = dict.fromkeys(split_keys(packed))
         chosen = [
@@ -691,7 +694,10 @@ class Node(Space):
         return len(chosen)
 
     def promote(self, blocks: Iterable[Block]) -> None:
-        """Ours turned out to be the last copies of these. Nothing happens to those that have gone."""
+        """Ours turned out to be the last copies of these. They go in the order given, after others.
+
+        Nothing happens to those that have gone: the caller may have had to ask somebody first.
+        """
         self.settle()
         self._reclassify([block for block in blocks if block.secondary and _is_here(block)], False)
 
@@ -724,6 +730,7 @@ class Node(Space):
 
     def secondary_bytes(self, tenant: Tenant) -> int:
         """What can go without anything being lost to the cluster, as far as this node knows."""
+        self.settle()
         return sum(len(c.secondary) * c.stride for c in tenant.classes.values())
 
     @property

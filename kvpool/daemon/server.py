@@ -678,8 +678,7 @@ class Server:
     async def _clear(self, holder: Holder, m: wire.Clear) -> wire.Done:
         self._check_operator(holder)
         with _asking_others():
-            cleared = await self.cluster.clear(holder.tenant, m.digest, fence=m.fence)
-        return wire.Done(cleared.epoch)
+            return wire.Done(await self.cluster.clear(holder.tenant, m.digest, fence=m.fence))
 
     async def _set_copies(self, holder: Holder, m: wire.Copies) -> wire.Done:
         self._check_operator(holder)

@@ -167,11 +167,12 @@ class Space:
         block.pin = PIN_NONE
 
     def _drop(self, block: Block) -> None:
-        """Take a block out of its table; its slot is free now, or when its last lease ends."""
+        """Take a block out of its table, and part with it."""
         del block.table.blocks[block.key]
         self._part_with(block)
 
     def _part_with(self, block: Block) -> None:
+        """It is in no table any more. Its slot is free now, or when its last lease ends."""
         self._tell(block.table.namespace, (block.key,))
         self._take_out(block)
         if block.leases:

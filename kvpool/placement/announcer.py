@@ -652,8 +652,6 @@ class Announcer:
             if group.recount:
                 group.recount = False
                 await self._recount(group)
-                if self._lives != life:
-                    return False
         self._rounds += 1
         return True
 

@@ -32,13 +32,11 @@ PROBE_S = 5.0
 
 LATENCY_S, BYTES_S = 0.001, 1e9
 """What is assumed of a peer at distance 1 before anything was measured."""
-PRIOR_BYTES = 4 << 20
-"""How much that assumption weighs against measurements."""
 DECAY = 0.8
 """What a measurement leaves of the weight of all earlier ones."""
 STALE_S = 30.0
 """After so long without a request, an estimate is half what was measured, half what is assumed."""
-SMALL_BYTES = 64 << 10
+SMALL_BYTES = 256 << 10
 """Requests up to this size tell of latency, larger ones of bandwidth."""
 BYTES_S_MIN = 1e6
 
@@ -116,11 +114,11 @@ class PeerHealth:
 
     def expected(self, now: float) -> tuple[float, float]:
         """Seconds to the first byte, and seconds a byte after it, for one request on an idle peer."""
-        distance = self.distance
         trust = STALE_S / (STALE_S + max(0.0, now - self.measured_at))
-        seconds = trust * self.measured_s + PRIOR_BYTES * distance / BYTES_S
-        per_byte = seconds / (trust * self.measured_bytes + PRIOR_BYTES)
-        latency_s = LATENCY_S * distance
+        per_byte = self.distance / BYTES_S
+        if self.measured_bytes:
+            per_byte += trust * (self.measured_s / self.measured_bytes - per_byte)
+        latency_s = LATENCY_S * self.distance
         if self.latency_s:
             latency_s += trust * (self.latency_s - latency_s)
         return latency_s, min(per_byte, 1 / BYTES_S_MIN)
@@ -149,7 +147,8 @@ class PeerHealth:
         if nbytes <= SMALL_BYTES or seconds < latency_s:
             self.latency_s = latency_s * DECAY + seconds * (1 - DECAY) if latency_s else seconds
         if nbytes > SMALL_BYTES:
-            transfer_s = max(seconds - self.latency_s, seconds / 10)
+            first_s = self.latency_s or LATENCY_S * self.distance
+            transfer_s = max(seconds - first_s, seconds / 10)
             self.measured_bytes = self.measured_bytes * DECAY + nbytes
             self.measured_s = self.measured_s * DECAY + transfer_s
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
@@ -19,6 +18,9 @@ from kvpool.status.text import (
     size_text,
     used_text,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 INCARNATION_SHOWN = 8
 KEYS_SHOWN = 3  # of those that were not found
@@ -59,20 +61,20 @@ def show_nodes(cluster: Mapping[str, Any], console: Console | None = None) -> No
     """Print what `Client.cluster` gives."""
     console = console or make_console()
     nodes = cluster["nodes"]
-    versions = sorted({record["version"] for record in nodes if record["version"]})
+    versions = sorted({record["version"] for record in nodes})
+    alike = len({(record["version"], record["protocol"]) for record in nodes}) == 1
     headline = Text(f"cluster {cluster['cluster']}", style="bold")
     headline.append(f", seen by node {cluster['node']}: {count(len(nodes), 'node')}", style="none")
-    if len(versions) == 1:
+    if alike:
         headline.append(f", version {versions[0]}", style="none")
     console.print(headline)
     if (warning := standing_text(cluster)) is not None:
         console.print(warning)
     if nodes:
         console.print()
-        _print_nodes(cluster, console, versions_differ=len(versions) > 1)
-    lines = [*_drain_lines(cluster), *_peer_lines(cluster), directory_text(cluster["directory"])]
+        _print_nodes(cluster, console, versions_differ=not alike)
     console.print()
-    for line in lines:
+    for line in (*_drain_lines(cluster), *_peer_lines(cluster), directory_text(cluster)):
         console.print(line)
 
 
@@ -101,11 +103,14 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
         *(f">{name}" for name in tiers),
         *(["version"] if versions_differ else []),
     )
-    own = next((r for r in nodes if r["incarnation"] == cluster["incarnation"]), None)
+    own = cluster["incarnation"]
+    protocols = {record["incarnation"]: record["protocol"] for record in nodes}
     for record in nodes:
         by_name = {tier["name"]: tier for tier in record["tiers"]}
         cells: list[str | Text] = [
-            Text(f"* {record['node']}", style="bold") if record is own else f"  {record['node']}",
+            Text(f"* {record['node']}", style="bold")
+            if record["incarnation"] == own
+            else f"  {record['node']}",
             _state(record, wanted=record["node"] in cluster["drains"]),
             record["incarnation"][:INCARNATION_SHOWN],
         ]
@@ -119,7 +124,7 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
             for name in tiers
         ]
         if versions_differ:
-            cells.append(_version(record, own))
+            cells.append(_version(record, protocols.get(own)))
         table.add_row(*cells)
     for column in table.columns:
         column.no_wrap = column.header not in {"labels", "address"}
@@ -137,9 +142,9 @@ def _state(record: Mapping[str, Any], *, wanted: bool) -> Text:
     return Text(words, style=STATE_STYLES.get(state, ""))
 
 
-def _version(record: Mapping[str, Any], own: Mapping[str, Any] | None) -> Text:
-    """Nodes of another wire protocol are seen, and not pulled from."""
-    if own is None or record["protocol"] == own["protocol"]:
+def _version(record: Mapping[str, Any], spoken: int | None) -> Text:
+    """Nodes of another wire protocol than this one's are seen, and not pulled from."""
+    if spoken is None or record["protocol"] == spoken:
         return Text(record["version"])
     return Text(f"{record['version']}, protocol {record['protocol']}", style="yellow")
 
@@ -174,8 +179,9 @@ def _peer_lines(cluster: Mapping[str, Any]) -> Iterator[Text]:
         yield Text(f"pulls also from {', '.join(cluster['peers'])}, named in its configuration")
 
 
-def directory_text(directory: Directory) -> Text:
+def directory_text(cluster: Mapping[str, Any]) -> Text:
     """One line: is it there, how far is this node behind in telling it."""
+    directory: Directory = cluster["directory"]
     if directory is None:
         return Text("no directory: other nodes are asked one by one what they have")
     line = Text("directory ")
@@ -183,6 +189,8 @@ def directory_text(directory: Directory) -> Text:
         line.append("connected", style="green")
     else:
         line.append("does not answer", style="bold red")
+    if cluster["state"] == "gone":
+        return line.append(", and is told nothing of what a node holds that has left")
     line.append(f", lag {directory['lag_s']:.1f} s, {directory['queued']:,} queued")
     line.append(f", {count(directory['announced'], 'block')} of this node announced")
     if directory["repairing"]:
@@ -247,7 +255,7 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         console.print("no engine has opened a namespace yet")
         return
     several = len({row["tenant"] for row in rows}) > 1
-    columns = ["digest", "fields", ">epoch", ">copies", ">a block", ">blocks here", ">bytes here"]
+    columns = ["digest", "fields", ">epoch", ">copies", ">a block", ">blocks", ">bytes"]
     table = make_table("", *(["tenant"] if several else []), *columns)
     for row in rows:
         hidden = row["blocks"] is None
@@ -265,6 +273,8 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         column.no_wrap = column.header != "fields"
         column.overflow = "fold"
     console.print(table)
+    console.print()
+    console.print("Blocks and bytes are those of this node.")
     fenced = [row["digest"][:DIGEST_SHOWN] for row in rows if 0 < row["fence"] == row["epoch"]]
     if fenced:
         console.print(

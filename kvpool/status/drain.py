@@ -27,8 +27,9 @@ Look = Callable[[], Mapping[str, Any]]
 class Ended(NamedTuple):
     """How following a drain ended.
 
-    how: drained; vanished, which is gone without having said that it was done; recalled, which is that
-        somebody called it off; late, which is the time-out. progress: the node's last word, if any.
+    how: drained; vanished, which is gone before it had said that all was copied; absent, which is gone
+        from the start; recalled, which is that somebody called it off; late, which is the time-out.
+    progress: the node's last word, if any.
     """
 
     how: str
@@ -50,18 +51,19 @@ def follow(
     """
     deadline = clock() + timeout_s
     progress: Mapping[str, Any] | None = None
-    wanted = False
+    present = wanted = False
     while True:
         cluster = _look_patiently(look, clock, sleep)
         record = next((r for r in cluster["nodes"] if r["node"] == node), None)
         if record is not None and record["drain"] is not None:
             progress = record["drain"]
             show(progress)
-        done = progress is not None and progress["phase"] == "done"
-        if cluster["node"] == node and cluster["state"] == "gone":
-            return Ended("drained", progress)
-        if record is None or record["state"] == "gone":
-            return Ended("drained" if done else "vanished", progress)
+        left_itself = cluster["node"] == node and cluster["state"] == "gone"
+        if record is None or record["state"] == "gone" or left_itself:
+            if progress is not None and progress["phase"] != "copying":
+                return Ended("drained", progress)
+            return Ended("vanished" if present else "absent", progress)
+        present = True
         # The wish itself takes a moment to reach the daemon that is asked.
         if wanted and node not in cluster["drains"]:
             return Ended("recalled", progress)
@@ -99,10 +101,14 @@ def verdict(node: str, ended: Ended, timeout_s: float) -> tuple[str, bool]:
         return f"the drain of {node} was called off by somebody else{so_far}", False
     if ended.how == "vanished":
         return (
-            f"{node} is gone and has not said that it was drained{so_far}: it was stopped or has died, "
-            f"and what only it held is lost. If it comes back it is drained then, unless "
-            f"`kvpool drain {node} --cancel` is said"
+            f"{node} has left the cluster and was not seen to finish its drain{so_far}: where it was "
+            f"stopped or has died, what only it held is lost. While it runs, {back}"
         ), False
+    if ended.how == "absent":
+        return (
+            f"{node} is not in the cluster: it was drained before, or does not run. It stays out until "
+            f"`kvpool drain {node} --cancel` is said"
+        ), True
     if progress is not None and progress["failed"]:
         return (
             f"{node} has left the cluster, and {count(progress['failed'], 'block')} that only it holds "
@@ -117,8 +123,8 @@ def verdict(node: str, ended: Ended, timeout_s: float) -> tuple[str, bool]:
         else "others hold whatever it held"
     )
     return (
-        f"{node} is drained and has left the cluster: {what}. Its daemon serves its own clients until "
-        f"it is stopped; {back}"
+        f"{node} is drained and has left the cluster: {what}. While its daemon runs it serves "
+        f"its own clients; {back}"
     ), True
 
 

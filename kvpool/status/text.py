@@ -44,7 +44,10 @@ def make_table(title: str, *columns: str) -> Table:
 
 def facts(fields: Mapping[str, Any]) -> Iterator[str]:
     """The first few facts of a namespace's record, those that say most to a reader first."""
-    names = sorted(fields, key=lambda name: (name != "model", name != "tp_size", name))
+    names = sorted(
+        fields.keys() - {"format_version"},
+        key=lambda name: (name != "model", name != "tp_size", name),
+    )
     for name in names[:FIELDS_SHOWN]:
         text = str(fields[name])
         if len(text) > FIELD_LENGTH_MAX:

@@ -73,16 +73,19 @@ class _Flow:
 
 
 class Proxy:
-    """See the module. Starts with `with`; all but `set` belongs to the thread that made it.
+    """See the module. Starts with `with`; all but `set` and `cut` belongs to the thread that made it.
 
-    target: host and port of the server, or a function that says them at each new connection.
+    target: host and port of the server, or a function that says them at each new connection. host: where
+        it listens itself.
     connections: how many were accepted so far. carried: bytes delivered, both ways.
     """
 
-    def __init__(self, target: tuple[str, int] | Callable[[], tuple[str, int]]) -> None:
+    def __init__(
+        self, target: tuple[str, int] | Callable[[], tuple[str, int]], host: str = "127.0.0.1"
+    ) -> None:
         self._target = target if callable(target) else lambda: target
         self._listener = socket.socket()
-        self._listener.bind(("127.0.0.1", 0))
+        self._listener.bind((host, 0))
         self._listener.listen(64)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = self._listener.getsockname()
@@ -94,6 +97,7 @@ class Proxy:
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._closing = False
+        self._cutting = False
         self._thread = threading.Thread(target=self._run, name="kvpool-proxy", daemon=True)
 
     @property
@@ -108,6 +112,11 @@ class Proxy:
     def set(self, fault: Fault = NOTHING) -> None:
         """Do this from now on. Any thread."""
         self._fault = fault
+        self._wake.send(b"x")
+
+    def cut(self) -> None:
+        """End the connections that there are, once. Any thread."""
+        self._cutting = True
         self._wake.send(b"x")
 
     def __enter__(self) -> Self:
@@ -144,7 +153,8 @@ class Proxy:
                         self._accept()
                     elif key.fileobj is self._woken:
                         self._woken.recv(CHUNK_BYTES)
-                if self._fault.refuse:
+                if self._fault.refuse or self._cutting:
+                    self._cutting = False
                     self._end_all()
                 for pair in list(self._pairs):
                     self._carry(pair)

@@ -1,20 +1,51 @@
 """The command line: what it prints, what it returns, and that errors are one line."""
 
 import io
+import json
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import create_autospec
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 from rich.console import Console
 from typer.testing import CliRunner
 
 from kvpool import __version__, cli
+from kvpool.client import Client
 from kvpool.config import SETTINGS
 from kvpool.daemon.blocks import Counters
-from kvpool.errors import ConfigError
-from kvpool.status import _COUNTERS, duration, show, size_text
+from kvpool.errors import (
+    ClusterUnavailable,
+    ConfigError,
+    InvalidRequest,
+    NotAuthenticated,
+    Unavailable,
+)
+from kvpool.status.cluster import (
+    namespace_rows,
+    not_found,
+    show_namespaces,
+    show_nodes,
+    show_replicas,
+)
+from kvpool.status.drain import PATIENCE_S, Ended, Lines, carry_out, follow, verdict
+from kvpool.status.naming import block_key, full_digest, known_digests
+from kvpool.status.node import _COUNTERS, show
+from kvpool.status.text import duration, size_text, used_text
+
+DIRECTORY = {
+    "connected": True,
+    "queued": 12,
+    "lag_s": 0.25,
+    "repairing": 0,
+    "announced": 1400,
+    "failures": 0,
+}
 
 STATS = {
     "node": "host-7",
@@ -33,6 +64,7 @@ STATS = {
             "hard_pinned_bytes": 1 << 20,
             "soft_pinned_bytes": 0,
             "granted_bytes": 0,
+            "secondary_bytes": 0,
             "space": {
                 "size": 4 << 30,
                 "slab_bytes": 16 << 20,
@@ -55,6 +87,8 @@ STATS = {
             "namespaces": {
                 "0123456789abcdef0123456789abcdef": {
                     "fields": {"model": "llama [8b]", "tp_size": 2, "dtype": "bf16", "seed": "0"},
+                    "epoch": 2,
+                    "replicas": 1,
                     "blocks": [700, 700],
                     "part_bytes": [1 << 20, 1 << 20],
                 }
@@ -72,25 +106,70 @@ STATS = {
         },
         {"pid": None, "alive": False, "restarts": 3, "orders": 0, "loans": 0, "listening": []},
     ],
-    "peers": [
-        {
-            "url": "tcp://peer:7070",
-            "available": False,
-            "asked": 10,
-            "failures": 2,
-            "checksum_mismatches": 1,
-            "blocks": 100,
-            "bytes": 100 << 20,
-            "seconds": 0.5,
-            "last_error": "connection [refused]",
-        }
-    ],
+    "remote": {
+        "lookups": 30,
+        "lookups_failed": 0,
+        "lookups_remembered": 4,
+        "joined": 5,
+        "rivals": 6,
+        "called_off": 7,
+        "absent": 0,
+        "mismatches": 0,
+        "failed_transfers": 0,
+        "transfers": 1,
+        "peers": [
+            {
+                "incarnation": "b" * 16,
+                "distance": 1.0,
+                "latency_ms": 1.25,
+                "bytes_s": 200 << 20,
+                "inflight_bytes": 0,
+                "running": 0,
+                "asked": 10,
+                "failed": 2,
+                "slow": 3,
+                "bytes": 100 << 20,
+                "suspended_s": 1.5,
+                "suspected": False,
+                "last_error": "connection [refused]",
+            }
+        ],
+    },
+    "copies": {
+        "offered_blocks": 40,
+        "accepted_blocks": 30,
+        "accepted_bytes": 30 << 20,
+        "taken_blocks": 20,
+        "refused_offers": 1,
+        "forwarded_blocks": 10,
+        "replicated_blocks": 20,
+        "repairs": 0,
+        "dropped_wishes": 0,
+        "promoted": 0,
+        "wanted": 3,
+        "repairing": False,
+    },
+    "cluster": {
+        "cluster": "prod",
+        "standing": "member",
+        "state": "serving",
+        "incarnation": "abc123",
+        "others": 2,
+        "directory": DIRECTORY,
+    },
 }
+NAMES = {"b" * 16: "host-8"}
 
 
 def shown(stats: dict, tenant: str = "red", width: int = 120) -> str:
     out = io.StringIO()
-    show(stats, tenant, Console(file=out, width=width, highlight=False))
+    show(stats, tenant, NAMES, Console(file=out, width=width, highlight=False))
+    return out.getvalue()
+
+
+def printed(print_it, what, width: int = 80) -> str:
+    out = io.StringIO()
+    print_it(what, Console(file=out, width=width, highlight=False))
     return out.getvalue()
 
 
@@ -125,10 +204,20 @@ def test_what_an_operator_sees():
     assert "1,500 blocks stored, 1.5 GiB" in text
     assert line_with(text, "77").split()[:5] == ["77", "running", "1", "2", "0"]
     assert "down" in text
-    peer = line_with(text, "tcp://peer:7070")
-    assert "left alone" in peer
+    assert line_with(text, "cluster prod") == "cluster prod  2 other nodes to pull from"
+    assert line_with(text, "directory connected").startswith(
+        "directory connected, lag 0.2 s, 12 queued, 1,400 blocks of this node announced"
+    )
+    peer = line_with(text, "host-8")
+    assert "left alone for 1.5 s" in peer
+    assert "1.2 ms" in peer
     assert "200 MiB/s" in peer
     assert "connection [refused]" in peer
+    assert "6 block parts asked of another one too, 7 transfers called off" in text
+    assert "30 times who has a prefix, 4 answered from memory" in text
+    assert "40 blocks, 30 accepted, 30 MiB" in text
+    assert "20 wanted as copies, 10 instead of evicting" in text
+    assert "3 blocks now" in line_with(text, "copies lacking")
 
 
 def test_trouble_is_shown_when_there_is_any():
@@ -139,6 +228,36 @@ def test_trouble_is_shown_when_there_is_any():
     assert "3 blocks dropped" in loud
     assert "4 puts" in line_with(loud, "refused, pool full")
     assert "2 connections refused" in shown(STATS | {"refused_connections": 2})
+    assert "failed" not in line_with(quiet, "looked up")
+    assert "transfers that failed" not in quiet
+    remote = STATS["remote"] | {"failed_transfers": 8, "lookups_failed": 9}
+    loud = shown(STATS | {"remote": remote})
+    assert line_with(loud, "transfers that failed").split()[-1] == "8"
+    assert line_with(loud, "lookups without an answer").split()[-1] == "9"
+
+
+def test_peers_without_a_known_name_are_shown_by_incarnation():
+    (peer,) = STATS["remote"]["peers"]
+    unknown = peer | {"incarnation": "c" * 16}
+    remote = STATS["remote"] | {"peers": [peer, unknown, peer | {"asked": 0}]}
+    lines = shown(STATS | {"remote": remote}).splitlines()
+    start = lines.index(next(line for line in lines if line.startswith("Peers")))
+    assert [line.split()[0] for line in lines[start + 2 : start + 4]] == ["c" * 16, "host-8"]
+    assert lines[start + 4] == "", "who was not asked anything is not shown"
+
+
+@pytest.mark.parametrize(
+    ("health", "word"),
+    [
+        ({"suspended_s": 0.0}, "well"),
+        ({"suspended_s": 0.0, "suspected": True}, "suspected"),
+        ({"suspended_s": 2.0, "suspected": True}, "left alone for 2.0 s"),
+    ],
+)
+def test_the_health_of_a_peer(health, word):
+    (peer,) = STATS["remote"]["peers"]
+    text = shown(STATS | {"remote": STATS["remote"] | {"peers": [peer | health]}})
+    assert word in line_with(text, "host-8")
 
 
 def test_a_fresh_daemon_has_little_to_show():
@@ -148,8 +267,13 @@ def test_a_fresh_daemon_has_little_to_show():
         "hard_pinned_bytes": 0,
         "space": mine["space"] | {"classes": [], "bytes_used": 0},
     }
-    text = shown(STATS | {"tenants": {"red": empty}, "peers": []})
-    for word in ("Namespaces", "Slots", "Peers", "pinned"):
+    alone = {"cluster": STATS["cluster"] | {"others": 0, "directory": None}}
+    idle = {
+        "remote": dict.fromkeys(STATS["remote"], 0) | {"peers": []},
+        "copies": dict.fromkeys(STATS["copies"], 0) | {"repairing": False},
+    }
+    text = shown(STATS | {"tenants": {"red": empty}} | alone | idle)
+    for word in ("Namespaces", "Slots", "Peers", "pinned", "Copies", "nodes", "cluster"):
         assert word not in text
 
 
@@ -191,6 +315,461 @@ def test_times_for_people(seconds, text):
     assert duration(seconds) == text
 
 
+@pytest.mark.parametrize(
+    ("used", "capacity", "text"),
+    [
+        (0, 64 << 30, "0/64 GiB"),
+        (3 << 29, 64 << 30, "1.5/64 GiB"),
+        (64 << 30, 64 << 30, "64/64 GiB"),
+        (1 << 20, 64 << 30, "0.0/64 GiB"),
+        (5, 10, "5/10 B"),
+        (1 << 39, 1 << 40, "0.5/1 TiB"),
+    ],
+)
+def test_how_much_of_something(used, capacity, text):
+    assert used_text(used, capacity) == text
+
+
+# ---- the cluster --------------------------------------------------------------------------------------
+
+
+def node(name: str, letter: str, **changes) -> dict:
+    return {
+        "node": name,
+        "incarnation": letter * 16,
+        "state": "serving",
+        "transports": [{"url": f"tcp://10.0.0.{ord(letter) - 96}:7070", "metadata": ""}],
+        "tiers": [{"name": "dram", "capacity_bytes": 64 << 30, "used_bytes": 3 << 29}],
+        "labels": {"zone": "a", "rack": "7"},
+        "version": "1.2.3",
+        "protocol": 2,
+        "drain": None,
+    } | changes
+
+
+DRAIN = {
+    "phase": "copying",
+    "blocks": 450,
+    "blocks_total": 1000,
+    "copied": 120,
+    "copied_bytes": 3 << 29,
+    "failed": 0,
+    "leases": 0,
+}
+DIGEST = "0123456789abcdef0123456789abcdef"
+ENTRY = {
+    "tenant": "red",
+    "digest": DIGEST,
+    "fields": json.dumps({"model": "llama [8b]", "format_version": 1}),
+    "parts": [[1 << 20, "full", 0, 1], [1 << 20, "full", 0, 1]],
+    "epoch": 2,
+    "fence": 0,
+    "replicas": 3,
+}
+CLUSTER = {
+    "cluster": "prod",
+    "node": "host-1",
+    "incarnation": "a" * 16,
+    "standing": "member",
+    "state": "serving",
+    "nodes": [node("host-1", "a"), node("host-2", "b")],
+    "peers": [],
+    "drains": [],
+    "namespaces": [ENTRY],
+    "directory": DIRECTORY,
+    "leases_lost": 0,
+    "swept": 0,
+}
+
+
+def test_the_nodes_of_a_cluster_on_a_narrow_terminal():
+    text = printed(show_nodes, CLUSTER)
+    assert text.startswith("cluster prod, seen by node host-1: 2 nodes, version 1.2.3\n")
+    words = line_with(text, "* host-1").split()
+    assert words[:4] == ["*", "host-1", "serving", "a" * 8]
+    assert "tcp://10.0.0.1:7070" in words
+    assert words[-2:] == ["1.5/64", "GiB"]
+    assert line_with(text, "  host-2").split()[:3] == ["host-2", "serving", "b" * 8]
+    assert "rack=7, zone=a" in text
+    assert "lag 0.2 s, 12 queued" in text
+    assert text.count("host-2") == 1
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_versions_are_shown_where_they_differ():
+    nodes = [
+        node("host-1", "a"),
+        node("host-2", "b", version="1.2.4"),
+        node("host-3", "c", version="2.0.0", protocol=3),
+    ]
+    text = printed(show_nodes, CLUSTER | {"nodes": nodes}, width=120)
+    assert "version 1.2.3" not in text.splitlines()[0]
+    assert line_with(text, "* host-1").rstrip().endswith("1.2.3")
+    assert line_with(text, "host-2").rstrip().endswith("1.2.4")
+    assert line_with(text, "host-3").rstrip().endswith("2.0.0, protocol 3")
+
+
+def test_nodes_that_are_drained():
+    draining = node("host-2", "b", state="draining", drain=DRAIN | {"failed": 7})
+    waiting = node("host-3", "c", state="draining", drain=DRAIN | {"phase": "waiting", "leases": 1})
+    nodes = [node("host-1", "a"), draining, waiting]
+    text = printed(
+        show_nodes, CLUSTER | {"nodes": nodes, "drains": ["host-1", "host-2", "host-9"]}, width=200
+    )
+    assert "serving, to drain" in line_with(text, "* host-1")
+    assert "draining 45%" in line_with(text, "  host-2")
+    assert (
+        "host-2 is being drained: 450 of 1,000 blocks looked at, 120 copied, 1.5 GiB, "
+        "7 that only it has found no other place\n"
+    ) in text
+    assert "waiting for 1 lease to end" in line_with(text, "host-3 is being drained")
+    assert "`kvpool drain host-9 --cancel`" in line_with(text, "host-9 is drained and not here")
+
+
+@pytest.mark.parametrize(
+    ("standing", "state", "words"),
+    [
+        ("away", "serving", "etcd does not answer"),
+        ("unsure", "serving", "stopped or asleep"),
+        ("lost", "serving", "as a new incarnation"),
+        ("out", "joining", "its log says why"),
+        ("out", "gone", "`kvpool drain host-1 --cancel` brings it back"),
+    ],
+)
+def test_a_node_that_is_no_member_says_so_loudly(standing, state, words):
+    known = CLUSTER | {"standing": standing, "state": state}
+    text = printed(show_nodes, known, width=400)
+    assert text.splitlines()[1].startswith(f"this node is not a member ({standing}): ")
+    assert words in text.splitlines()[1]
+    text = shown(
+        STATS
+        | {"node": "host-1", "cluster": STATS["cluster"] | {"standing": standing, "state": state}},
+        width=400,
+    )
+    assert words in line_with(text, "not a member")
+
+
+def test_a_member_says_nothing_of_its_standing():
+    assert "member" not in printed(show_nodes, CLUSTER) + shown(STATS)
+
+
+def test_the_state_of_the_directory():
+    assert "connected" in printed(show_nodes, CLUSTER)
+    broken = DIRECTORY | {"connected": False, "failures": 1, "repairing": 300}
+    text = printed(show_nodes, CLUSTER | {"directory": broken}, width=200)
+    line = line_with(text, "directory does not answer")
+    assert "300 to be announced again" in line
+    assert "1 failure" in line
+    text = printed(show_nodes, CLUSTER | {"directory": None})
+    assert "no directory: other nodes are asked one by one" in text
+
+
+def test_a_node_that_is_alone():
+    alone = CLUSTER | {
+        "nodes": [node("host-1", "a", labels={}, transports=[])],
+        "peers": ["tcp://x:1"],
+        "directory": None,
+    }
+    text = printed(show_nodes, alone)
+    assert "labels" not in text
+    assert "none" in line_with(text, "* host-1")
+    assert "tcp://x:1" in line_with(text, "pulls also from")
+
+
+@pytest.mark.parametrize("width", [60, 80, 300])
+def test_any_width_of_terminal_for_the_cluster(width):
+    rows = namespace_rows(CLUSTER, STATS, "red")
+    for text in (printed(show_nodes, CLUSTER, width), printed(show_namespaces, rows, width)):
+        assert max(map(len, text.splitlines())) <= width
+
+
+def test_namespaces_of_the_cluster_and_of_this_node():
+    other = "f" * 32
+    mine = STATS["tenants"]["red"]
+    here = mine["namespaces"] | {
+        other: {
+            "fields": {"model": "new"},
+            "epoch": 0,
+            "replicas": 1,
+            "blocks": [9],
+            "part_bytes": [1024],
+        }
+    }
+    foreign = ENTRY | {"tenant": "blue", "digest": "e" * 32}
+    absent = ENTRY | {"digest": "d" * 32, "epoch": 5, "fence": 5}
+    known = CLUSTER | {"namespaces": [ENTRY, foreign, absent]}
+    stats = STATS | {"tenants": {"red": mine | {"namespaces": here}}}
+    rows = {row["digest"]: row for row in namespace_rows(known, stats, "red")}
+    assert len(rows) == 4
+    assert (rows[DIGEST]["blocks"], rows[DIGEST]["bytes"]) == (700, 1400 << 20)
+    assert (rows["e" * 32]["blocks"], rows["e" * 32]["bytes"]) == (None, None)
+    assert (rows["d" * 32]["blocks"], rows["d" * 32]["bytes"]) == (0, 0)
+    assert (rows[other]["agreed"], rows[other]["bytes"]) == (False, 9 << 10)
+    text = printed(show_namespaces, list(rows.values()), width=120)
+    line = line_with(text, DIGEST[:12])
+    assert line.split()[0] == "red"
+    assert "model=llama [8b]" in line
+    assert line.split()[-7:] == ["2", "3", "2", "MiB", "700", "1.4", "GiB"]
+    assert "0?" in line_with(text, other[:12]).split()
+    assert "?: not agreed with the cluster yet" in text
+    assert f"fenced at this epoch: {'d' * 12}. " in text
+    assert "format_version" not in text
+
+
+def test_no_namespaces():
+    nothing = CLUSTER | {"namespaces": []}
+    stats = STATS | {"tenants": {"red": STATS["tenants"]["red"] | {"namespaces": {}}}}
+    assert "no engine has opened" in printed(show_namespaces, namespace_rows(nothing, stats, "red"))
+
+
+FOUND = [
+    {
+        "key": "00" * 16,
+        "namespace": DIGEST,
+        "parts": 2,
+        "replicas": [
+            {"node": "host-1", "incarnation": "a" * 16, "tier": "dram", "parts": 2},
+            {"node": "host-2", "incarnation": "b" * 16, "tier": "gpu", "parts": 1},
+        ],
+    }
+]
+
+
+def test_replicas_of_a_block():
+    text = printed(show_replicas, FOUND)
+    assert line_with(text, "host-1").split() == [
+        "00" * 16,
+        DIGEST[:12],
+        "host-1",
+        "dram",
+        "2",
+        "of",
+        "2",
+    ]
+    assert line_with(text, "host-2").split()[-4:] == ["gpu", "1", "of", "2"]
+    assert printed(show_replicas, []) == ""
+
+
+def test_what_was_not_found_is_named():
+    assert not_found([bytes(16)], FOUND, DIRECTORY) == ""
+    others = [bytes([n]) * 16 for n in range(1, 6)]
+    text = not_found([bytes(16), *others[:1]], FOUND, DIRECTORY)
+    assert text.startswith(f"not found: {'01' * 16} (")
+    assert "directory" not in text
+    text = not_found(others, FOUND, None)
+    assert f"{'03' * 16} and 2 more" in text
+    assert "without a directory only what this node itself holds is known" in text
+    assert "does not answer" in not_found(others, [], DIRECTORY | {"connected": False})
+
+
+# ---- what operators type -------------------------------------------------------------------------------
+
+digests = st.text("0123456789abcdef", min_size=32, max_size=32)
+
+
+@given(
+    known=st.sets(digests, min_size=1, max_size=6),
+    length=st.integers(4, 32),
+    upper=st.booleans(),
+    data=st.data(),
+)
+def test_a_unique_beginning_of_a_digest_is_enough(known, length, upper, data):
+    digest = data.draw(st.sampled_from(sorted(known)))
+    text = digest[:length].upper() if upper else digest[:length]
+    alike = [one for one in known if one[:length] == digest[:length]]
+    if len(alike) == 1:
+        assert full_digest(text, known).hex() == digest
+    else:
+        with pytest.raises(InvalidRequest, match="give more digits"):
+            full_digest(text, known)
+
+
+def test_beginnings_that_several_have():
+    known = [f"abcd{n}" + "0" * 27 for n in range(8)]
+    with pytest.raises(InvalidRequest, match=r"^abcd is the beginning of .* and 3 more: give more"):
+        full_digest("abcd", known)
+    assert full_digest("abcd7", known).hex() == known[7]
+
+
+def test_whole_digests_need_not_be_known():
+    assert full_digest("AB" * 16, []) == b"\xab" * 16
+
+
+@pytest.mark.parametrize("text", ["", "abc", "xyzw", "0x12", "ab cd", "a" * 33, "٣٣٣٣", "abcd\n"])
+def test_what_is_no_digest(text):
+    with pytest.raises(InvalidRequest, match=r"4 to 32 hex digits .*kvpool namespaces"):
+        full_digest(text, ["a" * 32])
+
+
+def test_a_digest_that_nobody_knows():
+    with pytest.raises(InvalidRequest, match="no namespace of this tenant begins with beef"):
+        full_digest("beef", ["a" * 32])
+
+
+def test_a_tenant_names_its_own_namespaces_only():
+    foreign = ENTRY | {"tenant": "blue", "digest": "e" * 32}
+    there = ENTRY | {"digest": "d" * 32}
+    known = CLUSTER | {"namespaces": [foreign, there]}
+    assert known_digests(known, STATS, "red") == {DIGEST, "d" * 32}
+
+
+@given(st.binary(min_size=16, max_size=16))
+def test_block_keys(key):
+    assert block_key(key.hex()) == block_key(key.hex().upper()) == key
+
+
+@pytest.mark.parametrize("text", ["", "00" * 15, "00" * 17, "0g" * 16, " " * 32, "00 " * 10 + "00"])
+def test_what_is_no_block_key(text):
+    with pytest.raises(InvalidRequest, match="32 hex digits"):
+        block_key(text)
+
+
+# ---- following a drain ---------------------------------------------------------------------------------
+
+
+class Time:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+
+
+def draining(**progress) -> dict:
+    record = node("host-2", "b", state="draining", drain=DRAIN | progress)
+    return CLUSTER | {"nodes": [node("host-1", "a"), record], "drains": ["host-2"]}
+
+
+SERVING = CLUSTER
+LEFT = CLUSTER | {"nodes": [node("host-1", "a")], "drains": ["host-2"]}
+MARKED_GONE = LEFT | {"nodes": [node("host-2", "b", state="gone", drain=DRAIN | {"phase": "done"})]}
+OURSELVES = {"node": "host-2", "state": "gone"}
+AWAY = Unavailable("no answer")
+
+
+def followed(*looks, timeout_s: float = 60.0) -> tuple[Ended, list[dict], float]:
+    """The end of following host-2, all that was shown, and how long it took. The last look lasts."""
+    left = list(looks)
+
+    def look():
+        found = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    time, seen = Time(), []
+    start = time.now
+    ended = follow(look, "host-2", seen.append, timeout_s, clock=time.clock, sleep=time.sleep)
+    return ended, seen, time.now - start
+
+
+@pytest.mark.parametrize(
+    ("looks", "how"),
+    [
+        ([SERVING, draining(), draining(phase="done"), LEFT], "drained"),
+        ([draining(phase="done"), MARKED_GONE], "drained"),
+        ([MARKED_GONE], "drained"),
+        ([draining(phase="done"), draining(phase="done") | OURSELVES], "drained"),
+        ([draining(), ClusterUnavailable("busy"), AWAY, draining(phase="done"), LEFT], "drained"),
+        ([SERVING, LEFT], "vanished"),
+        ([draining(), draining(phase="waiting"), LEFT], "drained"),
+        ([draining(), draining(), LEFT], "vanished"),
+        ([draining(), LEFT | OURSELVES], "vanished"),
+        ([LEFT], "absent"),
+        ([LEFT | OURSELVES], "absent"),
+        ([SERVING, draining(), SERVING], "recalled"),
+        ([draining(), draining() | {"drains": []}], "recalled"),
+        ([SERVING], "late"),
+        ([SERVING, draining()], "late"),
+    ],
+)
+def test_the_ways_in_which_a_drain_ends(looks, how):
+    ended, _, took = followed(*looks)
+    assert ended.how == how
+    assert took < 61
+    assert (took >= 60) == (how == "late")
+
+
+def test_progress_is_shown_and_the_last_word_is_kept():
+    looks = [
+        SERVING,
+        draining(blocks=1),
+        draining(blocks=2),
+        draining(blocks=3, phase="done"),
+        LEFT,
+    ]
+    ended, seen, _ = followed(*looks)
+    assert [progress["blocks"] for progress in seen] == [1, 2, 3]
+    assert ended.progress == seen[-1]
+
+
+def test_a_daemon_that_stays_away_ends_the_wait():
+    time = Time()
+
+    def look():
+        raise AWAY
+
+    with pytest.raises(Unavailable, match="no answer"):
+        follow(look, "host-2", print, 1e9, clock=time.clock, sleep=time.sleep)
+    assert PATIENCE_S <= time.now - 1000 < PATIENCE_S + 1
+
+
+@pytest.mark.parametrize(
+    ("how", "progress", "good", "words"),
+    [
+        ("drained", {}, True, "120 blocks that only it held were copied to others, 1.5 GiB"),
+        ("drained", {"copied": 1}, True, "1 block that only it held was copied"),
+        ("drained", {"copied": 0}, True, "others hold whatever it held"),
+        ("drained", {"failed": 3}, False, "3 blocks that only it holds found no other place"),
+        ("vanished", {}, False, "not seen to finish its drain (450 of 1,000 blocks looked at"),
+        ("absent", None, True, "It stays out until"),
+        ("recalled", {}, False, "was called off by somebody else"),
+        ("late", {}, False, "not drained after 60 s"),
+        ("late", None, False, "it goes on"),
+    ],
+)
+def test_what_is_said_of_the_end(how, progress, good, words):
+    last = None if progress is None else DRAIN | progress
+    text, well = verdict("host-2", Ended(how, last), 60.0)
+    assert well is good
+    assert words in text
+    assert "host-2" in text
+    assert "\n" not in text
+    if not good and how != "recalled":
+        assert "`kvpool drain host-2 --cancel`" in text
+
+
+def test_lines_for_a_log_are_few(capsys):
+    time = Time()
+    lines = Lines("host-2", time.clock)
+    for blocks in range(400):
+        lines.show(DRAIN | {"blocks": blocks // 2})
+        time.sleep(0.1)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("host-2: 0 of 1,000 blocks looked at")
+    assert 15 <= len(said) <= 20, "40 seconds, a line every two"
+    assert len(set(said)) == len(said)
+
+
+def test_a_bar_on_a_terminal(monkeypatch, capsys):
+    looks = iter([draining(), draining(phase="waiting", leases=2), draining(phase="done"), LEFT])
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("kvpool.status.drain.LOOK_S", 0.001)
+    text, good = carry_out(SimpleNamespace(cluster=lambda: next(looks)), "host-2", 20.0)
+    assert good and "is drained" in text
+    shown_there = capsys.readouterr().err
+    assert "host-2" in shown_there
+    assert "━" in shown_there
+    assert "45%" in shown_there
+
+
 # ---- the commands --------------------------------------------------------------------------------------
 
 
@@ -198,10 +777,244 @@ def test_version():
     assert CliRunner().invoke(cli.app, ["version"]).output == f"{__version__}\n"
 
 
+COMMANDS = ("serve", "status", "nodes", "locate", "drain", "namespaces", "reset", "copies")
+
+
 def test_help_names_the_commands():
     text = CliRunner().invoke(cli.app, ["--help"]).output
-    for command in ("serve", "status", "version"):
-        assert command in text
+    for command in (*COMMANDS, "version"):
+        assert f" {command} " in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_has_an_example(command):
+    text = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "100"}).output
+    assert f" kvpool {command}" in text
+    assert "Options" in text
+
+
+def test_secrets_are_no_options():
+    """Every user of a machine sees the arguments of its processes."""
+    for command in COMMANDS:
+        text = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"}).output
+        flags = {word for word in text.split() if word.startswith("--")}
+        assert "--socket" in flags
+        assert not {flag for flag in flags if "password" in flag or "token" in flag}
+        assert "--cluster-secret" not in flags
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://user:hush@host", "redis://:hush@host:1/2", "rediss+cluster://u:hush@a:1,b:2"]
+)
+def test_a_password_on_the_command_line_is_refused(monkeypatch, url):
+    monkeypatch.setattr("kvpool.daemon.server.serve", lambda config, ready: None)
+    result = CliRunner().invoke(cli.app, ["serve", "--directory", url])
+    assert isinstance(result.exception, ConfigError)
+    assert "KVPOOL_DIRECTORY_PASSWORD" in str(result.exception)
+    assert "hush" not in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://host:6379/2", "redis://user@host", "redis+sentinel://a:1,b:2/main"]
+)
+def test_other_directories_are_taken_from_the_command_line(monkeypatch, url):
+    seen = []
+    monkeypatch.setattr("kvpool.daemon.server.serve", lambda config, ready: seen.append(config))
+    result = CliRunner().invoke(cli.app, ["serve", "--directory", url])
+    assert result.exit_code == 0, result.output
+    assert [config.directory for config in seen] == [url]
+
+
+def server(**settings) -> SimpleNamespace:
+    config = SimpleNamespace(
+        **{"node": "n", "socket": "/s", "join": "", "cluster": "prod", "directory": ""} | settings
+    )
+    found = SimpleNamespace(incarnation="a" * 16, summary=lambda: {"others": 1})
+    return SimpleNamespace(
+        config=config,
+        cluster=found,
+        segments={"default": SimpleNamespace(size=32 << 20)},
+        movers=SimpleNamespace(urls=["tcp://a:1", "tcp://b:2"]),
+    )
+
+
+def test_the_first_line_of_a_daemon_ends_with_its_urls(capsys):
+    cli._say_ready(server())
+    line = f"kvpool {__version__} ready: node n, 32 MiB of DRAM, socket /s"
+    assert capsys.readouterr().out == f"{line}, peers at tcp://a:1, tcp://b:2\n"
+
+
+def test_the_second_line_of_a_daemon_is_its_cluster(capsys):
+    hidden = {"join": "etcd://user@e:1", "directory": "redis://:hush@r"}
+    cli._say_ready(server(**hidden))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.rsplit("peers at ", 1)[1] == "tcp://a:1, tcp://b:2"
+    assert second == (
+        f"joined cluster prod as incarnation {'a' * 16}, 1 other node to pull from, with a directory"
+    )
+
+
+@pytest.fixture
+def daemon(monkeypatch):
+    """A client of a daemon that knows CLUSTER and STATS; calls are checked against the real one's."""
+    double = create_autospec(Client, instance=True)
+    double.__enter__.return_value = double
+    double.cluster.return_value = CLUSTER
+    double.stats.return_value = STATS
+    double.locate.return_value = FOUND
+    double.clear.return_value = 3
+    monkeypatch.setattr(cli, "_client", lambda socket, tenant: double)
+    return double
+
+
+def run(*words: str) -> SimpleNamespace:
+    """A command of tenant red: its exit status, what it printed, and its error."""
+    result = CliRunner().invoke(cli.app, [*words, "--tenant", "red"])
+    error = result.exception
+    if error is not None and not isinstance(error, (SystemExit, cli.KvpoolError)):
+        raise error
+    return SimpleNamespace(
+        status=result.exit_code, out=result.stdout, err=result.stderr, error=error
+    )
+
+
+def test_nodes(daemon):
+    done = run("nodes")
+    assert (done.status, done.err) == (0, "")
+    assert "* host-1" in done.out
+    assert json.loads(run("nodes", "--json").out) == CLUSTER
+
+
+def test_status_names_peers_where_it_may(daemon):
+    named = CLUSTER | {"nodes": [node("host-8", "b")]}
+    daemon.cluster.return_value = named
+    assert "host-8" in run("status").out
+    daemon.cluster.side_effect = NotAuthenticated("operators only")
+    done = run("status")
+    assert done.status == 0
+    assert "b" * 16 in done.out
+    assert json.loads(run("status", "--json").out) == STATS
+
+
+def test_locate(daemon):
+    done = run("locate", "00" * 16)
+    assert (done.status, done.err) == (0, "")
+    assert "host-2" in done.out
+    daemon.locate.assert_called_with([bytes(16)], digest=b"")
+    done = run("locate", "00" * 16, "FF" * 16, "ff" * 16, "--namespace", "0123")
+    assert done.status == 1
+    assert done.err.startswith(f"kvpool: not found: {'ff' * 16} (")
+    assert "host-2" in done.out
+    daemon.locate.assert_called_with([bytes(16), b"\xff" * 16], digest=bytes.fromhex(DIGEST))
+    done = run("locate", "00" * 16, "ff" * 16, "--json")
+    assert done.status == 1
+    assert json.loads(done.out) == FOUND
+
+
+def test_locate_refuses_what_is_no_key_before_it_asks(daemon):
+    assert isinstance(run("locate", "abcd").error, InvalidRequest)
+    daemon.locate.assert_not_called()
+
+
+def test_namespaces(daemon):
+    done = run("namespaces")
+    assert done.status == 0
+    assert DIGEST[:12] in done.out
+    (row,) = json.loads(run("namespaces", "--json").out)
+    assert (row["digest"], row["epoch"], row["blocks"]) == (DIGEST, 2, 700)
+
+
+def test_reset(daemon):
+    done = run("reset", "0123")
+    assert done.status == 0
+    assert f"namespace {DIGEST} of tenant red is in epoch 3" in done.out
+    assert "go on in the new epoch" in done.out
+    daemon.clear.assert_called_with(bytes.fromhex(DIGEST), fence=False)
+    assert "until they open it again" in run("reset", "0123", "--fence").out
+    daemon.clear.assert_called_with(bytes.fromhex(DIGEST), fence=True)
+    assert isinstance(run("reset", "beef").error, InvalidRequest)
+    assert daemon.clear.call_count == 2
+
+
+def test_copies(daemon):
+    done = run("copies", "0123", "2")
+    assert (done.status, "2 copies are wanted" in done.out) == (0, True)
+    daemon.set_copies.assert_called_once_with(bytes.fromhex(DIGEST), 2)
+    assert "1 copy is wanted" in run("copies", "0123", "1").out
+    assert run("copies", "0123", "0").status == 2
+    assert run("copies", "0123", "many").status == 2
+
+
+@pytest.mark.parametrize("words", [("reset", "0123"), ("copies", "0123", "2"), ("drain", "host-2")])
+@pytest.mark.parametrize("kind", [Unavailable, ClusterUnavailable])
+def test_a_change_without_an_answer_is_in_doubt(daemon, words, kind):
+    for change in (daemon.clear, daemon.set_copies, daemon.drain):
+        change.side_effect = kind("etcd did not answer")
+    error = run(*words).error
+    assert type(error) is kind
+    assert str(error).startswith("etcd did not answer. It may have been done all the same")
+
+
+def test_drain_to_the_end(daemon):
+    daemon.cluster.side_effect = [draining(phase="done"), LEFT]
+    done = run("drain", "host-2")
+    assert done.status == 0
+    assert done.out.startswith("host-2 is drained and has left the cluster: 120 blocks")
+    assert done.err.startswith("host-2: 450 of 1,000 blocks looked at")
+    daemon.drain.assert_called_once_with("host-2")
+
+
+def test_a_drain_that_leaves_blocks_behind(daemon):
+    daemon.cluster.side_effect = [draining(phase="done", failed=3), LEFT]
+    done = run("drain", "host-2")
+    assert (done.status, done.out) == (1, "")
+    assert "3 blocks that only it holds found no other place" in done.err.splitlines()[-1]
+
+
+def test_a_drain_that_takes_too_long(daemon):
+    daemon.cluster.return_value = draining()
+    done = run("drain", "host-2", "--timeout", "0")
+    assert done.status == 1
+    assert "not drained after 0 s" in done.err
+
+
+def test_a_drain_that_nobody_waits_for(daemon):
+    done = run("drain", "host-2", "--no-wait")
+    assert (done.status, done.err) == (0, "")
+    daemon.drain.assert_called_once_with("host-2")
+    daemon.cluster.assert_not_called()
+
+
+def test_a_drain_is_called_off(daemon):
+    daemon.cluster.return_value = draining()
+    done = run("drain", "host-2", "--cancel")
+    assert done.status == 0
+    assert "host-2 is no longer drained" in done.out
+    daemon.drain.assert_called_once_with("host-2", wanted=False)
+    daemon.cluster.return_value = CLUSTER
+    assert "nobody wanted host-2 drained" in run("drain", "host-2", "--cancel").out
+
+
+def test_an_interrupted_wait_leaves_the_drain_going(daemon):
+    daemon.cluster.side_effect = [draining(), KeyboardInterrupt]
+    done = run("drain", "host-2")
+    assert done.status == cli.EXIT_INTERRUPTED
+    assert "the drain of host-2 goes on" in done.err.splitlines()[-1]
+    daemon.drain.assert_called_once_with("host-2")
+
+
+def test_who_asks_is_read_from_the_environment(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("kvpool.client.Client", lambda path, **given: seen.update(given, path=path))
+    monkeypatch.setenv("KVPOOL_TOKEN", "mine")
+    monkeypatch.setenv("KVPOOL_OPERATOR_TOKEN", "ours")
+    cli._client("/s", "red")
+    assert (seen["path"], seen["tenant"]) == ("/s", "red")
+    assert (seen["token"], seen["operator_token"], seen["connect"]) == ("mine", "ours", True)
+    monkeypatch.delenv("KVPOOL_TOKEN")
+    monkeypatch.delenv("KVPOOL_OPERATOR_TOKEN")
+    cli._client(None, "red")
+    assert (seen["token"], seen["operator_token"]) == (None, "")
 
 
 def test_status_without_a_daemon(tmp_path):
@@ -242,8 +1055,10 @@ def test_serve_with_a_wrong_setting(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def test_flags_are_settings(monkeypatch):
-    """Each flag of `serve` sets the setting of its name."""
+def test_flags_are_settings(monkeypatch, tmp_path):
+    """Each flag of `serve` sets the setting of its name, and wins over the file."""
+    file = tmp_path / "kvpool.toml"
+    file.write_text('forward = true\ncopies_max = 2\nlabels = { zone = "z" }\nclients_max = 3')
     seen = {}
 
     def run(config, ready):
@@ -251,17 +1066,37 @@ def test_flags_are_settings(monkeypatch):
 
     monkeypatch.setattr("kvpool.daemon.server.serve", run)
     args = (
-        "serve --socket /s --memory 1MiB --policy lru --listen tcp://a:1 --listen tcp://b:2"
-        " --peer tcp://c:3 --movers 2 --data-dir /d --node n"
+        f"serve --config {file} --socket /s --memory 1MiB --policy lru"
+        " --listen tcp://a:1 --listen tcp://b:2"
+        " --advertise tcp://x:1 --advertise tcp://y:2 --peer tcp://c:3 --movers 2 --data-dir /d"
+        " --node n --cluster k --join etcds://u@e:1 --join-ca /1 --join-cert /2 --join-key /3"
+        " --directory rediss://r:1 --directory-ca /4 --directory-cert /5 --directory-key /6"
+        " --label zone=a --label rack=7 --no-forward --member-ttl-s 9 --directory-timeout-s 0.25"
+        " --copies-max 4 --copy-bandwidth 1MiB --socket-mode 660 --peers-max 5 --lease-s-max 6"
     )
     result = CliRunner().invoke(cli.app, args.split())
     assert result.exit_code == 0, result.output
     config = seen["config"]
     assert (config.socket, config.memory, config.policy) == ("/s", 1 << 20, "lru")
     assert config.listen == ("tcp://a:1", "tcp://b:2")
+    assert config.advertise == ("tcp://x:1", "tcp://y:2")
     assert config.peers == ("tcp://c:3",)
-    assert (config.movers, config.data_dir, config.node) == (2, "/d", "n")
-    assert set(vars(type(config))["__slots__"]) == set(SETTINGS)
+    assert (config.movers, config.data_dir, config.node, config.cluster) == (2, "/d", "n", "k")
+    assert (config.join, config.directory) == ("etcds://u@e:1", "rediss://r:1")
+    assert (config.join_ca, config.join_cert, config.join_key) == ("/1", "/2", "/3")
+    assert (config.directory_ca, config.directory_cert, config.directory_key) == ("/4", "/5", "/6")
+    assert config.labels == {"zone": "a", "rack": "7"}
+    assert (config.forward, config.copies_max, config.copy_bandwidth) == (False, 4, 1 << 20)
+    assert (config.member_ttl_s, config.directory_timeout_s, config.lease_s_max) == (9, 0.25, 6)
+    assert (config.socket_mode, config.clients_max, config.peers_max) == (0o660, 3, 5)
+    secrets = {"cluster_secret", "join_password", "directory_password", "operator_token"}
+    given = {word[2:].replace("-", "_") for word in args.split() if word.startswith("--")}
+    given = given - {"config", "peer", "label", "no_forward"} | {"peers", "labels", "forward"}
+    assert given | secrets | {"tenants", "clients_max"} == set(SETTINGS)
+    result = CliRunner().invoke(cli.app, ["serve", "--clients-max", "7", "--forward"])
+    assert result.exit_code == 0, result.output
+    assert (seen["config"].clients_max, seen["config"].forward) == (7, True)
+    assert seen["config"].listen == ()
 
 
 def test_errors_are_one_line_and_a_status(monkeypatch, capsys):

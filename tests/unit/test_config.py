@@ -2,12 +2,14 @@
 
 import dataclasses
 import os
+import re
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from kvpool.config import (
+    LABELS_MAX,
     SETTINGS,
     SOCKET_PATH_MAX,
     DaemonConfig,
@@ -18,7 +20,7 @@ from kvpool.config import (
 )
 from kvpool.errors import ConfigError
 
-SECRETS = ("cluster_secret", "token")
+SECRETS = ("cluster_secret", "directory", "directory_password", "join_password", "operator_token")
 
 
 def from_file(tmp_path, text: str, **flags) -> DaemonConfig:
@@ -73,12 +75,30 @@ def test_every_setting_can_come_from_the_file(tmp_path):
         """
 socket = "/s"
 socket_mode = 0o660
-memory = "25%"
+memory = "40%"
 policy = "lru"
 listen = ["tcp://127.0.0.1:7070", "tcp://[::1]:7071"]
+advertise = ["tcp://outside:1", "tcp://outside:2"]
 peers = ["tcp://other:7070"]
 cluster = "c"
 cluster_secret = "hush hush hush hush"
+join = "etcds://user@etcd:2379"
+join_password = "jp"
+join_ca = "/ca"
+join_cert = "/cert"
+join_key = "/key"
+member_ttl_s = 8
+directory = "rediss://redis:6379"
+directory_password = "dp"
+directory_ca = "/dca"
+directory_cert = "/dcert"
+directory_key = "/dkey"
+directory_timeout_s = 0.25
+labels = { zone = "a", rack = "7" }
+copies_max = 3
+copy_bandwidth = "1MiB"
+forward = false
+operator_token = "ot"
 movers = 2
 data_dir = "/d"
 node = "n"
@@ -95,12 +115,30 @@ memory = "50%"
     assert config == DaemonConfig(
         socket="/s",
         socket_mode=0o660,
-        memory=0.25,
+        memory=0.4,
         policy="lru",
         listen=("tcp://127.0.0.1:7070", "tcp://[::1]:7071"),
+        advertise=("tcp://outside:1", "tcp://outside:2"),
         peers=("tcp://other:7070",),
         cluster="c",
         cluster_secret="hush hush hush hush",
+        join="etcds://user@etcd:2379",
+        join_password="jp",
+        join_ca="/ca",
+        join_cert="/cert",
+        join_key="/key",
+        member_ttl_s=8.0,
+        directory="rediss://redis:6379",
+        directory_password="dp",
+        directory_ca="/dca",
+        directory_cert="/dcert",
+        directory_key="/dkey",
+        directory_timeout_s=0.25,
+        labels={"zone": "a", "rack": "7"},
+        copies_max=3,
+        copy_bandwidth=1 << 20,
+        forward=False,
+        operator_token="ot",
         tenants=(TenantConfig("red", 4096, "t"), TenantConfig("default", 0.5)),
         movers=2,
         data_dir="/d",
@@ -110,8 +148,9 @@ memory = "50%"
         lease_s_max=7.0,
     )
     assert config.all_tenants() == config.tenants, "the file has said what the default one gets"
-    changed = {f.name for f in dataclasses.fields(config)}
-    assert changed == set(SETTINGS)
+    unset = DaemonConfig(socket="")
+    same = [name for name in SETTINGS if getattr(config, name) == getattr(unset, name)]
+    assert same == [], "a setting that this test does not change"
 
 
 def test_every_setting_but_tenants_can_come_from_the_environment():
@@ -121,9 +160,27 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
         "memory": "1g",
         "policy": "lru",
         "listen": "tcp://a:1, tcp://b:2",
+        "advertise": "tcp://c:1,tcp://c:2",
         "peers": "",
         "cluster": "c",
         "cluster_secret": "hush hush hush hush",
+        "join": "etcd://user@e1:2379,e2:2379",
+        "join_password": "jp",
+        "join_ca": "/ca",
+        "join_cert": "/cert",
+        "join_key": "/key",
+        "member_ttl_s": "2.5",
+        "directory": "redis+cluster://r1:1,r2:2",
+        "directory_password": "dp",
+        "directory_ca": "/dca",
+        "directory_cert": "/dcert",
+        "directory_key": "/dkey",
+        "directory_timeout_s": ".1",
+        "labels": "zone=a,rack=7",
+        "copies_max": "3",
+        "copy_bandwidth": "64k",
+        "forward": "false",
+        "operator_token": "ot",
         "movers": "2",
         "data_dir": "/d",
         "node": "n",
@@ -136,13 +193,21 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
     assert config.socket_mode == 0o660
     assert config.memory == 1 << 30
     assert config.listen == ("tcp://a:1", "tcp://b:2")
+    assert config.advertise == ("tcp://c:1", "tcp://c:2")
     assert config.peers == ()
+    assert config.labels == {"zone": "a", "rack": "7"}
+    assert config.copy_bandwidth == 64 << 10
+    assert config.forward is False
+    assert (config.member_ttl_s, config.directory_timeout_s) == (2.5, 0.1)
     assert config.lease_s_max == 7.5
+    texts = [name for name in values if name.startswith(("join", "operator", "directory"))]
+    for name in set(texts) - {"directory_timeout_s"}:
+        assert getattr(config, name) == values[name]
 
 
 def test_secrets_are_not_printed():
     config = DaemonConfig(
-        socket="/s", cluster_secret="hush", tenants=(TenantConfig("red", 1, "hush"),)
+        socket="/s", tenants=(TenantConfig("red", 1, "hush"),), **dict.fromkeys(SECRETS, "hush")
     )
     assert "hush" not in repr(config)
 
@@ -214,6 +279,86 @@ def test_any_text_is_a_size_or_a_config_error(text):
         pass
 
 
+# ---- the cluster ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "labels"),
+    [
+        ("zone=a,rack=7", {"zone": "a", "rack": "7"}),
+        ("zone=a,", {"zone": "a"}),
+        ("", {}),
+        (["zone=a", "rack=7"], {"zone": "a", "rack": "7"}),
+        (("zone=a", "zone=b"), {"zone": "b"}),
+        ({"zone": "a"}, {"zone": "a"}),
+        ({}, {}),
+        ([f"l{n}=x" for n in range(LABELS_MAX)], {f"l{n}": "x" for n in range(LABELS_MAX)}),
+    ],
+)
+def test_labels(value, labels):
+    assert load(flags={"labels": value}, environ={}).labels == labels
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "zone",
+        "zone=",
+        "=a",
+        "zone=a=b",
+        "a b=c",
+        "zone=a b",
+        ["zone"],
+        [7],
+        {"zone": 7},
+        7,
+        {f"l{n}": "x" for n in range(LABELS_MAX + 1)},
+    ],
+)
+def test_what_are_no_labels(value):
+    with pytest.raises(ConfigError, match="--label"):
+        load(flags={"labels": value}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("value", "forward"),
+    [("true", True), ("TRUE", True), ("1", True), ("false", False), ("0", False), (True, True)],
+)
+def test_switches(value, forward):
+    assert load(flags={"forward": value}, environ={}).forward is forward
+
+
+def test_other_urls_for_others():
+    told = {"listen": ["tcp://0.0.0.0:7070"], "advertise": ["tcp://10.0.0.5:7070"]}
+    assert load(flags=told, environ={}).advertise == ("tcp://10.0.0.5:7070",)
+    for listen in ([], ["tcp://a:1", "tcp://b:2"]):
+        with pytest.raises(ConfigError, match="advertise: one URL for each of listen"):
+            load(flags=told | {"listen": listen}, environ={})
+
+
+def test_who_joins_has_to_listen():
+    environ = {"KVPOOL_JOIN": "etcd://e:2379"}
+    with pytest.raises(ConfigError, match="give --listen"):
+        load(environ=environ)
+    config = load(environ=environ, flags={"listen": ["tcp://a:1"]})
+    assert (config.join, config.listen) == ("etcd://e:2379", ("tcp://a:1",))
+
+
+def test_a_table_of_labels_from_the_file_gives_way_to_flags(tmp_path):
+    text = '[labels]\nzone = "a"\nrack = "7"'
+    assert from_file(tmp_path, text).labels == {"zone": "a", "rack": "7"}
+    assert from_file(tmp_path, text, labels=["zone=b"]).labels == {"zone": "b"}
+
+
+def test_the_documented_file_is_right(tmp_path, repo_root):
+    text = (repo_root / "docs" / "config.md").read_text()
+    (example,) = re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    config = from_file(tmp_path, example)
+    assert config.memory == 64 << 30
+    assert config.labels == {"zone": "a", "rack": "7"}
+    assert config.join.startswith("etcds://")
+
+
 # ---- what is wrong -------------------------------------------------------------------------------------
 
 
@@ -240,6 +385,21 @@ def test_any_text_is_a_size_or_a_config_error(text):
         ('node = "-x"', "letters"),
         ('cluster = "a/b"', "letters"),
         ("policy = 1", "text"),
+        ("join = 1", "join.*text"),
+        ("join_ca = []", "join_ca.*text"),
+        ("member_ttl_s = 0", "member_ttl_s.*seconds"),
+        ("member_ttl_s = 86401", "member_ttl_s.*seconds"),
+        ('directory_timeout_s = "long"', "directory_timeout_s.*seconds"),
+        ("copies_max = 0", "1 to 64"),
+        ("copies_max = 65", "1 to 64"),
+        ('copy_bandwidth = "10%"', "bytes a second"),
+        ("copy_bandwidth = 0", "copy_bandwidth"),
+        ('copy_bandwidth = "fast"', "copy_bandwidth"),
+        ('forward = "maybe"', "true or false"),
+        ("forward = 2", "true or false"),
+        ('labels = "zone"', "labels"),
+        ("labels = { zone = 7 }", "labels.zone"),
+        ('advertise = ["10.0.0.5:7070"]', "tcp://127.0.0.1:7070"),
         ('policy = "a\\u0000b"', "text"),
         ('socket = ""', "path"),
         (f'socket = "/{"x" * SOCKET_PATH_MAX}"', str(SOCKET_PATH_MAX)),

@@ -296,8 +296,8 @@ class EtcdClient:
         count = len(self.settings.endpoints)
         tries, logins, last = 0, 0, "no answer"
         while (left := deadline - loop.time()) > 0:
-            # Later rounds wait longer, so that a slow cluster is not merely asked more often.
-            timeout_s = min(left, self.settings.try_s * (1 + tries // count))
+            # Later tries wait longer, so that a slow cluster is not merely asked more often.
+            timeout_s = min(left, self.settings.try_s * (1 + tries // (2 * count)))
             endpoint = self.endpoint
             metadata: Metadata = ()
             try:

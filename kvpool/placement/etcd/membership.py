@@ -620,7 +620,7 @@ def hold_s(written: NodeRecord, wanted: NodeRecord) -> float:
     if _without_use(wanted) != _without_use(written):
         return 0.0
     for old, new in zip(written.tiers, wanted.tiers, strict=True):
-        if abs(new.used_bytes - old.used_bytes) >= new.capacity_bytes * SMALL_USE:
+        if abs(new.used_bytes - old.used_bytes) >= max(1, new.capacity_bytes * SMALL_USE):
             return USE_S
     return SMALL_USE_S
 

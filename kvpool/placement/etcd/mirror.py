@@ -175,8 +175,8 @@ class Mirror:
                     self._put_node(name, kv)
                 case "namespaces":
                     self._put_namespace(name, kv)
-                case "config":
-                    self._config = decode_record(kv.value, ClusterConfig, kv.key.decode())
+                case "config" if kv.key == self._paths.config:
+                    self._config = decode_record(kv.value, ClusterConfig, "the cluster's record")
                 case "drains":
                     self._drains.add(name)
                 case "chores":
@@ -196,10 +196,11 @@ class Mirror:
             self._nodes[node] = record
 
     def _put_namespace(self, name: str, kv: Any) -> None:
-        entry = decode_record(kv.value, NamespaceEntry, kv.key.decode())
+        where = f"the record of namespace {name!r}"
+        entry = decode_record(kv.value, NamespaceEntry, where)
         key = (entry.tenant, entry.digest)
-        if f"{entry.tenant}/{entry.digest}" != name:
-            raise ProtocolError(f"{kv.key.decode()} holds the namespace {'/'.join(key)}")
+        if "/".join(key) != name:
+            raise ProtocolError(f"{where} is one of {'/'.join(key)!r}")
         self._saved.add(key)
         old = self._namespaces.get(key)
         if old is not None and old.epoch > entry.epoch:

@@ -20,7 +20,8 @@ class EtcdSettings:
 
     tls: verify the servers against `ca` (absent: the public authorities that gRPC brings). cert, key:
         ours, where etcd asks clients for one. user, password: where etcd has authentication on.
-    try_s: how long one server may take before the next is asked.
+    try_s: how long one server may take before the next is asked. An election takes etcd 1 to 2 s, and
+        what was asked of the old leader's followers meanwhile is lost; so this is the shorter of the two.
     call_s: how long a call may take, all tries together.
     """
 
@@ -31,7 +32,7 @@ class EtcdSettings:
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
-    try_s: float = 1.0
+    try_s: float = 0.7
     call_s: float = CALL_S
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ from kvpool.placement.etcd.client import (
 log = logging.getLogger("kvpool.placement")
 
 PROBE_S = 1.0  # how often a silent stream is asked for a sign of life
-SILENCE_S = 4.0  # without any, it is taken for dead
+SILENCE_S = 3.0  # without any, it is taken for dead
 PAUSE_S, PAUSE_S_MAX = 0.1, 1.0  # between attempts; grows with each failure in a row
 
 

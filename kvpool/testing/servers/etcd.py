@@ -91,11 +91,15 @@ class Member:
         self.process.send_signal(signal.SIGCONT)
 
     def terminate(self) -> None:
-        """Ask it to end, paused or not; kill it when it does not. Idempotent."""
+        """Ask it to end, paused or not. Idempotent; see `wait`."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+
+    def wait(self) -> None:
+        """Wait for its end after `terminate`; kill it when that takes too long. Idempotent."""
         if self.process is None:
             return
-        self.process.send_signal(signal.SIGCONT)
-        self.process.terminate()
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -172,6 +176,8 @@ class Etcd:
         """Stop all members. Idempotent; the folder is the caller's."""
         for member in self.members:
             member.terminate()
+        for member in self.members:
+            member.wait()
 
     def _make_members(self, program: str, folder: Path) -> None:
         folder.mkdir(parents=True)

@@ -407,7 +407,7 @@ class RedisCluster:
     def move(self, slots: Sequence[int], target: Redis) -> None:
         """Give slots to another shard. They must be empty, since their keys stay behind."""
         name = target.command("CLUSTER", "MYID")
-        for shard in [target, *[shard for shard in self.shards if shard is not target]]:
+        for shard in [target, *[s for s in self.shards if s is not target and s.alive]]:
             for slot in slots:
                 shard.command("CLUSTER", "SETSLOT", slot, "NODE", name)
 

@@ -93,7 +93,9 @@ class Seat:
             for (part, index), data in found.items():
                 nbytes = self.record.parts[part].nbytes
                 right = block(listed[index], part, nbytes, self.version)
-                assert data == right, f"part {part} of block {listed[index]} is wrong at {self.name}"
+                assert data == right, (
+                    f"part {part} of block {listed[index]} is wrong at {self.name}"
+                )
             return lease.blocks
 
     def _copied(self, lease: Lease) -> dict[tuple[int, int], bytes]:
@@ -341,3 +343,9 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = 
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.01)
+
+
+@pytest.fixture
+def load() -> type[Load]:
+    """`with load(work, ...) as going`: see `Load`."""
+    return Load

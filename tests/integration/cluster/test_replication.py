@@ -80,3 +80,19 @@ def test_what_a_dead_owner_had_is_read_elsewhere_and_its_copies_are_made_up_for(
     assert d.read(some) == 64
     assert b.read(some) == 64
     assert c.read(some) == 64
+
+
+def test_a_restart_that_nobody_saw_as_an_absence_is_a_loss_of_copies_too(
+    start_cluster, numbers, until
+):
+    world = start_cluster(nodes=3, memory="32MiB")
+    a, b, c = world.seats(record("restarted"), copies=3)
+    some = numbers(32)
+    a.put(some)
+    until(lambda: a.copies(some) == [3] * 32, what="three copies of each")
+    world.node("c").kill()
+    world.node("c").start()
+    again = world.seat("c", record("restarted"))
+    until(lambda: again.here(some) == 32, what="copies of all on the node that came back empty")
+    assert again.get(some) == 32
+    assert b.read(some) == 32

@@ -7,13 +7,15 @@ of their own are in modules apart from those that share one.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +46,7 @@ ROOT = Path(__file__).resolve().parents[3]
 BLOCK = 32
 NEW = 40
 LENGTHS = (700, 333, 64)
+PATIENCE_S = 30.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -109,6 +112,54 @@ def run_daemon(folder: Path, memory: str = "128MiB", socket: str | None = None) 
     finally:
         process.terminate()
         process.wait(10)
+
+
+@dataclass
+class Node(Daemon):
+    """A daemon of a cluster. `process` is the one that keeps the cluster, not its own."""
+
+    pid: int
+
+    @property
+    def movers(self) -> list[int]:
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+    def settled(self) -> bool:
+        """Whether the cluster's directory knows all that the node holds."""
+        return bool(self.client.stats()["cluster"]["directory"]["settled"])
+
+
+@contextmanager
+def run_cluster(folder: Path, nodes: int) -> Iterator[list[Node]]:
+    """Daemons on nodes a, b, ... with a real etcd and Redis, started by the other environment."""
+    program = Path(__file__).with_name("serve_cluster.py")
+    process = subprocess.Popen(
+        [str(ROOT / ".venv/bin/python"), str(program), str(folder), str(nodes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process, ExitStack() as stack:
+        found = json.loads(process.stdout.readline())
+        yield [
+            Node(
+                each["socket"],
+                process,
+                stack.enter_context(Client(each["socket"], connect=True, timeout_s=10.0)),
+                each["pid"],
+            )
+            for each in found
+        ]
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    """Poll until it is true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+        time.sleep(0.01)
 
 
 @dataclass

@@ -967,6 +967,8 @@ def test_stats_are_plain_values() -> None:
     assert red["space"]["bytes_used"] == 2048
     assert red["namespaces"][pool.space.digest.hex()] == {
         "fields": {},
+        "epoch": 0,
+        "replicas": 1,
         "blocks": [2],
         "part_bytes": [1024],
     }

@@ -3,10 +3,14 @@
 The model does not predict *which* blocks are evicted. It sees what is gone after a `reserve`, and
 judges: was each of them committed, unleased and not pinned hard, did it have to go at all, and, where
 the node says that it has no space, was there really nothing left to evict?
+
+What an ended epoch leaves behind is found by nobody, so the model looks into the node's tables to see how
+much of it is still there. It checks that against the bytes in use, and that nobody else has them.
 """
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,9 +27,16 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvpool.daemon.blocks import Holder, Lease, Limits, NamespaceState, Tenant
+from kvpool.daemon.blocks import Block, Holder, Lease, Limits, NamespaceState, Tenant
 from kvpool.daemon.node import Node
-from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull, UnknownReservation
+from kvpool.daemon.space import OWN, Origin
+from kvpool.errors import (
+    InvalidRequest,
+    LimitExceeded,
+    PoolFull,
+    StaleEpoch,
+    UnknownReservation,
+)
 from kvpool.storage.eviction import POLICIES, make_policy
 from kvpool.types import PartKind, PartSpec
 from kvpool.wire import NO_ROW
@@ -69,8 +80,11 @@ class Copy:
     key: bytes
     stride: int
     row: int
+    epoch: int = 0
     checksum: bytes = b""
     pin: str = "none"
+    secondary: bool = False
+    wanted: int = 0  # copies in the cluster
 
     @property
     def begin(self) -> int:
@@ -103,6 +117,32 @@ class Client:
     open: dict[int, dict[int, Copy]] = field(default_factory=dict)
     granted: list[Copy] = field(default_factory=list)
     settled: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Epochs:
+    """What has become of one namespace."""
+
+    epoch: int = 0
+    fence: int = 0
+    states: dict[int, NamespaceState] = field(default_factory=dict)  # by epoch
+
+
+@dataclass(eq=False)
+class Walk:
+    """A walk under way. stable: blocks of which nothing came or went since it began."""
+
+    stable: dict[tuple[bytes, bytes], set[Copy]]
+    cursor: int = 0
+    met: set[tuple[bytes, bytes]] = field(default_factory=set)
+
+
+def digest_of(tenant: str, name: bytes, epoch: int) -> bytes:
+    """By what the directory knows a namespace."""
+    living = name
+    if epoch:
+        living = hashlib.sha256(name + epoch.to_bytes(8, "big")).digest()[:16]
+    return hashlib.sha256(tenant.encode() + b"\0" + living).digest()[:16]
 
 
 def checksum_of(where: tuple[str, bytes, int, bytes], writer: int) -> bytes:
@@ -142,6 +182,7 @@ chains = st.one_of(
     st.lists(st.sampled_from(KEYS), min_size=1, max_size=6),
 )
 tenants = st.sampled_from([*TENANTS, TENANTS[0]])
+origins = st.sampled_from([OWN, OWN, Origin(secondary=True), Origin(copies=3), Origin(True, 1, 2)])
 namespaces = st.runner().flatmap(lambda machine: st.sampled_from(machine.names))
 
 
@@ -153,7 +194,12 @@ class NodeMachine(RuleBasedStateMachine):
         self.blocks: dict[tuple[str, bytes, int, bytes], Copy] = {}
         self.loans: dict[str, Loan] = {}
         self.over: list[str] = []  # tokens of leases that ended
-        self.opened: dict[tuple[str, bytes], NamespaceState] = {}
+        self.opened: dict[tuple[str, bytes], NamespaceState] = {}  # living ones
+        self.epochs: dict[tuple[str, bytes], Epochs] = {}
+        self.garbage: dict[Copy, None] = {}  # blocks of ended epochs
+        self.seen: list[tuple[Block, Copy]] = []  # handed out by the node at some time
+        self.walks: list[Walk] = []
+        self.directory: dict[bytes, dict[bytes, int]] = {}  # as it was told
         self.totals: Counter[str] = Counter()
         self.tickets = 0
         self.made = 0
@@ -172,7 +218,9 @@ class NodeMachine(RuleBasedStateMachine):
         puts: list[tuple[int, bool]],
     ) -> None:
         self.names = names
+        self.policy = policy
         self.node = Node(make_policy=lambda capacity: make_policy(policy, capacity), limits=LIMITS)
+        self.node.follow_changes()
         self.sizes = {name: n * SLAB for name, n in zip(TENANTS, slabs, strict=True)}
         self.tenants: dict[str, Tenant] = {
             name: self.node.add_tenant(name, number, self.sizes[name], SLAB)
@@ -194,6 +242,7 @@ class NodeMachine(RuleBasedStateMachine):
     def copies(self, tenant: str) -> list[Copy]:
         """Everything that takes space, once."""
         found = {copy: None for copy in self.blocks.values() if copy.tenant == tenant}
+        found.update({copy: None for copy in self.garbage if copy.tenant == tenant})
         for client in self.clients:
             if client.tenant == tenant:
                 found.update(dict.fromkeys(client.granted))
@@ -215,6 +264,22 @@ class NodeMachine(RuleBasedStateMachine):
             for copy in self.blocks.values()
             if copy.tenant == tenant and copy not in held and copy.pin in pins
         }
+
+    def idle_garbage(self, tenant: str) -> set[Copy]:
+        held = self.leased()
+        return {copy for copy in self.garbage if copy.tenant == tenant and copy not in held}
+
+    def look_for_garbage(self) -> set[Copy]:
+        """What has gone of it since the last look."""
+        gone = set()
+        for copy in self.garbage:
+            state = self.epochs[copy.tenant, copy.namespace].states[copy.epoch]
+            if copy.key not in state.tables[copy.part].garbage:
+                gone.add(copy)
+        for copy in gone:
+            del self.garbage[copy]
+        self.totals["reclaimed_blocks"] += len(gone)
+        return gone
 
     def here(self, tenant: str, namespace: bytes, part: int) -> set[bytes]:
         return {key for key in KEYS if (tenant, namespace, part, key) in self.blocks}
@@ -272,6 +337,8 @@ class NodeMachine(RuleBasedStateMachine):
     def namespace(self, tenant: str, name: bytes) -> NamespaceState:
         known = self.opened.get((tenant, name))
         found = self.node.open_namespace(self.tenants[tenant], name, b"{}", NAMESPACES[name])
+        if known is None:
+            self.epochs[tenant, name] = Epochs(states={0: found})
         assert known is None or found is known
         self.opened[tenant, name] = found
         assert self.node.namespace(self.tenants[tenant], found.number) is found
@@ -325,14 +392,14 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(name=namespaces, data=st.data(), keys=chains)
     def put_at_once(self, data: st.DataObject, name: bytes, keys: list[bytes]) -> None:
         """All parts of a chain, committed: what fills the pool."""
-        self.put_all(self.client(data), name, keys)
+        self.put_all(self.client(data), name, keys, data.draw(origins, "origin"))
 
-    def put_all(self, client: Client, name: bytes, keys: list[bytes]) -> None:
+    def put_all(self, client: Client, name: bytes, keys: list[bytes], origin: Origin = OWN) -> None:
         namespace = self.namespace(client.tenant, name)
         for part, spec in enumerate(namespace.parts):
             ticket = self.put(client, namespace, name, part, keys[spec.stride - 1 :: spec.stride])
             if ticket is not None:
-                self.settle_ticket(client, ticket, None)
+                self.settle_ticket(client, ticket, None, origin)
 
     def put(
         self, client: Client, namespace: NamespaceState, name: bytes, part: int, keys: list[bytes]
@@ -364,6 +431,8 @@ class NodeMachine(RuleBasedStateMachine):
             assert allowed > 0
             self.totals["refused_full"] += 1
             assert self.observed() == set(self.blocks), "evicted for nothing"
+            self.look_for_garbage()
+            assert not self.idle_garbage(tenant), "there were ended epochs' slots"
             movable = self.evictable(tenant, soft=True)
             assert not self.could_place(tenant, stride, movable), "there was something to evict"
             return None
@@ -377,17 +446,18 @@ class NodeMachine(RuleBasedStateMachine):
         if wanted:
             assert granted, "no row and no error"
             client.open[ticket] = {
-                i: Copy(tenant, name, part, keys[i], stride, row) for i, row in got.items()
+                i: Copy(tenant, name, part, keys[i], stride, row, namespace.epoch)
+                for i, row in got.items()
             }
         self.totals["reserved"] += len(granted)
-        self.judge(tenant, stride, len(granted), before)
+        self.judge(tenant, stride, min(len(wanted), allowed), len(granted), before)
         if len(granted) < min(len(wanted), allowed):
             movable = self.evictable(tenant, soft=True)
             assert not self.could_place(tenant, stride, movable), "there was something to evict"
         return ticket if wanted else None
 
     def before(self, tenant: str, stride: int) -> tuple[set[Copy], bool, set[range]]:
-        plain = self.evictable(tenant, soft=False)
+        plain = self.evictable(tenant, soft=False) | self.idle_garbage(tenant)
         return (
             self.evictable(tenant, soft=True),
             self.could_place(tenant, stride, set()),
@@ -398,6 +468,7 @@ class NodeMachine(RuleBasedStateMachine):
         self,
         tenant: str,
         stride: int,
+        asked: int,
         granted: int,
         before: tuple[set[Copy], bool, set[range]],
     ) -> None:
@@ -407,17 +478,32 @@ class NodeMachine(RuleBasedStateMachine):
         assert here <= set(self.blocks), "a block from nowhere"
         gone = {copy for copy in self.blocks.values() if copy.where not in here}
         assert gone <= candidates, "evicted what is leased, pinned hard, or another tenant's"
+        idle = self.idle_garbage(tenant)
+        reclaimed = self.look_for_garbage()
+        assert all(copy.tenant == tenant for copy in reclaimed)
+        assert sum(copy.stride == stride for copy in reclaimed & idle) <= granted
+        if gone:
+            assert not any(copy.tenant == tenant for copy in self.garbage), "the living first"
         if granted == 0:
             assert not gone
         if granted <= 1 and had_space:
             assert not gone, "evicted although there was space"
+        if asked <= 1 and had_space:
+            assert not reclaimed
         if all(copy.stride == stride for copy in gone):
             assert len(gone) <= granted, "evicted more than was needed"
         soft = [copy for copy in gone if copy.pin == "soft"]
         self.totals["evicted"] += len(gone)
         self.totals["evicted_soft_pins"] += len(soft)
+        self.totals["evicted_secondary"] += sum(copy.secondary for copy in gone)
+        primary = [c for c in gone if c.stride == stride and c.pin == "none" and not c.secondary]
         for copy in gone:
             self.forget(copy)
+        if primary:
+            left = self.evictable(tenant, soft=False)
+            assert not any(copy.stride == stride and copy.secondary for copy in left), (
+                "a primary copy before a secondary one"
+            )
         if any(copy.stride != stride for copy in soft):
             left = self.evictable(tenant, soft=True)
             assert not any(copy.stride == stride for copy in left), (
@@ -438,9 +524,11 @@ class NodeMachine(RuleBasedStateMachine):
             chosen = data.draw(
                 st.lists(st.sampled_from(sorted(client.open[ticket])), unique=True), "indices"
             )
-        self.settle_ticket(client, ticket, chosen)
+        self.settle_ticket(client, ticket, chosen, data.draw(origins, "origin"))
 
-    def settle_ticket(self, client: Client, ticket: int, chosen: list[int] | None) -> None:
+    def settle_ticket(
+        self, client: Client, ticket: int, chosen: list[int] | None, origin: Origin
+    ) -> None:
         reservation = client.open[ticket]
         indices = sorted(reservation) if chosen is None else chosen
         new = 0
@@ -449,10 +537,13 @@ class NodeMachine(RuleBasedStateMachine):
             copy = reservation.pop(i)
             copy.checksum = checksum_of(copy.where, client.number % 16)
             sums.append(copy.checksum)
-            if copy.where in self.blocks:
+            if copy.epoch != self.epochs[copy.tenant, copy.namespace].epoch:
+                self.totals["aborted"] += 1
+            elif copy.where in self.blocks:
                 self.totals["duplicates"] += 1
             else:
                 self.blocks[copy.where] = copy
+                copy.secondary, copy.wanted = origin.secondary, origin.copies
                 new += 1
                 nbytes = NAMESPACES[copy.namespace][copy.part].nbytes
                 self.totals["committed_bytes"] += nbytes
@@ -460,7 +551,7 @@ class NodeMachine(RuleBasedStateMachine):
             del client.open[ticket]
             client.settled.add(ticket)
         self.totals["committed"] += new
-        assert self.node.commit(client.real, ticket, b"".join(sums), chosen) == new
+        assert self.node.commit(client.real, ticket, b"".join(sums), chosen, origin) == new
 
     @precondition(lambda self: any(client.open for client in self.clients))
     @rule(data=st.data())
@@ -515,7 +606,7 @@ class NodeMachine(RuleBasedStateMachine):
         rows = self.node.grant(client.real, namespace, part, count)
         assert len(rows) <= allowed
         client.granted += [Copy(tenant, name, part, b"", stride, row) for row in rows]
-        self.judge(tenant, stride, len(rows), before)
+        self.judge(tenant, stride, allowed, len(rows), before)
         if len(rows) < allowed:
             movable = self.evictable(tenant, soft=True)
             assert not self.could_place(tenant, stride, movable), "there was something to evict"
@@ -537,6 +628,7 @@ class NodeMachine(RuleBasedStateMachine):
         keys = data.draw(
             st.lists(st.sampled_from(KEYS), min_size=len(chosen), max_size=len(chosen)), "keys"
         )
+        origin = data.draw(origins, "origin")
         rows, sums, unused = [], [], []
         new = 0
         for copy, key in zip(chosen, keys, strict=True):
@@ -548,6 +640,8 @@ class NodeMachine(RuleBasedStateMachine):
                 self.totals["duplicates"] += 1
             else:
                 copy.namespace, copy.part, copy.key, copy.checksum = name, part, key, sums[-1]
+                copy.epoch = namespace.epoch
+                copy.secondary, copy.wanted = origin.secondary, origin.copies
                 self.blocks[where] = copy
                 client.granted.remove(copy)
                 new += 1
@@ -569,7 +663,8 @@ class NodeMachine(RuleBasedStateMachine):
                     self.node.store(other.real, namespace, part, rows, packed, checksums)
         self.totals["committed"] += new
         self.totals["committed_bytes"] += new * namespace.parts[part].nbytes
-        assert self.node.store(*call, rows, packed, checksums) == (new, unused)
+        stored = self.node.store(*call, rows, packed, checksums, origin=origin)
+        assert stored == (new, unused)
 
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
@@ -844,6 +939,217 @@ class NodeMachine(RuleBasedStateMachine):
     def pinned(self, tenant: str, kind: str) -> int:
         return sum(c.stride for c in self.blocks.values() if c.tenant == tenant and c.pin == kind)
 
+    # ---- copies elsewhere ----------------------------------------------------------------------
+
+    @rule(data=st.data(), name=namespaces, tenant=tenants, keys=chains)
+    def demote(self, data: st.DataObject, name: bytes, tenant: str, keys: list[bytes]) -> None:
+        name, keys = self.aim(data, tenant, name, keys)
+        chosen = {
+            copy: None
+            for key in keys
+            for part in range(len(NAMESPACES[name]))
+            if (copy := self.blocks.get((tenant, name, part, key))) and not copy.secondary
+        }
+        namespace = self.namespace(tenant, name)
+        assert self.node.demote(namespace, b"".join(keys)) == len(chosen)
+        for copy in chosen:
+            copy.secondary = True
+
+    @rule(tenant=tenants, n=st.integers(1, 20))
+    def see_the_coldest(self, tenant: str, n: int) -> None:
+        """Those that may go, and no others. What was seen may be gone when somebody comes back to it."""
+        plain = self.evictable(tenant, soft=False)
+        for secondary, ask in (
+            (False, self.node.coldest),
+            (True, self.node.coldest_secondary),
+        ):
+            may = {copy.where: copy for copy in plain if copy.secondary == secondary}
+            everything = ask(self.tenants[tenant], 1000)
+            found = ask(self.tenants[tenant], n)
+            for blocks in (everything, found):
+                wheres = [self.where(block) for block in blocks]
+                assert len(set(wheres)) == len(wheres)
+                assert set(wheres) <= set(may), "not to be evicted next"
+                ages = [block.used for block in blocks]
+                assert ages == sorted(ages)
+            assert len(found) <= n
+            if secondary or self.policy == "lru":  # the others tell of one of their queues
+                assert len(everything) == len(may), "lost from its queue"
+            self.seen += [(block, may[self.where(block)]) for block in found]
+
+    def where(self, block: Block) -> tuple[str, bytes, int, bytes]:
+        namespace = block.table.namespace
+        return (namespace.tenant.name, namespace.base, block.table.part, block.key)
+
+    @precondition(lambda self: self.seen)
+    @rule(data=st.data())
+    def promote(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.seen), min_size=1, max_size=6), "blocks")
+        self.node.promote([block for block, _ in chosen])
+        for _, copy in chosen:
+            copy.secondary = False
+
+    # ---- epochs --------------------------------------------------------------------------------
+
+    @rule(
+        data=st.data(),
+        name=namespaces,
+        tenant=tenants,
+        ahead=st.sampled_from([-1, 0, 1, 1, 3]),
+        fenced=st.booleans(),
+        often=st.sampled_from([0, 0, 1]),
+    )
+    def set_epoch(
+        self,
+        data: st.DataObject,
+        name: bytes,
+        tenant: str,
+        ahead: int,
+        fenced: bool,
+        often: int,
+    ) -> None:
+        if not often:  # or no block would grow old
+            return
+        name, _ = self.aim(data, tenant, name, KEYS[:1])
+        was = self.namespace(tenant, name)
+        known = self.epochs[tenant, name]
+        epoch = max(0, known.epoch + ahead)
+        fence = epoch if fenced else data.draw(st.integers(0, epoch), "fence")
+        any_state = data.draw(st.sampled_from(list(known.states.values())), "asked by")
+        living = self.node.set_epoch(any_state, epoch, fence)
+        known.fence = max(known.fence, fence)
+        if epoch <= known.epoch:
+            assert living is was
+            return
+        assert living is not was
+        assert (living.epoch, living.number in {s.number for s in known.states.values()}) == (
+            epoch,
+            False,
+        )
+        self.opened[tenant, name] = known.states[epoch] = living
+        known.epoch = epoch
+        self.totals["epochs_ended"] += 1
+        ended = [c for c in self.blocks.values() if (c.tenant, c.namespace) == (tenant, name)]
+        for copy in ended:
+            self.forget(copy)
+            self.garbage[copy] = None
+        self.totals["dropped"] += len(ended)
+
+    @precondition(lambda self: any(len(known.states) > 1 for known in self.epochs.values()))
+    @rule(data=st.data())
+    def clients_of_ended_epochs(self, data: st.DataObject) -> None:
+        """Those before the fence find nothing and store nothing; others are where everybody is."""
+        ended = [
+            (where, epoch)
+            for where, known in self.epochs.items()
+            for epoch in known.states
+            if epoch < known.epoch
+        ]
+        (tenant, name), epoch = data.draw(st.sampled_from(ended), "epoch")
+        known = self.epochs[tenant, name]
+        state = known.states[epoch]
+        found = self.node.namespace(self.tenants[tenant], state.number)
+        assert self.node.living(state) is self.opened[tenant, name]
+        assert state.fenced == (epoch < known.fence)
+        if not state.fenced:
+            assert found is self.opened[tenant, name]
+            return
+        assert found is state
+        packed = b"".join(KEYS)
+        assert self.node.match(state, (), packed) == 0
+        self.totals["match_calls"] += 1
+        self.totals["match_keys"] += len(KEYS)
+        client = next(c for c in self.clients if c.tenant == tenant)
+        if not self.at_limit(client):
+            for parts, scattered in (((), False), ((0,), True)):
+                call = (client.real, state, parts, packed, 1.0, self.now)
+                assert self.node.acquire(*call, scattered=scattered) is None
+                self.totals["acquire_misses"] += 1
+        for part in range(len(NAMESPACES[name])):
+            assert not any(self.node.contains(state, part, packed))
+            rows = [c.row for c in client.granted if c.stride == state.tables[part].stride][:1]
+            with pytest.raises(StaleEpoch):
+                self.node.reserve(client.real, state, part, 10**6, packed)
+            with pytest.raises(StaleEpoch):
+                self.node.grant(client.real, state, part, 1)
+            with pytest.raises(StaleEpoch):
+                self.node.store(client.real, state, part, rows, KEYS[0], bytes(16))
+        assert self.node.remove(state, packed) == self.node.demote(state, packed) == 0
+        assert self.node.pin(state, packed, "hard") == 0
+
+    @rule(n=st.integers(0, 6))
+    def reclaim_garbage(self, n: int) -> None:
+        count = len(self.garbage)
+        assert self.node.has_garbage == (count > 0)
+        assert self.node.reclaim_garbage(n) == min(n, count)
+        assert len(self.look_for_garbage()) == min(n, count)
+
+    # ---- what the directory is told ------------------------------------------------------------
+
+    def held(self) -> dict[bytes, dict[bytes, int]]:
+        found: dict[bytes, dict[bytes, int]] = {}
+        for copy in self.blocks.values():
+            digest = digest_of(copy.tenant, copy.namespace, copy.epoch)
+            keys = found.setdefault(digest, {})
+            keys[copy.key] = keys.get(copy.key, 0) | 1 << copy.part
+        return found
+
+    @rule()
+    def announce(self) -> None:
+        for namespace, keys in self.node.take_changes():
+            digest = namespace.directory_digest
+            assert self.node.by_directory(digest) is namespace
+            parts, masks = self.node.masks(digest, keys)
+            assert parts == len(namespace.parts)
+            known = self.directory.setdefault(digest, {})
+            known.update(zip(keys, masks, strict=True))
+        told = {
+            digest: {key: mask for key, mask in keys.items() if mask}
+            for digest, keys in self.directory.items()
+        }
+        held = self.held()
+        unsaid = {(digest_of(c.tenant, c.namespace, c.epoch), c.key) for c in self.garbage}
+        for digest, keys in told.items():
+            living = self.node.by_directory(digest)
+            assert living is not None
+            if living.retired:
+                assert {(digest, key) for key in keys} <= unsaid, "not withdrawn"
+            else:
+                assert keys == held.pop(digest, {})
+        assert not held, "never told of"
+        assert self.node.take_changes() == []
+
+    @rule()
+    def begin_walk(self) -> None:
+        if len(self.walks) < 2:
+            self.walks.append(Walk(self.held_copies()))
+
+    @precondition(lambda self: self.walks)
+    @rule(data=st.data(), count=st.integers(1, 12), steps=st.sampled_from([1, 1, 2, 1000]))
+    def walk_on(self, data: st.DataObject, count: int, steps: int) -> None:
+        walk = data.draw(st.sampled_from(self.walks), "walk")
+        held = self.held()
+        for _ in range(steps):
+            groups, cursor = self.node.walk(walk.cursor, count)
+            assert sum(len(keys) for _, keys in groups) <= count
+            for digest, keys in groups:
+                assert set(keys) <= held[digest].keys(), "met what is not here"
+                walk.met.update((digest, key) for key in keys)
+            if cursor is None:
+                assert walk.stable.keys() <= walk.met, "not met"
+                self.walks.remove(walk)
+                return
+            assert cursor > walk.cursor
+            walk.cursor = cursor
+        assert steps < 1000, "a walk without an end"
+
+    def held_copies(self) -> dict[tuple[bytes, bytes], set[Copy]]:
+        found: dict[tuple[bytes, bytes], set[Copy]] = {}
+        for copy in self.blocks.values():
+            digest = digest_of(copy.tenant, copy.namespace, copy.epoch)
+            found.setdefault((digest, copy.key), set()).add(copy)
+        return found
+
     @rule()
     def settle(self) -> None:
         self.node.settle()
@@ -854,6 +1160,50 @@ class NodeMachine(RuleBasedStateMachine):
     @invariant()
     def found_is_what_was_committed_and_not_evicted(self) -> None:
         assert self.observed() == set(self.blocks)
+
+    @invariant()
+    def masks_are_what_is_here(self) -> None:
+        held = self.held()
+        for (tenant, name), known in self.epochs.items():
+            for epoch, state in known.states.items():
+                digest = digest_of(tenant, name, epoch)
+                assert self.node.by_directory(digest) is state
+                here = held.get(digest, {})
+                expected = [here.get(key, 0) for key in KEYS]
+                assert self.node.masks(digest, KEYS) == (len(NAMESPACES[name]), expected)
+            copies = [
+                next(
+                    (
+                        copy.wanted or 1
+                        for part in range(len(NAMESPACES[name]))
+                        if (copy := self.blocks.get((tenant, name, part, key)))
+                    ),
+                    0,
+                )
+                for key in KEYS
+            ]
+            assert self.node.copies_wanted(self.opened[tenant, name], KEYS) == copies
+        assert self.node.masks(bytes(16), KEYS) == (0, [])
+        assert self.node.block_count() == len(self.blocks)
+
+    @invariant()
+    def walks_need_not_meet_what_changed(self) -> None:
+        if self.walks:
+            now = self.held_copies()
+            for walk in self.walks:
+                walk.stable = {
+                    block: copies
+                    for block, copies in walk.stable.items()
+                    if now.get(block) == copies
+                }
+
+    @invariant()
+    def what_can_go_without_a_loss(self) -> None:
+        for tenant in TENANTS:
+            plain = self.evictable(tenant, soft=False)
+            least = sum(copy.stride for copy in plain if copy.secondary)
+            most = sum(copy.stride for copy in self.copies(tenant) if copy.secondary)
+            assert least <= self.node.secondary_bytes(self.tenants[tenant]) <= most
 
     @invariant()
     def nobody_shares_bytes(self) -> None:
@@ -902,7 +1252,7 @@ class NodeMachine(RuleBasedStateMachine):
         stats = self.node.stats()
         assert stats["leases"] == 0
         for tenant in TENANTS:
-            used = sum(c.stride for c in self.blocks.values() if c.tenant == tenant)
+            used = sum(c.stride for c in self.copies(tenant))
             assert stats["tenants"][tenant]["space"]["bytes_used"] == used
 
     def every_block_can_be_evicted(self) -> None:

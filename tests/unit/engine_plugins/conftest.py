@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from kvpool.errors import LeaseLost, PoolFull, Unavailable
+from kvpool.errors import ClusterUnavailable, LeaseLost, PoolFull, StaleEpoch, Unavailable
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartKind, pack_keys
 
 
@@ -68,11 +68,39 @@ class FakePool:
         self.acquires = 0
         self.away = False
         self.full = False
+        self.outdated = False
+        self.others = 0
+        self.elsewhere: set[tuple[bytes, bytes]] = set()
+        self.pulls: list[float] = []
+        self.resets: list[bytes] = []
+        self.opened: list[NamespaceRecord] = []
         self.clock: Callable[[], float] = time.monotonic
         self._tokens = itertools.count()
 
     def open(self, record: NamespaceRecord) -> Namespace:
+        self.opened.append(record)
         return Namespace(record, record.digest())
+
+    def reset(self, ns: Namespace) -> None:
+        if self.away:
+            raise ClusterUnavailable("the fake cluster is away")
+        self.resets.append(ns.digest)
+        self.rows = {name: row for name, row in self.rows.items() if name[0] != ns.digest}
+
+    def stats(self) -> dict[str, Any]:
+        return {"cluster": {"others": self.others}}
+
+    def pull(self, ns: Namespace, keys: Any, *, wait_s: float) -> int:
+        """Everything that is elsewhere comes at once; nothing when away."""
+        self.pulls.append(wait_s)
+        if self.away:
+            raise Unavailable("the fake daemon is away")
+        split = _split(keys)
+        for key in split:
+            if (ns.digest, key) in self.elsewhere:
+                for part in range(len(ns.parts)):
+                    self.rows.setdefault((ns.digest, part, key), len(self.rows))
+        return self._usable(ns, split)
 
     def _has(self, ns: Namespace, part: int, key: bytes) -> bool:
         return (ns.digest, part, key) in self.rows
@@ -128,6 +156,8 @@ class FakePool:
             raise Unavailable("the fake daemon is away")
         if self.full:
             raise PoolFull("the fake pool is full")
+        if self.outdated:
+            raise StaleEpoch("the fake namespace was reset")
         split = _split(keys)
         missing = [index for index, key in enumerate(split) if not self._has(ns, part, key)]
         names = [(ns.digest, part, split[index]) for index in missing]
@@ -171,6 +201,9 @@ class FakeBlockPool:
         for block in ordered_blocks:
             block.ref_cnt -= 1
             assert block.ref_cnt >= 0
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.blocks) - 1 - self.pinned
 
     @property
     def pinned(self) -> int:

@@ -9,6 +9,7 @@ from kvpool.engine_plugins.vllm.plan import (
     GroupRule,
     Offered,
     PinBudget,
+    Quiet,
     RankReport,
     StepDone,
     block_key,
@@ -122,7 +123,25 @@ def test_pins_have_a_limit() -> None:
 def test_ranks_reports_are_summed() -> None:
     report = RankReport(0, "cpu", "LBHNC", "", [], {})
     one = StepDone(loads={1: 1}, saves={5: 1}, failed_saves={5}, reports=[report])
-    one.merge(StepDone(loads={1: 1, 2: 1}, saves={5: 1}, failed_loads={2}))
-    assert one == StepDone({1: 2, 2: 1}, {5: 2}, {2}, {5}, [report])
+    one.merge(StepDone(loads={1: 1, 2: 1}, saves={5: 1}, failed_loads={2}, outdated={7}))
+    assert one == StepDone({1: 2, 2: 1}, {5: 2}, {2}, {5}, {7}, [report])
     assert one
     assert not StepDone()
+
+
+def test_quiet_lasts_twice_as_long_after_each_failure_up_to_a_limit() -> None:
+    quiet = Quiet()
+    now, pauses = 100.0, []
+    for _ in range(9):
+        assert not quiet.holds(now)
+        quiet.note(now, failed=True)
+        begun = now
+        while quiet.holds(now):
+            now += 0.25
+        pauses.append(now - begun)
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    quiet.note(now, failed=False)
+    assert not quiet.holds(now)
+    quiet.note(now, failed=True)
+    assert quiet.holds(now + 0.25)
+    assert not quiet.holds(now + 0.5)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool.engine_plugins.vllm.config import PluginConfig
-from kvpool.engine_plugins.vllm.plan import GroupRule, StepDone, StepPlan, block_key, pack
+from kvpool.engine_plugins.vllm.plan import GroupRule, Opening, StepDone, StepPlan, block_key, pack
 from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
 from kvpool.errors import LimitExceeded
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
@@ -57,6 +57,7 @@ class Harness:
             pool,
             PluginConfig.from_extra(extra),
             engine,
+            pulls=None,
             new_epoch=lambda: f"local-{next(epochs)}",
             clock=lambda: self.now,
         )
@@ -333,8 +334,10 @@ def test_blocks_are_saved_as_they_are_completed(harness: Harness) -> None:
     request = harness.request("r", 4)
     first = harness.step(request, 2 * TOKENS + 3, tables(5))
     assert first.saves[0].saves[0].keys == pack(request.block_hashes[:2])
-    assert first.records == {"0": harness.make("0")}
+    assert first.opening == Opening(1, harness.make("0"))
     second = harness.step(request, 1, tables(5))
+    assert second.opening is None
+    assert first.saves[0].generation == second.saves[0].generation == 1
     assert second.saves[0].saves[0].keys == pack(request.block_hashes[2:3])
     assert second.saves[0].saves[0].parent == block_key(request.block_hashes[1])
     assert harness.step(request, 1, tables(5)).saves == []
@@ -382,7 +385,7 @@ def test_an_engine_that_only_reads_saves_nothing(pool: Any, block_pool: Any) -> 
 
 def test_nothing_happens_before_the_namespace_is_known(pool: Any, block_pool: Any) -> None:
     harness = Harness(pool, block_pool)
-    harness.half._namespace = None
+    harness.half._namespace = harness.half._make_record = None
     request = harness.request("r", 4)
     assert harness.half.matched_tokens(request, 0) == (0, False)
     plan = harness.step(request, 4 * TOKENS, tables(4))
@@ -462,31 +465,108 @@ def test_a_preempted_request_is_looked_up_anew(harness: Harness) -> None:
     assert job.groups[0].block_ids == list(range(20, 26))
 
 
-def test_a_reset_moves_to_an_epoch_of_its_own(harness: Harness) -> None:
-    request = harness.request("r", 4)
-    harness.store(request.block_hashes)
-    assert harness.half.matched_tokens(request, 0) == (4 * TOKENS, True)
-    assert harness.half.reset()
-    assert not harness.pool.leases
-    assert harness.half.matched_tokens(request, 0) == (0, False)
-    plan = harness.step(request, 4 * TOKENS, tables(4))
-    assert plan.records == {"local-1": harness.make("local-1")}
+@pytest.fixture
+def idle(harness: Harness) -> Harness:
+    """With a stored prompt, after the step that opens the namespace."""
+    harness.half.plan_step({}, lambda _: [[]])
+    harness.store(hashes(4))
+    return harness
 
 
-def test_saves_from_before_a_reset_keep_their_epoch(pool: Any, block_pool: Any) -> None:
+def hashes(blocks: int) -> list[bytes]:
+    return [bytes([i]) * 32 for i in range(blocks)]
+
+
+def test_a_reset_begins_an_epoch_on_all_ranks(idle: Harness) -> None:
+    request = idle.request("r", 4)
+    assert idle.half.matched_tokens(request, 0) == (4 * TOKENS, True)
+    assert idle.half.reset()
+    assert not idle.pool.leases
+    assert idle.pool.resets == [idle.ns.digest]
+    assert idle.half.has_work()
+    assert idle.half.matched_tokens(request, 0) == (0, False)
+    plan = idle.step(request, 4 * TOKENS, tables(4))
+    assert plan.opening == Opening(2, idle.make("0"))
+    assert [save.generation for save in plan.saves] == [2]
+    idle.end(plan)
+    assert not idle.half.has_work()
+    assert idle.half.counters.take()["resets"] == 1
+
+
+def test_a_reset_that_the_cluster_does_not_hear_of_sets_the_engine_apart(idle: Harness) -> None:
+    idle.pool.away = True
+    assert idle.half.reset()
+    idle.pool.away = False
+    request = idle.request("r", 4)
+    assert idle.half.matched_tokens(request, 0) == (0, False)
+    plan = idle.step(request, 4 * TOKENS, tables(4))
+    assert plan.opening == Opening(2, idle.make("local-1"))
+    idle.end(plan)
+    assert idle.half.counters.take()["failed_resets"] == 1
+    # The next one leads back. It may have missed one of the others': so first into their epoch.
+    idle.pool.opened.clear()
+    assert idle.half.reset()
+    assert idle.pool.opened == [idle.make("0")]
+    assert idle.pool.resets == [idle.ns.digest]
+    assert idle.half.plan_step({}, lambda _: [[]]).opening == Opening(3, idle.make("0"))
+
+
+def test_a_reset_before_the_namespace_is_known_sets_the_engine_apart(
+    pool: Any, block_pool: Any
+) -> None:
     harness = Harness(pool, block_pool)
-    request = harness.request("r", 4)
-    request.num_computed_tokens = 4 * TOKENS
-    harness.half.request_finished(request, tables(4), completed=True)
-    harness.half.reset()
-    plan = harness.half.plan_step({}, lambda _: [[]])
-    assert [save.epoch for save in plan.saves] == ["0"]
-    assert list(plan.records) == ["0"]
+    harness.half._namespace = harness.half._make_record = None
+    assert harness.half.reset()
+    harness.half.set_namespace(harness.make)
+    opening = harness.half.plan_step({}, lambda _: [[]]).opening
+    assert opening is not None
+    assert opening.record == harness.make("local-1")
 
 
-def test_a_reset_fails_while_blocks_are_being_loaded(harness: Harness) -> None:
-    request = harness.request("r", 4)
-    harness.store(request.block_hashes)
-    harness.half.matched_tokens(request, 0)
-    harness.half.allocated(request, tables(4), 4 * TOKENS)
-    assert not harness.half.reset()
+@pytest.mark.parametrize("why", ["loads", "saves", "runs"])
+def test_a_reset_with_old_blocks_in_the_engine_leaves_the_pool_alone(
+    idle: Harness, why: str
+) -> None:
+    request = idle.request("r", 4)
+    plan = StepPlan()
+    if why == "loads":
+        idle.half.matched_tokens(request, 0)
+        idle.half.allocated(request, tables(4), 4 * TOKENS)
+        plan = idle.half.plan_step({}, lambda _: [[]])
+    elif why == "saves":
+        plan = idle.step(request, 4 * TOKENS, tables(4))
+    else:
+        idle.block_pool.touch(idle.block_pool.blocks[1:3])
+    assert not idle.half.reset()
+    assert idle.pool.resets == []
+    other = idle.request("other", 4)
+    assert idle.half.matched_tokens(other, 0) == (0, False)
+    assert idle.step(other, 4 * TOKENS, tables(4)).saves == []
+    # What ran has ended.
+    idle.end(plan)
+    if why == "runs":
+        idle.block_pool.free_blocks(idle.block_pool.blocks[1:3])
+    other.num_computed_tokens = 0
+    assert idle.half.reset()
+    assert idle.pool.resets == [idle.ns.digest]
+    assert idle.step(other, 4 * TOKENS, tables(4)).saves != []
+
+
+def test_an_engine_shut_out_by_another_leaves_the_pool_alone_until_its_own_reset(
+    idle: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = idle.request("r", 4)
+    idle.half.step_done(StepDone(outdated={0}))
+    assert idle.half.matched_tokens(request, 0) == (4 * TOKENS, True)
+    for _ in range(3):
+        idle.half.step_done(StepDone(outdated={1}))
+    assert idle.half.matched_tokens(request, 0) == (0, False)
+    idle.half.allocated(request, tables(4), 0)
+    assert not idle.pool.leases
+    assert idle.step(request, 4 * TOKENS, tables(4)).saves == []
+    assert idle.half.counters.take()["shut_out"] == 1
+    assert len(caplog.records) == 1
+    assert idle.half.reset()
+    again = idle.request("again", 4)
+    idle.store(again.block_hashes)
+    assert idle.half.matched_tokens(again, 0) == (4 * TOKENS, True)

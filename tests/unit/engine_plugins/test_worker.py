@@ -12,6 +12,7 @@ from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
     GroupSave,
     LoadJob,
+    Opening,
     RankReport,
     SaveJob,
     StepDone,
@@ -41,6 +42,7 @@ class Rank:
             single_group=single_group,
             record_ready=lambda: None,
         )
+        self.step(StepPlan(opening=Opening(1, RECORD)))
 
     def step(self, plan: StepPlan) -> LoadResults:
         """A step after which all copies have ended."""
@@ -50,12 +52,14 @@ class Rank:
             future.result(10)
         return self.half.take_loads()
 
-    def save(self, job: int = 1, blocks: tuple[int, ...] = (2, 3, 4, 5)) -> StepDone | None:
+    def save(
+        self, job: int = 1, blocks: tuple[int, ...] = (2, 3, 4, 5), generation: int = 1
+    ) -> StepDone | None:
         saves = [
             GroupSave(0, KEYS, list(blocks), None),
             GroupSave(1, KEYS[48:], list(blocks[3:]), KEYS[32:48]),
         ]
-        self.step(StepPlan(saves=[SaveJob(job, "s", "0", saves)], records={"0": RECORD}))
+        self.step(StepPlan(saves=[SaveJob(job, "s", generation, saves)]))
         return self.half.take_done()
 
 
@@ -103,6 +107,28 @@ def test_what_is_there_is_not_written_again(pool: Any, stored: list[Rank]) -> No
     assert again.save(job=2) == StepDone(saves={2: 1})
     assert len(pool.writes) == writes == len(set(pool.writes))
     assert again.half.counters.take() == {}
+
+
+def test_a_save_belongs_to_the_opening_it_was_planned_in(pool: Any) -> None:
+    other = NamespaceRecord({"m": 2}, RECORD.parts)
+    writer = Rank(pool)
+    assert writer.save() == StepDone(saves={1: 1})
+    writer.step(StepPlan(opening=Opening(2, other)))
+    assert writer.save(job=2) == StepDone(saves={2: 1}, failed_saves={2})
+    assert writer.save(job=3, generation=2) == StepDone(saves={3: 1})
+    assert {digest for digest, _, _ in pool.rows} == {RECORD.digest(), other.digest()}
+    assert len(pool.writes) == 2 * 5
+    assert pool.opened == [RECORD, other]
+
+
+def test_a_save_into_an_ended_epoch_is_said_to_be_one(pool: Any) -> None:
+    writer = Rank(pool)
+    pool.outdated = True
+    assert writer.save() == StepDone(saves={1: 1}, failed_saves={1}, outdated={1})
+    assert writer.half.counters.take() == {"failed_saves": 1}
+    pool.outdated = False
+    writer.step(StepPlan(opening=Opening(2, RECORD)))
+    assert writer.save(job=2, generation=2) == StepDone(saves={2: 1})
 
 
 def test_saves_tell_the_parent(pool: Any, stored: list[Rank]) -> None:
@@ -159,8 +185,7 @@ def test_a_pool_that_takes_nothing_costs_only_the_save(pool: Any, why: str) -> N
 def test_nothing_is_saved_between_a_failed_load_and_the_schedulers_answer(pool: Any) -> None:
     worker = Rank(pool, single_group=True)
     plan = load("no such lease", sync=True)
-    plan.saves = [SaveJob(1, "r", "0", [GroupSave(0, KEYS, [2, 3, 4, 5], None)])]
-    plan.records = {"0": RECORD}
+    plan.saves = [SaveJob(1, "r", 1, [GroupSave(0, KEYS, [2, 3, 4, 5], None)])]
     results = worker.step(plan)
     assert results.failed_blocks == {1, 6, 7, 8, 9}
     assert worker.half.take_done() == StepDone({9: 1}, {1: 1}, {9}, {1})

@@ -14,7 +14,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import Unavailable
-from kvpool.placement.announcer import LANES, RETRACTS_MAX, TRIALS, Announcer
+from kvpool.placement.announcer import (
+    LANES,
+    REPAIRS_MAX,
+    RETRACTS_MAX,
+    TRIALS,
+    WALK_KEYS,
+    Announcer,
+)
 from kvpool.placement.directory import BATCH_MAX, TAGS, TIERS, tag_of
 from kvpool.placement.embedded import EmbeddedDirectory
 
@@ -316,9 +323,13 @@ def test_silent_until_told_who_it_is_and_again_when_told_so() -> None:
             b.announcer.retract(A, PARTS, THEM, DRAM, [key_of(1)])
             await asyncio.sleep(10)
             assert len(b.directory.tries) == tries
+            b.evict(A, map(key_of, range(5)))
             b.announcer.act_as(THEM)
             await b.settled()
             await b.right(THEM)
+            stats = b.announcer.stats()
+            assert stats["announced"] == 15
+            assert stats["withdrawn"] == 0, "the former life's entries go with that life"
 
     virtually(main)
 
@@ -361,7 +372,7 @@ def test_blocks_of_a_namespace_that_is_gone_are_withdrawn() -> None:
 
 def test_while_the_directory_is_away_it_is_asked_now_and_then_and_nothing_is_lost() -> None:
     async def main() -> None:
-        async with Bench() as b:
+        async with Bench(check_s=0.1) as b:
             b.announcer.act_as(US)
             b.put(A, map(key_of, range(20_000)))
             await b.settled()
@@ -376,7 +387,7 @@ def test_while_the_directory_is_away_it_is_asked_now_and_then_and_nothing_is_los
             assert len(late) <= 240 * TAGS / 2 + TAGS and max(late) <= 128
             assert b.announcer.stats()["queued"] >= 36_000 - 1
             b.directory.down = set()
-            assert await b.settled() < 4.0, "soon after it is back"
+            assert await b.settled() < 0.5, "as soon as it is seen to be back"
             await b.right()
 
     virtually(main)
@@ -435,7 +446,7 @@ def test_an_overflow_loses_neither_what_came_nor_what_went() -> None:
             await asyncio.sleep(30)
             assert b.announcer.stats()["queued"] <= 500
             b.directory.down = set()
-            await b.settled()
+            await b.settled(60)
             await b.right()
 
     virtually(main)
@@ -513,6 +524,57 @@ def test_changes_go_before_repairs() -> None:
             assert not b.announcer.stats()["settled"]
             await b.settled()
             await b.right()
+
+    virtually(main)
+
+
+def test_a_walk_waits_for_what_it_has_found_to_be_sent() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.shelf.put(A, map(key_of, range(50_000)))
+            b.directory.delay_s = 0.1
+            b.announcer.act_as(US)
+            highest = 0
+            while not b.announcer.stats()["settled"]:
+                highest = max(highest, b.announcer.stats()["repairing"])
+                await asyncio.sleep(0.01)
+            assert REPAIRS_MAX / 2 < highest <= REPAIRS_MAX + WALK_KEYS + LANES * 1024
+            await b.right()
+
+    virtually(main)
+
+
+def test_groups_that_a_walk_had_to_leave_out_are_walked_when_they_are_back() -> None:
+    async def main() -> None:
+        async with Bench(batch=64) as b:
+            b.announcer.act_as(US)
+            await b.settled()
+            b.shelf.put(A, map(key_of, range(40_000)))
+            b.directory.delay_s, b.directory.down = 0.01, {3, 4}
+            b.announcer.act_as(US)
+            whole = 40_000 // TAGS * (TAGS - 2)
+            await b.until(lambda: b.announcer.stats()["published"] >= whole, 60)
+            b.directory.tries.clear()
+            await asyncio.sleep(60)
+            assert len(b.directory.tries) <= 2 * 31, "one try in two seconds for each of them"
+            b.directory.down = set()
+            await b.settled(60)
+            await b.right()
+
+    virtually(main)
+
+
+def test_no_namespace_waits_for_another_one() -> None:
+    async def main() -> None:
+        async with Bench(batch=16) as b:
+            b.announcer.act_as(US)
+            await b.settled()
+            b.directory.delay_s = 0.01
+            b.put(A, map(key_of, range(64_000)))
+            await asyncio.sleep(0.1)
+            b.put(B, [key_of(70_000)])
+            assert await b.until(lambda: b.directory.sent[key_of(70_000)]) < 1.0
+            assert b.announcer.stats()["queued"] > 10_000
 
     virtually(main)
 

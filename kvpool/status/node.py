@@ -5,20 +5,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
-FIELDS_SHOWN = 3
-FIELD_LENGTH_MAX = 32
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+from kvpool.status.cluster import directory_text, standing_text
+from kvpool.status.text import (
+    DIGEST_SHOWN,
+    count,
+    duration,
+    facts,
+    make_console,
+    make_table,
+    size_text,
+)
 
-# What an operator asks of the counters, and which ones answer. The last column says that trouble is meant.
-_COUNTERS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Entries = tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...]
+"""What an operator asks, which counters answer, and whether they mean trouble: then 0 is not shown."""
+
+_COUNTERS: Entries = (
     (
         "put",
         (("committed", "blocks stored"), ("committed_bytes", ""), ("duplicates", "there already")),
@@ -39,6 +50,7 @@ _COUNTERS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
         "made room",
         (
             ("evicted", "blocks evicted"),
+            ("evicted_secondary", "of them kept by other nodes"),
             ("evicted_soft_pins", "soft pins among them"),
             ("slabs_reclaimed", "slabs moved to another slot size"),
             ("removed", "blocks removed"),
@@ -56,19 +68,82 @@ _COUNTERS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
     ("checksum mismatches", (("checksum_mismatches", "blocks dropped"),), True),
 )
 
+_REMOTE: Entries = (
+    (
+        "looked up",
+        (("lookups", "times who has a prefix"), ("lookups_remembered", "answered from memory")),
+        False,
+    ),
+    (
+        "transfers",
+        (
+            ("transfers", "under way"),
+            ("joined", "block parts that were on their way already"),
+            ("absent", "not there any more"),
+        ),
+        False,
+    ),
+    (
+        "rivals of slow peers",
+        (
+            ("rivals", "block parts asked of another one too"),
+            ("called_off", "transfers called off"),
+        ),
+        False,
+    ),
+    ("lookups without an answer", (("lookups_failed", ""),), True),
+    ("transfers that failed", (("failed_transfers", ""),), True),
+    ("blocks that came damaged", (("mismatches", "dropped"),), True),
+)
 
-def show(stats: Mapping[str, Any], tenant: str, console: Console | None = None) -> None:
-    """Print the state of a node and of one tenant's pool on it."""
-    console = console or Console(highlight=False)
+_COPIES: Entries = (
+    (
+        "offered to other nodes",
+        (("offered_blocks", "blocks"), ("accepted_blocks", "accepted"), ("accepted_bytes", "")),
+        False,
+    ),
+    (
+        "of these",
+        (("replicated_blocks", "wanted as copies"), ("forwarded_blocks", "instead of evicting")),
+        False,
+    ),
+    (
+        "taken from other nodes",
+        (("taken_blocks", "blocks"), ("refused_offers", "offers refused")),
+        False,
+    ),
+    (
+        "copies lacking",
+        (("wanted", "blocks now"), ("repairs", "found when looking through all")),
+        False,
+    ),
+    ("found to be last copies", (("promoted", "block parts"),), True),
+    ("copies given up, too many wanted", (("dropped_wishes", "blocks"),), True),
+)
+
+
+def show(
+    stats: Mapping[str, Any],
+    tenant: str,
+    names: Mapping[str, str],
+    console: Console | None = None,
+) -> None:
+    """Print the state of a node and of one tenant's pool on it. `names`: of nodes, by incarnation."""
+    console = console or make_console()
     mine = stats["tenants"][tenant]
+    remote, copies = stats["remote"], stats["copies"]
     console.print(_headline(stats))
+    for line in _cluster_lines(stats):
+        console.print(line)
     for table in (
         _space(stats, tenant, mine),
         _slots(mine["space"]["classes"]),
         _namespaces(mine["namespaces"]),
-        _counters(stats["counters"]),
+        _counters("Since the start, all tenants", stats["counters"], _COUNTERS),
         _movers(stats["movers"]),
-        _peers(stats["peers"]),
+        _peers(remote["peers"], names),
+        _counters("Other nodes, since the start", remote, _REMOTE) if _any(remote) else None,
+        _counters("Copies, since the start", copies, _COPIES) if _any(copies) else None,
     ):
         if table is not None:
             console.print()
@@ -80,22 +155,38 @@ def _headline(stats: Mapping[str, Any]) -> Text:
     line.append(f"node {stats['node']}", style="bold")
     line.append(
         f"  incarnation {stats['incarnation']}, up {duration(stats['uptime_s'])}, "
-        f"{_count(stats['clients'], 'client')} on {_count(stats['connections'], 'connection')}"
+        f"{count(stats['clients'], 'client')} on {count(stats['connections'], 'connection')}"
     )
     if stats["refused_connections"]:
         line.append(f", {stats['refused_connections']} connections refused", style="yellow")
     return line
 
 
+def _cluster_lines(stats: Mapping[str, Any]) -> Iterator[Text]:
+    """Nothing for a node that is alone."""
+    cluster = stats["cluster"]
+    warning = standing_text({**cluster, "node": stats["node"]})
+    if cluster["others"] or cluster["directory"] is not None or warning is not None:
+        line = Text(f"cluster {cluster['cluster']}", style="bold")
+        line.append(f"  {count(cluster['others'], 'other node')} to pull from", style="none")
+        if cluster["state"] != "serving":
+            line.append(f", this one is {cluster['state']}", style="yellow")
+        yield line
+        yield directory_text(cluster)
+    if warning is not None:
+        yield warning
+
+
 def _space(stats: Mapping[str, Any], tenant: str, mine: Mapping[str, Any]) -> Table:
     space = mine["space"]
     size = mine["segment_bytes"]
-    table = _table(f"DRAM of tenant {tenant}", "", ">bytes", ">share", "")
+    table = make_table(f"DRAM of tenant {tenant}", "", ">bytes", ">share", "")
     for name, nbytes, what in (
         ("segment", size, ""),
-        ("in slots in use", space["bytes_used"], f"{_count(mine['blocks'], 'block part')} stored"),
+        ("in slots in use", space["bytes_used"], f"{count(mine['blocks'], 'block part')} stored"),
         ("not given to any slot size", space["bytes_unassigned"], ""),
         ("granted ahead to writers", mine.get("granted_bytes", 0), ""),
+        ("copies of other nodes' blocks", mine["secondary_bytes"], "evicted first"),
         ("hard pinned", mine["hard_pinned_bytes"], "never evicted"),
         ("soft pinned", mine["soft_pinned_bytes"], "evicted last"),
     ):
@@ -108,7 +199,7 @@ def _space(stats: Mapping[str, Any], tenant: str, mine: Mapping[str, Any]) -> Ta
 def _slots(classes: list[Mapping[str, Any]]) -> Table | None:
     if not classes:
         return None
-    table = _table(
+    table = make_table(
         "Slots, by size", ">slot", ">in use", ">free", ">bytes in use", ">bytes free", ">lost"
     )
     for one in sorted(classes, key=lambda one: -int(one["bytes_used"])):
@@ -126,7 +217,7 @@ def _slots(classes: list[Mapping[str, Any]]) -> Table | None:
 def _namespaces(namespaces: Mapping[str, Mapping[str, Any]]) -> Table | None:
     if not namespaces:
         return None
-    table = _table(
+    table = make_table(
         "Namespaces", "digest", "fields", ">blocks", ">parts", ">bytes a block", ">bytes"
     )
     table.columns[1].overflow = "fold"
@@ -136,8 +227,8 @@ def _namespaces(namespaces: Mapping[str, Mapping[str, Any]]) -> Table | None:
     ]
     for total, digest, one in sorted(held, key=lambda row: (-row[0], row[1])):
         table.add_row(
-            digest[:12],
-            escape(", ".join(_facts(one["fields"]))),
+            digest[:DIGEST_SHOWN],
+            escape(", ".join(facts(one["fields"]))),
             f"{max(one['blocks'], default=0):,}",
             f"{len(one['part_bytes']):,}",
             size_text(sum(one["part_bytes"])),
@@ -146,25 +237,17 @@ def _namespaces(namespaces: Mapping[str, Mapping[str, Any]]) -> Table | None:
     return table
 
 
-def _facts(fields: Mapping[str, Any]) -> Iterator[str]:
-    """The first few facts of a record, those that say most to a reader first."""
-    names = sorted(fields, key=lambda name: (name != "model", name != "tp_size", name))
-    for name in names[:FIELDS_SHOWN]:
-        text = str(fields[name])
-        if len(text) > FIELD_LENGTH_MAX:
-            text = f"{text[: FIELD_LENGTH_MAX - 1]}…"
-        yield f"{name}={text}"
-    if len(names) > FIELDS_SHOWN:
-        yield f"and {len(names) - FIELDS_SHOWN} more"
+def _any(counters: Mapping[str, Any]) -> bool:
+    return any(type(value) is int and value for value in counters.values())
 
 
-def _counters(counters: Mapping[str, int]) -> Table:
-    table = _table("Since the start, all tenants", "", "")
-    for name, entries, trouble in _COUNTERS:
-        if trouble and not any(counters.get(key) for key, _ in entries):
+def _counters(title: str, counters: Mapping[str, Any], entries: Entries) -> Table:
+    table = make_table(title, "", "")
+    for name, parts, trouble in entries:
+        if trouble and not any(counters.get(key) for key, _ in parts):
             continue
         words = []
-        for at, (key, unit) in enumerate(entries):
+        for at, (key, unit) in enumerate(parts):
             value = counters.get(key, 0)
             if value or at == 0 or key == "match_keys":
                 number = size_text(value) if key.endswith("_bytes") else f"{value:,}"
@@ -175,7 +258,7 @@ def _counters(counters: Mapping[str, int]) -> Table:
 
 
 def _movers(movers: list[Mapping[str, Any]]) -> Table:
-    table = _table(
+    table = make_table(
         "Movers", ">process", "state", ">orders", ">loans", ">restarts", "peers pull from"
     )
     for one in movers:
@@ -190,73 +273,32 @@ def _movers(movers: list[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _peers(peers: list[Mapping[str, Any]]) -> Table | None:
-    if not peers:
+def _peers(peers: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Table | None:
+    asked = [one for one in peers if one["asked"]]
+    if not asked:
         return None
-    table = _table(
-        "Peers", "url", "state", ">asked", ">failed", ">bad blocks", ">blocks", ">bytes", ">rate"
+    table = make_table(
+        "Peers", "node", "state", ">asked", ">failed", ">slow", ">latency", ">rate", ">bytes"
     )
     table.add_column("last error", overflow="fold")
-    for one in peers:
-        seconds = one["seconds"]
+    for one in sorted(asked, key=lambda one: names.get(one["incarnation"], one["incarnation"])):
         table.add_row(
-            one["url"],
-            Text("reachable") if one["available"] else Text("left alone", style="yellow"),
+            names.get(one["incarnation"], one["incarnation"]),
+            _health(one),
             f"{one['asked']:,}",
-            f"{one['failures']:,}",
-            Text(
-                f"{one['checksum_mismatches']:,}",
-                style="red" if one["checksum_mismatches"] else "",
-            ),
-            f"{one['blocks']:,}",
+            f"{one['failed']:,}",
+            f"{one['slow']:,}",
+            f"{one['latency_ms']:.1f} ms",
+            f"{size_text(one['bytes_s'])}/s",
             size_text(one["bytes"]),
-            f"{size_text(one['bytes'] / seconds)}/s" if seconds else "",
             escape(one["last_error"]),
         )
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
-    """Columns whose name begins with > are numbers."""
-    table = Table(
-        title=escape(title),
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-        show_header=any(columns),
-        header_style="dim",
-    )
-    for name in columns:
-        table.add_column(
-            name.removeprefix(">"), justify="right" if name.startswith(">") else "left"
-        )
-    return table
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
-
-
-def size_text(nbytes: float) -> str:
-    """Bytes for people: at most four digits, binary units."""
-    value, unit = float(nbytes), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value /= 1024
-        unit += 1
-    digits = 0 if unit == 0 or value == int(value) or value >= 100 else 1
-    return f"{value:.{digits}f} {_UNITS[unit]}"
-
-
-def duration(seconds: float) -> str:
-    """A time for people, in its two largest units."""
-    left = int(seconds)
-    if left < 60:
-        return f"{left} s"
-    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
-    words: list[str] = []
-    for name, length in units:
-        n, left = divmod(left, length)
-        if n or words:
-            words.append(f"{n} {name}")
-    return " ".join(words[:2])
+def _health(peer: Mapping[str, Any]) -> Text:
+    if peer["suspended_s"]:
+        return Text(f"left alone for {peer['suspended_s']:.1f} s", style="yellow")
+    if peer["suspected"]:
+        return Text("suspected", style="yellow")
+    return Text("well", style="green")

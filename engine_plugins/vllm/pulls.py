@@ -1,0 +1,147 @@
+"""Blocks of other nodes: the daemon is asked to bring them while the engine goes on with its steps.
+
+The scheduling thread waits for no network. It hands the keys of a prompt to one of a few threads, which
+ask over a client of their own, and looks at every step whether the answer is there. That answer is only
+a count: the lease is taken by the scheduling thread's own client, so that what is loaded is of the epoch
+which that client is in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpool.engine_plugins.vllm.plan import Quiet
+from kvpool.errors import KvpoolError
+from kvpool.types import Namespace, NamespaceRecord
+
+if TYPE_CHECKING:
+    from kvpool.client import Client
+
+OTHERS_S = 5.0
+"""How long a node that was alone is taken to be alone: requests ask no round trip for nothing."""
+IDLE_S = 0.001
+"""How long a step in which nothing runs waits for a pull, so that the engine does not spin."""
+
+
+@dataclass(eq=False)
+class Pull:
+    """One request's wait for blocks of other nodes.
+
+    start: chain index of the first key. begun: when the request was looked up.
+    future: the usable blocks of the keys, once a thread was free to ask.
+    """
+
+    start: int
+    keys: bytes
+    begun: float
+    future: Future[int] | None = None
+
+
+class Pulls:
+    """Asks for pulls, a bounded number at a time. For the scheduling thread only.
+
+    client: for the threads only; it may wait longer than the scheduling thread's.
+    threads: as many as `most`. wait_s: how long a request waits, for a free thread included.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        threads: Executor,
+        *,
+        most: int,
+        wait_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._client = client
+        self._threads = threads
+        self._wait_s = wait_s
+        self._clock = clock
+        self._free = threading.Semaphore(most)
+        self._namespace: Future[Namespace] | None = None
+        self._alone_until = self._known_until = 0.0
+        self._quiet = Quiet()
+
+    def enter(self, record: NamespaceRecord) -> None:
+        """Open the namespace, in its present epoch, for all pulls that begin later."""
+        self._namespace = self._threads.submit(self._open, record)
+
+    def begin(self, start: int, keys: bytes) -> Pull | None:
+        """Begin to bring a prefix here; None where nobody could have it, or pulls were in vain of late."""
+        now = self._clock()
+        if now < self._alone_until or self._quiet.holds(now):
+            return None
+        pull = Pull(start, keys, now)
+        self._ask(pull, now)
+        return pull
+
+    def ended(self, pull: Pull) -> bool:
+        """Whether the answer is there, or its time is over. Asked at every step of the request's wait."""
+        now = self._clock()
+        self._ask(pull, now)
+        answered = pull.future is not None and pull.future.done()
+        return answered or now >= pull.begun + self._wait_s
+
+    def blocks(self, pull: Pull) -> int | None:
+        """How many blocks of an ended pull's keys are here; None when that was not heard in time."""
+        if pull.future is None or not pull.future.done():
+            return None
+        return pull.future.result()
+
+    def note(self, pull: Pull, gained: int) -> None:
+        """Learn from an ended pull: requests do not wait long for nothing one by one."""
+        now = self._clock()
+        in_vain = not gained and now - pull.begun >= self._wait_s / 2
+        self._quiet.note(now, failed=in_vain)
+
+    def wait(self, pulls: Iterable[Pull]) -> None:
+        """Wait a moment for any of these. For steps in which nothing else runs."""
+        futures = [pull.future for pull in pulls if pull.future is not None]
+        if futures:
+            wait(futures, IDLE_S, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """Wait for what runs (each has a deadline), drop what waits, close the client."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._client.close()
+
+    def _ask(self, pull: Pull, now: float) -> None:
+        """Hand a pull to a thread, if one is free and there is time left."""
+        left = pull.begun + self._wait_s - now
+        if pull.future is not None or left <= 0 or not self._free.acquire(blocking=False):
+            return
+        assert self._namespace is not None, "a namespace is entered before anything is looked up"
+        pull.future = self._threads.submit(self._pull, self._namespace, pull.keys, left)
+        pull.future.add_done_callback(lambda _: self._free.release())
+
+    # --- on a thread of the pool ----------------------------------------------------------------
+
+    def _open(self, record: NamespaceRecord) -> Namespace:
+        namespace = self._client.open(record)
+        self._alone()  # now, rather than while the first request waits
+        return namespace
+
+    def _pull(self, opened: Future[Namespace], keys: bytes, wait_s: float) -> int:
+        """The usable blocks of the keys afterwards; 0 where the daemon does not say."""
+        if self._alone():
+            return 0
+        try:
+            return self._client.pull(opened.result(), keys, wait_s=wait_s)
+        except KvpoolError:
+            return 0
+
+    def _alone(self) -> bool:
+        """Whether the node is the only one, as the daemon said within the last `OTHERS_S`."""
+        now = self._clock()
+        if now >= self._known_until:
+            try:
+                alone = not self._client.stats()["cluster"]["others"]
+            except KvpoolError:
+                return False  # it is asked again; a pull has its deadline
+            self._known_until = now + OTHERS_S
+            self._alone_until = self._known_until if alone else 0.0
+        return now < self._alone_until

@@ -1,0 +1,493 @@
+"""Engines, as far as the pool sees them: they put, read late, hold on to leases, and die in the middle.
+
+What a client checks it checks by itself: the bytes by their names, the memory by who uses it, the time by
+its own clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpool import wire
+from kvpool.errors import (
+    ClusterUnavailable,
+    LimitExceeded,
+    NamespaceMismatch,
+    PoolFull,
+    StaleEpoch,
+    Unavailable,
+    from_code,
+)
+from kvpool.testing.simulation.loop import Domain
+from kvpool.testing.simulation.memory import Memory, Use, Violation
+from kvpool.testing.simulation.network import wire_rows
+from kvpool.testing.simulation.nodes import Answer, Life, Session, SimulatedNode
+from kvpool.types import KEY_BYTES
+
+if TYPE_CHECKING:
+    from kvpool.testing.simulation.world import World
+
+EXPECTED = (PoolFull, LimitExceeded, StaleEpoch, Unavailable, ClusterUnavailable)
+ANSWER_S = 0.3  # beyond what a request may wait for
+OTHERS_S = 3.0  # for requests that ask the membership
+PIDFD_S = 0.01
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """A lease as its holder believes in it."""
+
+    token: str
+    life: Life
+    uses: list[Use]
+    deadline: float
+    epoch: int
+    keys: Sequence[bytes]
+    parts: list[wire.LeasedPart]
+
+
+class Client:
+    """One process beside one node."""
+
+    def __init__(self, world: World, node: SimulatedNode, instance: str, name: str) -> None:
+        self.world = world
+        self.node = node
+        self.instance = instance
+        self.name = name
+        self.rng = random.Random(f"{world.seed}/{name}")
+        self.domain = Domain(name)
+        world.domains.append(self.domain)
+        self.dead = False
+        self._session: Session | None = None
+        self._number = -1
+        self._opened = -1  # the epoch in which it opened the namespace
+        self._ticket = 0
+        self._granting = asyncio.Lock()
+        self._uses: list[tuple[Memory, Use]] = []
+        self._granted: dict[int, list[tuple[int, Use]]] = {}  # by part: slots to be filled
+
+    # ---- life ------------------------------------------------------------------------------------------
+
+    def die(self) -> None:
+        """The process is killed. Its daemon notices a little later."""
+        if self.dead:
+            return
+        self.dead = True
+        self.world.note(f"{self.name} dies")
+        self.world.loop.cancel_all(self.domain)
+        for memory, use in self._uses:
+            memory.end(use)
+        session = self._session
+        if session is not None and not session.life.dead:
+            self.world.loop.call_later(
+                self.rng.uniform(0.0, PIDFD_S),
+                session.life.client_died,
+                session,
+                context=session.life.control.context,
+            )
+
+    async def _connected(self) -> tuple[Session, int]:
+        """A session, and the namespace's number in it. Raises what opening one raises."""
+        life = self.node.life
+        if life is None or not life.started:
+            raise Unavailable(f"{self.node.name} is down")
+        if self._session is None or self._session.life is not life:
+            self._session = life.connect(self.instance, self.name)
+            self._granted.clear()
+            self._number = -1
+        session, number = self._session, self._number
+        if number < 0:
+            record = self.world.record
+            parts = [(p.nbytes, str(p.kind), p.window_blocks, p.stride) for p in record.parts]
+            message = wire.OpenNamespace(
+                record.digest(), record.canonical(), parts, self.world.plan.replicas
+            )
+            answer = await self._ask(message, OTHERS_S, session)
+            assert isinstance(answer.message, wire.Done)
+            number = answer.message.value
+            self._opened_as(session, number)
+        return session, number
+
+    def _opened_as(self, session: Session, number: int) -> None:
+        """The namespace was opened, or reset, and has this number."""
+        if self._session is session:
+            namespace = session.life.server.node.namespace(session.holder.tenant, number)
+            self._number, self._opened = number, namespace.epoch
+
+    # ---- requests ----------------------------------------------------------------------------------------
+
+    async def _ask(
+        self, message: wire.Message, limit_s: float, session: Session, epoch: int | None = None
+    ) -> Answer:
+        """The daemon's answer. Raises `Unavailable` when it dies, and what it says is wrong.
+
+        limit_s: a daemon that runs must have answered by then. epoch: see `Life.receive`.
+        """
+        world, life = self.world, session.life
+        if life.dead:
+            raise Unavailable(f"{life.name} is dead")
+        answer: asyncio.Future[Answer] = world.loop.create_future()
+        asked_at, stood_still = world.now(), life.stood_still()
+        world.loop.call_later(
+            self.rng.uniform(0.00002, 0.0002),
+            life.receive,
+            session,
+            message,
+            answer,
+            epoch,
+            context=life.control.context,
+        )
+        life.waited_for[answer] = None
+        while not answer.done():
+            taken = world.now() - asked_at - (life.stood_still() - stood_still)
+            if taken > limit_s + ANSWER_S:
+                raise Violation(
+                    f"a {type(message).__name__} at {life.name} has no answer after {taken:.3f} s"
+                )
+            await asyncio.wait((answer,), timeout=limit_s + ANSWER_S - taken + 0.001)
+        life.waited_for.pop(answer, None)
+        found = answer.result()
+        if isinstance(found.message, wire.Error):
+            error = from_code(found.message.code, found.message.message)
+            if not isinstance(error, (*EXPECTED, NamespaceMismatch)):
+                raise Violation(f"{type(message).__name__} at {life.name}: {error!r}")
+            if isinstance(error, StaleEpoch):
+                self._number = -1
+            raise error
+        return found
+
+    def _check_fence(self, life: Life, fence: int) -> None:
+        """What a client of older weights must not be given. fence: as its node knew it at first."""
+        if self._opened < fence:
+            raise Violation(
+                f"{self.name} opened the namespace in epoch {self._opened}, before the fence of "
+                f"epoch {fence} that {life.name} knows of, and is served all the same"
+            )
+
+    # ---- put ---------------------------------------------------------------------------------------------
+
+    async def put(self, keys: Sequence[bytes], parent: bytes, copies: int) -> None:
+        for part, spec in enumerate(self.world.record.parts):
+            chosen = keys[spec.stride - 1 :: spec.stride]
+            if chosen:
+                await self._put_part(part, spec.nbytes, chosen, parent, copies)
+
+    async def _put_part(
+        self, part: int, nbytes: int, keys: Sequence[bytes], parent: bytes, copies: int
+    ) -> None:
+        session, number = await self._connected()
+        life, world, rng = session.life, self.world, self.rng
+        self._ticket += 1
+        ticket = self._ticket
+        fence = life.fence_in_view()
+        answer = await self._ask(
+            wire.Reserve(number, part, ticket, b"".join(keys), parent), 0.0, session
+        )
+        reserved = answer.message
+        assert isinstance(reserved, wire.Reserved)
+        slots = [
+            (index, keys[index], row)
+            for index, row in enumerate(wire_rows(reserved.rows))
+            if row != wire.NO_ROW
+        ]
+        if not slots:
+            return
+        self._check_fence(life, fence)
+        if answer.epoch < answer.known:
+            raise Violation(f"{life.name} reserves in epoch {answer.epoch}, and knew {answer.known}")
+        first = rng.randrange(len(slots) + 1) if rng.random() < 0.3 else len(slots)
+        groups = [group for group in (slots[:first], slots[first:]) if group]
+        uses = [
+            self._use(life, f"{self.name} puts", reserved.stride, [row for _, _, row in group], True)
+            for group in groups
+        ]
+        for group, use in zip(groups, uses, strict=True):
+            await self._fill(life.memory, reserved.stride, group, part, nbytes, answer.epoch)
+            if rng.random() < 0.05:
+                for left in uses:
+                    life.memory.end(left)
+                await self._ask(wire.Abort([ticket]), 0.0, session)
+                return
+            life.memory.end(use)
+            checksums = b"".join(
+                world.contents.block(world.digest, answer.epoch, key, part, nbytes)[1]
+                for _, key, _ in group
+            )
+            indices = b"" if len(groups) == 1 else wire.pack_rows([index for index, _, _ in group])
+            done = await self._ask(wire.Commit(ticket, checksums, indices, copies), 0.0, session)
+            assert isinstance(done.message, wire.Done)
+            world.count("blocks put", done.message.value)
+            world.stored(life, answer.epoch, part, [key for _, key, _ in group])
+
+    async def _fill(
+        self,
+        memory: Memory,
+        stride: int,
+        slots: Sequence[tuple[int, bytes, int]],
+        part: int,
+        nbytes: int,
+        epoch: int,
+    ) -> None:
+        """Write blocks in pieces, now and later."""
+        world, rng = self.world, self.rng
+        cut = rng.randrange(nbytes + 1)
+        for low, high in ((0, cut), (cut, nbytes)):
+            for _, key, row in slots:
+                data, _ = world.contents.block(world.digest, epoch, key, part, nbytes)
+                memory.write(row * stride + low, data[low:high])
+            await asyncio.sleep(rng.choice((0.0, 0.0005, 0.05)) * rng.random())
+
+    async def put_granted(self, keys: Sequence[bytes], parent: bytes, copies: int) -> None:
+        """A small put through slots that were granted before."""
+        async with self._granting:
+            await self._put_granted(keys, parent, copies)
+
+    async def _put_granted(self, keys: Sequence[bytes], parent: bytes, copies: int) -> None:
+        session, number = await self._connected()
+        life, world = session.life, self.world
+        part, spec = 0, self.world.record.parts[0]
+        granted = self._granted.setdefault(part, [])
+        if len(granted) < len(keys):
+            answer = await self._ask(wire.Grant(number, part, len(keys)), 0.0, session)
+            assert isinstance(answer.message, wire.Reserved)
+            self._take_granted(life, granted, answer.message.stride, answer.message.rows)
+        count = min(len(keys), len(granted))
+        if not count:
+            return
+        keys = keys[:count]
+        slots, granted[:] = granted[:count], granted[count:]
+        node = life.server.node
+        opened = node.namespace(session.holder.tenant, number)
+        epoch = opened.epoch
+        stride = opened.tables[part].stride
+        rows = [row for row, _ in slots]
+        await self._fill(
+            life.memory,
+            stride,
+            list(zip(range(count), keys, rows, strict=True)),
+            part,
+            spec.nbytes,
+            epoch,
+        )
+        for _, use in slots:
+            life.memory.end(use)
+        if life.dead:
+            return
+        checksums = b"".join(
+            world.contents.block(world.digest, epoch, key, part, spec.nbytes)[1] for key in keys
+        )
+        more = self.rng.choice((0, 2))
+        message = wire.Store(
+            number,
+            part,
+            wire.pack_rows(rows),
+            b"".join(keys),
+            checksums,
+            more,
+            parent,
+            copies,
+        )
+        try:
+            answer = await self._ask(message, 0.0, session, epoch)
+        except (PoolFull, StaleEpoch):
+            if not life.dead:
+                await self._ask(wire.GiveBack(stride, wire.pack_rows(rows)), 0.0, session)
+            raise
+        stored = answer.message
+        assert isinstance(stored, wire.Stored)
+        self._take_granted(life, granted, stride, stored.unused + stored.fresh)
+        world.count("blocks put", stored.new)
+        world.stored(life, epoch, part, keys)
+
+    def _take_granted(
+        self, life: Life, granted: list[tuple[int, Use]], stride: int, rows: bytes
+    ) -> None:
+        granted += [
+            (row, self._use(life, f"{self.name} was granted", stride, [row], True))
+            for row in wire_rows(rows)
+        ]
+
+    async def give_back(self) -> None:
+        async with self._granting:
+            session, number = await self._connected()
+            for _, use in self._granted.pop(0, []):
+                session.life.memory.end(use)
+            await self._ask(wire.GiveBack(0, b""), 0.0, session)
+
+    def _use(
+        self,
+        life: Life,
+        what: str,
+        stride: int,
+        rows: list[int],
+        writes: bool,
+        until: float = float("inf"),
+    ) -> Use:
+        use = life.memory.use(what, stride, rows, self.world.now(), writes=writes, until=until)
+        self._uses.append((life.memory, use))
+        return use
+
+    # ---- get ---------------------------------------------------------------------------------------------
+
+    async def get(self, keys: Sequence[bytes], wait_s: float, lease_s: float) -> int:
+        """Lease, read at one's leisure, release; the blocks that were leased."""
+        session, number = await self._connected()
+        life, world = session.life, self.world
+        asked_at = world.now()
+        fence = life.fence_in_view()
+        answer = await self._ask(
+            wire.Acquire(number, b"".join(keys), [], lease_s, wait_s), wait_s, session
+        )
+        leased = answer.message
+        assert isinstance(leased, wire.Leased)
+        world.count("gets")
+        world.count("blocks wanted", len(keys))
+        world.count("blocks hit", leased.blocks)
+        if not leased.token:
+            return 0
+        self._check_fence(life, fence)
+        reading = self._read(life, answer, keys, asked_at)
+        if reading is not None:
+            await self._finish(session, reading)
+        return leased.blocks
+
+    def _read(
+        self, life: Life, answer: Answer, keys: Sequence[bytes], asked_at: float
+    ) -> Reading | None:
+        """Believe in a lease, if it has not ended already."""
+        leased = answer.message
+        assert isinstance(leased, wire.Leased)
+        if answer.epoch < answer.known:
+            raise Violation(f"{life.name} leases epoch {answer.epoch}, and knew {answer.known}")
+        deadline = asked_at + leased.lease_s
+        if deadline <= self.world.now():
+            return None
+        cells = [
+            (part.stride, row) for part in leased.parts for row in wire_rows(part.rows)
+        ]
+        strides = {stride for stride, _ in cells}
+        what = f"{self.name} reads"
+        uses = [
+            self._use(life, what, stride, [row for s, row in cells if s == stride], False, deadline)
+            for stride in sorted(strides)
+        ]
+        reading = Reading(
+            leased.token, life, uses, deadline, answer.epoch, keys[: leased.blocks], leased.parts
+        )
+        return reading
+
+    async def _finish(self, session: Session, reading: Reading) -> None:
+        rng = self.rng
+        for _ in range(rng.choice((1, 1, 2))):
+            await self._copy_and_check(reading)
+        for sibling in self.world.siblings(self):
+            if rng.random() < 0.2:
+                self.world.spawn_client(sibling, sibling.join(reading.token, reading))
+        if rng.random() < 0.2:
+            return  # it is forgotten, and ends by its deadline
+        await asyncio.sleep(rng.choice((0.0, 0.01, 0.5)) * rng.random())
+        for use in reading.uses:
+            reading.life.memory.end(use)
+        if not reading.life.dead:
+            await self._ask(wire.Release([reading.token]), 0.0, session)
+
+    async def _copy_and_check(self, reading: Reading) -> None:
+        """Copy the blocks out, slowly at times, and use them only if the lease still lasts then."""
+        world, rng = self.world, self.rng
+        copied: list[tuple[bytes, int, bytes]] = []
+        for part in reading.parts:
+            spec = world.record.parts[part.part]
+            for at, row in enumerate(wire_rows(part.rows)):
+                key = reading.keys[part.first + at * spec.stride + spec.stride - 1]
+                copied.append((key, part.part, reading.life.memory.read(row * part.stride, part.nbytes)))
+            await asyncio.sleep(rng.choice((0.0, 0.0005, 0.02, 0.6)) * rng.random())
+        if world.now() >= reading.deadline:
+            world.count("late reads")
+            return
+        for key, number, data in copied:
+            right, _ = world.contents.block(world.digest, reading.epoch, key, number, len(data))
+            if data != right:
+                raise Violation(
+                    f"{self.name} read wrong bytes of block {key[:4].hex()}, part {number}, "
+                    f"epoch {reading.epoch} at {reading.life.name}"
+                )
+        world.count("blocks read", len(copied))
+
+    async def join(self, token: str, reading: Reading) -> None:
+        """Another process of the instance reads by the same lease."""
+        session, number = await self._connected()
+        if session.life is not reading.life:
+            return
+        asked_at = self.world.now()
+        answer = await self._ask(wire.Join(token, []), 0.0, session)
+        assert isinstance(answer.message, wire.Leased)
+        if not answer.message.token:
+            return
+        joined = self._read(session.life, Answer(answer.message, reading.epoch), reading.keys, asked_at)
+        if joined is not None:
+            await self._finish(session, joined)
+
+    # ---- the rest ----------------------------------------------------------------------------------------
+
+    async def look(self, keys: Sequence[bytes]) -> None:
+        session, number = await self._connected()
+        packed = b"".join(keys)
+        kind = self.rng.randrange(3)
+        if kind == 0:
+            await self._ask(wire.Match(number, packed, []), 0.0, session)
+        elif kind == 1:
+            await self._ask(wire.Contains(number, 0, packed), 0.0, session)
+        else:
+            await self._ask(wire.Pull(number, packed, 0.3), 0.3, session)
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        session, number = await self._connected()
+        await self._ask(wire.Remove(number, b"".join(keys)), 0.0, session)
+
+    async def pin(self, keys: Sequence[bytes], kind: str) -> None:
+        session, number = await self._connected()
+        await self._ask(wire.Pin(number, b"".join(keys), kind), 0.0, session)
+
+    async def reset(self) -> None:
+        """This engine has new weights."""
+        session, number = await self._connected()
+        self.world.note(f"{self.name} resets")
+        answer = await self._ask(wire.Reset(number), OTHERS_S, session)
+        assert isinstance(answer.message, wire.Done)
+        self._opened_as(session, answer.message.value)
+
+    async def clear(self, *, fence: bool) -> None:
+        session, number = await self._connected()
+        self.world.note(f"{self.name} clears, fence {fence}")
+        await self._ask(wire.Clear(self.world.digest, fence), OTHERS_S, session)
+
+    async def set_copies(self, copies: int) -> None:
+        session, number = await self._connected()
+        await self._ask(wire.Copies(self.world.digest, copies), OTHERS_S, session)
+
+    async def drain(self, node: str, wanted: bool) -> None:
+        session, number = await self._connected()
+        self.world.note(f"{node} is {'' if wanted else 'not '}to be drained")
+        if node in session.life.membership.view.nodes or not wanted:
+            await self._ask(wire.Drain(node, wanted), OTHERS_S, session)
+
+
+def prefixes(rng: random.Random, chain: Sequence[bytes], stride: int) -> Sequence[bytes]:
+    """Some prefix of a chain."""
+    n = rng.randint(1, len(chain))
+    return chain[: max(stride, n - n % stride)]
+
+
+def keys_of(rng: random.Random, chains: int, blocks: int) -> list[list[bytes]]:
+    """Prompts; every third one begins as another one does."""
+    made: list[list[bytes]] = []
+    for number in range(chains):
+        shared = made[rng.randrange(number)][: blocks // 2] if number % 3 == 2 else []
+        fresh = [rng.randbytes(KEY_BYTES) for _ in range(blocks - len(shared))]
+        made.append([*shared, *fresh])
+    return made
+

@@ -1,0 +1,367 @@
+"""Nodes: the real daemon without its sockets and processes, in lives that end in several ways."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from kvpool import wire
+from kvpool.config import DaemonConfig
+from kvpool.daemon.blocks import Holder
+from kvpool.daemon.cluster import Cluster
+from kvpool.daemon.copies import Copies
+from kvpool.daemon.draining import Drainer
+from kvpool.daemon.lending import Lender
+from kvpool.daemon.movers import Movers
+from kvpool.daemon.remote import Remote
+from kvpool.daemon.server import Server
+from kvpool.errors import ConfigError, KvpoolError, StaleEpoch, Unavailable
+from kvpool.placement.records import INCARNATION_BYTES
+from kvpool.placement.sources import Peers
+from kvpool.testing.simulation.loop import Domain
+from kvpool.testing.simulation.memory import Memory, Violation
+from kvpool.testing.simulation.network import Carrier
+from kvpool.testing.simulation.plan import SLAB
+from kvpool.testing.simulation.ports import BadDirectory, BadMembership
+from kvpool.types import DEFAULT_TENANT, split_keys
+
+if TYPE_CHECKING:
+    from kvpool.testing.simulation.world import World
+
+LEASE_S_MAX = 2.0
+RETRY_START_S = 0.3
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """A client as one life of its node knows it."""
+
+    life: Life
+    holder: Holder
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """To a request: what the daemon says, and what only a simulation can see.
+
+    epoch: of the slots in it. known: the epoch that the daemon knew of when the request came.
+    """
+
+    message: wire.Message
+    epoch: int = -1
+    known: int = -1
+
+
+class SimulatedServer(Server):
+    """A daemon whose requests come as messages, not as frames, and whose movers are simulated."""
+
+    def __init__(self, life: Life, config: DaemonConfig, rng: random.Random) -> None:
+        super().__init__(config, clock=life.world.now)
+        self.life = life
+        self._draw = rng
+        self._loop = life.world.loop
+        self.incarnation = self.node.incarnation = self.new_incarnation()
+        self.movers = cast(Movers, life.carrier)
+
+    def new_incarnation(self) -> str:
+        return self._draw.randbytes(INCARNATION_BYTES).hex()
+
+    async def start(self) -> None:
+        """What `Server.run` does, but for sockets, segments and processes."""
+        self.node.add_tenant(DEFAULT_TENANT, 0, self.life.world.plan.size, SLAB)
+        await self._wire_up()
+        await self.cluster.start(self.movers.urls)
+        for work in (self.copies.replicate(), self.copies.forward(), self._reclaim_garbage()):
+            self._begin(work)
+
+    async def _wire_up(self) -> None:
+        node, clock, life = self.node, self.clock, self.life
+        peers = Peers(self.config.labels, self._draw)
+        self.cluster = Cluster(
+            self.config,
+            node,
+            life.membership,
+            life.directory,
+            peers,
+            clock,
+            self._draw,
+            new_incarnation=self.new_incarnation,
+        )
+        self.remote = Remote(node, self.movers, self.cluster, peers, clock)
+        self.copies = Copies(node, self.cluster, self.remote, self.movers, clock)
+        self._drainer = Drainer(node, self.cluster, self.copies, clock)
+        self.cluster.drain = self._drainer.wanted
+        self.cluster.lost_nodes.append(self.copies.repair)
+        life.carrier.source = Lender(
+            node,
+            clock,
+            may_serve=self.cluster.may_serve,
+            stale=self.cluster.stale,
+            take=self.copies.take,
+        )
+
+    async def close(self) -> None:
+        await self._close()
+
+
+class Life:
+    """One process of a node: from its start to its end. Its memory outlives it in clients."""
+
+    def __init__(self, node: SimulatedNode, number: int) -> None:
+        world = self.world = node.world
+        self.node = node
+        self.name = f"{node.name}.{number}"
+        self.control = Domain(self.name)
+        self.mover = Domain(f"{self.name} mover")
+        world.domains += [self.control, self.mover]
+        rng = random.Random(f"{world.seed}/{self.name}")
+        self.memory = Memory(world.plan.size)
+        self.carrier = Carrier(self, world.network)
+        self.membership = BadMembership(
+            world,
+            world.cluster,
+            random.Random(rng.random()),
+            self.control,
+            protocol=wire.PROTOCOL_VERSION,
+        )
+        self.directory: BadDirectory | None = None
+        if world.directory is not None:
+            self.directory = BadDirectory(
+                world, world.directory, random.Random(rng.random()), self.membership
+            )
+        self.server = self.control.context.copy().run(SimulatedServer, self, node.config, rng)
+        self.waited_for: dict[asyncio.Future[Any], None] = {}
+        self.started = False
+        self.dead = False
+        self.paused_at: float | None = None
+        self.paused_s = 0.0
+
+    @property
+    def listening(self) -> bool:
+        return self.started and not self.carrier.dead
+
+    def stood_still(self) -> float:
+        """For how long it has been stopped, all in all."""
+        now = self.world.now()
+        return self.paused_s + (now - self.paused_at if self.paused_at is not None else 0.0)
+
+    async def start(self) -> None:
+        try:
+            await self.server.start()
+        except (Unavailable, ConfigError) as error:
+            self.world.note(f"{self.name} cannot start: {error}")
+            # A supervisor starts another process.
+            self.node.life = None
+            self.end()
+            self.world.later(RETRY_START_S, self.node.restart)
+            return
+        self.started = True
+        self.world.note(f"{self.name} serves")
+
+    # ---- clients ---------------------------------------------------------------------------------------
+
+    def connect(self, instance: str, name: str) -> Session:
+        holder = self.server.node.add_holder(DEFAULT_TENANT, instance, name)
+        holder.operator = True
+        return Session(self, holder)
+
+    def receive(
+        self,
+        session: Session,
+        message: wire.Message,
+        answer: asyncio.Future[Answer],
+        epoch: int | None,
+    ) -> None:
+        """A request comes: what `ClientConnection` does. In the control domain.
+
+        epoch: for which the blocks of a `Store` were written. An engine that goes on in a new epoch would
+        write the same bytes in it; here they differ, so that old ones are recognised, and such a
+        request has come too late.
+        """
+        if answer.done():
+            return
+        if not self.started:
+            answer.set_exception(Unavailable(f"{self.name} closed the connection"))
+            return
+        if isinstance(message, wire.Store) and epoch is not None:
+            namespace = self.server.node.namespace(session.holder.tenant, message.ns)
+            if namespace.epoch != epoch:
+                late = StaleEpoch("the epoch ended on the way")
+                answer.set_result(Answer(wire.error_message(late)))
+                return
+        known = self.epoch_in_view()
+        try:
+            found = self.server.handle(session.holder, message)
+        except KvpoolError as error:
+            found = wire.error_message(error)
+        if asyncio.iscoroutine(found):
+            task = self.world.loop.create_task(self._later(session, message, answer, found, known))
+            session.tasks.append(task)
+        else:
+            self._reply(session, message, answer, found, known)
+        self.server.settle_soon()
+
+    async def _later(
+        self,
+        session: Session,
+        message: wire.Message,
+        answer: asyncio.Future[Answer],
+        work: Any,
+        known: int,
+    ) -> None:
+        try:
+            found = await work
+        except KvpoolError as error:
+            found = wire.error_message(error)
+        self._reply(session, message, answer, found, known)
+
+    def _reply(
+        self,
+        session: Session,
+        message: wire.Message,
+        answer: asyncio.Future[Answer],
+        found: wire.Message,
+        known: int,
+    ) -> None:
+        if answer.done():
+            return
+        epoch = -1
+        if isinstance(found, wire.Leased) and found.token:
+            epoch = self._check_lease(message, found)
+        elif isinstance(message, wire.Reserve) and isinstance(found, wire.Reserved):
+            reservation = session.holder.reservations.get(message.ticket)
+            if reservation is not None:
+                epoch = reservation.table.namespace.epoch
+        answer.set_result(Answer(found, epoch, known))
+
+    def _check_lease(self, message: wire.Message, leased: wire.Leased) -> int:
+        """The epoch of what was leased: one, and the keys that were asked for."""
+        lease = self.server.node._leases[leased.token]
+        epochs = set()
+        for _, blocks in lease.parts.values():
+            for block in blocks:
+                epochs.add(block.table.namespace.epoch)
+                if isinstance(message, wire.Acquire) and block.key not in split_keys(message.keys):
+                    raise Violation(f"{self.name} leases a block that was not asked for")
+        if len(epochs) != 1:
+            raise Violation(f"{self.name} leases blocks of epochs {epochs} in one lease")
+        return epochs.pop()
+
+    def epoch_in_view(self) -> int:
+        """The epoch that this node has heard of, by its view of the cluster; -1 before any."""
+        entries = self.membership.view.namespaces.values()
+        return max((entry.epoch for entry in entries), default=-1)
+
+    def fence_in_view(self) -> int:
+        entries = self.membership.view.namespaces.values()
+        return max((entry.fence for entry in entries), default=0)
+
+    def client_died(self, session: Session) -> None:
+        """What the end of a process does, by its pidfd. In the control domain."""
+        for task in session.tasks:
+            task.cancel()
+        self.server.node.holder_died(session.holder)
+
+    # ---- ends --------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """The process is gone, and all that was connected to it notices."""
+        self.dead = True
+        self.started = False
+        self.carrier.die()
+        for domain in (self.control, self.mover):
+            if domain.paused:
+                self.world.loop.resume(domain)
+            self.world.loop.cancel_all(domain)
+        self.world.cluster.dismiss(self.membership)
+        for answer in list(self.waited_for):
+            if not answer.done():
+                answer.set_exception(Unavailable(f"{self.name} closed the connection"))
+        self.waited_for.clear()
+
+
+class SimulatedNode:
+    """A name and an address, and who lives there at present."""
+
+    def __init__(self, world: World, name: str, labels: dict[str, str]) -> None:
+        self.world = world
+        self.name = name
+        self.url = f"sim://{name}"
+        self.lives = 0
+        self.life: Life | None = None
+        self.all_lives: list[Life] = []
+        self.vanished = False  # nothing there refuses connections, even
+        self.config = DaemonConfig(
+            socket=f"/{name}.sock",
+            node=name,
+            join="etcd://simulated",
+            directory="redis://simulated" if world.directory is not None else "",
+            listen=(self.url,),
+            labels=labels,
+            lease_s_max=LEASE_S_MAX,
+            memory=world.plan.size,
+        )
+
+    def start(self) -> None:
+        """Begin another life."""
+        assert self.life is None
+        self.lives += 1
+        self.vanished = False
+        life = self.life = Life(self, self.lives)
+        self.all_lives.append(life)
+        self.world.spawn(life.start(), life.control)
+
+    def restart(self) -> None:
+        """Begin another life, if there is none."""
+        if self.life is None:
+            self.start()
+
+    def crash(self, *, vanish: bool = False) -> None:
+        """End it as SIGKILL does; or, with `vanish`, as a power cut does."""
+        life, self.life = self.life, None
+        if life is None:
+            return
+        self.vanished = vanish
+        self.world.note(f"{life.name} crashes{' and is silent' if vanish else ''}")
+        life.end()
+        self.world.lease_ends(life)
+
+    async def stop(self) -> None:
+        """End it as SIGTERM does."""
+        life = self.life
+        if life is None:
+            return
+        if not life.started:
+            self.crash()
+            return
+        self.world.note(f"{life.name} stops")
+        life.started = False
+        await self.world.in_domain(life.control, life.server.close())
+        if self.life is life:
+            self.life = None
+            life.end()
+            self.world.lease_ends(life)
+
+    def pause(self, *, movers: bool) -> None:
+        life = self.life
+        if life is None or life.paused_at is not None:
+            return
+        self.world.note(f"{life.name} is paused{' with its movers' if movers else ''}")
+        life.paused_at = self.world.now()
+        self.world.loop.pause(life.control)
+        if movers:
+            self.world.loop.pause(life.mover)
+        self.world.lease_ends(life)
+
+    def resume(self) -> None:
+        life = self.life
+        if life is None or life.paused_at is None:
+            return
+        self.world.note(f"{life.name} goes on")
+        life.paused_s += self.world.now() - life.paused_at
+        life.paused_at = None
+        self.world.loop.resume(life.control)
+        self.world.loop.resume(life.mover)

@@ -1,0 +1,686 @@
+"""One seed: a cluster, what its clients do, what goes wrong, and what must be true all along and in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import logging
+import random
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.daemon import copies, remote
+from kvpool.errors import KvpoolError
+from kvpool.placement.embedded import EmbeddedDirectory
+from kvpool.placement.records import NodeRecord, NodeState
+from kvpool.placement.static import StaticCluster, StaticMembership
+from kvpool.testing.simulation.clients import Client, keys_of
+from kvpool.testing.simulation.loop import START_S, Domain, Stuck, VirtualLoop
+from kvpool.testing.simulation.memory import Contents, Violation
+from kvpool.testing.simulation.network import Network
+from kvpool.testing.simulation.nodes import LEASE_S_MAX, Life, SimulatedNode
+from kvpool.testing.simulation.plan import Plan
+from kvpool.testing.simulation.ports import BadMembership
+from kvpool.types import DEFAULT_TENANT, PartKind
+
+STEPS_MAX = 1_000_000
+EVENTS_KEPT = 60
+TTL_S = 1.0  # of a membership lease
+POLL_S = 0.25
+SETTLE_S = 60.0  # for everything to be as it should, once nothing goes wrong any more
+FORGET_S = 2.5  # until negative memory is forgotten
+READ_S = 1.0  # the promise for a reader with another replica
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a seed went. failure: empty if all promises held. digest: of the whole trace."""
+
+    seed: int
+    failure: str
+    digest: str
+    events: tuple[str, ...]
+    counts: dict[str, int]
+    steps: int
+    plan: Plan
+
+    def __str__(self) -> str:
+        tail = "\n".join(self.events)
+        return (
+            f"seed {self.seed}: {self.failure or 'all promises held'}\n{self.plan}\n"
+            f"last events:\n{tail}\n"
+            f"replay with: python -m kvpool.testing.simulation {self.seed}"
+        )
+
+
+class World:
+    """Everything that there is in a seed. `run` lives it from beginning to end."""
+
+    def __init__(
+        self, seed: int, plan: Plan | None = None, tell: Callable[[str], None] | None = None
+    ) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.plan = Plan.draw(random.Random(f"{seed}/plan")) if plan is None else plan
+        self.loop = VirtualLoop(steps_max=STEPS_MAX)
+        self.faults = True
+        self.directory_away = False
+        self.overtaken: set[tuple[bytes, bytes]] = set()  # what the directory says of it is unknown
+        self.failure = ""
+        self.domains: list[Domain] = []
+        self.outside = self._domain("outside")
+        self.counts: Counter[str] = Counter()
+        self.events: deque[str] = deque(maxlen=EVENTS_KEPT)
+        self._tell = tell
+        self._digest = hashlib.sha256()
+        self._names: dict[str, str] = {}
+        self.record = self.plan.record()
+        self.digest = self.record.digest()
+        self.contents = Contents()
+        self.network = Network(self, random.Random(f"{seed}/network"))
+        self._news = random.Random(f"{seed}/news")
+        self.cluster = StaticCluster("simulated", deliver=self._deliver)
+        self.directory = (
+            EmbeddedDirectory(rng=random.Random(f"{seed}/marks")) if self.plan.directory else None
+        )
+        self.nodes: dict[str, SimulatedNode] = {}
+        for number in range(self.plan.nodes):
+            name = f"n{number}"
+            labels = {"zone": f"z{number % 3}", "rack": f"r{number}"} if self.plan.zones else {}
+            self.nodes[name] = SimulatedNode(self, name, labels)
+        self.clients: list[Client] = []
+        self._client_count = 0
+        self._client_tasks: list[asyncio.Task[None]] = []
+        self._put: dict[tuple[int, int, bytes], float] = {}
+        self._disturbed = False
+        self.chains = keys_of(self.rng, self.plan.chains, self.plan.blocks)
+
+    # ---- what all of it uses -----------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self.loop.time()
+
+    def _domain(self, name: str) -> Domain:
+        domain = Domain(name)
+        self.domains.append(domain)
+        return domain
+
+    def note(self, what: str) -> None:
+        """An event of the trace."""
+        line = f"{self.now() - START_S:9.4f} {what}"
+        self._digest.update(line.encode())
+        self.events.append(line)
+        if self._tell is not None:
+            self._tell(line)
+
+    def count(self, what: str, n: int = 1) -> None:
+        self.counts[what] += n
+
+    def joined(self, record: NodeRecord) -> None:
+        self._names[record.incarnation] = f"{record.node}/{record.incarnation[:4]}"
+
+    def name_of(self, incarnation: bytes) -> str:
+        return self._names.get(incarnation.hex(), "somebody")
+
+    def incarnations(self) -> list[bytes]:
+        """All that ever joined, in order."""
+        return [bytes.fromhex(incarnation) for incarnation in self._names]
+
+    def spawn(
+        self, work: Coroutine[Any, Any, Any], domain: Domain | None = None
+    ) -> asyncio.Task[Any]:
+        """Run something in a domain, or in none that ever stops; what it raises breaks the run."""
+        task = self.loop.create_task(work, context=(domain or self.outside).context)
+        task.add_done_callback(_check)
+        return task
+
+    def later(self, seconds: float, what: Callable[[], object]) -> None:
+        self.loop.call_later(seconds, what, context=self.outside.context)
+
+    async def in_domain(self, domain: Domain, work: Coroutine[Any, Any, Any]) -> None:
+        """Have something done there, and wait for it."""
+        task = self.loop.create_task(work, context=domain.context)
+        await asyncio.wait((task,))
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+    def spawn_client(self, client: Client, work: Coroutine[Any, Any, Any]) -> None:
+        """In the client's domain. That a node is down, full, or in another epoch is no failure."""
+        if client.dead:
+            work.close()
+            return
+
+        async def guarded() -> None:
+            try:
+                await work
+            except KvpoolError as error:
+                self.count(f"refused: {error.code}")
+
+        task = self.loop.create_task(guarded(), context=client.domain.context)
+        task.add_done_callback(_check)
+        self._client_tasks.append(task)
+
+    def siblings(self, client: Client) -> list[Client]:
+        """Other processes of its engine instance."""
+        return [
+            other
+            for other in self.clients
+            if other is not client and other.instance == client.instance and not other.dead
+        ]
+
+    def stored(self, life: Life, epoch: int, part: int, keys: Iterable[bytes]) -> None:
+        """These were committed somewhere, or were there already."""
+        for key in keys:
+            self._put.setdefault((epoch, part, key), self.now())
+
+    # ---- membership ----------------------------------------------------------------------------------------
+
+    def _deliver(self, member: StaticMembership, tell: Callable[[], None]) -> None:
+        assert isinstance(member, BadMembership)
+        if self.faults and self._news.random() < self.plan.news_lost:
+            return
+        late_s = self.plan.news_late_s if self.faults else 0.02
+        delay = self._news.uniform(0.001, late_s)
+        self.loop.call_later(delay, tell, context=member.domain.context)
+
+    def lease_ends(self, life: Life) -> None:
+        """A life has become silent: its lease ends, unless it is heard of again before."""
+        cluster = getattr(life.server, "cluster", None)
+        if cluster is None:
+            return
+        incarnation = cluster.incarnation
+
+        def expire() -> None:
+            held = self.cluster.view.nodes.get(life.node.name)
+            silent = life.dead or life.paused_at is not None
+            if held is not None and held.incarnation == incarnation and silent:
+                self.note(f"the lease of {life.name} ends")
+                self.cluster.expire(life.node.name)
+
+        self.later(TTL_S, expire)
+
+    # ---- running -------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        main = self._main()
+        try:
+            with _quiet_logs(), _small_batches(self.plan.small_batches):
+                self.loop.run(main, self.outside)
+                self._look_for_breakage()
+                if not self.failure:
+                    self.loop.finish(self.domains)
+                    self._look_for_breakage()
+        except (Violation, Stuck) as error:
+            self.failure = self.failure or f"{type(error).__name__}: {error}"
+        finally:
+            self._abandon(main)
+        return Result(
+            self.seed,
+            self.failure,
+            self._digest.hexdigest(),
+            tuple(self.events),
+            dict(self.counts),
+            self.loop.steps,
+            self.plan,
+        )
+
+    def _look_for_breakage(self) -> None:
+        for context in self.loop.broken:
+            error = context.get("exception")
+            if isinstance(error, Violation):
+                self.failure = f"Violation: {error}"
+            elif error is not None:
+                lines = traceback.format_exception(error)
+                self.failure = f"{context.get('message')}\n{''.join(lines[-12:])}"
+            else:
+                self.failure = str(context.get("message"))
+            return
+
+    def _abandon(self, main: Coroutine[Any, Any, Any]) -> None:
+        """After a failure: let nothing run on, and nothing complain that it did not."""
+        self.loop.broken.clear()
+        with _quiet_logs(), contextlib.suppress(Stuck, Violation):
+            self.loop.finish(self.domains)
+        main.close()
+
+    async def _main(self) -> None:
+        for node in self.nodes.values():
+            node.start()
+        for node in self.nodes.values():
+            for number in range(2):
+                self._new_client(node, f"{node.name} engine{number % 2}")
+            self._new_client(node, f"{node.name} engine0")
+        await asyncio.sleep(0.5)
+        nemesis = self.spawn(self._nemesis()) if self.plan.actions else None
+        for _ in range(self.plan.operations):
+            await asyncio.sleep(self.rng.expovariate(1 / self.plan.gap_s))
+            self._operate()
+        if nemesis is not None:
+            nemesis.cancel()
+        self._heal()
+        await self._all_answered()
+        await self._until(self._unsettled)
+        self.note("settled")
+        await self._read_everywhere()
+        await self._lose_an_owner()
+        await self._until(self._unsettled)
+        await self._empty()
+        for node in self.nodes.values():
+            await node.stop()
+
+    # ---- what clients do -----------------------------------------------------------------------------------
+
+    def _new_client(self, node: SimulatedNode, instance: str) -> Client:
+        self._client_count += 1
+        client = Client(self, node, instance, f"c{self._client_count}@{node.name}")
+        self.clients.append(client)
+        return client
+
+    def _operate(self) -> None:
+        rng, plan = self.rng, self.plan
+        at = rng.randrange(len(self.clients))
+        client = self.clients[at]
+        if rng.random() < plan.client_dies:
+            client.die()
+            self.clients.remove(client)
+            self._new_client(client.node, client.instance)
+            return
+        self.spawn_client(client, self._draw_work(client))
+
+    def _draw_work(self, client: Client) -> Coroutine[Any, Any, Any]:
+        rng, plan = self.rng, self.plan
+        # Some prompts are much more popular than others.
+        chain = self.chains[int(len(self.chains) * rng.random() ** 2)]
+        even = len(chain) // 2 * 2
+        low, high = sorted(rng.choices(range(0, even + 1, 2), k=2))
+        keys = chain[low:high] or chain[:2]
+        parent = chain[low - 1] if low and chain[low:high] else b""
+        rare = rng.random()
+        for chance, work in (
+            (plan.reset, client.reset),
+            (plan.reset / 2, lambda: client.clear(fence=rng.random() < 0.5)),
+            (plan.remove, lambda: client.remove(keys)),
+            (plan.pin, lambda: client.pin(keys, rng.choice(("soft", "hard", "none")))),
+        ):
+            if rare < chance:
+                self._disturbed = True
+                return work()
+            rare -= chance
+        copies_wanted = rng.choice((0, 0, 0, 2))
+        kind = rng.random()
+        if kind < 0.35:
+            return client.put(keys, parent, copies_wanted)
+        if kind < 0.45:
+            return client.put_granted(keys, parent, copies_wanted)
+        if kind < 0.47:
+            return client.give_back()
+        if kind < 0.9:
+            wait_s = rng.choice((0.0, 0.05, 0.3, 1.0))
+            return client.get(chain[:high] or chain, wait_s, rng.choice((0.05, 0.5, 1.0, 5.0)))
+        return client.look(chain)
+
+    # ---- what goes wrong -----------------------------------------------------------------------------------
+
+    async def _nemesis(self) -> None:
+        rng = self.rng
+        kinds, weights = list(self.plan.actions), list(self.plan.actions.values())
+        while True:
+            await asyncio.sleep(rng.expovariate(1 / self.plan.fault_gap_s))
+            kind = rng.choices(kinds, weights)[0]
+            node = self.nodes[rng.choice(list(self.nodes))]
+            other = self.nodes[rng.choice(list(self.nodes))]
+            seconds = rng.choice((0.1, 0.5, 2.0, 4.0)) * rng.uniform(0.5, 1.5)
+            self._go_wrong(kind, node, other, seconds)
+
+    def _go_wrong(
+        self, kind: str, node: SimulatedNode, other: SimulatedNode, seconds: float
+    ) -> None:
+        rng = self.rng
+        match kind:
+            case "crash":
+                node.crash(vanish=rng.random() < 0.5)
+                self.later(seconds, node.restart)
+            case "stop":
+                self.spawn(self._stop_and_start(node, seconds))
+            case "pause":
+                node.pause(movers=rng.random() < 0.5)
+                self.later(seconds, node.resume)
+            case "mover":
+                if node.life is not None and node.life.started:
+                    self.note(f"the mover of {node.life.name} dies")
+                    node.life.carrier.restart()
+            case "cut":
+                if node is not other:
+                    pair = frozenset((node.name, other.name))
+                    self.note(f"{node.name} and {other.name} are cut apart")
+                    self.network.cuts.add(pair)
+                    self.later(seconds, lambda: self.network.cuts.discard(pair))
+            case "mute":
+                self.note(f"{node.name} answers nobody")
+                self.network.mute.add(node.name)
+                self.later(seconds, lambda: self.network.mute.discard(node.name))
+            case "alone":
+                self._be_alone(node, seconds)
+            case "away":
+                self.note("the membership is away")
+                self.cluster.go_away()
+                self.later(seconds, self.cluster.come_back)
+            case "expire":
+                self.note(f"the lease of {node.name} ends")
+                self.cluster.expire(node.name)
+            case "no_directory":
+                self.note("the directory is away")
+                self.directory_away = True
+                self.later(seconds, lambda: setattr(self, "directory_away", False))
+            case "lose":
+                self._lose(rng.choice((None, range(0, 64, 3))))
+            case "drain":
+                asker = rng.choice(self.clients)
+                self.spawn_client(asker, asker.drain(node.name, True))
+                if rng.random() < 0.8:
+                    self.later(
+                        seconds,
+                        lambda: self.spawn_client(asker, asker.drain(node.name, False)),
+                    )
+
+    def _lose(self, tags: Iterable[int] | None) -> None:
+        if self.directory is not None:
+            self.note(f"the directory loses {'all' if tags is None else list(tags)}")
+            self.directory.lose(tags)
+
+    async def _stop_and_start(self, node: SimulatedNode, seconds: float) -> None:
+        if node.life is None or node.life.paused_at is not None:
+            return
+        await node.stop()
+        await asyncio.sleep(seconds)
+        node.restart()
+
+    def _be_alone(self, node: SimulatedNode, seconds: float) -> None:
+        """Cut off from the membership, not from its peers; for long enough it counts as dead."""
+        self.note(f"{node.name} does not reach the membership")
+        self.cluster.go_away(node.name)
+        name = node.name
+        if seconds > TTL_S:
+            self.later(TTL_S, lambda: self.cluster.expire(name))
+        self.later(seconds, lambda: self.cluster.come_back(name))
+
+    def _heal(self) -> None:
+        """From here on nothing goes wrong any more."""
+        self.note("all faults end")
+        self.faults = False
+        self.directory_away = False
+        self.network.cuts.clear()
+        self.network.mute.clear()
+        self.cluster.come_back()
+        self.healed_at = self.now()
+        for node in self.nodes.values():
+            node.resume()
+            node.restart()
+            self.cluster.drain(node.name, wanted=False)
+        lost = {
+            tag
+            for node in self.nodes.values()
+            for life in node.all_lives
+            if life.directory is not None
+            for tag in life.directory.lost_tags
+        }
+        if lost:
+            self._lose(sorted(lost))  # the replica that took over lacked these: other marks
+
+    # ---- what must be true -----------------------------------------------------------------------------------
+
+    async def _all_answered(self) -> None:
+        """Every call has ended, or does so within what it may take."""
+        limit = self.now() + 2 * LEASE_S_MAX + 10.0
+        while left := [task for task in self._client_tasks if not task.done()]:
+            if self.now() > limit:
+                raise Violation(f"{len(left)} calls of clients have not ended: {left[0]!r}")
+            await asyncio.wait(left, timeout=POLL_S)
+
+    async def _until(self, unsettled: Callable[[], str]) -> None:
+        limit = self.now() + SETTLE_S
+        while what := unsettled():
+            if self.now() > limit:
+                raise Violation(f"{SETTLE_S:g} s after the last fault {what}")
+            await asyncio.sleep(POLL_S)
+
+    def _lives(self) -> list[Life]:
+        """All that should serve now."""
+        return [node.life for node in self.nodes.values() if node.life is not None]
+
+    def _unsettled(self) -> str:
+        """What is not yet as it has to be; empty when all is."""
+        now, lives = self.now(), self._lives()
+        if now - self.healed_at < FORGET_S:
+            return "nothing was forgotten yet"
+        for life in lives:
+            if not life.started:
+                return f"{life.name} does not serve"
+            cluster = life.server.cluster
+            if cluster.state is not NodeState.SERVING:
+                return f"{life.name} is {cluster.state}"
+            if len(cluster.living) != len(lives) - 1:
+                return f"{life.name} knows of {len(cluster.living)} others"
+            for incarnation in cluster.living:
+                peer = life.server.remote.peers.get(incarnation)
+                if peer is not None and (peer.suspended(now) or peer.suspected(now)):
+                    return f"{life.name} avoids {self.name_of(incarnation)}"
+            stats = life.server.copies.stats()
+            if stats["wanted"] or stats["repairing"]:
+                return f"{life.name} makes copies"
+            epoch = self._epoch()
+            if life.epoch_in_view() != epoch:
+                return f"{life.name} is in epoch {life.epoch_in_view()} of {epoch}"
+            if life.server.node.has_garbage:
+                return f"{life.name} keeps blocks of ended epochs"
+        return self._directory_is_wrong(lives)
+
+    def _epoch(self) -> int:
+        return max((e.epoch for e in self.cluster.view.namespaces.values()), default=-1)
+
+    def _directory_is_wrong(self, lives: Sequence[Life]) -> str:
+        """Whether it says of anybody what is not so."""
+        if self.directory is None:
+            return ""
+        told: dict[bytes, dict[bytes, int]] = {}
+        for bucket in self.directory._buckets:
+            for name, entries in bucket.items():
+                for incarnation, _, mask in entries:
+                    told.setdefault(incarnation, {})[name] = mask
+        for life in lives:
+            cluster = life.server.cluster
+            held = self._held(life)
+            said = told.get(cluster.own, {})
+            wrong = sorted(
+                (name, mask)
+                for name, mask in held.items() ^ said.items()
+                if (cluster.own, name) not in self.overtaken
+            )
+            if wrong:
+                name = wrong[0][0]
+                return (
+                    f"the directory says of {life.name} {said.get(name, 0)} for block "
+                    f"{name[16:20].hex()}, it holds {held.get(name, 0)} "
+                    f"({len(wrong)} such differences)"
+                )
+            announcer = cluster.announcer
+            assert announcer is not None
+            if not announcer.stats()["settled"]:
+                return f"{life.name} has something to announce"
+        return ""
+
+    @staticmethod
+    def _held(life: Life) -> dict[bytes, int]:
+        """By namespace in the directory and key: the parts that can be found at a node."""
+        node = life.server.node
+        node.settle()
+        held: dict[bytes, int] = {}
+        for namespace in node.tenants[DEFAULT_TENANT].namespaces.values():
+            for table in namespace.tables:
+                for key in table.blocks:
+                    name = namespace.directory_digest + key
+                    held[name] = held.get(name, 0) | 1 << table.part
+        return held
+
+    def _parts_at(self, lives: Iterable[Life]) -> list[set[bytes]]:
+        """The keys of each part that these nodes have, taken together."""
+        there: list[set[bytes]] = [set() for _ in self.record.parts]
+        for life in lives:
+            for name, mask in self._held(life).items():
+                for part, keys in enumerate(there):
+                    if mask >> part & 1:
+                        keys.add(name[16:])
+        return there
+
+    def _usable(self, chain: Sequence[bytes], there: Sequence[set[bytes]]) -> int:
+        """The longest prefix that an engine could use: the rule as it is written, tried for each length."""
+        for n in range(len(chain), 0, -1):
+            if all(
+                n % spec.stride == 0 and keys.issuperset(self._needed(chain[:n], part))
+                for part, (spec, keys) in enumerate(zip(self.record.parts, there, strict=True))
+            ):
+                return n
+        return 0
+
+    def _needed(self, prefix: Sequence[bytes], part: int) -> Sequence[bytes]:
+        spec = self.record.parts[part]
+        slots = prefix[spec.stride - 1 :: spec.stride]
+        return slots[-spec.window_blocks :] if spec.kind is PartKind.WINDOW else slots
+
+    async def _read_everywhere(self) -> None:
+        """What any node holds is found from every other one."""
+        for life in self._lives():
+            for _ in range(3):
+                chain = self.rng.choice(self.chains)
+                await self._read_somewhere(life, chain)
+
+    async def _read_somewhere(self, life: Life, chain: Sequence[bytes]) -> None:
+        before = self._usable(chain, self._parts_at(self._lives()))
+        client = self._new_client(life.node, f"{life.node.name} reader")
+        found = 0
+
+        async def read() -> None:
+            nonlocal found
+            found = await client.get(chain, READ_S, 0.5)
+
+        await self.in_domain(client.domain, read())
+        after = self._usable(chain, self._parts_at(self._lives()))
+        # Room for what is pulled is made by evicting other blocks, of this chain perhaps.
+        if found < min(before, after):
+            raise Violation(
+                f"{life.name} finds {found} blocks of a prefix of which {before} were in the cluster "
+                f"and {after} still are"
+            )
+        self.count("prefixes read in the end", found)
+
+    async def _lose_an_owner(self) -> None:
+        """A node dies; who reads at that moment what another one has as well must not notice."""
+        for chain in self.chains:
+            lives = self._lives()
+            whole = [
+                life
+                for life in lives
+                if self._usable(chain[:2], self._parts_at([life])) == len(chain[:2])
+            ]
+            without = [life for life in lives if life not in whole]
+            if len(whole) < 2 or not without:
+                continue
+            kind = self.rng.randrange(3)
+            victim = whole[self.rng.randrange(len(whole))]
+            reader = without[self.rng.randrange(len(without))]
+            if kind == 2:
+                victim.node.pause(movers=True)
+            else:
+                victim.node.crash(vanish=kind == 1)
+            before = self.now()
+            await self._read_beside_the_dead(reader, chain[:2])
+            if self.now() - before > READ_S + 0.7:
+                raise Violation(f"a read beside a dead node took {self.now() - before:.3f} s")
+            self.count("owners lost")
+            victim.node.resume()
+            victim.node.restart()
+            return
+
+    async def _read_beside_the_dead(self, life: Life, keys: Sequence[bytes]) -> None:
+        client = self._new_client(life.node, f"{life.node.name} reader")
+        found = 0
+
+        async def read() -> None:
+            nonlocal found
+            found = await client.get(keys, READ_S, 0.5)
+
+        await self.in_domain(client.domain, read())
+        if found < len(keys):
+            raise Violation(f"{life.name} misses blocks of which a living node has a copy")
+
+    async def _empty(self) -> None:
+        """Once clients are gone, all that is in use are blocks."""
+        for client in self.clients:
+            client.die()
+        await self._until(self._in_use)
+
+    def _in_use(self) -> str:
+        for life in self._lives():
+            node = life.server.node
+            node.settle()
+            tenant = node.tenants[DEFAULT_TENANT]
+            blocks = sum(
+                table.stride * (len(table.blocks) + len(table.garbage))
+                for epochs in tenant.epochs.values()
+                for namespace in epochs
+                for table in namespace.tables
+            )
+            if node.lease_count or tenant.granted_bytes:
+                return f"{life.name} has {node.lease_count} leases and grants of nobody"
+            if tenant.allocator.bytes_used != blocks:
+                return (
+                    f"{life.name} has {tenant.allocator.bytes_used} bytes in use, and blocks of {blocks}"
+                )
+        return ""
+
+
+def _check(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error  # for the loop, which ends the run
+
+
+@contextlib.contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """Nodes in trouble say so; here that is what they are for."""
+    logger = logging.getLogger("kvpool")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+_SMALL = ((remote, "SLICE_BYTES", 256), (remote, "LOOKUP_KEYS", 3), (copies, "OFFER_KEYS", 4))
+_SMALL_WALK = ((copies, "WALK", 16),)
+
+
+@contextlib.contextmanager
+def _small_batches(wanted: bool) -> Iterator[None]:
+    """As few blocks at a time as there are few of them here, so that batches have several."""
+    changed = [*_SMALL, *_SMALL_WALK] if wanted else []
+    before = [(module, name, getattr(module, name)) for module, name, _ in changed]
+    for module, name, value in changed:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def run_seed(seed: int, tell: Callable[[str], None] | None = None) -> Result:
+    """Live one seed from beginning to end. tell: hears every event."""
+    result = World(seed, tell=tell).run()
+    gc.collect()
+    return result

@@ -1,0 +1,247 @@
+"""Who may not be part of a cluster is told so in one line, and disturbs nobody who is."""
+
+import json
+import sys
+import time
+
+import pytest
+
+from kvpool.errors import NotAuthenticated, ProtocolError
+from kvpool.placement.records import ClusterConfig, encode_record
+from kvpool.testing.local import SECRET
+from kvpool.testing.servers.etcd import Etcd, free_port
+from kvpool.testing.servers.redis import Redis
+from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
+from kvpool.transfer.connections import Connections
+
+OTHER_SECRET = "another secret of enough length"  # noqa: S105
+REFUSED_S = 30.0
+
+# What a daemon runs in place of `kvpool`: the same, in a world that is not right.
+SAME_INCARNATION = """
+import kvpool.daemon.server
+kvpool.daemon.server.new_incarnation = lambda: "00000000000000aa"
+from kvpool.cli import main
+main()
+"""
+# gRPC counts its deadlines in C, by the machine's clock, which is not ours to move: it keeps the right one.
+SKEWED = """
+import time, types
+import grpc.aio._utils
+grpc.aio._utils.time = types.SimpleNamespace(time=time.time)
+right = time.time
+time.time = lambda: right() + {seconds}
+time.time_ns = lambda: int(time.time() * 1e9)
+from kvpool.cli import main
+main()
+"""
+
+
+def program(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def refusal(node, seconds: float = REFUSED_S) -> str:
+    """Start a daemon that is to be turned away; the one line it leaves."""
+    node.begin()
+    assert node.wait_end(seconds) == 1
+    lines = [line for line in node.said.splitlines() if line.startswith("kvpool: ")]
+    assert "Traceback" not in node.said
+    assert len(lines) == 1, node.said
+    assert node.said.splitlines()[-1] == lines[0]
+    return lines[0]
+
+
+@pytest.fixture
+def world(start_cluster):
+    return start_cluster(nodes=1)
+
+
+def test_a_node_with_another_secret_is_turned_away(world):
+    wrong = world.make("b", environ={"KVPOOL_CLUSTER_SECRET": OTHER_SECRET})
+    said = refusal(wrong)
+    assert "secret is not that of cluster" in said
+    assert OTHER_SECRET not in said
+    assert set(world.seat("a").members) == {"a"}
+
+
+def test_a_node_without_a_secret_is_turned_away_too(world):
+    assert "secret" in refusal(world.make("b", environ={"KVPOOL_CLUSTER_SECRET": ""}))
+
+
+def test_a_living_nodes_name_is_refused_to_another_daemon(world, numbers, until):
+    a = world.seat("a")
+    some = numbers(5)
+    a.put(some)
+    before = a.incarnation
+    clash = world.make("a")
+    clash.socket += ".second"
+    assert "another daemon is node 'a'" in refusal(clash)
+    assert a.incarnation == before
+    assert a.standing == "member"
+    assert a.read(some) == 5
+
+
+def test_two_daemons_with_one_incarnation_are_never_both_members(world, until):
+    first = world.make("b", program=program(SAME_INCARNATION))
+    first.start()
+    second = world.make("c", program=program(SAME_INCARNATION))
+    said = refusal(second)
+    assert "incarnation 00000000000000aa of node 'c' is in use by node 'b'" in said
+    assert set(world.seat("a").members) == {"a", "b"}
+
+
+def test_a_node_of_another_cluster_at_the_same_servers_sees_and_gets_nothing(
+    world, start_cluster, numbers, until
+):
+    a = world.seat("a")
+    some = numbers(10)
+    a.put(some)
+    until(lambda: a.announced)
+    stranger = start_cluster(nodes=1, environ={"KVPOOL_PEERS": world.node("a").url}).seat("a")
+    assert stranger.put(numbers(3)) == 3
+    assert stranger.members.keys() == {"a"}
+    assert stranger.members["a"]["incarnation"] != a.incarnation
+    assert stranger.read(some, wait_s=2) == 0
+    peers = stranger.stats["remote"]["peers"]
+    assert not any(peer["bytes"] for peer in peers)
+
+
+@pytest.mark.parametrize(
+    ("identity", "error", "match"),
+    [
+        ({"cluster": "another"}, NotAuthenticated, "another cluster than 'another'"),
+        ({"secret": OTHER_SECRET.encode()}, NotAuthenticated, "secret"),
+        ({"secret": b""}, NotAuthenticated, "secret"),
+    ],
+)
+def test_peers_refuse_who_cannot_prove_to_be_of_their_cluster(world, identity, error, match):
+    right = {"cluster": world.name, "node": "x", "incarnation": "0" * 16, "secret": SECRET.encode()}
+    url = world.node("a").url
+    connections = Connections(Identity(**(right | identity)), TransferLimits())
+    with pytest.raises(error, match=match):
+        connections.connect(url, Deadline(20), Stop())
+    connections.close()
+    right_one = Connections(Identity(**right), TransferLimits())
+    right_one.connect(url, Deadline(20), Stop()).close()
+    right_one.close()
+
+
+def test_a_node_that_is_too_old_for_its_cluster_is_turned_away(world):
+    config = json.loads(world.etcd.get(f"/kvpool/{world.name}/config"))
+    config["protocol_min"] = 1000
+    world.etcd.put(f"/kvpool/{world.name}/config", json.dumps(config).encode())
+    said = refusal(world.make("b"))
+    assert "asks for protocol 1000 or newer" in said
+    assert "upgrade this node" in said
+
+
+def test_records_of_another_cluster_are_not_taken_for_ours(world):
+    other = encode_record(ClusterConfig(cluster="theirs"))
+    world.etcd.put(f"/kvpool/{world.name}/config", other)
+    assert "are those of 'theirs'" in refusal(world.make("b"))
+
+
+def test_a_daemon_without_its_etcd_says_so_and_ends(world):
+    port = free_port()
+    begun = time.monotonic()
+    said = refusal(world.make("b", environ={"KVPOOL_JOIN": f"etcd://127.0.0.1:{port}"}))
+    assert time.monotonic() - begun < REFUSED_S
+    assert f"127.0.0.1:{port}" in said
+
+
+def test_a_daemon_before_a_stopped_etcd_ends_in_time(start_cluster):
+    world = start_cluster(own_servers=True, nodes=1)
+    world.etcd.members[0].pause()
+    assert world.etcd.endpoints[0] in refusal(world.make("b"))
+
+
+def test_a_full_etcd_takes_no_new_node_and_says_why(start_cluster):
+    world = start_cluster(own_servers=True, nodes=1)
+    member = world.etcd.post("maintenance/status", {})["header"]["member_id"]
+    alarm = {"action": "ACTIVATE", "memberID": member, "alarm": "NOSPACE"}
+    world.etcd.post("maintenance/alarm", alarm)
+    said = refusal(world.make("b"))
+    assert "etcd's database is full" in said
+    assert "etcdctl alarm disarm" in said
+    a = world.seat("a")
+    assert a.standing == "member"
+    world.etcd.disarm()
+    world.add("c")
+
+
+@pytest.mark.parametrize("password", ["wrong", ""])
+def test_a_wrong_password_for_etcd_is_told(tmp_path, start_cluster, password):
+    with Etcd(tmp_path / "etcd") as etcd:
+        etcd.enable_auth("kvpool", "right", "/kvpool/")
+        url = etcd.url.replace("://", "://kvpool@") if password else etcd.url
+        world = start_cluster(nodes=0, etcd_url=lambda _: url)
+        said = refusal(world.make("a", environ={"KVPOOL_JOIN_PASSWORD": password}))
+        assert "etcd" in said
+        assert "password" in said
+        if password:
+            right = world.make("b", environ={"KVPOOL_JOIN_PASSWORD": "right"})
+            right.start()
+            right.stop()
+
+
+@pytest.mark.parametrize("password", ["wrong", ""])
+def test_a_wrong_password_for_redis_is_told(tmp_path, start_cluster, password):
+    with Redis(tmp_path / "redis", password="right") as redis:  # noqa: S106
+        world = start_cluster(nodes=0, directory=redis.url)
+        said = refusal(world.make("a", environ={"KVPOOL_DIRECTORY_PASSWORD": password}))
+        assert "password" in said.lower()
+        right = world.make("b", environ={"KVPOOL_DIRECTORY_PASSWORD": "right"})
+        right.start()
+        right.stop()
+
+
+@pytest.mark.parametrize("seconds", [600, -600])
+def test_a_node_whose_clock_is_minutes_off_is_like_any_other(world, numbers, until, seconds):
+    a = world.seat("a")
+    world.make("b", program=program(SKEWED.format(seconds=seconds))).start()
+    b = world.seat("b")
+    here, there = numbers(20), numbers(20)
+    a.put(here)
+    b.put(there)
+    until(lambda: a.announced and b.announced)
+    assert b.read(here) == 20
+    assert a.read(there) == 20
+    joined = time.monotonic()
+    until(lambda: time.monotonic() > joined + 7, 30, "longer than a lease lasts")
+    assert {a.standing, b.standing} == {"member"}
+    assert set(a.members) == {"a", "b"}
+    a.client.drain("b")
+    until(lambda: set(a.members) == {"a"}, 30, "its drain is like any other's")
+
+
+def test_only_operators_do_what_concerns_others(start_cluster, numbers):
+    token = "an operator's token"  # noqa: S105
+    world = start_cluster(nodes=1, environ={"KVPOOL_OPERATOR_TOKEN": token})
+    plain, wrong = world.seat("a"), world.seat("a", operator_token="x" * len(token))
+    operator = world.seat("a", operator_token=token)
+    some = numbers(3)
+    for seat in (plain, wrong):
+        assert seat.put(some) in {0, 3}
+        assert seat.read(some) == 3
+        for refused in (
+            lambda c: c.cluster(),
+            lambda c: c.locate([bytes(16)]),
+            lambda c: c.drain("a"),
+            lambda c: c.clear(plain.ns.digest),
+            lambda c: c.set_copies(plain.ns.digest, 2),
+        ):
+            with pytest.raises(NotAuthenticated, match="operator"):
+                refused(seat.client)
+    assert set(operator.members) == {"a"}
+    assert operator.client.clear(plain.ns.digest) == 1
+    assert plain.read(some) == 0
+
+
+def test_peers_of_another_protocol_version_are_refused(world, monkeypatch):
+    monkeypatch.setattr("kvpool.transfer.handshake.PROTOCOL_VERSION", 1)
+    us = Identity(world.name, "x", "0" * 16, SECRET.encode())
+    connections = Connections(us, TransferLimits())
+    with pytest.raises(ProtocolError, match="install the same version"):
+        connections.connect(world.node("a").url, Deadline(20), Stop())
+    connections.close()

@@ -1,0 +1,96 @@
+"""One node's death is one node's loss: readers with another replica go on, and at once."""
+
+import os
+import signal
+import time
+
+import pytest
+
+ROUNDS = 4
+SLOWEST_S = 3.0  # the bound is 1 s, judged by bench/cluster.py on a quiet machine
+
+
+def forget(seat, numbers) -> None:
+    seat.client.remove(seat.ns, [n.to_bytes(16, "big") for n in numbers])
+
+
+@pytest.mark.slow
+def test_reads_go_on_while_owners_are_killed_and_stopped_by_turns(
+    start_cluster, numbers, until, load, record_property
+):
+    world = start_cluster(nodes=3, memory="32MiB")
+    reader = world.seats()[2]
+    some = list(numbers(48))
+    hits = []
+    slowest = []
+
+    def read(turn: int) -> None:
+        one = some[turn % 40 : turn % 40 + 8]
+        forget(reader, one)
+        begun = time.monotonic()
+        hits.append(reader.read(one, wait_s=SLOWEST_S))
+        slowest.append(time.monotonic() - begun)
+
+    for turn in range(ROUNDS):
+        owners = [world.seat(name) for name in ("a", "b")]
+        for owner in owners:
+            owner.put(some)
+        until(lambda both=owners: all(owner.announced for owner in both))
+        lost = world.node("ab"[turn % 2])
+        stopped = turn >= ROUNDS // 2
+        with load(read) as going:
+            until(lambda: going.done[0] >= 10)
+            if stopped:
+                lost.signal(signal.SIGSTOP)
+            else:
+                lost.kill()
+            before = going.done[0]
+            until(lambda: going.done[0] >= before + 100, 60, "100 reads without that node")
+        assert not going.failures
+        if stopped:
+            lost.signal(signal.SIGCONT)
+            lost.stop()
+        lost.start()
+        for owner in owners:
+            owner.close()
+        until(lambda: len(reader.members) == 3)
+    record_property("slowest_read_s", max(slowest))
+    assert max(slowest) < SLOWEST_S
+    assert set(hits) == {8}, "each read found all of its blocks at the other replica"
+
+
+def test_what_only_the_dead_one_had_is_a_miss_in_time_and_found_again_later(
+    start_cluster, numbers, until
+):
+    world = start_cluster(nodes=2)
+    a, b = world.seats()
+    sole, shared = numbers(10), numbers(10)
+    a.put(sole)
+    a.put(shared)
+    b.put(shared)
+    until(lambda: a.announced and b.announced)
+    world.node("a").kill()
+    begun = time.monotonic()
+    assert b.read(sole, wait_s=2) == 0
+    assert time.monotonic() - begun < SLOWEST_S + 2
+    assert b.read(shared) == 10
+    until(lambda: "a" not in b.members, 30, "the dead one is no member any more")
+    assert b.read(sole, wait_s=2) == 0
+    world.node("a").start()
+    again = world.seat("a")
+    again.put(sole)
+    until(lambda: b.read(sole) == 10, what="the node's new life is read from")
+
+
+def test_a_killed_mover_is_no_killed_node(start_cluster, numbers, until):
+    world = start_cluster(nodes=2)
+    a, b = world.seats()
+    some = numbers(20)
+    a.put(some)
+    until(lambda: a.announced)
+    before = b.members["a"]["incarnation"]
+    control, mover = world.node("a").pids
+    os.kill(mover, signal.SIGKILL)
+    until(lambda: b.read(some, wait_s=1) == 20, what="another mover lends them")
+    assert b.members["a"]["incarnation"] == before
+    assert world.node("a").pid == control

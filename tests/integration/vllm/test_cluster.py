@@ -1,0 +1,199 @@
+"""Engines on different nodes of one pool: a real etcd, a real Redis, daemons that die.
+
+At most one engine lives in this process, so another engine that resets at the same time is played by a
+client of its namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+Oracle = Callable[..., list[list[int]]]
+PULL_WAIT_S = 10.0
+PULLING = {"pull_wait_s": PULL_WAIT_S}
+
+
+@pytest.fixture(scope="module")
+def asked(kit: Any) -> list[list[int]]:
+    return kit.prompts(7)
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle, asked: list[list[int]]) -> list[list[int]]:
+    return oracle("llama", asked)
+
+
+@pytest.fixture
+def cluster(kit: Any, tmp_path: Path, expected: list[list[int]]) -> Iterator[Any]:
+    """Nodes a, b and c, and no engine yet."""
+    with kit.run_cluster(tmp_path, 3) as nodes:
+        yield nodes
+
+
+def publish(kit: Any, engine: Any, node: Any) -> None:
+    """Until the cluster knows what the engine has computed."""
+    engine.drain()
+    kit.until(node.settled, "the directory knows what the node holds")
+
+
+def keys_of(engine: Any, prompt: list[int]) -> bytes:
+    """Packed keys of a prompt's blocks, as the engine looks them up when only the pool may hit."""
+    client = engine.connector._scheduler._client
+    acquire, seen = client.acquire, []
+
+    def spy(ns: Any, keys: bytes, **options: Any) -> Any:
+        seen.append(keys)
+        return acquire(ns, keys, **options)
+
+    client.acquire = spy
+    engine.forget()
+    engine.generate([prompt], 1)
+    client.acquire = acquire
+    engine.forget()
+    return seen[-1]
+
+
+def test_blocks_cross_nodes_and_resets_end_them_everywhere(
+    kit: Any, llama: Path, cluster: Any, asked: list[list[int]], expected: list[list[int]]
+) -> None:
+    a, b, _ = cluster
+    hits = [kit.hit(len(each)) for each in asked]
+    with kit.run_engine(llama, a) as engine:
+        outputs = engine.generate(asked)
+        assert [output.tokens for output in outputs] == expected
+        assert [output.cached for output in outputs] == [0, 0, 0]
+        publish(kit, engine, a)
+
+    with kit.run_engine(llama, b, PULLING) as engine:
+        outputs = engine.generate(asked)
+        assert [output.tokens for output in outputs] == expected
+        assert [output.cached for output in outputs] == hits
+        assert engine.metric("pulls") == len(asked)
+        assert engine.metric("late_pulls") == 0
+        whole = sum(len(each) // kit.BLOCK for each in asked)
+        assert engine.metric("pulled_blocks") == b.counters()["pulled_blocks"] == whole
+        # They are here now: no others are asked.
+        engine.forget()
+        assert [output.cached for output in engine.generate(asked)] == hits
+        assert engine.metric("pulls") == len(asked)
+        engine.assert_nothing_held(b)
+        # New weights, so to speak.
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.generate(asked[:1])[0].cached == 0
+        assert engine.metric("resets") == 1
+        publish(kit, engine, b)
+        engine.forget()
+        assert engine.generate(asked[:1])[0].cached == hits[0]
+        engine.assert_nothing_held(b)
+
+    # An engine that starts is in the new epoch, also on the node that has all the old blocks.
+    with kit.run_engine(llama, a, PULLING) as engine:
+        outputs = engine.generate(asked)
+        assert [output.tokens for output in outputs] == expected
+        assert [output.cached for output in outputs] == [hits[0], 0, 0]
+        keys = keys_of(engine, asked[0])
+        # Another engine's reset, over on b, ends this one's epoch.
+        record = engine.connector._scheduler._namespace.record
+        other = b.client.open(record)
+        b.client.reset(other)
+        kit.until(lambda: a.client.match(a.client.open(record), keys) == 0, "a has the new epoch")
+        committed = a.counters()["committed"]
+        for _ in range(2):
+            outputs = engine.generate(asked)
+            assert [output.tokens for output in outputs] == expected
+            assert [output.cached for output in outputs] == [0, 0, 0]
+            engine.forget()
+        assert a.counters()["committed"] == committed
+        assert engine.metric("shut_out") == 1
+        assert engine.metric("failed_saves") > 0
+        # Its own reset leads to where the other is.
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.generate(asked[:1])[0].cached == 0
+        publish(kit, engine, a)
+        assert b.client.pull(other, keys, wait_s=PULL_WAIT_S) == len(keys) // 16
+        engine.assert_nothing_held(a)
+
+
+class Killer:
+    """Kills the first owner that is asked for blocks, while it is asked.
+
+    All owners' movers are stopped until then, so nothing can have come over.
+    """
+
+    def __init__(self, engine: Any, puller: Any, owners: list[Any]) -> None:
+        self.killed: list[Any] = []
+        self._puller = puller
+        self._owners = {owner.client.stats()["cluster"]["incarnation"]: owner for owner in owners}
+        self._movers = {owner.pid: owner.movers for owner in owners}
+        self._pulls = engine.connector._scheduler._pulls
+        self._ended = self._pulls.ended
+
+    def __enter__(self) -> Self:
+        self._signal_all(signal.SIGSTOP)
+        self._pulls.ended = self._look
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._signal_all(signal.SIGCONT)
+        self._pulls.ended = self._ended
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        dead = [owner.pid for owner in self.killed]
+        for pid, movers in self._movers.items():
+            for mover in movers if pid not in dead else ():
+                os.kill(mover, number)
+
+    def _look(self, pull: Any) -> bool:
+        """In the place of the engine's question whether the pull has ended."""
+        for peer in self._puller.client.stats()["remote"]["peers"]:
+            if peer["running"] and not self.killed:
+                owner = self._owners[peer["incarnation"]]
+                self.killed.append(owner)
+                owner.kill()
+                for mover in self._movers[owner.pid]:
+                    os.kill(mover, signal.SIGKILL)
+                self._signal_all(signal.SIGCONT)
+        ended: bool = self._ended(pull)
+        return ended
+
+
+def test_an_owner_that_dies_during_a_pull(
+    kit: Any, llama: Path, cluster: Any, asked: list[list[int]], expected: list[list[int]]
+) -> None:
+    """First while another has the blocks too, then the only one left."""
+    *owners, node = cluster
+    with kit.run_engine(llama, node, PULLING) as engine:
+        engine.generate(asked)
+        keys = b"".join(keys_of(engine, each) for each in asked)
+        publish(kit, engine, node)
+        namespace = engine.connector._scheduler._namespace
+        for owner in owners:
+            owner.client.open(namespace.record)
+            for at in range(0, len(keys), 16):
+                assert owner.client.pull(namespace, keys[at : at + 16], wait_s=PULL_WAIT_S) == 1
+            kit.until(owner.settled, "the directory knows the copies")
+        assert node.client.remove(namespace, keys) == len(keys) // 16
+        kit.until(node.settled, "the directory knows that they are gone here")
+
+        with Killer(engine, node, owners) as killer:
+            (output,) = engine.generate(asked[:1])
+        assert output.tokens == expected[0]
+        assert output.cached == kit.hit(len(asked[0]))
+        (dead,) = killer.killed
+
+        owners.remove(dead)
+        with Killer(engine, node, owners) as killer:
+            (output,) = engine.generate(asked[1:2])
+        assert killer.killed == owners
+        assert output.tokens == expected[1]
+        assert output.cached == 0
+        # A step's time may be added to the wait, and the machine may be busy.
+        assert engine.metric("pull_wait_seconds") < 2 * (PULL_WAIT_S + 5)
+        assert engine.metric("pulls") == 2
+        engine.assert_nothing_held(node)

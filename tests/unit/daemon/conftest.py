@@ -1,0 +1,115 @@
+"""A node with one tenant and one engine, and short words for what it does."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from kvpool.daemon.blocks import Block, Holder, Lease, Limits, NamespaceState
+from kvpool.daemon.node import Node
+from kvpool.daemon.space import OWN, Origin
+from kvpool.storage.eviction import make_policy
+from kvpool.types import PartSpec
+from kvpool.wire import NO_ROW
+
+SLAB = 4096
+BASE = b"n" * 16
+QUARTER = PartSpec(1024)  # of a slab
+
+
+class Pool:
+    """Blocks are called by numbers. One slab holds four of the first namespace."""
+
+    def __init__(
+        self,
+        slabs: int = 4,
+        *,
+        parts: tuple[PartSpec, ...] = (QUARTER,),
+        policy: str = "lru",
+        **limits: Any,
+    ) -> None:
+        self.node = Node(
+            make_policy=lambda capacity: make_policy(policy, capacity),
+            limits=Limits(**{"grant_share": 1.0, **limits}),
+        )
+        self.tenant = self.node.add_tenant("red", 0, slabs * SLAB, SLAB)
+        self.holder = self.node.add_holder("red", "engine")
+        self.space = self.open(BASE, parts)
+        self.tickets = 0
+
+    @staticmethod
+    def keys(numbers: Iterable[int]) -> bytes:
+        return b"".join(n.to_bytes(16, "big") for n in numbers)
+
+    def open(self, base: bytes, parts: tuple[PartSpec, ...]) -> NamespaceState:
+        return self.node.open_namespace(self.tenant, base, b"{}", parts)
+
+    def reset(self, fence: int = 0) -> NamespaceState:
+        """The namespace goes on in its next epoch; what it was before."""
+        old = self.space
+        self.space = self.node.set_epoch(old, old.epoch + 1, fence)
+        return old
+
+    def reserve(
+        self,
+        numbers: Iterable[int],
+        *,
+        space: NamespaceState | None = None,
+        part: int = 0,
+        holder: Holder | None = None,
+        parent: bytes = b"",
+    ) -> tuple[int, list[int]]:
+        self.tickets += 1
+        packed = self.keys(numbers)
+        _, rows = self.node.reserve(
+            holder or self.holder, space or self.space, part, self.tickets, packed, parent
+        )
+        return self.tickets, [row for row in array("I", rows) if row != NO_ROW]
+
+    def put(self, numbers: Iterable[int], *, origin: Origin = OWN, **where: Any) -> int:
+        ticket, rows = self.reserve(numbers, **where)
+        holder = where.get("holder") or self.holder
+        if not rows:
+            return 0
+        return self.node.commit(holder, ticket, bytes(16) * len(rows), None, origin)
+
+    def here(self, numbers: Iterable[int], space: NamespaceState | None = None) -> list[int]:
+        numbers = list(numbers)
+        flags = self.node.contains(space or self.space, 0, self.keys(numbers))
+        return [n for n, flag in zip(numbers, flags, strict=True) if flag]
+
+    def blocks(self, numbers: Iterable[int]) -> list[Block]:
+        self.node.settle()
+        keys = [n.to_bytes(16, "big") for n in numbers]
+        return [self.space.tables[0].blocks[key] for key in keys]
+
+    def lease(self, numbers: Iterable[int], space: NamespaceState | None = None) -> Lease:
+        lease = self.node.acquire(
+            self.holder, space or self.space, (0,), self.keys(numbers), 10.0, 0.0, scattered=True
+        )
+        assert lease is not None
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        self.node.release(self.holder, lease.token)
+
+    def read(self, numbers: Iterable[int]) -> None:
+        self.release(self.lease(numbers))
+
+    def pin(self, numbers: Iterable[int], kind: str) -> int:
+        return self.node.pin(self.space, self.keys(numbers), kind)
+
+    def demote(self, numbers: Iterable[int]) -> int:
+        return self.node.demote(self.space, self.keys(numbers))
+
+    @property
+    def bytes_used(self) -> int:
+        return self.tenant.allocator.bytes_used
+
+
+@pytest.fixture
+def make_pool() -> type[Pool]:
+    return Pool

@@ -1,0 +1,242 @@
+"""The rules of membership on etcd that need no etcd: the mirror, the lease, what is worth a write."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("grpc")
+
+from kvpool.placement.etcd import rpc_pb2 as rpc
+from kvpool.placement.etcd.lease import LeaseWatch
+from kvpool.placement.etcd.membership import SMALL_USE_S, USE_S, hold_s
+from kvpool.placement.etcd.mirror import Mirror, Paths
+from kvpool.placement.membership import Standing
+from kvpool.placement.records import NodeState, TierRecord, encode_record
+from kvpool.testing.membership import entry, record
+
+PATHS = Paths("c")
+NAMES = "abc"
+
+
+def kv(key: bytes, value: bytes, revision: int, lease: int = 0) -> Any:
+    return rpc.KeyValue(key=key, value=value, mod_revision=revision, lease=lease)
+
+
+def put_event(key: bytes, value: bytes, revision: int) -> Any:
+    return rpc.Event(type=rpc.Event.PUT, kv=kv(key, value, revision))
+
+
+def delete_event(key: bytes, revision: int) -> Any:
+    return rpc.Event(type=rpc.Event.DELETE, kv=rpc.KeyValue(key=key, mod_revision=revision))
+
+
+# ---- the mirror -----------------------------------------------------------------------------------------
+
+
+class Store:
+    """A plain etcd: a dict, a revision, a history."""
+
+    def __init__(self) -> None:
+        self.revision = 1
+        self.keys: dict[bytes, Any] = {}
+        self.history: list[Any] = []
+
+    def put(self, key: bytes, value: bytes) -> int:
+        self.revision += 1
+        self.keys[key] = kv(key, value, self.revision)
+        self.history.append(put_event(key, value, self.revision))
+        return self.revision
+
+    def delete(self, key: bytes) -> int | None:
+        if self.keys.pop(key, None) is None:
+            return None
+        self.revision += 1
+        self.history.append(delete_event(key, self.revision))
+        return self.revision
+
+
+commands = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["join", "join", "delete", "drain", "undrain", "epoch", "own join", "own delete",
+             "deliver", "deliver", "read all"]
+        ),
+        st.sampled_from(NAMES),
+        st.integers(1, 5),
+    ),
+    max_size=60,
+)  # fmt: skip
+
+
+@given(commands)
+def test_the_mirror_comes_to_agree_with_the_store(steps: list[tuple[str, str, int]]) -> None:
+    """Changes arrive late and in bunches, our own writes before they come over the watch."""
+    store, mirror, seen = Store(), Mirror(PATHS), 0
+    mirror.reset([], 1, 0.0)
+    epoch = 0
+    for command, name, count in steps:
+        revision = mirror.view.revision
+        before = mirror.view
+        match command:
+            case "join":
+                store.put(PATHS.node(name), encode_record(record(name)))
+            case "delete":
+                store.delete(PATHS.node(name))
+            case "drain":
+                store.put(PATHS.drain(name), b"")
+            case "undrain":
+                store.delete(PATHS.drain(name))
+            case "epoch":
+                epoch += 1
+                store.put(PATHS.namespace("t", "00"), encode_record(entry("00", epoch=epoch)))
+            case "own join":
+                value = encode_record(made := record(name))
+                mirror.wrote(store.put(PATHS.node(name), value), {PATHS.node(name): value})
+                assert mirror.view.nodes[name] == made
+            case "own delete":
+                if (deleted := store.delete(PATHS.drain(name))) is not None:
+                    mirror.wrote(deleted, {}, [PATHS.drain(name)])
+                    assert name not in mirror.view.drains
+            case "deliver":
+                events = store.history[seen : seen + count]
+                if events:
+                    seen += len(events)
+                    mirror.changed(events, events[-1].kv.mod_revision, 0.0)
+            case _:
+                mirror.reset(store.keys.values(), store.revision, 0.0)
+                seen = len(store.history)
+        assert mirror.view.revision == revision + (mirror.view is not before)
+    events = store.history[seen:]
+    mirror.changed(events, store.revision, 0.0)
+    nodes = {key: value for key, value in store.keys.items() if b"/nodes/" in key}
+    assert {PATHS.node(n): encode_record(r) for n, r in mirror.view.nodes.items()} == {
+        key: value.value for key, value in nodes.items()
+    }
+    drains = {key for key in store.keys if b"/drains/" in key}
+    assert {PATHS.drain(name) for name in mirror.view.drains} == drains
+    assert [e.epoch for e in mirror.view.namespaces.values()] == ([epoch] if epoch else [])
+
+
+def with_nodes(*names: str) -> Mirror:
+    mirror = Mirror(PATHS)
+    mirror.reset([kv(PATHS.node(n), encode_record(record(n)), 5) for n in names], 5, 0.0)
+    return mirror
+
+
+def test_a_lease_that_ends_while_connected_counts_at_once() -> None:
+    mirror = with_nodes("a", "b")
+    assert mirror.changed([delete_event(PATHS.node("a"), 6)], 6, 0.0)
+    assert set(mirror.view.nodes) == {"b"}
+    assert mirror.next_tick is None
+
+
+@pytest.mark.parametrize("how", ["events", "read"])
+def test_after_an_outage_the_missing_have_time_to_come_back(how: str) -> None:
+    mirror = with_nodes("a", "b", "c", "d")
+    mirror.forgive(10.0)
+    good_bye = msgspec.structs.replace(record("d"), state=NodeState.GONE)
+    if how == "events":
+        events = [delete_event(PATHS.node(n), 6) for n in ("a", "b", "c")]
+        events.append(put_event(PATHS.node("d"), encode_record(good_bye), 6))
+        mirror.changed(events, 6, 3.0)
+    else:
+        mirror.reset([kv(PATHS.node("d"), encode_record(good_bye), 6)], 6, 3.0)
+    assert set(mirror.view.nodes) == {"a", "b", "c"}, "who says good-bye is not waited for"
+    assert mirror.next_tick == 10.0
+    back = record("b")
+    mirror.changed([put_event(PATHS.node("b"), encode_record(back), 7)], 7, 5.0)
+    assert not mirror.tick(9.9)
+    assert mirror.tick(10.0)
+    assert mirror.view.nodes == {"b": back}
+    assert mirror.next_tick is None
+    mirror.changed([delete_event(PATHS.node("b"), 8)], 8, 10.0)
+    assert mirror.view.nodes == {}, "and from then on, leases count again"
+
+
+def test_epochs_never_go_back() -> None:
+    mirror = Mirror(PATHS)
+    key = PATHS.namespace("t", "00")
+    newest = entry("00", epoch=7, fence=7)
+    mirror.reset([kv(key, encode_record(newest), 9)], 9, 0.0)
+    mirror.reset([kv(key, encode_record(entry("00", epoch=3, fence=2, replicas=2)), 4)], 4, 0.0)
+    assert mirror.view.namespaces[("t", "00")] == msgspec.structs.replace(newest, replicas=2)
+    assert [e.epoch for e in mirror.unsaved] == [7]
+    mirror.reset([], 1, 0.0)
+    assert mirror.view.namespaces[("t", "00")].epoch == 7
+    assert [e.epoch for e in mirror.unsaved] == [7]
+    mirror.changed([put_event(key, encode_record(newest), 2)], 2, 0.0)
+    assert mirror.unsaved == []
+
+
+@given(st.binary(max_size=60), st.binary(max_size=60))
+def test_no_key_and_no_value_does_harm(name: bytes, value: bytes) -> None:
+    mirror = with_nodes("a")
+    before = dict(mirror.view.nodes)
+    for kind in (b"", b"nodes/", b"namespaces/", b"incarnations/", b"chores/", b"config"):
+        mirror.changed([put_event(PATHS.root + kind + name, value, 6)], 6, 0.0)
+    assert dict(mirror.view.nodes) == before
+    assert dict(mirror.view.namespaces) == {}
+
+
+# ---- the lease ------------------------------------------------------------------------------------------
+
+TTL = 6.0
+
+
+def test_standing_over_a_life() -> None:
+    lease = LeaseWatch(TTL, 0.0)
+    assert lease.standing(0.0) is lease.standing(6.0) is Standing.MEMBER
+    assert lease.standing(6.1) is Standing.UNSURE, "nobody has asked"
+    lease.confirm(2.0)
+    assert lease.standing(8.0) is Standing.MEMBER
+    lease.fail(4.0)
+    assert lease.standing(8.0) is Standing.MEMBER
+    assert lease.standing(8.1) is Standing.AWAY
+    assert lease.standing(10.0) is Standing.AWAY
+    assert lease.standing(10.1) is Standing.UNSURE, "the failure is old: we were stopped"
+    lease.fail(9.0)
+    assert lease.standing(10.1) is Standing.AWAY
+    lease.confirm(12.0)
+    assert lease.standing(18.0) is Standing.MEMBER
+    assert lease.standing(18.1) is Standing.UNSURE, "failures before a confirmation mean nothing"
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 2.0), st.booleans()), max_size=50),
+    st.floats(TTL * 1.01, 1000.0),
+)
+def test_whoever_was_stopped_for_longer_than_a_lease_is_unsure(
+    attempts: list[tuple[float, bool]], stopped_s: float
+) -> None:
+    """Whatever went before: at the first look after a stop, it is neither MEMBER nor AWAY."""
+    now = 0.0
+    lease = LeaseWatch(TTL, now)
+    for seconds, answered in attempts:
+        begun = now
+        now += seconds
+        (lease.confirm if answered else lease.fail)(begun)
+        assert lease.standing(now) is not Standing.UNSURE, "and one that runs never is"
+    assert lease.standing(now + stopped_s) is Standing.UNSURE
+    lease.fail(now)  # the attempt that was under way, and has timed out meanwhile
+    assert lease.standing(now + stopped_s) is Standing.UNSURE
+
+
+# ---- writes ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_worth_a_write() -> None:
+    old = record("a", tiers=(TierRecord("dram", 6400, 1000), TierRecord("ssd", 0, 0)))
+
+    def used(dram: int) -> Any:
+        tiers = (TierRecord("dram", 6400, dram), TierRecord("ssd", 0, 0))
+        return msgspec.structs.replace(old, tiers=tiers)
+
+    assert hold_s(old, used(1000)) == math.inf
+    assert hold_s(old, msgspec.structs.replace(old, state=NodeState.DRAINING)) == 0.0
+    assert hold_s(old, msgspec.structs.replace(old, tiers=old.tiers[:1])) == 0.0
+    assert hold_s(old, used(1099)) == hold_s(old, used(901)) == SMALL_USE_S
+    assert hold_s(old, used(1100)) == hold_s(old, used(900)) == USE_S

@@ -1,0 +1,103 @@
+"""Records on the wire: what was written is read, what is no record is refused, versions may differ."""
+
+import hashlib
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.errors import ProtocolError
+from kvpool.placement.records import (
+    RECORD_BYTES_MAX,
+    ClusterConfig,
+    DrainProgress,
+    NamespaceEntry,
+    NodeRecord,
+    NodeState,
+    TierRecord,
+    TransportRecord,
+    decode_record,
+    encode_record,
+    epoch_digest,
+    new_incarnation,
+    plain,
+)
+
+text = st.text(max_size=20)
+count = st.integers(0, 1 << 50)
+nodes = st.builds(
+    NodeRecord,
+    node=text,
+    incarnation=st.binary(min_size=8, max_size=8).map(bytes.hex),
+    state=st.sampled_from(NodeState),
+    transports=st.lists(st.builds(TransportRecord, text, text), max_size=3).map(tuple),
+    tiers=st.lists(st.builds(TierRecord, text, count, count), max_size=3).map(tuple),
+    labels=st.dictionaries(text, text, max_size=3),
+    version=text,
+    protocol=st.integers(0, 1000),
+    drain=st.none() | st.builds(DrainProgress, text, *[count] * 6),
+)
+parts = st.lists(
+    st.tuples(count, st.sampled_from(["full", "window"]), count, count), max_size=3
+).map(tuple)
+entries = st.builds(NamespaceEntry, text, text, text, parts, count, count, count)
+configs = st.builds(ClusterConfig, text, count, count, text)
+
+
+@given(nodes | entries | configs)
+def test_what_is_written_is_read(record: msgspec.Struct) -> None:
+    data = encode_record(record)
+    assert decode_record(data, type(record), "here") == record
+    assert json.loads(data) == json.loads(json.dumps(plain(record))), "and it is plain JSON"
+
+
+@given(st.binary(max_size=200), st.sampled_from([NodeRecord, NamespaceEntry, ClusterConfig]))
+def test_what_is_no_record_is_refused_and_nothing_else_happens(
+    data: bytes, kind: type[msgspec.Struct]
+) -> None:
+    # Random bytes are no JSON object with the fields that have no default.
+    with pytest.raises(ProtocolError, match="the key x"):
+        decode_record(data, kind, "the key x")
+
+
+@given(nodes, st.data())
+def test_a_record_cut_short_or_overwritten_never_decodes_to_something_else_silently(
+    record: NodeRecord, data: st.DataObject
+) -> None:
+    whole = encode_record(record)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(ProtocolError):
+        decode_record(whole[:cut], NodeRecord, "x")
+
+
+def test_too_long_a_record_is_refused_unread() -> None:
+    with pytest.raises(ProtocolError, match=rf"{RECORD_BYTES_MAX + 1} bytes"):
+        decode_record(b"{" + b" " * RECORD_BYTES_MAX, NodeRecord, "x")
+
+
+def test_versions_share_a_cluster() -> None:
+    later = (
+        b'{"node": "n", "incarnation": "00", "colour": "blue", "tiers": [{"name": "hbm", "x": 1}]}'
+    )
+    expected = NodeRecord("n", "00", tiers=(TierRecord("hbm"),))
+    assert decode_record(later, NodeRecord, "x") == expected
+    with pytest.raises(ProtocolError, match="state"):
+        decode_record(b'{"node": "n", "incarnation": "00", "state": "asleep"}', NodeRecord, "x")
+
+
+def test_incarnations_are_16_hex_digits_and_differ() -> None:
+    made = {new_incarnation() for _ in range(1000)}
+    assert len(made) == 1000
+    for text in made:
+        assert NodeRecord("n", text).incarnation_bytes == bytes.fromhex(text)
+        assert len(bytes.fromhex(text)) == 8
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(1, 1 << 40))
+def test_an_epoch_makes_another_digest(digest: bytes, epoch: int) -> None:
+    assert epoch_digest(digest, 0) == digest
+    made = epoch_digest(digest, epoch)
+    assert made == hashlib.sha256(digest + epoch.to_bytes(8, "big")).digest()[:16]
+    assert len({made, digest, epoch_digest(digest, epoch + 1)}) == 3
