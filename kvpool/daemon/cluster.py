@@ -48,7 +48,8 @@ TICK_S = 1.0
 REJOIN_S = (0.1, 5.0)
 REGISTER_S = 1.0  # a client that opens a namespace waits so long for the cluster's word
 UNREGISTERED_MAX = 1024
-SWEEP_KEYS = 500  # looked at in one tick, where this node is the one to sweep
+SWEEP_KEYS = 2000  # looked at in one tick, where this node is the one to sweep
+SURVEY_KEYS = 200  # the same, while nobody is known to be dead
 SWEEP_CHORE = "sweep"
 SERVED_FROM = frozenset({NodeState.SERVING, NodeState.DRAINING})
 
@@ -96,6 +97,7 @@ class Cluster:
         self._tasks: set[asyncio.Task[None]] = set()
         self._rejoining = False
         self._sweep_cursor = b""
+        self._sweeping: frozenset[bytes] = frozenset()
         self.swept = 0
 
     # ---- life ----------------------------------------------------------------------------------------
@@ -416,21 +418,29 @@ class Cluster:
             del self._unregistered[namespace]
 
     async def _sweep(self) -> None:
-        """Where this node is the one to do it: drop entries of the dead that nobody looks up any more."""
-        dead = self._dead.dead
-        if self._directory is None or not dead:
+        """Where this node is the one to do it: drop entries of the dead that nobody looks up any more.
+
+        It goes round the directory again and again, slowly while nobody is known to be dead: those who
+        were before anybody can remember are met that way.
+        """
+        if self._directory is None:
             return
+        dead = self._dead.dead
+        if not self._sweep_cursor:
+            self._sweeping = dead
         try:
             if not await self.membership.lead(SWEEP_CHORE):
                 return
-            self._sweep_cursor, swept = await self._directory.sweep(
-                dead, self._sweep_cursor, SWEEP_KEYS
+            step = await self._directory.sweep(
+                dead, self._sweep_cursor, SWEEP_KEYS if dead else SURVEY_KEYS
             )
         except Unavailable:
             return
-        self.swept += swept
-        if not self._sweep_cursor:
-            self._dead.swept(dead)
+        self._sweep_cursor = step.cursor
+        self.swept += step.dropped
+        self._dead.met(step.met)
+        if not step.cursor:
+            self._dead.swept(self._sweeping)  # those that were dead when this round began
 
     # ---- the operator's view -------------------------------------------------------------------------
 

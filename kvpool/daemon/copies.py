@@ -95,6 +95,7 @@ class Copies:
         # namespace and key → how many copies, how often it was tried
         self._wanted: dict[tuple[NamespaceState, bytes], tuple[int, int]] = {}
         self._awake = asyncio.Event()
+        self._copies_known = False  # whether any block here asks for more copies than its namespace
         self._repair_from: int | None = None
         self._repair_due = 0.0
         self._refused: dict[tuple[bytes, str], float] = {}
@@ -210,6 +211,7 @@ class Copies:
         wait_s = self._pace_in.delay(nbytes, self._clock())
         await asyncio.sleep(wait_s)
         origin = Origin(False, offer.hops, offer.copies)
+        self._copies_known |= offer.copies > 1
         left = max(0.0, offer.deadline_s - wait_s)
         await self.remote.take(
             namespace, tables, keys, source.record.incarnation_bytes, origin, left
@@ -255,6 +257,7 @@ class Copies:
         wanted = min(copies or namespace.replicas, self.cluster.config.copies_max)
         if wanted < 2:
             return
+        self._copies_known = True
         for key in keys:
             if len(self._wanted) >= WANTED_MAX:
                 self.counters["dropped_wishes"] += 1
@@ -265,6 +268,8 @@ class Copies:
 
     def repair(self) -> None:
         """A node has gone, or come: see which blocks lack copies now, bit by bit."""
+        if not self._copies_known and not self.node.any_replicas:
+            return  # one of each is all that anybody wants
         self._repair_from = 0
         self._awake.set()
 
@@ -281,7 +286,8 @@ class Copies:
             now = self._clock()
             if now >= self._repair_due:
                 self._repair_due = now + REPAIR_EVERY_S
-                self._repair_from = 0 if self._repair_from is None else self._repair_from
+                if self._repair_from is None:
+                    self.repair()
             while self._repair_from is not None and len(self._wanted) < WANTED_MAX // 2:
                 await self._repair_some()
             failed = False
@@ -361,7 +367,8 @@ class Copies:
                 for key in accepted:
                     made[key] += 1
             self.counters["replicated_blocks"] += sum(made.values())
-            short += [key for key, n in made.items() if n < missing]
+            # Where there are not enough nodes, trying again helps nobody: a repair follows when one comes.
+            short += [key for key, n in made.items() if n < min(missing, len(targets))]
         return short
 
     async def _holders(

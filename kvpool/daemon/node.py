@@ -171,7 +171,6 @@ class Node(Space):
             table.garbage, table.blocks = table.blocks, {}
             if table.garbage:
                 self._garbage[table] = None
-        self._changes += 1
         self.counters.epochs_ended += 1
         if len(epochs) > EPOCHS_KEPT:
             self._by_directory.pop(epochs.pop(0).directory_digest, None)
@@ -773,6 +772,15 @@ class Node(Space):
                 masks = [m | bit if key in here else m for m, key in zip(masks, keys, strict=True)]
         return len(namespace.tables), masks
 
+    @property
+    def any_replicas(self) -> bool:
+        """Whether there is a namespace of whose blocks several copies are wanted."""
+        return any(
+            namespace.replicas > 1
+            for tenant in self.tenants.values()
+            for namespace in tenant.namespaces.values()
+        )
+
     def by_directory(self, digest: bytes) -> NamespaceState | None:
         """The namespace with this directory digest; an ended epoch too, for a while."""
         return self._by_directory.get(digest)
@@ -889,6 +897,8 @@ class Node(Space):
     @staticmethod
     def _usable(tables: Sequence[PartTable], keys: Sequence[bytes]) -> int:
         """The longest prefix, in blocks, of which every part has what its rule asks for."""
+        if len(tables) == 1:
+            return usable((tables[0].spec,), (tables[0].blocks,), keys)
         return usable([table.spec for table in tables], [table.blocks for table in tables], keys)
 
     def _touch(self, blocks: Iterable[Block]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -131,7 +131,7 @@ class Remote:
         self._negative = NegativeMemory(NEGATIVE_MAX, NEGATIVE_S)
         self._remembered = Remembered(REMEMBERED_MAX)
         self._flights: dict[tuple[PartTable, bytes], list[Flight]] = {}
-        self._flying: set[Flight] = set()
+        self._flying: dict[Flight, None] = {}
         self._tickets = 0
         self._holders: dict[str, Holder] = {}
         self.counters = {
@@ -180,9 +180,48 @@ class Remote:
         located = await self._locate(namespace, tables, keys, here, deadline)
         there = self._usable(tables, keys, located)
         if there > here:
-            wants = self._missing(tables, keys[:there], located)
-            await self._fetch(wants, deadline)
+            await self._complete(namespace, tables, keys[:there], located, deadline)
         return self.node.match(namespace, parts, packed)
+
+    async def _complete(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        located: Mapping[bytes, Sequence[Entry]],
+        deadline: float,
+    ) -> None:
+        """Bring what is missing of a prefix that can be had in full."""
+        wants = self._missing(tables, keys, located)
+        kept: list[str] = []
+        try:
+            # Else what is here of it, and what comes first, would make room for what comes after.
+            for table in tables:
+                self._keep(table, needed(table.spec, keys), kept)
+            await self._fetch(wants, deadline, kept=kept)
+        finally:
+            holder = self._holder(namespace.tenant.name)
+            for token in kept:
+                self.node.release(holder, token)
+
+    def _keep(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> None:
+        """Lease what is here of these blocks, for as long as the rest of their prefix is being fetched."""
+        namespace = table.namespace
+        holder = self._holder(namespace.tenant.name)
+        try:
+            lease = self.node.acquire(
+                holder,
+                namespace,
+                [table.part],
+                b"".join(keys),
+                None,
+                self._clock(),
+                scattered=True,
+            )
+        except LimitExceeded:
+            return  # very many pulls at a time: then without
+        if lease is not None:
+            kept.append(lease.token)
 
     async def take(
         self,
@@ -346,13 +385,27 @@ class Remote:
     # ---- transfers -----------------------------------------------------------------------------------
 
     async def _fetch(
-        self, wants: Sequence[Want], deadline: float, origin: Origin = SECONDARY
+        self,
+        wants: Sequence[Want],
+        deadline: float,
+        origin: Origin = SECONDARY,
+        kept: list[str] | None = None,
     ) -> None:
-        """Have transfers bring what is wanted; until it is here, nobody is left to ask, or it is late."""
+        """Have transfers bring what is wanted; until it is here, nobody is left to ask, or it is late.
+
+        kept: takes the tokens of leases on what has come.
+        """
         for want in wants:
             self.counters["joined"] += (want.table, want.key) in self._flights
         while True:
             self.node.settle()
+            arrived: dict[PartTable, list[bytes]] = {}
+            for want in wants:
+                if want.key in want.table.blocks:
+                    arrived.setdefault(want.table, []).append(want.key)
+            if kept is not None:
+                for table, keys in arrived.items():
+                    self._keep(table, keys, kept)
             wants = [
                 want
                 for want in wants
@@ -362,9 +415,9 @@ class Remote:
             if not wants or now >= deadline:
                 return
             self._launch(wants, now, deadline, origin)
-            flights = {
+            flights = dict.fromkeys(
                 flight for want in wants for flight in self._flights.get((want.table, want.key), ())
-            }
+            )
             if not flights:
                 return
             wake = min([deadline, *(f.hedge_at for f in flights if f.hedge_at > now)])
@@ -375,7 +428,7 @@ class Remote:
             )
             self._call_off(flights)
 
-    def _call_off(self, flights: set[Flight]) -> None:
+    def _call_off(self, flights: Iterable[Flight]) -> None:
         """End transfers all of whose blocks have come on another way."""
         self.node.settle()
         for flight in flights:
@@ -447,7 +500,7 @@ class Remote:
         )
         url = self._neighbours.living[incarnation].url
         seconds = max(deadline - now, FLIGHT_S)
-        self._flying.add(flight)
+        self._flying[flight] = None
         for key in flight.keys:
             rivals = self._flights.setdefault((table, key), [])
             self.counters["rivals"] += bool(rivals)
@@ -459,7 +512,7 @@ class Remote:
         flight.task.add_done_callback(lambda task: self._landed(flight, task))
 
     def _landed(self, flight: Flight, task: asyncio.Task[None]) -> None:
-        self._flying.discard(flight)
+        self._flying.pop(flight, None)
         for key in flight.keys:
             flights = self._flights[flight.table, key]
             flights.remove(flight)

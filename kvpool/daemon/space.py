@@ -100,12 +100,14 @@ class Space:
         new = list(map(Block, repeat(table), keys, rows, sums, parents, ticks, ticks))
         table.blocks.update(zip(keys, new, strict=True))
         by_row = slot_class.by_row
-        for block in new:
-            by_row[block.row] = block
-        if origin is not OWN:
+        for row, block in zip(rows, new, strict=True):
+            by_row[row] = block
+        if origin is OWN:
+            slot_class.policy.insert(new)
+        else:
             for block in new:
                 block.secondary, block.hops, block.copies = origin
-        slot_class.insert(new)
+            slot_class.insert(new)
         self._refresh_ancestors(slot_class, new)
         self._tell(table.namespace, keys)
 
@@ -251,8 +253,9 @@ class Space:
         """Up to n of a policy's next victims, freed; how many. Leased ones are set aside."""
         rows: list[int] = []
         by_row = slot_class.by_row
+        pop, changed = policy.pop, self._changed
         while len(rows) < n:
-            block: Any = policy.pop()
+            block: Any = pop()
             if block is None:
                 break
             if block.leases:
@@ -260,8 +263,8 @@ class Space:
                 continue
             table = block.table
             del table.blocks[block.key]
-            if self._changed is not None:
-                self._changed.append((table.namespace, (block.key,)))
+            if changed is not None:
+                changed.append((table.namespace, (block.key,)))
             row = block.row
             by_row[row] = None
             rows.append(row)

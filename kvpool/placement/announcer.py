@@ -579,14 +579,15 @@ class Announcer:
                 self._compare(marks)
             await _wait(self._look, self._check_s)
 
-    def _compare(self, marks: Sequence[bytes]) -> None:
+    def _compare(self, marks: Sequence[bytes | None]) -> None:
         if not self._connected:
-            self._connected = True
-            for group in self._groups:  # it is back: no need to wait any longer
-                group.retry_at = 0.0
+            self._connected = None not in marks
+            for group, mark in zip(self._groups, marks, strict=True):
+                if mark is not None:  # it is back: no need to wait any longer
+                    group.retry_at = 0.0
             self._try.set()
         for group, mark in zip(self._groups, marks, strict=True):
-            if group.mark != mark:
+            if mark is not None and group.mark != mark:
                 group.mark = mark
                 group.stale = True
                 self._walk.set()

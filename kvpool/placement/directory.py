@@ -39,6 +39,14 @@ class Entry(NamedTuple):
     mask: int  # bit p: part p is there
 
 
+class Swept(NamedTuple):
+    """One step of a sweep. cursor: where the next one begins; empty: all was seen."""
+
+    cursor: bytes
+    dropped: int  # entries
+    met: frozenset[bytes]  # incarnations that have, or had, entries there
+
+
 def tag_of(key: bytes) -> int:
     """The group of a block key. Keys are hashes, so their bits are as good as any."""
     return key[KEY_BYTES - 1] % TAGS
@@ -64,15 +72,16 @@ class Directory(Protocol):
     ) -> None:
         """Set what this incarnation holds of these blocks in this tier; a mask of 0 withdraws."""
 
-    async def marks(self) -> Sequence[bytes]:
+    async def marks(self) -> Sequence[bytes | None]:
         """The present mark of each group, by tag; a group without one is given one.
 
-        Cheap enough to be asked every second.
+        None for a group whose shard does not answer; raises `Unavailable` when none does. Cheap enough
+        to be asked every second.
         """
 
-    async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> tuple[bytes, int]:
-        """Look at about `count` blocks from `cursor` on (empty: from the start) and drop the entries of
-        these incarnations; the next cursor (empty: all was seen) and how many entries went.
+    async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> Swept:
+        """Look at about `count` blocks from `cursor` on (empty: from the start), and drop the entries of
+        these incarnations.
         """
 
     async def close(self) -> None:

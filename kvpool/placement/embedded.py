@@ -15,7 +15,7 @@ from kvpool.placement.batches import (
     check_keys,
     check_publication,
 )
-from kvpool.placement.directory import BATCH_MAX, TAGS, Entry, tag_of
+from kvpool.placement.directory import BATCH_MAX, TAGS, Entry, Swept, tag_of
 
 MARK_BYTES = 8
 BLOCKS_MAX = 4 << 20
@@ -87,11 +87,11 @@ class EmbeddedDirectory:
         if len(bucket) > self._bucket_max:
             del bucket[next(iter(bucket))]
 
-    async def marks(self) -> Sequence[bytes]:
+    async def marks(self) -> Sequence[bytes | None]:
         """See `Directory`."""
         return tuple(self._marks)
 
-    async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> tuple[bytes, int]:
+    async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> Swept:
         """See `Directory`. Looks at whole buckets, and at most at a batch of blocks.
 
         Raises `InvalidRequest` for a cursor that is none of its own.
@@ -103,12 +103,15 @@ class EmbeddedDirectory:
         gone = frozenset(dead)
         count = min(count, BATCH_MAX)
         seen = dropped = 0
-        while gone and at < _BUCKETS and seen < count:
-            seen += len(self._buckets[at])
-            dropped += _drop(self._buckets[at], gone)
+        met: set[bytes] = set()
+        while at < _BUCKETS and seen < count:
+            bucket = self._buckets[at]
+            seen += len(bucket)
+            met.update(entry.incarnation for entries in bucket.values() for entry in entries)
+            dropped += _drop(bucket, gone)
             at += 1
-        finished = not gone or at == _BUCKETS
-        return b"" if finished else at.to_bytes(2, "big"), dropped
+        cursor = b"" if at == _BUCKETS else at.to_bytes(2, "big")
+        return Swept(cursor, dropped, frozenset(met))
 
     def lose(self, tags: Iterable[int] | None = None) -> None:
         """Empty these groups, or all, and change their marks: what a lost server looks like."""

@@ -26,9 +26,10 @@ class Standing(Enum):
     """Whether this node may act as a member, at a given moment.
 
     MEMBER: its lease was confirmed less than `ttl_s` ago.
-    AWAY: it was not, and the backend was asked since and did not answer: the last view holds, go on.
-    UNSURE: it was not, and nobody has asked since (the process was stopped, the machine slept): neither
-        serve peers nor publish, until it is known. Ends by itself within a few seconds.
+    AWAY: it was not, and the backend was asked within the last `ttl_s` and did not answer: the last view
+        holds, go on.
+    UNSURE: it was not, and nobody has asked for so long (the process was stopped): neither serve peers
+        nor publish, until it is known. Ends by itself within a few seconds.
     LOST: the backend says that the lease is gone: join again as a new incarnation.
     OUT: not joined, or left.
     """
@@ -63,7 +64,8 @@ class Membership(Protocol):
         """Become a member: bind the record to a lease and keep that alive.
 
         A record of the same name whose owner is dead, but whose lease still lasts, is waited for; one
-        that advertises one of our own URLs is replaced at once, since we hold that address.
+        that advertises one of our own URLs is replaced at once, since we hold that address. Not while
+        joined: leave first, or lose the lease.
         Raises `ConfigError` when another living node has this name, and `Unavailable`.
         """
 
@@ -102,7 +104,8 @@ class Membership(Protocol):
     async def lead(self, chore: str) -> bool:
         """Whether this member is the one to do a cluster-wide chore; tries to become it.
 
-        Ask again every few seconds: leadership ends with the lease. False when not a member.
+        Ask again every few seconds: leadership ends with the lease. False when not a member, and while the
+        backend does not answer.
         """
 
     async def close(self) -> None:

@@ -25,7 +25,7 @@ import logging
 import re
 import secrets
 import struct
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -41,7 +41,7 @@ from kvpool.placement.batches import (
     check_publication,
     last_of_each,
 )
-from kvpool.placement.directory import BATCH_MAX, TAGS, Entry, tag_of
+from kvpool.placement.directory import BATCH_MAX, TAGS, Entry, Swept, tag_of
 from kvpool.placement.records import INCARNATION_BYTES
 from kvpool.placement.redis_connection import Command, Lost, Refused, pack, refuse_errors
 from kvpool.placement.redis_settings import RedisSettings
@@ -87,9 +87,9 @@ if #gone > 0 then redis.call('DEL', unpack(gone)) end
 return #KEYS
 """
 
-# ARGV: dead incarnations. Returns how many entries went.
+# ARGV: dead incarnations. Returns how many entries went, and whose there were.
 SWEEP = b"""
-local dead, sub, dropped = {}, string.sub, 0
+local dead, sub, dropped, known, met = {}, string.sub, 0, {}, {0}
 for at = 1, #ARGV[1], 8 do dead[sub(ARGV[1], at, at + 7)] = true end
 local values, sets, gone = redis.call('MGET', unpack(KEYS)), {}, {}
 for i, key in ipairs(KEYS) do
@@ -99,7 +99,12 @@ for i, key in ipairs(KEYS) do
     if (#old - 2) % size == 0 then
       local kept = {sub(old, 1, 2)}
       for at = 3, #old, size do
-        if dead[sub(old, at, at + 7)] then dropped = dropped + 1
+        local owner = sub(old, at, at + 7)
+        if not known[owner] then
+          known[owner] = true
+          met[#met + 1] = owner
+        end
+        if dead[owner] then dropped = dropped + 1
         else kept[#kept + 1] = sub(old, at, at + size - 1) end
       end
       local new = table.concat(kept)
@@ -113,7 +118,8 @@ for i, key in ipairs(KEYS) do
 end
 if #sets > 0 then redis.call('MSET', unpack(sets)) end
 if #gone > 0 then redis.call('DEL', unpack(gone)) end
-return dropped
+met[1] = dropped
+return met
 """
 
 
@@ -273,7 +279,7 @@ class RedisDirectory:
 
         await self._all(self._cut(keys, PUBLISH_KEYS), command, WRITING, self._publish_timeout_s)
 
-    async def marks(self) -> Sequence[bytes]:
+    async def marks(self) -> Sequence[bytes | None]:
         """See `Directory`. A mark changes, too, with the server's process: after a failover or a
         restart from a file, the last of what was published may be missing.
         """
@@ -282,22 +288,25 @@ class RedisDirectory:
         def get(piece: _Piece) -> Command:
             return ("MGET", *piece.pick(self._mark_keys))
 
-        await self._all(pieces, get, READING, self._timeout_s)
-        missing = [tag for piece in pieces for tag, mark in piece.pairs() if not mark]
+        await self._run(pieces, get, READING, self._timeout_s)
+        if all(piece.error is not None for piece in pieces):
+            raise _error_of(pieces)
+        missing = [tag for piece in _good(pieces) for tag, mark in piece.pairs() if not mark]
         if missing:
             new = [_Piece(tag, [tag]) for tag in missing]
 
             def make(piece: _Piece) -> Command:
                 return ("SET", self._mark_keys[piece.tag], secrets.token_bytes(MARK_BYTES), "NX")
 
-            await self._all(new, make, WRITING, self._timeout_s)
+            await self._run(new, make, WRITING, self._timeout_s)
             again = self._mark_pieces(missing)
-            await self._all(again, get, READING, self._timeout_s)
+            await self._run(again, get, READING, self._timeout_s)
             pieces += again
-        marks = [b""] * TAGS
-        for piece in pieces:
+        marks: list[bytes | None] = [None] * TAGS
+        for piece in _good(pieces):
             for tag, mark in piece.pairs():
-                marks[tag] = piece.run_id + (mark or b"")
+                if mark:
+                    marks[tag] = piece.run_id + mark
         return marks
 
     def _mark_pieces(self, tags: Sequence[int]) -> list[_Piece]:
@@ -305,34 +314,36 @@ class RedisDirectory:
             return [_Piece(tags[0], tags)]
         return [_Piece(tag, [tag]) for tag in tags]
 
-    async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> tuple[bytes, int]:
+    async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> Swept:
         """See `Directory`. One server after the other.
 
         Raises `InvalidRequest` for what can never work.
         """
         check_incarnations(dead)
-        if not dead:
-            return b"", 0
         packed = b"".join(dead)
         deadline = self._loop.time() + self._timeout_s
         servers = await self._shards.servers(deadline)
         where, _, at = cursor.partition(b" ")
         left, dropped = min(max(count, 1), BATCH_MAX), 0
+        met: set[bytes] = set()
         # A server that has gone meanwhile: go on with the next one.
         rest = [server for server in servers if server.where.encode() >= where]
         for server in rest:
             position = at if server.where.encode() == where else b"0"
             while True:
                 if left <= 0:
-                    return b"%b %b" % (server.where.encode(), position), dropped
+                    cursor = b"%b %b" % (server.where.encode(), position)
+                    return Swept(cursor, dropped, frozenset(met))
                 step = min(left, PUBLISH_KEYS)
                 deadline = self._loop.time() + self._timeout_s
                 position, names = await self._scan(server, position, step, deadline)
-                dropped += await self._drop(server, names, packed, deadline)
+                here, owners = await self._drop(server, names, packed, deadline)
+                dropped += here
+                met |= owners
                 left -= max(step, len(names))
                 if position == b"0":
                     break
-        return b"", dropped
+        return Swept(b"", dropped, frozenset(met))
 
     async def _scan(
         self, server: Server, position: bytes, count: int, deadline: float
@@ -352,8 +363,10 @@ class RedisDirectory:
         ours = name.startswith(start) and len(name) == len(start) + DIGEST_BYTES + KEY_BYTES
         return tag if ours else None
 
-    async def _drop(self, server: Server, names: list[bytes], dead: bytes, deadline: float) -> int:
-        """Take entries of the dead out of these blocks; how many there were."""
+    async def _drop(
+        self, server: Server, names: list[bytes], dead: bytes, deadline: float
+    ) -> tuple[int, set[bytes]]:
+        """Take entries of the dead out of these blocks; how many there were, and whose are there."""
         groups = [names]
         if not self._shards.in_one:
             by_tag: dict[int | None, list[bytes]] = {}
@@ -366,9 +379,16 @@ class RedisDirectory:
             for part in _parts(group, PUBLISH_KEYS)
         ]
         if not commands:
-            return 0
-        counts = await self._ask(server, commands, WRITING, deadline)
-        return sum(count for count in counts if isinstance(count, int))
+            return 0, set()
+        dropped, met = 0, set()
+        for reply in await self._ask(server, commands, WRITING, deadline):
+            match reply:
+                case [int(count), *owners]:
+                    dropped += count
+                    met.update(owners)
+                case _:
+                    raise Refused(server.where, "GARBAGE instead of the answer to a sweep")
+        return dropped, met
 
     async def _ask(
         self, server: Server, commands: Sequence[Command], lane: int, deadline: float
@@ -480,6 +500,10 @@ class _Piece:
         """Whether another try may help."""
         error = self.error
         return isinstance(error, Lost) or (isinstance(error, Refused) and error.moved)
+
+
+def _good(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
+    return (piece for piece in pieces if piece.error is None)
 
 
 async def _serve(

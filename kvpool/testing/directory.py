@@ -75,7 +75,7 @@ async def sweep_all(directory: Directory, dead: Sequence[bytes], count: int) -> 
     """(entries that went, calls it took)"""
     cursor, dropped, calls = b"", 0, 0
     while True:
-        cursor, here = await directory.sweep(dead, cursor, count)
+        cursor, here, _ = await directory.sweep(dead, cursor, count)
         dropped += here
         calls += 1
         if not cursor:
@@ -404,7 +404,27 @@ class DirectoryContract:
             assert found[:500] == [[]] * 500
             assert found[500:] == [[Entry(node(2), DRAM, 2), Entry(node(2), SSD, 2)]] * 1500
             assert (await sweep_all(one, [node(1), node(3)], 4000))[0] == 0
-            assert await one.sweep([], b"", 100) == (b"", 0)
+
+        self.run(test)
+
+    def test_a_sweep_tells_whose_entries_there_are(self) -> None:
+        async def test(one: Directory, other: Directory) -> None:
+            keys = keys_of(range(600))
+            await one.publish(NAMESPACE, PARTS, node(1), DRAM, keys[:500], [1] * 500)
+            await one.publish(NAMESPACE, PARTS, node(2), SSD, keys[590:], [2] * 10)
+            await one.publish(NAMESPACE, PARTS, node(3), DRAM, keys[:5], [1] * 5)
+            await one.publish(NAMESPACE, PARTS, node(3), DRAM, keys[:5], [0] * 5)
+            for dead, dropped in (([], 0), ([node(2)], 10)):
+                met: set[bytes] = set()
+                cursor, gone = b"", 0
+                while True:
+                    cursor, here, owners = await other.sweep(dead, cursor, 100)
+                    met |= owners
+                    gone += here
+                    if not cursor:
+                        break
+                assert (met, gone) == ({node(1), node(2)}, dropped)
+            assert (await one.locate(NAMESPACE, PARTS, keys[:1])) == [[Entry(node(1), DRAM, 1)]]
 
         self.run(test)
 

@@ -326,6 +326,34 @@ def test_a_cluster_that_sends_everyone_elsewhere() -> None:
     uvloop.run(main())
 
 
+def test_marks_that_somebody_else_was_faster_to_make() -> None:
+    """Between our look and our own marks another node's appear: those hold, for both."""
+
+    async def main() -> None:
+        async with fake() as server, directory_on(server) as directory:
+            kept: dict[bytes, bytes] = {}
+
+            def answer(command: list[Any]) -> bytes:
+                match command:
+                    case [b"MGET", *names]:
+                        found = [bulk(kept[name]) if name in kept else b"$-1\r\n" for name in names]
+                        for name in names:
+                            kept.setdefault(name, b"of-other")
+                        return b"*%d\r\n" % len(names) + b"".join(found)
+                    case [b"SET", name, value, b"NX"] if name in kept:
+                        return b"$-1\r\n"
+                    case [b"SET", name, value, *_]:
+                        kept[name] = value
+                return healthy(command)
+
+            server.answer = answer
+            marks = await directory.marks()
+            assert {mark[-8:] for mark in marks} == {b"of-other"}
+            assert await directory.marks() == marks
+
+    uvloop.run(main())
+
+
 def test_what_is_unanswered_has_a_limit() -> None:
     async def main() -> None:
         async with fake() as server, directory_on(server) as directory:

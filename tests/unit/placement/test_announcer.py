@@ -129,11 +129,12 @@ class FlakyDirectory(EmbeddedDirectory):
     def _fails(self) -> bool:
         return self.rng.random() < self.fail_chance
 
-    async def marks(self) -> Sequence[bytes]:
-        if self.down or self._fails():
+    async def marks(self) -> Sequence[bytes | None]:
+        if len(self.down) == TAGS or self._fails():
             await asyncio.sleep(self.fail_s)
             raise Unavailable("the directory is down")
-        return await super().marks()
+        marks = await super().marks()
+        return [None if tag in self.down else mark for tag, mark in enumerate(marks)]
 
     async def of(
         self, incarnation: bytes, digest: bytes, keys: Iterable[bytes]
@@ -486,6 +487,26 @@ def test_an_emptied_directory_is_filled_again_and_only_as_far_as_it_was_emptied(
                 assert await b.settled() < 5.0
                 await b.right()
                 assert sum(b.directory.sent.values()) == 1000 * len(tags)
+
+    virtually(main)
+
+
+def test_a_shard_that_is_down_from_the_start_keeps_nothing_from_the_others() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            down = b.directory.down = {3, 4}
+            b.shelf.put(A, map(key_of, range(300)))  # from before: only a walk finds them
+            b.announcer.act_as(US)
+            there = {key_of(n) for n in range(300) if n % TAGS not in down}
+            for lost in (set(), {5, 6}):
+                b.directory.lose(lost)
+                until = b.now() + 30
+                while (await b.directory.of(US, A, there)).keys() != there:
+                    assert b.now() < until
+                    await asyncio.sleep(0.1)
+            b.directory.down = set()
+            await b.settled()
+            await b.right()
 
     virtually(main)
 

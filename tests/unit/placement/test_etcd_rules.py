@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("grpc")
@@ -19,7 +19,7 @@ from kvpool.placement.records import NodeState, TierRecord, encode_record
 from kvpool.testing.membership import entry, record
 
 PATHS = Paths("c")
-NAMES = "abc"
+NAMES = "ab"
 
 
 def kv(key: bytes, value: bytes, revision: int, lease: int = 0) -> Any:
@@ -62,63 +62,110 @@ class Store:
 commands = st.lists(
     st.tuples(
         st.sampled_from(
-            ["join", "join", "delete", "drain", "undrain", "epoch", "own join", "own delete",
-             "deliver", "deliver", "read all"]
+            ["join", "delete", "drain", "undrain", "epoch", "own join", "own join", "own delete",
+             "late answer", "late answer", "deliver", "deliver", "read all"]
         ),
         st.sampled_from(NAMES),
         st.integers(1, 5),
     ),
+    min_size=30,
     max_size=60,
 )  # fmt: skip
 
 
+class Reader:
+    """A mirror of a store whose watch lags, beside what must be known by then: the newest of each key
+    that was delivered or that our own answers told.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.mirror = Mirror(PATHS)
+        self.mirror.reset([], 1, 0.0)
+        self.seen = 0
+        self.newest: dict[bytes, tuple[int, bytes | None]] = {}
+        self.delivered = 1
+        self.unanswered: list[tuple[int, bytes, bytes | None]] = []
+
+    def deliver(self, count: int) -> None:
+        events = self.store.history[self.seen : self.seen + count]
+        if events:
+            self.seen += len(events)
+            self.delivered = events[-1].kv.mod_revision
+            for event in events:
+                put = event.type == rpc.Event.PUT
+                self._learn(event.kv.mod_revision, event.kv.key, event.kv.value if put else None)
+            self.mirror.changed(events, self.delivered, 0.0)
+
+    def answer(self) -> None:
+        """The answer to our oldest write arrives."""
+        if self.unanswered:
+            revision, key, value = self.unanswered.pop(0)
+            if revision > self.delivered:
+                self._learn(revision, key, value)
+            puts, deletes = ({}, [key]) if value is None else ({key: value}, [])
+            self.mirror.wrote(revision, puts, deletes)
+
+    def read_all(self) -> None:
+        self.mirror.reset(self.store.keys.values(), self.store.revision, 0.0)
+        self.seen, self.delivered = len(self.store.history), self.store.revision
+        self.newest = {key: (kv.mod_revision, kv.value) for key, kv in self.store.keys.items()}
+
+    def _learn(self, revision: int, key: bytes, value: bytes | None) -> None:
+        if revision >= self.newest.get(key, (0, None))[0]:
+            self.newest[key] = (revision, value)
+
+    def check(self) -> None:
+        view = self.mirror.view
+        known = {key: value for key, (_, value) in self.newest.items() if value is not None}
+        assert {PATHS.node(n): encode_record(r) for n, r in view.nodes.items()} == {
+            key: value for key, value in known.items() if b"/nodes/" in key
+        }
+        assert {PATHS.drain(n) for n in view.drains} == {key for key in known if b"/drains/" in key}
+        assert {PATHS.namespace("t", "00"): encode_record(e) for e in view.namespaces.values()} == {
+            key: value for key, value in known.items() if b"/namespaces/" in key
+        }
+
+
+@settings(max_examples=300)
 @given(commands)
-def test_the_mirror_comes_to_agree_with_the_store(steps: list[tuple[str, str, int]]) -> None:
-    """Changes arrive late and in bunches, our own writes before they come over the watch."""
-    store, mirror, seen = Store(), Mirror(PATHS), 0
-    mirror.reset([], 1, 0.0)
+def test_a_mirror_knows_the_newest_of_all_it_was_told(steps: list[tuple[str, str, int]]) -> None:
+    """Changes arrive late and in bunches; answers to our own writes before the watch has them, or after."""
+    store = Store()
+    reader = Reader(store)
     epoch = 0
     for command, name, count in steps:
-        revision = mirror.view.revision
-        before = mirror.view
+        before = reader.mirror.view
         match command:
-            case "join":
-                store.put(PATHS.node(name), encode_record(record(name)))
+            case "join" | "own join":
+                value = encode_record(record(name))
+                revision = store.put(PATHS.node(name), value)
+                if command == "own join":
+                    reader.unanswered.append((revision, PATHS.node(name), value))
             case "delete":
                 store.delete(PATHS.node(name))
             case "drain":
                 store.put(PATHS.drain(name), b"")
-            case "undrain":
-                store.delete(PATHS.drain(name))
+            case "undrain" | "own delete":
+                deleted = store.delete(PATHS.drain(name))
+                if command == "own delete" and deleted is not None:
+                    reader.unanswered.append((deleted, PATHS.drain(name), None))
             case "epoch":
                 epoch += 1
                 store.put(PATHS.namespace("t", "00"), encode_record(entry("00", epoch=epoch)))
-            case "own join":
-                value = encode_record(made := record(name))
-                mirror.wrote(store.put(PATHS.node(name), value), {PATHS.node(name): value})
-                assert mirror.view.nodes[name] == made
-            case "own delete":
-                if (deleted := store.delete(PATHS.drain(name))) is not None:
-                    mirror.wrote(deleted, {}, [PATHS.drain(name)])
-                    assert name not in mirror.view.drains
             case "deliver":
-                events = store.history[seen : seen + count]
-                if events:
-                    seen += len(events)
-                    mirror.changed(events, events[-1].kv.mod_revision, 0.0)
+                reader.deliver(count)
+            case "late answer":
+                reader.answer()
             case _:
-                mirror.reset(store.keys.values(), store.revision, 0.0)
-                seen = len(store.history)
-        assert mirror.view.revision == revision + (mirror.view is not before)
-    events = store.history[seen:]
-    mirror.changed(events, store.revision, 0.0)
-    nodes = {key: value for key, value in store.keys.items() if b"/nodes/" in key}
-    assert {PATHS.node(n): encode_record(r) for n, r in mirror.view.nodes.items()} == {
-        key: value.value for key, value in nodes.items()
-    }
-    drains = {key for key in store.keys if b"/drains/" in key}
-    assert {PATHS.drain(name) for name in mirror.view.drains} == drains
-    assert [e.epoch for e in mirror.view.namespaces.values()] == ([epoch] if epoch else [])
+                reader.read_all()
+        reader.check()
+        after = reader.mirror.view
+        assert after.revision == before.revision + (after is not before)
+    reader.deliver(len(store.history))
+    reader.check()
+    known = {key: value for key, (_, value) in reader.newest.items() if value is not None}
+    assert known == {key: kv.value for key, kv in store.keys.items()}
 
 
 def with_nodes(*names: str) -> Mirror:
