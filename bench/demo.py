@@ -119,8 +119,8 @@ def run(folder: Path, console: Console) -> list[Row]:
 
 def show(console: Console, rows: list[Row]) -> None:
     table = Table(title="Time to first token: cold, own prefix cache, pool of the other node")
-    for heading in ("prompt", "run", "node", "TTFT", "cached", "pulled", "tokens"):
-        table.add_column(heading, justify="left" if heading in ("run", "node") else "right")
+    for heading in ("prompt", "engine", "node", "TTFT", "cached", "pulled", "tokens"):
+        table.add_column(heading, justify="left" if heading in ("engine", "node") else "right")
     for row in rows:
         for name in ("cold", "local", "pool"):
             answer: Answer = getattr(row, name)
@@ -137,9 +137,9 @@ def show(console: Console, rows: list[Row]) -> None:
 
 
 RUNS = {
-    "cold": ("engine 1, cold", "a"),
-    "local": ("engine 1, own prefix cache", "a"),
-    "pool": ("engine 2, from the pool", "b from a"),
+    "cold": ("1, cold", "a"),
+    "local": ("1, own cache", "a"),
+    "pool": ("2, pool", "b from a"),
 }
 
 

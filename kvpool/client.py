@@ -45,6 +45,7 @@ from kvpool.errors import (
     LimitExceeded,
     PoolFull,
     ProtocolError,
+    StaleEpoch,
     Unavailable,
     UnknownReservation,
 )
@@ -240,6 +241,7 @@ class Client:
         self._freed = threading.Condition(self._lock)
         self._waiting = 0
         self._daemon: DaemonState | None = None
+        self._generations: dict[bytes, int] = {}  # of weights, by namespace
         self._tickets = itertools.count(1)
         self._finished: deque[str] = deque(maxlen=FINISHED_MAX)  # tokens of leases to release
         self._orphans: deque[tuple[str, wire.Message]] = deque(maxlen=1 << 16)
@@ -305,21 +307,28 @@ class Client:
             return False
         return True
 
-    def open(self, record: NamespaceRecord, *, copies: int = 0) -> Namespace:
+    def open(self, record: NamespaceRecord, *, copies: int = 0, generation: int = -1) -> Namespace:
         """Make a namespace known to the daemon, now or when it is there, and after each restart again.
 
-        It is opened in its present epoch: after a reset by another engine, this is what enters the
-        new one. copies: how many are wanted of each block, on as many nodes, if the cluster does not
-        know the namespace yet; 0: one.
+        copies: how many are wanted of each block, on as many nodes, if the cluster does not know the
+            namespace yet; 0: one.
+        generation: of the caller's weights, as another client of the same engine was told
+            (`generation`); -1: they are the present ones, at the time of the first answer. After a reset by
+            another engine that is what lets this one in again, so be sure that it is so.
         Raises `NamespaceMismatch` if the daemon, or the cluster, knows it with other sizes.
         """
         namespace = Namespace(record, record.digest(), copies)
+        self._generations[namespace.digest] = generation
         try:
             with self._request() as connection:
                 self._make_known(connection, namespace)
         except Unavailable:
             pass
         return namespace
+
+    def generation(self, ns: Namespace) -> int:
+        """Of the weights that this client reads and writes blocks of; -1 before the daemon told it."""
+        return self._generations.get(ns.digest, -1)
 
     # ---- reading -------------------------------------------------------------------------------------
 
@@ -668,13 +677,23 @@ class Client:
         Begins a new epoch for the whole cluster, or enters the one that another engine's reset has begun:
         each engine resets once for each change of weights. Other clients find nothing and store
         nothing until they `reset` or `open` the namespace themselves. Leases that are held stay valid.
-        Raises `Unavailable`, or `ClusterUnavailable` when the membership does not answer: then the old
-        epoch goes on, and the caller must not use the namespace any more.
+        Raises `StaleEpoch` when others have changed their weights more often than this engine: it is one
+        change further, and finds and stores nothing until it has caught up. Raises `Unavailable`, or
+        `ClusterUnavailable` when the membership does not answer: then the old epoch goes on, and the caller
+        must not use the namespace any more.
         """
         with self._request() as connection:
             number = self._number(connection, ns)
-            answer = connection.ask(wire.Reset(number), self.timeout_s + RESET_S)
-            connection.daemon.renumber(ns.digest, int(answer.value))
+            generation = self._generations[ns.digest]
+            answer = connection.ask(wire.Reset(number, generation), self.timeout_s + RESET_S)
+            connection.daemon.renumber(ns.digest, answer.number)
+            self._generations[ns.digest] = answer.generation
+        if not answer.current:
+            raise StaleEpoch(
+                f"the weights of namespace {ns.digest.hex()} have changed more often elsewhere than "
+                f"here, where it is generation {answer.generation} now: reset again with each change "
+                f"that is still to come, or open the namespace when the weights are the latest"
+            )
 
     # ---- for operators -------------------------------------------------------------------------------
 
@@ -854,10 +873,13 @@ class Client:
     def _make_known(self, connection: Connection, ns: Namespace) -> int:
         """Make a namespace known to the daemon, which compares its sizes. Its number."""
         parts = [(p.nbytes, str(p.kind), p.window_blocks, p.stride) for p in ns.parts]
-        message = wire.OpenNamespace(ns.digest, ns.record.canonical(), parts, ns.copies)
-        number = int(connection.ask(message, self.timeout_s).value)
-        connection.daemon.numbers[ns.digest] = number
-        return number
+        # With the generation that it was opened in: its weights have not changed with the daemon.
+        generation = self._generations.get(ns.digest, -1)
+        message = wire.OpenNamespace(ns.digest, ns.record.canonical(), parts, ns.copies, generation)
+        answer = connection.ask(message, self.timeout_s)
+        connection.daemon.renumber(ns.digest, answer.number)
+        self._generations[ns.digest] = answer.generation
+        return int(answer.number)
 
     def _request(self) -> _Request:
         return _Request(self)

@@ -197,8 +197,15 @@ def _text(value: object, name: str) -> str:
     return value
 
 
+def _hidden(value: object, name: str) -> str:
+    """A text that no message may show."""
+    if not isinstance(value, str) or "\0" in value:
+        raise ConfigError(f"{name}: a text, in quotes")
+    return value
+
+
 def _secret(value: object, name: str) -> str:
-    text = _text(value, name)
+    text = _hidden(value, name)
     if text and len(text) < SECRET_CHARACTERS_MIN:
         # Whoever connects sees a proof made with it, and can try guesses at home.
         raise ConfigError(
@@ -279,7 +286,7 @@ def _tenants(value: object, name: str) -> tuple[TenantConfig, ...]:
             TenantConfig(
                 tenant,
                 parse_size(table["memory"], f"{name}.{key}.memory"),
-                None if token is None else _text(token, f"{name}.{key}.token"),
+                None if token is None else _hidden(token, f"{name}.{key}.token"),
             )
         )
     return tuple(tenants)
@@ -296,13 +303,13 @@ _PARSERS: dict[str, Any] = {
     "cluster": _word,
     "cluster_secret": _secret,
     "join": _text,
-    "join_password": _text,
+    "join_password": _hidden,
     "join_ca": _text,
     "join_cert": _text,
     "join_key": _text,
     "member_ttl_s": _seconds,
-    "directory": _text,
-    "directory_password": _text,
+    "directory": _hidden,
+    "directory_password": _hidden,
     "directory_ca": _text,
     "directory_cert": _text,
     "directory_key": _text,
@@ -311,7 +318,7 @@ _PARSERS: dict[str, Any] = {
     "copies_max": lambda value, name: _whole(value, name, 1, 64),
     "copy_bandwidth": _bandwidth,
     "forward": _switch,
-    "operator_token": _text,
+    "operator_token": _hidden,
     "tenants": _tenants,
     "movers": lambda value, name: _whole(value, name, 1, 64),
     "data_dir": _text,

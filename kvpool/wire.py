@@ -17,7 +17,7 @@ whose first element is its type number:
     2     Welcome            daemon → client
     3     Error              any answer
     4     Done               answer: a count
-    10    OpenNamespace      client → daemon      Done: the namespace's number in this incarnation
+    10    OpenNamespace      client → daemon      Opened
     11    Reserve            client → daemon      Reserved
     12    Reserved           daemon → client
     13    Commit             client → daemon      Done: blocks newly stored
@@ -37,12 +37,13 @@ whose first element is its type number:
     27    Store              client → daemon      Stored
     28    Stored             daemon → client
     29    GiveBack           client → daemon      Done, or none
-    30    Reset              client → daemon      Done: the namespace's number in its new epoch
+    30    Reset              client → daemon      Opened
     31    Cluster            operator → daemon    Bytes: a JSON object
     32    Locate             operator → daemon    Bytes: a JSON object
     33    Drain              operator → daemon    Done
     34    Clear              operator → daemon    Done: the new epoch
     35    Copies             operator → daemon    Done
+    36    Opened             daemon → client
     40    PeerHello          daemon → daemon      PeerChallenge
     41    PeerChallenge      daemon → daemon      PeerProof
     42    PeerProof          daemon → daemon      Done
@@ -128,13 +129,15 @@ class Done(Message, tag=4):
 class OpenNamespace(Message, tag=10):
     """`fields`: canonical JSON whose digest is checked. `parts`: [nbytes, kind, window, stride] each.
 
-    `copies`: wanted in the cluster of each block, if the namespace is new to it; 0: one.
+    `copies`: wanted in the cluster of each block, if the namespace is new to it; 0: one. `generation`: that
+    of the client's weights, from an `Opened` of before; -1: its weights are the present ones.
     """
 
     digest: bytes
     fields: bytes
     parts: list[tuple[int, str, int, int]]
     copies: int = 0
+    generation: int = -1
 
 
 class Reserve(Message, tag=11):
@@ -308,10 +311,12 @@ class GiveBack(Message, tag=29):
 class Reset(Message, tag=30):
     """This engine's weights are new: none of the namespace's blocks may be read any more, by anybody.
 
-    Begins a new epoch, or enters the one that another engine's reset has begun meanwhile.
+    `generation`: of its weights so far; they are of the next one now. Begins that one's epoch, or enters
+    it where another engine's reset has begun it. Where there are later ones already, this engine stays out.
     """
 
     ns: int
+    generation: int
 
 
 class Cluster(Message, tag=31):
@@ -344,6 +349,17 @@ class Copies(Message, tag=35):
 
     digest: bytes
     copies: int
+
+
+class Opened(Message, tag=36):
+    """`number`: the namespace's, in this incarnation. `generation`: of weights, that the client is in.
+
+    `current`: whether that is the living one; else reads find nothing and writes are refused.
+    """
+
+    number: int
+    generation: int
+    current: bool
 
 
 class PeerHello(Message, tag=40):
@@ -558,7 +574,7 @@ ClientMessage = (
     | Clear
     | Copies
 )
-DaemonMessage = Welcome | Error | Done | Reserved | Leased | Bytes | Stored
+DaemonMessage = Welcome | Error | Done | Reserved | Leased | Bytes | Stored | Opened
 PeerMessage = (
     PeerHello
     | PeerChallenge

@@ -14,7 +14,7 @@ COUNTERS = {
     "pulls": "Lookups that asked other nodes for what their own one lacked",
     "late_pulls": "Pulls that were not answered in the time that requests wait",
     "pulled_blocks": "Blocks that lookups gained by pulls, a block of all ranks counted once",
-    "pull_wait_seconds": "Time that requests waited for pulls",
+    "pull_wait_seconds": "Time that pulls took, or were waited for",
     "loads": "Loads that ended well, counted on every rank",
     "loaded_blocks": "Parts of blocks loaded from the pool: one a block, rank and cache group",
     "loaded_bytes": "Bytes loaded from the pool",

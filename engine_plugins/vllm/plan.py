@@ -84,13 +84,16 @@ class SaveJob:
 
 @dataclass
 class Opening:
-    """Open the namespace, in its present epoch: what is saved from here on belongs to it.
+    """Open the namespace: what is saved from here on belongs to it.
 
     generation: how many times the engine has opened it; the number that later saves carry.
+    weights: the generation of weights in which it was opened (`Client.generation`), the same on all ranks,
+        whatever others reset meanwhile; -1: not known yet, another opening follows.
     """
 
     generation: int
     record: NamespaceRecord
+    weights: int
 
 
 @dataclass

@@ -32,13 +32,14 @@ class Pull:
     """One request's wait for blocks of other nodes.
 
     start: chain index of the first key. begun: when the request was looked up.
-    future: the usable blocks of the keys, once a thread was free to ask.
+    future: the usable blocks of the keys, once a thread was free to ask. answered: when it had them.
     """
 
     start: int
     keys: bytes
     begun: float
     future: Future[int] | None = None
+    answered: float | None = None
 
 
 class Pulls:
@@ -92,11 +93,16 @@ class Pulls:
             return None
         return pull.future.result()
 
-    def note(self, pull: Pull, gained: int) -> None:
-        """Learn from an ended pull: requests do not wait long for nothing one by one."""
-        now = self._clock()
-        in_vain = not gained and now - pull.begun >= self._wait_s / 2
-        self._quiet.note(now, failed=in_vain)
+    def note(self, pull: Pull, gained: int) -> float:
+        """Learn from an ended pull: requests do not wait long for nothing one by one.
+
+        The time that it took; not what the engine took to ask about it.
+        """
+        answered = pull.answered
+        taken = self._wait_s if answered is None else min(answered - pull.begun, self._wait_s)
+        in_vain = not gained and taken >= self._wait_s / 2
+        self._quiet.note(self._clock(), failed=in_vain)
+        return taken
 
     def wait(self, pulls: Iterable[Pull]) -> None:
         """Wait a moment for any of these. For steps in which nothing else runs."""
@@ -115,7 +121,7 @@ class Pulls:
         if pull.future is not None or left <= 0 or not self._free.acquire(blocking=False):
             return
         assert self._namespace is not None, "a namespace is entered before anything is looked up"
-        pull.future = self._threads.submit(self._pull, self._namespace, pull.keys, left)
+        pull.future = self._threads.submit(self._pull, self._namespace, pull, left)
         pull.future.add_done_callback(lambda _: self._free.release())
 
     # --- on a thread of the pool ----------------------------------------------------------------
@@ -125,14 +131,16 @@ class Pulls:
         self._alone()  # now, rather than while the first request waits
         return namespace
 
-    def _pull(self, opened: Future[Namespace], keys: bytes, wait_s: float) -> int:
+    def _pull(self, opened: Future[Namespace], pull: Pull, wait_s: float) -> int:
         """The usable blocks of the keys afterwards; 0 where the daemon does not say."""
-        if self._alone():
-            return 0
+        blocks = 0
         try:
-            return self._client.pull(opened.result(), keys, wait_s=wait_s)
+            if not self._alone():
+                blocks = self._client.pull(opened.result(), pull.keys, wait_s=wait_s)
         except KvpoolError:
-            return 0
+            pass  # the request computes, after what may have been a long wait: see `note`
+        pull.answered = self._clock()
+        return blocks
 
     def _alone(self) -> bool:
         """Whether the node is the only one, as the daemon said within the last `OTHERS_S`."""

@@ -37,7 +37,7 @@ from kvpool.engine_plugins.vllm.plan import (
     plan_save,
 )
 from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
-from kvpool.errors import KvpoolError
+from kvpool.errors import KvpoolError, StaleEpoch
 from kvpool.types import Namespace, NamespaceRecord
 
 if TYPE_CHECKING:
@@ -147,6 +147,9 @@ class SchedulerHalf:
         self._rank_bytes = 0
         self._epoch = config.epoch
         self._generation = 0
+        self._weights = -1
+        self._shared: Namespace | None = None  # the one that other engines use too
+        self._resets_owed = 0
         self._shut = False
         self._quiet = Quiet()
         self._pool: Any = None
@@ -175,18 +178,26 @@ class SchedulerHalf:
     def set_namespace(self, make_record: Callable[[str], NamespaceRecord]) -> None:
         """Learn the namespace, as a function of its `epoch` field. Raises what `Client.open` raises."""
         self._make_record = make_record
-        self._enter(self._client.open(make_record(self._epoch)))
+        namespace = self._client.open(make_record(self._epoch))
+        if self._epoch == self._config.epoch:
+            self._shared = namespace
+        self._enter(namespace)
 
     def _enter(self, namespace: Namespace) -> None:
         """Use a namespace in the epoch that it was just opened in, on all ranks."""
         self._namespace = namespace
-        self._generation += 1
-        self._plan.opening = Opening(self._generation, namespace.record)
+        self._open_on_ranks(namespace)
         if self._pulls is not None:
             self._pulls.enter(namespace.record)
         self._shut = False
         parts = namespace.parts[: len(self._engine.rules)]
         self._rank_bytes = sum(part.nbytes // part.stride for part in parts)
+
+    def _open_on_ranks(self, namespace: Namespace) -> None:
+        """Have the ranks open it, with the weights that this half has it with."""
+        self._generation += 1
+        self._weights = self._client.generation(namespace)
+        self._plan.opening = Opening(self._generation, namespace.record, self._weights)
 
     def bind_pool(self, block_pool: Any) -> None:
         """The engine's own block pool, in which saves pin their blocks."""
@@ -309,12 +320,11 @@ class SchedulerHalf:
         if blocks is None or pull.start + blocks > before:
             lookup = self._look_again(state, lookup)
         gained = lookup.end - before
-        self._pulls.note(pull, gained)
         self.counters.add(
             late_pulls=blocks is None,
             pulled_blocks=gained,
             hit_blocks=gained,
-            pull_wait_seconds=self._clock() - pull.begun,
+            pull_wait_seconds=self._pulls.note(pull, gained),
         )
         return lookup
 
@@ -373,6 +383,9 @@ class SchedulerHalf:
         self, scheduled: dict[str, int], table_of: Callable[[str], Sequence[Sequence[int]]]
     ) -> StepPlan:
         """What the ranks are to do in this step. `scheduled`: tokens that it computes, by request."""
+        opened = self._namespace
+        if opened is not None and self._weights < 0 and self._client.generation(opened) >= 0:
+            self._open_on_ranks(opened)  # the daemon has answered since
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
             if state is None or not self._engine.saves or not self._usable:
@@ -521,14 +534,18 @@ class SchedulerHalf:
 
     def _begin_epoch(self) -> None:
         """Go on in the namespace's next epoch, or in one of our own where the cluster cannot say."""
-        apart, self._epoch = self._epoch != self._config.epoch, self._new_epoch()
+        self._epoch = self._new_epoch()
         if self._make_record is None:
             return  # nothing was opened yet; what others have reset by then is not known
+        self._resets_owed += 1
+        shut = False
         try:
-            namespace = self._namespace
-            if apart or namespace is None:
-                namespace = self._client.open(self._make_record(self._config.epoch))
-            self._client.reset(namespace)
+            if self._shared is None:
+                self._shared = self._client.open(self._make_record(self._config.epoch))
+            namespace = self._shared
+            while self._resets_owed:
+                shut = self._behind(namespace)
+                self._resets_owed -= 1
         except KvpoolError as error:
             self.counters.add(failed_resets=1)
             log.warning(
@@ -541,6 +558,16 @@ class SchedulerHalf:
             self._epoch = self._config.epoch
             self.counters.add(resets=1)
         self._enter(namespace)
+        self._shut = shut
+
+    def _behind(self, namespace: Namespace) -> bool:
+        """Count one change of our weights; whether those of other engines have changed more often."""
+        try:
+            self._client.reset(namespace)
+        except StaleEpoch as error:
+            log.warning("this engine finds and stores no blocks: %s", error)
+            return True
+        return False
 
     def close(self) -> None:
         """Release every lease. Loads that run fail or end by their deadline."""

@@ -215,10 +215,12 @@ class WorkerHalf:
     # --- on the save thread ---------------------------------------------------------------------
 
     def _open(self, opening: Opening) -> None:
-        """Enter the namespace's present epoch. Where it is refused, so is every save."""
+        """Enter the namespace with the scheduler's weights. Where that fails, so does every save."""
         self._generation, self._namespace = opening.generation, None
+        if opening.weights < 0:
+            return
         try:
-            self._namespace = self._client.open(opening.record)
+            self._namespace = self._client.open(opening.record, generation=opening.weights)
         except KvpoolError:
             pass  # counted with each save
 

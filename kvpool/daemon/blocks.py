@@ -104,6 +104,7 @@ class NamespaceState:
 
     base: the digest of its fields, by which clients open it. digest: that of this epoch, by which peers
     know it. directory_digest: with the tenant in it, since the directory is everybody's.
+    generation: of the weights that its blocks were computed with, counted by the cluster.
     replicas: copies wanted of each block.
     retired: its epoch has ended.
     """
@@ -114,6 +115,7 @@ class NamespaceState:
         "directory_digest",
         "epoch",
         "fields",
+        "generation",
         "number",
         "parts",
         "replicas",
@@ -130,10 +132,12 @@ class NamespaceState:
         parts: Sequence[PartSpec],
         number: int,
         epoch: int = 0,
+        generation: int = 0,
     ) -> None:
         self.tenant = tenant
         self.base = base
         self.epoch = epoch
+        self.generation = generation
         self.digest = epoch_digest(base, epoch)
         self.directory_digest = directory_digest(tenant.name, self.digest)
         self.fields = fields

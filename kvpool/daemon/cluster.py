@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvpool import __version__
+from kvpool import __version__, wire
 from kvpool.config import DaemonConfig
 from kvpool.daemon.blocks import NamespaceState, Tenant
 from kvpool.daemon.node import Node
@@ -40,7 +40,6 @@ from kvpool.placement.records import (
     plain,
 )
 from kvpool.placement.sources import DeadIncarnations, Peers
-from kvpool.wire import PROTOCOL_VERSION
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -51,6 +50,8 @@ UNREGISTERED_MAX = 1024
 SWEEP_KEYS = 2000  # looked at in one tick, where this node is the one to sweep
 SURVEY_KEYS = 200  # the same, while nobody is known to be dead
 SWEEP_CHORE = "sweep"
+RESET_TRIES = 10
+GENERATIONS_AHEAD_MAX = 1 << 10  # of a node that is alone and has forgotten
 SERVED_FROM = frozenset({NodeState.SERVING, NodeState.DRAINING})
 
 
@@ -169,7 +170,8 @@ class Cluster:
     def met(self, namespace: NamespaceState, key: bytes, entry: Entry) -> None:
         """A lookup found an entry of somebody who does not live, or not yet, or is ourselves."""
         if entry.incarnation == self.own:
-            if self.announcer is not None:
+            _, here = self.node.masks(namespace.directory_digest, [key])
+            if self.announcer is not None and here != [entry.mask]:
                 self.announcer.changed(namespace.directory_digest, [key])
             return
         self._dead.met([entry.incarnation])
@@ -228,12 +230,15 @@ class Cluster:
                 namespace.base.hex(),
                 namespace.fields.decode(),
                 tuple((s.nbytes, str(s.kind), s.window_blocks, s.stride) for s in namespace.parts),
+                epoch=namespace.epoch,
+                fence=namespace.tenant.fences.get(namespace.base, 0),
+                generation=namespace.generation,
                 replicas=copies,
             )
         )
 
     def _apply(self, namespace: NamespaceState, entry: NamespaceEntry) -> NamespaceState:
-        living = self.node.set_epoch(namespace, entry.epoch, entry.fence)
+        living = self.node.set_epoch(namespace, entry.epoch, entry.fence, entry.generation)
         before, living.replicas = living.replicas, min(entry.replicas, self.config.copies_max)
         if living.replicas > before and any(table.blocks for table in living.tables):
             self._copies_lacking()
@@ -243,16 +248,37 @@ class Cluster:
         for lost in self.lost_nodes:
             lost()
 
-    async def reset(self, namespace: NamespaceState) -> NamespaceState:
-        """An engine's weights are new: the namespace in the epoch that it goes on in.
-
-        namespace: as the engine opened it. Where another engine's reset has ended that epoch already,
-        this one enters the epoch which that began: each engine resets once for each change of weights.
-        """
+    async def opened(self, namespace: NamespaceState, generation: int) -> wire.Opened:
+        """For a client that opens a namespace, with weights of this generation (-1: the present one)."""
         living = self.node.living(namespace)
-        if namespace.fenced:
-            return living
-        return await self._new_epoch(living, fence=True)
+        if generation > living.generation + GENERATIONS_AHEAD_MAX:
+            raise InvalidRequest(
+                f"generation {generation}, and {living.generation} is the present one"
+            )
+        while generation > living.generation:
+            if self.config.join:
+                raise Unavailable("this node has not heard of the namespace's last reset yet")
+            # Alone and started anew, without a memory: the pool is empty, the client knows better.
+            living = await self._new_epoch(living, fence=True)
+        if generation < 0:
+            generation = living.generation
+        state = self.node.as_opened(living, generation)
+        return wire.Opened(state.number, generation, state is living)
+
+    async def reset(self, namespace: NamespaceState, generation: int) -> wire.Opened:
+        """An engine's weights were of this generation, and are of the next one now.
+
+        Begins the epoch of those weights, or enters it, where another engine's reset has begun it: each
+        engine resets once for each change of weights. An engine that is further behind stays out.
+        """
+        for _ in range(RESET_TRIES):
+            living = self.node.living(namespace)
+            if living.generation > generation:
+                state = self.node.as_opened(living, generation + 1)
+                return wire.Opened(state.number, generation + 1, state is living)
+            # In vain when an operator's clear comes in between, or when we had not heard of the last one.
+            await self._new_epoch(living, fence=True)
+        raise Unavailable("others change the namespace's epoch at the same time, again and again")
 
     async def clear(self, tenant: Tenant, base: bytes, *, fence: bool) -> int:
         """An operator wants none of a namespace's blocks to be found any more: its new epoch.
@@ -297,7 +323,7 @@ class Cluster:
             if (
                 record.incarnation != self.incarnation
                 and record.state in SERVED_FROM
-                and record.protocol == PROTOCOL_VERSION
+                and record.protocol == wire.PROTOCOL_VERSION
                 and record.transports
             ):
                 living[incarnation] = Living(record, record.transports[0].url)
@@ -341,7 +367,7 @@ class Cluster:
             (TierRecord("dram", capacity, max(0, used)),),
             dict(self.config.labels),
             __version__,
-            PROTOCOL_VERSION,
+            wire.PROTOCOL_VERSION,
             self.progress,
         )
 
@@ -364,7 +390,8 @@ class Cluster:
     async def come_back(self) -> None:
         """Be a member again, as a new incarnation."""
         self.state, self.progress = NodeState.SERVING, None
-        await self._rejoin()
+        if not self._rejoining:
+            await self._rejoin(leave_first=True)
 
     def _lose(self) -> None:
         """Our lease is gone: others take us for dead. Nothing of the old incarnation counts any more."""
@@ -375,10 +402,16 @@ class Cluster:
         if not self._rejoining and self.state is not NodeState.GONE:
             self._begin(self._rejoin())
 
-    async def _rejoin(self) -> None:
+    def _is_gone(self) -> bool:
+        return self.state is NodeState.GONE
+
+    async def _rejoin(self, *, leave_first: bool = False) -> None:
+        """Join as a new incarnation, however long that takes. leave_first: a leave may not have ended."""
         self._rejoining = True
         pause, most = REJOIN_S
         try:
+            if leave_first:
+                await self.membership.leave()
             while self.state is not NodeState.GONE:
                 self.incarnation = self._new_incarnation()
                 try:
@@ -388,6 +421,9 @@ class Cluster:
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, most)
                     continue
+                if self._is_gone():  # drained while it joined
+                    await self.membership.leave()
+                    return
                 if self.announcer is not None:
                     self.announcer.act_as(self.own)
                 self._look()
@@ -518,6 +554,6 @@ def _static_peer(url: str) -> Living:
         _stand_in(url).hex(),
         NodeState.SERVING,
         (TransportRecord(url),),
-        protocol=PROTOCOL_VERSION,
+        protocol=wire.PROTOCOL_VERSION,
     )
     return Living(record, url)

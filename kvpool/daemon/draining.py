@@ -25,6 +25,7 @@ LOOKUP_TRIES = (
     20  # with a directory that does not answer, half a second each; then all counts as sole
 )
 RETRY_S = 0.5
+DONE_SEEN_S = 1.0  # whoever follows the drain looks now and then, and is to see how it ended
 
 
 class Drainer:
@@ -81,6 +82,7 @@ class Drainer:
             await self._progress(progress)
             await asyncio.sleep(0.05)
         await self._progress(_with(progress, phase="done", leases=0), force=True)
+        await asyncio.sleep(DONE_SEEN_S)
         log.warning("node %s is drained and leaves its cluster", cluster.config.node)
         await cluster.leave()
 

@@ -86,6 +86,7 @@ class Node(Space):
         self.incarnation = incarnation
         self.tenants: dict[str, Tenant] = {}
         self._by_directory: dict[bytes, NamespaceState] = {}
+        self._outdated: dict[tuple[str, bytes], NamespaceState] = {}  # for clients with old weights
         self._namespaces: list[NamespaceState] = []
         self._tables = 0
         self._leases: dict[str, Lease] = {}
@@ -134,34 +135,69 @@ class Node(Space):
             tenant.allocator.stride_of(
                 spec.nbytes
             )  # refuses what does not fit, before anything changes
-        return self._begin_epoch(tenant, digest, fields, parts, 0)
+        return self._begin_epoch(self._state(tenant, digest, fields, parts, 0, 0))
 
-    def _begin_epoch(
-        self, tenant: Tenant, base: bytes, fields: bytes, parts: Sequence[PartSpec], epoch: int
+    def _state(
+        self,
+        tenant: Tenant,
+        base: bytes,
+        fields: bytes,
+        parts: Sequence[PartSpec],
+        epoch: int,
+        generation: int,
     ) -> NamespaceState:
-        namespace = NamespaceState(tenant, base, fields, parts, len(self._namespaces), epoch)
+        """A state with a number and empty tables, which nobody finds yet."""
+        number = len(self._namespaces)
+        namespace = NamespaceState(tenant, base, fields, parts, number, epoch, generation)
         for part, spec in enumerate(parts):
             stride = tenant.allocator.stride_of(spec.nbytes)
             namespace.tables.append(PartTable(namespace, part, spec, self._tables, stride))
             self._tables += 1
-        tenant.epochs.setdefault(base, []).append(namespace)
-        tenant.namespaces[namespace.digest] = namespace
-        self._by_directory[namespace.directory_digest] = namespace
         self._namespaces.append(namespace)
         return namespace
 
-    def set_epoch(self, namespace: NamespaceState, epoch: int, fence: int) -> NamespaceState:
+    def _begin_epoch(self, namespace: NamespaceState) -> NamespaceState:
+        tenant = namespace.tenant
+        tenant.epochs.setdefault(namespace.base, []).append(namespace)
+        tenant.namespaces[namespace.digest] = namespace
+        self._by_directory[namespace.directory_digest] = namespace
+        return namespace
+
+    def as_opened(self, namespace: NamespaceState, generation: int) -> NamespaceState:
+        """The state for a client whose weights are of this generation: the living one, or one that is out.
+
+        For those who opened the namespace before this daemon started. Ahead of us they cannot be: learn
+        of the new generation first (`set_epoch`).
+        """
+        living = self.living(namespace)
+        if generation >= living.generation:
+            return living
+        out = self._outdated.get((living.tenant.name, living.base))
+        if out is None:
+            out = self._state(living.tenant, living.base, living.fields, living.parts, 0, -1)
+            out.retired = True
+            self._outdated[living.tenant.name, living.base] = out
+        return out
+
+    def set_epoch(
+        self, namespace: NamespaceState, epoch: int, fence: int, generation: int | None = None
+    ) -> NamespaceState:
         """A namespace is in this epoch now, in the whole cluster; the living state of it.
+
+        generation: of the weights; unless given, a fence that is new to us counts as one more.
 
         All blocks of older epochs are misses from here on; their slots come back by and by
         (`reclaim_garbage`), and those under a lease when that ends. Their pins are in no quota any more.
-        Reservations that are open are dropped at their commit. Clients that opened it in an epoch below `fence` find nothing and store
-        nothing until they open it again; others go on in the new epoch. Epochs do not go back.
+        Reservations that are open are dropped at their commit. Clients that opened it in an epoch below
+        `fence` find nothing and store nothing until they open it again; others go on in the new epoch.
+        Epochs do not go back.
         """
         self.settle()
         tenant, base = namespace.tenant, namespace.base
         epochs = tenant.epochs[base]
         living = epochs[-1]
+        if generation is None:
+            generation = living.generation + (fence > tenant.fences.get(base, 0))
         tenant.fences[base] = max(fence, tenant.fences.get(base, 0))
         if epoch <= living.epoch:
             return living
@@ -174,7 +210,10 @@ class Node(Space):
         self.counters.epochs_ended += 1
         if len(epochs) > EPOCHS_KEPT:
             self._by_directory.pop(epochs.pop(0).directory_digest, None)
-        new = self._begin_epoch(tenant, base, living.fields, living.parts, epoch)
+        generation = max(generation, living.generation)
+        new = self._begin_epoch(
+            self._state(tenant, base, living.fields, living.parts, epoch, generation)
+        )
         new.replicas = living.replicas
         return new
 

@@ -152,11 +152,11 @@ class Remote:
         return bool(self._neighbours.living)
 
     def stats(self) -> dict[str, Any]:
-        return {
-            **self.counters,
-            "transfers": len(self._flying),
-            "peers": self.peers.stats(self._clock()),
-        }
+        peers = self.peers.stats(self._clock())
+        for peer in peers:
+            other = self._neighbours.living.get(bytes.fromhex(peer["incarnation"]))
+            peer["node"] = "" if other is None else other.record.node
+        return {**self.counters, "transfers": len(self._flying), "peers": peers}
 
     def close(self) -> None:
         """Call all transfers off. They end by themselves, soon."""

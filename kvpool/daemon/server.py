@@ -428,20 +428,20 @@ class Server:
 
     def _open_namespace(
         self, holder: Holder, m: wire.OpenNamespace
-    ) -> wire.Done | Coroutine[Any, Any, wire.Done]:
+    ) -> Coroutine[Any, Any, wire.Opened]:
         namespace = self.node.open_namespace(
             holder.tenant, m.digest, m.fields, parse_parts(m.digest, m.fields, m.parts)
         )
         if not self.config.join:
             namespace.replicas = max(namespace.replicas, min(m.copies, self.config.copies_max))
-            return wire.Done(namespace.number)
-        known = self.cluster.known_epoch(namespace)
-        if known is not None:
-            return wire.Done(known.number)
-        return self._register(namespace, m.copies)
+            return self.cluster.opened(namespace, m.generation)
+        return self._register(namespace, m)
 
-    async def _register(self, namespace: NamespaceState, copies: int) -> wire.Done:
-        return wire.Done((await self.cluster.register(namespace, copies)).number)
+    async def _register(self, namespace: NamespaceState, m: wire.OpenNamespace) -> wire.Opened:
+        known = self.cluster.known_epoch(namespace)
+        if known is None:
+            known = await self.cluster.register(namespace, m.copies)
+        return await self.cluster.opened(known, m.generation)
 
     def _check_open(self) -> None:
         if self.cluster.state is not NodeState.SERVING:
@@ -597,10 +597,10 @@ class Server:
         wait_s = min(m.wait_s, self.config.lease_s_max)
         return wire.Done(await self.remote.pull(namespace, [], m.keys, wait_s))
 
-    async def _reset(self, holder: Holder, m: wire.Reset) -> wire.Done:
-        opened = self.node.namespace(holder.tenant, m.ns)
+    async def _reset(self, holder: Holder, m: wire.Reset) -> wire.Opened:
+        namespace = self.node.namespace(holder.tenant, m.ns)
         with _asking_others():
-            return wire.Done((await self.cluster.reset(opened)).number)
+            return await self.cluster.reset(namespace, m.generation)
 
     # ---- operators -----------------------------------------------------------------------------------
 

@@ -283,7 +283,6 @@ class Space:
 
         Those of one stride come first. Slots that are still leased come back with their lease.
         """
-        self.settle()
         gone = 0
         for table in sorted(self._garbage, key=lambda table: table.stride != stride):
             if tenant is not None and table.namespace.tenant is not tenant:

@@ -72,4 +72,6 @@ def bumped(entry: NamespaceEntry, expected: int, *, fence: bool) -> NamespaceEnt
     if entry.epoch != expected:
         return entry
     epoch = expected + 1
-    return msgspec.structs.replace(entry, epoch=epoch, fence=epoch if fence else entry.fence)
+    if not fence:
+        return msgspec.structs.replace(entry, epoch=epoch)
+    return msgspec.structs.replace(entry, epoch=epoch, fence=epoch, generation=entry.generation + 1)

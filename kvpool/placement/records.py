@@ -93,7 +93,8 @@ class NamespaceEntry(msgspec.Struct, frozen=True):
     digest: hex, of the fields alone (`NamespaceRecord.digest`), without the epoch.
     fields: the canonical JSON, as text. parts: [nbytes, kind, window, stride] each.
     epoch: bumped by every reset. fence: clients that opened the namespace at an epoch below it must
-        open it again, since their weights may be old; others go on in the new epoch.
+        open it again, since their weights may be old; others go on in the new epoch. generation: how many
+        fences there have been: one for each change of weights.
     replicas: copies wanted of each block.
     """
 
@@ -103,6 +104,7 @@ class NamespaceEntry(msgspec.Struct, frozen=True):
     parts: tuple[tuple[int, str, int, int], ...]
     epoch: int = 0
     fence: int = 0
+    generation: int = 0
     replicas: int = 1
 
 

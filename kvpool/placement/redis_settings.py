@@ -162,7 +162,11 @@ def _path(kind: RedisKind, parts: SplitResult) -> tuple[str, int]:
     if not words:
         return service, 0
     if kind is RedisKind.CLUSTER or len(words) > 1 or not words[0].isdecimal():
-        raise ConfigError(f"{parts.path!r} at the end of the directory's URL; it is to be {FORMS}")
+        # Not shown: in a password, a slash that is not escaped ends the host.
+        raise ConfigError(
+            f"what follows the hosts in the directory's URL cannot be understood; it is to be {FORMS}; "
+            f"a slash in a password is written %2F"
+        )
     return service, int(words[0])
 
 

@@ -109,17 +109,18 @@ def verdict(node: str, ended: Ended, timeout_s: float) -> tuple[str, bool]:
             f"{node} is not in the cluster: it was drained before, or does not run. It stays out until "
             f"`kvpool drain {node} --cancel` is said"
         ), True
-    if progress is not None and progress["failed"]:
+    assert progress is not None, "a node that is drained has said so"
+    if progress["failed"]:
         return (
             f"{node} has left the cluster, and {count(progress['failed'], 'block')} that only it holds "
             f"found no other place: they are lost when its daemon is stopped. {back} with them; make "
             f"room on other nodes, or add one, and drain it again"
         ), False
-    copied = progress["copied"] if progress is not None else 0
+    copied = progress["copied"]
     what = (
         f"{count(copied, 'block')} that only it held {'was' if copied == 1 else 'were'} copied to "
         f"others, {size_text(progress['copied_bytes'])}"
-        if progress is not None and copied
+        if copied
         else "others hold whatever it held"
     )
     return (
@@ -134,7 +135,7 @@ def carry_out(client: Client, node: str, timeout_s: float) -> tuple[str, bool]:
     bar = _bar(console) if console.is_terminal else None
     shower: AbstractContextManager[Any] = bar if bar is not None else nullcontext()
     with shower:
-        show = _on_bar(bar, node) if bar is not None else Lines(node, time.monotonic).show
+        show = _on_bar(bar, node) if bar is not None else Lines(node, console, time.monotonic).show
         ended = follow(client.cluster, node, show, timeout_s)
     return verdict(node, ended, timeout_s)
 
@@ -151,8 +152,9 @@ def call_off(client: Client, node: str) -> str:
 class Lines:
     """Progress for a log: a line when there is news, and not too many of them."""
 
-    def __init__(self, node: str, clock: Callable[[], float]) -> None:
+    def __init__(self, node: str, console: Console, clock: Callable[[], float]) -> None:
         self._node = node
+        self._console = console
         self._clock = clock
         self._last = ""
         self._due = 0.0
@@ -162,7 +164,7 @@ class Lines:
         now = self._clock()
         if text != self._last and now >= self._due:
             self._last, self._due = text, now + LINE_EVERY_S
-            print(f"{self._node}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+            self._console.print(f"{self._node}: {text}", markup=False, soft_wrap=True)
 
 
 def _bar(console: Console) -> Progress:

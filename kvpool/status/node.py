@@ -70,8 +70,8 @@ _COUNTERS: Entries = (
 
 _REMOTE: Entries = (
     (
-        "looked up",
-        (("lookups", "times who has a prefix"), ("lookups_remembered", "answered from memory")),
+        "lookups of who has a prefix",
+        (("lookups", "in all"), ("lookups_remembered", "answered from memory")),
         False,
     ),
     (
@@ -281,9 +281,10 @@ def _peers(peers: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Tabl
         "Peers", "node", "state", ">asked", ">failed", ">slow", ">latency", ">rate", ">bytes"
     )
     table.add_column("last error", overflow="fold")
-    for one in sorted(asked, key=lambda one: names.get(one["incarnation"], one["incarnation"])):
+    named = [(_peer_name(one, names), one) for one in asked]
+    for name, one in sorted(named, key=lambda pair: pair[0]):
         table.add_row(
-            names.get(one["incarnation"], one["incarnation"]),
+            name,
             _health(one),
             f"{one['asked']:,}",
             f"{one['failed']:,}",
@@ -294,6 +295,12 @@ def _peers(peers: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Tabl
             escape(one["last_error"]),
         )
     return table
+
+
+def _peer_name(peer: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """As the daemon calls it, or the membership; else its incarnation is all that is known."""
+    incarnation: str = peer["incarnation"]
+    return peer.get("node") or names.get(incarnation, incarnation)
 
 
 def _health(peer: Mapping[str, Any]) -> Text:

@@ -35,8 +35,8 @@ SECRET = "a secret for one machine only"  # noqa: S105  (nothing but loopback li
 class LocalNode:
     """One daemon of the cluster. `restart` begins a new incarnation under the same name and address.
 
-    program: what is run in place of `kvpool`, for daemons that are to be wrong in some way.
-    advertise: the URL that peers are told, given the one it listens on; None: that one.
+    program: what is run in place of `kvpool`, for daemons that are to be wrong in some way, or elsewhere.
+    host: the address that it listens on. advertise: the URL that peers are told, given the one it listens on; None: that one.
     """
 
     def __init__(
@@ -47,12 +47,14 @@ class LocalNode:
         environ: Mapping[str, str],
         *,
         program: Sequence[str] = KVPOOL,
+        host: str = "127.0.0.1",
         advertise: Callable[[str], str] | None = None,
     ) -> None:
         self.name = name
         self.socket = str(folder / f"{name}.sock")
         self.log = folder / f"{name}.log"
-        self.url = f"tcp://127.0.0.1:{free_port()}"  # the same over restarts
+        self._said_before = 0
+        self.url = f"tcp://{host}:{free_port()}"  # the same over restarts
         self._arguments = list(arguments)
         self._environ = dict(environ)
         self._program = list(program)
@@ -73,8 +75,8 @@ class LocalNode:
 
     @property
     def said(self) -> str:
-        """All that it has written to stderr, over all its lives."""
-        return self.log.read_text() if self.log.exists() else ""
+        """All that it has written to stderr since it was started last."""
+        return self.log.read_text()[self._said_before :] if self.log.exists() else ""
 
     def start(self) -> None:
         """Start it and wait until it is ready. Raises `RuntimeError` with what it said if it is not."""
@@ -83,6 +85,7 @@ class LocalNode:
 
     def begin(self) -> None:
         """Start it; `wait_ready` or `wait_end` has to follow."""
+        self._said_before += len(self.said)
         command = [*self._program, "serve", "--socket", self.socket, "--node", self.name]
         command += ["--listen", self.url, *self._arguments]
         environ = {k: v for k, v in os.environ.items() if not k.startswith("KVPOOL_")}
@@ -127,13 +130,18 @@ class LocalNode:
             assert self.process.stdout is not None
             self.process.stdout.close()
 
+    def terminate(self) -> None:
+        """SIGTERM, whatever state it is in."""
+        if self.process is not None and self.process.poll() is None:
+            self.signal(signal.SIGCONT)
+            self.process.terminate()
+
     def stop(self) -> None:
         """SIGTERM, and wait; whatever state it is in. Idempotent."""
         if self.process is None:
             return
+        self.terminate()
         if self.process.poll() is None:
-            self.signal(signal.SIGCONT)
-            self.process.terminate()
             try:
                 self.process.wait(STOP_S)
             except subprocess.TimeoutExpired:
@@ -218,7 +226,9 @@ class LocalCluster:
         self._stack.close()
 
     def _stop(self) -> None:
-        """All daemons, in the order in which they came."""
+        """All daemons, at a time: with a server away, each takes seconds to leave."""
+        for node in self.nodes:
+            node.terminate()
         for node in self.nodes:
             node.stop()
 
@@ -241,8 +251,9 @@ class LocalCluster:
         *extra: str,
         environ: Mapping[str, str] | None = None,
         program: Sequence[str] = KVPOOL,
+        host: str = "127.0.0.1",
     ) -> LocalNode:
-        """One more daemon, not started. environ: settings of its own. It ends with the cluster."""
+        """One more daemon, not started; environ: settings of its own. It ends with the cluster."""
         join = self.etcd.url if self._etcd_url is None else self._etcd_url(name)
         settings = {
             "KVPOOL_JOIN": join,
@@ -261,6 +272,7 @@ class LocalCluster:
             [*self._flags, *extra],
             settings,
             program=program,
+            host=host,
             advertise=None if advertise is None else lambda url: advertise(name, url),
         )
         self.nodes.append(node)

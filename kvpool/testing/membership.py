@@ -303,7 +303,7 @@ class MembershipContract:
                 again = await a.bump_epoch("t", wanted.digest, 0, fence=True)
                 assert again == bumped, "the epoch was not the expected one"
                 fenced = await a.bump_epoch("t", wanted.digest, 1, fence=True)
-                assert (fenced.epoch, fenced.fence) == (2, 2)
+                assert (fenced.epoch, fenced.fence, fenced.generation) == (2, 2, 1)
                 copies = await b.set_replicas("t", wanted.digest, 3)
                 assert copies == msgspec.structs.replace(fenced, replicas=3)
                 await until(lambda: a.view.namespaces[("t", wanted.digest)] == copies)
@@ -323,7 +323,7 @@ class MembershipContract:
                 calls += [m.set_replicas("t", wanted.digest, 2) for m in members]
                 for found in (await asyncio.gather(*calls))[:9]:
                     assert found.epoch == 1
-                last = msgspec.structs.replace(wanted, epoch=1, fence=1, replicas=2)
+                last = msgspec.structs.replace(wanted, epoch=1, fence=1, generation=1, replicas=2)
                 for member in members:
                     await until(lambda m=member: m.view.namespaces[("t", wanted.digest)] == last)  # type: ignore[misc]
 
@@ -340,7 +340,8 @@ class MembershipContract:
                 await backend.expire("a")
                 await until(lambda: standing(a) is Standing.LOST)
                 await a.join(record("a"))
-                assert a.view.drains == {"a"}, "only a restart ends it, not a lost lease"
+                async with self._members(backend, 1) as (fresh,):
+                    assert fresh.view.drains == {"a"}, "only a restart ends it, not a lost lease"
                 for _ in range(2):
                     await a.set_drain("a", wanted=False)
                     assert a.view.drains == frozenset()
@@ -515,7 +516,10 @@ class Model:
         if old.epoch == expected:
             at = expected + 1
             self.spaces[key] = msgspec.structs.replace(
-                old, epoch=at, fence=at if fence else old.fence
+                old,
+                epoch=at,
+                fence=at if fence else old.fence,
+                generation=old.generation + fence,
             )
         assert await member.bump_epoch(*key, expected, fence=fence) == self.spaces[key]
 

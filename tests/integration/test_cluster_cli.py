@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import os
 import re
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import pytest
 
 from kvpool import __version__
 from kvpool.client import Client
+from kvpool.errors import StaleEpoch
 from kvpool.testing.local import LocalCluster, LocalNode
 from kvpool.testing.servers.etcd import Etcd
 from kvpool.testing.servers.redis import Redis
@@ -130,10 +132,10 @@ def nodes_by_name(described: dict) -> dict[str, dict]:
     return {record["node"]: record for record in described["nodes"]}
 
 
-def wait_for_nodes(until, kvpool: Commands, node: LocalNode, names: str) -> None:
+def wait_for_nodes(until, kvpool: Commands, node: LocalNode, names: Iterable[str]) -> None:
     until(
         lambda: sorted(nodes_by_name(kvpool.json(node, "nodes"))) == sorted(names),
-        what=f"{node.name} sees {names}",
+        what=f"{node.socket} sees {names}",
     )
 
 
@@ -242,8 +244,10 @@ def test_a_fence_has_engines_open_a_namespace_again(cluster, at_a, kvpool, until
     until(fenced, what="a hears of it")
     assert f"fenced at this epoch: {DIGEST[:12]}" in kvpool(a, "namespaces").out
     assert at_a.match(ns, keys_of(range(2))) == 0
-    assert at_a.put(ns, keys_of(range(2)), [bytes(NBYTES)] * 2) == 0
-    put(at_a, range(2))
+    with pytest.raises(StaleEpoch):
+        at_a.put(ns, keys_of(range(2)), [bytes(NBYTES)] * 2)
+    put(at_a, range(2))  # opens it again
+    assert at_a.match(ns, keys_of(range(2))) == 2
 
 
 def test_copies_are_made(cluster, at_a, at_b, kvpool, until):
@@ -257,51 +261,44 @@ def test_copies_are_made(cluster, at_a, at_b, kvpool, until):
         found = kvpool.json(a, "locate", *(key(n).hex() for n in range(3)))
         return [{replica["node"] for replica in block["replicas"]} for block in found]
 
-    put(at_a, range(3, 4))  # wakes who makes copies, whether or not older blocks are looked at
     until(lambda: holders() == [{"a", "b"}] * 3, 30, what="two copies of each")
     (row,) = kvpool.json(a, "namespaces")
     assert row["replicas"] == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (("reset", "beef"), "no namespace of this tenant begins with beef"),
-        (("reset", "xyz"), "4 to 32 hex digits"),
-        (("reset", ABSENT), "`kvpool namespaces` shows"),
-        (("copies", DIGEST[:4], "1000"), "copies_max"),
-        (("locate", "abc"), "32 hex digits"),
-        (("drain", "nobody"), "`kvpool nodes` shows them"),
-        (("status", "--tenant", "nobody"), "nobody"),
-    ],
-)
-def test_errors_are_a_line_that_names_the_remedy(start_cluster, kvpool, words, hint):
+def test_errors_are_a_line_that_names_the_remedy(start_cluster, kvpool):
     (a,) = start_cluster(nodes=1).nodes
     with a.client(connect=True) as client:
         client.open(RECORD)
-        done = kvpool(a, *words)
-    assert (done.status, done.out) == (1, "")
-    assert re.fullmatch(r"kvpool: [^\n]+\n", done.err)
-    assert hint in done.err
+        for words, hint in (
+            (("reset", "beef"), "no namespace of this tenant begins with beef"),
+            (("reset", ABSENT), "`kvpool namespaces` shows"),
+            (("copies", DIGEST[:4], "1000"), "copies_max"),
+            (("locate", "abc"), "32 hex digits"),
+            (("drain", "nobody"), "`kvpool nodes` shows them"),
+            (("status", "--tenant", "nobody"), "check tenant and token"),
+        ):
+            done = kvpool(a, *words)
+            assert (done.status, done.out) == (1, ""), words
+            assert re.fullmatch(r"kvpool: [^\n]+\n", done.err), words
+            assert hint in done.err
 
 
 # ---- draining ------------------------------------------------------------------------------------------
 
 
-def hear(process: "subprocess.Popen[str]", word: str) -> str:
-    """The next line of stderr in which the word occurs."""
+def hear(process: "subprocess.Popen[str]", words: str) -> str:
+    """All that it writes to stderr until the words occur in that."""
     assert process.stderr is not None
     deadline = time.monotonic() + RUN_S
-    said = []
-    while time.monotonic() < deadline:
-        readable, _, _ = select.select([process.stderr], [], [], 1.0)
-        if readable:
-            line = process.stderr.readline()
-            if word in line:
-                return line
-            assert line, f"it ended with {said}"
-            said.append(line)
-    raise AssertionError(f"it has not said {word!r}, but {said}")
+    said = ""
+    while words not in said:
+        left = max(0.0, deadline - time.monotonic())
+        readable, _, _ = select.select([process.stderr], [], [], left)
+        data = os.read(process.stderr.fileno(), 1 << 16) if readable else b""
+        assert data, f"it has not said {words!r}, but {said!r}"
+        said += data.decode()
+    return said
 
 
 def test_a_drained_node_has_left_nothing_behind(cluster, at_a, at_b, kvpool, until):
@@ -355,7 +352,7 @@ def test_a_drain_that_finds_no_place_says_so(start_cluster, kvpool, until):
 
 
 def test_an_interrupted_wait_leaves_the_drain_going(cluster, at_a, kvpool, until):
-    a, b = cluster.nodes
+    b = cluster.node("b")
     put(at_a, range(3))
     wait_for_nodes(until, kvpool, b, "ab")
     lease = at_a.acquire(at_a.open(RECORD), [key(0)], lease_s=RUN_S)
@@ -415,14 +412,7 @@ def test_a_node_without_etcd_says_what_that_means(folder, servers, kvpool, until
 def test_only_operators_are_shown_the_cluster(start_cluster, kvpool):
     token = "a token for operators"
     (a,) = start_cluster(nodes=1, environ={"KVPOOL_OPERATOR_TOKEN": token}).nodes
-    for words in (
-        ("nodes",),
-        ("namespaces",),
-        ("locate", ABSENT),
-        ("drain", "a"),
-        ("reset", ABSENT),
-        ("copies", ABSENT, "2"),
-    ):
+    for words in (("nodes",), ("locate", ABSENT), ("drain", "a"), ("reset", ABSENT)):
         done = kvpool(a, *words)
         assert done.status == 1, words
         assert "KVPOOL_OPERATOR_TOKEN" in done.err
@@ -483,15 +473,11 @@ def test_flags_of_a_cluster_and_where_passwords_stay(folder, servers, start, cle
             said += kvpool(node, "nodes", "--json").out + node.stderr
         described = nodes_by_name(kvpool.json(beside_it, "nodes"))
         assert described["node-1"]["labels"] == {"zone": "z"}
-        redis.pause()
+        redis.kill()
         until(
-            lambda: (
-                not kvpool.json(beside_it, "nodes")["directory"]["connected"]
-                or kvpool(beside_it, "locate", ABSENT).status == 1
-            ),
+            lambda: not kvpool.json(beside_it, "nodes")["directory"]["connected"],
             what="Redis is missed",
         )
-        redis.resume()
         said += in_a_variable.stderr + beside_it.stderr
         assert PASSWORD not in said
 
@@ -506,5 +492,7 @@ def test_a_wrong_password_of_redis_is_not_repeated(folder, servers, start):
             KVPOOL_DIRECTORY_PASSWORD="wrong-wrong-0815",
         )
         assert daemon.wait_end() == 1
-        assert daemon.stderr.startswith("kvpool: ")
+        last = daemon.stderr.splitlines()[-1]
+        assert last.startswith("kvpool: ")
+        assert "Check the directory's user and password" in last
         assert "wrong-wrong-0815" not in daemon.stderr

@@ -49,7 +49,7 @@ def met(daemon):
     """A connection that is past its Hello, and the number of a fresh namespace."""
     with daemon.raw() as raw:
         assert isinstance(raw.hello(), wire.Welcome)
-        yield raw, raw.ask(open_message({"fresh": secrets.token_hex()})).value
+        yield raw, raw.ask(open_message({"fresh": secrets.token_hex()})).number
 
 
 @pytest.fixture(autouse=True)
@@ -284,7 +284,7 @@ def test_a_namespace_that_is_not_open(met):
 
 def test_other_sizes_under_the_same_digest(met):
     raw, _ = met
-    assert isinstance(raw.ask(open_message()), wire.Done)
+    assert isinstance(raw.ask(open_message()), wire.Opened)
     answer = raw.ask(open_message(parts=[(8192, "full", 0, 1)]))
     assert answer.code == "namespace_mismatch"
     assert "4096" in answer.message
@@ -396,7 +396,7 @@ def test_another_connection_of_the_same_client_may_commit(daemon):
     one, two = daemon.raw(), daemon.raw()
     for raw in (one, two):
         assert isinstance(raw.hello(client="same" * 8), wire.Welcome)
-    number = one.ask(open_message()).value
+    number = one.ask(open_message()).number
     one.ask(wire.Reserve(number, 0, 7, KEY))
     assert two.ask(wire.Commit(7, SUM)) == wire.Done(1)
 

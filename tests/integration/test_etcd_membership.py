@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +153,16 @@ async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
     sink.close()
 
 
-def rejoin(member: EtcdMembership, node: str, tasks: list[asyncio.Task[None]]) -> None:
-    """As the daemon does: join as a new incarnation whenever the lease is lost."""
+def rejoin(
+    member: EtcdMembership,
+    node: str,
+    tasks: list[asyncio.Task[None]],
+    ready: Callable[[], bool],
+) -> None:
+    """As the daemon does: join as a new incarnation whenever the lease is lost; here, when `ready`."""
 
     async def again() -> None:
+        await until(ready)
         while standing(member) is Standing.LOST:
             try:
                 await member.join(record(node))
@@ -472,7 +478,13 @@ def test_an_etcd_that_lost_all_its_data(tmp_path: Path) -> None:
             views: list[set[str]] = []
             tasks: list[asyncio.Task[None]] = []
             for name, member in nodes.items():
-                rejoin(member, name, tasks)
+                # The worst case: all have seen that nobody is there, before anybody comes back.
+                rejoin(
+                    member,
+                    name,
+                    tasks,
+                    lambda: all(m.stats()["resets"] > 1 for m in nodes.values()),
+                )
                 await member.join(record(name))
             a, b = nodes["a"], nodes["b"]
             await a.register(entry())

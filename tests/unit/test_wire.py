@@ -2,6 +2,7 @@
 
 import ast
 import struct
+import types
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -57,6 +58,8 @@ def drawn(field_type: object) -> st.SearchStrategy:
         return st.none() | st.text(max_size=5)
     if isinstance(field_type, type) and issubclass(field_type, msgspec.Struct):
         return structs(field_type)
+    if isinstance(field_type, types.UnionType):
+        return st.one_of([structs(member) for member in field_type.__args__])
     origin, args = field_type.__origin__, field_type.__args__
     if origin is list:
         return st.lists(drawn(args[0]), max_size=3)

@@ -206,7 +206,10 @@ class Mirror:
         if old is not None and old.epoch > entry.epoch:
             self._saved.discard(key)  # etcd was restored from a copy
             entry = msgspec.structs.replace(
-                entry, epoch=old.epoch, fence=max(old.fence, entry.fence)
+                entry,
+                epoch=old.epoch,
+                fence=max(old.fence, entry.fence),
+                generation=max(old.generation, entry.generation),
             )
         self._namespaces[key] = entry
 

@@ -70,7 +70,7 @@ class EtcdSettings:
         """
         scheme, mark, rest = url.partition("://")
         if not mark or scheme not in SCHEMES:
-            raise ConfigError(f"{url!r} is no etcd URL: etcd://HOST:PORT,... or etcds:// with TLS")
+            raise ConfigError("not an etcd URL: etcd://HOST:PORT,... or etcds:// with TLS")
         user, _, hosts = rest.rpartition("@")
         if ":" in user:
             raise ConfigError("an etcd URL holds no password; it is a setting of its own")

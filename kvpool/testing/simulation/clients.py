@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from kvpool import wire
 from kvpool.errors import (
     ClusterUnavailable,
+    InvalidRequest,
     LimitExceeded,
-    NamespaceMismatch,
     PoolFull,
     StaleEpoch,
     Unavailable,
@@ -64,7 +64,8 @@ class Client:
         self.dead = False
         self._session: Session | None = None
         self._number = -1
-        self._opened = -1  # the epoch in which it opened the namespace
+        self._generation = -1  # of its weights; -1: those of the day, not yet counted
+        self._resetting = asyncio.Lock()
         self._ticket = 0
         self._granting = asyncio.Lock()
         self._uses: list[tuple[Memory, Use]] = []
@@ -90,8 +91,8 @@ class Client:
                 context=session.life.control.context,
             )
 
-    async def _connected(self) -> tuple[Session, int]:
-        """A session, and the namespace's number in it. Raises what opening one raises."""
+    async def _connected(self) -> tuple[Session, int, int]:
+        """A session, and in it the namespace's number, for weights of which generation."""
         life = self.node.life
         if life is None or not life.started:
             raise Unavailable(f"{self.node.name} is down")
@@ -99,24 +100,30 @@ class Client:
             self._session = life.connect(self.instance, self.name)
             self._granted.clear()
             self._number = -1
-        session, number = self._session, self._number
+        session, number, generation = self._session, self._number, self._generation
         if number < 0:
             record = self.world.record
             parts = [(p.nbytes, str(p.kind), p.window_blocks, p.stride) for p in record.parts]
             message = wire.OpenNamespace(
-                record.digest(), record.canonical(), parts, self.world.plan.replicas
+                record.digest(), record.canonical(), parts, self.world.plan.replicas, generation
             )
             answer = await self._ask(message, OTHERS_S, session)
-            assert isinstance(answer.message, wire.Done)
-            number = answer.message.value
-            self._opened_as(session, number)
-        return session, number
+            number, generation = self._opened(session, answer)
+        return session, number, generation
 
-    def _opened_as(self, session: Session, number: int) -> None:
-        """The namespace was opened, or reset, and has this number."""
-        if self._session is session:
-            namespace = session.life.server.node.namespace(session.holder.tenant, number)
-            self._number, self._opened = number, namespace.epoch
+    def _opened(self, session: Session, answer: Answer) -> tuple[int, int]:
+        """The namespace was opened, or reset: its number, and the generation of this client's weights."""
+        opened = answer.message
+        assert isinstance(opened, wire.Opened)
+        if self._session is session and opened.generation >= self._generation:
+            self._number, self._generation = opened.number, opened.generation
+        return opened.number, opened.generation
+
+    def _out_of_date(self) -> None:
+        """Its weights are old: it loads those of the day, or goes on for a while, and is refused."""
+        self._number = -1
+        if self.rng.random() < 0.7:
+            self._generation = -1
 
     # ---- requests ----------------------------------------------------------------------------------------
 
@@ -153,19 +160,24 @@ class Client:
         found = answer.result()
         if isinstance(found.message, wire.Error):
             error = from_code(found.message.code, found.message.message)
-            if not isinstance(error, (*EXPECTED, NamespaceMismatch)):
+            unknown = isinstance(message, wire.Drain) and isinstance(error, InvalidRequest)
+            if not isinstance(error, EXPECTED) and not unknown:
                 raise Violation(f"{type(message).__name__} at {life.name}: {error!r}")
             if isinstance(error, StaleEpoch):
-                self._number = -1
+                self._out_of_date()
             raise error
         return found
 
-    def _check_fence(self, life: Life, fence: int) -> None:
-        """What a client of older weights must not be given. fence: as its node knew it at first."""
-        if self._opened < fence:
+    def _check_served(self, life: Life, answer: Answer, generation: int) -> None:
+        """What a client of other weights must not be given, nor what is of an ended epoch."""
+        if answer.generation != generation:
             raise Violation(
-                f"{self.name} opened the namespace in epoch {self._opened}, before the fence of "
-                f"epoch {fence} that {life.name} knows of, and is served all the same"
+                f"{self.name} has weights of generation {generation}, and is given slots of "
+                f"generation {answer.generation} at {life.name}"
+            )
+        if answer.epoch < answer.known:
+            raise Violation(
+                f"{life.name} gives slots of epoch {answer.epoch}, and knew of {answer.known}"
             )
 
     # ---- put ---------------------------------------------------------------------------------------------
@@ -179,11 +191,10 @@ class Client:
     async def _put_part(
         self, part: int, nbytes: int, keys: Sequence[bytes], parent: bytes, copies: int
     ) -> None:
-        session, number = await self._connected()
+        session, number, generation = await self._connected()
         life, world, rng = session.life, self.world, self.rng
         self._ticket += 1
         ticket = self._ticket
-        fence = life.fence_in_view()
         answer = await self._ask(
             wire.Reserve(number, part, ticket, b"".join(keys), parent), 0.0, session
         )
@@ -196,13 +207,13 @@ class Client:
         ]
         if not slots:
             return
-        self._check_fence(life, fence)
-        if answer.epoch < answer.known:
-            raise Violation(f"{life.name} reserves in epoch {answer.epoch}, and knew {answer.known}")
+        self._check_served(life, answer, generation)
         first = rng.randrange(len(slots) + 1) if rng.random() < 0.3 else len(slots)
         groups = [group for group in (slots[:first], slots[first:]) if group]
         uses = [
-            self._use(life, f"{self.name} puts", reserved.stride, [row for _, _, row in group], True)
+            self._use(
+                life, f"{self.name} puts", reserved.stride, [row for _, _, row in group], True
+            )
             for group in groups
         ]
         for group, use in zip(groups, uses, strict=True):
@@ -247,7 +258,7 @@ class Client:
             await self._put_granted(keys, parent, copies)
 
     async def _put_granted(self, keys: Sequence[bytes], parent: bytes, copies: int) -> None:
-        session, number = await self._connected()
+        session, number, _ = await self._connected()
         life, world = session.life, self.world
         part, spec = 0, self.world.record.parts[0]
         granted = self._granted.setdefault(part, [])
@@ -313,7 +324,7 @@ class Client:
 
     async def give_back(self) -> None:
         async with self._granting:
-            session, number = await self._connected()
+            session, _, _ = await self._connected()
             for _, use in self._granted.pop(0, []):
                 session.life.memory.end(use)
             await self._ask(wire.GiveBack(0, b""), 0.0, session)
@@ -335,10 +346,10 @@ class Client:
 
     async def get(self, keys: Sequence[bytes], wait_s: float, lease_s: float) -> int:
         """Lease, read at one's leisure, release; the blocks that were leased."""
-        session, number = await self._connected()
+        session, number, generation = await self._connected()
         life, world = session.life, self.world
         asked_at = world.now()
-        fence = life.fence_in_view()
+        expected = world.expected(keys) if wait_s >= 0.3 else 0
         answer = await self._ask(
             wire.Acquire(number, b"".join(keys), [], lease_s, wait_s), wait_s, session
         )
@@ -347,9 +358,13 @@ class Client:
         world.count("gets")
         world.count("blocks wanted", len(keys))
         world.count("blocks hit", leased.blocks)
+        if leased.blocks < expected:
+            raise Violation(
+                f"{life.name} has {leased.blocks} blocks of {expected} that it must find"
+            )
         if not leased.token:
             return 0
-        self._check_fence(life, fence)
+        self._check_served(life, answer, generation)
         reading = self._read(life, answer, keys, asked_at)
         if reading is not None:
             await self._finish(session, reading)
@@ -361,24 +376,19 @@ class Client:
         """Believe in a lease, if it has not ended already."""
         leased = answer.message
         assert isinstance(leased, wire.Leased)
-        if answer.epoch < answer.known:
-            raise Violation(f"{life.name} leases epoch {answer.epoch}, and knew {answer.known}")
         deadline = asked_at + leased.lease_s
         if deadline <= self.world.now():
             return None
-        cells = [
-            (part.stride, row) for part in leased.parts for row in wire_rows(part.rows)
-        ]
+        cells = [(part.stride, row) for part in leased.parts for row in wire_rows(part.rows)]
         strides = {stride for stride, _ in cells}
         what = f"{self.name} reads"
         uses = [
             self._use(life, what, stride, [row for s, row in cells if s == stride], False, deadline)
             for stride in sorted(strides)
         ]
-        reading = Reading(
+        return Reading(
             leased.token, life, uses, deadline, answer.epoch, keys[: leased.blocks], leased.parts
         )
-        return reading
 
     async def _finish(self, session: Session, reading: Reading) -> None:
         rng = self.rng
@@ -403,7 +413,9 @@ class Client:
             spec = world.record.parts[part.part]
             for at, row in enumerate(wire_rows(part.rows)):
                 key = reading.keys[part.first + at * spec.stride + spec.stride - 1]
-                copied.append((key, part.part, reading.life.memory.read(row * part.stride, part.nbytes)))
+                copied.append(
+                    (key, part.part, reading.life.memory.read(row * part.stride, part.nbytes))
+                )
             await asyncio.sleep(rng.choice((0.0, 0.0005, 0.02, 0.6)) * rng.random())
         if world.now() >= reading.deadline:
             world.count("late reads")
@@ -413,13 +425,13 @@ class Client:
             if data != right:
                 raise Violation(
                     f"{self.name} read wrong bytes of block {key[:4].hex()}, part {number}, "
-                    f"epoch {reading.epoch} at {reading.life.name}"
+                    f"epoch {reading.epoch} at {reading.life.name}: {world.contents.recognise(data)}"
                 )
         world.count("blocks read", len(copied))
 
     async def join(self, token: str, reading: Reading) -> None:
         """Another process of the instance reads by the same lease."""
-        session, number = await self._connected()
+        session, _, _ = await self._connected()
         if session.life is not reading.life:
             return
         asked_at = self.world.now()
@@ -427,14 +439,16 @@ class Client:
         assert isinstance(answer.message, wire.Leased)
         if not answer.message.token:
             return
-        joined = self._read(session.life, Answer(answer.message, reading.epoch), reading.keys, asked_at)
+        joined = self._read(
+            session.life, Answer(answer.message, reading.epoch), reading.keys, asked_at
+        )
         if joined is not None:
             await self._finish(session, joined)
 
     # ---- the rest ----------------------------------------------------------------------------------------
 
     async def look(self, keys: Sequence[bytes]) -> None:
-        session, number = await self._connected()
+        session, number, _ = await self._connected()
         packed = b"".join(keys)
         kind = self.rng.randrange(3)
         if kind == 0:
@@ -445,34 +459,35 @@ class Client:
             await self._ask(wire.Pull(number, packed, 0.3), 0.3, session)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        session, number = await self._connected()
+        session, number, _ = await self._connected()
         await self._ask(wire.Remove(number, b"".join(keys)), 0.0, session)
 
     async def pin(self, keys: Sequence[bytes], kind: str) -> None:
-        session, number = await self._connected()
+        session, number, _ = await self._connected()
         await self._ask(wire.Pin(number, b"".join(keys), kind), 0.0, session)
 
     async def reset(self) -> None:
         """This engine has new weights."""
-        session, number = await self._connected()
-        self.world.note(f"{self.name} resets")
-        answer = await self._ask(wire.Reset(number), OTHERS_S, session)
-        assert isinstance(answer.message, wire.Done)
-        self._opened_as(session, answer.message.value)
+        async with self._resetting:
+            session, number, generation = await self._connected()
+            self.world.note(f"{self.name} resets, was of generation {generation}")
+            answer = await self._ask(wire.Reset(number, generation), OTHERS_S, session)
+            self._opened(session, answer)
 
     async def clear(self, *, fence: bool) -> None:
-        session, number = await self._connected()
+        session, _, _ = await self._connected()
         self.world.note(f"{self.name} clears, fence {fence}")
         await self._ask(wire.Clear(self.world.digest, fence), OTHERS_S, session)
 
     async def set_copies(self, copies: int) -> None:
-        session, number = await self._connected()
+        session, _, _ = await self._connected()
         await self._ask(wire.Copies(self.world.digest, copies), OTHERS_S, session)
 
-    async def drain(self, node: str, wanted: bool) -> None:
-        session, number = await self._connected()
+    async def drain(self, node: str, *, wanted: bool) -> None:
+        session, _, _ = await self._connected()
         self.world.note(f"{node} is {'' if wanted else 'not '}to be drained")
-        if node in session.life.membership.view.nodes or not wanted:
+        view = session.life.server.cluster.view
+        if node in view.nodes or node in view.drains:
             await self._ask(wire.Drain(node, wanted), OTHERS_S, session)
 
 
@@ -490,4 +505,3 @@ def keys_of(rng: random.Random, chains: int, blocks: int) -> list[list[bytes]]:
         fresh = [rng.randbytes(KEY_BYTES) for _ in range(blocks - len(shared))]
         made.append([*shared, *fresh])
     return made
-

@@ -14,12 +14,12 @@ import contextvars
 import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 START_S = 1000.0  # as far from zero as any machine's monotonic clock
-SEEN_S = 1e-9
 
 _domain: contextvars.ContextVar[Domain | None] = contextvars.ContextVar("domain", default=None)
 
@@ -30,13 +30,43 @@ class Domain:
     def __init__(self, name: str) -> None:
         self.name = name
         self.paused = False
-        self.held: list[tuple[Domain | None, asyncio.Handle]] = []
+        self.held: list[_Call] = []
         self.tasks: list[asyncio.Task[Any]] = []
         self.context = contextvars.copy_context()
         self.context.run(_domain.set, self)
 
     def __repr__(self) -> str:
         return f"<Domain {self.name}>"
+
+
+class _Call(asyncio.TimerHandle):
+    """What is to be called, when, and in which domain. asyncio's own does more, and is made often here."""
+
+    __slots__ = ("domain",)
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        when: float,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        context: contextvars.Context | None,
+    ) -> None:
+        if context is None:
+            context = contextvars.copy_context()
+        self._loop = loop
+        self._when = when
+        self._callback = callback
+        self._args = args
+        self._context = context
+        self._cancelled = False
+        self._source_traceback = None
+        self._repr = None
+        self.domain = context.get(_domain)
+
+    def cancel(self) -> None:
+        """It is dropped when its time comes."""
+        self._cancelled = True
 
 
 class Stuck(Exception):
@@ -51,8 +81,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.broken: list[dict[str, Any]] = []  # what was told to `call_exception_handler`
         self._steps_max = steps_max
         self._now = START_S
-        self._ready: deque[tuple[Domain | None, asyncio.Handle]] = deque()
-        self._timers: list[tuple[float, int, Domain | None, asyncio.TimerHandle]] = []
+        self._ready: deque[_Call] = deque()
+        self._timers: list[tuple[float, int, _Call]] = []
         self._timer_count = 0
         self._tasks: list[asyncio.Task[Any]] = []  # of no domain
         self._running = False
@@ -81,28 +111,26 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         name: str | None = None,
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[T]:
-        task = asyncio.Task(coro, loop=self, name=name, context=context)  # type: ignore[arg-type]
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
         domain = _domain.get() if context is None else context.get(_domain)
         (self._tasks if domain is None else domain.tasks).append(task)
         return task
 
     def call_soon(
         self,
-        callback: Callable[..., object],
-        *args: Any,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        if context is None:
-            context = contextvars.copy_context()
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append((context.get(_domain), handle))
-        return handle
+        call = _Call(self, self._now, callback, args, context)
+        self._ready.append(call)
+        return call
 
     def call_later(
         self,
         delay: float,
-        callback: Callable[..., object],
-        *args: Any,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         return self.call_at(self._now + delay, callback, *args, context=context)
@@ -110,19 +138,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def call_at(
         self,
         when: float,
-        callback: Callable[..., object],
-        *args: Any,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
-        if context is None:
-            context = contextvars.copy_context()
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        call = _Call(self, when, callback, args, context)
         self._timer_count += 1
-        heapq.heappush(self._timers, (when, self._timer_count, context.get(_domain), handle))
-        return handle
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is dropped when its time comes."""
+        heapq.heappush(self._timers, (when, self._timer_count, call))
+        return call
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self.broken.append(context)
@@ -149,23 +172,23 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Call what is ready now; else go to the time of the next timer."""
         timers, ready = self._timers, self._ready
         if not ready:
-            while timers and timers[0][3].cancelled():
+            while timers and timers[0][2].cancelled():
                 heapq.heappop(timers)
             if not timers:
                 raise Stuck("everybody waits for somebody else")
             self._now = max(self._now, timers[0][0])
-        while timers and timers[0][0] <= self._now + SEEN_S:
-            _, _, domain, timer = heapq.heappop(timers)
-            ready.append((domain, timer))
+        while timers and timers[0][0] <= self._now:
+            ready.append(heapq.heappop(timers)[2])
         for _ in range(len(ready)):
-            domain, handle = ready.popleft()
-            if handle.cancelled():
+            call = ready.popleft()
+            if call.cancelled():
                 continue
+            domain = call.domain
             if domain is not None and domain.paused:
-                domain.held.append((domain, handle))
+                domain.held.append(call)
                 continue
             self.steps += 1
-            handle._run()
+            call._run()
             if self.broken:
                 return
         if self.steps > self._steps_max:

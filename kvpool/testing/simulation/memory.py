@@ -35,6 +35,13 @@ class Contents:
             found = self._known[name] = (data, xxh3_128_digest(data))
         return found
 
+    def recognise(self, data: bytes) -> str:
+        """Whose bytes these are."""
+        for (_, epoch, key, part, _), (known, _) in self._known.items():
+            if known == data:
+                return f"those of block {key[:4].hex()}, part {part}, epoch {epoch}"
+        return "those of no block"
+
 
 @dataclass(eq=False, slots=True)
 class Use:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_128_digest
@@ -109,7 +109,9 @@ class Carrier:
         self._count(order, keys)
         transfer = Transfer(self, order, keys, rows)
         try:
-            return await self._order(transfer.run(), transfer.wind_down)
+            pulled = await self._order(transfer.run(), transfer.wind_down)
+            assert isinstance(pulled, wire.Pulled)
+            return pulled
         finally:
             self.life.memory.end(use)
             for key in keys:
@@ -140,27 +142,25 @@ class Carrier:
     async def _order(
         self,
         work: Coroutine[Any, Any, Any],
-        wind_down: Callable[[], Awaitable[None]] | None = None,
+        wind_down: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> Any:
         """Run it in the mover; a cancellation is passed on, and its acknowledgement waited for."""
         loop = self.world.loop
         task = loop.create_task(work, context=self.life.mover.context)
         self._running.add(task)
+        waited_for: list[asyncio.Task[Any]] = [task]
         cancelled: asyncio.CancelledError | None = None
-        try:
-            while not task.done():
-                try:
-                    await asyncio.wait((task,))
-                except asyncio.CancelledError as error:
-                    if cancelled is None and wind_down is not None and not task.cancelling():
+        while left := [work for work in waited_for if not work.done()]:
+            try:
+                await asyncio.wait(left)
+            except asyncio.CancelledError as error:
+                if cancelled is None:
+                    cancelled = error
+                    if wind_down is not None:
                         ack = loop.create_task(wind_down(), context=self.life.mover.context)
-                        task.cancel()
-                        await asyncio.wait((ack,))
-                    else:
-                        task.cancel()
-                    cancelled = cancelled or error
-        finally:
-            self._running.discard(task)
+                        waited_for.append(ack)
+                    task.cancel()
+        self._running.discard(task)
         if cancelled is not None:
             if not task.cancelled():
                 task.exception()  # seen
@@ -342,7 +342,9 @@ class Transfer:
             f"{carrier.life.name} pulled {' '.join(key[:4].hex() for key in self.keys)} from "
             f"{order.url}: {self.status.hex()[1::2]} {error}"
         )
-        return wire.Pulled(bytes(self.status), bytes(self.checksums), world.now() - self.began, error)
+        return wire.Pulled(
+            bytes(self.status), bytes(self.checksums), world.now() - self.began, error
+        )
 
     async def _borrow(self, peer: Life, deadline: float) -> None:
         carrier, order = self.carrier, self.order
@@ -392,7 +394,10 @@ class Transfer:
             flip = network.drawn(world.plan.flip_bit)
             for low, high in ((0, cut), (cut, nbytes)):
                 pieces = [
-                    (self.rows[index] * self.order.stride + low, peer.memory.read(a + low, high - low))
+                    (
+                        self.rows[index] * self.order.stride + low,
+                        peer.memory.read(a + low, high - low),
+                    )
                     for index, a, _ in group
                 ]
                 self._late = pieces
@@ -414,11 +419,16 @@ class Transfer:
         if wrong and network.rng.random() < 0.5:
             # The owner looks for itself; now and then it finds its own copy broken as well.
             order = self.order
-            peer.carrier.report(wire.Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)))
+            peer.carrier.report(
+                wire.Corrupt(order.tenant, order.digest, order.part, b"".join(wrong))
+            )
 
     async def _arrive(self, peer: Life, generation: int, deadline: float) -> None:
         network, plan = self.carrier.network, self.carrier.world.plan
-        stalled, broken = network.drawn(plan.stall_message / 2), network.drawn(plan.lose_message / 2)
+        stalled, broken = (
+            network.drawn(plan.stall_message / 2),
+            network.drawn(plan.lose_message / 2),
+        )
         when = self.carrier.world.now() + network.latency()
         cut = frozenset((self.carrier.life.node.name, peer.node.name)) in network.cuts
         if stalled or cut or peer.node.name in network.mute or peer.mover.paused:

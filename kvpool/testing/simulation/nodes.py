@@ -47,11 +47,12 @@ class Session:
 class Answer:
     """To a request: what the daemon says, and what only a simulation can see.
 
-    epoch: of the slots in it. known: the epoch that the daemon knew of when the request came.
+    epoch, generation: of the slots in it. known: the epoch that the daemon knew of when it was asked.
     """
 
     message: wire.Message
     epoch: int = -1
+    generation: int = -1
     known: int = -1
 
 
@@ -228,36 +229,34 @@ class Life:
     ) -> None:
         if answer.done():
             return
-        epoch = -1
+        epoch = generation = -1
         if isinstance(found, wire.Leased) and found.token:
-            epoch = self._check_lease(message, found)
+            epoch, generation = self._check_lease(message, found)
         elif isinstance(message, wire.Reserve) and isinstance(found, wire.Reserved):
             reservation = session.holder.reservations.get(message.ticket)
             if reservation is not None:
-                epoch = reservation.table.namespace.epoch
-        answer.set_result(Answer(found, epoch, known))
+                namespace = reservation.table.namespace
+                epoch, generation = namespace.epoch, namespace.generation
+        answer.set_result(Answer(found, epoch, generation, known))
 
-    def _check_lease(self, message: wire.Message, leased: wire.Leased) -> int:
-        """The epoch of what was leased: one, and the keys that were asked for."""
+    def _check_lease(self, message: wire.Message, leased: wire.Leased) -> tuple[int, int]:
+        """Epoch and generation of what was leased: one, and the keys that were asked for."""
         lease = self.server.node._leases[leased.token]
-        epochs = set()
+        namespaces = set()
         for _, blocks in lease.parts.values():
             for block in blocks:
-                epochs.add(block.table.namespace.epoch)
+                namespace = block.table.namespace
+                namespaces.add((namespace.epoch, namespace.generation))
                 if isinstance(message, wire.Acquire) and block.key not in split_keys(message.keys):
                     raise Violation(f"{self.name} leases a block that was not asked for")
-        if len(epochs) != 1:
-            raise Violation(f"{self.name} leases blocks of epochs {epochs} in one lease")
-        return epochs.pop()
+        if len(namespaces) != 1:
+            raise Violation(f"{self.name} leases blocks of several epochs at once: {namespaces}")
+        return namespaces.pop()
 
     def epoch_in_view(self) -> int:
         """The epoch that this node has heard of, by its view of the cluster; -1 before any."""
         entries = self.membership.view.namespaces.values()
         return max((entry.epoch for entry in entries), default=-1)
-
-    def fence_in_view(self) -> int:
-        entries = self.membership.view.namespaces.values()
-        return max((entry.fence for entry in entries), default=0)
 
     def client_died(self, session: Session) -> None:
         """What the end of a process does, by its pidfd. In the control domain."""

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvpool.errors import Unavailable
-from kvpool.placement.directory import BATCH_MAX, TIERS, Entry, tag_of
+from kvpool.placement.directory import BATCH_MAX, TIERS, Entry, Swept, tag_of
 from kvpool.placement.embedded import EmbeddedDirectory
 from kvpool.placement.membership import Standing
 from kvpool.placement.records import INCARNATION_BYTES, NamespaceEntry, NodeRecord
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvpool.testing.simulation.world import World
 
 DIRECTORY_TIMEOUT_S = 0.5
-MEMBERSHIP_TIMEOUT_S = 1.0
 OLD_MAX = 256  # answers that are remembered to be given once more
 
 
@@ -133,7 +132,7 @@ class BadDirectory:
             if not world.directory_away:
                 await do(pairs[:part_done])
             raise
-        if lost:
+        if lost and world.faults:
             self.lost_tags.update(tag_of(key) for key, _ in pairs)
             return
         await do(pairs)
@@ -148,11 +147,15 @@ class BadDirectory:
         if not self._world.directory_away:
             await do(pairs)
 
-    async def marks(self) -> Sequence[bytes]:
-        await self._go(self._world.plan.locate_fails)
-        return await self._real.marks()
+    async def marks(self) -> Sequence[bytes | None]:
+        fails = self._world.plan.locate_fails
+        away = self._rng.randrange(3) if self._drawn(fails) else None
+        await self._go(fails)
+        marks = await self._real.marks()
+        # One shard of three does not answer.
+        return [None if tag % 3 == away else mark for tag, mark in enumerate(marks)]
 
-    async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> tuple[bytes, int]:
+    async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> Swept:
         await self._go(self._world.plan.locate_fails)
         return await self._real.sweep(dead, cursor, count)
 

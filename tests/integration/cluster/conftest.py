@@ -1,7 +1,8 @@
 """Whole clusters: real etcd, real Redis, real daemons, and clients that know what each block has to hold.
 
 etcd and Redis are shared by a file's tests, which have a cluster of their own each, by its name. Tests
-that break a server start their own (`start_cluster(own_servers=True)`).
+that break a server start their own (`start_cluster(own_servers=True)`), or have their file's to
+themselves and leave them well.
 """
 
 import contextlib
@@ -13,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import pytest
 
 from kvpool.client import Lease
-from kvpool.errors import KvpoolError, LeaseLost, PoolFull
+from kvpool.errors import KvpoolError, LeaseLost
 from kvpool.testing.local import LocalCluster, LocalNode
 from kvpool.testing.servers.etcd import Etcd
 from kvpool.testing.servers.redis import Redis
@@ -214,7 +216,7 @@ class Load:
             self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
             self.done[at] += 1
 
-    def __enter__(self) -> "Load":
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
         return self
@@ -227,34 +229,37 @@ class Load:
             raise self.wrong[0]
 
 
-class World:
+class World(LocalCluster):
     """A cluster, and seats at its nodes."""
 
-    def __init__(self, cluster: LocalCluster) -> None:
-        self.cluster = cluster
-        self._stack = contextlib.ExitStack()
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        super().__init__(folder, **settings)
+        self._seats: list[Seat] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.cluster, name)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for seat in self._seats:
+            seat.close()
+        super().__exit__(kind, error, trace)
 
     def seat(self, name: str, record: NamespaceRecord = PLAIN, **settings: Any) -> Seat:
         """A new client at a node; closed with the cluster."""
-        seat = Seat(self.cluster.node(name), record, **settings)
-        self._stack.callback(seat.close)
-        return seat
+        self._seats.append(Seat(self.node(name), record, **settings))
+        return self._seats[-1]
 
     def seats(self, record: NamespaceRecord = PLAIN, **settings: Any) -> list[Seat]:
         """One at each node, once all of them see all of them."""
-        seats = [self.seat(node.name, record, **settings) for node in self.cluster.nodes]
+        seats = [self.seat(node.name, record, **settings) for node in self.nodes]
         self.until_all_see(seats)
         return seats
 
     def until_all_see(self, seats: list[Seat]) -> None:
         names = {seat.name for seat in seats}
         wait_until(lambda: all(names == set(seat.members) for seat in seats), 30, "all are members")
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 Start = Callable[..., World]
@@ -284,10 +289,7 @@ def start_cluster(request: pytest.FixtureRequest) -> Iterator[Start]:
             settings.setdefault("name", f"test-{secrets.token_hex(4)}")
             if not own_servers:
                 settings["etcd"], settings["redis"] = request.getfixturevalue("servers")
-            cluster = stack.enter_context(LocalCluster(path, **settings))
-            world = World(cluster)
-            stack.callback(world.close)
-            return world
+            return stack.enter_context(World(path, **settings))
 
         yield start
 
@@ -300,13 +302,11 @@ def shared_cluster(servers: tuple[Etcd, Redis]) -> Callable[..., Any]:
     def start(**settings: Any) -> Iterator[World]:
         etcd, redis = servers
         settings.setdefault("name", f"test-{secrets.token_hex(4)}")
-        with tempfile.TemporaryDirectory(prefix="kvpool-cluster-") as folder:
-            with LocalCluster(Path(folder), etcd=etcd, redis=redis, **settings) as cluster:
-                world = World(cluster)
-                try:
-                    yield world
-                finally:
-                    world.close()
+        with (
+            tempfile.TemporaryDirectory(prefix="kvpool-cluster-") as folder,
+            World(Path(folder), etcd=etcd, redis=redis, **settings) as world,
+        ):
+            yield world
 
     return start
 
@@ -329,7 +329,7 @@ _taken = itertools.count(1)
 
 @pytest.fixture
 def numbers() -> Callable[[int], range]:
-    """`numbers(n)`: n block numbers that no other test uses, beginning at a multiple of 1024."""
+    """`numbers(n)`: n block numbers that no other test uses, beginning at a multiple of 2**20."""
 
     def take(count: int) -> range:
         first = next(_taken) << 20

@@ -1,6 +1,8 @@
 """Who may not be part of a cluster is told so in one line, and disturbs nobody who is."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 
@@ -9,12 +11,13 @@ import pytest
 from kvpool.errors import NotAuthenticated, ProtocolError
 from kvpool.placement.records import ClusterConfig, encode_record
 from kvpool.testing.local import SECRET
+from kvpool.testing.proxy import Fault, Proxy
 from kvpool.testing.servers.etcd import Etcd, free_port
 from kvpool.testing.servers.redis import Redis
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.connections import Connections
 
-OTHER_SECRET = "another secret of enough length"  # noqa: S105
+OTHER_SECRET = "another secret of enough length"
 REFUSED_S = 30.0
 
 # What a daemon runs in place of `kvpool`: the same, in a world that is not right.
@@ -42,8 +45,9 @@ def program(code: str) -> tuple[str, ...]:
 
 
 def refusal(node, seconds: float = REFUSED_S) -> str:
-    """Start a daemon that is to be turned away; the one line it leaves."""
-    node.begin()
+    """Start a daemon that is to be turned away, unless it was; the one line it leaves."""
+    if node.process is None:
+        node.begin()
     assert node.wait_end(seconds) == 1
     lines = [line for line in node.said.splitlines() if line.startswith("kvpool: ")]
     assert "Traceback" not in node.said
@@ -52,9 +56,11 @@ def refusal(node, seconds: float = REFUSED_S) -> str:
     return lines[0]
 
 
-@pytest.fixture
-def world(start_cluster):
-    return start_cluster(nodes=1)
+@pytest.fixture(scope="module")
+def world(shared_cluster):
+    """One node, which is to be disturbed by nobody."""
+    with shared_cluster(nodes=1, memory="32MiB", environ={"KVPOOL_MEMBER_TTL_S": "2"}) as world:
+        yield world
 
 
 def test_a_node_with_another_secret_is_turned_away(world):
@@ -89,6 +95,7 @@ def test_two_daemons_with_one_incarnation_are_never_both_members(world, until):
     said = refusal(second)
     assert "incarnation 00000000000000aa of node 'c' is in use by node 'b'" in said
     assert set(world.seat("a").members) == {"a", "b"}
+    first.stop()
 
 
 def test_a_node_of_another_cluster_at_the_same_servers_sees_and_gets_nothing(
@@ -127,7 +134,8 @@ def test_peers_refuse_who_cannot_prove_to_be_of_their_cluster(world, identity, e
     right_one.close()
 
 
-def test_a_node_that_is_too_old_for_its_cluster_is_turned_away(world):
+def test_a_node_that_is_too_old_for_its_cluster_is_turned_away(start_cluster):
+    world = start_cluster(nodes=1)
     config = json.loads(world.etcd.get(f"/kvpool/{world.name}/config"))
     config["protocol_min"] = 1000
     world.etcd.put(f"/kvpool/{world.name}/config", json.dumps(config).encode())
@@ -136,24 +144,28 @@ def test_a_node_that_is_too_old_for_its_cluster_is_turned_away(world):
     assert "upgrade this node" in said
 
 
-def test_records_of_another_cluster_are_not_taken_for_ours(world):
+def test_records_of_another_cluster_are_not_taken_for_ours(start_cluster):
+    world = start_cluster(nodes=0)
     other = encode_record(ClusterConfig(cluster="theirs"))
     world.etcd.put(f"/kvpool/{world.name}/config", other)
     assert "are those of 'theirs'" in refusal(world.make("b"))
 
 
-def test_a_daemon_without_its_etcd_says_so_and_ends(world):
-    port = free_port()
-    begun = time.monotonic()
-    said = refusal(world.make("b", environ={"KVPOOL_JOIN": f"etcd://127.0.0.1:{port}"}))
-    assert time.monotonic() - begun < REFUSED_S
-    assert f"127.0.0.1:{port}" in said
-
-
-def test_a_daemon_before_a_stopped_etcd_ends_in_time(start_cluster):
-    world = start_cluster(own_servers=True, nodes=1)
-    world.etcd.members[0].pause()
-    assert world.etcd.endpoints[0] in refusal(world.make("b"))
+@pytest.mark.slow
+def test_a_daemon_without_its_etcd_says_so_and_ends_in_time(world):
+    absent = f"127.0.0.1:{free_port()}"
+    with Proxy(("127.0.0.1", 1)) as proxy:
+        proxy.set(Fault(silent=True))
+        silent = f"127.0.0.1:{proxy.address[1]}"
+        begun = time.monotonic()
+        nodes = []
+        for name, where in (("d", absent), ("e", silent)):
+            node = world.make(name, environ={"KVPOOL_JOIN": f"etcd://{where}"})
+            node.begin()
+            nodes.append((node, where))
+        for node, where in nodes:
+            assert where in refusal(node)
+        assert time.monotonic() - begun < REFUSED_S
 
 
 def test_a_full_etcd_takes_no_new_node_and_says_why(start_cluster):
@@ -187,7 +199,7 @@ def test_a_wrong_password_for_etcd_is_told(tmp_path, start_cluster, password):
 
 @pytest.mark.parametrize("password", ["wrong", ""])
 def test_a_wrong_password_for_redis_is_told(tmp_path, start_cluster, password):
-    with Redis(tmp_path / "redis", password="right") as redis:  # noqa: S106
+    with Redis(tmp_path / "redis", password="right") as redis:
         world = start_cluster(nodes=0, directory=redis.url)
         said = refusal(world.make("a", environ={"KVPOOL_DIRECTORY_PASSWORD": password}))
         assert "password" in said.lower()
@@ -196,27 +208,36 @@ def test_a_wrong_password_for_redis_is_told(tmp_path, start_cluster, password):
         right.stop()
 
 
-@pytest.mark.parametrize("seconds", [600, -600])
-def test_a_node_whose_clock_is_minutes_off_is_like_any_other(world, numbers, until, seconds):
+@pytest.mark.slow
+def test_nodes_whose_clocks_are_minutes_off_are_like_any_other(world, numbers, until):
     a = world.seat("a")
-    world.make("b", program=program(SKEWED.format(seconds=seconds))).start()
-    b = world.seat("b")
-    here, there = numbers(20), numbers(20)
-    a.put(here)
-    b.put(there)
-    until(lambda: a.announced and b.announced)
-    assert b.read(here) == 20
-    assert a.read(there) == 20
+    nodes = []
+    for name, seconds in (("fast", 600), ("slow", -600)):
+        node = world.make(name, program=program(SKEWED.format(seconds=seconds)))
+        node.begin()
+        nodes.append(node)
+    for node in nodes:
+        node.wait_ready()
+    seats = [a, *(world.seat(node.name) for node in nodes)]
+    parts = [numbers(20) for _ in seats]
+    for seat, some in zip(seats, parts, strict=True):
+        seat.put(some)
+    until(lambda: all(seat.announced for seat in seats))
+    for seat in seats:
+        assert [seat.read(some) for some in parts] == [20, 20, 20]
     joined = time.monotonic()
-    until(lambda: time.monotonic() > joined + 7, 30, "longer than a lease lasts")
-    assert {a.standing, b.standing} == {"member"}
-    assert set(a.members) == {"a", "b"}
-    a.client.drain("b")
-    until(lambda: set(a.members) == {"a"}, 30, "its drain is like any other's")
+    until(lambda: time.monotonic() > joined + 4, 30, "longer than a lease lasts")
+    assert {seat.standing for seat in seats} == {"member"}
+    assert all(set(seat.members) == {"a", "fast", "slow"} for seat in seats)
+    for node in nodes:
+        a.client.drain(node.name)
+    until(lambda: set(a.members) == {"a"}, 30, "their drains are like any other's")
+    for node in nodes:
+        node.stop()
 
 
 def test_only_operators_do_what_concerns_others(start_cluster, numbers):
-    token = "an operator's token"  # noqa: S105
+    token = "an operator's token"
     world = start_cluster(nodes=1, environ={"KVPOOL_OPERATOR_TOKEN": token})
     plain, wrong = world.seat("a"), world.seat("a", operator_token="x" * len(token))
     operator = world.seat("a", operator_token=token)
@@ -236,6 +257,33 @@ def test_only_operators_do_what_concerns_others(start_cluster, numbers):
     assert set(operator.members) == {"a"}
     assert operator.client.clear(plain.ns.digest) == 1
     assert plain.read(some) == 0
+
+
+AS_SOMEBODY_ELSE = """
+import os, sys
+from kvpool.client import Client
+from kvpool.errors import NotAuthenticated
+os.setuid(65534)
+with Client(sys.argv[1], timeout_s=20, connect=True) as client:
+    client.stats()
+    try:
+        client.cluster()
+    except NotAuthenticated:
+        print("refused")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_users_process_is_a_client_and_no_operator(folder, start_cluster):
+    folder.chmod(0o711)
+    world = start_cluster(nodes=0, environ={"KVPOOL_SOCKET_MODE": "666"})
+    node = world.make("a")
+    node.socket = str(folder / "a.sock")
+    node.start()
+    command = [sys.executable, "-c", AS_SOMEBODY_ELSE, node.socket]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("refused\n", 0), done.stderr
+    node.stop()
 
 
 def test_peers_of_another_protocol_version_are_refused(world, monkeypatch):

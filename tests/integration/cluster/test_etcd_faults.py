@@ -4,18 +4,45 @@ import time
 
 import pytest
 
+from kvpool.testing.proxy import BOTH, Fault, Proxy
+
 TTL_S = 2.0  # asked for; etcd grants no less
 FAST = {"KVPOOL_MEMBER_TTL_S": "2"}
 
 
+@pytest.fixture(scope="module")
+def lasting(servers, shared_cluster):
+    _, port = servers[0].endpoints[0].split(":")
+    with Proxy(("127.0.0.1", int(port))) as proxy:
+        far = f"etcd://127.0.0.1:{proxy.address[1]}"
+        with shared_cluster(nodes=3, memory="32MiB", environ=FAST, etcd_url=lambda _: far) as world:
+            yield world, proxy
+
+
 @pytest.fixture
-def world(start_cluster):
-    return start_cluster(own_servers=True, nodes=3, memory="32MiB", environ=FAST)
+def proxy(lasting):
+    """Between the nodes and etcd."""
+    return lasting[1]
+
+
+@pytest.fixture
+def world(lasting, until):
+    """Three nodes on an etcd that is well before and after each test."""
+    lasting, proxy = lasting
+    yield lasting
+    proxy.set()
+    etcd = lasting.etcd
+    if not etcd.members[0].alive:
+        etcd.restart(0)
+    etcd.members[0].resume()
+    etcd.disarm()
+    seats = [lasting.seat(node.name) for node in lasting.nodes]
+    until(lambda: all(seat.standing == "member" for seat in seats), 30)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_while_etcd_is_away_nobody_expires_and_all_goes_on(world, numbers, until, load, how):
+@pytest.mark.parametrize("how", ["stopped", "killed", "cut off"])
+def test_while_etcd_is_away_nobody_expires_and_all_goes_on(world, proxy, numbers, until, load, how):
     a, b, c = world.seats()
     before = {seat.name: seat.incarnation for seat in (a, b, c)}
     old, fresh = numbers(30), numbers(4000)
@@ -37,14 +64,20 @@ def test_while_etcd_is_away_nobody_expires_and_all_goes_on(world, numbers, until
                 missed.append(turn)
         time.sleep(0.02)
 
+    def watch(turn: int) -> None:
+        assert all(set(seat.members) == {"a", "b", "c"} for seat in (b, c)), "nobody expires"
+        time.sleep(0.002)
+
     etcd = world.etcd.members[0]
-    with load(write, read) as going:
+    with load(write, read, watch) as going:
         until(lambda: min(going.done) > 5)
         begun = time.monotonic()
         if how == "stopped":
             etcd.pause()
-        else:
+        elif how == "killed":
             etcd.kill()
+        else:
+            proxy.set(Fault(hold=BOTH))
         until(lambda: b.standing == c.standing == "away", 30, "etcd is missed")
         until(lambda: time.monotonic() > begun + 3 * TTL_S, 30, "longer than any lease")
         assert {seat.standing for seat in (a, b, c)} == {"away"}
@@ -54,8 +87,11 @@ def test_while_etcd_is_away_nobody_expires_and_all_goes_on(world, numbers, until
         until(lambda: all(d > n + 20 for d, n in zip(going.done, now, strict=True)), 30, "load")
         if how == "stopped":
             etcd.resume()
-        else:
+        elif how == "killed":
             world.etcd.restart(0)
+        else:
+            until(lambda: not world.etcd.keys(f"/kvpool/{world.name}/nodes/"), 30, "no lease left")
+            proxy.set()
         until(lambda: {s.standing for s in (a, b, c)} == {"member"}, 30, "all are members again")
         until(
             lambda: all(
@@ -67,8 +103,10 @@ def test_while_etcd_is_away_nobody_expires_and_all_goes_on(world, numbers, until
             "and everybody knows as whom",
         )
     assert not going.failures
-    assert len(missed) <= going.done[1] // 4, f"{len(missed)} of {going.done[1]} reads missed"
-    assert set(before) == set(a.members)
+    # While a node joins anew, its peers and it wait for each other's word.
+    assert len(missed) <= 5 + going.done[1] // 20, f"{len(missed)} of {going.done[1]} reads missed"
+    if how == "cut off":
+        assert all(seat.incarnation != before[seat.name] for seat in (a, b, c)), "of new leases"
     for seat in (b, c):
         until(lambda one=seat: one.read(old, wait_s=2) == 30, 30, "a's blocks, whoever it is now")
     some = numbers(10)
@@ -90,13 +128,18 @@ def test_a_namespace_opened_while_etcd_is_away_is_shared_when_it_is_back(
     assert at_b.read(some, wait_s=5) == 20, "in its first epoch all agree without etcd"
     world.etcd.members[0].resume()
     until(
-        lambda: len(at_b.client.cluster()["namespaces"]) == 2, 30, "the cluster knows it afterwards"
+        lambda: (
+            at_b.ns.digest.hex()
+            in {namespace["digest"] for namespace in at_b.client.cluster()["namespaces"]}
+        ),
+        30,
+        "the cluster knows it afterwards",
     )
 
 
 @pytest.mark.slow
 def test_joins_and_drains_go_on_after_the_leader_of_three_etcds_was_killed(
-    start_cluster, numbers, until, record_property
+    start_cluster, numbers, until, record_testsuite_property
 ):
     world = start_cluster(own_servers=True, etcd_members=3, nodes=2, memory="32MiB", environ=FAST)
     a, b = world.seats()
@@ -114,15 +157,14 @@ def test_joins_and_drains_go_on_after_the_leader_of_three_etcds_was_killed(
     b.client.drain("c")
     until(lambda: "c" not in a.members, 30, "c has left")
     drained_s = time.monotonic() - begun
-    record_property("joined_s", joined_s)
-    record_property("drained_s", drained_s)
+    record_testsuite_property("joined_s", str(joined_s))
+    record_testsuite_property("drained_s", str(drained_s))
     assert joined_s < 10  # the process's own start included; the bound is 3 s, for bench/cluster.py
     assert drained_s < 10
 
 
-def test_a_full_etcd_stops_no_reads_and_no_writes(start_cluster, numbers, until):
-    world = start_cluster(own_servers=True, nodes=2, memory="32MiB", environ=FAST)
-    a, b = world.seats()
+def test_a_full_etcd_stops_no_reads_and_no_writes(world, numbers, until):
+    a, b, _ = world.seats()
     before = a.incarnation, b.incarnation
     fill(world.etcd)
     some = numbers(20)

@@ -95,17 +95,27 @@ def test_a_prefix_whose_blocks_are_spread_over_three_nodes_is_read_on_a_fourth(
 
 def test_several_peers_share_the_work_of_one_prefix(shared, numbers, until):
     nbytes = 1 << 20
-    big = record("shared-work", nbytes)
-    a, b, c = shared.seats(big)
-    some = numbers(24)
-    for seat in (a, b):
-        seat.put(some)
-    until(lambda: a.announced and b.announced)
-    before = {p["incarnation"]: p["bytes"] for p in c.stats["remote"]["peers"]}
-    assert c.read(some) == 24
-    after = {p["incarnation"]: p["bytes"] for p in c.stats["remote"]["peers"]}
-    for seat in (a, b):
-        assert after[seat.incarnation] - before.get(seat.incarnation, 0) >= 4 * nbytes
+    seats = a, b, c = shared.seats(record("shared-work", nbytes))
+
+    def delivered() -> list[int]:
+        """Bytes that c has had from a and b."""
+        had = {p["incarnation"]: p["bytes"] for p in c.stats["remote"]["peers"]}
+        return [had.get(seat.incarnation, 0) for seat in (a, b)]
+
+    def shares() -> list[int]:
+        """Of one prefix, which both have."""
+        some = numbers(24)
+        for seat in (a, b):
+            seat.put(some)
+        until(lambda: a.announced and b.announced)
+        before = delivered()
+        assert c.read(some) == 24
+        for seat in seats:
+            seat.client.remove(seat.ns, [n.to_bytes(16, "big") for n in some])
+        return [after - at for after, at in zip(delivered(), before, strict=True)]
+
+    # On a busy machine one of them may happen to be so slow that the other one does better alone.
+    until(lambda: min(shares()) >= 4 * nbytes, 60, "both deliver a good part of one prefix")
 
 
 def test_what_twenty_clients_want_at_once_is_transferred_once(shared, numbers, until):
@@ -140,3 +150,39 @@ def test_a_block_that_was_evicted_or_removed_is_a_miss_elsewhere(seats, numbers,
     a.put(some)
     until(lambda: a.announced)
     assert b.read(some) == 10, "found again at once: nothing remembers that it was absent"
+
+
+TENANTS = """
+[tenants.red]
+memory = "16MiB"
+token = "red's own token"
+[tenants.blue]
+memory = "16MiB"
+token = "blue's own token"
+"""
+
+
+def test_tenants_of_two_nodes_find_their_own_blocks_and_not_each_others(
+    tmp_path, start_cluster, numbers, until
+):
+    (tmp_path / "kvpool.toml").write_text(TENANTS)
+    world = start_cluster(nodes=2, flags=["--config", str(tmp_path / "kvpool.toml")])
+    red_a, red_b, blue_a, blue_b = (
+        world.seat(node, tenant=tenant, token=f"{tenant}'s own token")
+        for tenant in ("red", "blue")
+        for node in ("a", "b")
+    )
+    world.until_all_see([red_a, red_b])
+    some, of_red = numbers(20), numbers(20)
+    blue_a.version = blue_b.version = 1
+    for seat in (red_a, blue_a):
+        assert seat.put(some) == 20, "the same keys are other blocks"
+    red_a.put(of_red)
+    until(lambda: red_a.announced)
+    assert (red_b.read(some), blue_b.read(some)) == (20, 20)
+    assert blue_b.read(of_red, wait_s=1) == 0
+    assert blue_a.client.locate([of_red[0].to_bytes(16, "big")]) == []
+    assert red_b.read(of_red) == 20
+    blue_a.client.clear(blue_a.ns.digest)
+    assert blue_a.read(some) == 0
+    assert red_a.read(some) == 20

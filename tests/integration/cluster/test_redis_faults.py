@@ -15,9 +15,24 @@ WRONG = {
 }
 
 
+@pytest.fixture(scope="module")
+def lasting(shared_cluster):
+    with shared_cluster(nodes=2, memory="64MiB") as world:
+        yield world
+
+
 @pytest.fixture
-def world(start_cluster):
-    return start_cluster(own_servers=True, nodes=2, memory="32MiB")
+def world(lasting, until):
+    """Two nodes on a Redis that is well before and after each test."""
+    yield lasting
+    redis = lasting.redis
+    if not redis.alive:
+        redis.start()
+    redis.resume()
+    for _, remedy in WRONG.values():
+        redis.command(*remedy)
+    seats = [lasting.seat(node.name) for node in lasting.nodes]
+    until(lambda: all(s.stats["cluster"]["directory"]["settled"] for s in seats), 30)
 
 
 def away(world, how: str) -> None:

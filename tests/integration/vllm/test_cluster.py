@@ -93,7 +93,7 @@ def test_blocks_cross_nodes_and_resets_end_them_everywhere(
         engine.assert_nothing_held(b)
 
     # An engine that starts is in the new epoch, also on the node that has all the old blocks.
-    with kit.run_engine(llama, a, PULLING) as engine:
+    with kit.run_engine(llama, a, {**PULLING, "resave_s": 0}) as engine:
         outputs = engine.generate(asked)
         assert [output.tokens for output in outputs] == expected
         assert [output.cached for output in outputs] == [hits[0], 0, 0]
@@ -195,5 +195,5 @@ def test_an_owner_that_dies_during_a_pull(
         assert output.cached == 0
         # A step's time may be added to the wait, and the machine may be busy.
         assert engine.metric("pull_wait_seconds") < 2 * (PULL_WAIT_S + 5)
-        assert engine.metric("pulls") == 2
+        assert engine.metric("pulls") == len(asked) + 2
         engine.assert_nothing_held(node)

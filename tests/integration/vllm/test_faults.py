@@ -166,7 +166,7 @@ def test_an_abort_before_allocation_releases_the_lease(
 def test_a_reset_hides_what_was_saved(
     engine: Any, daemon: Any, asked: list[list[int]], expected: list[list[int]]
 ) -> None:
-    """Last, since it moves the engine to an epoch of its own."""
+    """Last, since the engine's blocks of before are gone."""
     engine.drain()
     assert engine.llm.reset_prefix_cache(reset_connector=True)
     committed = daemon.counters()["committed"]

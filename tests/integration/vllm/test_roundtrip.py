@@ -23,9 +23,12 @@ def saved(
     """Tokens of an engine without a pool, and an engine's blocks in the pool, checked."""
     expected = oracle("llama", asked)
     with kit.run_engine(llama, daemon) as engine:
+        pulls = engine.connector._scheduler._pulls
+        kit.until(lambda: pulls._known_until, "the engine knows that its node is alone")
         outputs = engine.generate(asked)
         assert [output.tokens for output in outputs] == expected
         assert [output.cached for output in outputs] == [0, 0, 0]
+        assert engine.metric("pulls") == engine.metric("pull_wait_seconds") == 0
         engine.assert_nothing_held(daemon)
         blocks = sum((len(each) + kit.NEW - 1) // kit.BLOCK for each in asked)
         assert daemon.counters()["committed"] == blocks

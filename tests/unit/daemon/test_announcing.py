@@ -140,6 +140,7 @@ def test_whatever_way_a_block_goes_it_is_told(
     pool = make_pool(slabs=1, soft_pin_share=1.0)
     old = pool.space
     pool.put(range(4))
+    pool.node.settle()
     pool.node.follow_changes()
     if leased:
         pool.lease([3])

@@ -273,6 +273,21 @@ def test_open_reservations_are_dropped_at_their_commit(make_pool) -> None:
     assert pool.bytes_used == 1024
 
 
+def test_a_dropped_commit_lets_a_slab_go(make_pool) -> None:
+    """A put that found no slab does not look again before something was released."""
+    pool = make_pool(slabs=1, steal_tries=0)
+    other = pool.open(b"o" * 16, (PartSpec(1024),))
+    whole = pool.open(b"w" * 16, WHOLE)
+    writer = pool.node.add_holder("red", "engine")
+    pool.put(range(3), space=other)
+    ticket, _ = pool.reserve([1])
+    pool.reset()
+    with pytest.raises(PoolFull):
+        pool.put([1], space=whole, holder=writer)
+    assert pool.node.commit(pool.holder, ticket, bytes(16)) == 0
+    assert pool.put([1], space=whole, holder=writer) == 1
+
+
 @pytest.mark.parametrize("end", ["abort", "death"])
 def test_open_reservations_end_like_others(make_pool, end: str) -> None:
     pool = make_pool()

@@ -41,6 +41,8 @@ from kvpool.storage.eviction import POLICIES, make_policy
 from kvpool.types import PartKind, PartSpec
 from kvpool.wire import NO_ROW
 
+pytestmark = pytest.mark.timeout(600)  # some ten seconds of work, on a machine that may be busy
+
 SLAB = 4096
 KEYS = [bytes([n]) * 16 for n in range(1, 15)]
 TENANTS = ("red", "blue")
@@ -987,7 +989,8 @@ class NodeMachine(RuleBasedStateMachine):
         chosen = data.draw(st.lists(st.sampled_from(self.seen), min_size=1, max_size=6), "blocks")
         self.node.promote([block for block, _ in chosen])
         for _, copy in chosen:
-            copy.secondary = False
+            if self.blocks.get(copy.where) is copy:
+                copy.secondary = False
 
     # ---- epochs --------------------------------------------------------------------------------
 

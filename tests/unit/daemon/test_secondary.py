@@ -128,6 +128,21 @@ def test_its_own_secondary_copies_go_before_a_slab_of_another_class(make_pool, p
 
 
 @policies
+def test_cold_secondary_copies_of_another_class_go_before_hot_ones_of_its_own(
+    make_pool, policy: str
+) -> None:
+    pool = make_pool(slabs=2, policy=policy)
+    pool.put(range(4), origin=SECOND)
+    whole = pool.open(b"w" * 16, WHOLE)
+    pool.put([1], space=whole)
+    for _ in range(20):
+        pool.release(pool.lease([1], whole))
+    pool.put([2], space=whole)
+    assert pool.here([1, 2], whole) == [1, 2]
+    assert pool.here(range(4)) == []
+
+
+@policies
 def test_slabs_that_cannot_go_do_not_save_the_others(make_pool, policy: str) -> None:
     """The secondary copies lie beside leased ones: a slab without any of them goes."""
     pool = make_pool(slabs=2, policy=policy)
@@ -341,8 +356,8 @@ def test_tenants_have_their_own(make_pool) -> None:
 def test_what_can_go_without_a_loss(make_pool) -> None:
     pool = make_pool(slabs=2, hard_pin_share=1.0, soft_pin_share=1.0)
     pool.put(range(4), origin=SECOND)
-    pool.put([10])
     secondary = [pool.node.secondary_bytes(pool.tenant) // 1024]
+    pool.put([10])
     pool.pin([0], "hard")
     pool.pin([1], "soft")
     secondary.append(pool.node.secondary_bytes(pool.tenant) // 1024)

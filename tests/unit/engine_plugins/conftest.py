@@ -7,15 +7,25 @@ blocks are not written again) and nothing else.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from concurrent.futures import Executor, Future
+from types import ModuleType, TracebackType
 from typing import Any, Self
 
 import numpy as np
 import pytest
 
-from kvpool.errors import ClusterUnavailable, LeaseLost, PoolFull, StaleEpoch, Unavailable
+from kvpool.errors import (
+    ClusterUnavailable,
+    KvpoolError,
+    LeaseLost,
+    PoolFull,
+    StaleEpoch,
+    Unavailable,
+)
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartKind, pack_keys
 
 
@@ -74,17 +84,30 @@ class FakePool:
         self.pulls: list[float] = []
         self.resets: list[bytes] = []
         self.opened: list[NamespaceRecord] = []
+        self.present: dict[bytes, int] = {}  # generations of weights, by namespace
+        self.generations: dict[bytes, int] = {}
+        self.silent = False
         self.clock: Callable[[], float] = time.monotonic
         self._tokens = itertools.count()
 
-    def open(self, record: NamespaceRecord) -> Namespace:
+    def open(self, record: NamespaceRecord, *, generation: int = -1) -> Namespace:
         self.opened.append(record)
-        return Namespace(record, record.digest())
+        ns = Namespace(record, record.digest())
+        present = self.present.setdefault(ns.digest, 0)
+        self.generations[ns.digest] = present if generation < 0 else generation
+        return ns
+
+    def generation(self, ns: Namespace) -> int:
+        return -1 if self.silent else self.generations[ns.digest]
 
     def reset(self, ns: Namespace) -> None:
         if self.away:
             raise ClusterUnavailable("the fake cluster is away")
         self.resets.append(ns.digest)
+        mine = self.generations[ns.digest] = self.generations[ns.digest] + 1
+        self.present[ns.digest] = max(mine, self.present[ns.digest])
+        if mine < self.present[ns.digest]:
+            raise StaleEpoch("others have changed their weights more often")
         self.rows = {name: row for name, row in self.rows.items() if name[0] != ns.digest}
 
     def stats(self) -> dict[str, Any]:
@@ -181,6 +204,31 @@ def _split(keys: Any) -> list[bytes]:
     return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
 
 
+class ByHand(Executor):
+    """Threads that do nothing until they are told to."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, work: Any, /, *arguments: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.waiting.append((future, lambda: work(*arguments, **options)))
+        return future
+
+    def run(self) -> None:
+        """What was submitted, in order."""
+        while self.waiting:
+            self.run_one()
+
+    def run_one(self) -> None:
+        future, work = self.waiting.popleft()
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except (KvpoolError, AssertionError) as error:
+                future.set_exception(error)
+
+
 class FakeBlock:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -218,3 +266,14 @@ def pool() -> FakePool:
 @pytest.fixture
 def block_pool() -> FakeBlockPool:
     return FakeBlockPool(1000)
+
+
+@pytest.fixture
+def threads() -> ByHand:
+    return ByHand()
+
+
+@pytest.fixture(scope="session")
+def pool_types() -> ModuleType:
+    """This module, for tests that make a pool for each example."""
+    return sys.modules[__name__]

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.plan import GroupRule, Opening, StepDone, StepPlan, block_key, pack
+from kvpool.engine_plugins.vllm.pulls import Pulls
 from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
 from kvpool.errors import LimitExceeded
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
@@ -32,6 +35,7 @@ class Harness:
         loads: bool = True,
         saves: bool = True,
         blocks: int | None = None,
+        threads: Any = None,
         **extra: Any,
     ) -> None:
         self.pool, self.block_pool = pool, block_pool
@@ -53,11 +57,21 @@ class Harness:
             for rule in rules
         )
         epochs = iter(range(1, 99))
+        config = PluginConfig.from_extra(extra)
+        pulls = None
+        if threads is not None:
+            pulls = Pulls(
+                pool,
+                threads,
+                most=config.pulls_max,
+                wait_s=config.pull_wait_s,
+                clock=lambda: self.now,
+            )
         self.half = SchedulerHalf(
             pool,
-            PluginConfig.from_extra(extra),
+            config,
             engine,
-            pulls=None,
+            pulls=pulls,
             new_epoch=lambda: f"local-{next(epochs)}",
             clock=lambda: self.now,
         )
@@ -67,12 +81,17 @@ class Harness:
         )
         self.half.set_namespace(self.make)
         self.ns = pool.open(self.make("0"))
+        if threads is not None:
+            threads.run()
 
     def store(self, hashes: Iterable[bytes], parts: Iterable[int] = (0,)) -> None:
         for part in parts:
             reservation = self.pool.reserve(self.ns, pack(hashes), part=part)
             reservation.slots.table[reservation.slots.rows] = np.uint8(part + 1)
             self.pool.commit(reservation)
+
+    def store_elsewhere(self, hashes: Iterable[bytes]) -> None:
+        self.pool.elsewhere.update((self.ns.digest, block_key(each)) for each in hashes)
 
     def request(self, name: str, blocks: int, *, extra_tokens: int = 1, first: int = 0) -> Any:
         request = SimpleNamespace(
@@ -206,6 +225,216 @@ def test_a_refused_lookup_is_a_miss(harness: Harness) -> None:
     assert harness.half.counters.take()["failed_lookups"] == 1
 
 
+# --- blocks of other nodes
+
+
+@pytest.fixture
+def clustered(pool: Any, block_pool: Any, threads: Any) -> Harness:
+    """With one other node; pulls happen when the test lets `threads` run."""
+    pool.others = 1
+    return Harness(pool, block_pool, load_mode="async", threads=threads, pulls_max=2)
+
+
+def test_a_request_waits_for_what_others_have(clustered: Harness, threads: Any) -> None:
+    request = clustered.request("r", 8)
+    clustered.store(request.block_hashes[:2])
+    clustered.store_elsewhere(request.block_hashes[2:6])
+    for _ in range(5):
+        assert clustered.half.matched_tokens(request, 0) == (None, False)
+    clustered.now += 0.25
+    threads.run()
+    for _ in range(5):
+        assert clustered.half.matched_tokens(request, 0) == (6 * TOKENS, True)
+    assert clustered.pool.pulls == [1.0]
+    assert clustered.pool.acquires == 2
+    (lease,) = clustered.pool.leases.values()
+    assert lease.blocks == 6
+    assert clustered.half.counters.take() == {
+        "lookups": 1,
+        "hit_blocks": 6,
+        "pulls": 1,
+        "pulled_blocks": 4,
+        "pull_wait_seconds": 0.25,
+    }
+
+
+def test_a_pull_that_brings_nothing_costs_no_second_lookup(
+    clustered: Harness, threads: Any
+) -> None:
+    request = clustered.request("r", 8)
+    clustered.store(request.block_hashes[:2])
+    assert clustered.half.matched_tokens(request, 0) == (None, False)
+    threads.run()
+    assert clustered.half.matched_tokens(request, 0) == (2 * TOKENS, True)
+    assert clustered.pool.acquires == 1
+
+
+@pytest.mark.parametrize("arrived", [0, 3])
+def test_nobody_waits_longer_than_the_limit(clustered: Harness, threads: Any, arrived: int) -> None:
+    request = clustered.request("r", 8)
+    clustered.store(request.block_hashes[:2])
+    assert clustered.half.matched_tokens(request, 0) == (None, False)
+    clustered.now += 0.99
+    assert clustered.half.matched_tokens(request, 0) == (None, False)
+    # The daemon has not answered, but some of it is here.
+    clustered.store(request.block_hashes[2 : 2 + arrived])
+    clustered.now += 0.01
+    for _ in range(5):
+        assert clustered.half.matched_tokens(request, 0) == ((2 + arrived) * TOKENS, True)
+    assert len(clustered.pool.leases) == 1
+    assert clustered.half.counters.take()["late_pulls"] == 1
+    # What it says now is nobody's concern.
+    threads.run()
+    assert clustered.half.matched_tokens(request, 0) == ((2 + arrived) * TOKENS, True)
+    assert len(clustered.pool.pulls) == 1
+
+
+@pytest.mark.parametrize("lacking", [1, 2])
+def test_what_is_too_little_to_load_is_not_waited_for(
+    pool: Any, block_pool: Any, threads: Any, lacking: int
+) -> None:
+    pool.others = 1
+    harness = Harness(pool, block_pool, threads=threads, load_mode="async", min_load_blocks=2)
+    request = harness.request("r", 8)
+    harness.store(request.block_hashes[: 8 - lacking])
+    answer, _ = harness.half.matched_tokens(request, 0)
+    assert (answer is None) == (lacking == 2)
+
+
+def test_the_block_of_the_last_token_is_not_waited_for(clustered: Harness) -> None:
+    request = clustered.request("r", 8, extra_tokens=0)
+    clustered.store(request.block_hashes[:7])
+    assert clustered.half.matched_tokens(request, 0) == (7 * TOKENS, True)
+
+
+def test_a_request_waits_once_and_again_after_a_preemption(
+    clustered: Harness, threads: Any
+) -> None:
+    request = clustered.request("r", 8)
+    clustered.store(request.block_hashes[:2])
+    assert clustered.half.matched_tokens(request, 0) == (None, False)
+    threads.run()
+    assert clustered.half.matched_tokens(request, 0) == (2 * TOKENS, True)
+    clustered.now += 6  # more than half of the lease
+    assert clustered.half.matched_tokens(request, 0) == (2 * TOKENS, True)
+    request.num_preemptions = 1
+    assert clustered.half.matched_tokens(request, 0) == (None, False)
+    assert len(clustered.pool.leases) == 1
+
+
+@pytest.mark.parametrize("how", ["aborted", "reset", "shut out"])
+def test_the_result_of_a_pull_that_nobody_wants_any_more_is_dropped(
+    clustered: Harness, threads: Any, how: str
+) -> None:
+    request = clustered.request("r", 8)
+    clustered.store(request.block_hashes[:2])
+    clustered.store_elsewhere(request.block_hashes)
+    assert clustered.half.matched_tokens(request, 0) == (None, False)
+    if how == "aborted":
+        clustered.half.request_finished(request, [[]], completed=False)
+    elif how == "reset":
+        assert clustered.half.reset()
+    else:
+        clustered.half.step_done(StepDone(outdated={1}))
+        assert clustered.half.matched_tokens(request, 0) == (0, False)
+        clustered.half.allocated(request, tables(8), 0)
+    threads.run()
+    clustered.half.plan_step({}, lambda _: [[]])
+    assert not clustered.pool.leases
+    assert not clustered.half.has_work()
+
+
+def test_a_request_asks_anew_after_a_reset(clustered: Harness, threads: Any) -> None:
+    request = clustered.request("r", 8)
+    assert clustered.half.matched_tokens(request, 0) == (None, False)
+    assert clustered.half.reset()
+    assert clustered.half.matched_tokens(request, 0) == (None, False)
+    threads.run()
+    assert clustered.half.matched_tokens(request, 0) == (0, False)
+    assert len(clustered.pool.pulls) == 2
+
+
+def test_a_daemon_that_hangs_in_a_lookup_is_not_asked_to_pull(clustered: Harness) -> None:
+    def slow(*arguments: Any, **options: Any) -> None:
+        clustered.now += 0.05
+
+    clustered.pool.acquire = slow
+    assert clustered.half.matched_tokens(clustered.request("r", 8), 0) == (0, False)
+
+
+def test_only_steps_in_which_nothing_runs_wait_for_pulls(
+    clustered: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+    monkeypatch.setattr(Pulls, "wait", lambda _, pulls: waited.append(len(pulls)))
+    waiting, running = clustered.request("waits", 8), clustered.request("runs", 1)
+    assert clustered.half.matched_tokens(waiting, 0) == (None, False)
+    clustered.step(running, 1, tables(1))
+    assert waited == []
+    clustered.half.plan_step({}, lambda _: [[]])
+    assert waited == [1]
+
+
+@given(
+    operations=st.lists(
+        st.tuples(
+            st.sampled_from(["ask", "thread", "later", "preempt", "abort", "evict"]),
+            st.integers(0, 3),
+        ),
+        max_size=60,
+    )
+)
+def test_whatever_happens_waits_end_and_leases_come_back(
+    operations: list[tuple[str, int]], pool_types: Any
+) -> None:
+    """Four prompts of which the node has a part and another the rest, in any order of events."""
+    pool, threads = pool_types.FakePool(rows=64, stride=64), pool_types.ByHand()
+    pool.others = 1
+    harness = Harness(
+        pool,
+        pool_types.FakeBlockPool(100),
+        load_mode="async",
+        threads=threads,
+        pulls_max=2,
+        lease_s=3,
+    )
+    requests = {}
+    for number in range(4):
+        request = requests[number] = harness.request(f"{number}", 6, first=10 * number)
+        harness.store(request.block_hashes[:number])
+        harness.store_elsewhere(request.block_hashes[number:5])
+    begun: dict[int, float] = {}
+    for operation, number in operations:
+        request = requests.get(number)
+        if operation == "thread" and threads.waiting:
+            threads.run_one()
+        elif operation == "later":
+            harness.now += 0.4
+        elif operation == "evict":
+            pool.rows = {name: row for name, row in pool.rows.items() if row % 4 != number}
+        elif request is None:
+            continue
+        elif operation == "preempt":
+            request.num_preemptions += 1
+            begun.pop(number, None)
+        elif operation == "abort":
+            harness.half.request_finished(request, [[]], completed=False)
+            del requests[number]
+        elif operation == "ask":
+            answer, _ = harness.half.matched_tokens(request, 0)
+            if answer is None:
+                since = begun.setdefault(number, harness.now)
+                assert harness.now < since + 1.0
+            else:
+                lookup = harness.half._requests[request.request_id].lookup
+                assert answer == (lookup.lease.blocks * TOKENS if lookup.lease else 0)
+        assert len(threads.waiting) <= 2
+        assert len(pool.leases) <= len(requests)
+    for request in requests.values():
+        harness.half.request_finished(request, [[]], completed=False)
+    assert not pool.leases
+
+
 # --- how a load is made
 
 
@@ -334,7 +563,7 @@ def test_blocks_are_saved_as_they_are_completed(harness: Harness) -> None:
     request = harness.request("r", 4)
     first = harness.step(request, 2 * TOKENS + 3, tables(5))
     assert first.saves[0].saves[0].keys == pack(request.block_hashes[:2])
-    assert first.opening == Opening(1, harness.make("0"))
+    assert first.opening == Opening(1, harness.make("0"), 0)
     second = harness.step(request, 1, tables(5))
     assert second.opening is None
     assert first.saves[0].generation == second.saves[0].generation == 1
@@ -486,7 +715,7 @@ def test_a_reset_begins_an_epoch_on_all_ranks(idle: Harness) -> None:
     assert idle.half.has_work()
     assert idle.half.matched_tokens(request, 0) == (0, False)
     plan = idle.step(request, 4 * TOKENS, tables(4))
-    assert plan.opening == Opening(2, idle.make("0"))
+    assert plan.opening == Opening(2, idle.make("0"), 1)
     assert [save.generation for save in plan.saves] == [2]
     idle.end(plan)
     assert not idle.half.has_work()
@@ -500,15 +729,36 @@ def test_a_reset_that_the_cluster_does_not_hear_of_sets_the_engine_apart(idle: H
     request = idle.request("r", 4)
     assert idle.half.matched_tokens(request, 0) == (0, False)
     plan = idle.step(request, 4 * TOKENS, tables(4))
-    assert plan.opening == Opening(2, idle.make("local-1"))
+    assert plan.opening == Opening(2, idle.make("local-1"), 0)
     idle.end(plan)
     assert idle.half.counters.take()["failed_resets"] == 1
-    # The next one leads back. It may have missed one of the others': so first into their epoch.
-    idle.pool.opened.clear()
+    # The next one leads back, and makes up for the one that nobody heard of.
     assert idle.half.reset()
-    assert idle.pool.opened == [idle.make("0")]
-    assert idle.pool.resets == [idle.ns.digest]
-    assert idle.half.plan_step({}, lambda _: [[]]).opening == Opening(3, idle.make("0"))
+    assert idle.pool.resets == [idle.ns.digest] * 2
+    assert idle.half.plan_step({}, lambda _: [[]]).opening == Opening(3, idle.make("0"), 2)
+
+
+def test_an_engine_whose_weights_are_behind_stays_out(idle: Harness) -> None:
+    request = idle.request("r", 4)
+    idle.pool.present[idle.ns.digest] = 2  # others have had two changes of weights
+    assert idle.half.reset()
+    assert idle.half.matched_tokens(request, 0) == (0, False)
+    assert not idle.step(request, 4 * TOKENS, tables(4)).saves
+    assert idle.half.reset()
+    idle.store(hashes(4))
+    assert idle.half.matched_tokens(idle.request("s", 4), 0) == (4 * TOKENS, True)
+
+
+def test_ranks_open_the_namespace_when_its_weights_are_known(pool: Any, block_pool: Any) -> None:
+    pool.silent = True  # the daemon is away
+    harness = Harness(pool, block_pool)
+    first = harness.half.plan_step({}, lambda _: [[]]).opening
+    assert first is not None
+    assert first.weights == -1
+    assert harness.half.plan_step({}, lambda _: [[]]).opening is None
+    pool.silent = False
+    assert harness.half.plan_step({}, lambda _: [[]]).opening == Opening(2, harness.make("0"), 0)
+    assert harness.half.plan_step({}, lambda _: [[]]).opening is None
 
 
 def test_a_reset_before_the_namespace_is_known_sets_the_engine_apart(

@@ -42,7 +42,7 @@ class Rank:
             single_group=single_group,
             record_ready=lambda: None,
         )
-        self.step(StepPlan(opening=Opening(1, RECORD)))
+        self.step(StepPlan(opening=Opening(1, RECORD, 0)))
 
     def step(self, plan: StepPlan) -> LoadResults:
         """A step after which all copies have ended."""
@@ -113,7 +113,7 @@ def test_a_save_belongs_to_the_opening_it_was_planned_in(pool: Any) -> None:
     other = NamespaceRecord({"m": 2}, RECORD.parts)
     writer = Rank(pool)
     assert writer.save() == StepDone(saves={1: 1})
-    writer.step(StepPlan(opening=Opening(2, other)))
+    writer.step(StepPlan(opening=Opening(2, other, 0)))
     assert writer.save(job=2) == StepDone(saves={2: 1}, failed_saves={2})
     assert writer.save(job=3, generation=2) == StepDone(saves={3: 1})
     assert {digest for digest, _, _ in pool.rows} == {RECORD.digest(), other.digest()}
@@ -127,7 +127,7 @@ def test_a_save_into_an_ended_epoch_is_said_to_be_one(pool: Any) -> None:
     assert writer.save() == StepDone(saves={1: 1}, failed_saves={1}, outdated={1})
     assert writer.half.counters.take() == {"failed_saves": 1}
     pool.outdated = False
-    writer.step(StepPlan(opening=Opening(2, RECORD)))
+    writer.step(StepPlan(opening=Opening(2, RECORD, 0)))
     assert writer.save(job=2, generation=2) == StepDone(saves={2: 1})
 
 

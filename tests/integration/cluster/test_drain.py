@@ -1,0 +1,198 @@
+"""Leaving on purpose: nothing new comes, what only this node has goes elsewhere, leases end, it leaves."""
+
+import pytest
+
+from kvpool.errors import PoolFull, Unavailable
+from kvpool.placement.records import NodeState
+
+
+def left(seat, name: str) -> bool:
+    return name not in seat.members
+
+
+def test_what_only_a_drained_node_had_is_read_from_others_after_it_is_stopped(
+    start_cluster, numbers, until
+):
+    world = start_cluster(nodes=3, memory="32MiB")
+    a, b, c = world.seats()
+    sole, shared = numbers(200), numbers(50)
+    for at in range(0, 200, 50):
+        a.put(sole[at : at + 50])
+    a.put(shared)
+    b.put(shared)
+    until(lambda: a.announced and b.announced)
+    c.client.drain("a")
+    until(lambda: left(c, "a"), 60, "it has left")
+    progress = a.client.cluster()
+    assert progress["state"] == "gone"
+    world.node("a").stop()
+    until(lambda: b.announced and c.announced)
+    assert b.read(sole) == 200
+    assert c.read(shared) == 50
+    assert b.counter("taken_blocks") + c.counter("taken_blocks") == 200, (
+        "sole copies, and no others"
+    )
+
+
+def test_a_draining_node_takes_nothing_new_and_reads_go_on(start_cluster, numbers, until):
+    world = start_cluster(nodes=2, memory="32MiB")
+    a, b = world.seats()
+    some = numbers(50)
+    a.put(some)
+    until(lambda: a.announced)
+    keys = [n.to_bytes(16, "big") for n in some]
+    lease = a.client.acquire(a.ns, keys, lease_s=60)
+    b.client.drain("a")
+    until(lambda: b.members["a"]["state"] == NodeState.DRAINING)
+    with pytest.raises(PoolFull, match="--cancel"):
+        a.put(numbers(3))
+    assert a.read(some) == 50
+    until(lambda: (b.members["a"]["drain"] or {}).get("phase") == "waiting", 30, "for the lease")
+    progress = b.members["a"]["drain"]
+    assert (progress["copied"], progress["failed"], progress["leases"]) == (50, 0, 1)
+    assert progress["blocks"] == progress["blocks_total"] == 50
+    assert progress["copied_bytes"] >= 50 * (32 << 10)
+    assert not left(b, "a")
+    assert [bytes(lease.slots[0].view(i)) for i in range(3)], "still there"
+    lease.release()
+    until(lambda: left(b, "a"), 30, "the lease has ended")
+    assert b.read(some) == 50
+
+
+def test_a_drain_that_is_called_off_leaves_a_node_like_any_other(start_cluster, numbers, until):
+    world = start_cluster(nodes=2, memory="32MiB")
+    a, b = world.seats()
+    some, more = numbers(20), numbers(20)
+    a.put(some)
+    until(lambda: a.announced)
+    lease = a.client.acquire(a.ns, [n.to_bytes(16, "big") for n in some], lease_s=60)
+    before = a.incarnation
+    b.client.drain("a")
+    until(lambda: (b.members["a"]["drain"] or {}).get("phase") == "waiting", 30)
+    b.client.drain("a", wanted=False)
+    until(lambda: b.members["a"]["state"] == NodeState.SERVING)
+    assert a.incarnation == before, "it never left"
+    assert b.members["a"]["drain"] is None
+    lease.release()
+    assert a.put(more) == 20
+    until(lambda: a.announced)
+    assert b.read(more) == 20
+
+
+def test_a_node_that_has_left_comes_back_when_its_drain_is_called_off(
+    start_cluster, numbers, until
+):
+    world = start_cluster(nodes=2, memory="32MiB")
+    a, b = world.seats()
+    some, more = numbers(20), numbers(20)
+    a.put(some)
+    until(lambda: a.announced)
+    before = a.incarnation
+    b.client.drain("a")
+    until(lambda: left(b, "a"), 30)
+    assert a.read(some) == 20, "its own clients read on"
+    b.client.drain("a", wanted=False)
+    until(lambda: not left(b, "a"), 30)
+    until(lambda: a.incarnation == b.members["a"]["incarnation"] != before)
+    assert a.put(more) == 20
+    until(lambda: b.read(more, wait_s=1) == 20, 30)
+
+
+def test_the_last_node_leaves_and_says_what_found_no_place(start_cluster, numbers, until):
+    world = start_cluster(nodes=1, memory="32MiB")
+    a = world.seat("a")
+    some = numbers(30)
+    a.put(some)
+    until(lambda: a.announced)
+    lease = a.client.acquire(a.ns, [n.to_bytes(16, "big") for n in some], lease_s=60)
+    a.client.drain("a")
+    until(lambda: (a.members["a"]["drain"] or {}).get("phase") == "waiting", 30)
+    progress = a.members["a"]["drain"]
+    assert (progress["copied"], progress["failed"]) == (0, 30)
+    lease.release()
+    until(lambda: a.client.cluster()["state"] == "gone", 30)
+    assert a.read(some) == 30
+    with pytest.raises(PoolFull):
+        a.put(numbers(1))
+
+
+def test_a_node_is_drained_while_another_reads_from_it(start_cluster, numbers, until, load):
+    world = start_cluster(nodes=3, memory="32MiB")
+    a, b, c = world.seats()
+    some = list(numbers(600))
+    for at in range(0, 600, 50):
+        a.put(some[at : at + 50])
+    until(lambda: a.announced)
+    hits = []
+
+    def read(turn: int) -> None:
+        hits.append(b.read(some[turn * 2 % 600 : turn * 2 % 600 + 2], wait_s=5))
+
+    with load(read) as going:
+        until(lambda: going.done[0] > 10)
+        c.client.drain("a")
+        until(lambda: left(c, "a"), 60)
+        until(lambda: going.done[0] > 300, 60, "all was read once")
+    assert not going.failures
+    assert set(hits) == {2}, "what was asked of it while it left was found there or elsewhere"
+    until(lambda: b.announced and c.announced)
+    assert c.read(some) == 600
+
+
+@pytest.mark.slow
+def test_a_rolling_restart_of_all_nodes_under_load_costs_no_wrong_read_and_no_write_elsewhere(
+    start_cluster, numbers, until, load
+):
+    world = start_cluster(nodes=3, memory="48MiB")
+    seats = {seat.name: seat for seat in world.seats()}
+    a = seats["a"]
+    kept = list(numbers(150))
+    for at in range(0, 150, 50):
+        a.put(kept[at : at + 50])
+    until(lambda: a.announced)
+    leaving: list[str] = []
+    failed = []
+    hits, asked = [0], [0]
+
+    def reader(name: str):
+        def read(turn: int) -> None:
+            one = kept[turn * 7 % 140 : turn * 7 % 140 + 8]
+            found = seats[name].read(one, wait_s=2)
+            if name not in leaving:
+                asked[0] += 1
+                hits[0] += found == 8
+
+        return read
+
+    def writer(name: str):
+        fresh = numbers(1 << 16)
+
+        def write(turn: int) -> None:
+            before = list(leaving)
+            try:
+                seats[name].put(fresh[turn * 2 % 400 : turn * 2 % 400 + 2])
+            except (PoolFull, Unavailable) as error:
+                if name not in before and name not in leaving:
+                    failed.append((name, error))
+
+        return write
+
+    with load(*(make(name) for name in "abc" for make in (reader, writer))) as going:
+        for name in "abc":
+            until(lambda: min(going.done) > 3, 60)
+            other = "b" if name == "a" else "a"
+            leaving.append(name)
+            seats[other].client.drain(name)
+            until(lambda n=name, o=other: left(seats[o], n), 90, f"{name} has left")
+            world.node(name).restart()
+            until(lambda n=name: all(n in seat.members for o, seat in seats.items() if o != n), 60)
+            until(lambda n=name: seats[n].client.warm(), 30, "its clients have found it again")
+            leaving.remove(name)
+            enough = [done + 5 for done in going.done]
+            until(lambda e=enough: all(d >= n for d, n in zip(going.done, e, strict=True)), 60)
+    assert not failed
+    assert hits[0] > 0.8 * asked[0], f"{hits[0]} of {asked[0]}"
+    for seat in seats.values():
+        until(lambda one=seat: one.announced)
+    for seat in seats.values():
+        assert seat.read(kept, wait_s=20) == 150, "what was there before all restarts"

@@ -1,0 +1,147 @@
+"""The proxy does what it is asked to, and nothing else: other tests rely on it."""
+
+import socket
+import threading
+
+import pytest
+
+from kvpool.testing.proxy import BOTH, Fault, Proxy
+
+SENT = bytes(range(256)) * 1024
+
+
+class Echo:
+    """Sends back what it gets, until its peer has said all."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.thread = threading.Thread(target=self._accept)
+        self.thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self.listener.accept()
+            except OSError:
+                return
+            with sock:
+                try:
+                    while data := sock.recv(1 << 16):
+                        sock.sendall(data)
+                except OSError:
+                    pass
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.thread.join()
+
+
+@pytest.fixture
+def proxy():
+    echo = Echo()
+    with Proxy(echo.listener.getsockname()[:2]) as proxy:
+        yield proxy
+    echo.close()
+
+
+@pytest.fixture
+def connect(proxy):
+    socks = []
+
+    def make():
+        socks.append(socket.create_connection(proxy.address, 20))
+        return socks[-1]
+
+    yield make
+    for sock in socks:
+        sock.close()
+
+
+def send(sock, data: bytes) -> threading.Thread:
+    thread = threading.Thread(target=sock.sendall, args=(data,))
+    thread.start()
+    return thread
+
+
+def receive(sock, count: int) -> bytes:
+    got = b""
+    while len(got) < count and (data := sock.recv(1 << 16)):
+        got += data
+    return got
+
+
+def silence(sock) -> bool:
+    sock.settimeout(0.3)
+    try:
+        sock.recv(1)
+    except TimeoutError:
+        sock.settimeout(20)
+        return True
+    return False
+
+
+def test_all_bytes_pass_unchanged(proxy, connect):
+    sock = connect()
+    sender = send(sock, SENT)
+    assert receive(sock, len(SENT)) == SENT
+    sender.join()
+    assert proxy.carried == 2 * len(SENT)
+
+
+def test_one_byte_is_flipped_at_its_offset(proxy, connect):
+    proxy.set(Fault(flip=("down", 100_000)))
+    for _ in range(2):
+        sock = connect()
+        sender = send(sock, SENT)
+        got = receive(sock, len(SENT))
+        sender.join()
+        assert [i for i, (x, y) in enumerate(zip(got, SENT, strict=True)) if x != y] == [100_000]
+        sock.close()
+
+
+def test_bytes_are_flipped_again_and_again(proxy, connect):
+    proxy.set(Fault(flip=("up", 1000), flip_every=70_000))
+    sock = connect()
+    sender = send(sock, SENT)
+    got = receive(sock, len(SENT))
+    sender.join()
+    wrong = [i for i, (x, y) in enumerate(zip(got, SENT, strict=True)) if x != y]
+    assert wrong == list(range(1000, len(SENT), 70_000))
+
+
+@pytest.mark.parametrize("ways", [{"up"}, {"down"}, BOTH])
+def test_what_is_held_arrives_when_it_is_let_go(proxy, connect, ways):
+    sock = connect()
+    sock.sendall(b"before")
+    assert receive(sock, 6) == b"before"
+    proxy.set(Fault(hold=frozenset(ways)))
+    sock.sendall(b"after")
+    assert silence(sock)
+    proxy.set()
+    assert receive(sock, 5) == b"after"
+
+
+def test_silence_refusal_and_cuts(proxy, connect):
+    old = connect()
+    old.sendall(b"x")
+    assert receive(old, 1) == b"x"
+    proxy.set(Fault(silent=True))
+    silent = connect()
+    silent.sendall(b"hello?")
+    assert silence(silent)
+    old.sendall(b"y")
+    assert receive(old, 1) == b"y", "connections that there were are spared"
+    proxy.cut()
+    assert receive(old, 1) == b""
+    proxy.set(Fault(refuse=True))
+    with pytest.raises(ConnectionResetError):
+        connect().recv(1)
+
+
+def test_one_way_is_closed_and_the_other_goes_on(proxy, connect):
+    proxy.set(Fault(half_close="down"))
+    sock = connect()
+    assert receive(sock, 1) == b""
+    sock.sendall(b"still heard")
+    assert proxy.connections == 1
