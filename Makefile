@@ -16,6 +16,9 @@ cluster: venv ## three daemons, an etcd and a Redis on this machine, until Ctrl-
 test: venv vllm-venv ## every test, in both environments (ARGS="..." goes to pytest)
 	@scripts/test $(ARGS)
 
+sim: venv ## ten thousand seeds of a simulated cluster with faults
+	@.venv/bin/python -m kvpool.testing.simulation 0 10000
+
 check: venv ## ruff, mypy and the direction of imports
 	@scripts/check
 

@@ -172,7 +172,7 @@ class Cluster:
         if entry.incarnation == self.own:
             _, here = self.node.masks(namespace.directory_digest, [key])
             if self.announcer is not None and here != [entry.mask]:
-                self.announcer.changed(namespace.directory_digest, [key])
+                self.announcer.doubt(namespace.directory_digest, [key])
             return
         self._dead.met([entry.incarnation])
         if self.announcer is not None and entry.incarnation in self._dead.dead:
@@ -193,7 +193,7 @@ class Cluster:
     def stale(self, namespace: NamespaceState, keys: list[bytes]) -> None:
         """A peer believed that these are here. The directory is told what is."""
         if self.announcer is not None:
-            self.announcer.changed(namespace.directory_digest, keys)
+            self.announcer.doubt(namespace.directory_digest, keys)
 
     # ---- namespaces and epochs -----------------------------------------------------------------------
 

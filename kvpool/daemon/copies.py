@@ -29,6 +29,7 @@ from kvpool.daemon.remote import Carrier, Living, Remote
 from kvpool.daemon.requests import parse_parts
 from kvpool.daemon.space import Origin
 from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
+from kvpool.placement.directory import Entry
 from kvpool.placement.records import NodeState
 from kvpool.placement.targets import Pace, accept_forward, choose_targets, responsible
 from kvpool.types import split_keys
@@ -313,8 +314,9 @@ class Copies:
                 self._repair_due = self._clock() + AUDIT_EVERY_S
                 return
             own = self.cluster.own
-            for (key, n), entries in zip(chosen.items(), located, strict=True):
-                holders = {entry.incarnation for entry in entries} | {own}
+            _, masks = self.node.masks(digest, list(chosen))
+            for (key, n), entries, mask in zip(chosen.items(), located, masks, strict=False):
+                holders = _who_holds(entries, mask) | {own}
                 if len(holders) < n and responsible(holders, key) == own:
                     self._wanted[namespace, key] = (n, 0)
                     self.counters["repairs"] += 1
@@ -346,7 +348,7 @@ class Copies:
         self, namespace: NamespaceState, mask: int, keys: list[bytes], copies: int
     ) -> list[bytes]:
         """Offer these blocks to as many nodes as lack; the ones that still want copies then."""
-        holders = await self._holders(namespace, keys)
+        holders = await self._holders(namespace, mask, keys)
         lacking: dict[int, list[bytes]] = {}
         for key in keys:
             lacking.setdefault(copies - len(holders[key]), []).append(key)
@@ -372,16 +374,16 @@ class Copies:
         return short
 
     async def _holders(
-        self, namespace: NamespaceState, keys: Sequence[bytes]
+        self, namespace: NamespaceState, mask: int, keys: Sequence[bytes]
     ) -> dict[bytes, set[bytes]]:
-        """Who is known to hold each of these blocks, ourselves included."""
+        """Who is known to hold these parts of each of these blocks, ourselves included."""
         own = self.cluster.own
         try:
             located = await self.remote.locate(namespace, keys)
         except Unavailable:
             located = [[] for _ in keys]
         return {
-            key: {entry.incarnation for entry in entries} | {own}
+            key: _who_holds(entries, mask) | {own}
             for key, entries in zip(keys, located, strict=True)
         }
 
@@ -479,6 +481,14 @@ class Copies:
 def block_bytes(namespace: NamespaceState, mask: int) -> int:
     """What these parts of one block take."""
     return sum(table.stride for table in namespace.tables if mask >> table.part & 1)
+
+
+def _who_holds(entries: Iterable[Entry], mask: int) -> set[bytes]:
+    """Incarnations that have all of these parts of a block, in whatever tiers."""
+    held: dict[bytes, int] = {}
+    for incarnation, _, parts in entries:
+        held[incarnation] = held.get(incarnation, 0) | parts
+    return {incarnation for incarnation, parts in held.items() if parts & mask == mask}
 
 
 def _incarnation(text: str) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -46,14 +46,16 @@ class Drainer:
         before = self._task
         if before is not None:
             before.cancel()
-        work = self._drain() if drain else self._come_back()
+        work = self._drain if drain else self._come_back
         self._task = asyncio.get_running_loop().create_task(self._after(before, work))
         self._task.add_done_callback(_check)
 
-    async def _after(self, before: asyncio.Task[None] | None, work: object) -> None:
+    async def _after(
+        self, before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]
+    ) -> None:
         if before is not None:
             await asyncio.gather(before, return_exceptions=True)
-        await work  # type: ignore[misc]
+        await work()
 
     async def close(self) -> None:
         if self._task is not None:

@@ -73,7 +73,8 @@ class Held(Protocol):
     def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
         """About `count` held blocks from a cursor on (at first 0), grouped by digest; the next cursor.
 
-        None: all were met. Every block that is held throughout a whole walk is met.
+        None: all were met. Every block that is held throughout a whole walk is met, or `changed` tells of
+        it meanwhile.
         """
         ...
 
@@ -217,6 +218,17 @@ class Announcer:
         self._queued += len(listed)
         self._has_arrived.set()
 
+    def doubt(self, digest: bytes, keys: Iterable[bytes]) -> None:
+        """The directory was seen to say something of us about these that is not so. See `changed`.
+
+        Unlike after `changed`, what is not here is withdrawn even if nothing is known to be there: a call
+        that timed out may have been carried out later than the withdrawal that followed it.
+        """
+        listed = tuple(keys)
+        for key in listed:
+            self._groups[tag_of(key)].published.setdefault(digest, set()).add(key)
+        self.changed(digest, listed)
+
     def retract(
         self, digest: bytes, parts: int, incarnation: bytes, tier: int, keys: Iterable[bytes]
     ) -> None:
@@ -227,7 +239,7 @@ class Announcer:
         next refresh.
         """
         if incarnation == self._incarnation and tier == self._tier:
-            self.changed(digest, keys)
+            self.doubt(digest, keys)
             return
         queue = self._retracts.setdefault((digest, parts, incarnation, tier), {})
         for key in keys:

@@ -136,7 +136,8 @@ class Proxy:
         if self._closing:
             return
         self._closing = True
-        self._wake.send(b"x")
+        with contextlib.suppress(OSError):  # the thread has seen it, and closed its end
+            self._wake.send(b"x")
         self._thread.join(JOIN_S)
         self._wake.close()
 

@@ -191,10 +191,15 @@ def test_wrong_bytes_under_right_checksums(reader: Side) -> None:
         (b"SSH-2.0-OpenSSH_9.2\r\n", ""),
         (
             wire.encode(wire.PeerChallenge(99, "n", "i", b"n" * 32, b""), 1),
-            "protocol 1, the peer 99",
+            f"protocol {wire.PROTOCOL_VERSION}, the peer 99",
         ),
-        (wire.encode(wire.PeerChallenge(1, "n", "i", b"n", b""), 1), "nonce"),
-        (wire.encode(wire.PeerChallenge(1, "n", "i", b"n" * 32, b"p" * 32), 1), "did not prove"),
+        (wire.encode(wire.PeerChallenge(wire.PROTOCOL_VERSION, "n", "i", b"n", b""), 1), "nonce"),
+        (
+            wire.encode(
+                wire.PeerChallenge(wire.PROTOCOL_VERSION, "n", "i", b"n" * 32, b"p" * 32), 1
+            ),
+            "did not prove",
+        ),
         (wire.encode(wire.Done(), 1), "handshake"),
         (wire.encode(wire.Error("limit", "too many daemons"), 1), "too many daemons"),
     ],

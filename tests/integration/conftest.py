@@ -324,6 +324,7 @@ def block(number): return bytes([number % 251]) * 4096
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._said = b""
 
     @property
     def pid(self) -> int:
@@ -332,10 +333,16 @@ def block(number): return bytes([number % 251]) * 4096
     def hear(self) -> str:
         """The next line; fails when there is none in time, or the process has ended."""
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], START_S)
-        line = self.process.stdout.readline() if readable else ""
-        assert line, "the script said nothing"
-        return line.strip()
+        deadline = time.monotonic() + START_S
+        # Not `readline`: what it reads beyond the line, `select` would not know of.
+        while b"\n" not in self._said:
+            left = max(0.0, deadline - time.monotonic())
+            readable, _, _ = select.select([self.process.stdout], [], [], left)
+            data = os.read(self.process.stdout.fileno(), 1 << 16) if readable else b""
+            assert data, f"the script said nothing more than {self._said!r}"
+            self._said += data
+        line, _, self._said = self._said.partition(b"\n")
+        return line.decode().strip()
 
     def say(self, text: str = "") -> None:
         assert self.process.stdin is not None

@@ -62,6 +62,7 @@ class Client:
         self.domain = Domain(name)
         world.domains.append(self.domain)
         self.dead = False
+        self.waited_s = 0.0  # for the last lease
         self._session: Session | None = None
         self._number = -1
         self._generation = -1  # of its weights; -1: those of the day, not yet counted
@@ -353,6 +354,7 @@ class Client:
         answer = await self._ask(
             wire.Acquire(number, b"".join(keys), [], lease_s, wait_s), wait_s, session
         )
+        self.waited_s = world.now() - asked_at
         leased = answer.message
         assert isinstance(leased, wire.Leased)
         world.count("gets")

@@ -257,7 +257,7 @@ class Carrier:
 
         def ask() -> None:
             if isinstance(question, wire.Offer):
-                task = self.world.loop.create_task(self.source.offered(question))
+                task = self.world.loop.create_task(self._take(question))
                 task.add_done_callback(settle)
                 return
             try:
@@ -270,6 +270,19 @@ class Carrier:
                 answer.set_result(done)
 
         self._to_control(ask)
+
+    async def _take(self, offer: wire.Offer) -> wire.Bytes:
+        """Take up an offer. What is said to be here is relied on: it is here, and not as a spare copy."""
+        taken = await self.source.offered(offer)
+        node = self.life.server.node
+        mask = int.from_bytes(offer.mask, "little")
+        namespace = node.tenants[offer.tenant].epochs[offer.digest][-1]
+        for key, here in zip(split_keys(offer.keys), taken.data, strict=True):
+            for table in namespace.tables if here else ():
+                block = table.blocks.get(key)
+                if mask >> table.part & 1 and (block is None or block.secondary):
+                    raise Violation(f"{self.life.name} takes {key[:4].hex()}, and does not keep it")
+        return taken
 
     def report(self, report: wire.Corrupt) -> None:
         self._to_control(self.source.corrupt, report)

@@ -40,7 +40,7 @@ class Session:
 
     life: Life
     holder: Holder
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -199,24 +199,27 @@ class Life:
         except KvpoolError as error:
             found = wire.error_message(error)
         if asyncio.iscoroutine(found):
-            task = self.world.loop.create_task(self._later(session, message, answer, found, known))
+            task = self.world.loop.create_task(found)
+            task.add_done_callback(lambda task: self._later(session, message, answer, task, known))
             session.tasks.append(task)
         else:
             self._reply(session, message, answer, found, known)
         self.server.settle_soon()
 
-    async def _later(
+    def _later(
         self,
         session: Session,
         message: wire.Message,
         answer: asyncio.Future[Answer],
-        work: Any,
+        task: asyncio.Task[wire.Message],
         known: int,
     ) -> None:
-        try:
-            found = await work
-        except KvpoolError as error:
-            found = wire.error_message(error)
+        if task.cancelled():
+            return  # its client is dead, or the node is
+        error = task.exception()
+        if error is not None and not isinstance(error, KvpoolError):
+            raise error
+        found = task.result() if error is None else wire.error_message(error)
         self._reply(session, message, answer, found, known)
 
     def _reply(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.daemon import copies, remote
+from kvpool.daemon.blocks import PIN_NONE
 from kvpool.errors import KvpoolError
 from kvpool.placement import embedded
 from kvpool.placement.directory import TAGS
@@ -256,6 +257,8 @@ class World:
     def _look_for_breakage(self) -> None:
         for context in self.loop.broken:
             error = context.get("exception")
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
             if isinstance(error, Violation):
                 self.failure = f"Violation: {error}"
             elif error is not None:
@@ -444,7 +447,7 @@ class World:
             for namespace in life.server.node.tenants[DEFAULT_TENANT].namespaces.values():
                 for table in namespace.tables:
                     for key, block in table.blocks.items():
-                        copy = (life, block.secondary)
+                        copy = (life, block.secondary and block.pin == PIN_NONE)
                         holders.setdefault((table.part, key), []).append(copy)
         for (part, key), found in holders.items():
             if all(secondary for _, secondary in found):
@@ -613,15 +616,19 @@ class World:
 
     async def _read_beside_the_dead(self, life: Life, keys: Sequence[bytes]) -> None:
         client = self._new_client(life.node, f"{life.node.name} reader")
-        found = 0
+        found, seconds = 0, 0.0
 
         async def read() -> None:
-            nonlocal found
-            found = await client.get(keys, READ_S, 0.5)
+            nonlocal found, seconds
+            found = await client.get(keys, 3 * READ_S, 0.5)
+            seconds = client.waited_s
 
         await self.in_domain(client.domain, read())
-        if found < len(keys):
-            raise Violation(f"{life.name} misses blocks of which a living node has a copy")
+        if found < len(keys) or seconds > READ_S:
+            raise Violation(
+                f"{life.name} has {found} blocks of {len(keys)} after {seconds:.3f} s, and a living "
+                f"node has a copy of each"
+            )
 
     async def _empty(self) -> None:
         """Once clients are gone, all that is in use are blocks."""

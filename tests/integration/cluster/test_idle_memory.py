@@ -8,16 +8,25 @@ MEMORY = 16 << 20
 BLOCK = 32 << 10
 ONE_NODE = MEMORY // BLOCK  # blocks
 SHARE = 2.5  # the working set, of one node's memory; three nodes hold it
-PAUSE_S = 0.03  # for each 8 blocks: two seconds for a memory, which forwarding keeps up with
 
 
-def fill(seat, some, pause_s: float) -> None:
-    """Put in steps, each of which succeeds."""
+def fill(seat, some, before=lambda: None) -> None:
+    """Put in steps, each of which succeeds; `before` is called ahead of each."""
     listed = list(some)
     for at in range(0, len(listed), 8):
+        before()
         assert seat.put(listed[at : at + 8]) == 8
-        if pause_s:
-            time.sleep(pause_s)
+
+
+def at_a_pace(seat, until):
+    """Waits until the next put would evict nothing but what others keep: forwarding keeps up."""
+
+    def room() -> bool:
+        tenant = seat.stats["tenants"]["default"]
+        free = MEMORY - tenant["space"]["bytes_used"] + tenant["secondary_bytes"]
+        return free >= 2 * 8 * BLOCK
+
+    return lambda: until(room, 30, "others take what does not fit")
 
 
 def hits(seat, some) -> int:
@@ -37,7 +46,7 @@ def test_a_working_set_of_two_and_a_half_nodes_hits_as_in_one_memory(
 ):
     a, b, c = seats
     some = numbers(int(ONE_NODE * SHARE) // 8 * 8)
-    fill(a, some, PAUSE_S)
+    fill(a, some, at_a_pace(a, until))
     until(lambda: a.announced and b.announced and c.announced)
     found = [hits(a, some) for _ in range(3)]
     record_testsuite_property("hits_of_one_node", str([n / ONE_NODE for n in found]))
@@ -49,7 +58,7 @@ def test_a_working_set_of_two_and_a_half_nodes_hits_as_in_one_memory(
 def test_puts_that_forwarding_cannot_keep_up_with_never_fail(seats, numbers, until):
     a, b, c = seats
     some = numbers(int(ONE_NODE * SHARE) // 8 * 8)
-    fill(a, some, 0.0)
+    fill(a, some)
     until(lambda: a.announced and b.announced and c.announced)
     assert hits(a, some) > 0.85 * ONE_NODE, "what one node holds alone"
 
@@ -59,7 +68,7 @@ def test_what_was_forwarded_outlives_the_node_that_it_came_from(start_cluster, n
     a, b = world.seats()
     count = ONE_NODE + ONE_NODE // 2
     some = numbers(count)
-    fill(a, some, PAUSE_S)
+    fill(a, some, at_a_pace(a, until))
     until(lambda: a.stats["copies"]["forwarded_blocks"] >= ONE_NODE // 2 - 64)
     until(lambda: a.announced and b.announced)
     kept = b.here(some)
@@ -72,7 +81,7 @@ def test_what_was_forwarded_outlives_the_node_that_it_came_from(start_cluster, n
 def test_nothing_is_forwarded_where_that_is_switched_off(start_cluster, numbers):
     world = start_cluster(nodes=2, memory="16MiB", environ={"KVPOOL_FORWARD": "false"})
     a, b = world.seats()
-    fill(a, numbers(ONE_NODE * 2), 0.0)
+    fill(a, numbers(ONE_NODE * 2))
     assert a.counter("forwarded_blocks") == 0
     assert b.stats["tenants"]["default"]["blocks"] == 0
 
@@ -81,15 +90,15 @@ def test_full_nodes_do_not_pass_their_blocks_to_and_fro(start_cluster, numbers, 
     world = start_cluster(nodes=2, memory="16MiB")
     a, b = world.seats()
     for seat in (a, b):
-        fill(seat, numbers(ONE_NODE), 0.0)
+        fill(seat, numbers(ONE_NODE))
     until(lambda: a.announced and b.announced)
-    until(lambda: steady(a, b), 30, "nothing is offered any more")
-    before = a.counter("forwarded_blocks") + b.counter("forwarded_blocks")
-    assert before <= 2 * ONE_NODE
+    seen = [(-1, 0.0)]  # how many blocks were forwarded, since when
 
+    def forwarded_nothing_for_a_second() -> bool:
+        now, count = time.monotonic(), sum(seat.counter("forwarded_blocks") for seat in (a, b))
+        if count != seen[-1][0]:
+            seen.append((count, now))
+        return now - seen[-1][1] > 1
 
-def steady(*seats) -> bool:
-    """Whether, over a second, no block has gone to another node."""
-    before = [seat.counter("forwarded_blocks") for seat in seats]
-    time.sleep(1.0)
-    return before == [seat.counter("forwarded_blocks") for seat in seats]
+    until(forwarded_nothing_for_a_second, 30, "nothing is offered any more")
+    assert seen[-1][0] <= 2 * ONE_NODE

@@ -655,6 +655,26 @@ def test_wrong_hints_are_withdrawn_and_our_own_are_looked_at() -> None:
     virtually(main)
 
 
+def test_what_somebody_doubts_is_withdrawn_whatever_was_withdrawn_before() -> None:
+    async def main() -> None:
+        async with Bench() as b:
+            b.announcer.act_as(US)
+            b.put(A, map(key_of, range(20)))
+            await b.settled()
+            b.evict(A, map(key_of, range(10)))
+            await b.settled()
+            late = [key_of(n) for n in range(5)]  # a call that had timed out is carried out now
+            await EmbeddedDirectory.publish(b.directory, A, PARTS, US, DRAM, late, [1] * 5)
+            b.announcer.changed(A, late)
+            await b.settled()
+            assert await b.directory.of(US, A, late), "nothing of them is known to be there"
+            b.announcer.doubt(A, [*late, key_of(15)])
+            await b.settled()
+            await b.right()
+
+    virtually(main)
+
+
 def test_retracts_are_bounded_and_dropped_while_the_directory_is_away() -> None:
     async def main() -> None:
         async with Bench() as b:
