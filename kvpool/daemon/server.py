@@ -847,7 +847,9 @@ class ClientConnection(asyncio.Protocol):
         task = asyncio.get_running_loop().create_task(self._answer(request, answer))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
-        task.add_done_callback(lambda _: answer.close())  # it may have been cancelled before it began
+        task.add_done_callback(
+            lambda _: answer.close()
+        )  # it may have been cancelled before it began
 
     async def _answer(self, request: int, answer: Coroutine[Any, Any, wire.Message]) -> None:
         try:
