@@ -163,7 +163,7 @@ class Reads:
 
 def owner(report: Report) -> None:
     """Blocks on a and b; c reads them, while a dies or stands still."""
-    rounds, count = (4, 400) if report.quick else (20, 1000)
+    rounds, count = (4, 200) if report.quick else (20, 1000)
     print(f"owner killed or stopped, {rounds} rounds of {count} reads")
     with cluster(nodes=3, memory="256MiB") as running:
         a, b, c = running.nodes
@@ -335,11 +335,11 @@ def expiry(report: Report) -> None:
         probes = [Probe(at_b, 6), Probe(at_c, 7)]
         for probe in probes:
             probe.thread.start()
-        time.sleep(2.0)
+        time.sleep(1.0 if report.quick else 5.0)
         calm = [probe.take() for probe in probes]
         running.nodes[0].kill()
         wait_until(lambda: len(at_b.cluster()["nodes"]) == 2, "a has expired")
-        time.sleep(3.0)
+        time.sleep(1.0 if report.quick else 5.0)
         during = [probe.take() for probe in probes]
         for probe in probes:
             probe.stop()
@@ -564,7 +564,7 @@ def working_set(client: Client, ns: Namespace, count: int, nbytes: int, quick: b
     """Ask for blocks of a working set at random, put what is missing; the share found in the second half."""
     keys = keys_of(10, range(count))
     chooser = random.Random(11)
-    asked = (4 if quick else 8) * count
+    asked = (3 if quick else 8) * count
     group = 8
     found = counted = 0
     for turn in range(asked // group):

@@ -98,6 +98,10 @@ class PartTable:
         self.hard_bytes = 0
         self.soft_bytes = 0
 
+    def forget(self, block: Block) -> None:
+        """Take a block out, whether its epoch has ended or not."""
+        del (self.garbage if self.namespace.retired else self.blocks)[block.key]
+
 
 class NamespaceState:
     """A namespace in one epoch, as this node knows it.

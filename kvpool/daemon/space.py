@@ -27,6 +27,7 @@ from kvpool.storage.slab import SlabAllocator
 from kvpool.types import split_keys
 
 PUT, READ, LEASED = range(3)  # what the journal tells of
+GARBAGE_PER_PUT = 1024  # blocks of ended epochs: about 4 ms
 ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put behind them
 
 
@@ -53,6 +54,7 @@ class Space:
         self._journal: list[tuple[int, PartTable, Any]] = []
         self._changed: list[tuple[NamespaceState, Sequence[bytes]]] | None = None
         self._classes: list[SlotClass] = []  # of all tenants, oldest first; never shorter
+        self._garbage_left = 0  # blocks of ended epochs that the put under way may give back still
         self._garbage: dict[PartTable, None] = {}  # tables with blocks of an ended epoch
 
     # ---- the journal -------------------------------------------------------------------------------
@@ -198,6 +200,8 @@ class Space:
             tenant.classes[stride] = slot_class
             self._classes.append(slot_class)
         rows = allocator.alloc(stride, n)
+        # Of other sizes, very many may have to go before a slab is free: the rest is done beside the puts.
+        self._garbage_left = GARBAGE_PER_PUT + 4 * n
         while len(rows) < n and self._reclaim(tenant, slot_class, n - len(rows)):
             rows += allocator.alloc(stride, n - len(rows))
         by_row = slot_class.by_row
@@ -210,13 +214,16 @@ class Space:
     def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int) -> bool:
         """Make room for up to n slots of the class, at least one; False when nothing can go.
 
-        In order: what is left of ended epochs; this class's copies that others keep; a slab of
+        In order: what is left of ended epochs, as much as one put can afford; this class's copies that others keep; a slab of
         another class that is much colder; this class's own victims; a slab of another class whatever
         its age; this class's soft pins; a slab of another class, soft pins included.
         """
         self.settle()
-        if self._garbage and self.reclaim_garbage(n, tenant, slot_class.stride):
-            return True
+        if self._garbage and self._garbage_left > 0:
+            gone = self.reclaim_garbage(n, tenant, slot_class.stride)
+            self._garbage_left -= gone
+            if gone:
+                return True
         evicted = self._evict(tenant, slot_class, slot_class.secondary, n)
         if evicted:
             self.counters.evicted_secondary += evicted
@@ -237,7 +244,7 @@ class Space:
                 continue
             table = block.table
             table.soft_bytes -= table.stride
-            del table.blocks[block.key]
+            table.forget(block)
             self._tell(table.namespace, (block.key,))
             slot_class.by_row[block.row] = None
             rows.append(block.row)
@@ -247,7 +254,9 @@ class Space:
         if rows:
             tenant.allocator.free(slot_class.stride, rows)
             return True
-        return several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=False)
+        if several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=False):
+            return True
+        return bool(self._garbage and self.reclaim_garbage(n, tenant, slot_class.stride))
 
     def _evict(self, tenant: Tenant, slot_class: SlotClass, policy: EvictionPolicy, n: int) -> int:
         """Up to n of a policy's next victims, freed; how many. Leased ones are set aside."""
@@ -262,7 +271,7 @@ class Space:
                 block.parked = True
                 continue
             table = block.table
-            del table.blocks[block.key]
+            table.forget(block)
             if changed is not None:
                 changed.append((table.namespace, (block.key,)))
             row = block.row
@@ -396,7 +405,7 @@ class Space:
         self.counters.evicted_soft_pins += sum(block.pin == PIN_SOFT for block in held)
         self.counters.evicted_secondary += sum(block.secondary for block in held)
         for block in held:
-            del block.table.blocks[block.key]
+            block.table.forget(block)
             self._tell(block.table.namespace, (block.key,))
             self._take_out(block)
             donor.by_row[block.row] = None

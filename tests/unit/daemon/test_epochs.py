@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from kvpool.daemon import space as slots
 from kvpool.daemon.node import EPOCHS_KEPT
 from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch, PoolFull, StaleEpoch
 from kvpool.storage.eviction import POLICIES
@@ -497,3 +498,38 @@ def test_a_number_is_for_its_own_tenant_in_every_epoch(make_pool) -> None:
     for state in (old, pool.space):
         with pytest.raises(InvalidRequest, match="not open here"):
             pool.node.namespace(blue, state.number)
+
+
+@pytest.mark.parametrize("policy", ["lru", "a2q", "s3fifo"])
+def test_a_put_that_cannot_afford_the_rest_of_an_epoch_takes_what_goes_next(
+    make_pool, monkeypatch, policy: str
+) -> None:
+    monkeypatch.setattr(slots, "GARBAGE_PER_PUT", -1 << 20)
+    pool = make_pool(slabs=6, policy=policy)
+    whole = pool.open(b"w" * 16, WHOLE)
+    pool.put([1, 2], space=whole)
+    for first in range(0, 16, 4):
+        pool.put(range(first, first + 4))
+    pool.reset()
+    pool.put(range(100, 103))  # slots of the old ones, as the policy gives them
+    assert pool.put([3, 4, 5], space=whole) == 3
+    assert set(pool.here(range(1, 6), whole)) >= {3, 4, 5}
+    while pool.node.reclaim_garbage(2):
+        pass
+    assert not pool.node.has_garbage
+    held = len(pool.here(range(1, 6), whole)) * 4096 + len(pool.here(range(100, 103))) * 1024
+    assert pool.tenant.allocator.bytes_used == held
+
+
+def test_a_put_does_not_fail_while_there_is_something_of_an_ended_epoch(
+    make_pool, monkeypatch
+) -> None:
+    monkeypatch.setattr(slots, "GARBAGE_PER_PUT", -1 << 20)
+    pool = make_pool(slabs=2)
+    whole = pool.open(b"w" * 16, WHOLE)
+    for kind in ("hard", "soft"):
+        pool.put(range(8))
+        pool.pin(range(2), kind)
+        pool.reset()
+        assert pool.put([1], space=whole) == 1
+        pool.put([2], space=whole)
