@@ -564,7 +564,7 @@ def working_set(client: Client, ns: Namespace, count: int, nbytes: int, quick: b
     """Ask for blocks of a working set at random, put what is missing; the share found in the second half."""
     keys = keys_of(10, range(count))
     chooser = random.Random(11)
-    asked = (3 if quick else 8) * count
+    asked = (4 if quick else 8) * count
     group = 8
     found = counted = 0
     for turn in range(asked // group):

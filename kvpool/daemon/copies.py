@@ -45,6 +45,8 @@ TRIES_MAX = 5
 WALK = 512  # blocks looked at in one step of a repair
 REPAIR_EVERY_S = 600.0
 FORWARD_EVERY_S = 0.05
+PRESSED_S = 0.01
+RELIEFS_MAX = 64  # offers in a row, before others have their turn
 IDLE_S = 1.0  # while there is nobody else
 REFUSED_S = 2.0  # a node that had no room is left alone for so long
 HEADROOM = 1 / 16  # of a segment: what should be free or superfluous when puts come
@@ -401,8 +403,11 @@ class Copies:
 
     async def forward(self) -> None:
         """Keep some of each segment free, or filled with what others have too. Runs until cancelled."""
+        pressed = False
         while True:
-            await asyncio.sleep(FORWARD_EVERY_S if self.cluster.living else IDLE_S)
+            pause = PRESSED_S if pressed else FORWARD_EVERY_S
+            await asyncio.sleep(pause if self.cluster.living else IDLE_S)
+            pressed = False
             now = self._clock()
             self._ages.note(self.node.tick, now)
             if now - self._audited_at >= AUDIT_EVERY_S:
@@ -410,15 +415,21 @@ class Copies:
                 await self._audit()
             if self.cluster.config.forward and self.cluster.state is NodeState.SERVING:
                 for tenant in list(self.node.tenants.values()):
-                    await self._relieve(tenant)
+                    for _ in range(RELIEFS_MAX):
+                        if not await self._relieve(tenant):
+                            break
+                        pressed = True
 
-    async def _relieve(self, tenant: Tenant) -> None:
-        """Where a segment is nearly full: hand what would be evicted next to a node with room."""
+    async def _relieve(self, tenant: Tenant) -> bool:
+        """Where a segment is nearly full: hand what would be evicted next to a node with room.
+
+        Whether that got anywhere, so that there may be more to do at once.
+        """
         size = tenant.allocator.size
         spare = size - tenant.allocator.bytes_used + self.node.secondary_bytes(tenant)
         lacking = int(size * HEADROOM) - spare
         if lacking <= 0 or not self.cluster.living:
-            return
+            return False
         victims: list[Block] = []
         for block in self.node.coldest(tenant, OFFER_KEYS):
             if lacking <= 0:
@@ -430,14 +441,17 @@ class Copies:
         for block in victims:
             group = groups.setdefault((block.table.namespace, block.hops), {})
             group[block.key] = max(block.used, group.get(block.key, 0))
+        taken = 0
         for (namespace, hops), used in groups.items():
             for mask, keys in self.by_offer(namespace, used):
                 age_s = self._ages.age_s(max(used[key] for key in keys), self._clock())
-                await self._forward(namespace, mask, keys, hops + 1, age_s)
+                taken += await self._forward(namespace, mask, keys, hops + 1, age_s)
+        return taken > 0
 
     async def _forward(
         self, namespace: NamespaceState, mask: int, keys: list[bytes], hops: int, age_s: float
-    ) -> None:
+    ) -> int:
+        """How many of these blocks another node has taken."""
         now, tenant = self._clock(), namespace.tenant.name
         refused = {
             incarnation
@@ -447,7 +461,7 @@ class Copies:
         nbytes = len(keys) * block_bytes(namespace, mask)
         targets = self._targets({self.cluster.own}, 1, nbytes, but=refused)
         if not targets:
-            return
+            return 0
         accepted = await self.offer(
             targets[0], namespace, keys, mask, reason="forward", hops=hops, age_s=age_s
         )
@@ -457,6 +471,7 @@ class Copies:
             self._refused[targets[0].record.incarnation_bytes, tenant] = now + REFUSED_S
         self.counters["forwarded_blocks"] += len(accepted)
         self.node.demote(namespace, b"".join(accepted))
+        return len(accepted)
 
     async def _audit(self) -> None:
         """Of the copies that others were said to keep, and that go next: do they?"""
