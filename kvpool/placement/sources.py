@@ -31,7 +31,7 @@ PROBE_S = 5.0
 """A request on probation that has not ended by then is given up for lost: another may be made."""
 
 LATENCY_S, BYTES_S = 0.001, 1e9
-"""What is assumed of a peer at distance 1 before anything was measured."""
+"""What is assumed of a peer at distance 1 before anything was measured of any."""
 DECAY = 0.8
 """What a measurement leaves of the weight of all earlier ones."""
 STALE_S = 30.0
@@ -71,6 +71,24 @@ class Assignment(NamedTuple):
     indices: list[int]
 
 
+class Typical:
+    """What peers are like at distance 1, from all transfers: assumed of those that were not asked lately.
+
+    A fixed assumption below what the network does would keep the peer that was asked first the only one.
+    """
+
+    __slots__ = ("latency_s", "measured_bytes", "measured_s")
+
+    def __init__(self) -> None:
+        self.latency_s = LATENCY_S
+        self.measured_bytes = 0.0
+        self.measured_s = 0.0
+
+    @property
+    def per_byte(self) -> float:
+        return self.measured_s / self.measured_bytes if self.measured_bytes else 1 / BYTES_S
+
+
 class PeerHealth:
     """What is known of one peer. Made and changed by `Peers` only.
 
@@ -95,9 +113,11 @@ class PeerHealth:
         "slow",
         "suspected_until",
         "suspended_until",
+        "typical",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, typical: Typical) -> None:
+        self.typical = typical
         self.distance = UNKNOWN_DISTANCE
         self.latency_s = 0.0  # 0: not measured
         self.measured_bytes = 0.0  # of large transfers, older ones weighing less
@@ -115,10 +135,10 @@ class PeerHealth:
     def expected(self, now: float) -> tuple[float, float]:
         """Seconds to the first byte, and seconds a byte after it, for one request on an idle peer."""
         trust = STALE_S / (STALE_S + max(0.0, now - self.measured_at))
-        per_byte = self.distance / BYTES_S
+        per_byte = self.distance * self.typical.per_byte
         if self.measured_bytes:
             per_byte += trust * (self.measured_s / self.measured_bytes - per_byte)
-        latency_s = LATENCY_S * self.distance
+        latency_s = self.typical.latency_s * self.distance
         if self.latency_s:
             latency_s += trust * (self.latency_s - latency_s)
         return latency_s, min(per_byte, 1 / BYTES_S_MIN)
@@ -143,14 +163,17 @@ class PeerHealth:
     def measure(self, nbytes: int, seconds: float, now: float) -> None:
         """A request for so much took so long."""
         self.measured_at = now
-        latency_s = self.latency_s
+        latency_s, typical = self.latency_s, self.typical
         if nbytes <= SMALL_BYTES or seconds < latency_s:
             self.latency_s = latency_s * DECAY + seconds * (1 - DECAY) if latency_s else seconds
+            typical.latency_s = typical.latency_s * DECAY + seconds / self.distance * (1 - DECAY)
         if nbytes > SMALL_BYTES:
-            first_s = self.latency_s or LATENCY_S * self.distance
+            first_s = self.latency_s or typical.latency_s * self.distance
             transfer_s = max(seconds - first_s, seconds / 10)
             self.measured_bytes = self.measured_bytes * DECAY + nbytes
             self.measured_s = self.measured_s * DECAY + transfer_s
+            typical.measured_bytes = typical.measured_bytes * DECAY + nbytes
+            typical.measured_s = typical.measured_s * DECAY + transfer_s / self.distance
 
 
 class Peers:
@@ -169,6 +192,7 @@ class Peers:
         self._labels = dict(labels)
         self._capacity = capacity
         self._peers: OrderedDict[bytes, PeerHealth] = OrderedDict()
+        self._typical = Typical()
         self.rng = rng
 
     def __len__(self) -> int:
@@ -177,6 +201,10 @@ class Peers:
     def get(self, incarnation: bytes) -> PeerHealth | None:
         """To look at, not to change. None: nothing is known."""
         return self._peers.get(incarnation)
+
+    def stranger(self) -> PeerHealth:
+        """What is assumed of a peer that nothing is known of."""
+        return PeerHealth(self._typical)
 
     def met(self, incarnation: bytes, labels: Mapping[str, str]) -> None:
         """A peer's labels are these. Tell again when they change; without them it is at 2.0."""
@@ -264,7 +292,7 @@ class Peers:
         take behind what is in flight already: a peer that is busy is not mistaken for a stopped one. Ask
         before `started`.
         """
-        peer = self._peers.get(incarnation) or PeerHealth()
+        peer = self._peers.get(incarnation) or self.stranger()
         latency_s, per_byte = peer.expected(peer.measured_at)
         transfer_s = (peer.inflight_bytes + nbytes) * per_byte
         times = HEDGE_TIMES * (latency_s + transfer_s)
@@ -297,7 +325,7 @@ class Peers:
     def _known(self, incarnation: bytes) -> PeerHealth:
         peer = self._peers.get(incarnation)
         if peer is None:
-            peer = self._peers[incarnation] = PeerHealth()
+            peer = self._peers[incarnation] = self.stranger()
             if len(self._peers) > self._capacity:
                 self._peers.popitem(last=False)
         else:
@@ -403,7 +431,7 @@ def _fastest(
         incarnation, tier = candidate
         option = options.get(incarnation)
         if option is None:
-            peer = peers.get(incarnation) or PeerHealth()
+            peer = peers.get(incarnation) or peers.stranger()
             option = _Option(peer, now, 1 + JITTER * peers.rng.random())
             options[incarnation] = option
         rank = option.rank

@@ -217,8 +217,19 @@ def test_an_old_estimate_is_given_another_chance() -> None:
     teach(peers, P, latency_s=0.05, bytes_s=1e8, now=0.0)
     teach(peers, Q, latency_s=0.001, bytes_s=9e8, now=0.0)
     assert set(shares([dram(P, Q)], MIB, peers, 1.0)) == {Q}
-    teach(peers, Q, latency_s=0.004, bytes_s=4e8, now=100_000.0)
-    assert set(shares([dram(P, Q)], MIB, peers, 100_000.0)) == {P}
+    teach(peers, Q, latency_s=0.001, bytes_s=9e8, now=100_000.0)
+    asked = [next(iter(shares([dram(P, Q)], MIB, peers, 100_000.0))) for _ in range(60)]
+    assert 10 < asked.count(P) < 50, "it may be like the others by now"
+
+
+def test_a_peer_that_was_never_asked_is_taken_for_one_like_the_others() -> None:
+    """However fast they are: else whoever was asked first would be asked for ever."""
+    for latency_s, bytes_s in ((0.0002, 20e9), (0.05, 1e7)):
+        peers = peers_of()
+        teach(peers, P, latency_s=latency_s, bytes_s=bytes_s, now=0.0)
+        large = shares([dram(P, Q)] * 64, MIB, peers, 0.0)
+        assert len(large[P]) >= 16
+        assert len(large[Q]) >= 16
 
 
 # ---- health ------------------------------------------------------------------------------------------
@@ -304,7 +315,7 @@ def test_the_second_try_comes_after_a_multiple_of_what_is_expected() -> None:
     alone = peers.hedge_after_s(P, 100_000_000)
     peers.started(P, 1_000_000_000, 0.0)
     assert peers.hedge_after_s(P, 100_000_000) > alone + 0.8, "a queue is not a stop"
-    assert 0.05 <= peers.hedge_after_s(S, 4096) <= 0.3, "of one that nothing is known about"
+    assert 0.05 <= peers.hedge_after_s(S, 4096) <= 0.301, "of one that nothing is known about"
 
 
 def test_estimates_follow_what_is_measured() -> None:
