@@ -52,15 +52,18 @@ class Commands:
         self._command = [sys.executable, "-Walways::ResourceWarning", "-m", "kvpool.cli"]
 
     def begin(self, node: LocalNode, *words: str, **environ: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [*self._command, *words, "--socket", node.socket],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self._environ | environ,
-            # As from a terminal: what a shell runs in the background ignores it, and so do its children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        # As from a terminal: what a shell runs in the background ignores it, and so do its children.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return subprocess.Popen(
+                [*self._command, *words, "--socket", node.socket],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=self._environ | environ,
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def __call__(self, node: LocalNode, *words: str, **environ: str) -> SimpleNamespace:
         """Its exit status, and what it has said."""
