@@ -48,6 +48,7 @@ LOOKUP_KEYS = (
 ASKED_MAX = 16  # peers that are asked where there is no directory
 SLICE_BYTES = 8 << 20  # given to one peer at a time, so that others can share the work
 ORDER_BYTES = 64 << 20  # in one transfer
+ROUNDS_MAX = 8  # shorter and shorter prefixes, when the directory was wrong
 RIVALS_MAX = 2  # transfers of one part of a block at a time
 FLIGHT_S = 1.0  # a transfer goes on for at least so long, whoever still waits: others will want it
 FLIGHTS_MAX = 256
@@ -178,9 +179,17 @@ class Remote:
         tables = [namespace.tables[part] for part in parts] if parts else namespace.tables
         keys = split_keys(packed)
         located = await self._locate(namespace, tables, keys, here, deadline)
-        there = self._usable(tables, keys, located)
-        if there > here:
-            await self._complete(namespace, tables, keys[:there], located, deadline)
+        # A shorter prefix may need blocks that a longer one does not (windows), so when one turns out not
+        # to be had, what the next one lacks is fetched too.
+        for _ in range(ROUNDS_MAX):
+            there = self._usable(tables, keys, located)
+            if there <= here or self._clock() >= deadline:
+                break
+            lacking = await self._complete(namespace, tables, keys[:there], located, deadline)
+            here = self.node.match(namespace, parts, packed)
+            if not lacking:
+                break
+            _strike_out(located, lacking)
         return self.node.match(namespace, parts, packed)
 
     async def _complete(
@@ -190,15 +199,15 @@ class Remote:
         keys: Sequence[bytes],
         located: Mapping[bytes, Sequence[Entry]],
         deadline: float,
-    ) -> None:
-        """Bring what is missing of a prefix that can be had in full."""
+    ) -> Sequence[Want]:
+        """Bring what is missing of a prefix that should be there in full; what could not be had."""
         wants = self._missing(tables, keys, located)
         kept: list[str] = []
         try:
             # Else what is here of it, and what comes first, would make room for what comes after.
             for table in tables:
                 self._keep(table, needed(table.spec, keys), kept)
-            await self._fetch(wants, deadline, kept=kept)
+            return await self._fetch(wants, deadline, kept=kept)
         finally:
             holder = self._holder(namespace.tenant.name)
             for token in kept:
@@ -390,10 +399,10 @@ class Remote:
         deadline: float,
         origin: Origin = SECONDARY,
         kept: list[str] | None = None,
-    ) -> None:
+    ) -> Sequence[Want]:
         """Have transfers bring what is wanted; until it is here, nobody is left to ask, or it is late.
 
-        kept: takes the tokens of leases on what has come.
+        kept: takes the tokens of leases on what has come. Returns what did not come.
         """
         for want in wants:
             self.counters["joined"] += (want.table, want.key) in self._flights
@@ -413,13 +422,13 @@ class Remote:
             ]
             now = self._clock()
             if not wants or now >= deadline:
-                return
+                return wants
             self._launch(wants, now, deadline, origin)
             flights = dict.fromkeys(
                 flight for want in wants for flight in self._flights.get((want.table, want.key), ())
             )
             if not flights:
-                return
+                return wants
             wake = min([deadline, *(f.hedge_at for f in flights if f.hedge_at > now)])
             await asyncio.wait(
                 [flight.task for flight in flights],
@@ -610,6 +619,15 @@ class Remote:
         if holder is None:
             holder = self._holders[tenant] = self.node.add_holder(tenant, "", "pulls")
         return holder
+
+
+def _strike_out(located: dict[bytes, list[Entry]], lacking: Sequence[Want]) -> None:
+    """Nobody could deliver these: do not count on them any more."""
+    for want in lacking:
+        bit = 1 << want.table.part
+        located[want.key] = [
+            entry._replace(mask=entry.mask & ~bit) for entry in located.get(want.key, ())
+        ]
 
 
 def _held(tables: Sequence[PartTable], key: bytes) -> bool:

@@ -28,6 +28,7 @@ FAILED = {
     696: "hints that overtook one another",
     852: "leases of the membership that end one after the other, and drains meanwhile",
     1169: "a transfer that began before the last fault ended, and stalled",
+    1683: "a window of the prefix that was there was not fetched, since a longer one was expected",
     1877: "a publication that was lost without a sign",
     2385: "the last copy of a block, pinned",
 }
