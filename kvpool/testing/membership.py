@@ -325,7 +325,8 @@ class MembershipContract:
                     assert found.epoch == 1
                 last = msgspec.structs.replace(wanted, epoch=1, fence=1, generation=1, replicas=2)
                 for member in members:
-                    await until(lambda m=member: m.view.namespaces[("t", wanted.digest)] == last)  # type: ignore[misc]
+                    where = ("t", wanted.digest)
+                    await until(lambda m=member, w=where: m.view.namespaces.get(w) == last)  # type: ignore[misc]
 
         self.run(main())
 
