@@ -296,7 +296,7 @@ class MembershipContract:
                 assert await b.register(other) == other
                 bumped = await b.bump_epoch("t", wanted.digest, 0, fence=False)
                 assert (bumped.epoch, bumped.fence) == (1, 0)
-                await until(lambda: a.view.namespaces[("t", wanted.digest)] == bumped)
+                await until(lambda: a.view.namespaces.get(("t", wanted.digest)) == bumped)
                 assert await a.register(wanted) == bumped
                 assert a.view.namespaces[("u", other.digest)] == other
 
@@ -306,7 +306,7 @@ class MembershipContract:
                 assert (fenced.epoch, fenced.fence, fenced.generation) == (2, 2, 1)
                 copies = await b.set_replicas("t", wanted.digest, 3)
                 assert copies == msgspec.structs.replace(fenced, replicas=3)
-                await until(lambda: a.view.namespaces[("t", wanted.digest)] == copies)
+                await until(lambda: a.view.namespaces.get(("t", wanted.digest)) == copies)
                 with pytest.raises(InvalidRequest):
                     await a.bump_epoch("t", "ff" * 16, 0, fence=False)
                 with pytest.raises(InvalidRequest):

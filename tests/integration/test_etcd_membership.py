@@ -490,7 +490,7 @@ def test_an_etcd_that_lost_all_its_data(tmp_path: Path) -> None:
             await a.register(entry())
             bumped = await a.bump_epoch("t", entry().digest, 0, fence=True)
             await until(lambda: all(set(m.view.nodes) == set("abc") for m in nodes.values()))
-            await until(lambda: b.view.namespaces[("t", entry().digest)] == bumped)
+            await until(lambda: b.view.namespaces.get(("t", entry().digest)) == bumped)
             before = {m.view.nodes[name].incarnation for name, m in nodes.items()}
             for member in nodes.values():
                 member.watch(lambda m=member: views.append(set(m.view.nodes)))
