@@ -70,7 +70,10 @@ class LocalNode:
     @property
     def pids(self) -> list[int]:
         """The control process and its movers."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        try:
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            children = []  # it has just died
         return [self.pid, *map(int, children)]
 
     @property
