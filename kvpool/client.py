@@ -49,7 +49,15 @@ from kvpool.errors import (
     Unavailable,
     UnknownReservation,
 )
-from kvpool.types import DEFAULT_TENANT, KEY_BYTES, Keys, Namespace, NamespaceRecord, pack_keys
+from kvpool.types import (
+    DEFAULT_TENANT,
+    KEY_BYTES,
+    Keys,
+    Namespace,
+    NamespaceRecord,
+    pack_keys,
+    plain_parts,
+)
 
 BACKOFF_S = (0.05, 1.0)
 FINISHED_MAX = 1024
@@ -872,10 +880,11 @@ class Client:
 
     def _make_known(self, connection: Connection, ns: Namespace) -> int:
         """Make a namespace known to the daemon, which compares its sizes. Its number."""
-        parts = [(p.nbytes, str(p.kind), p.window_blocks, p.stride) for p in ns.parts]
         # With the generation that it was opened in: its weights have not changed with the daemon.
         generation = self._generations.get(ns.digest, -1)
-        message = wire.OpenNamespace(ns.digest, ns.record.canonical(), parts, ns.copies, generation)
+        message = wire.OpenNamespace(
+            ns.digest, ns.record.canonical(), plain_parts(ns.parts), ns.copies, generation
+        )
         answer = connection.ask(message, self.timeout_s)
         connection.daemon.renumber(ns.digest, answer.number)
         self._generations[ns.digest] = answer.generation

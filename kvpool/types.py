@@ -64,6 +64,11 @@ class PartSpec:
             raise InvalidRequest("window_blocks is for parts of kind window, and at least 1 there")
 
 
+def plain_parts(parts: Iterable[PartSpec]) -> list[tuple[int, str, int, int]]:
+    """As messages and records carry them: [nbytes, kind, window, stride] each."""
+    return [(part.nbytes, str(part.kind), part.window_blocks, part.stride) for part in parts]
+
+
 @dataclass(frozen=True, slots=True)
 class NamespaceRecord:
     """All that must agree for KV bytes to be exchangeable, and the sizes that follow from it.

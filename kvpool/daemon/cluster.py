@@ -18,6 +18,7 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.blocks import NamespaceState, Tenant
 from kvpool.daemon.node import Node
 from kvpool.daemon.remote import Living
+from kvpool.daemon.tasks import Tasks
 from kvpool.errors import (
     ConfigError,
     InvalidRequest,
@@ -40,6 +41,7 @@ from kvpool.placement.records import (
     plain,
 )
 from kvpool.placement.sources import DeadIncarnations, Peers
+from kvpool.types import plain_parts
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -95,7 +97,7 @@ class Cluster:
         self._transports: tuple[TransportRecord, ...] = ()
         self._unregistered: dict[NamespaceState, None] = {}
         self._drain_wanted = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._rejoining = False
         self._sweep_cursor = b""
         self._sweeping: frozenset[bytes] = frozenset()
@@ -109,35 +111,24 @@ class Cluster:
         await self.membership.start()
         self.membership.watch(self._look)
         self.membership.on_lost(self._lose)
-        await self.membership.join(self._record())
+        await self.membership.join(self.record())
         self._look()
         if self._directory is not None:
-            self.node.follow_changes()
+            loop = asyncio.get_running_loop()
+            self.node.follow_changes(lambda: loop.call_soon(self._announce))
             told = _OnlyMembersPublish(self._directory, self.may_serve)
             self.announcer = Announcer(told, self.node, clock=self._clock)
-            self.announcer.act_as(bytes.fromhex(self.incarnation))
-            self._begin(self.announcer.run())
-        self._begin(self._run())
+            self.announcer.act_as(self.own)
+            self._tasks.begin(self.announcer.run())
+        self._tasks.begin(self._run())
 
     async def close(self) -> None:
         """Leave, and end all that runs here."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
         await self.membership.leave()
         await self.membership.close()
         if self._directory is not None:
             await self._directory.close()
-
-    def _begin(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error  # the loop's handler ends the process: the rules may be broken
 
     # ---- what others need to know --------------------------------------------------------------------
 
@@ -158,10 +149,6 @@ class Cluster:
     def own(self) -> bytes:
         """Our incarnation, as directory entries carry it."""
         return bytes.fromhex(self.incarnation)
-
-    def record(self) -> NodeRecord:
-        """This node as it is told to others."""
-        return self._record()
 
     def may_serve(self) -> bool:
         """Whether peers may be served, and blocks announced: see `Standing`."""
@@ -184,7 +171,7 @@ class Cluster:
                 [key],
             )
 
-    def announce(self) -> None:
+    def _announce(self) -> None:
         """Pass on what has changed in the node since the last call."""
         if self.announcer is not None:
             for namespace, keys in self.node.take_changes():
@@ -202,7 +189,7 @@ class Cluster:
 
         When the membership does not answer, that is done later. Raises `NamespaceMismatch`.
         """
-        entry = self._entry(namespace)
+        entry = self._entry(namespace.tenant, namespace.base)
         if entry is None:
             wanted = min(max(copies, 1), self.config.copies_max)
             try:
@@ -217,11 +204,11 @@ class Cluster:
 
     def known_epoch(self, namespace: NamespaceState) -> NamespaceState | None:
         """The state of a namespace by what the cluster is known to say; None if it has to be asked."""
-        entry = self._entry(namespace)
+        entry = self._entry(namespace.tenant, namespace.base)
         return None if entry is None else self._apply(namespace, entry)
 
-    def _entry(self, namespace: NamespaceState) -> NamespaceEntry | None:
-        return self._view.namespaces.get((namespace.tenant.name, namespace.base.hex()))
+    def _entry(self, tenant: Tenant, base: bytes) -> NamespaceEntry | None:
+        return self._view.namespaces.get((tenant.name, base.hex()))
 
     async def _register(self, namespace: NamespaceState, copies: int) -> NamespaceEntry:
         return await self.membership.register(
@@ -229,7 +216,7 @@ class Cluster:
                 namespace.tenant.name,
                 namespace.base.hex(),
                 namespace.fields.decode(),
-                tuple((s.nbytes, str(s.kind), s.window_blocks, s.stride) for s in namespace.parts),
+                tuple(plain_parts(namespace.parts)),
                 epoch=namespace.epoch,
                 fence=namespace.tenant.fences.get(namespace.base, 0),
                 generation=namespace.generation,
@@ -288,7 +275,7 @@ class Cluster:
         epochs = tenant.epochs.get(base)
         if epochs:
             return (await self._new_epoch(epochs[-1], fence=fence)).epoch
-        known = self._view.namespaces.get((tenant.name, base.hex()))
+        known = self._entry(tenant, base)
         if known is None:
             raise InvalidRequest(
                 f"tenant {tenant.name!r} has no namespace {base.hex()}; `kvpool namespaces` shows "
@@ -353,12 +340,11 @@ class Cluster:
 
     # ---- ourselves -----------------------------------------------------------------------------------
 
-    def _record(self) -> NodeRecord:
+    def record(self) -> NodeRecord:
+        """This node as it is told to others."""
         tenants = self.node.tenants.values()
         capacity = sum(tenant.allocator.size for tenant in tenants)
-        used = sum(
-            tenant.allocator.bytes_used - self.node.secondary_bytes(tenant) for tenant in tenants
-        )
+        used = capacity - sum(map(self.node.spare_bytes, tenants))
         return NodeRecord(
             self.config.node,
             self.incarnation,
@@ -376,7 +362,7 @@ class Cluster:
         if self.state is NodeState.GONE:
             return
         try:
-            await self.membership.update(self._record())
+            await self.membership.update(self.record())
         except Unavailable:
             pass
 
@@ -400,7 +386,7 @@ class Cluster:
         if self.announcer is not None:
             self.announcer.act_as(None)
         if not self._rejoining and self.state is not NodeState.GONE:
-            self._begin(self._rejoin())
+            self._tasks.begin(self._rejoin())
 
     def _is_gone(self) -> bool:
         return self.state is NodeState.GONE
@@ -415,7 +401,7 @@ class Cluster:
             while self.state is not NodeState.GONE:
                 self.incarnation = self._new_incarnation()
                 try:
-                    await self.membership.join(self._record())
+                    await self.membership.join(self.record())
                 except (Unavailable, ConfigError) as error:
                     log.warning("cannot join again, next try in %.1f s: %s", pause, error)
                     await asyncio.sleep(pause)
@@ -438,7 +424,6 @@ class Cluster:
             self._dead.passed(now, connected=self.membership.standing(now) is Standing.MEMBER)
             await self._register_late()
             await self.tell()
-            self.announce()  # what nobody's request has brought about
             await self._sweep()
 
     async def _register_late(self) -> None:
@@ -488,7 +473,7 @@ class Cluster:
             "state": str(self.state),
             "incarnation": self.incarnation,
             "others": len(self._living),
-            "directory": None if self.announcer is None else self.announcer.stats(),
+            "directory": self._announcing(),
         }
 
     def describe(self) -> dict[str, Any]:
@@ -504,10 +489,15 @@ class Cluster:
             "peers": [node.url for node in self._static.values()],
             "drains": sorted(self._view.drains),
             "namespaces": [plain(entry) for _, entry in sorted(self._view.namespaces.items())],
-            "directory": None if self.announcer is None else self.announcer.stats(),
+            "directory": self._announcing(),
             "leases_lost": self.lost,
             "swept": self.swept,
         }
+
+    def _announcing(self) -> dict[str, Any] | None:
+        """What the announcer says of itself, once it knows all that the rules do."""
+        self._announce()
+        return None if self.announcer is None else self.announcer.stats()
 
 
 def _incarnations(view: View) -> set[str]:

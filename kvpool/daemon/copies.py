@@ -32,7 +32,7 @@ from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
 from kvpool.placement.directory import Entry
 from kvpool.placement.records import NodeState
 from kvpool.placement.targets import Pace, accept_forward, choose_targets, responsible
-from kvpool.types import split_keys
+from kvpool.types import plain_parts, split_keys
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -147,7 +147,7 @@ class Copies:
             digest=namespace.base,
             epoch=namespace.epoch,
             fields=namespace.fields,
-            parts=[(s.nbytes, str(s.kind), s.window_blocks, s.stride) for s in namespace.parts],
+            parts=plain_parts(namespace.parts),
             keys=b"".join(keys),
             mask=mask.to_bytes(-(-count // 8), "little"),
             copies=copies,
@@ -227,10 +227,8 @@ class Copies:
         now = self._clock()
         cold = self.node.coldest(tenant, 1)
         cold_s = self._ages.age_s(cold[0].used, now) if cold else 0.0
-        free = tenant.allocator.size - tenant.allocator.bytes_used
-        free += self.node.secondary_bytes(tenant)
         return accept_forward(
-            int(free - tenant.allocator.size * HEADROOM),
+            int(self.node.spare_bytes(tenant) - tenant.allocator.size * HEADROOM),
             nbytes,
             offer.age_s,
             cold_s,
@@ -279,9 +277,8 @@ class Copies:
     async def replicate(self) -> None:
         """Make the copies that are wanted. Runs until cancelled."""
         while True:
-            timeout = AUDIT_EVERY_S
             try:
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(AUDIT_EVERY_S):
                     await self._awake.wait()
             except TimeoutError:
                 pass
@@ -425,9 +422,7 @@ class Copies:
 
         Whether that got anywhere, so that there may be more to do at once.
         """
-        size = tenant.allocator.size
-        spare = size - tenant.allocator.bytes_used + self.node.secondary_bytes(tenant)
-        lacking = int(size * HEADROOM) - spare
+        lacking = int(tenant.allocator.size * HEADROOM) - self.node.spare_bytes(tenant)
         if lacking <= 0 or not self.cluster.living:
             return False
         victims: list[Block] = []

@@ -13,6 +13,7 @@ from kvpool.daemon.cluster import Cluster
 from kvpool.daemon.copies import Copies, block_bytes
 from kvpool.daemon.node import Node
 from kvpool.daemon.remote import Living
+from kvpool.daemon.tasks import crash_if_failed
 from kvpool.errors import Unavailable
 from kvpool.placement.records import DrainProgress, NodeState
 from kvpool.placement.targets import choose_targets
@@ -48,7 +49,7 @@ class Drainer:
             before.cancel()
         work = self._drain if drain else self._come_back
         self._task = asyncio.get_running_loop().create_task(self._after(before, work))
-        self._task.add_done_callback(_check)
+        self._task.add_done_callback(crash_if_failed)
 
     async def _after(
         self, before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]
@@ -169,8 +170,3 @@ class Drainer:
 
 def _with(progress: DrainProgress, **changes: object) -> DrainProgress:
     return msgspec.structs.replace(progress, **changes)
-
-
-def _check(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        raise error  # the loop's handler ends the process

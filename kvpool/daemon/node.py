@@ -766,6 +766,10 @@ class Node(Space):
             found += slot_class.secondary.coldest(n)
         return _evictable(found)[:n]
 
+    def spare_bytes(self, tenant: Tenant) -> int:
+        """What is free, or can go without anything being lost to the cluster."""
+        return tenant.allocator.size - tenant.allocator.bytes_used + self.secondary_bytes(tenant)
+
     def secondary_bytes(self, tenant: Tenant) -> int:
         """What can go without anything being lost to the cluster, as far as this node knows."""
         self.settle()
@@ -780,8 +784,12 @@ class Node(Space):
     def lease_count(self) -> int:
         return len(self._leases)
 
-    def follow_changes(self) -> None:
-        """Take note of changes from now on: see `take_changes`. Call it again and again."""
+    def follow_changes(self, changed: Callable[[], object] = lambda: None) -> None:
+        """Take note of changes from now on: see `take_changes`.
+
+        changed: called when there are some to be taken, once until they are. It only makes a note.
+        """
+        self._notify = changed
         if self._changed is None:
             self._changed = []
 

@@ -25,6 +25,7 @@ from kvpool import wire
 from kvpool.daemon.blocks import Holder, NamespaceState, PartTable
 from kvpool.daemon.node import Node
 from kvpool.daemon.space import Origin
+from kvpool.daemon.tasks import crash_if_failed
 from kvpool.errors import (
     InvalidRequest,
     KvpoolError,
@@ -86,9 +87,6 @@ class Neighbours(Protocol):
 
     def met(self, namespace: NamespaceState, key: bytes, entry: Entry) -> None:
         """An entry of the directory is of an incarnation that does not live."""
-
-    def announce(self) -> None:
-        """Blocks have come, and others may have gone for them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -527,8 +525,7 @@ class Remote:
             flights.remove(flight)
             if not flights:
                 del self._flights[flight.table, key]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error  # a broken invariant: the loop's handler ends the process
+        crash_if_failed(task)
 
     async def _fly(self, flight: Flight, url: str, seconds: float, origin: Origin) -> None:
         """Reserve, transfer, commit what has come."""
@@ -584,7 +581,6 @@ class Remote:
         finally:
             node.abort(holder, ticket)
             node.settle()
-            self._neighbours.announce()
         self._note(flight, keys, pulled)
 
     def _note(self, flight: Flight, keys: Sequence[bytes], pulled: wire.Pulled) -> None:

@@ -44,6 +44,7 @@ from kvpool.daemon.processes import peer_pid, peer_pidfd, peer_uid
 from kvpool.daemon.remote import Remote
 from kvpool.daemon.requests import parse_parts, rows
 from kvpool.daemon.space import OWN, Origin
+from kvpool.daemon.tasks import Tasks
 from kvpool.errors import (
     AlreadyRunning,
     ClusterUnavailable,
@@ -56,7 +57,8 @@ from kvpool.errors import (
     ProtocolError,
     Unavailable,
 )
-from kvpool.placement.directory import TIERS, Entry
+from kvpool.placement.directory import TIERS, Directory, Entry
+from kvpool.placement.membership import Membership
 from kvpool.placement.records import NodeState, new_incarnation
 from kvpool.placement.sources import Peers
 from kvpool.segment import Segment
@@ -74,7 +76,6 @@ WRITE_BUFFER_BYTES = (
 )  # answers that a client has not read before its requests are left waiting
 WAITING_MAX = 64  # requests of one connection that wait for other nodes
 LOCATE_KEYS_MAX = 4096
-GARBAGE_EVERY_S = 0.05
 IDLE_S = 1.0
 GARBAGE_BLOCKS = 500  # of ended epochs, given back in one go: about a millisecond
 KEYS_BYTES_MAX = wire.KEYS_MAX * KEY_BYTES
@@ -112,7 +113,7 @@ class Server:
         self._tokens = {tenant.name: tenant.token for tenant in config.all_tenants()}
         self._loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # set by `run`
         self._stop = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._expiry: asyncio.TimerHandle | None = None
         self._expiry_due = math.inf
         self._connections = 0
@@ -166,13 +167,15 @@ class Server:
                 locks.append(_lock_data_dir(self.config.data_dir))
             self._create_segments()
             self.movers = Movers(self.config, self.incarnation)
-            await self._wire_up()
+            self._wire_up(
+                open_membership(self.config, self.clock),
+                await open_directory(self.config),
+                random.Random(self.incarnation),
+            )
             await self.movers.start()
             for segment_id, tenant in enumerate(self.segments):
                 await self.movers.attach_segment(segment_id, self.segments[tenant])
-            await self.cluster.start(self.movers.urls)
-            for work in (self.copies.replicate(), self.copies.forward(), self._reclaim_garbage()):
-                self._begin(work)
+            await self._enter_cluster()
             listener = _listen(self.config.socket, self.config.socket_mode)
             loop.add_reader(listener.fileno(), self._accept, listener)
             _tune_gc()
@@ -188,14 +191,18 @@ class Server:
             for lock in reversed(locks):
                 os.close(lock)
 
-    async def _wire_up(self) -> None:
-        """Make what this node is to others, and introduce them to each other."""
+    def _wire_up(
+        self,
+        membership: Membership,
+        directory: Directory | None,
+        rng: random.Random,
+        next_incarnation: Callable[[], str] = new_incarnation,
+    ) -> None:
+        """Make what this node is to others, and introduce them to each other. rng: spreads ties only."""
         config, node, clock = self.config, self.node, self.clock
-        rng = random.Random(self.incarnation)  # spreads ties; nothing secret depends on it
         peers = Peers(config.labels, rng)
-        membership = open_membership(config, clock)
         self.cluster = Cluster(
-            config, node, membership, await open_directory(config), peers, clock, rng
+            config, node, membership, directory, peers, clock, rng, next_incarnation
         )
         self.remote = Remote(node, self.movers, self.cluster, peers, clock)
         self.copies = Copies(node, self.cluster, self.remote, self.movers, clock)
@@ -210,33 +217,24 @@ class Server:
             take=self.copies.take,
         )
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something beside the requests, until the end."""
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error  # `_crash` ends the process: the rules may be broken
+    async def _enter_cluster(self) -> None:
+        """Become a member, and begin what a member does beside its requests."""
+        await self.cluster.start(self.movers.urls)
+        for work in (self.copies.replicate(), self.copies.forward(), self._reclaim_garbage()):
+            self._tasks.begin(work)
 
     async def _reclaim_garbage(self) -> None:
         """Give slots of ended epochs back, a few at a time."""
         while True:
-            await asyncio.sleep(GARBAGE_EVERY_S if self.node.has_garbage else IDLE_S)
-            while self.node.reclaim_garbage(GARBAGE_BLOCKS):
-                self.settle_soon()
-                await asyncio.sleep(0)
+            self.node.reclaim_garbage(GARBAGE_BLOCKS)
+            await asyncio.sleep(0 if self.node.has_garbage else IDLE_S)
 
     def stop(self) -> None:
         """End `run`. Idempotent."""
         self._stop.set()
 
     async def _close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
         for handle in list(self.clients.values()):
             for connection in list(handle.connections):
                 connection.close()
@@ -286,7 +284,7 @@ class Server:
             return
         sock.setblocking(False)
         self._connections += 1
-        self._begin(self._introduce(sock))
+        self._tasks.begin(self._introduce(sock))
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
@@ -706,7 +704,6 @@ class Server:
         self._settling = False
         self._release_now()
         self.node.settle()
-        self.cluster.announce()
         asked, self._asked_grants = self._asked_grants, []
         for holder, namespace, part, count in asked:
             stride = namespace.tables[part].stride

@@ -53,6 +53,7 @@ class Space:
         self._changes = 0  # counts what may let a slab go that could not go before
         self._journal: list[tuple[int, PartTable, Any]] = []
         self._changed: list[tuple[NamespaceState, Sequence[bytes]]] | None = None
+        self._notify: Callable[[], object] = lambda: None
         self._classes: list[SlotClass] = []  # of all tenants, oldest first; never shorter
         self._garbage_left = 0  # blocks of ended epochs that the put under way may give back still
         self._garbage: dict[PartTable, None] = {}  # tables with blocks of an ended epoch
@@ -115,8 +116,11 @@ class Space:
 
     def _tell(self, namespace: NamespaceState, keys: Sequence[bytes]) -> None:
         """What is here of these blocks has changed."""
-        if self._changed is not None:
-            self._changed.append((namespace, keys))
+        changed = self._changed
+        if changed is not None:
+            if not changed:
+                self._notify()
+            changed.append((namespace, keys))
 
     @staticmethod
     def _refresh_ancestors(slot_class: SlotClass, blocks: Sequence[Block]) -> None:
@@ -263,6 +267,7 @@ class Space:
         rows: list[int] = []
         by_row = slot_class.by_row
         pop, changed = policy.pop, self._changed
+        told = bool(changed)
         while len(rows) < n:
             block: Any = pop()
             if block is None:
@@ -277,6 +282,8 @@ class Space:
             row = block.row
             by_row[row] = None
             rows.append(row)
+        if changed and not told:
+            self._notify()
         self.counters.evicted += len(rows)
         if rows:
             tenant.allocator.free(slot_class.stride, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import ssl
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,12 @@ class Certificates:
     server_key: Path
     client_cert: Path
     client_key: Path
+
+    def client_context(self) -> ssl.SSLContext:
+        """For a client that trusts the authority and shows its certificate."""
+        context = ssl.create_default_context(cafile=str(self.ca))
+        context.load_cert_chain(self.client_cert, self.client_key)
+        return context
 
 
 def have_openssl() -> bool:

@@ -10,7 +10,6 @@ import json
 import random
 import signal
 import socket
-import ssl
 import subprocess
 import time
 import urllib.error
@@ -138,10 +137,7 @@ class Etcd:
         self._client_auth = client_auth
         self._quota_bytes = quota_bytes
         self._arguments = arguments
-        self._context: ssl.SSLContext | None = None
-        if tls is not None:
-            self._context = ssl.create_default_context(cafile=str(tls.ca))
-            self._context.load_cert_chain(tls.client_cert, tls.client_key)
+        self._context = None if tls is None else tls.client_context()
 
     # ---- life -----------------------------------------------------------------------------------------
 

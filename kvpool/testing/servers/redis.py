@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import ssl
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -57,10 +56,7 @@ class Redis:
         self._options = options
         self._arguments = arguments
         self._client_auth = client_auth
-        self._context: ssl.SSLContext | None = None
-        if tls is not None:
-            self._context = ssl.create_default_context(cafile=str(tls.ca))
-            self._context.load_cert_chain(tls.client_cert, tls.client_key)
+        self._context = None if tls is None else tls.client_context()
 
     # ---- life -----------------------------------------------------------------------------------------
 

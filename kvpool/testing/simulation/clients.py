@@ -26,7 +26,7 @@ from kvpool.testing.simulation.loop import Domain
 from kvpool.testing.simulation.memory import Memory, Use, Violation
 from kvpool.testing.simulation.network import wire_rows
 from kvpool.testing.simulation.nodes import Answer, Life, Session, SimulatedNode
-from kvpool.types import KEY_BYTES
+from kvpool.types import KEY_BYTES, plain_parts
 
 if TYPE_CHECKING:
     from kvpool.testing.simulation.world import World
@@ -104,7 +104,7 @@ class Client:
         session, number, generation = self._session, self._number, self._generation
         if number < 0:
             record = self.world.record
-            parts = [(p.nbytes, str(p.kind), p.window_blocks, p.stride) for p in record.parts]
+            parts = plain_parts(record.parts)
             message = wire.OpenNamespace(
                 record.digest(), record.canonical(), parts, self.world.plan.replicas, generation
             )

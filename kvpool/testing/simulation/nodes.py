@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 from kvpool import wire
 from kvpool.config import DaemonConfig
 from kvpool.daemon.blocks import Holder
-from kvpool.daemon.cluster import Cluster
-from kvpool.daemon.copies import Copies
-from kvpool.daemon.draining import Drainer
-from kvpool.daemon.lending import Lender
 from kvpool.daemon.movers import Movers
-from kvpool.daemon.remote import Remote
 from kvpool.daemon.server import Server
 from kvpool.errors import ConfigError, KvpoolError, StaleEpoch, Unavailable
 from kvpool.placement.records import INCARNATION_BYTES
-from kvpool.placement.sources import Peers
 from kvpool.testing.simulation.loop import Domain
 from kvpool.testing.simulation.memory import Memory, Violation
 from kvpool.testing.simulation.network import Carrier
@@ -73,36 +67,8 @@ class SimulatedServer(Server):
     async def start(self) -> None:
         """What `Server.run` does, but for sockets, segments and processes."""
         self.node.add_tenant(DEFAULT_TENANT, 0, self.life.world.plan.size, SLAB)
-        await self._wire_up()
-        await self.cluster.start(self.movers.urls)
-        for work in (self.copies.replicate(), self.copies.forward(), self._reclaim_garbage()):
-            self._begin(work)
-
-    async def _wire_up(self) -> None:
-        node, clock, life = self.node, self.clock, self.life
-        peers = Peers(self.config.labels, self._draw)
-        self.cluster = Cluster(
-            self.config,
-            node,
-            life.membership,
-            life.directory,
-            peers,
-            clock,
-            self._draw,
-            new_incarnation=self.new_incarnation,
-        )
-        self.remote = Remote(node, self.movers, self.cluster, peers, clock)
-        self.copies = Copies(node, self.cluster, self.remote, self.movers, clock)
-        self._drainer = Drainer(node, self.cluster, self.copies, clock)
-        self.cluster.drain = self._drainer.wanted
-        self.cluster.lost_nodes.append(self.copies.repair)
-        life.carrier.source = Lender(
-            node,
-            clock,
-            may_serve=self.cluster.may_serve,
-            stale=self.cluster.stale,
-            take=self.copies.take,
-        )
+        self._wire_up(self.life.membership, self.life.directory, self._draw, self.new_incarnation)
+        await self._enter_cluster()
 
     async def close(self) -> None:
         await self._close()

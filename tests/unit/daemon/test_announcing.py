@@ -378,3 +378,22 @@ def test_the_blocks_that_are_here_are_counted_by_parts(make_pool) -> None:
     assert pool.node.block_count() == 3
     pool.reset()
     assert pool.node.block_count() == 0
+
+
+def test_changes_are_told_of_once_until_they_are_taken(make_pool) -> None:
+    pool = make_pool(slabs=1)
+    told: list[int] = []
+    pool.node.follow_changes(lambda: told.append(1))
+    pool.put(range(4))
+    pool.node.settle()
+    pool.put(range(4, 6))  # evicts
+    pool.node.settle()
+    assert len(told) == 1
+    assert pool.node.take_changes()
+    pool.read(range(4, 6))
+    assert len(told) == 1
+    pool.put(range(6, 8))  # evicts first
+    assert len(told) == 2
+    assert pool.node.take_changes()
+    pool.node.remove(pool.space, pool.keys([7]))
+    assert len(told) == 3
