@@ -1,0 +1,206 @@
+"""How fast paged KV gets from a GPU into the pool and back, beside a plain copy of as many bytes.
+
+    .venv-vllm/bin/python bench/gpu.py [--quick] [--json FILE] [--only SHAPE]
+
+Blocks lie scattered, one piece in each layer's tensor, and go to slots anywhere in pinned host memory. The
+ways to do that are the strategies of the vLLM plugin, called as it calls them, and beside them a kernel that
+reads and writes pinned memory itself (`gpu_kernels.py`, where triton is installed). The limit is one copy
+between one contiguous tensor on the device and contiguous pinned memory. Every way's bytes are compared.
+
+The checks are about the strategy that the plugin uses. Without a GPU everything runs on the CPU device:
+that shows that the bytes are right and says nothing of speed, so there are no checks then.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from harness import Report, in_turns, median, parse_arguments
+
+from kvpool.engine_plugins.vllm.device import (
+    BATCH,
+    EACH,
+    STAGED,
+    DevicePages,
+    PinnedSegments,
+    Strategy,
+)
+
+KIB, MIB = 1 << 10, 1 << 20
+USED = "staged"  # by the plugin
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Paged KV in bf16, blocks of 16 tokens: so many pieces a block, and their bytes."""
+
+    name: str
+    pieces: int
+    piece_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.pieces * self.piece_bytes
+
+
+SHAPES = [
+    # 32 layers, 8 heads of 128: K and V of a block together, or in the two halves of each layer's tensor.
+    Shape("kv-together", 32, 64 * KIB),
+    Shape("kv-apart", 64, 32 * KIB),
+    # 61 layers of latents of 576.
+    Shape("mla", 61, 18 * KIB),
+]
+JUDGED = SHAPES[0]
+
+
+@dataclass
+class Slots:
+    """Slots as the client gives them."""
+
+    table: Any
+    nbytes: int
+
+
+def strategies(device: Any) -> dict[str, Strategy]:
+    """Those that can be had here; says which cannot."""
+    import torch
+
+    found = {"each": EACH, USED: STAGED}
+    if device.type == "cuda" and importlib.util.find_spec("vllm"):
+        importlib.import_module("vllm._custom_ops")
+    if hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
+        found["batch"] = BATCH
+    else:
+        print("  batch is left out: it needs vLLM's build for this device")
+    if device.type == "cuda" and importlib.util.find_spec("triton"):
+        from gpu_kernels import KERNEL
+
+        found["kernel"] = KERNEL
+    else:
+        print("  kernel is left out: it needs a GPU and triton")
+    return found
+
+
+def measure(report: Report, shape: Shape, device: Any, name: str) -> None:
+    """Store and load by every strategy, in turns with the plain copy."""
+    import torch
+
+    on_gpu = device.type == "cuda"
+    moved = (64 if on_gpu else 4) * MIB // shape.block_bytes
+    blocks_held = 4 * moved
+    rounds = (11 if report.quick else 51) if on_gpu else (3 if report.quick else 9)
+    rng = np.random.default_rng(5)
+    blocks = rng.permutation(blocks_held)[:moved]
+    rows = rng.permutation(blocks_held)[:moved]
+
+    layers = [
+        torch.randint(0, 256, (blocks_held, shape.piece_bytes), dtype=torch.uint8, device=device)
+        for _ in range(shape.pieces)
+    ]
+    memory = np.frombuffer(mmap.mmap(-1, blocks_held * shape.block_bytes), np.uint8)
+    slots = Slots(memory.reshape(blocks_held, shape.block_bytes), shape.block_bytes)
+    segments = PinnedSegments(device)
+    pinned = segments.tensor(slots.table)[:moved]
+    plain = torch.empty_like(pinned, device=device)
+    module = torch.get_device_module(device)
+
+    def wait() -> None:
+        event = module.Event()
+        event.record()
+        event.synchronize()
+
+    def plain_store() -> None:
+        pinned.copy_(plain, non_blocking=True)
+        wait()
+
+    def plain_load() -> None:
+        plain.copy_(pinned, non_blocking=True)
+        wait()
+
+    ways = {
+        way: DevicePages(layers, segments, strategy=strategy)
+        for way, strategy in strategies(device).items()
+    }
+    expected = np.concatenate([layer[blocks].cpu().numpy() for layer in layers], axis=1)
+    for way, pages in ways.items():
+        prove(way, pages, layers, slots, blocks, rows, expected)
+
+    def calls(call: Callable[[DevicePages], None]) -> list[Callable[[], None]]:
+        return [lambda pages=pages: call(pages) for pages in ways.values()]
+
+    stores = in_turns(
+        rounds, plain_store, *calls(lambda pages: pages.to_slots(blocks, slots, rows))
+    )
+    loads = in_turns(
+        rounds, plain_load, *calls(lambda pages: pages.from_slots(slots, rows, blocks))
+    )
+    gigabytes = moved * shape.block_bytes / 1e9
+    for way, store_s, load_s in zip(["memcpy", *ways], stores, loads, strict=True):
+        store_ratio = median(stores[0]) / median(store_s)
+        load_ratio = median(loads[0]) / median(load_s)
+        report.row(
+            f"{shape.name} {way}",
+            device=name,
+            store_gb_s=gigabytes / median(store_s),
+            store_ratio=store_ratio,
+            load_gb_s=gigabytes / median(load_s),
+            load_ratio=load_ratio,
+        )
+        if on_gpu and way == USED and shape is JUDGED:
+            report.check("gpu_store", store_ratio, at_least=0.9)
+            report.check("gpu_load", load_ratio, at_least=0.9)
+    segments.close()
+
+
+def prove(
+    way: str,
+    pages: DevicePages,
+    layers: Sequence[Any],
+    slots: Slots,
+    blocks: Any,
+    rows: Any,
+    expected: Any,
+) -> None:
+    """The bytes of a store, and of a load of what was stored into blocks that were cleared."""
+    slots.table[:] = 0
+    pages.to_slots(blocks, slots, rows)
+    assert np.array_equal(slots.table[rows], expected), f"{way} stored wrong bytes"
+    assert slots.table.any(axis=1).sum() == len(rows), f"{way} wrote to other slots"
+    others = [layer.clone() for layer in layers]
+    for layer, other in zip(layers, others, strict=True):
+        layer[blocks] = 0
+        other[blocks] = 0
+    pages.from_slots(slots, rows, blocks)
+    found = np.concatenate([layer[blocks].cpu().numpy() for layer in layers], axis=1)
+    assert np.array_equal(found, expected), f"{way} loaded wrong bytes"
+    for layer, other in zip(layers, others, strict=True):
+        other[blocks] = layer[blocks]
+        assert bool((layer == other).all()), f"{way} wrote to other blocks"
+
+
+def main() -> int:
+    report, arguments = parse_arguments(__doc__ or "")
+    try:
+        import torch
+    except ImportError:
+        raise SystemExit("this bench needs torch: .venv-vllm/bin/python bench/gpu.py") from None
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
+    if not on_gpu:
+        print("no GPU here: on the CPU device, for the bytes; the times say nothing of a GPU")
+    for shape in SHAPES:
+        if arguments.only in shape.name:
+            print(f"{shape.name}: {shape.pieces} pieces of {shape.piece_bytes >> 10} KiB a block")
+            measure(report, shape, device, name)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
