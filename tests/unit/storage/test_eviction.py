@@ -11,15 +11,21 @@ from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError
 from kvpool.storage import eviction
-from kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, Adaptive2Q, make_policy
+from kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, Adaptive2Q, Costs, make_policy
 
 NAMES = sorted(POLICIES)
 CAPACITY = 12
 
 
+# Of no real tier: binary fractions, so that the model can say what is lost in other words.
+COSTS = Costs(load_s=0.25, below_s=2.0, recompute_s=1.25, recompute_s_per_depth=0.0625)
+LOST_S = [min(1.0 + depth / 16, 1.75) for depth in range(41)]
+
+
 class Entry:
-    def __init__(self, block: int) -> None:
+    def __init__(self, block: int, depth: int = 0) -> None:
         self.block = block
+        self.depth = depth
         self.ident = b"%d" % block
         self.freq = 0
         self.queue = 0
@@ -126,7 +132,10 @@ class ModelS3Fifo:
 
 
 class ModelAdaptive2Q:
-    def __init__(self, capacity: int) -> None:
+    """lost: what the eviction of a block has lost, against that of a first block."""
+
+    def __init__(self, capacity: int, lost: list[float] | None = None) -> None:
+        self.lost = lost
         self.probation: list[int] = []
         self.proven: list[int] = []
         self.capacity = capacity
@@ -154,7 +163,8 @@ class ModelAdaptive2Q:
                         self.is_proven.add(block)
                         since = len(self.evicted[name]) - at
                         if since < 0.2 * self.held():
-                            self.share += sign * min(3 / self.held(), 0.05)
+                            weight = self.lost[block] if self.lost else 1
+                            self.share += sign * min(4 * weight / self.held(), 0.05)
                             self.share = min(max(self.share, 0.02), 0.9)
                         break
             (self.proven if block in self.is_proven else self.probation).append(block)
@@ -225,22 +235,45 @@ def test_against_a_plain_model(name: str, steps: list[tuple[str, list[int]]]) ->
     run_beside_model(name, CAPACITY, steps)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_against_a_plain_model_for_long(name: str) -> None:
-    """Queues and ghosts long enough that every share and window makes a difference."""
+def long_steps(blocks: int) -> list[tuple[str, list[int]]]:
     chance = random.Random(7)
     steps: list[tuple[str, list[int]]] = []
     for _ in range(1_500):
-        start = int(200 * chance.random() ** 2)
+        start = int(blocks * chance.random() ** 2)
         steps.append(
             (chance.choice(["put", "put", "touch"]), [*range(start, start + chance.randint(1, 6))])
         )
-    run_beside_model(name, 60, steps)
+    return steps
 
 
-def run_beside_model(name: str, capacity: int, steps: list[tuple[str, list[int]]]) -> None:
-    policy: Any = make_policy(name, capacity)
-    model = MODELS[name](capacity)
+@pytest.mark.parametrize("name", NAMES)
+def test_against_a_plain_model_for_long(name: str) -> None:
+    """Queues and ghosts long enough that every share and window makes a difference."""
+    run_beside_model(name, 60, long_steps(200))
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=steps)
+def test_against_a_plain_model_with_costs(steps: list[tuple[str, list[int]]]) -> None:
+    run_beside_model("a2q", CAPACITY, steps, COSTS, LOST_S)
+
+
+def test_against_a_plain_model_with_costs_for_long() -> None:
+    """At 300 places and more a weighted step is below its limit."""
+    lost = [min(1.0 + depth / 16, 1.75) for depth in range(1_100)]
+    run_beside_model("a2q", 300, long_steps(1_000), COSTS, lost)
+
+
+def run_beside_model(
+    name: str,
+    capacity: int,
+    steps: list[tuple[str, list[int]]],
+    costs: Costs | None = None,
+    lost: list[float] | None = None,
+) -> None:
+    """lost: the same as the costs, for the model. The depth of a block is its number."""
+    policy: Any = make_policy(name, capacity, costs)
+    model = MODELS[name](capacity, lost) if lost else MODELS[name](capacity)
     known: dict[int, Entry] = {}  # in the tier: held by the policy or leased
     leased: list[int] = []
 
@@ -269,7 +302,7 @@ def run_beside_model(name: str, capacity: int, steps: list[tuple[str, list[int]]
                 victim = popped_alike()
                 assert victim is not None
                 gone(victim)
-            known.update((block, Entry(block)) for block in new)
+            known.update((block, Entry(block, block)) for block in new)
             policy.insert([known[block] for block in new])
             model.insert(new)
         elif step in ("touch", "refresh"):
@@ -438,6 +471,53 @@ def test_the_share_follows_the_load() -> None:
         proven = policy.pop().block
     policy.insert(entries(proven))
     assert policy._share < grown
+
+
+def share_after_a_comeback(costs: Costs | None, depth: int) -> float:
+    """Of 400, the youngest of all is evicted from probation and put again."""
+    policy = Adaptive2Q(400, costs)
+    policy.insert([Entry(number, depth) for number in range(400)])
+    policy.insert([Entry(policy.pop().block, depth)])
+    return policy._share - Adaptive2Q._START
+
+
+def test_a_comeback_weighs_by_the_seconds_that_were_lost() -> None:
+    plain = share_after_a_comeback(None, 0)
+    alone = Costs(load_s=1.0, below_s=None, recompute_s=2.0, recompute_s_per_depth=0.5)
+    assert share_after_a_comeback(None, 8) == pytest.approx(plain)
+    assert share_after_a_comeback(alone, 0) == pytest.approx(plain), "a first block is the unit"
+    assert share_after_a_comeback(alone, 2) == pytest.approx(2 * plain)
+
+
+def test_what_the_tier_below_has_is_not_recomputed() -> None:
+    plain = share_after_a_comeback(None, 0)
+    backed = Costs(load_s=1.0, below_s=2.5, recompute_s=2.0, recompute_s_per_depth=0.5)
+    assert share_after_a_comeback(backed, 1) == pytest.approx(1.5 * plain)
+    assert share_after_a_comeback(backed, 7) == pytest.approx(1.5 * plain)
+
+
+def test_a_comeback_that_lost_nothing_teaches_nothing() -> None:
+    slow = Costs(load_s=3.0, below_s=None, recompute_s=2.0, recompute_s_per_depth=0.5)
+    assert share_after_a_comeback(slow, 0) == 0
+    assert share_after_a_comeback(slow, 2) == 0, "as fast one way as the other"
+    assert share_after_a_comeback(slow, 3) == pytest.approx(share_after_a_comeback(None, 0))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"load_s": -0.1},
+        {"below_s": -0.1},
+        {"recompute_s": 0.0},
+        {"recompute_s": -1.0},
+        {"recompute_s_per_depth": -0.1},
+    ],
+)
+def test_costs_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+    right = {"load_s": 0.0, "below_s": 0.0, "recompute_s": 0.1, "recompute_s_per_depth": 0.0}
+    Costs(**right)
+    with pytest.raises(ConfigError, match=r"costs|recomputing"):
+        Costs(**(right | wrong))
 
 
 @pytest.mark.parametrize("name", ["a2q", "s3fifo"])
