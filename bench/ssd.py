@@ -1,0 +1,269 @@
+"""How close is the SSD store to its disk, how fast is it back, and what do crashes cost?
+
+`get` and `put` move 1 MiB blocks at random slots, eight at a time, between rows in memory and the
+segment; put ends when the blocks are durable in segment and index. Beside them, in turns, fio on a file
+of the same size with the same block size and depth, set as is best for it: the best of libaio and of
+eight threads with psync is taken, O_DIRECT, huge-page buffers, and for writes one fdatasync a pass. The
+files lie on the disk of the checkout. Reads are cold: both read past the page cache.
+
+`index_open_1m_s`: a million entries, the process killed, the index not in the page cache.
+`crash_*`: a load is killed; what it had acknowledged is looked for. The quick run also replays every tenth
+event of a recorded load with power cuts, the full one every event.
+
+    python bench/ssd.py [--quick] [--json FILE] [--only speed|opening|crashes]
+
+Needs fio and strace, and 3 GiB of free disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from harness import REPO, Report, in_turns, median, parse_arguments, seconds
+
+from kvpool.storage.ssd import DONE, ReadBatch, SsdStore, WriteBatch
+from kvpool.storage.ssd_files import LinuxDisk
+from kvpool.storage.ssd_index import ENTRY
+from kvpool.testing.servers.find import find_server
+from kvpool.testing.ssd_kills import KilledStore
+from kvpool.testing.ssd_replay import inspect_image, record
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+DEPTH = 8
+FREE_BYTES = 3 * GIB
+FILE_BYTES = 1 * GIB
+PASS_BYTES = 512 * MIB
+BATCH_BYTES = 64 * MIB
+ENTRIES = 1_000_000
+INDEX_SIZE = 28 * GIB  # of a store that may have so many
+FIO_ENGINES = {
+    "libaio": [f"--iodepth={DEPTH}", "--ioengine=libaio"],
+    "threads": [f"--numjobs={DEPTH}", "--thread", "--ioengine=psync", "--group_reporting"],
+}
+
+
+def main() -> int:
+    report, arguments = parse_arguments(__doc__.splitlines()[0])
+    find_server("fio")  # so that it is on PATH
+    place = REPO / ".bench"
+    place.mkdir(exist_ok=True)
+    if (free := shutil.disk_usage(place).free) < FREE_BYTES:
+        raise SystemExit(
+            f"{place} has {free >> 20} MiB free; the bench takes {FREE_BYTES >> 20} MiB"
+        )
+    for part in (speed, opening, crashes):
+        if arguments.only in part.__name__:
+            with tempfile.TemporaryDirectory(dir=place) as folder:
+                part(report, Path(folder))
+    return report.finish()
+
+
+# ---- speed ----------------------------------------------------------------------------------------------
+
+
+class Blocks:
+    """A store full of blocks of one size, and passes over them at random slots."""
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        self.store = SsdStore.open(folder, FILE_BYTES + FILE_BYTES // 32, threads=DEPTH)
+        self.nbytes = nbytes
+        self.table = self.store.add_table(b"bench")
+        self.batch = BATCH_BYTES // nbytes
+        self.slots = FILE_BYTES // nbytes
+        self.dice = np.random.default_rng(1)
+        self.rows = np.arange(self.batch)
+        self.source = self.dice.integers(0, 256, (self.batch, nbytes), np.uint8)
+        self.out = np.zeros_like(self.source)
+        digests = b"".join(xxhash.xxh3_128_digest(row.data) for row in self.source)
+        self.sums = np.frombuffer(digests, np.uint8).reshape(-1, 16)
+        self.held = np.zeros(self.slots, np.int64)  # slot → row of the source
+        for first in range(0, self.slots, self.batch):
+            self._write(np.arange(first, min(first + self.batch, self.slots)))
+
+    def _write(self, slots: Any) -> None:
+        n = len(slots)
+        offsets = (slots * self.nbytes).astype(np.uint64)
+        keys = self.dice.integers(0, 256, (n, 16), np.uint8)
+        numbers = self.rows[:n]
+        batch = WriteBatch(
+            table=self.table,
+            nbytes=self.nbytes,
+            offsets=offsets,
+            keys=keys,
+            parents=keys,
+            depths=np.zeros(n, np.uint32),
+            pins=np.zeros(n, np.uint8),
+            checksums=self.sums[:n],
+            source=self.source,
+            rows=numbers,
+        )
+        assert (self.store.write(batch, self.store.forget(offsets)) == DONE).all()
+        self.held[slots] = numbers
+
+    def _passes(self, work: Callable[[Any], None]) -> None:
+        chosen = self.dice.permutation(self.slots)[: PASS_BYTES // self.nbytes]
+        for first in range(0, len(chosen), self.batch):
+            work(chosen[first : first + self.batch])
+
+    def put(self) -> None:
+        self._passes(self._write)
+
+    def get(self) -> None:
+        self._passes(self._read)
+
+    def _read(self, slots: Any) -> None:
+        offsets = (slots * self.nbytes).astype(np.uint64)
+        sums = self.sums[self.held[slots]]
+        statuses = self.store.read(
+            ReadBatch(self.nbytes, offsets, sums, self.out, self.rows[: len(slots)])
+        )
+        assert (statuses == DONE).all()
+
+
+def fio(path: Path, nbytes: int, mode: str, engine: str) -> float:
+    """Bytes a second."""
+    jobs = DEPTH if engine == "threads" else 1
+    command = [
+        *("fio", "--name=peer", f"--filename={path}", f"--size={FILE_BYTES}", f"--rw={mode}"),
+        *(f"--bs={nbytes}", "--direct=1", "--mem=malloc", f"--io_size={PASS_BYTES // jobs}"),
+        *("--output-format=json", "--randrepeat=0", "--end_fsync=1"),
+        *FIO_ENGINES[engine],
+    ]
+    # Buffers in huge pages, as ours: glibc asks for them where fio has no option for it.
+    environ = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=path.parent, env=environ
+    )
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    return float(job["read" if mode == "randread" else "write"]["bw_bytes"])
+
+
+def speed(report: Report, folder: Path) -> None:
+    print(f"random blocks, depth {DEPTH}, {PASS_BYTES >> 20} MiB a pass, GB/s, medians")
+    peer = folder / "peer"
+    with peer.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
+    fio(peer, MIB, "randwrite", "libaio")
+    rounds = 3 if report.quick else 15
+    for label, nbytes in (("1m", MIB), ("64k", 64 * KIB)):
+        blocks = Blocks(folder / label, nbytes)
+        for what, mode, work, bound in (
+            ("put", "randwrite", blocks.put, 0.8),
+            ("get", "randread", blocks.get, 0.9),
+        ):
+            ours: list[float] = []
+            theirs: dict[str, list[float]] = {engine: [] for engine in FIO_ENGINES}
+            works: list[Callable[[], None]] = [
+                lambda: ours.append(PASS_BYTES / seconds(work)),
+                *(
+                    lambda engine=engine: theirs[engine].append(fio(peer, nbytes, mode, engine))
+                    for engine in FIO_ENGINES
+                ),
+            ]
+            in_turns(rounds, *works, warmup=1)
+            best = max(theirs, key=lambda engine: median(theirs[engine]))
+            ratio = median(ours) / median(theirs[best])
+            report.row(
+                f"ssd_{what}_{label}",
+                kvpool=median(ours) / 1e9,
+                **{f"fio_{engine}": median(taken) / 1e9 for engine, taken in theirs.items()},
+                ratio=ratio,
+                direct=blocks.store.direct,
+            )
+            if label == "1m":
+                report.check(f"ssd_{what}_1m", ratio, at_least=bound)
+        blocks.store.close()
+        shutil.rmtree(folder / label)
+
+
+# ---- opening --------------------------------------------------------------------------------------------
+
+
+class SparseDisk(LinuxDisk):
+    """A segment without space of its own: here nothing but the index is read."""
+
+    def fallocate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+
+def fill(folder: Path) -> None:
+    """In a process of its own: a million entries at random slots, then an end without a close."""
+    store = SsdStore.open(folder, INDEX_SIZE, threads=1, disk=SparseDisk())
+    assert store.entries_max >= ENTRIES
+    assert not sum(len(entries) for entries in store.entries())
+    table = store.add_table(b"bench")
+    dice = np.random.default_rng(1)
+    slots = dice.permutation(store.segment_bytes // (16 * KIB))[:ENTRIES].astype(np.uint64)
+    for part in np.array_split(slots, ENTRIES // 4000):
+        entries = np.zeros(len(part), ENTRY)
+        entries["offset"] = part * np.uint64(16 * KIB)
+        entries["table"] = table
+        entries["nbytes"] = entries["stored"] = 16 * KIB
+        entries["key"] = dice.integers(0, 256, (len(part), 16))
+        assert store._index.commit({}, entries).added == len(part)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def opening(report: Report, folder: Path) -> None:
+    print("a million entries: open the store, read them all")
+    subprocess.run([sys.executable, __file__, "--fill", str(folder)], check=False)
+    taken: dict[str, list[float]] = {"cold": [], "warm": []}
+    for state in ("cold", "warm") * (2 if report.quick else 5):
+        if state == "cold":
+            fd = os.open(folder / "index" / "data.mdb", os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+        start = time.perf_counter()
+        store = SsdStore.open(folder, INDEX_SIZE, threads=8, disk=SparseDisk())
+        n = sum(len(entries) for entries in store.entries())
+        taken[state].append(time.perf_counter() - start)
+        stats = store.stats()
+        assert n == stats.entries == ENTRIES
+        store.close()
+    report.row(
+        "index_open_1m",
+        **{state: median(times) for state, times in taken.items()},
+        bytes_an_entry=stats.index_pages * 4096 / ENTRIES,
+    )
+    report.check("index_open_1m_s", median(taken["cold"]), at_most=2)
+
+
+# ---- crashes --------------------------------------------------------------------------------------------
+
+
+def crashes(report: Report, folder: Path) -> None:
+    rounds = 8 if report.quick else 200
+    killed = KilledStore(folder / "killed", 32 * MIB, nbytes=16 * KIB, seed=1)
+    found = [killed.round(lines_max=2000) for _ in range(rounds)]
+    wrong, lost = sum(f.wrong + f.torn for f in found), sum(f.lost for f in found)
+    report.row("kills", rounds=rounds, acknowledged=killed.acknowledged, wrong=wrong, lost=lost)
+
+    recording = record(folder, 4 * MIB, nbytes=4096, batches=12, threads=2)
+    dice, images = random.Random(1), 0
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        for cut in recording.cuts()[:: 10 if report.quick else 1]:
+            for image in recording.images(cut, 4, dice):
+                one = inspect_image(recording, image, cut, Path(memory))
+                wrong, lost, images = wrong + one.wrong + one.torn, lost + one.lost, images + 1
+    report.row("power_cuts", events=len(recording.cuts()), images=images, wrong=wrong, lost=lost)
+    report.check("crash_wrong", wrong, at_most=0)
+    report.check("crash_lost", lost, at_most=0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--fill"]:
+        fill(Path(sys.argv[2]))
+    sys.exit(main())

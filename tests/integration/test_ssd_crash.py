@@ -1,0 +1,56 @@
+"""The SSD store after SIGKILL of a real process, and after power cuts replayed from a recorded one."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvpool.testing.ssd_kills import KilledStore
+from kvpool.testing.ssd_replay import Recording, inspect_image, record
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """A folder for images, of which thousands are written."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else tmp_path) as folder:
+        yield Path(folder)
+
+
+def test_killed_under_load(tmp_path):
+    killed = KilledStore(tmp_path / "store", 8 * MIB, nbytes=8192, seed=1)
+    held = 0
+    for _ in range(5):
+        found = killed.round(lines_max=1000)
+        assert (found.wrong, found.torn, found.lost) == (0, 0, 0)
+        held += len(found.held)
+    assert killed.acknowledged > 100 and held > 100, "there was something to lose"
+
+
+def test_power_cuts(tmp_path, memory):
+    """At every few events: all written, only what was synced, and random parts, torn ones among them."""
+    recording = record(tmp_path, 4 * MIB, nbytes=4096, batches=10, threads=2)
+    assert len(recording.writes) > 100 and len(recording.said) > 100
+    dice, held, images = random.Random(7), 0, 0
+    for cut in recording.cuts()[::4]:
+        for image in recording.images(cut, subsets=3, dice=dice):
+            found = inspect_image(recording, image, cut, memory)
+            assert (found.wrong, found.torn, found.lost) == (0, 0, 0), f"after event {cut}"
+            held = max(held, len(found.held))
+            images += 1
+    assert held > 50 and images > 200
+
+
+def test_the_replay_notices_a_lost_sync(tmp_path, memory):
+    """The same record, had nobody synced: the replay finds blocks that are gone."""
+    whole = record(tmp_path, 4 * MIB, nbytes=4096, batches=4, threads=1)
+    syncs = [sync for sync in whole.syncs if sync[0] != "segment"]
+    careless = Recording(whole.base, whole.size, whole.nbytes, whole.writes, syncs, whole.said)
+    cut = careless.cuts()[-1]
+    _, only_synced, *_ = careless.images(cut, 0, random.Random(1))
+    assert inspect_image(careless, only_synced, cut, memory).lost > 0
