@@ -12,6 +12,8 @@ from kvpool.types import DEFAULT_TENANT
 
 PIN_SHARE_MAX = 0.1
 PULLS_MAX = 16
+CODEC_VERSION = 1
+"""Changes with the bytes that codecs.py makes of the same KV."""
 
 
 class LoadMode(StrEnum):
@@ -20,6 +22,14 @@ class LoadMode(StrEnum):
     AUTO = "auto"
     ASYNC = "async"
     SYNC = "sync"
+
+
+class Codec(StrEnum):
+    """How blocks are kept in the pool: as they are, or in half the bytes with a loss."""
+
+    NONE = "none"
+    FP8 = "fp8"
+    INT8 = "int8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,7 @@ class PluginConfig:
     model: name of the model in the namespace, for engines that hold the same weights under
         different paths; None means the path or id that vLLM was given.
     epoch: part of the namespace. Give engines a new one when their weights change in place.
+    codec: what is lost of blocks to make them smaller; engines share blocks with those of the same.
     lease_s: how long slots stay readable after a lookup; a load that ends later is a failed load.
     lookup_timeout_s: the longest that a lookup may hold the scheduler.
     request_timeout_s: deadline of the workers' requests (join, reserve, commit).
@@ -49,6 +60,7 @@ class PluginConfig:
     token: str | None = None
     model: str | None = None
     epoch: str = "0"
+    codec: Codec = Codec.NONE
     lease_s: float = 10.0
     lookup_timeout_s: float = 0.05
     request_timeout_s: float = 1.0
@@ -105,12 +117,12 @@ def _typed(name: str, value: object, cls: type[PluginConfig]) -> object:
         if value is None or isinstance(value, str):
             return value
         raise ConfigError(f"{_where(name)} must be a string, not {value!r}")
-    if isinstance(default, LoadMode):
+    if isinstance(default, StrEnum):
         try:
-            return LoadMode(str(value))
+            return type(default)(str(value))
         except ValueError:
-            modes = ", ".join(LoadMode)
-            raise ConfigError(f"{_where(name)} is {value!r}; it must be one of {modes}") from None
+            known = ", ".join(type(default))
+            raise ConfigError(f"{_where(name)} is {value!r}; it must be one of {known}") from None
     if isinstance(default, str):
         if isinstance(value, (str, int)) and not isinstance(value, bool):
             return str(value)

@@ -36,9 +36,11 @@ from vllm.version import __version__ as vllm_version
 
 from kvpool.client import Client
 from kvpool.engine_plugins.vllm import namespace
-from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
+from kvpool.engine_plugins.vllm.codecs import CodecPages, HeadLayout, head_layout
+from kvpool.engine_plugins.vllm.config import Codec, LoadMode, PluginConfig
 from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
 from kvpool.engine_plugins.vllm.layout import HostPages, Pages, byte_rows
+from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport, StepDone, StepPlan
 from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
 from kvpool.engine_plugins.vllm.pulls import Pulls
@@ -84,6 +86,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._rules: list[GroupRule] = namespace.group_rules(
             kv_cache_config, _hash_tokens(kv_cache_config), parallel.decode_context_parallel_size
         )
+        namespace.check_codec(kv_cache_config, self._rules, self._config.codec)
         self._by_version = namespace.check_hashes(
             vllm_config.cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
         )
@@ -172,25 +175,49 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                 "each has layers of every group, or serve this model without the connector"
             )
         layers = self._vllm_config.compilation_config.static_forward_context
+        backends = {
+            name: layers[name].get_attn_backend().get_name() for group in rows for name, _ in group
+        }
+        codec = self._config.codec
+        heads: dict[str, HeadLayout] = {}
+        if codec is not Codec.NONE:
+            heads = {
+                name: head_layout(kv_caches[name], blocks, backend)
+                for name, backend in backends.items()
+            }
+
+        def stored_bytes(name: str, row: torch.Tensor) -> int:
+            return heads[name].encoded_bytes if heads else int(row.shape[1])
+
         report = RankReport(
             rank=self._vllm_config.parallel_config.rank,
             device=device.type,
             layout=str(self._kv_cache_config.kv_cache_layout),
             isa=namespace.isa(device.type),
-            groups=[[(name, int(row.shape[1])) for name, row in group] for group in rows],
-            backends={
-                name: layers[name].get_attn_backend().get_name()
-                for group in rows
-                for name, _ in group
-            },
+            groups=[[(name, stored_bytes(name, row)) for name, row in group] for group in rows],
+            backends=backends,
         )
         on_host = device.type == "cpu"
         segments = None if on_host else PinnedSegments(device)
+        counters = Counters()
+
+        def plain_pages(layers: Sequence[torch.Tensor]) -> Pages:
+            if segments is None:
+                return HostPages([row.numpy() for row in layers])
+            return DevicePages(layers, segments)
 
         def make_pages() -> Sequence[Pages]:
-            if segments is None:
-                return [HostPages([row.numpy() for _, row in group]) for group in rows]
-            return [DevicePages([row for _, row in group], segments) for group in rows]
+            if not heads:
+                return [plain_pages([row for _, row in group]) for group in rows]
+            return [
+                CodecPages(
+                    [(row, heads[name]) for name, row in group],
+                    codec,
+                    lambda encoded: plain_pages([encoded]),
+                    counters.add,
+                )
+                for group in rows
+            ]
 
         def record_ready() -> Any:
             if on_host:
@@ -213,6 +240,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             single_group=self._single_group,
             record_ready=record_ready,
             thread_setup=thread_setup,
+            counters=counters,
         )
 
     def get_handshake_metadata(self) -> KvpoolHandshake | None:

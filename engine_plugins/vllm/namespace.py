@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from kvpool.engine_plugins.vllm.config import PluginConfig
+from kvpool.engine_plugins.vllm.config import CODEC_VERSION, Codec, PluginConfig
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
@@ -31,6 +31,8 @@ SEEDED = {"xxhash_cbor": STABLE, "xxhash": STABLE_BY_VERSION}
 FULL_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "ChunkedLocalAttentionSpec")
 WINDOW_SPECS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 UNIFORM_SPEC = "UniformTypeKVCacheSpecs"
+HEAD_SPECS = ("FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec")
+HEAD_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
 
 def check_hashes(algorithm: str, hash_seed: str | None) -> bool:
@@ -65,10 +67,7 @@ def group_rules(kv_cache_config: Any, hash_tokens: int, dcp: int) -> list[GroupR
     for group_id in kv_cache_config.prefix_cacheable_group_ids:
         group = kv_cache_config.kv_cache_groups[group_id]
         spec = group.kv_cache_spec
-        if type(spec).__name__ == UNIFORM_SPEC:
-            inner = {type(one).__name__: one for one in spec.kv_cache_specs.values()}
-        else:
-            inner = {type(spec).__name__: spec}
+        inner = {type(one).__name__: one for one in _specs(spec)}
         block_tokens = spec.block_size * (dcp if spec.dcp_sharded else 1)
         stride, rest = divmod(block_tokens, hash_tokens)
         if rest:
@@ -94,6 +93,38 @@ def group_rules(kv_cache_config: Any, hash_tokens: int, dcp: int) -> list[GroupR
     if not rules:
         raise ConfigError("the model has no cache group that blocks could be stored of")
     return rules
+
+
+def check_codec(kv_cache_config: Any, rules: Sequence[GroupRule], codec: Codec) -> None:
+    """Raises `ConfigError` where the codec has no heads to give scales to."""
+    if codec is Codec.NONE:
+        return
+    for rule in rules:
+        for spec in _specs(kv_cache_config.kv_cache_groups[rule.group].kv_cache_spec):
+            kind = type(spec).__name__
+            if kind not in HEAD_SPECS:
+                why = f"{kind} has no heads of K and V"
+            elif spec.kv_quant_mode or str(spec.dtype) not in HEAD_DTYPES:
+                why = f"its KV is quantised already or of a dtype other than floats ({spec.dtype})"
+            elif spec.num_head_slots is not None or spec.state_content_bytes is not None:
+                why = "its attention backend packs heads together"
+            elif spec.head_size != spec.head_size_v:
+                why = (
+                    f"K and V have heads of different sizes ({spec.head_size}, {spec.head_size_v})"
+                )
+            else:
+                continue
+            raise ConfigError(
+                f"codec {codec} needs a scale for each head, and cache group {rule.group} cannot "
+                f"have it: {why}. Set codec to none"
+            )
+
+
+def _specs(spec: Any) -> list[Any]:
+    """The specs of a group: one, or one a layer where layers of one kind differ in size."""
+    if type(spec).__name__ == UNIFORM_SPEC:
+        return list(spec.kv_cache_specs.values())
+    return [spec]
 
 
 def part_specs(rules: Sequence[GroupRule], reports: Sequence[RankReport]) -> tuple[PartSpec, ...]:
@@ -162,6 +193,9 @@ def record(
         "tenant": config.tenant,
         "epoch": epoch,
     }
+    if config.codec is not Codec.NONE:
+        # Without a codec there is no field: namespaces of before there were codecs stay the same.
+        fields["codec"] = {"name": str(config.codec), "version": CODEC_VERSION}
     return NamespaceRecord(fields=fields, parts=part_specs(rules, reports))
 
 

@@ -1,4 +1,4 @@
-"""Blocks of other nodes: the daemon is asked to bring them while the engine goes on with its steps.
+"""Blocks that are not in this node's memory: the daemon is asked to bring them while the engine goes on with its steps.
 
 The scheduling thread waits for no network. It hands the keys of a prompt to one of a few threads, which
 ask over a client of their own, and looks at every step whether the answer is there. That answer is only
@@ -143,11 +143,11 @@ class Pulls:
         return blocks
 
     def _alone(self) -> bool:
-        """Whether the node is the only one, as the daemon said within the last `OTHERS_S`."""
+        """Whether memory is all there is, as the daemon said within the last `OTHERS_S`."""
         now = self._clock()
         if now >= self._known_until:
             try:
-                alone = not self._client.stats()["cluster"]["others"]
+                alone = not self._client.stats()["sources"]
             except KvpoolError:
                 return False  # it is asked again; a pull has its deadline
             self._known_until = now + OTHERS_S

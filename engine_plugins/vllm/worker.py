@@ -60,6 +60,7 @@ class WorkerHalf:
     make_pages: gives the rank's stored groups for one thread's use; called once for each.
     single_group: whether the engine has one cache group; only then are block ids a way to say
         which loads failed, and only then are there synchronous loads.
+    counters: what the worker counts in; its own unless pages count too.
     record_ready: an event behind all that the engine has queued on its device, or None on a host.
     """
 
@@ -72,6 +73,7 @@ class WorkerHalf:
         single_group: bool,
         record_ready: Callable[[], Any],
         thread_setup: Callable[[], None] | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self._client = client
         self.report = report
@@ -92,7 +94,7 @@ class WorkerHalf:
         self._done = StepDone()
         self._failed_blocks: set[int] = set()
         self._read: list[Lease] = []
-        self.counters = Counters()
+        self.counters = counters or Counters()
 
     # --- once a step, in this order -----------------------------------------------------------
 
