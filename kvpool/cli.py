@@ -15,6 +15,7 @@ from kvpool import __version__
 from kvpool.errors import (
     ClusterUnavailable,
     ConfigError,
+    InvalidRequest,
     KvpoolError,
     NotAuthenticated,
     Unavailable,
@@ -38,6 +39,7 @@ TIMEOUT_S = 10.0  # for each question to the daemon of this node
 DRAIN_S = 3600.0
 
 CLUSTER = "The cluster"
+TIERS = "Tiers below memory"
 LIMITS = "Limits"
 OPERATORS = "For operators"
 
@@ -60,6 +62,35 @@ def serve(
     policy: Annotated[str | None, typer.Option(help="Eviction policy.")] = None,
     movers: Annotated[int | None, typer.Option(help="Processes that move bytes.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Where the node keeps state.")] = None,
+    ssd: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A folder for what memory gives up, and its size: /mnt/nvme0/kvpool=400GiB; may be "
+            "repeated.",
+            rich_help_panel=TIERS,
+        ),
+    ] = None,
+    ssd_write: Annotated[
+        str | None,
+        typer.Option(
+            help="When blocks are written there: through (when put), back (before eviction), none.",
+            rich_help_panel=TIERS,
+        ),
+    ] = None,
+    ssd_bytes_per_day: Annotated[
+        str | None,
+        typer.Option(
+            help='How much may be written there in a day, "4TiB"; 0: no limit.',
+            rich_help_panel=TIERS,
+        ),
+    ] = None,
+    ssd_flush_s: Annotated[
+        float | None,
+        typer.Option(
+            help="How long a daemon that stops goes on writing what is only in memory, seconds.",
+            rich_help_panel=TIERS,
+        ),
+    ] = None,
     node: Annotated[str | None, typer.Option(help="This node's name.")] = None,
     socket_mode: Annotated[
         str | None, typer.Option(help="Permissions of the socket, octal, 600.")
@@ -331,7 +362,7 @@ def drain(
 
 @app.command(rich_help_panel=OPERATORS)
 def namespaces(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
-    """Show the namespaces of the cluster: epochs, copies, and what this node holds of them.
+    """Show the namespaces of the cluster: epochs, settings, and what this node holds of them.
 
     Example: kvpool namespaces
     """
@@ -371,26 +402,147 @@ def reset(
 
 
 @app.command(rich_help_panel=OPERATORS)
-def copies(
+def configure(
     digest: Digest,
-    number: Annotated[
-        int, typer.Argument(min=1, help="Nodes that are to hold each block.", metavar="N")
-    ],
+    copies: Annotated[
+        int | None, typer.Option(min=1, help="Nodes that are to hold each block.", metavar="N")
+    ] = None,
+    write: Annotated[
+        str | None,
+        typer.Option(
+            help="When blocks go to SSD: through (when put), back (before eviction), none; or "
+            "default: as each node is configured.",
+            metavar="MODE",
+        ),
+    ] = None,
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            help="Blocks that a node did not use for so long are gone: 30s, 15m, 12h, 7d; 0: never.",
+            metavar="TIME",
+        ),
+    ] = None,
+    ssd_codec: Annotated[
+        str | None,
+        typer.Option(help="What makes blocks smaller on SSD: blosc2, none.", metavar="CODEC"),
+    ] = None,
     socket: Socket = None,
     tenant: Tenant = "default",
 ) -> None:
-    """Set how many copies are wanted of each block of a namespace.
+    """Change settings of a namespace, on all nodes. What is not named stays as it is.
 
-    Example: kvpool copies 3fa9 2
+    Example: kvpool configure 3fa9 --copies 2 --write through --ttl 12h
     """
+    from kvpool.status.naming import period
+
+    if copies is None and write is None and ttl is None and ssd_codec is None:
+        raise InvalidRequest("name what is to change: --copies, --write, --ttl or --ssd-codec")
+    ttl_s = None if ttl is None else period(ttl)
     with _client(socket, tenant) as client:
         chosen = _resolve(client, tenant, digest)
         with _in_doubt("namespaces"):
-            client.set_copies(chosen, number)
-    wanted = "1 copy is" if number == 1 else f"{number} copies are"
-    print(f"{wanted} wanted of each block of namespace {chosen.hex()} of tenant {tenant}.")
-    if number > 1:
-        print("Nodes make them in the background: new blocks at once, those there by and by.")
+            client.configure(
+                chosen,
+                copies=copies,
+                write="" if write == "default" else write,
+                ttl_s=ttl_s,
+                ssd_codec="" if ssd_codec == "none" else ssd_codec,
+            )
+    print(f"The settings of namespace {chosen.hex()} of tenant {tenant} are changed on all nodes;")
+    print("`kvpool namespaces` shows them.")
+    if copies is not None and copies > 1:
+        print("Nodes make copies in the background: new blocks at once, those there by and by.")
+
+
+@app.command()
+def tiers(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
+    """Show where this node keeps blocks: memory and disks, how full, how well.
+
+    Example: kvpool tiers
+    """
+    from kvpool.status.tiers import show_tiers, tier_rows
+
+    with _client(socket, tenant) as client:
+        stats = client.stats()
+    if as_json:
+        _print_json(tier_rows(stats, tenant))
+    else:
+        show_tiers(stats, tenant)
+
+
+@app.command(rich_help_panel=OPERATORS)
+def evict(
+    keys: Annotated[
+        list[str] | None, typer.Argument(help="Block keys, 32 hex digits each.")
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Of this one only.", metavar="DIGEST")
+    ] = None,
+    tier: Annotated[str | None, typer.Option(help="From this one only: dram or ssd.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All blocks, of the namespace if one is given.")
+    ] = False,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+) -> None:
+    """Give blocks up on this node, as if there were no room. Hard pins stay.
+
+    Example: kvpool evict --all --namespace 3fa9 --tier ssd
+    """
+    from kvpool.status.naming import block_key
+
+    if bool(keys) == everything:
+        raise InvalidRequest("give the keys of blocks, or --all")
+    with _client(socket, tenant) as client:
+        digest = _resolve(client, tenant, namespace) if namespace else b""
+        wanted = list(dict.fromkeys(map(block_key, keys or [])))
+        gone = client.evict(wanted, digest=digest, tier=tier or "")
+    print(f"{gone} {'block' if gone == 1 else 'blocks'} evicted")
+
+
+@app.command(rich_help_panel=OPERATORS)
+def pin(
+    keys: Annotated[list[str], typer.Argument(help="Block keys, 32 hex digits each.")],
+    kind: Annotated[
+        str, typer.Option(help="soft: evicted last; hard: never; none: as any other.")
+    ] = "soft",
+    namespace: Annotated[
+        str | None, typer.Option(help="In this one only.", metavar="DIGEST")
+    ] = None,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+) -> None:
+    """Keep blocks that are on this node, in memory and on disks. Exit status 1 when some are not.
+
+    Example: kvpool pin 00112233445566778899aabbccddeeff --kind hard
+    """
+    from kvpool.status.naming import block_key
+
+    wanted = list(dict.fromkeys(map(block_key, keys)))
+    with _client(socket, tenant) as client:
+        digest = _resolve(client, tenant, namespace) if namespace else b""
+        found = client.pin_blocks(wanted, kind, digest=digest)
+    what = "unpinned" if kind == "none" else f"pinned {kind}"
+    print(f"{found} of {len(wanted)} {'block' if len(wanted) == 1 else 'blocks'} {what}")
+    if found < len(wanted):
+        raise typer.Exit(EXIT_ERROR)
+
+
+@app.command(rich_help_panel=OPERATORS)
+def scrub(socket: Socket = None, tenant: Tenant = "default") -> None:
+    """Compare all blocks on this node's disks with their checksums. Exit status 1 when some were bad.
+
+    Bad ones are dropped; engines compute them again.
+
+    Example: kvpool scrub
+    """
+    from kvpool.status.tiers import scrub as run
+
+    with _client(socket, tenant) as client:
+        seen, bad = run(client)
+    print(f"{seen:,} {'block' if seen == 1 else 'blocks'} seen, {bad:,} bad and dropped")
+    if bad:
+        raise typer.Exit(EXIT_ERROR)
 
 
 @app.command()

@@ -62,6 +62,8 @@ from kvpool.types import (
 BACKOFF_S = (0.05, 1.0)
 FINISHED_MAX = 1024
 ONE_EXCHANGE_BYTES = 32 << 20  # puts up to this copy first and ask afterwards
+EVICT_S = 60.0  # for all of a node's blocks
+SCRUB_S = 60.0
 RESET_S = 15.0  # longest wait for the cluster's word, on top of the client's time-out
 HASH_IN_THREAD_BYTES = 2 << 20  # below this, handing the work over costs more than it saves
 _PAGE = 4096
@@ -315,17 +317,32 @@ class Client:
             return False
         return True
 
-    def open(self, record: NamespaceRecord, *, copies: int = 0, generation: int = -1) -> Namespace:
+    def open(
+        self,
+        record: NamespaceRecord,
+        *,
+        copies: int = 0,
+        write: str = "",
+        ttl_s: float = 0.0,
+        ssd_codec: str = "",
+        generation: int = -1,
+    ) -> Namespace:
         """Make a namespace known to the daemon, now or when it is there, and after each restart again.
 
-        copies: how many are wanted of each block, on as many nodes, if the cluster does not know the
-            namespace yet; 0: one.
+        The settings count if the cluster does not know the namespace yet, and on a node that is alone
+        where nobody has asked for another one; later `configure` changes them.
+
+        copies: how many are wanted of each block, on as many nodes; 0: one.
+        write: when blocks are written to SSD: "through" (when they were put), "back" (ahead of their
+            eviction from memory), "none", or empty: as each node does by default.
+        ttl_s: a block that was not used for so long on a node is not found there any more; 0: never.
+        ssd_codec: what makes blocks smaller on SSD, without loss: "blosc2", or empty for nothing.
         generation: of the caller's weights, as another client of the same engine was told
             (`generation`); -1: they are the present ones, at the time of the first answer. After a reset by
             another engine that is what lets this one in again, so be sure that it is so.
         Raises `NamespaceMismatch` if the daemon, or the cluster, knows it with other sizes.
         """
-        namespace = Namespace(record, record.digest(), copies)
+        namespace = Namespace(record, record.digest(), copies, write, ttl_s, ssd_codec)
         self._generations[namespace.digest] = generation
         try:
             with self._request() as connection:
@@ -380,7 +397,7 @@ class Client:
         parts: which must be usable; all of the namespace's unless given. A prefix is usable when full
             parts have all its blocks and window parts their last ones.
         lease_s: how long; the daemon may grant less (see `Lease.deadline`).
-        wait_s: how long to wait for blocks that other nodes hold.
+        wait_s: how long to wait for blocks that are not in memory here, but on disks or other nodes.
         """
         packed = pack_keys(keys)
         if not packed:
@@ -416,12 +433,20 @@ class Client:
             pass
 
     def get_into(
-        self, ns: Namespace, keys: Keys, out: Any, *, part: int = 0, lease_s: float = 5.0
+        self,
+        ns: Namespace,
+        keys: Keys,
+        out: Any,
+        *,
+        part: int = 0,
+        lease_s: float = 5.0,
+        wait_s: float = 0.0,
     ) -> npt.NDArray[np.bool_]:
         """Copy blocks into `out`; True for each key that is there in full, the rest of `out` is undefined.
 
         out: one writable buffer, array or tensor of n times the part's bytes, or a list of n of them.
         lease_s: the copy must be done by then. The lease is released with this client's next request.
+        wait_s: how long to wait for blocks that are not in memory here, but on disks or other nodes.
         """
         packed = pack_keys(keys)
         n = len(packed) // KEY_BYTES
@@ -432,8 +457,8 @@ class Client:
             return nothing
         lease = self._acquire(
             ns,
-            lambda number: wire.Acquire(number, packed, [part], lease_s, 0.0, True),
-            0.0,
+            lambda number: wire.Acquire(number, packed, [part], lease_s, wait_s, True),
+            wait_s,
             n * nbytes,
         )
         if lease is None:
@@ -454,12 +479,14 @@ class Client:
         self._finished.append(lease.token)
         return here if valid else nothing
 
-    def get(self, ns: Namespace, keys: Keys, *, part: int = 0) -> list[bytes | None]:
-        """The bytes of each block, or None. For bulk use prefer `get_into` or `acquire`."""
+    def get(
+        self, ns: Namespace, keys: Keys, *, part: int = 0, wait_s: float = 0.0
+    ) -> list[bytes | None]:
+        """The bytes of each block, or None; as `get_into`. For bulk use prefer that, or `acquire`."""
         packed = pack_keys(keys)
         n = len(packed) // KEY_BYTES
         out = np.empty((n, _nbytes(ns, part)), dtype=np.uint8)
-        here = self.get_into(ns, packed, out, part=part)
+        here = self.get_into(ns, packed, out, part=part, wait_s=wait_s)
         return [out[i].tobytes() if here[i] else None for i in range(n)]
 
     # ---- writing -------------------------------------------------------------------------------------
@@ -673,7 +700,7 @@ class Client:
         return int(self._ask_ns(ns, lambda number: wire.Pin(number, packed, kind)).value)
 
     def pull(self, ns: Namespace, keys: Keys, *, wait_s: float = 1.0) -> int:
-        """Bring blocks here from other nodes; how many of the prefix are here afterwards."""
+        """Bring blocks into memory here, from disks and other nodes; how many of the prefix are then."""
         packed = pack_keys(keys)
         if not packed:
             return 0
@@ -732,10 +759,44 @@ class Client:
             answer = connection.ask(wire.Clear(digest, fence), self.timeout_s + RESET_S)
             return int(answer.value)
 
-    def set_copies(self, digest: bytes, copies: int) -> None:
-        """Change how many copies of a namespace's blocks are wanted. Operators only."""
+    def configure(
+        self,
+        digest: bytes,
+        *,
+        copies: int | None = None,
+        write: str | None = None,
+        ttl_s: float | None = None,
+        ssd_codec: str | None = None,
+    ) -> None:
+        """Change settings of a namespace of this tenant, for the whole cluster. Operators only.
+
+        See `open` for what they mean, but `copies` is at least 1. None: that one stays as it is.
+        """
+        message = wire.Configure(digest, copies, write, ttl_s, ssd_codec)
         with self._request() as connection:
-            connection.ask(wire.Copies(digest, copies), self.timeout_s + RESET_S)
+            connection.ask(message, self.timeout_s + RESET_S)
+
+    def evict(self, keys: Keys = b"", *, digest: bytes = b"", tier: str = "") -> int:
+        """Give blocks up on this node, as if there were no room: how many went, each tier counted.
+
+        keys: none for all. digest: of one namespace; empty: all of the tenant's. tier: "dram" or "ssd".
+        """
+        message = wire.Evict(pack_keys(keys), digest, tier)
+        with self._request() as connection:
+            return int(connection.ask(message, self.timeout_s + EVICT_S).value)
+
+    def pin_blocks(self, keys: Keys, kind: str = "soft", *, digest: bytes = b"") -> int:
+        """As `pin`, by an operator, in one namespace or all of the tenant's; how many blocks are there."""
+        message = wire.PinBlocks(pack_keys(keys), kind, digest)
+        with self._request() as connection:
+            return int(connection.ask(message, self.timeout_s).value)
+
+    def scrub(self, cursor: int, count: int) -> dict[str, Any]:
+        """Compare some blocks on this node's disks with their checksums: see `wire.Scrub`."""
+        with self._request() as connection:
+            answer = connection.ask(wire.Scrub(cursor, count), self.timeout_s + SCRUB_S)
+        found: dict[str, Any] = json.loads(answer.data)
+        return found
 
     def _ask_json(self, message: wire.Message) -> Any:
         with self._request() as connection:
@@ -883,7 +944,14 @@ class Client:
         # With the generation that it was opened in: its weights have not changed with the daemon.
         generation = self._generations.get(ns.digest, -1)
         message = wire.OpenNamespace(
-            ns.digest, ns.record.canonical(), plain_parts(ns.parts), ns.copies, generation
+            ns.digest,
+            ns.record.canonical(),
+            plain_parts(ns.parts),
+            ns.copies,
+            generation,
+            ns.write,
+            ns.ttl_s,
+            ns.ssd_codec,
         )
         answer = connection.ask(message, self.timeout_s)
         connection.daemon.renumber(ns.digest, answer.number)

@@ -23,6 +23,9 @@ from kvpool.types import DEFAULT_TENANT
 
 SECRET_CHARACTERS_MIN = 16
 LABELS_MAX = 32
+DISKS_MAX = 16
+DISK_BYTES_MIN = 4 << 20
+WRITE_MODES = ("back", "through", "none")
 SOCKET_PATH_MAX = 107  # sockaddr_un
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE)
@@ -65,6 +68,18 @@ class TenantConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskConfig:
+    """A disk of tier ssd: a folder, and the bytes that all in it may take.
+
+    threads: reads and writes at a time.
+    """
+
+    path: str
+    size: int
+    threads: int = 8
+
+
+@dataclass(frozen=True, slots=True)
 class DaemonConfig:
     """All settings of `kvpool serve`.
 
@@ -92,6 +107,12 @@ class DaemonConfig:
     operator_token: what whoever inspects, drains or resets through the socket must show; empty: anyone
         who may open it and has the daemon's own user id, or root's.
     tenants: further tenants, each with a segment.
+    ssd: folders on disks, each with its size: PATH=SIZE. What memory gives up is kept there, and what was
+        there when the daemon ended is found again.
+    ssd_write: when a block is written there, unless its namespace says otherwise: "through" (when it was
+        put), "back" (ahead of its eviction from memory), or "none".
+    ssd_bytes_per_day: how much may be written there in a day, all disks together; 0: no limit.
+    ssd_flush_s: how long a daemon that is told to stop goes on writing what is only in memory; 0: not at all.
     movers: processes that move bytes.
     data_dir: where the node keeps what outlives it; empty: nothing is kept.
     node: this node's name.
@@ -126,6 +147,10 @@ class DaemonConfig:
     forward: bool = True
     operator_token: str = field(default="", repr=False)
     tenants: tuple[TenantConfig, ...] = ()
+    ssd: tuple[DiskConfig, ...] = ()
+    ssd_write: str = "back"
+    ssd_bytes_per_day: int = 0
+    ssd_flush_s: float = 20.0
     movers: int = 1
     data_dir: str = ""
     node: str = ""
@@ -264,6 +289,39 @@ def _switch(value: object, name: str) -> bool:
     return found
 
 
+def _disks(value: object, name: str) -> tuple[DiskConfig, ...]:
+    """A list of PATH=SIZE, or such a list with commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise ConfigError(f'{name} = {value!r}: a list such as ["/mnt/nvme0/kvpool=400GiB"]')
+    disks = []
+    for item in items:
+        path, separator, text = _text(item, name).strip().rpartition("=")
+        if not separator or not path:
+            raise ConfigError(
+                f"{name}: {item!r} is not PATH=SIZE, such as /mnt/nvme0/kvpool=400GiB"
+            )
+        size = parse_size(text, f"{name}: {path}")
+        if not isinstance(size, int) or size < DISK_BYTES_MIN:
+            raise ConfigError(f"{name}: {path}: a size of at least {DISK_BYTES_MIN >> 20}MiB")
+        disks.append(DiskConfig(os.path.abspath(path), size))
+    if len({disk.path for disk in disks}) != len(disks) or len(disks) > DISKS_MAX:
+        raise ConfigError(f"{name}: at most {DISKS_MAX} folders, each once")
+    return tuple(disks)
+
+
+def _write_mode(value: object, name: str) -> str:
+    text = _text(value, name)
+    if text not in WRITE_MODES:
+        raise ConfigError(f"{name} = {text!r}: one of {', '.join(WRITE_MODES)}")
+    return text
+
+
+def _bytes(value: object, name: str) -> int:
+    """Bytes, or 0."""
+    return 0 if value in {0, "0"} else _bandwidth(value, name)
+
+
 def _socket(value: object, name: str) -> str:
     text = _text(value, name)
     if not text or len(os.fsencode(text)) > SOCKET_PATH_MAX:
@@ -320,6 +378,10 @@ _PARSERS: dict[str, Any] = {
     "forward": _switch,
     "operator_token": _hidden,
     "tenants": _tenants,
+    "ssd": _disks,
+    "ssd_write": _write_mode,
+    "ssd_bytes_per_day": _bytes,
+    "ssd_flush_s": lambda value, name: 0.0 if value in {0, "0"} else _seconds(value, name),
     "movers": lambda value, name: _whole(value, name, 1, 64),
     "data_dir": _text,
     "node": _word,

@@ -115,11 +115,17 @@ class NamespaceRecord:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A namespace as a client holds it once `Client.open` has made it known to the daemon."""
+    """A namespace as a client holds it once `Client.open` has made it known to the daemon.
+
+    copies, write, ttl_s, ssd_codec: what the client asked for; see `Client.open`.
+    """
 
     record: NamespaceRecord
     digest: bytes
     copies: int = 0
+    write: str = ""
+    ttl_s: float = 0.0
+    ssd_codec: str = ""
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:

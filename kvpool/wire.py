@@ -42,8 +42,11 @@ whose first element is its type number:
     32    Locate             operator → daemon    Bytes: a JSON object
     33    Drain              operator → daemon    Done
     34    Clear              operator → daemon    Done: the new epoch
-    35    Copies             operator → daemon    Done
+    35    Configure          operator → daemon    Done
     36    Opened             daemon → client
+    37    Evict              operator → daemon    Done: blocks that went
+    38    PinBlocks          operator → daemon    Done: blocks pinned or unpinned
+    39    Scrub              operator → daemon    Bytes: a JSON object
     40    PeerHello          daemon → daemon      PeerChallenge
     41    PeerChallenge      daemon → daemon      PeerProof
     42    PeerProof          daemon → daemon      Done
@@ -61,7 +64,20 @@ whose first element is its type number:
     66    Lent               control → mover
     67    Return             mover → control      none
     68    AskPeer            control → mover      the peer's answer to what it was asked
-    69    StopPull           control → mover      none; its Pulled then comes early
+    69    StopOrder          control → worker     none; the order's answer then comes early
+    70    DiskStart          control → disk       DiskReady
+    71    DiskReady          disk → control
+    72    ScanDisk           control → disk       Scanned
+    73    Scanned            disk → control
+    74    AddTable           control → disk       Done: the table's number
+    75    DropTables         control → disk       Done
+    76    WriteBlocks        control → disk       Written
+    77    Written            disk → control
+    78    ReadBlocks         control → disk       Pulled
+    79    ForgetSlots        control → disk       Done
+    80    ScrubBlocks        control → disk       Written
+    81    DiskStats          control → disk       Bytes: a JSON object
+    82    PinSlots           control → disk       Done
 
 Block keys, checksums and row numbers are packed into one bytes object each: one object a batch decodes
 tens of times faster than one a block. Rows are u32 LE; `NO_ROW` stands for "nothing here".
@@ -80,7 +96,7 @@ import msgspec
 
 from kvpool.errors import KvpoolError, ProtocolError, from_code
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEADER = struct.Struct("<II")
 FRAME_BYTES_MAX = 16 << 20
 HELLO_BYTES_MAX = 64 << 10  # what a connection may send before it has introduced itself
@@ -129,8 +145,9 @@ class Done(Message, tag=4):
 class OpenNamespace(Message, tag=10):
     """`fields`: canonical JSON whose digest is checked. `parts`: [nbytes, kind, window, stride] each.
 
-    `copies`: wanted in the cluster of each block, if the namespace is new to it; 0: one. `generation`: that
-    of the client's weights, from an `Opened` of before; -1: its weights are the present ones.
+    `generation`: that of the client's weights, from an `Opened` of before; -1: its weights are the present
+    ones. The settings are those wanted if the namespace is new to the cluster: see `Configure`; `copies` 0
+    is one, and empty `write` as each node does by default.
     """
 
     digest: bytes
@@ -138,6 +155,9 @@ class OpenNamespace(Message, tag=10):
     parts: list[tuple[int, str, int, int]]
     copies: int = 0
     generation: int = -1
+    write: str = ""
+    ttl_s: float = 0.0
+    ssd_codec: str = ""
 
 
 class Reserve(Message, tag=11):
@@ -344,11 +364,19 @@ class Clear(Message, tag=34):
     fence: bool = False
 
 
-class Copies(Message, tag=35):
-    """Change how many copies of a namespace's blocks are wanted."""
+class Configure(Message, tag=35):
+    """Change settings of a namespace in the whole cluster; null: that one stays as it is.
+
+    `replicas`: copies of each block. `write`: when blocks go to SSD: back, through, none, or empty: as each
+    node does by default. `ttl_s`: a block that was not used for so long on a node is not found there any
+    more; 0: never. `ssd_codec`: blosc2, or empty for none.
+    """
 
     digest: bytes
-    copies: int
+    replicas: int | None = None
+    write: str | None = None
+    ttl_s: float | None = None
+    ssd_codec: str | None = None
 
 
 class Opened(Message, tag=36):
@@ -360,6 +388,35 @@ class Opened(Message, tag=36):
     number: int
     generation: int
     current: bool
+
+
+class Evict(Message, tag=37):
+    """Give blocks up on this node, as if there were no room. What is leased goes when its readers are done.
+
+    `keys`: empty: all. `digest`: of one namespace; empty: all of the tenant's. `tier`: one, or empty: all.
+    """
+
+    keys: bytes
+    digest: bytes = b""
+    tier: str = ""
+
+
+class PinBlocks(Message, tag=38):
+    """As `Pin`, by an operator. `digest`: of one namespace; empty: all of the tenant's."""
+
+    keys: bytes
+    kind: str
+    digest: bytes = b""
+
+
+class Scrub(Message, tag=39):
+    """Compare about `count` blocks on this node's disks with their checksums, from a cursor on (at first 0).
+
+    The answer: `seen`, `bad` (dropped), and the next `cursor`, null at the end.
+    """
+
+    cursor: int
+    count: int
 
 
 class PeerHello(Message, tag=40):
@@ -543,10 +600,130 @@ class AskPeer(Message, tag=68):
     deadline_s: float
 
 
-class StopPull(Message, tag=69):
-    """End the pull (or the asking) that was requested as `request`: nobody waits for its blocks."""
+class StopOrder(Message, tag=69):
+    """End what was ordered as `request`: nobody waits for it."""
 
     request: int
+
+
+class DiskStart(Message, tag=70):
+    """First frame on a disk process's control channel: the folder that it owns, and its limits.
+
+    `size`: bytes that all in the folder may take. `threads`: reads and writes at a time.
+    """
+
+    path: str
+    size: int
+    threads: int
+
+
+class DiskReady(Message, tag=71):
+    """`tables`: number and record of each that the index knows. `direct`: whether the page cache is bypassed.
+
+    `entries_max`: blocks that the index has room for.
+    """
+
+    segment_bytes: int
+    entries_max: int
+    direct: bool
+    tables: list[tuple[int, bytes]]
+
+
+class ScanDisk(Message, tag=72):
+    """The next entries of the index: about `count`."""
+
+    count: int
+
+
+class Scanned(Message, tag=73):
+    """`entries`: packed as `kvpool.storage.ssd_format.ENTRY`. Empty: that was all."""
+
+    entries: bytes
+
+
+class AddTable(Message, tag=74):
+    """Know a table by a number from now on, after restarts too. The same record has the same number."""
+
+    record: bytes
+
+
+class DropTables(Message, tag=75):
+    """Nothing of these is left, and nothing more will come."""
+
+    tables: list[int]
+
+
+class WriteBlocks(Message, tag=76):
+    """Write rows of a segment to slots of the disk: readable after any crash once this is answered.
+
+    `slots`: byte offsets, u64. `forget`: slots whose blocks have gone; that is made durable before anything
+    is written. `depths`: u32. `parents`, `checksums`: 16 bytes a key.
+    """
+
+    table: int
+    nbytes: int
+    keys: bytes
+    parents: bytes
+    depths: bytes
+    checksums: bytes
+    slots: bytes
+    segment: int
+    stride: int
+    rows: bytes
+    forget: bytes
+    deadline_s: float
+
+
+class Written(Message, tag=77):
+    """`status`: one byte a key: 1 done, 2 checksum mismatch, 3 I/O error, 4 no room."""
+
+    status: bytes
+    seconds: float
+
+
+class ReadBlocks(Message, tag=78):
+    """Read slots of the disk into reserved rows of a segment, and compare them with their checksums.
+
+    The answer's `status`: 0 not begun, 1 there and verified, 2 checksum mismatch, 3 I/O error.
+    """
+
+    nbytes: int
+    checksums: bytes
+    slots: bytes
+    segment: int
+    stride: int
+    rows: bytes
+    deadline_s: float
+
+
+class ForgetSlots(Message, tag=79):
+    """The blocks in these slots (u64) have gone. Answered when that is durable."""
+
+    slots: bytes
+    deadline_s: float
+
+
+class ScrubBlocks(Message, tag=80):
+    """Compare slots of the disk with their checksums."""
+
+    nbytes: int
+    checksums: bytes
+    slots: bytes
+    deadline_s: float
+
+
+class PinSlots(Message, tag=82):
+    """Keep the pin `level` of these slots (u64) in the index. Answered when that is durable."""
+
+    slots: bytes
+    level: int
+    deadline_s: float
+
+
+class DiskStats(Message, tag=81):
+    """What the disk process counts."""
+
+    deadline_s: float
 
 
 ClientMessage = (
@@ -572,7 +749,10 @@ ClientMessage = (
     | Locate
     | Drain
     | Clear
-    | Copies
+    | Configure
+    | Evict
+    | PinBlocks
+    | Scrub
 )
 DaemonMessage = Welcome | Error | Done | Reserved | Leased | Bytes | Stored | Opened
 PeerMessage = (
@@ -600,8 +780,29 @@ MoverMessage = (
     | Ask
     | Offer
     | AskPeer
-    | StopPull
+    | StopOrder
     | Corrupt
+    | Done
+    | Bytes
+    | Error
+)
+DiskMessage = (
+    DiskStart
+    | DiskReady
+    | AttachSegment
+    | ScanDisk
+    | Scanned
+    | AddTable
+    | DropTables
+    | WriteBlocks
+    | Written
+    | ReadBlocks
+    | Pulled
+    | ForgetSlots
+    | ScrubBlocks
+    | PinSlots
+    | DiskStats
+    | StopOrder
     | Done
     | Bytes
     | Error
@@ -627,6 +828,7 @@ decode_client = Decoder(ClientMessage)
 decode_daemon = Decoder(DaemonMessage)
 decode_peer = Decoder(PeerMessage)
 decode_mover = Decoder(MoverMessage)
+decode_disk = Decoder(DiskMessage)
 
 
 def encode(message: Message, request: int) -> bytes:

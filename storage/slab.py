@@ -35,6 +35,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
 
@@ -276,6 +277,58 @@ class SlabAllocator:
                 self._changes += 1
         cls.used -= len(rows)
 
+    def claim(self, nbytes: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Take these very rows, as they were in use before a restart; which of them could be had.
+
+        Only as long as nothing has been allocated; when all is claimed, call `claimed`. A row cannot be had
+        that is taken already, that is not wholly inside an extent of its class, or whose place another
+        class has claimed: the layout follows from the size of the segment and may have changed with it.
+        O(rows), in C, plus a few microseconds an extent.
+        """
+        cls = self._classes[self.stride_of(nbytes)]
+        if cls.free or cls.fresh:
+            raise AssertionError("rows are claimed before any is allocated")
+        stride, per_extent = cls.stride, cls.extent_bytes
+        good = (rows >= 0) & (rows < len(cls.busy))
+        indices = np.where(good, rows, 0) * stride // per_extent
+        for index in np.unique(indices[good]).tolist():
+            here = indices == index
+            extent = cls.extents.get(index) or self._claim_extent(cls, index)
+            if extent is None:
+                good &= ~here
+            else:
+                good &= ~here | ((rows >= extent.first) & (rows < extent.end))
+        busy = np.frombuffer(cls.busy, dtype=np.uint8)
+        good[good] = busy[rows[good]] == 0
+        _, first = np.unique(rows, return_index=True)
+        once = np.zeros(len(rows), dtype=np.bool_)
+        once[first] = True
+        good &= once
+        taken = rows[good]
+        busy[taken] = 1
+        counts = np.bincount(indices[good], minlength=1)
+        for index in np.flatnonzero(counts).tolist():
+            if not cls.used_in[index]:
+                del self._idle[cls.extents[index]]
+            cls.used_in[index] += int(counts[index])
+        cls.used += len(taken)
+        return good
+
+    def _claim_extent(self, cls: _Class, index: int) -> _Extent | None:
+        """This extent for the class, without fresh rows; None where another class has some of it."""
+        first, end = self._bounds(cls, index)
+        if first >= end or any(self._by_slab[slab] is not None for slab in self._run(cls, index)):
+            return None
+        return self._give_extent(cls, index, first, end)
+
+    def claimed(self) -> None:
+        """All is claimed: what is left of the claimed extents is free."""
+        for cls in self._classes.values():
+            busy = np.frombuffer(cls.busy, dtype=np.uint8)
+            for extent in cls.extents.values():
+                left = np.flatnonzero(busy[extent.first : extent.end] == 0) + extent.first
+                cls.free += left[::-1].tolist()
+
     def offset(self, stride: int, row: int) -> int:
         """Where the slot begins in the segment."""
         return row * stride
@@ -299,22 +352,27 @@ class SlabAllocator:
         if index is None:
             cls.starved_at = self._changes
             return False
-        run = self._run(cls, index)
-        for slab in run:
+        for slab in self._run(cls, index):
             held = self._by_slab[slab]
             if held is not None:
                 self._dissolve(held)
-            del self._free[slab]
         first, end = self._bounds(cls, index)
+        self._give_extent(cls, index, first, end)
+        cls.fresh = range(first, end)
+        return True
+
+    def _give_extent(self, cls: _Class, index: int, first: int, end: int) -> _Extent:
+        """A run of slabs that nobody has becomes the class's; none of its rows is handed out."""
+        run = self._run(cls, index)
         extent = _Extent(cls, index, first, end, len(run))
         for slab in run:
+            del self._free[slab]
             self._by_slab[slab] = extent
         cls.extents[index] = extent
         cls.used_in[index] = 0
         cls.slots += end - first
-        cls.fresh = range(first, end)
         self._idle[extent] = None
-        return True
+        return extent
 
     def _find_single(self, cls: _Class) -> int | None:
         """O(1) but for slabs without a whole row of the class, which are few (see `span`)."""

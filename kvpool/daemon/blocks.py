@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvpool.errors import UnknownReservation
-from kvpool.placement.records import epoch_digest
+from kvpool.placement.records import DEFAULT_SETTINGS, epoch_digest
 from kvpool.storage.eviction import EvictionPolicy, Lru
 from kvpool.storage.slab import SlabAllocator
 from kvpool.types import PartSpec
@@ -46,6 +46,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
     row: int
     checksum: bytes
     parent: bytes  # the key before it in the prefix chain, or empty
+    depth: int  # blocks before it in its chain, as far as they were here when it came
     put: int  # the node's tick then
     used: int  # the same at its last use
     # The eviction policy's, and nobody else's:
@@ -55,6 +56,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
     leases: int = 0
     secondary: bool = False  # others hold a copy that they keep: this one goes first
     hops: int = 0  # how often it was handed on to a node with room
+    written: int = -1  # `used` when it was last written to a disk
     copies: int = 0  # wanted in the cluster; 0: as its namespace says
     pin: int = PIN_NONE
     parked: bool = False  # came up as a victim while leased: in no policy
@@ -109,7 +111,7 @@ class NamespaceState:
     base: the digest of its fields, by which clients open it. digest: that of this epoch, by which peers
     know it. directory_digest: with the tenant in it, since the directory is everybody's.
     generation: of the weights that its blocks were computed with, counted by the cluster.
-    replicas: copies wanted of each block.
+    settings: as the cluster has agreed on them, within this node's limits.
     retired: its epoch has ended.
     """
 
@@ -122,8 +124,8 @@ class NamespaceState:
         "generation",
         "number",
         "parts",
-        "replicas",
         "retired",
+        "settings",
         "tables",
         "tenant",
     )
@@ -147,7 +149,7 @@ class NamespaceState:
         self.fields = fields
         self.parts = tuple(parts)
         self.number = number
-        self.replicas = 1
+        self.settings = DEFAULT_SETTINGS
         self.retired = False
         self.tables: list[PartTable] = []
 
@@ -173,6 +175,12 @@ class SlotClass:
         self.soft: OrderedDict[Block, None] = OrderedDict()  # soft pins, oldest first
         self.stuck_at: dict[bool, int] = {}  # `Node._changes` when no other class could give a slab
         self.by_row: list[Block | None] = []  # needed to empty a slab without a scan of all blocks
+
+    def reach(self, row: int) -> None:
+        """Rows up to this one are about to be used."""
+        by_row = self.by_row
+        if row >= len(by_row):
+            by_row.extend([None] * (row + 1 - len(by_row)))
 
     def insert(self, blocks: Sequence[Block]) -> None:
         """Make blocks without a pin candidates."""

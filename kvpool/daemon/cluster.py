@@ -10,8 +10,10 @@ import asyncio
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
 
 from kvpool import __version__, wire
 from kvpool.config import DaemonConfig
@@ -27,13 +29,16 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.placement.announcer import Announcer
-from kvpool.placement.directory import Directory, Entry
+from kvpool.placement.directory import TIERS, Directory, Entry
 from kvpool.placement.membership import Membership, Standing
 from kvpool.placement.records import (
+    DEFAULT_SETTINGS,
     DrainProgress,
     NamespaceEntry,
+    NamespaceSettings,
     NodeRecord,
     NodeState,
+    SettingsChange,
     TierRecord,
     TransportRecord,
     View,
@@ -41,7 +46,7 @@ from kvpool.placement.records import (
     plain,
 )
 from kvpool.placement.sources import DeadIncarnations, Peers
-from kvpool.types import plain_parts
+from kvpool.types import PartSpec, plain_parts
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -60,8 +65,11 @@ SERVED_FROM = frozenset({NodeState.SERVING, NodeState.DRAINING})
 class Cluster:
     """See the module. `Neighbours` for `Remote`.
 
+    holdings: what there is to announce, by tier; filled before `start`.
     lost_nodes: called when blocks may lack copies: a node has gone or come, or more are wanted. drain:
-    called with what an operator wants of this node, when that changes.
+    called with what an operator wants of this node, when that changes. entered: called with each namespace
+    that is in a new epoch. keep_epoch: makes that and its settings outlive this process, where no
+    membership does.
     """
 
     def __init__(
@@ -84,9 +92,13 @@ class Cluster:
         self.incarnation = node.incarnation
         self.state = NodeState.SERVING
         self.progress: DrainProgress | None = None
-        self.announcer: Announcer | None = None
+        self.holdings: dict[int, Holdings] = {TIERS["dram"]: node}
+        self.announcers: dict[int, Announcer] = {}
+        self.entered: list[Callable[[NamespaceState], None]] = []
+        self.keep_epoch: Callable[[NamespaceState], Awaitable[None]] = _keep_nothing
         self.lost_nodes: list[Callable[[], None]] = []
         self.drain: Callable[[bool], None] = lambda _: None
+        self.lower_tiers: Callable[[], Sequence[TierRecord]] = tuple
         self.lost = 0
         self._clock = clock
         self._directory = directory
@@ -115,11 +127,13 @@ class Cluster:
         self._look()
         if self._directory is not None:
             loop = asyncio.get_running_loop()
-            self.node.follow_changes(lambda: loop.call_soon(self._announce))
             told = _OnlyMembersPublish(self._directory, self.may_serve)
-            self.announcer = Announcer(told, self.node, clock=self._clock)
-            self.announcer.act_as(self.own)
-            self._tasks.begin(self.announcer.run())
+            for tier, held in self.holdings.items():
+                held.follow_changes(lambda: loop.call_soon(self._announce))
+                announcer = Announcer(told, held, clock=self._clock, tier=tier)
+                announcer.act_as(self.own)
+                self.announcers[tier] = announcer
+                self._tasks.begin(announcer.run())
         self._tasks.begin(self._run())
 
     async def close(self) -> None:
@@ -156,14 +170,17 @@ class Cluster:
 
     def met(self, namespace: NamespaceState, key: bytes, entry: Entry) -> None:
         """A lookup found an entry of somebody who does not live, or not yet, or is ourselves."""
+        announcer = self.announcers.get(entry.tier)
         if entry.incarnation == self.own:
-            _, here = self.node.masks(namespace.directory_digest, [key])
-            if self.announcer is not None and here != [entry.mask]:
-                self.announcer.doubt(namespace.directory_digest, [key])
+            if announcer is not None:
+                _, here = self.holdings[entry.tier].masks(namespace.directory_digest, [key])
+                if here != [entry.mask]:
+                    announcer.doubt(namespace.directory_digest, [key])
             return
         self._dead.met([entry.incarnation])
-        if self.announcer is not None and entry.incarnation in self._dead.dead:
-            self.announcer.retract(
+        announcer = announcer or self.announcers.get(TIERS["dram"])
+        if announcer is not None and entry.incarnation in self._dead.dead:
+            announcer.retract(
                 namespace.directory_digest,
                 len(namespace.tables),
                 entry.incarnation,
@@ -173,34 +190,61 @@ class Cluster:
 
     def _announce(self) -> None:
         """Pass on what has changed in the node since the last call."""
-        if self.announcer is not None:
-            for namespace, keys in self.node.take_changes():
-                self.announcer.changed(namespace.directory_digest, keys)
+        for tier, announcer in self.announcers.items():
+            for namespace, keys in self.holdings[tier].take_changes():
+                announcer.changed(namespace.directory_digest, keys)
 
     def stale(self, namespace: NamespaceState, keys: list[bytes]) -> None:
         """A peer believed that these are here. The directory is told what is."""
-        if self.announcer is not None:
-            self.announcer.doubt(namespace.directory_digest, keys)
+        for announcer in self.announcers.values():
+            announcer.doubt(namespace.directory_digest, keys)
 
     # ---- namespaces and epochs -----------------------------------------------------------------------
 
-    async def register(self, namespace: NamespaceState, copies: int) -> NamespaceState:
+    async def register(
+        self, namespace: NamespaceState, wanted: NamespaceSettings
+    ) -> NamespaceState:
         """Agree with the cluster about a namespace that was opened here: its state now.
 
-        When the membership does not answer, that is done later. Raises `NamespaceMismatch`.
+        wanted: the settings, if it is new to the cluster. When the membership does not answer, that is done
+        later. Raises `NamespaceMismatch`.
         """
         entry = self._entry(namespace.tenant, namespace.base)
         if entry is None:
-            wanted = min(max(copies, 1), self.config.copies_max)
+            wanted = wanted.known_here(self.config.copies_max)
             try:
                 async with asyncio.timeout(REGISTER_S):
                     entry = await self._register(namespace, wanted)
             except (Unavailable, TimeoutError):
                 if len(self._unregistered) < UNREGISTERED_MAX:
-                    namespace.replicas = wanted
+                    namespace.settings = wanted
                     self._unregistered[namespace] = None
                 return self.node.living(namespace)
         return self._apply(namespace, entry)
+
+    async def fill_in(self, namespace: NamespaceState, wanted: NamespaceSettings) -> NamespaceState:
+        """On a node that is alone, a client's wishes count where nobody has wished for anything yet.
+
+        The namespace's state now.
+        """
+        living = self.known_epoch(namespace) or self.node.living(namespace)
+        filled = living.settings.filled(wanted).known_here(self.config.copies_max)
+        if filled == living.settings:
+            return living
+        living.settings = filled
+        if self._entry(living.tenant, living.base) is not None:
+            change = SettingsChange(*msgspec.structs.astuple(filled))
+            try:
+                entry = await self.membership.configure(
+                    living.tenant.name, living.base.hex(), change
+                )
+            except Unavailable as error:
+                log.warning(
+                    "settings of namespace %s end with this process: %s", living.base.hex(), error
+                )
+            else:
+                living = self._apply(living, entry)
+        return living
 
     def known_epoch(self, namespace: NamespaceState) -> NamespaceState | None:
         """The state of a namespace by what the cluster is known to say; None if it has to be asked."""
@@ -210,7 +254,9 @@ class Cluster:
     def _entry(self, tenant: Tenant, base: bytes) -> NamespaceEntry | None:
         return self._view.namespaces.get((tenant.name, base.hex()))
 
-    async def _register(self, namespace: NamespaceState, copies: int) -> NamespaceEntry:
+    async def _register(
+        self, namespace: NamespaceState, wanted: NamespaceSettings
+    ) -> NamespaceEntry:
         return await self.membership.register(
             NamespaceEntry(
                 namespace.tenant.name,
@@ -220,16 +266,48 @@ class Cluster:
                 epoch=namespace.epoch,
                 fence=namespace.tenant.fences.get(namespace.base, 0),
                 generation=namespace.generation,
-                replicas=copies,
+                settings=wanted,
             )
         )
 
     def _apply(self, namespace: NamespaceState, entry: NamespaceEntry) -> NamespaceState:
+        was = self.node.living(namespace)
         living = self.node.set_epoch(namespace, entry.epoch, entry.fence, entry.generation)
-        before, living.replicas = living.replicas, min(entry.replicas, self.config.copies_max)
-        if living.replicas > before and any(table.blocks for table in living.tables):
+        if living is not was:
+            self._enter(living)
+        before = living.settings.replicas
+        living.settings = entry.settings.known_here(self.config.copies_max)
+        if living.settings.replicas > before and any(table.blocks for table in living.tables):
             self._copies_lacking()
         return living
+
+    def _enter(self, living: NamespaceState) -> None:
+        for entered in self.entered:
+            entered(living)
+
+    async def adopt(
+        self,
+        tenant: Tenant,
+        base: bytes,
+        fields: bytes,
+        specs: Sequence[PartSpec],
+        epoch: int,
+        generation: int,
+        settings: NamespaceSettings = DEFAULT_SETTINGS,
+    ) -> NamespaceState:
+        """A namespace that this node knew in a former life, in its present epoch.
+
+        settings: of then; the cluster's word goes before it.
+        """
+        namespace = self.node.open_namespace(tenant, base, fields, specs)
+        known = self.known_epoch(namespace)
+        if known is None:
+            was = self.node.living(namespace)
+            known = self.node.set_epoch(namespace, epoch, 0, generation)
+            if known is not was:
+                self._enter(known)
+            known = await self.register(known, settings)
+        return known
 
     def _copies_lacking(self) -> None:
         for lost in self.lost_nodes:
@@ -285,19 +363,34 @@ class Cluster:
         return entry.epoch
 
     async def _new_epoch(self, living: NamespaceState, *, fence: bool) -> NamespaceState:
-        await self.register(living, living.replicas)
+        await self.register(living, living.settings)
         entry = await self.membership.bump_epoch(
             living.tenant.name, living.base.hex(), self.node.living(living).epoch, fence=fence
         )
-        return self._apply(living, entry)
+        entered = self._apply(living, entry)
+        if not self.config.join:
+            await self.keep_epoch(entered)
+        return entered
 
-    async def set_copies(self, tenant: Tenant, base: bytes, copies: int) -> None:
-        """Change how many copies are wanted of a namespace's blocks."""
-        if not 1 <= copies <= self.config.copies_max:
+    async def configure(self, tenant: Tenant, base: bytes, change: SettingsChange) -> None:
+        """Change settings of a namespace, for the whole cluster.
+
+        Raises `LimitExceeded` for too many copies, and `InvalidRequest` for a namespace that is not known.
+        """
+        if change.replicas is not None and change.replicas > self.config.copies_max:
             raise LimitExceeded(
-                f"{copies} copies: 1 to {self.config.copies_max} (copies_max) are made of a block"
+                f"{change.replicas} copies: at most {self.config.copies_max} (copies_max) are made "
+                f"of a block"
             )
-        await self.membership.set_replicas(tenant.name, base.hex(), copies)
+        epochs = tenant.epochs.get(base)
+        if not epochs:
+            await self.membership.configure(tenant.name, base.hex(), change)
+            return
+        living = await self.register(epochs[-1], epochs[-1].settings)
+        entry = await self.membership.configure(tenant.name, base.hex(), change)
+        living = self._apply(living, entry)
+        if not self.config.join:
+            await self.keep_epoch(living)
 
     # ---- the others ----------------------------------------------------------------------------------
 
@@ -350,7 +443,7 @@ class Cluster:
             self.incarnation,
             self.state,
             self._transports,
-            (TierRecord("dram", capacity, max(0, used)),),
+            (TierRecord("dram", capacity, max(0, used)), *self.lower_tiers()),
             dict(self.config.labels),
             __version__,
             wire.PROTOCOL_VERSION,
@@ -369,8 +462,7 @@ class Cluster:
     async def leave(self) -> None:
         """Be a member no longer: the end of a drain."""
         self.state = NodeState.GONE
-        if self.announcer is not None:
-            self.announcer.act_as(None)
+        self._announce_as(None)
         await self.membership.leave()
 
     async def come_back(self) -> None:
@@ -383,10 +475,13 @@ class Cluster:
         """Our lease is gone: others take us for dead. Nothing of the old incarnation counts any more."""
         self.lost += 1
         log.warning("the membership lease of node %s is gone: joining again", self.config.node)
-        if self.announcer is not None:
-            self.announcer.act_as(None)
+        self._announce_as(None)
         if not self._rejoining and self.state is not NodeState.GONE:
             self._tasks.begin(self._rejoin())
+
+    def _announce_as(self, incarnation: bytes | None) -> None:
+        for announcer in self.announcers.values():
+            announcer.act_as(incarnation)
 
     def _is_gone(self) -> bool:
         return self.state is NodeState.GONE
@@ -410,8 +505,7 @@ class Cluster:
                 if self._is_gone():  # drained while it joined
                     await self.membership.leave()
                     return
-                if self.announcer is not None:
-                    self.announcer.act_as(self.own)
+                self._announce_as(self.own)
                 self._look()
                 return
         finally:
@@ -429,7 +523,7 @@ class Cluster:
     async def _register_late(self) -> None:
         for namespace in list(self._unregistered):
             try:
-                entry = await self._register(namespace, namespace.replicas)
+                entry = await self._register(namespace, namespace.settings)
             except Unavailable:
                 return
             except NamespaceMismatch as error:
@@ -497,11 +591,33 @@ class Cluster:
     def _announcing(self) -> dict[str, Any] | None:
         """What the announcer says of itself, once it knows all that the rules do."""
         self._announce()
-        return None if self.announcer is None else self.announcer.stats()
+        every = [announcer.stats() for announcer in self.announcers.values()]
+        if not every:
+            return None
+        worst = {"connected": min, "settled": min, "lag_s": max}
+        return {name: worst.get(name, sum)(stats[name] for stats in every) for name in every[0]}
 
 
 def _incarnations(view: View) -> set[str]:
     return {record.incarnation for record in view.nodes.values()}
+
+
+class Holdings(Protocol):
+    """What a tier of this node holds; see `Node` for the methods."""
+
+    def follow_changes(self, changed: Callable[[], object]) -> None: ...
+
+    def take_changes(self) -> list[tuple[NamespaceState, Sequence[bytes]]]: ...
+
+    def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]: ...
+
+    def walk(
+        self, cursor: int, count: int
+    ) -> tuple[list[tuple[bytes, list[bytes]]], int | None]: ...
+
+
+async def _keep_nothing(_: NamespaceState) -> None:
+    """Nothing here outlives this process."""
 
 
 class _OnlyMembersPublish:

@@ -255,7 +255,7 @@ class Copies:
 
     def want(self, namespace: NamespaceState, keys: Iterable[bytes], copies: int = 0) -> None:
         """These blocks were put here; there are to be more of them, if so many are wanted."""
-        wanted = min(copies or namespace.replicas, self.cluster.config.copies_max)
+        wanted = min(copies or namespace.settings.replicas, self.cluster.config.copies_max)
         if wanted < 2:
             return
         self._copies_known = True

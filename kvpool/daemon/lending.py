@@ -6,13 +6,26 @@ Event loop only. Bytes go from segment to segment through the movers; here is on
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
 from kvpool import wire
-from kvpool.daemon.blocks import Holder, NamespaceState
+from kvpool.daemon.blocks import Holder, NamespaceState, PartTable
 from kvpool.daemon.node import Node
 from kvpool.errors import InvalidRequest, NamespaceMismatch, Unavailable
 from kvpool.types import KEY_BYTES, split_keys
+
+LEND_WAIT_SHARE = 0.5  # of the time a peer has: longest wait for this node's disks
+
+
+class Below(Protocol):
+    """What is here of a prefix in all tiers, and how it gets into memory: `Remote`."""
+
+    def reach(self, namespace: NamespaceState, parts: Sequence[int], packed: bytes) -> int: ...
+
+    async def fetch_up(self, table: PartTable, keys: Sequence[bytes], wait_s: float) -> None: ...
+
+    def lies_below(self, table: PartTable, keys: Sequence[bytes]) -> bool: ...
 
 
 class Lender:
@@ -26,6 +39,7 @@ class Lender:
     def __init__(
         self,
         node: Node,
+        below: Below,
         clock: Callable[[], float],
         *,
         may_serve: Callable[[], bool] = lambda: True,
@@ -33,6 +47,7 @@ class Lender:
         take: Callable[[wire.Offer], Awaitable[wire.Bytes]] | None = None,
     ) -> None:
         self.node = node
+        self._below = below
         self._clock = clock
         self._may_serve = may_serve
         self._stale = stale
@@ -45,7 +60,7 @@ class Lender:
         namespace = self._known(question.tenant, question.digest)
         if namespace is None:
             return wire.Done(0)
-        return wire.Done(self.node.match(namespace, question.parts, question.keys))
+        return wire.Done(self._below.reach(namespace, question.parts, question.keys))
 
     async def offered(self, offer: wire.Offer) -> wire.Bytes:
         """A peer would like blocks of its own kept here."""
@@ -54,9 +69,27 @@ class Lender:
             raise Unavailable("this node takes no offers: it is in no cluster")
         return await self._take(offer)
 
-    def lend(self, request: wire.Lend) -> wire.Lent:
-        """Lease what is here of the wanted blocks to a mover, until `give_back`."""
+    def lend(self, request: wire.Lend) -> wire.Lent | Coroutine[Any, Any, wire.Lent]:
+        """Lease what is here of the wanted blocks to a mover, until `give_back`.
+
+        A coroutine where some of them have to be brought into memory first.
+        """
         self._check_standing()
+        namespace = self._known(request.tenant, request.digest)
+        if namespace is not None and 0 <= request.part < len(namespace.tables):
+            table, keys = namespace.tables[request.part], split_keys(request.keys)
+            if self._below.lies_below(table, keys):
+                return self._bring_and_lend(request, table, keys)
+        return self._lend_now(request)
+
+    async def _bring_and_lend(
+        self, request: wire.Lend, table: PartTable, keys: Sequence[bytes]
+    ) -> wire.Lent:
+        await self._below.fetch_up(table, keys, request.deadline_s * LEND_WAIT_SHARE)
+        self._check_standing()
+        return self._lend_now(request)
+
+    def _lend_now(self, request: wire.Lend) -> wire.Lent:
         absent = array("I", [wire.NO_ROW]) * (len(request.keys) // KEY_BYTES)
         nothing = wire.Lent("", 0, 1, absent.tobytes(), b"")
         namespace = self._known(request.tenant, request.digest)

@@ -33,9 +33,12 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvpool.daemon.blocks import (
     PIN_HARD,
@@ -50,6 +53,7 @@ from kvpool.daemon.blocks import (
     NamespaceState,
     PartTable,
     Reservation,
+    SlotClass,
     Tenant,
 )
 from kvpool.daemon.space import LEASED, OWN, PUT, READ, Origin, Space
@@ -68,6 +72,7 @@ from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, PartSpec, split_keys
 from kvpool.wire import NO_ROW
 
 _WALK_ROWS = 1 << 40  # more than a class can have
+EVICT_TOGETHER = 64  # of one size, before another look at which size has the coldest
 EPOCHS_KEPT = 64  # ended epochs of a namespace that are remembered by name
 
 
@@ -96,12 +101,20 @@ class Node(Space):
     # ---- tenants, namespaces, holders ------------------------------------------------------------
 
     def add_tenant(
-        self, name: str, segment: int, size: int, slab_bytes: int | None = None
+        self,
+        name: str,
+        segment: int,
+        size: int,
+        slab_bytes: int | None = None,
+        allocator: SlabAllocator | None = None,
     ) -> Tenant:
-        """Give a tenant its segment. The bytes are the caller's business."""
+        """Give a tenant its segment. The bytes are the caller's business.
+
+        allocator: of the segment, where its owner wants to know more than the rules tell.
+        """
         if name in self.tenants:
             raise InvalidRequest(f"tenant {name!r} has a segment already")
-        tenant = Tenant(name, segment, SlabAllocator(size, slab_bytes=slab_bytes))
+        tenant = Tenant(name, segment, allocator or SlabAllocator(size, slab_bytes=slab_bytes))
         self.tenants[name] = tenant
         return tenant
 
@@ -214,7 +227,7 @@ class Node(Space):
         new = self._begin_epoch(
             self._state(tenant, base, living.fields, living.parts, epoch, generation)
         )
-        new.replicas = living.replicas
+        new.settings = living.settings
         return new
 
     def living(self, namespace: NamespaceState) -> NamespaceState:
@@ -357,6 +370,7 @@ class Node(Space):
             keys, parents, rows, checksums, surplus = self._only_new(
                 table, keys, parents, rows, checksums
             )
+            origin = origin._replace(depths=())
             table.namespace.tenant.allocator.free(table.stride, surplus)
         self._publish(table, keys, parents, rows, checksums, origin)
         return len(rows)
@@ -446,6 +460,7 @@ class Node(Space):
             keys, parents, rows, checksums, unused = self._only_new(
                 table, keys, parents, rows, checksums
             )
+            origin = origin._replace(depths=())
         granted.difference_update(rows)
         self._granted(holder, table.stride, -len(rows))
         self._publish(table, keys, parents, rows, checksums, origin)
@@ -499,6 +514,53 @@ class Node(Space):
     def _granted(self, holder: Holder, stride: int, count: int) -> None:
         holder.granted_bytes += stride * count
         holder.tenant.granted_bytes += stride * count
+
+    # ---- after a restart ---------------------------------------------------------------------------
+
+    def restore(
+        self,
+        namespace: NamespaceState,
+        part: int,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        depths: Sequence[int],
+        rows: npt.NDArray[np.int64],
+        checksums: Sequence[bytes],
+    ) -> npt.NDArray[np.bool_]:
+        """Blocks that were in these rows before a restart are there again; which of them.
+
+        Those whose rows cannot be had (see `SlabAllocator.claim`), or whose keys are here already, are not;
+        of those with one key the last one is. Nothing may have been allocated yet; when all is restored,
+        call `restored`.
+        """
+        table = self._table(namespace, part)
+        tenant, stride = namespace.tenant, table.stride
+        new = {key: index for index, key in enumerate(keys) if key not in table.blocks}
+        chosen = np.fromiter(new.values(), dtype=np.int64, count=len(new))
+        had = tenant.allocator.claim(stride, rows[chosen])
+        good = np.zeros(len(keys), dtype=np.bool_)
+        good[chosen[had]] = True
+        if good.any():
+            slot_class = self._class_of(tenant, stride)
+            taken = rows[good].tolist()
+            slot_class.reach(max(taken))
+            self._tick += 1
+            self._enter(
+                slot_class,
+                table,
+                list(compress(keys, good)),
+                list(compress(parents, good)),
+                taken,
+                b"".join(compress(checksums, good)),
+                self._tick,
+                Origin(depths=list(compress(depths, good))),
+            )
+        return good
+
+    def restored(self) -> None:
+        """All that was there before a restart is known: what is left is free."""
+        for tenant in self.tenants.values():
+            tenant.allocator.claimed()
 
     # ---- get: match, acquire, join, release ----------------------------------------------------
 
@@ -574,6 +636,22 @@ class Node(Space):
             deadline = now + seconds
             heapq.heappush(self._deadlines, (deadline, token))
         lease = Lease(token, namespace.tenant, holder.instance, deadline, n, held)
+        self._leases[token] = lease
+        self._hold(lease, holder)
+        return lease
+
+    def hold(self, holder: Holder, blocks: Sequence[Block]) -> Lease:
+        """Keep blocks of one table in their slots until `release`: a lease that is no use of them."""
+        self.settle()
+        _check_alive(holder)
+        table = blocks[0].table
+        held = [block for block in blocks if _is_here(block)]
+        for block in held:
+            block.leases += 1
+        self._lease_count += 1
+        token = f"{self.incarnation}.{self._lease_count}"
+        parts = {table.part: (0, held)}
+        lease = Lease(token, table.namespace.tenant, holder.instance, None, len(held), parts)
         self._leases[token] = lease
         self._hold(lease, holder)
         return lease
@@ -662,6 +740,62 @@ class Node(Space):
         self.counters.removed += gone
         return gone
 
+    def evict(self, n: int) -> int:
+        """Give up to n blocks up, the coldest of all tenants and sizes first; how many went."""
+        self.settle()
+        gone = 0
+        while gone < n:
+            coldest: list[tuple[int, int, Tenant, SlotClass]] = []
+            for tenant in self.tenants.values():
+                for stride, slot_class in tenant.classes.items():
+                    block: Any = slot_class.policy.peek()
+                    if block is not None:
+                        coldest.append((block.used, stride, tenant, slot_class))
+            if not coldest:
+                break
+            _, _, tenant, slot_class = min(coldest, key=lambda each: each[:2])
+            gone += self._evict(
+                tenant, slot_class, slot_class.policy, min(n - gone, EVICT_TOGETHER)
+            )
+        return gone
+
+    def keys(self, namespace: NamespaceState) -> list[bytes]:
+        """All blocks of which any part is here. O(blocks), in C."""
+        self.settle()
+        return list(dict.fromkeys(key for table in namespace.tables for key in table.blocks))
+
+    def give_up(self, namespace: NamespaceState, keys: Sequence[bytes]) -> int:
+        """An operator wants these blocks gone; how many were there.
+
+        What is pinned hard stays; what is leased goes with its last lease.
+        """
+        self.settle()
+        gone = 0
+        for key in keys:
+            found = [block for table in namespace.tables if (block := table.blocks.get(key))]
+            going = [block for block in found if block.pin != PIN_HARD]
+            for block in going:
+                self._drop(block)
+            gone += bool(going)
+        self.counters.removed += gone
+        return gone
+
+    def drop_unused(self, namespace: NamespaceState, keys: Sequence[bytes], tick: int) -> int:
+        """Drop those that nobody has used since this tick, uses under way and pins apart; how many parts."""
+        self.settle()
+        unused = [
+            block
+            for table in namespace.tables
+            for key in keys
+            if (block := table.blocks.get(key)) is not None
+            and block.used <= tick
+            and not block.leases
+            and block.pin == PIN_NONE
+        ]
+        for block in unused:
+            self._drop(block)
+        return len(unused)
+
     def drop_corrupt(self, namespace: NamespaceState, part: int, key: bytes) -> None:
         """A copy of this block failed its checksum: it is not to be found again."""
         self.settle()
@@ -670,28 +804,40 @@ class Node(Space):
         if block is not None:
             self._drop(block)
 
-    def pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> int:
-        """Pin (soft: evict last; hard: never) or unpin what is here of these blocks; how many keys.
+    def pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> set[bytes]:
+        """Pin (soft: evict last; hard: never) or unpin what is here of these blocks; which keys are.
 
         Raises `LimitExceeded`, and changes nothing, when the tenant's quota does not cover it.
         """
+        changed = self.check_pin(namespace, packed, kind)
+        level = PIN_KINDS[kind]
+        tenant = namespace.tenant
+        for block in changed:
+            self._take_out(block)
+            block.pin = level
+            if level == PIN_HARD:
+                tenant.hard[block] = None
+                block.table.hard_bytes += block.table.stride
+            elif level == PIN_SOFT:
+                block.table.soft_bytes += block.table.stride
+            self._put_in([block])
+        keys = split_keys(packed)
+        return {key for table in namespace.tables for key in keys if key in table.blocks}
+
+    def check_pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> list[Block]:
+        """The blocks that `pin` would change. Raises as it does."""
         if kind not in PIN_KINDS:
             raise InvalidRequest(f"a pin is soft, hard or none, not {kind!r}")
         self.settle()
         level = PIN_KINDS[kind]
-        keys = split_keys(packed)
+        keys = dict.fromkeys(split_keys(packed))
         tenant = namespace.tenant
-        chosen: dict[Block, None] = {}
-        found = 0
-        for key in keys:
-            hit = False
-            for table in namespace.tables:
-                block = table.blocks.get(key)
-                if block is not None:
-                    chosen[block] = None
-                    hit = True
-            found += hit
-        changed = [block for block in chosen if block.pin != level]
+        changed = [
+            block
+            for key in keys
+            for table in namespace.tables
+            if (block := table.blocks.get(key)) is not None and block.pin != level
+        ]
         if level != PIN_NONE:
             share = self.limits.hard_pin_share if level == PIN_HARD else self.limits.soft_pin_share
             quota = int(tenant.allocator.size * share)
@@ -702,16 +848,7 @@ class Node(Space):
                     f"{kind} pins of tenant {tenant.name!r} would hold {(held + asked) >> 20} MiB; "
                     f"the quota is {quota >> 20} MiB"
                 )
-        for block in changed:
-            self._take_out(block)
-            block.pin = level
-            if level == PIN_HARD:
-                tenant.hard[block] = None
-                block.table.hard_bytes += block.table.stride
-            elif level == PIN_SOFT:
-                block.table.soft_bytes += block.table.stride
-            self._put_in([block])
-        return found
+        return changed
 
     # ---- copies elsewhere, and what the directory is told -------------------------------------------
 
@@ -758,6 +895,20 @@ class Node(Space):
             found += slot_class.policy.coldest(n)
         return _evictable(found)[:n]
 
+    def next_victims(self, tenant: Tenant, n: int) -> list[tuple[int, list[Block], int]]:
+        """Per stride, what its policy gives up next, in that order, and how many blocks it holds.
+
+        About n blocks each. Those under a lease, and those that others keep, are not among them.
+        """
+        self.settle()
+        found = []
+        for stride, slot_class in tenant.classes.items():
+            coldest: list[Any] = slot_class.policy.coldest(n)
+            victims = [block for block in coldest if not block.leases and _is_here(block)]
+            if victims:
+                found.append((stride, victims, len(slot_class.policy)))
+        return found
+
     def coldest_secondary(self, tenant: Tenant, n: int) -> list[Block]:
         """The same of copies that others were said to keep."""
         self.settle()
@@ -793,6 +944,18 @@ class Node(Space):
         if self._changed is None:
             self._changed = []
 
+    def tell_of_end(self, former: Node) -> None:
+        """Rules that these are in place of have ended: what they held, or had to tell, is told here."""
+        for namespace, keys in former.take_changes():
+            self._tell(namespace, keys)
+        for tenant in former.tenants.values():
+            for epochs in tenant.epochs.values():
+                for namespace in epochs:
+                    for table in namespace.tables:
+                        for blocks in (table.blocks, table.garbage):
+                            if blocks:
+                                self._tell(namespace, list(blocks))
+
     def take_changes(self) -> list[tuple[NamespaceState, Sequence[bytes]]]:
         """Blocks that were stored or have gone since the last call; some of them several times."""
         self.settle()
@@ -823,7 +986,7 @@ class Node(Space):
     def any_replicas(self) -> bool:
         """Whether there is a namespace of whose blocks several copies are wanted."""
         return any(
-            namespace.replicas > 1
+            namespace.settings.replicas > 1
             for tenant in self.tenants.values()
             for namespace in tenant.namespaces.values()
         )
@@ -848,7 +1011,7 @@ class Node(Space):
         wanted = []
         for key in keys:
             block = next((b for t in namespace.tables if (b := t.blocks.get(key))), None)
-            wanted.append(0 if block is None else block.copies or namespace.replicas)
+            wanted.append(0 if block is None else block.copies or namespace.settings.replicas)
         return wanted
 
     def select_by_worth(
@@ -914,7 +1077,7 @@ class Node(Space):
                         namespace.base.hex(): {
                             "fields": msgspec.json.decode(namespace.fields),
                             "epoch": namespace.epoch,
-                            "replicas": namespace.replicas,
+                            "settings": msgspec.to_builtins(namespace.settings),
                             "blocks": [len(table.blocks) for table in namespace.tables],
                             "part_bytes": [spec.nbytes for spec in namespace.parts],
                         }

@@ -1,8 +1,9 @@
-"""Blocks of other nodes for this one's clients: where to look, whom to ask, when to ask another.
+"""Blocks that are not in memory here, for this node's clients: where to look, whom to ask, when to ask another.
 
-The path of a remote acquire:
+This node's own disks are one more source, as `LOCAL`. The path of a remote acquire:
 
-1. The directory says who holds what of the prefix (or, without one, the peers are asked).
+1. The disks here hold some of what is missing. Of the rest the directory says who holds what (or,
+   without one, the peers are asked).
 2. The hit rule over all living replicas gives the prefix that can be had; of that, what is missing here.
 3. Each missing part is given to the peer that should deliver it soonest; several work in parallel.
 4. A part that is on its way for somebody else is waited for, not fetched twice.
@@ -17,14 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from kvpool import wire
-from kvpool.daemon.blocks import Holder, NamespaceState, PartTable
+from kvpool.daemon.blocks import Holder, NamespaceState, PartTable, Reservation
 from kvpool.daemon.node import Node
-from kvpool.daemon.space import Origin
+from kvpool.daemon.space import OWN, Origin
 from kvpool.daemon.tasks import crash_if_failed
 from kvpool.errors import (
     InvalidRequest,
@@ -58,6 +59,7 @@ REMEMBERED_MAX = 1 << 18
 PRESENT, MISMATCH = 1, 2  # `Pulled.status`
 
 SECONDARY = Origin(secondary=True)
+LOCAL = b"kvp-disk"  # stands for this node's disks where others are known by their incarnations
 
 
 class Living(NamedTuple):
@@ -73,6 +75,22 @@ class Carrier(Protocol):
     async def pull(self, order: wire.PullBlocks) -> wire.Pulled: ...
 
     async def ask(self, order: wire.AskPeer) -> wire.Done | wire.Bytes: ...
+
+
+class Lower(Protocol):
+    """The tiers below memory on this node."""
+
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+
+    def held(self, table: PartTable) -> Sequence[Container[bytes]]:
+        """Sets of keys that together are what is there of a table in memory."""
+
+    async def read(
+        self, table: PartTable, keys: Sequence[bytes], rows: Sequence[int], seconds: float
+    ) -> wire.Pulled:
+        """Read blocks into reserved rows; as `Carrier.pull`."""
 
 
 class Neighbours(Protocol):
@@ -119,10 +137,12 @@ class Remote:
         node: Node,
         carrier: Carrier,
         neighbours: Neighbours,
+        lower: Lower,
         peers: Peers,
         clock: Callable[[], float],
     ) -> None:
         self.node = node
+        self._lower = lower
         self.peers = peers
         self._carrier = carrier
         self._neighbours = neighbours
@@ -147,14 +167,17 @@ class Remote:
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody to pull from."""
-        return bool(self._neighbours.living)
+        """Whether there is anything to pull from."""
+        return self._lower.any or bool(self._neighbours.living)
 
     def stats(self) -> dict[str, Any]:
         peers = self.peers.stats(self._clock())
         for peer in peers:
-            other = self._neighbours.living.get(bytes.fromhex(peer["incarnation"]))
+            incarnation = bytes.fromhex(peer["incarnation"])
+            other = self._neighbours.living.get(incarnation)
             peer["node"] = "" if other is None else other.record.node
+            if incarnation == LOCAL:
+                peer["node"], peer["incarnation"] = "ssd of this node", ""
         return {**self.counters, "transfers": len(self._flying), "peers": peers}
 
     def close(self) -> None:
@@ -172,11 +195,16 @@ class Remote:
             raise InvalidRequest(f"a wait of {wait_s} seconds")
         deadline = self._clock() + wait_s
         here = self.node.match(namespace, parts, packed)
-        if here * KEY_BYTES == len(packed) or not self._neighbours.living:
+        if here * KEY_BYTES == len(packed) or not self.active:
             return here
         tables = [namespace.tables[part] for part in parts] if parts else namespace.tables
         keys = split_keys(packed)
-        located = await self._locate(namespace, tables, keys, here, deadline)
+        located = self._on_disks(tables, keys)
+        reach = self._usable(tables, keys, located)
+        if reach < len(keys) and self._neighbours.living:
+            elsewhere = await self._locate(namespace, tables, keys, reach, deadline)
+            for key, entries in elsewhere.items():
+                located.setdefault(key, []).extend(entries)
         # A shorter prefix may need blocks that a longer one does not (windows), so when one turns out not
         # to be had, what the next one lacks is fetched too.
         for _ in range(ROUNDS_MAX):
@@ -189,6 +217,34 @@ class Remote:
                 break
             _strike_out(located, lacking)
         return self.node.match(namespace, parts, packed)
+
+    async def pull_each(
+        self, namespace: NamespaceState, parts: Sequence[int], packed: bytes, wait_s: float
+    ) -> None:
+        """Bring those of the blocks here that are to be had, prefix or not. Ends by `wait_s`."""
+        if not wait_s > 0:
+            raise InvalidRequest(f"a wait of {wait_s} seconds")
+        deadline = self._clock() + wait_s
+        self.node.settle()
+        tables = [namespace.tables[part] for part in parts] if parts else namespace.tables
+        keys = split_keys(packed)
+        located = self._on_disks(tables, keys)
+        if self._neighbours.living:
+            missing = [key for key in keys if key not in located and not _held(tables, key)]
+            try:
+                async with asyncio.timeout((deadline - self._clock()) * LOOKUP_SHARE):
+                    for at in range(0, len(missing), LOOKUP_KEYS):
+                        chunk = missing[at : at + LOOKUP_KEYS]
+                        located.update(zip(chunk, await self.locate(namespace, chunk), strict=True))
+            except (Unavailable, TimeoutError):
+                self.counters["lookups_failed"] += 1
+        wants = [
+            Want(table, key, _candidates(located[key], table.part))
+            for table in tables
+            for key in keys
+            if key not in table.blocks and key in located
+        ]
+        await self._fetch(wants, deadline)
 
     async def _complete(
         self,
@@ -230,6 +286,33 @@ class Remote:
         if lease is not None:
             kept.append(lease.token)
 
+    def reach(self, namespace: NamespaceState, parts: Sequence[int], packed: bytes) -> int:
+        """The usable blocks of a prefix that are here, in memory or on disks."""
+        self.node.settle()
+        tables = [namespace.tables[part] for part in parts] if parts else namespace.tables
+        keys = split_keys(packed)
+        return self._usable(tables, keys, self._on_disks(tables, keys))
+
+    def lies_below(self, table: PartTable, keys: Sequence[bytes]) -> bool:
+        """Whether any of these is on a disk here and not in memory."""
+        held = self._lower.held(table)
+        if not held:
+            return False
+        self.node.settle()
+        return any(key not in table.blocks and any(key in each for each in held) for key in keys)
+
+    async def fetch_up(self, table: PartTable, keys: Sequence[bytes], wait_s: float) -> None:
+        """Bring blocks of a table from this node's disks into memory. Ends by `wait_s`."""
+        local = [Candidate(LOCAL, TIERS["dram"])]
+        held = self._lower.held(table)
+        wants = [
+            Want(table, key, local)
+            for key in keys
+            if key not in table.blocks and any(key in keys_of for keys_of in held)
+        ]
+        if wants:
+            await self._fetch(wants, self._clock() + wait_s)
+
     async def take(
         self,
         namespace: NamespaceState,
@@ -250,6 +333,22 @@ class Remote:
         await self._fetch(wants, deadline, origin)
 
     # ---- who has what --------------------------------------------------------------------------------
+
+    def _on_disks(
+        self, tables: Sequence[PartTable], keys: Sequence[bytes]
+    ) -> dict[bytes, list[Entry]]:
+        """What of these keys lies on this node's disks."""
+        masks: dict[bytes, int] = {}
+        for table in tables:
+            bit = 1 << table.part
+            for held in self._lower.held(table):
+                for key in filter(held.__contains__, keys):
+                    masks[key] = masks.get(key, 0) | bit
+        return {key: [Entry(LOCAL, TIERS["dram"], mask)] for key, mask in masks.items()}
+
+    def _lives(self, incarnation: bytes) -> bool:
+        """Whether this source can be asked."""
+        return incarnation in self._neighbours.living or (incarnation == LOCAL and self._lower.any)
 
     async def locate(self, namespace: NamespaceState, keys: Sequence[bytes]) -> list[list[Entry]]:
         """The living replicas of each key on other nodes. Raises `Unavailable` without a directory."""
@@ -280,7 +379,10 @@ class Remote:
                 for at in range(first, len(keys), LOOKUP_KEYS):
                     chunk = keys[at : at + LOOKUP_KEYS]
                     self.counters["lookups"] += 1
-                    found = await self.locate(namespace, chunk)
+                    found = [
+                        [entry for entry in entries if entry.tier != TIERS["gpu"]]
+                        for entries in await self.locate(namespace, chunk)
+                    ]
                     located.update(zip(chunk, found, strict=True))
                     if not found[-1] and not _held(tables, chunk[-1]):
                         break
@@ -363,7 +465,7 @@ class Remote:
             [table.blocks for table in tables],
             keys,
             [located.get(key, ()) for key in keys],
-            self._neighbours.living.__contains__,
+            self._lives,
         )
         return usable([table.spec for table in tables], held, keys)
 
@@ -375,15 +477,7 @@ class Remote:
     ) -> list[Want]:
         """What is not here of a prefix, in the order of the chain, part by part."""
         return [
-            Want(
-                table,
-                key,
-                [
-                    Candidate(entry.incarnation, entry.tier)
-                    for entry in located.get(key, ())
-                    if entry.mask >> table.part & 1
-                ],
-            )
+            Want(table, key, _candidates(located.get(key, ()), table.part))
             for table in tables
             for key in needed(table.spec, keys)
             if key not in table.blocks
@@ -460,7 +554,7 @@ class Remote:
                 for candidate in want.candidates
                 if candidate.incarnation not in want.tried
                 and candidate.incarnation not in flying
-                and candidate.incarnation in self._neighbours.living
+                and self._lives(candidate.incarnation)
                 and not self._negative.has(
                     want.table.namespace.digest,
                     want.table.part,
@@ -505,7 +599,8 @@ class Remote:
             [want.key for want in wants],
             now + self.peers.hedge_after_s(incarnation, nbytes),
         )
-        url = self._neighbours.living[incarnation].url
+        local = incarnation == LOCAL
+        url = "" if local else self._neighbours.living[incarnation].url
         seconds = max(deadline - now, FLIGHT_S)
         self._flying[flight] = None
         for key in flight.keys:
@@ -514,7 +609,7 @@ class Remote:
             rivals.append(flight)
         # A task of its own: the transfer outlives whoever asked first, for others who wait for it.
         flight.task = asyncio.get_running_loop().create_task(
-            self._fly(flight, url, seconds, origin)
+            self._fly(flight, url, seconds, OWN if local else origin)
         )
         flight.task.add_done_callback(lambda task: self._landed(flight, task))
 
@@ -541,25 +636,13 @@ class Remote:
         reservation = holder.reservations.get(ticket)
         if reservation is None:
             return  # somebody else brought them in the meantime
-        order = wire.PullBlocks(
-            url=url,
-            tenant=namespace.tenant.name,
-            digest=namespace.digest,
-            part=table.part,
-            nbytes=table.spec.nbytes,
-            keys=b"".join(reservation.keys),
-            segment=namespace.tenant.segment,
-            stride=table.stride,
-            rows=wire.pack_rows(reservation.rows),
-            deadline_s=seconds,
-        )
         keys, indices = reservation.keys, reservation.indices
         nbytes = len(keys) * table.spec.nbytes
         self.peers.started(flight.incarnation, nbytes, self._clock())
         try:
-            # `pull` returns, raises or is cancelled only when nothing writes to the rows any more, so
+            # This returns, raises or is cancelled only when nothing writes to the rows any more, so
             # that what did not arrive can be given back.
-            pulled = await self._carrier.pull(order)
+            pulled = await self._bring(table, url, reservation, seconds)
             came = [i for i, s in zip(indices, pulled.status, strict=True) if s == PRESENT]
             checksums = b"".join(
                 [
@@ -582,6 +665,28 @@ class Remote:
             node.abort(holder, ticket)
             node.settle()
         self._note(flight, keys, pulled)
+
+    async def _bring(
+        self, table: PartTable, url: str, reservation: Reservation, seconds: float
+    ) -> wire.Pulled:
+        """Have reserved rows filled, by a peer, or from this node's disks where there is no URL."""
+        if not url:
+            return await self._lower.read(table, reservation.keys, reservation.rows, seconds)
+        namespace = table.namespace
+        return await self._carrier.pull(
+            wire.PullBlocks(
+                url=url,
+                tenant=namespace.tenant.name,
+                digest=namespace.digest,
+                part=table.part,
+                nbytes=table.spec.nbytes,
+                keys=b"".join(reservation.keys),
+                segment=namespace.tenant.segment,
+                stride=table.stride,
+                rows=wire.pack_rows(reservation.rows),
+                deadline_s=seconds,
+            )
+        )
 
     def _note(self, flight: Flight, keys: Sequence[bytes], pulled: wire.Pulled) -> None:
         """Learn from a transfer that has ended by itself."""
@@ -615,6 +720,18 @@ class Remote:
         if holder is None:
             holder = self._holders[tenant] = self.node.add_holder(tenant, "", "pulls")
         return holder
+
+
+def _candidates(entries: Iterable[Entry], part: int) -> list[Candidate]:
+    """Whom to ask for a part: each source once, in the fastest tier that it has it in.
+
+    What an engine keeps for itself (tier gpu) is nobody's to give.
+    """
+    tiers: dict[bytes, int] = {}
+    for incarnation, tier, mask in entries:
+        if mask >> part & 1 and tier != TIERS["gpu"]:
+            tiers[incarnation] = min(tier, tiers.get(incarnation, tier))
+    return [Candidate(incarnation, tier) for incarnation, tier in tiers.items()]
 
 
 def _strike_out(located: dict[bytes, list[Entry]], lacking: Sequence[Want]) -> None:

@@ -7,7 +7,9 @@ from array import array
 
 import msgspec
 
+from kvpool import wire
 from kvpool.errors import InvalidRequest
+from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, SettingsChange
 from kvpool.types import PARTS_MAX, RECORD_BYTES_MAX, PartKind, PartSpec
 
 FIELDS_DEPTH_MAX = 32  # nesting of a namespace's record
@@ -44,6 +46,20 @@ def parse_parts(
             raise InvalidRequest(f"a part's kind is one of {[str(k) for k in PartKind]}: {kind!r}")
         specs.append(PartSpec(nbytes, PartKind(kind), window, stride))
     return specs
+
+
+def parse_wish(m: wire.OpenNamespace) -> NamespaceSettings:
+    """The settings that a client wants of a namespace that is new. Raises `InvalidRequest`."""
+    wish = SettingsChange(m.copies or None, m.write, m.ttl_s, m.ssd_codec)
+    return wish.checked().apply(DEFAULT_SETTINGS)
+
+
+def parse_change(m: wire.Configure) -> SettingsChange:
+    """What an operator wants changed. Raises `InvalidRequest`."""
+    change = SettingsChange(m.replicas, m.write, m.ttl_s, m.ssd_codec)
+    if change.empty:
+        raise InvalidRequest("no setting is named that is to be changed")
+    return change.checked()
 
 
 def _deeper(value: object, levels: int) -> bool:

@@ -36,15 +36,18 @@ from kvpool.daemon.blocks import Holder, Lease, Limits, NamespaceState, Tenant
 from kvpool.daemon.cluster import Cluster
 from kvpool.daemon.copies import Copies
 from kvpool.daemon.draining import Drainer
+from kvpool.daemon.expiry import Expiry
 from kvpool.daemon.joining import open_directory, open_membership
 from kvpool.daemon.lending import Lender
 from kvpool.daemon.movers import Movers
 from kvpool.daemon.node import Node
 from kvpool.daemon.processes import peer_pid, peer_pidfd, peer_uid
 from kvpool.daemon.remote import Remote
-from kvpool.daemon.requests import parse_parts, rows
+from kvpool.daemon.requests import parse_change, parse_parts, parse_wish, rows
+from kvpool.daemon.shelf import TableRecord
 from kvpool.daemon.space import OWN, Origin
 from kvpool.daemon.tasks import Tasks
+from kvpool.daemon.tiers import Tiers
 from kvpool.errors import (
     AlreadyRunning,
     ClusterUnavailable,
@@ -59,11 +62,12 @@ from kvpool.errors import (
 )
 from kvpool.placement.directory import TIERS, Directory, Entry
 from kvpool.placement.membership import Membership
-from kvpool.placement.records import NodeState, new_incarnation
+from kvpool.placement.records import NamespaceSettings, NodeState, new_incarnation
 from kvpool.placement.sources import Peers
 from kvpool.segment import Segment
 from kvpool.storage.dram import PAGE, DramSegment, free_memory_bytes
-from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
+from kvpool.storage.eviction import DEFAULT_POLICY, Costs, make_policy
+from kvpool.storage.stack import dram_costs, ssd_costs
 from kvpool.types import KEY_BYTES, split_keys
 
 log = logging.getLogger("kvpool.daemon")
@@ -76,6 +80,8 @@ WRITE_BUFFER_BYTES = (
 )  # answers that a client has not read before its requests are left waiting
 WAITING_MAX = 64  # requests of one connection that wait for other nodes
 LOCATE_KEYS_MAX = 4096
+SCRUB_BLOCKS_MAX = 256
+EVICT_TOGETHER = 500  # by an operator, in one go: about a millisecond
 IDLE_S = 1.0
 GARBAGE_BLOCKS = 500  # of ended epochs, given back in one go: about a millisecond
 KEYS_BYTES_MAX = wire.KEYS_MAX * KEY_BYTES
@@ -100,13 +106,9 @@ class Server:
         self.config = config
         self.incarnation = new_incarnation()
         self.clock = clock
-        policy = config.policy or DEFAULT_POLICY
-        make_policy(policy, 1)  # an unknown name is told before any memory is taken
-        self.node = Node(
-            make_policy=lambda capacity: make_policy(policy, capacity),
-            limits=Limits(lease_s_max=config.lease_s_max),
-            incarnation=self.incarnation,
-        )
+        self._policy = config.policy or DEFAULT_POLICY
+        make_policy(self._policy, 1)  # an unknown name is told before any memory is taken
+        self.node = self._make_rules(dram_costs(disks=bool(config.ssd)))
         self.segments: dict[str, Segment] = {}
         self.clients: dict[tuple[str, str], ClientHandle] = {}
         self.refused = 0
@@ -124,7 +126,9 @@ class Server:
         self.movers: Movers
         self.cluster: Cluster
         self.remote: Remote
+        self.tiers: Tiers
         self.copies: Copies
+        self.expiry: Expiry
         self._drainer: Drainer
         self._handlers: dict[type, Callable[[Holder, Any], Any]] = {
             wire.OpenNamespace: self._open_namespace,
@@ -148,8 +152,19 @@ class Server:
             wire.Locate: self._locate,
             wire.Drain: self._drain,
             wire.Clear: self._clear,
-            wire.Copies: self._set_copies,
+            wire.Evict: self._evict,
+            wire.PinBlocks: self._pin_blocks,
+            wire.Scrub: self._scrub,
+            wire.Configure: self._configure,
         }
+
+    def _make_rules(self, costs: Costs) -> Node:
+        """Rules of a tier, with nothing in it."""
+        return Node(
+            make_policy=lambda capacity: make_policy(self._policy, capacity, costs),
+            limits=Limits(lease_s_max=self.config.lease_s_max),
+            incarnation=self.incarnation,
+        )
 
     # ---- life --------------------------------------------------------------------------------------
 
@@ -176,12 +191,14 @@ class Server:
             for segment_id, tenant in enumerate(self.segments):
                 await self.movers.attach_segment(segment_id, self.segments[tenant])
             await self._enter_cluster()
+            await self.tiers.start(dict(enumerate(self.segments.values())))
             listener = _listen(self.config.socket, self.config.socket_mode)
             loop.add_reader(listener.fileno(), self._accept, listener)
             _tune_gc()
             if ready is not None:
                 ready(self)
             await self._stop.wait()
+            await self._flush()
         finally:
             if listener is not None:
                 loop.remove_reader(listener.fileno())
@@ -204,13 +221,21 @@ class Server:
         self.cluster = Cluster(
             config, node, membership, directory, peers, clock, rng, next_incarnation
         )
-        self.remote = Remote(node, self.movers, self.cluster, peers, clock)
+        self.tiers = Tiers(config, node, clock, lambda: self._make_rules(ssd_costs()), self._adopt)
+        self.remote = Remote(node, self.movers, self.cluster, self.tiers, peers, clock)
         self.copies = Copies(node, self.cluster, self.remote, self.movers, clock)
+        self.expiry = Expiry(lambda: (node, *self.tiers.rules()), self._ttl_s, clock)
         self._drainer = Drainer(node, self.cluster, self.copies, clock)
         self.cluster.drain = self._drainer.wanted
+        if self.tiers.shelves:
+            self.cluster.holdings[TIERS["ssd"]] = self.tiers
+            self.cluster.lower_tiers = self.tiers.records
+            self.cluster.entered.append(self.tiers.enter)
+            self.cluster.keep_epoch = self.tiers.record
         self.cluster.lost_nodes.append(self.copies.repair)
         self.movers.source = Lender(
             node,
+            self.remote,
             clock,
             may_serve=self.cluster.may_serve,
             stale=self.cluster.stale,
@@ -220,8 +245,29 @@ class Server:
     async def _enter_cluster(self) -> None:
         """Become a member, and begin what a member does beside its requests."""
         await self.cluster.start(self.movers.urls)
-        for work in (self.copies.replicate(), self.copies.forward(), self._reclaim_garbage()):
+        self.tiers.begin()
+        for work in (
+            self.copies.replicate(),
+            self.copies.forward(),
+            self.expiry.run(),
+            self._reclaim_garbage(),
+        ):
             self._tasks.begin(work)
+
+    async def _adopt(self, record: TableRecord) -> NamespaceState | None:
+        """What a disk remembers of a namespace is made known; None if there is no such tenant now."""
+        tenant = self.node.tenants.get(record.tenant)
+        if tenant is None:
+            return None
+        specs = parse_parts(record.base, record.fields, record.parts)
+        return await self.cluster.adopt(
+            tenant, record.base, record.fields, specs, record.epoch, record.generation
+        )
+
+    def _ttl_s(self, namespace: NamespaceState) -> float:
+        """How long blocks live unused; asked about any tier's state of a namespace."""
+        known = self.node.by_directory(namespace.directory_digest)
+        return 0.0 if known is None else known.settings.ttl_s
 
     async def _reclaim_garbage(self) -> None:
         """Give slots of ended epochs back, a few at a time."""
@@ -229,8 +275,20 @@ class Server:
             self.node.reclaim_garbage(GARBAGE_BLOCKS)
             await asyncio.sleep(0 if self.node.has_garbage else IDLE_S)
 
+    async def _flush(self) -> None:
+        """Have disks take what is only in memory. Told to stop once more, it ends at once."""
+        self._stop.clear()
+        work = (self.tiers.flush(self.config.ssd_flush_s), self._stop.wait())
+        tasks = [self._loop.create_task(each) for each in work]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+
     def stop(self) -> None:
-        """End `run`. Idempotent."""
+        """End `run`; a second time, without waiting for disks."""
         self._stop.set()
 
     async def _close(self) -> None:
@@ -245,6 +303,8 @@ class Server:
             await self._drainer.close()
             self.remote.close()
             await self.cluster.close()
+        if hasattr(self, "tiers"):
+            await self.tiers.close()
         if hasattr(self, "movers"):
             await self.movers.stop()
         for segment in self.segments.values():
@@ -427,19 +487,18 @@ class Server:
     def _open_namespace(
         self, holder: Holder, m: wire.OpenNamespace
     ) -> Coroutine[Any, Any, wire.Opened]:
-        namespace = self.node.open_namespace(
-            holder.tenant, m.digest, m.fields, parse_parts(m.digest, m.fields, m.parts)
-        )
-        if not self.config.join:
-            namespace.replicas = max(namespace.replicas, min(m.copies, self.config.copies_max))
-            return self.cluster.opened(namespace, m.generation)
-        return self._register(namespace, m)
+        specs, wish = parse_parts(m.digest, m.fields, m.parts), parse_wish(m)
+        namespace = self.node.open_namespace(holder.tenant, m.digest, m.fields, specs)
+        return self._agree(namespace, wish, m.generation)
 
-    async def _register(self, namespace: NamespaceState, m: wire.OpenNamespace) -> wire.Opened:
-        known = self.cluster.known_epoch(namespace)
-        if known is None:
-            known = await self.cluster.register(namespace, m.copies)
-        return await self.cluster.opened(known, m.generation)
+    async def _agree(
+        self, namespace: NamespaceState, wish: NamespaceSettings, generation: int
+    ) -> wire.Opened:
+        if self.config.join:
+            known = await self.cluster.register(namespace, wish)
+        else:
+            known = await self.cluster.fill_in(namespace, wish)
+        return await self.cluster.opened(known, generation)
 
     def _check_open(self) -> None:
         if self.cluster.state is not NodeState.SERVING:
@@ -467,7 +526,9 @@ class Server:
         reservation = holder.reservations.get(m.ticket)
         stored = self.node.commit(holder, m.ticket, m.checksums, indices, origin)
         if stored and reservation is not None:
-            self.copies.want(reservation.table.namespace, reservation.keys, m.copies)
+            namespace, part = reservation.table.namespace, reservation.table.part
+            self.copies.want(namespace, reservation.keys, m.copies)
+            self.tiers.stored(namespace, part, lambda: reservation.keys)
         return wire.Done(stored)
 
     def _grant(self, holder: Holder, m: wire.Grant) -> wire.Reserved:
@@ -483,8 +544,10 @@ class Server:
         new, unused = self.node.store(
             holder, namespace, m.part, rows(m.rows), m.keys, m.checksums, m.parent, origin
         )
-        if new and (m.copies or namespace.replicas) > 1:
+        if new and (m.copies or namespace.settings.replicas) > 1:
             self.copies.want(namespace, split_keys(m.keys), m.copies)
+        if new:
+            self.tiers.stored(namespace, m.part, lambda: split_keys(m.keys))
         fresh: list[int] = []
         if m.count > 0:
             # What was made ready after the last answer; this one's wish is seen to after this answer.
@@ -511,14 +574,15 @@ class Server:
     ) -> wire.Leased | Coroutine[Any, Any, wire.Leased]:
         namespace = self._namespace(holder, m.ns, m.keys)
         asked_at = self.clock()
-        if (
-            m.wait_s > 0
-            and self.remote.active
-            and not m.scattered
-            and self.node.match(namespace, m.parts, m.keys) * KEY_BYTES < len(m.keys)
-        ):
+        if m.wait_s > 0 and self.remote.active and not self._all_here(namespace, m):
             return self._acquire_with_pull(holder, namespace, m, asked_at)
         return self._acquire_now(holder, namespace, m, asked_at)
+
+    def _all_here(self, namespace: NamespaceState, m: wire.Acquire) -> bool:
+        """Whether all that is asked for is in memory."""
+        if m.scattered:
+            return len(m.parts) == 1 and 0 not in self.node.contains(namespace, m.parts[0], m.keys)
+        return self.node.match(namespace, m.parts, m.keys) * KEY_BYTES == len(m.keys)
 
     def _acquire_now(
         self, holder: Holder, namespace: NamespaceState, m: wire.Acquire, asked_at: float
@@ -536,7 +600,11 @@ class Server:
     async def _acquire_with_pull(
         self, holder: Holder, namespace: NamespaceState, m: wire.Acquire, asked_at: float
     ) -> wire.Leased:
-        await self.remote.pull(namespace, m.parts, m.keys, min(m.wait_s, self.config.lease_s_max))
+        wait_s = min(m.wait_s, self.config.lease_s_max)
+        if m.scattered:
+            await self.remote.pull_each(namespace, m.parts, m.keys, wait_s)
+        else:
+            await self.remote.pull(namespace, m.parts, m.keys, wait_s)
         return self._acquire_now(holder, namespace, m, asked_at)
 
     def _join(self, holder: Holder, m: wire.Join) -> wire.Leased:
@@ -569,10 +637,26 @@ class Server:
         return wire.Bytes(self.node.contains(self._namespace(holder, m.ns, m.keys), m.part, m.keys))
 
     def _remove(self, holder: Holder, m: wire.Remove) -> wire.Done:
-        return wire.Done(self.node.remove(self._namespace(holder, m.ns, m.keys), m.keys))
+        namespace = self._namespace(holder, m.ns, m.keys)
+        return wire.Done(
+            max(self.node.remove(namespace, m.keys), self.tiers.remove(namespace, m.keys))
+        )
 
-    def _pin(self, holder: Holder, m: wire.Pin) -> wire.Done:
-        return wire.Done(self.node.pin(self._namespace(holder, m.ns, m.keys), m.keys, m.kind))
+    async def _pin(self, holder: Holder, m: wire.Pin) -> wire.Done:
+        return wire.Done(await self._pin_everywhere([self._namespace(holder, m.ns, m.keys)], m))
+
+    async def _pin_everywhere(
+        self, namespaces: Sequence[NamespaceState], m: wire.Pin | wire.PinBlocks
+    ) -> int:
+        """In all tiers or in none; how many of the blocks are here."""
+        for namespace in namespaces:
+            self.node.check_pin(namespace, m.keys, m.kind)
+            self.tiers.check_pin(namespace, m.keys, m.kind)
+        count = 0
+        for namespace in namespaces:
+            found = self.node.pin(namespace, m.keys, m.kind)
+            count += len(found | await self.tiers.pin(namespace, m.keys, m.kind))
+        return count
 
     def _stats(self, holder: Holder, m: wire.Stats) -> wire.Bytes:
         stats = self.node.stats()
@@ -587,6 +671,9 @@ class Server:
         stats["movers"] = self.movers.stats()
         stats["remote"] = self.remote.stats()
         stats["copies"] = self.copies.stats()
+        stats["tiers"] = self.tiers.stats()
+        stats["sources"] = self.remote.active
+        stats["expired"] = self.expiry.expired
         stats["cluster"] = self.cluster.summary()
         return wire.Bytes(msgspec.json.encode(stats))
 
@@ -610,31 +697,67 @@ class Server:
         self._check_operator(holder)
         if len(m.keys) > LOCATE_KEYS_MAX * KEY_BYTES:
             raise LimitExceeded(f"at most {LOCATE_KEYS_MAX} keys can be located in one request")
-        tenant, keys = holder.tenant, split_keys(m.keys)
-        if m.digest:
-            epochs = tenant.epochs.get(m.digest)
-            if not epochs:
-                raise InvalidRequest(f"namespace {m.digest.hex()} is not open on this node")
-            chosen = [epochs[-1]]
-        else:
-            chosen = [epochs[-1] for epochs in tenant.epochs.values()]
+        keys = split_keys(m.keys)
         found = []
         with _asking_others():
-            for namespace in chosen:
+            for namespace in self._chosen(holder.tenant, m.digest):
                 found += await self._replicas(namespace, keys)
         return wire.Bytes(msgspec.json.encode(found))
+
+    @staticmethod
+    def _chosen(tenant: Tenant, digest: bytes) -> list[NamespaceState]:
+        """One of the tenant's namespaces, or all of them."""
+        if not digest:
+            return [epochs[-1] for epochs in tenant.epochs.values()]
+        epochs = tenant.epochs.get(digest)
+        if not epochs:
+            raise InvalidRequest(f"namespace {digest.hex()} is not open on this node")
+        return [epochs[-1]]
+
+    async def _evict(self, holder: Holder, m: wire.Evict) -> wire.Done:
+        self._check_operator(holder)
+        if m.tier not in {"", "dram", "ssd"}:
+            raise InvalidRequest(f"blocks are evicted from tier dram or ssd, not {m.tier!r}")
+        rules = [self.node] if m.tier in {"", "dram"} else []
+        rules += self.tiers.rules() if m.tier in {"", "ssd"} else []
+        gone = 0
+        for namespace in self._chosen(holder.tenant, m.digest):
+            for node in rules:
+                state = node.by_directory(namespace.directory_digest)
+                if state is None:
+                    continue
+                keys = split_keys(m.keys) or node.keys(state)
+                for at in range(0, len(keys), EVICT_TOGETHER):
+                    gone += node.give_up(state, keys[at : at + EVICT_TOGETHER])
+                    await asyncio.sleep(0)
+        return wire.Done(gone)
+
+    async def _pin_blocks(self, holder: Holder, m: wire.PinBlocks) -> wire.Done:
+        self._check_operator(holder)
+        if len(m.keys) > KEYS_BYTES_MAX:
+            raise LimitExceeded(f"at most {wire.KEYS_MAX} keys are pinned in one request")
+        return wire.Done(await self._pin_everywhere(self._chosen(holder.tenant, m.digest), m))
+
+    async def _scrub(self, holder: Holder, m: wire.Scrub) -> wire.Bytes:
+        self._check_operator(holder)
+        count = min(max(1, m.count), SCRUB_BLOCKS_MAX)
+        with _asking_others():
+            seen, bad, cursor = await self.tiers.scrub(max(0, m.cursor), count)
+        return wire.Bytes(msgspec.json.encode({"seen": seen, "bad": bad, "cursor": cursor}))
 
     async def _replicas(
         self, namespace: NamespaceState, keys: Sequence[bytes]
     ) -> list[dict[str, Any]]:
         """Where blocks of one namespace are: here by the books, elsewhere by the directory."""
         _, masks = self.node.masks(namespace.directory_digest, keys)
+        _, on_disk = self.tiers.masks(namespace.directory_digest, keys)
+        on_disk = on_disk or [0] * len(keys)
         remote: Sequence[Sequence[Entry]] = [[] for _ in keys]
         if self.cluster.directory is not None:
             remote = await self.remote.locate(namespace, keys)
         tier_names = {number: name for name, number in TIERS.items()}
         found = []
-        for key, mask, entries in zip(keys, masks, remote, strict=True):
+        for key, mask, below, entries in zip(keys, masks, on_disk, remote, strict=True):
             replicas = [
                 {
                     "node": self.cluster.living[entry.incarnation].record.node,
@@ -644,8 +767,10 @@ class Server:
                 }
                 for entry in entries
             ]
+            here = {"node": self.config.node, "incarnation": self.cluster.incarnation}
+            if below:
+                replicas.insert(0, {**here, "tier": "ssd", "parts": below.bit_count()})
             if mask:
-                here = {"node": self.config.node, "incarnation": self.cluster.incarnation}
                 replicas.insert(0, {**here, "tier": "dram", "parts": mask.bit_count()})
             if replicas:
                 found.append(
@@ -678,10 +803,11 @@ class Server:
         with _asking_others():
             return wire.Done(await self.cluster.clear(holder.tenant, m.digest, fence=m.fence))
 
-    async def _set_copies(self, holder: Holder, m: wire.Copies) -> wire.Done:
+    async def _configure(self, holder: Holder, m: wire.Configure) -> wire.Done:
         self._check_operator(holder)
+        change = parse_change(m)
         with _asking_others():
-            await self.cluster.set_copies(holder.tenant, m.digest, m.copies)
+            await self.cluster.configure(holder.tenant, m.digest, change)
         return wire.Done()
 
     def _check_operator(self, holder: Holder) -> None:

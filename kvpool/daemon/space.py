@@ -37,6 +37,7 @@ class Origin(NamedTuple):
     secondary: bool = False
     hops: int = 0
     copies: int = 0
+    depths: Sequence[int] = ()
 
 
 OWN = Origin()
@@ -100,19 +101,35 @@ class Space:
         """New blocks into their table. Built by C loops: this runs for all that is ever put."""
         sums = split_keys(checksums)
         ticks = repeat(tick)
-        new = list(map(Block, repeat(table), keys, rows, sums, parents, ticks, ticks))
+        depths = origin.depths or self._depths(table, keys, parents)
+        new = list(map(Block, repeat(table), keys, rows, sums, parents, depths, ticks, ticks))
         table.blocks.update(zip(keys, new, strict=True))
         by_row = slot_class.by_row
         for row, block in zip(rows, new, strict=True):
             by_row[row] = block
-        if origin is OWN:
+        if origin[:3] == OWN[:3]:
             slot_class.policy.insert(new)
         else:
             for block in new:
-                block.secondary, block.hops, block.copies = origin
+                block.secondary, block.hops, block.copies = origin[:3]
             slot_class.insert(new)
         self._refresh_ancestors(slot_class, new)
         self._tell(table.namespace, keys)
+
+    @staticmethod
+    def _depths(table: PartTable, keys: Sequence[bytes], parents: Sequence[bytes]) -> Iterable[int]:
+        """How many blocks come before each in its chain, as far as they are here."""
+        known = table.blocks.get
+        before = known(parents[0])
+        first = 0 if before is None else before.depth + 1
+        # Mostly a batch is one chain, which Python sees quickly: these are the same objects.
+        if len(keys) == 1 or tuple(parents[1:]) == tuple(keys[:-1]):
+            return range(first, first + len(keys))
+        depths: dict[bytes, int] = {}
+        for key, parent in zip(keys, parents, strict=True):
+            before = known(parent)
+            depths[key] = depths.get(parent, -1 if before is None else before.depth) + 1
+        return depths.values()
 
     def _tell(self, namespace: NamespaceState, keys: Sequence[bytes]) -> None:
         """What is here of these blocks has changed."""
@@ -198,22 +215,24 @@ class Space:
         """Up to n rows, reclaiming as many as are missing."""
         allocator = tenant.allocator
         stride = table.stride
-        slot_class = tenant.classes.get(stride)
-        if slot_class is None:
-            slot_class = SlotClass(stride, self._make_policy(allocator.capacity(stride)))
-            tenant.classes[stride] = slot_class
-            self._classes.append(slot_class)
+        slot_class = self._class_of(tenant, stride)
         rows = allocator.alloc(stride, n)
         # Of other sizes, very many may have to go before a slab is free: the rest is done beside the puts.
         self._garbage_left = GARBAGE_PER_PUT + 4 * n
         while len(rows) < n and self._reclaim(tenant, slot_class, n - len(rows)):
             rows += allocator.alloc(stride, n - len(rows))
-        by_row = slot_class.by_row
         if rows:
-            highest = max(rows)
-            if highest >= len(by_row):
-                by_row.extend([None] * (highest + 1 - len(by_row)))
+            slot_class.reach(max(rows))
         return rows
+
+    def _class_of(self, tenant: Tenant, stride: int) -> SlotClass:
+        """The tenant's slots of this stride; made if there are none yet."""
+        slot_class = tenant.classes.get(stride)
+        if slot_class is None:
+            policy = self._make_policy(tenant.allocator.capacity(stride))
+            slot_class = tenant.classes[stride] = SlotClass(stride, policy)
+            self._classes.append(slot_class)
+        return slot_class
 
     def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int) -> bool:
         """Make room for up to n slots of the class, at least one; False when nothing can go.

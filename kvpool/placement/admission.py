@@ -8,7 +8,13 @@ import hmac
 import msgspec
 
 from kvpool.errors import ConfigError, NamespaceMismatch
-from kvpool.placement.records import FORMAT_VERSION, ClusterConfig, NamespaceEntry, NodeRecord
+from kvpool.placement.records import (
+    FORMAT_VERSION,
+    ClusterConfig,
+    NamespaceEntry,
+    NodeRecord,
+    SettingsChange,
+)
 
 
 def secret_proof(secret: bytes, cluster: str) -> str:
@@ -75,3 +81,8 @@ def bumped(entry: NamespaceEntry, expected: int, *, fence: bool) -> NamespaceEnt
     if not fence:
         return msgspec.structs.replace(entry, epoch=epoch)
     return msgspec.structs.replace(entry, epoch=epoch, fence=epoch, generation=entry.generation + 1)
+
+
+def configured(entry: NamespaceEntry, change: SettingsChange) -> NamespaceEntry:
+    """With the settings after a change."""
+    return msgspec.structs.replace(entry, settings=change.apply(entry.settings))

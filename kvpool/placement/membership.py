@@ -19,7 +19,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from kvpool.placement.records import NamespaceEntry, NodeRecord, View
+from kvpool.placement.records import NamespaceEntry, NodeRecord, SettingsChange, View
 
 
 class Standing(Enum):
@@ -81,7 +81,7 @@ class Membership(Protocol):
     def standing(self, now: float) -> Standing: ...
 
     async def register(self, entry: NamespaceEntry) -> NamespaceEntry:
-        """Make a namespace known, if it is not, and return what the cluster has: its epoch and copies.
+        """Make a namespace known, if it is not, and return what the cluster has: its epoch and settings.
 
         Raises `NamespaceMismatch` when it is known with other parts, and `Unavailable`.
         """
@@ -95,8 +95,11 @@ class Membership(Protocol):
         epochs must open the namespace again. Raises `InvalidRequest` if it is not known, and `Unavailable`.
         """
 
-    async def set_replicas(self, tenant: str, digest: str, replicas: int) -> NamespaceEntry:
-        """Change the copies wanted of a namespace's blocks. Raises as `bump_epoch`."""
+    async def configure(self, tenant: str, digest: str, change: SettingsChange) -> NamespaceEntry:
+        """Change settings of a namespace; what holds afterwards. Raises as `bump_epoch`.
+
+        Of two changes at a time both are made where they do not concern the same setting.
+        """
 
     async def set_drain(self, node: str, wanted: bool) -> None:
         """An operator wants a node drained, or no longer. Raises `Unavailable`."""

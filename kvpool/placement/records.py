@@ -16,11 +16,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvpool.errors import ProtocolError
+from kvpool.config import WRITE_MODES
+from kvpool.errors import InvalidRequest, ProtocolError
 
 FORMAT_VERSION = 1  # of everything that is kept in etcd and Redis
 RECORD_BYTES_MAX = 256 << 10
 INCARNATION_BYTES = 8
+TTL_S_MAX = 10 * 365 * 86_400.0
+SSD_CODECS = ("blosc2",)
 
 
 class NodeState(StrEnum):
@@ -87,6 +90,85 @@ class NodeRecord(msgspec.Struct, frozen=True):
         return tuple(transport.url for transport in self.transports)
 
 
+class NamespaceSettings(msgspec.Struct, frozen=True):
+    """How a namespace's blocks are kept. None of it changes what is read, only whether it is found.
+
+    replicas: copies wanted of each block, on as many nodes.
+    write: when blocks are written to SSD, one of `WRITE_MODES`; empty: as each node does by default.
+    ttl_s: a block that was not used for so long on a node is not found there any more; 0: never.
+    ssd_codec: what makes blocks smaller on SSD, one of `SSD_CODECS`; empty: nothing.
+    """
+
+    replicas: int = 1
+    write: str = ""
+    ttl_s: float = 0.0
+    ssd_codec: str = ""
+
+    def known_here(self, replicas_max: int) -> NamespaceSettings:
+        """What a node makes of the cluster's word: copies within its limits, and the rest.
+
+        What only a newer version knows is as if nobody had asked for it: an epoch must not be missed
+        since a record beside it cannot be followed.
+        """
+        return NamespaceSettings(
+            replicas=max(1, min(self.replicas, replicas_max)),
+            write=self.write if self.write in WRITE_MODES else "",
+            ttl_s=max(0.0, self.ttl_s),
+            ssd_codec=self.ssd_codec if self.ssd_codec in SSD_CODECS else "",
+        )
+
+    def filled(self, wanted: NamespaceSettings) -> NamespaceSettings:
+        """With what is wanted where nothing was asked for so far, and the larger number of copies."""
+        return NamespaceSettings(
+            replicas=max(self.replicas, wanted.replicas),
+            write=self.write or wanted.write,
+            ttl_s=self.ttl_s or wanted.ttl_s,
+            ssd_codec=self.ssd_codec or wanted.ssd_codec,
+        )
+
+
+DEFAULT_SETTINGS = NamespaceSettings()
+
+
+class SettingsChange(msgspec.Struct, frozen=True):
+    """Which settings of a namespace are to become what: see `NamespaceSettings`. None: as it is."""
+
+    replicas: int | None = None
+    write: str | None = None
+    ttl_s: float | None = None
+    ssd_codec: str | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self == SettingsChange()
+
+    def apply(self, settings: NamespaceSettings) -> NamespaceSettings:
+        """The settings after the change."""
+        changed = {
+            name: value for name, value in msgspec.structs.asdict(self).items() if value is not None
+        }
+        return msgspec.structs.replace(settings, **changed)
+
+    def checked(self) -> SettingsChange:
+        """The same. Raises `InvalidRequest` for what no namespace can have; a node's limits are its own."""
+        if self.replicas is not None and self.replicas < 1:
+            raise InvalidRequest(f"{self.replicas} copies: at least 1 is kept of a block")
+        if self.write and self.write not in WRITE_MODES:
+            raise InvalidRequest(
+                f"write {self.write!r}: blocks are written to SSD {', '.join(WRITE_MODES)}; or empty, "
+                f"as each node does by default"
+            )
+        if self.ttl_s is not None and not 0 <= self.ttl_s <= TTL_S_MAX:  # false for NaN, too
+            raise InvalidRequest(
+                f"ttl_s {self.ttl_s:g}: from 0, which is for ever, to {TTL_S_MAX:.0f} seconds"
+            )
+        if self.ssd_codec and self.ssd_codec not in SSD_CODECS:
+            raise InvalidRequest(
+                f"ssd_codec {self.ssd_codec!r}: {', '.join(SSD_CODECS)}; or empty for none"
+            )
+        return self
+
+
 class NamespaceEntry(msgspec.Struct, frozen=True):
     """What the cluster has agreed on about one namespace.
 
@@ -95,7 +177,7 @@ class NamespaceEntry(msgspec.Struct, frozen=True):
     epoch: bumped by every reset. fence: clients that opened the namespace at an epoch below it must
         open it again, since their weights may be old; others go on in the new epoch. generation: how many
         fences there have been: one for each change of weights.
-    replicas: copies wanted of each block.
+    settings: of the first node that registered it, and since then of whoever changed them last.
     """
 
     tenant: str
@@ -105,7 +187,7 @@ class NamespaceEntry(msgspec.Struct, frozen=True):
     epoch: int = 0
     fence: int = 0
     generation: int = 0
-    replicas: int = 1
+    settings: NamespaceSettings = DEFAULT_SETTINGS
 
 
 class ClusterConfig(msgspec.Struct, frozen=True):

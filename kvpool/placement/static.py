@@ -22,6 +22,7 @@ from kvpool.placement.admission import (
     bumped,
     check_config,
     check_parts,
+    configured,
     incarnation_taken,
     name_taken,
     same_address,
@@ -33,6 +34,7 @@ from kvpool.placement.records import (
     ClusterConfig,
     NamespaceEntry,
     NodeRecord,
+    SettingsChange,
     View,
 )
 
@@ -329,10 +331,8 @@ class StaticMembership:
 
         return await self._change(tenant, digest, change)
 
-    async def set_replicas(self, tenant: str, digest: str, replicas: int) -> NamespaceEntry:
-        return await self._change(
-            tenant, digest, lambda entry: msgspec.structs.replace(entry, replicas=replicas)
-        )
+    async def configure(self, tenant: str, digest: str, change: SettingsChange) -> NamespaceEntry:
+        return await self._change(tenant, digest, lambda entry: configured(entry, change))
 
     async def _change(
         self, tenant: str, digest: str, change: Callable[[NamespaceEntry], NamespaceEntry]

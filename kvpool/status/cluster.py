@@ -15,6 +15,7 @@ from kvpool.status.text import (
     facts,
     make_console,
     make_table,
+    period_text,
     size_text,
     used_text,
 )
@@ -230,7 +231,7 @@ def namespace_rows(
                 "parts": [[nbytes] for nbytes in one["part_bytes"]],
                 "epoch": one["epoch"],
                 "fence": 0,
-                "replicas": one["replicas"],
+                "settings": one["settings"],
                 "agreed": False,
                 **_held(one),
             }
@@ -248,6 +249,16 @@ def _held(one: Mapping[str, Any] | None) -> dict[str, int]:
     }
 
 
+_SETTINGS = {"write": "to SSD", "ttl_s": ">unused for", "ssd_codec": "SSD codec"}
+"""Columns that are shown where a namespace has the setting."""
+
+
+def _setting_text(value: str | float) -> str:
+    if isinstance(value, str):
+        return value
+    return period_text(value) if value else ""
+
+
 def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
     """Print what `namespace_rows` gives."""
     console = console or make_console()
@@ -255,7 +266,9 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         console.print("no engine has opened a namespace yet")
         return
     several = len({row["tenant"] for row in rows}) > 1
-    columns = ["digest", "fields", ">epoch", ">copies", ">a block", ">blocks", ">bytes"]
+    chosen = [name for name in _SETTINGS if any(row["settings"][name] for row in rows)]
+    columns = ["digest", "fields", ">epoch", ">copies", *map(_SETTINGS.__getitem__, chosen)]
+    columns += [">a block", ">blocks", ">bytes"]
     table = make_table("", *(["tenant"] if several else []), *columns)
     for row in rows:
         hidden = row["blocks"] is None
@@ -263,7 +276,8 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
             row["digest"][:DIGEST_SHOWN],
             escape(", ".join(facts(row["fields"]))),
             str(row["epoch"]) if row["agreed"] else Text(f"{row['epoch']}?", style="yellow"),
-            str(row["replicas"]),
+            str(row["settings"]["replicas"]),
+            *(_setting_text(row["settings"][name]) for name in chosen),
             size_text(sum(part[0] for part in row["parts"])),
             "" if hidden else f"{row['blocks']:,}",
             "" if hidden else size_text(row["bytes"]),

@@ -1,4 +1,4 @@
-"""What operators type for a namespace or a block."""
+"""What operators type for a namespace, a block or a time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ PREFIX_MIN = 4
 SHOWN_MAX = 5  # candidates that an error lists
 
 _HEX = re.compile(r"[0-9a-f]+")
+_PERIOD = re.compile(r"(\d+(?:\.\d+)?)([smhd])", re.ASCII)
+_PERIOD_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def block_key(text: str) -> bytes:
@@ -23,6 +25,15 @@ def block_key(text: str) -> bytes:
             f"{text!r} is no block key: {2 * KEY_BYTES} hex digits, as `locate --json` shows them"
         )
     return bytes.fromhex(text)
+
+
+def period(text: str) -> float:
+    """Seconds, from 30s, 15m, 12h, 7d, or 0. Raises `InvalidRequest`."""
+    if text == "0":
+        return 0.0
+    if not (match := _PERIOD.fullmatch(text)):
+        raise InvalidRequest(f"{text!r} is no time: write 30s, 15m, 12h or 7d; or 0 for no end")
+    return float(match[1]) * _PERIOD_S[match[2]]
 
 
 def known_digests(

@@ -86,6 +86,14 @@ def _in_unit(nbytes: float, unit: int) -> str:
     return f"{value:.{digits}f}"
 
 
+def period_text(seconds: float) -> str:
+    """A time as operators type it, in the largest unit of which it is a whole number: 36h."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds and seconds % length == 0:
+            return f"{seconds // length:.0f}{unit}"
+    return f"{seconds:.15g}s"
+
+
 def duration(seconds: float) -> str:
     """A time for people, in its two largest units."""
     left = int(seconds)

@@ -24,8 +24,10 @@ from kvpool.placement.membership import Membership, Standing
 from kvpool.placement.records import (
     DrainProgress,
     NamespaceEntry,
+    NamespaceSettings,
     NodeRecord,
     NodeState,
+    SettingsChange,
     TierRecord,
     TransportRecord,
     new_incarnation,
@@ -287,7 +289,8 @@ class MembershipContract:
                 wanted = entry(fields="x" * (64 << 10))
                 assert await a.register(wanted) == wanted
                 assert a.view.namespaces == {("t", wanted.digest): wanted}
-                assert await b.register(msgspec.structs.replace(wanted, replicas=9)) == wanted
+                other_wish = msgspec.structs.replace(wanted, settings=NamespaceSettings(replicas=9))
+                assert await b.register(other_wish) == wanted
                 await until(lambda: b.view.namespaces == {("t", wanted.digest): wanted})
                 with pytest.raises(NamespaceMismatch):
                     await b.register(entry(parts=((1, "full", 0, 1),)))
@@ -304,13 +307,17 @@ class MembershipContract:
                 assert again == bumped, "the epoch was not the expected one"
                 fenced = await a.bump_epoch("t", wanted.digest, 1, fence=True)
                 assert (fenced.epoch, fenced.fence, fenced.generation) == (2, 2, 1)
-                copies = await b.set_replicas("t", wanted.digest, 3)
-                assert copies == msgspec.structs.replace(fenced, replicas=3)
-                await until(lambda: a.view.namespaces.get(("t", wanted.digest)) == copies)
+                changes = SettingsChange(replicas=3, ttl_s=60.0), SettingsChange(write="none")
+                for change in changes:
+                    last = await b.configure("t", wanted.digest, change)
+                kept = NamespaceSettings(replicas=3, write="none", ttl_s=60.0)
+                assert last == msgspec.structs.replace(fenced, settings=kept)
+                await until(lambda: a.view.namespaces.get(("t", wanted.digest)) == last)
+                assert await b.configure("t", wanted.digest, SettingsChange()) == last
                 with pytest.raises(InvalidRequest):
                     await a.bump_epoch("t", "ff" * 16, 0, fence=False)
                 with pytest.raises(InvalidRequest):
-                    await a.set_replicas("nobody", wanted.digest, 2)
+                    await a.configure("nobody", wanted.digest, SettingsChange(replicas=2))
 
         self.run(main())
 
@@ -320,10 +327,14 @@ class MembershipContract:
                 wanted = entry()
                 await members[0].register(wanted)
                 calls = [m.bump_epoch("t", wanted.digest, 0, fence=True) for m in members * 3]
-                calls += [m.set_replicas("t", wanted.digest, 2) for m in members]
+                for change in (SettingsChange(replicas=2), SettingsChange(ssd_codec="blosc2")):
+                    calls += [m.configure("t", wanted.digest, change) for m in members]
                 for found in (await asyncio.gather(*calls))[:9]:
                     assert found.epoch == 1
-                last = msgspec.structs.replace(wanted, epoch=1, fence=1, generation=1, replicas=2)
+                both = NamespaceSettings(replicas=2, ssd_codec="blosc2")
+                last = msgspec.structs.replace(
+                    wanted, epoch=1, fence=1, generation=1, settings=both
+                )
                 for member in members:
                     where = ("t", wanted.digest)
                     await until(lambda m=member, w=where: m.view.namespaces.get(w) == last)  # type: ignore[misc]
@@ -407,7 +418,7 @@ class MembershipContract:
                 refused = await asyncio.gather(
                     a.set_drain("b", wanted=True),
                     b.bump_epoch("t", known.digest, 0, fence=False),
-                    b.set_replicas("t", known.digest, 2),
+                    b.configure("t", known.digest, SettingsChange(replicas=2)),
                     a.update(msgspec.structs.replace(first, version="2")),
                     a.register(entry("11" * 16)),
                     return_exceptions=True,
@@ -469,7 +480,7 @@ class Model:
 
     async def step(self) -> None:
         commands = [self._join, self._update, self._leave, self._drain]
-        await self._rng.choice([*commands, self._register, self._bump, self._copies])()
+        await self._rng.choice([*commands, self._register, self._bump, self._configure])()
 
     def _any(self) -> tuple[str, Membership]:
         return self._rng.choice(list(self._members.items()))
@@ -524,10 +535,15 @@ class Model:
             )
         assert await member.bump_epoch(*key, expected, fence=fence) == self.spaces[key]
 
-    async def _copies(self) -> None:
+    async def _configure(self) -> None:
         _, member = self._any()
         if not self.spaces:
             return
         key, old = self._rng.choice(list(self.spaces.items()))
-        self.spaces[key] = msgspec.structs.replace(old, replicas=self._rng.randrange(1, 4))
-        assert await member.set_replicas(*key, self.spaces[key].replicas) == self.spaces[key]
+        name, value = self._rng.choice(
+            [("replicas", 2), ("replicas", 3), ("write", "back"), ("ttl_s", 9.5), ("ssd_codec", "")]
+        )
+        kept = msgspec.structs.replace(old.settings, **{name: value})
+        self.spaces[key] = msgspec.structs.replace(old, settings=kept)
+        change = msgspec.convert({name: value}, SettingsChange)
+        assert await member.configure(*key, change) == self.spaces[key]

@@ -8,6 +8,9 @@ from __future__ import annotations
 from array import array
 from mmap import mmap
 
+import numpy as np
+import numpy.typing as npt
+
 from kvpool.errors import InvalidRequest
 from kvpool.wire import NO_ROW
 
@@ -47,6 +50,14 @@ class Memory:
             return b"\x01" * len(numbers), rows
         present = bytes([number != NO_ROW for number in numbers])
         return present, array("I", [n for n in numbers if n != NO_ROW]).tobytes()
+
+    def table(self, segment: int, stride: int) -> npt.NDArray[np.uint8]:
+        """All rows of one stride, as an array [rows, stride]. Raises `InvalidRequest` if there is none such."""
+        view = self._views.get(segment)
+        if view is None or not 0 < stride <= len(view):
+            raise InvalidRequest(f"there is no segment {segment} with rows of {stride} bytes here")
+        count = len(view) // stride
+        return np.frombuffer(view, dtype=np.uint8, count=count * stride).reshape(count, stride)
 
     def blocks(self, segment: int, stride: int, nbytes: int, rows: bytes) -> list[memoryview]:
         """One view a row, in order."""

@@ -259,7 +259,7 @@ def test_copies_are_made(cluster, at_a, at_b, kvpool, until):
     a = cluster.node("a")
     put(at_a, range(3))
     at_b.open(RECORD)
-    done = kvpool(a, "copies", DIGEST[:6], "2")
+    done = kvpool(a, "configure", DIGEST[:6], "--copies", "2", "--ttl", "1h")
     assert (done.status, done.err) == (0, "")
 
     def holders() -> list[set[str]]:
@@ -268,7 +268,7 @@ def test_copies_are_made(cluster, at_a, at_b, kvpool, until):
 
     until(lambda: holders() == [{"a", "b"}] * 3, 30, what="two copies of each")
     (row,) = kvpool.json(a, "namespaces")
-    assert row["replicas"] == 2
+    assert (row["settings"]["replicas"], row["settings"]["ttl_s"]) == (2, 3600.0)
 
 
 def test_errors_are_a_line_that_names_the_remedy(start_cluster, kvpool):
@@ -278,7 +278,8 @@ def test_errors_are_a_line_that_names_the_remedy(start_cluster, kvpool):
         for words, hint in (
             (("reset", "beef"), "no namespace of this tenant begins with beef"),
             (("reset", ABSENT), "`kvpool namespaces` shows"),
-            (("copies", DIGEST[:4], "1000"), "copies_max"),
+            (("configure", DIGEST[:4], "--copies", "1000"), "copies_max"),
+            (("configure", DIGEST[:4], "--write", "later"), "back, through, none"),
             (("locate", "abc"), "32 hex digits"),
             (("drain", "nobody"), "`kvpool nodes` shows them"),
             (("status", "--tenant", "nobody"), "check tenant and token"),

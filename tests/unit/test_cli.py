@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from kvpool import __version__, cli
 from kvpool.client import Client
-from kvpool.config import SETTINGS
+from kvpool.config import SETTINGS, DiskConfig
 from kvpool.daemon.blocks import Counters
 from kvpool.errors import (
     ClusterUnavailable,
@@ -34,9 +34,9 @@ from kvpool.status.cluster import (
     show_replicas,
 )
 from kvpool.status.drain import PATIENCE_S, Ended, Lines, carry_out, follow, verdict
-from kvpool.status.naming import block_key, full_digest, known_digests
+from kvpool.status.naming import block_key, full_digest, known_digests, period
 from kvpool.status.node import _COUNTERS, show
-from kvpool.status.text import duration, size_text, used_text
+from kvpool.status.text import duration, period_text, size_text, used_text
 
 DIRECTORY = {
     "connected": True,
@@ -46,6 +46,8 @@ DIRECTORY = {
     "announced": 1400,
     "failures": 0,
 }
+
+DEFAULTS = {"replicas": 1, "write": "", "ttl_s": 0.0, "ssd_codec": ""}
 
 STATS = {
     "node": "host-7",
@@ -88,7 +90,7 @@ STATS = {
                 "0123456789abcdef0123456789abcdef": {
                     "fields": {"model": "llama [8b]", "tp_size": 2, "dtype": "bf16", "seed": "0"},
                     "epoch": 2,
-                    "replicas": 1,
+                    "settings": DEFAULTS,
                     "blocks": [700, 700],
                     "part_bytes": [1 << 20, 1 << 20],
                 }
@@ -319,6 +321,40 @@ def test_times_for_people(seconds, text):
 
 
 @pytest.mark.parametrize(
+    ("typed", "seconds", "text"),
+    [
+        ("0", 0, "0s"),
+        ("30s", 30, "30s"),
+        ("15m", 900, "15m"),
+        ("12h", 43_200, "12h"),
+        ("7d", 604_800, "7d"),
+        ("36h", 129_600, "36h"),
+        ("90s", 90, "90s"),
+        ("1.5h", 5_400, "90m"),
+        ("0.25s", 0.25, "0.25s"),
+        ("3600s", 3_600, "1h"),
+    ],
+)
+def test_times_that_operators_type(typed, seconds, text):
+    assert period(typed) == seconds
+    assert period_text(seconds) == text
+
+
+@given(st.integers(1, 10**6), st.sampled_from("smhd"))
+def test_a_time_is_shown_as_it_can_be_typed(number, unit):
+    seconds = period(f"{number}{unit}")
+    assert period(period_text(seconds)) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "h", "-1h", "1 h", "1w", "1e3s", "1h30m", "nan", "\u0661s"]
+)
+def test_what_is_no_time(text):
+    with pytest.raises(InvalidRequest, match="is no time"):
+        period(text)
+
+
+@pytest.mark.parametrize(
     ("used", "capacity", "text"),
     [
         (0, 64 << 30, "0/64 GiB"),
@@ -367,7 +403,7 @@ ENTRY = {
     "parts": [[1 << 20, "full", 0, 1], [1 << 20, "full", 0, 1]],
     "epoch": 2,
     "fence": 0,
-    "replicas": 3,
+    "settings": DEFAULTS | {"replicas": 3},
 }
 CLUSTER = {
     "cluster": "prod",
@@ -494,7 +530,7 @@ def test_namespaces_of_the_cluster_and_of_this_node():
         other: {
             "fields": {"model": "new"},
             "epoch": 0,
-            "replicas": 1,
+            "settings": DEFAULTS,
             "blocks": [9],
             "part_bytes": [1024],
         }
@@ -518,6 +554,22 @@ def test_namespaces_of_the_cluster_and_of_this_node():
     assert "?: not agreed with the cluster yet" in text
     assert f"fenced at this epoch: {'d' * 12}. " in text
     assert "format_version" not in text
+    assert "SSD" not in text
+
+
+def test_settings_are_shown_where_a_namespace_has_them():
+    kept = DEFAULTS | {"write": "through", "ttl_s": 43_200.0}
+    rows = namespace_rows(CLUSTER | {"namespaces": [ENTRY | {"settings": kept}]}, STATS, "red")
+    other = rows[0] | {"digest": "f" * 32, "settings": DEFAULTS}
+    text = printed(show_namespaces, [*rows, other], width=200)
+    assert line_with(text, "digest").split()[3:8] == ["copies", "to", "SSD", "unused", "for"]
+    assert line_with(text, DIGEST[:12]).split()[-8:-5] == ["1", "through", "12h"]
+    assert line_with(text, "f" * 12).split()[-6:-5] == ["1"]
+    coded = rows[0] | {"settings": DEFAULTS | {"ssd_codec": "blosc2"}}
+    text = printed(show_namespaces, [coded], width=200)
+    assert "SSD codec" in text
+    assert "to SSD" not in text
+    assert line_with(text, DIGEST[:12]).split()[-7:-5] == ["1", "blosc2"]
 
 
 def test_no_namespaces():
@@ -781,7 +833,7 @@ def test_version():
     assert CliRunner().invoke(cli.app, ["version"]).output == f"{__version__}\n"
 
 
-COMMANDS = ("serve", "status", "nodes", "locate", "drain", "namespaces", "reset", "copies")
+COMMANDS = ("serve", "status", "nodes", "locate", "drain", "namespaces", "reset", "configure")
 
 
 def test_help_names_the_commands():
@@ -940,19 +992,51 @@ def test_reset(daemon):
     assert daemon.clear.call_count == 2
 
 
-def test_copies(daemon):
-    done = run("copies", "0123", "2")
-    assert (done.status, "2 copies are wanted" in done.out) == (0, True)
-    daemon.set_copies.assert_called_once_with(bytes.fromhex(DIGEST), 2)
-    assert "1 copy is wanted" in run("copies", "0123", "1").out
-    assert run("copies", "0123", "0").status == 2
-    assert run("copies", "0123", "many").status == 2
+NOTHING = {"copies": None, "write": None, "ttl_s": None, "ssd_codec": None}
 
 
-@pytest.mark.parametrize("words", [("reset", "0123"), ("copies", "0123", "2"), ("drain", "host-2")])
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("--copies 2", {"copies": 2}),
+        ("--write through", {"write": "through"}),
+        ("--write none", {"write": "none"}),
+        ("--write default", {"write": ""}),
+        ("--ttl 12h", {"ttl_s": 43_200.0}),
+        ("--ttl 0", {"ttl_s": 0.0}),
+        ("--ssd-codec blosc2", {"ssd_codec": "blosc2"}),
+        ("--ssd-codec none", {"ssd_codec": ""}),
+        ("--ttl 7d --copies 1", {"ttl_s": 604_800.0, "copies": 1}),
+    ],
+)
+def test_configure(daemon, words, change):
+    done = run("configure", "0123", *words.split())
+    assert (done.status, done.err) == (0, "")
+    assert f"namespace {DIGEST} of tenant red are changed" in done.out
+    assert ("make copies" in done.out) == ("--copies 2" in words)
+    daemon.configure.assert_called_once_with(bytes.fromhex(DIGEST), **NOTHING | change)
+
+
+def test_configure_refuses_what_makes_no_sense_before_it_asks(daemon):
+    for words, status in (
+        ("--copies 0", 2),
+        ("--copies many", 2),
+        ("", 1),
+        ("--ttl 5", 1),
+        ("--ttl forever", 1),
+    ):
+        done = run("configure", "0123", *words.split())
+        assert done.status == status, words
+        assert status == 2 or isinstance(done.error, InvalidRequest)
+    daemon.configure.assert_not_called()
+
+
+@pytest.mark.parametrize(
+    "words", [("reset", "0123"), ("configure", "0123", "--copies", "2"), ("drain", "host-2")]
+)
 @pytest.mark.parametrize("kind", [Unavailable, ClusterUnavailable])
 def test_a_change_without_an_answer_is_in_doubt(daemon, words, kind):
-    for change in (daemon.clear, daemon.set_copies, daemon.drain):
+    for change in (daemon.clear, daemon.configure, daemon.drain):
         change.side_effect = kind("etcd did not answer")
     error = run(*words).error
     assert type(error) is kind
@@ -1077,6 +1161,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         " --directory rediss://r:1 --directory-ca /4 --directory-cert /5 --directory-key /6"
         " --label zone=a --label rack=7 --no-forward --member-ttl-s 9 --directory-timeout-s 0.25"
         " --copies-max 4 --copy-bandwidth 1MiB --socket-mode 660 --peers-max 5 --lease-s-max 6"
+        " --ssd /e=8MiB --ssd /f=1GiB --ssd-write none --ssd-bytes-per-day 1TiB --ssd-flush-s 3"
     )
     result = CliRunner().invoke(cli.app, args.split())
     assert result.exit_code == 0, result.output
@@ -1093,6 +1178,8 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert (config.forward, config.copies_max, config.copy_bandwidth) == (False, 4, 1 << 20)
     assert (config.member_ttl_s, config.directory_timeout_s, config.lease_s_max) == (9, 0.25, 6)
     assert (config.socket_mode, config.clients_max, config.peers_max) == (0o660, 3, 5)
+    assert config.ssd == (DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30))
+    assert (config.ssd_write, config.ssd_bytes_per_day, config.ssd_flush_s) == ("none", 1 << 40, 3)
     secrets = {"cluster_secret", "join_password", "directory_password", "operator_token"}
     given = {word[2:].replace("-", "_") for word in args.split() if word.startswith("--")}
     given = given - {"config", "peer", "label", "no_forward"} | {"peers", "labels", "forward"}

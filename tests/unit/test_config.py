@@ -13,6 +13,7 @@ from kvpool.config import (
     SETTINGS,
     SOCKET_PATH_MAX,
     DaemonConfig,
+    DiskConfig,
     TenantConfig,
     default_socket_path,
     load,
@@ -99,6 +100,10 @@ copies_max = 3
 copy_bandwidth = "1MiB"
 forward = false
 operator_token = "ot"
+ssd = ["/e=8MiB", "/f=1GiB"]
+ssd_write = "through"
+ssd_bytes_per_day = "1TiB"
+ssd_flush_s = 3
 movers = 2
 data_dir = "/d"
 node = "n"
@@ -140,6 +145,10 @@ memory = "50%"
         forward=False,
         operator_token="ot",
         tenants=(TenantConfig("red", 4096, "t"), TenantConfig("default", 0.5)),
+        ssd=(DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30)),
+        ssd_write="through",
+        ssd_bytes_per_day=1 << 40,
+        ssd_flush_s=3.0,
         movers=2,
         data_dir="/d",
         node="n",
@@ -181,6 +190,10 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
         "copy_bandwidth": "64k",
         "forward": "false",
         "operator_token": "ot",
+        "ssd": "/e=8MiB, /f=1GiB",
+        "ssd_write": "none",
+        "ssd_bytes_per_day": "0",
+        "ssd_flush_s": "0",
         "movers": "2",
         "data_dir": "/d",
         "node": "n",
@@ -195,6 +208,8 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
     assert config.listen == ("tcp://a:1", "tcp://b:2")
     assert config.advertise == ("tcp://c:1", "tcp://c:2")
     assert config.peers == ()
+    assert config.ssd == (DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30))
+    assert (config.ssd_bytes_per_day, config.ssd_flush_s) == (0, 0.0)
     assert config.labels == {"zone": "a", "rack": "7"}
     assert config.copy_bandwidth == 64 << 10
     assert config.forward is False

@@ -18,8 +18,20 @@ MESSAGES = [
     for one in vars(wire).values()
     if isinstance(one, type) and issubclass(one, wire.Message) and one.__struct_config__.tag
 ]
-DECODERS = [wire.decode_client, wire.decode_daemon, wire.decode_peer, wire.decode_mover]
-UNIONS = [wire.ClientMessage, wire.DaemonMessage, wire.PeerMessage, wire.MoverMessage]
+DECODERS = [
+    wire.decode_client,
+    wire.decode_daemon,
+    wire.decode_peer,
+    wire.decode_mover,
+    wire.decode_disk,
+]
+UNIONS = [
+    wire.ClientMessage,
+    wire.DaemonMessage,
+    wire.PeerMessage,
+    wire.MoverMessage,
+    wire.DiskMessage,
+]
 
 
 def test_each_message_has_a_number_of_its_own():
@@ -54,8 +66,9 @@ def drawn(field_type: object) -> st.SearchStrategy:
         return st.floats(allow_nan=False)
     if field_type is bool:
         return st.booleans()
-    if field_type == str | None:
-        return st.none() | st.text(max_size=5)
+    if isinstance(field_type, types.UnionType) and types.NoneType in field_type.__args__:
+        (some,) = set(field_type.__args__) - {types.NoneType}
+        return st.none() | drawn(some)
     if isinstance(field_type, type) and issubclass(field_type, msgspec.Struct):
         return structs(field_type)
     if isinstance(field_type, types.UnionType):

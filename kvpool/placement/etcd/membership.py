@@ -27,6 +27,7 @@ from kvpool.placement.admission import (
     bumped,
     check_config,
     check_parts,
+    configured,
     incarnation_taken,
     name_taken,
     same_address,
@@ -54,6 +55,7 @@ from kvpool.placement.records import (
     NamespaceEntry,
     NodeRecord,
     NodeState,
+    SettingsChange,
     View,
     decode_record,
     encode_record,
@@ -509,11 +511,11 @@ class EtcdMembership:
 
         return await self._change(tenant, digest, change, "beginning a new epoch")
 
-    async def set_replicas(self, tenant: str, digest: str, replicas: int) -> NamespaceEntry:
-        def change(entry: NamespaceEntry) -> NamespaceEntry:
-            return msgspec.structs.replace(entry, replicas=replicas)
+    async def configure(self, tenant: str, digest: str, change: SettingsChange) -> NamespaceEntry:
+        def apply(entry: NamespaceEntry) -> NamespaceEntry:
+            return configured(entry, change)
 
-        return await self._change(tenant, digest, change, "changing the copies wanted")
+        return await self._change(tenant, digest, apply, "changing settings")
 
     async def _change(
         self,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 EXPECTED = (PoolFull, LimitExceeded, StaleEpoch, Unavailable, ClusterUnavailable)
 ANSWER_S = 0.3  # beyond what a request may wait for
-OTHERS_S = 3.0  # for requests that ask the membership
+OTHERS_S = 3.0  # for requests that ask the membership, or the indexes of disks
 PIDFD_S = 0.01
 
 
@@ -466,7 +466,7 @@ class Client:
 
     async def pin(self, keys: Sequence[bytes], kind: str) -> None:
         session, number, _ = await self._connected()
-        await self._ask(wire.Pin(number, b"".join(keys), kind), 0.0, session)
+        await self._ask(wire.Pin(number, b"".join(keys), kind), OTHERS_S, session)
 
     async def reset(self) -> None:
         """This engine has new weights."""
@@ -483,7 +483,7 @@ class Client:
 
     async def set_copies(self, copies: int) -> None:
         session, _, _ = await self._connected()
-        await self._ask(wire.Copies(self.world.digest, copies), OTHERS_S, session)
+        await self._ask(wire.Configure(self.world.digest, copies), OTHERS_S, session)
 
     async def drain(self, node: str, *, wanted: bool) -> None:
         session, _, _ = await self._connected()

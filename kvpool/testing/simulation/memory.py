@@ -8,7 +8,7 @@ from xxhash import xxh3_128_digest
 
 from kvpool.types import CHECKSUM_BYTES
 
-CELL = 64  # bytes; all strides are multiples
+CELL = 64  # bytes; all strides of memory are multiples
 
 
 class Violation(AssertionError):
@@ -55,14 +55,15 @@ class Use:
 
 
 class Memory:
-    """The segment of one life of a node, and who may touch what of it.
+    """The segment of one life of a node, or a disk, and who may touch what of it.
 
-    Slots of different lengths lie over each other, so uses are kept by cell.
+    Slots of different lengths lie over each other, so uses are kept by cell; all lengths are multiples.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, cell: int = CELL) -> None:
         self.data = bytearray(size)
-        self._uses: list[list[Use]] = [[] for _ in range(size // CELL)]
+        self._cell = cell
+        self._uses: list[list[Use]] = [[] for _ in range(size // cell)]
 
     def use(
         self,
@@ -75,7 +76,7 @@ class Memory:
         until: float = float("inf"),
     ) -> Use:
         """Begin to use slots. Raises `Violation` if somebody else writes there, or reads what we write."""
-        per_slot = stride // CELL
+        per_slot = stride // self._cell
         cells = [row * per_slot + n for row in rows for n in range(per_slot)]
         use = Use(what, writes, cells, until)
         for cell in cells:
@@ -85,7 +86,7 @@ class Memory:
                 for other in held:
                     if writes or other.writes:
                         raise Violation(
-                            f"the memory at {cell * CELL} is used by {other.what} "
+                            f"the memory at {cell * self._cell} is used by {other.what} "
                             f"({'writes' if other.writes else 'reads'}), and given to {what} "
                             f"({'writes' if writes else 'reads'})"
                         )

@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import TYPE_CHECKING
 
+from kvpool.testing.simulation.disks import Platter
 from kvpool.testing.simulation.nodes import SimulatedNode
 
 if TYPE_CHECKING:
@@ -97,6 +98,71 @@ class Nemesis:
 
     def lose(self, _node: SimulatedNode, _seconds: float) -> None:
         self._world.lose(self._rng.choice((None, range(0, 64, 3))))
+
+    # ---- disks ---------------------------------------------------------------------------------------
+
+    def disk_dies(self, node: SimulatedNode, seconds: float) -> None:
+        """Its process is killed, at once or at work."""
+        if self._rng.random() < 0.5:
+            self._trouble(node, seconds, "doomed")
+        elif node.life is not None and node.life.drives:
+            self._rng.choice(node.life.drives).die("killed")
+
+    def disk_slow(self, node: SimulatedNode, seconds: float) -> None:
+        self._trouble(node, seconds, "slow")
+
+    def disk_refuses(self, node: SimulatedNode, seconds: float) -> None:
+        """Some writes fail."""
+        self._trouble(node, seconds, "refuses")
+
+    def disk_keeps(self, node: SimulatedNode, seconds: float) -> None:
+        """Its index takes neither deletions nor tables at times."""
+        self._trouble(node, seconds, "keeps")
+
+    def disk_unreadable(self, node: SimulatedNode, seconds: float) -> None:
+        """Some reads fail."""
+        self._trouble(node, seconds, "unreadable")
+
+    def disk_closed(self, node: SimulatedNode, seconds: float) -> None:
+        """Its process ends, and no other one can open it."""
+        self._trouble(node, seconds, "closed")
+        if node.life is not None:
+            for drive in node.life.drives:
+                if "closed" in drive.platter.troubles:
+                    drive.die("its disk has gone")
+
+    def disk_stalls(self, node: SimulatedNode, seconds: float) -> None:
+        """It does nothing, for longer than orders may take at times."""
+        platter = self._platter(node)
+        if platter is not None:
+            self._world.note(f"a disk of {node.name} stalls")
+            platter.moving.clear()
+            self._world.later(seconds, platter.moving.set)
+
+    def disk_flips(self, node: SimulatedNode, _seconds: float) -> None:
+        """Bits turn in what lies there."""
+        platter = self._platter(node)
+        if platter is not None and platter.entries:
+            offset = self._rng.choice(list(platter.entries))
+            at = offset + self._rng.randrange(platter.entries[offset].nbytes)
+            platter.surface.data[at] ^= 1 << self._rng.randrange(8)
+            self._world.count("bits flipped on disks")
+
+    def disk_empty(self, node: SimulatedNode, seconds: float) -> None:
+        """The machine is replaced by one with new disks."""
+        node.crash()
+        node.empty_disks()
+        self._world.later(seconds, node.restart)
+
+    def _platter(self, node: SimulatedNode) -> Platter | None:
+        return self._rng.choice(node.platters) if node.platters else None
+
+    def _trouble(self, node: SimulatedNode, seconds: float, trouble: str) -> None:
+        platter = self._platter(node)
+        if platter is not None:
+            self._world.note(f"a disk of {node.name} is in trouble: {trouble}")
+            platter.troubles.add(trouble)
+            self._world.later(seconds, lambda: platter.troubles.discard(trouble))
 
     def drain(self, node: SimulatedNode, seconds: float) -> None:
         world = self._world

@@ -207,11 +207,29 @@ class Carrier:
 
         def asked() -> None:
             try:
-                lent = self.source.lend(request)
+                found = self.source.lend(request)
             except KvpoolError as error:
-                if not answer.done():
-                    answer.set_exception(error)
+                failed(error)
                 return
+            if isinstance(found, wire.Lent):
+                lend(found)
+            else:  # some of it has to be read from a disk first
+                self.world.loop.create_task(found).add_done_callback(fetched)
+
+        def failed(error: KvpoolError) -> None:
+            if not answer.done():
+                answer.set_exception(error)
+
+        def fetched(task: asyncio.Task[wire.Lent]) -> None:
+            if task.cancelled():
+                return
+            error = task.exception()
+            if isinstance(error, KvpoolError):
+                failed(error)
+            else:
+                lend(task.result())
+
+        def lend(lent: wire.Lent) -> None:
             standing = self.life.membership.standing(self.world.now())
             if standing not in {Standing.MEMBER, Standing.AWAY}:
                 raise Violation(f"{self.life.name} serves a peer, and is {standing.value}")

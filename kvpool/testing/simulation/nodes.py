@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from kvpool import wire
-from kvpool.config import DaemonConfig
+from kvpool.config import DaemonConfig, DiskConfig
 from kvpool.daemon.blocks import Holder
 from kvpool.daemon.movers import Movers
 from kvpool.daemon.server import Server
 from kvpool.errors import ConfigError, KvpoolError, StaleEpoch, Unavailable
 from kvpool.placement.records import INCARNATION_BYTES
+from kvpool.testing.simulation.disks import Drive, Platter
 from kvpool.testing.simulation.loop import Domain
 from kvpool.testing.simulation.memory import Memory, Violation
 from kvpool.testing.simulation.network import Carrier
-from kvpool.testing.simulation.plan import SLAB
+from kvpool.testing.simulation.plan import SLAB, Disks
 from kvpool.testing.simulation.ports import BadDirectory, BadMembership
 from kvpool.types import DEFAULT_TENANT, split_keys
 
@@ -69,6 +70,11 @@ class SimulatedServer(Server):
         self.node.add_tenant(DEFAULT_TENANT, 0, self.life.world.plan.size, SLAB)
         self._wire_up(self.life.membership, self.life.directory, self._draw, self.new_incarnation)
         await self._enter_cluster()
+        platters = self.life.node.platters
+        for shelf, platter in zip(self.tiers.shelves, platters, strict=True):
+            drive = Drive(self.life, shelf, platter, random.Random(self._draw.random()))
+            self.life.drives.append(drive)
+            self._tasks.begin(drive.run())
 
     async def close(self) -> None:
         await self._close()
@@ -83,10 +89,12 @@ class Life:
         self.name = f"{node.name}.{number}"
         self.control = Domain(self.name)
         self.mover = Domain(f"{self.name} mover")
-        world.domains += [self.control, self.mover]
+        self.disk = Domain(f"{self.name} disks")
+        world.domains += [self.control, self.mover, self.disk]
         rng = random.Random(f"{world.seed}/{self.name}")
         self.memory = Memory(world.plan.size)
         self.carrier = Carrier(self, world.network)
+        self.drives: list[Drive] = []
         self.membership = BadMembership(
             world,
             world.cluster,
@@ -240,7 +248,9 @@ class Life:
         self.dead = True
         self.started = False
         self.carrier.die()
-        for domain in (self.control, self.mover):
+        for drive in self.drives:
+            drive.die("its node does")
+        for domain in (self.control, self.mover, self.disk):
             if domain.paused:
                 self.world.loop.resume(domain)
             self.world.loop.cancel_all(domain)
@@ -249,6 +259,14 @@ class Life:
             if not answer.done():
                 answer.set_exception(Unavailable(f"{self.name} closed the connection"))
         self.waited_for.clear()
+
+
+def make_platters(disks: Disks, rng: random.Random) -> list[Platter]:
+    """Empty disks for one node, or none."""
+    sizes = [rng.choice((1, 1, 2)) for _ in range(min(disks.most, rng.choice((0, 1, 1, 2))))]
+    return [
+        Platter(n * disks.pages, disks.page, n * disks.entries_max, disks.pace_s) for n in sizes
+    ]
 
 
 class SimulatedNode:
@@ -262,6 +280,9 @@ class SimulatedNode:
         self.life: Life | None = None
         self.all_lives: list[Life] = []
         self.vanished = False  # nothing there refuses connections, even
+        disks = world.plan.disks
+        rng = random.Random(f"{world.seed}/{name} disks")
+        self.platters = [] if disks is None else make_platters(disks, rng)
         self.config = DaemonConfig(
             socket=f"/{name}.sock",
             node=name,
@@ -271,6 +292,11 @@ class SimulatedNode:
             labels=labels,
             lease_s_max=LEASE_S_MAX,
             memory=world.plan.size,
+            ssd=tuple(
+                DiskConfig(f"/disk{number}", platter.size)
+                for number, platter in enumerate(self.platters)
+            ),
+            ssd_write="none" if disks is None else disks.write,
         )
 
     def start(self) -> None:
@@ -297,6 +323,11 @@ class SimulatedNode:
         life.end()
         self.world.lease_ends(life)
 
+    def empty_disks(self) -> None:
+        """While it is down: its disks are as new."""
+        assert self.life is None
+        self.platters = [platter.empty() for platter in self.platters]
+
     async def stop(self) -> None:
         """End it as SIGTERM does."""
         life = self.life
@@ -322,6 +353,7 @@ class SimulatedNode:
         self.world.loop.pause(life.control)
         if movers:
             self.world.loop.pause(life.mover)
+            self.world.loop.pause(life.disk)
         self.world.lease_ends(life)
 
     def resume(self) -> None:
@@ -333,3 +365,4 @@ class SimulatedNode:
         life.paused_at = None
         self.world.loop.resume(life.control)
         self.world.loop.resume(life.mover)
+        self.world.loop.resume(life.disk)

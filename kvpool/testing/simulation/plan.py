@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
 
@@ -16,6 +17,14 @@ PART_CHOICES = (
     (PartSpec(64), PartSpec(128)),
     (PartSpec(64), PartSpec(64, PartKind.WINDOW, 2)),
     (PartSpec(64), PartSpec(192, stride=2)),
+)
+# So few of these fit into memory that it gives some up all the time.
+LARGE_PART_CHOICES = (
+    (PartSpec(448),),
+    (PartSpec(300),),
+    (PartSpec(256), PartSpec(384)),
+    (PartSpec(320), PartSpec(448, PartKind.WINDOW, 2)),
+    (PartSpec(256), PartSpec(512, stride=2)),
 )
 
 ACTIONS = {
@@ -33,13 +42,55 @@ ACTIONS = {
     "drain": 2,
 }
 
+DISK_ACTIONS = {
+    "disk_dies": 6,
+    "disk_slow": 3,
+    "disk_stalls": 3,
+    "disk_refuses": 4,
+    "disk_keeps": 4,
+    "disk_unreadable": 3,
+    "disk_flips": 6,
+    "disk_closed": 2,
+    "disk_empty": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Disks:
+    """The disks of a seed. most: of one node; some have fewer.
+
+    pages: of each at least, and page: its bytes. entries_max: what its index has room for. pace_s: what a
+    step of an order takes at most. write: see `WriteMode`.
+    """
+
+    most: int
+    pages: int
+    page: int
+    entries_max: int
+    pace_s: float
+    write: str
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Disks:
+        page = rng.choice((64, SLAB))
+        # The slab of a disk is as small as one of memory; so several sizes of blocks share few of them.
+        pages = rng.choice((8, 12, 24)) if page == SLAB else rng.choice((1, 2, 4)) * SLAB // page
+        return cls(
+            most=rng.choice((1, 2)),
+            pages=pages,
+            page=page,
+            entries_max=pages if rng.random() < 0.7 else pages // 2,
+            pace_s=rng.choice((0.002, 0.02, 0.1)),
+            write=rng.choice(("back", "through")),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Probabilities are a call, a transfer, or a notification; 0 for what does not happen in this seed.
 
     slabs: of a node's segment, 4 KiB each. chains, blocks: how many prompts, and how long each is.
-    roomy: all that is ever put fits into every node. actions: what happens to nodes, with weights.
+    roomy: all that is ever put fits into every node. actions: what happens to nodes, with weights. disks: None: there are none.
     """
 
     nodes: int
@@ -75,6 +126,7 @@ class Plan:
     pin: float = 0.0
     actions: dict[str, int] = field(default_factory=dict)
     fault_gap_s: float = 1.0
+    disks: Disks | None = None
 
     @property
     def quiet(self) -> bool:
@@ -114,22 +166,20 @@ class Plan:
             name: weight for name, weight in ACTIONS.items() if faults and rng.random() < 0.5
         }
         parts = PART_CHOICES[rng.randrange(len(PART_CHOICES))]
-        per_block = sum(-(-part.nbytes // 64) * 64 for part in parts)
         if roomy:
             slabs = 8
             chains, blocks = 6, 6
         else:
             slabs = len({part.nbytes for part in parts}) * rng.choice((1, 1, 2))
             blocks = rng.choice((2, 4, 8))
-            # Between half of what a node holds, and twice what all do.
-            chains = max(4, int(rng.uniform(0.5, 6.0) * slabs * SLAB / per_block / blocks))
-        return cls(
+            chains = _chains(rng, slabs, parts, blocks)
+        plan = cls(
             nodes=rng.randint(2, 5),
             operations=rng.randint(50, 200),
             gap_s=rng.choice((0.005, 0.02, 0.05)),
             slabs=slabs,
             parts=parts,
-            chains=min(chains, 64),
+            chains=chains,
             blocks=blocks,
             replicas=rng.choice((1, 1, 1, 2, 3)),
             zones=rng.random() < 0.5,
@@ -158,3 +208,23 @@ class Plan:
             actions=actions,
             fault_gap_s=rng.choice((0.2, 0.5, 1.0)),
         )
+        return plan if rng.random() < 0.5 else plan._with_disks(rng, faults)
+
+    def _with_disks(self, rng: random.Random, faults: bool) -> Plan:
+        disks = Disks.draw(rng)
+        troubles = {
+            name: weight for name, weight in DISK_ACTIONS.items() if faults and rng.random() < 0.5
+        }
+        plan = replace(self, disks=disks, actions={**self.actions, **troubles})
+        if self.roomy:
+            return plan
+        parts = rng.choice(LARGE_PART_CHOICES)
+        slabs = 2 * len(parts)
+        chains = _chains(rng, slabs, parts, self.blocks)
+        return replace(plan, parts=parts, slabs=slabs, chains=chains)
+
+
+def _chains(rng: random.Random, slabs: int, parts: Sequence[PartSpec], blocks: int) -> int:
+    """How many prompts: between half of what a node holds, and twice what all do."""
+    per_block = sum(-(-part.nbytes // 64) * 64 for part in parts)
+    return min(64, max(4, int(rng.uniform(0.5, 6.0) * slabs * SLAB / per_block / blocks)))

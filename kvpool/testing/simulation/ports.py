@@ -11,7 +11,12 @@ from kvpool.errors import Unavailable
 from kvpool.placement.directory import BATCH_MAX, TIERS, Entry, Swept, tag_of
 from kvpool.placement.embedded import EmbeddedDirectory
 from kvpool.placement.membership import Standing
-from kvpool.placement.records import INCARNATION_BYTES, NamespaceEntry, NodeRecord
+from kvpool.placement.records import (
+    INCARNATION_BYTES,
+    NamespaceEntry,
+    NodeRecord,
+    SettingsChange,
+)
 from kvpool.placement.static import StaticCluster, StaticMembership
 from kvpool.testing.simulation.loop import Domain
 from kvpool.testing.simulation.memory import Violation
@@ -222,9 +227,9 @@ class BadMembership(StaticMembership):
         await self._after()
         return entry
 
-    async def set_replicas(self, tenant: str, digest: str, replicas: int) -> NamespaceEntry:
+    async def configure(self, tenant: str, digest: str, change: SettingsChange) -> NamespaceEntry:
         await self._before()
-        return await super().set_replicas(tenant, digest, replicas)
+        return await super().configure(tenant, digest, change)
 
     async def set_drain(self, node: str, wanted: bool) -> None:
         await self._before()

@@ -14,15 +14,17 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.daemon import copies, remote
+from kvpool.daemon import copies, remote, shelf, tiers
 from kvpool.daemon.blocks import PIN_NONE
+from kvpool.daemon.node import Node
 from kvpool.errors import KvpoolError
 from kvpool.placement import embedded
-from kvpool.placement.directory import TAGS
+from kvpool.placement.directory import TAGS, TIERS
 from kvpool.placement.embedded import EmbeddedDirectory
 from kvpool.placement.records import NodeRecord, NodeState
 from kvpool.placement.static import StaticCluster, StaticMembership
 from kvpool.testing.simulation.clients import Client, keys_of
+from kvpool.testing.simulation.disks import unsettled
 from kvpool.testing.simulation.loop import START_S, Domain, Stuck, VirtualLoop
 from kvpool.testing.simulation.memory import Contents, Violation
 from kvpool.testing.simulation.nemesis import TTL_S, Nemesis
@@ -234,7 +236,7 @@ class World:
     def run(self) -> Result:
         main = self._main()
         try:
-            with _quiet_logs(), _scaled(_SMALL_BATCHES if self.plan.small_batches else ()):
+            with _quiet_logs(), _scaled(_constants(self.plan)):
                 self.loop.run(main, self.outside)
                 self._look_for_breakage()
                 if not self.failure:
@@ -372,6 +374,9 @@ class World:
         self.cluster.come_back()
         self._healed_at = self.now()
         for node in self.nodes.values():
+            for platter in node.platters:
+                platter.troubles.clear()
+                platter.moving.set()
             node.resume()
             node.restart()
         lost = {
@@ -433,10 +438,22 @@ class World:
             if life.server.node.has_garbage:
                 return f"{life.name} keeps blocks of ended epochs"
         return (
-            self._directory_is_wrong(lives)
+            self._disks_are_at_work(lives)
+            or self._directory_is_wrong(lives)
             or self._last_copy_is_spare(lives)
             or self._lacks_copies(lives)
         )
+
+    def _disks_are_at_work(self, lives: Sequence[Life]) -> str:
+        for life in lives:
+            below = life.server.tiers
+            for one, platter in zip(below.shelves, life.node.platters, strict=True):
+                what = unsettled(one, platter)
+                if what:
+                    return f"{life.name}{one.path} {what}"
+            if below._queue or below._under_way:
+                return f"{life.name} has blocks to write down"
+        return ""
 
     def _last_copy_is_spare(self, lives: Sequence[Life]) -> str:
         """Whether a node would give up the cluster's only copy of something as if others kept theirs."""
@@ -449,6 +466,10 @@ class World:
                     for key, block in table.blocks.items():
                         copy = (life, block.secondary and block.pin == PIN_NONE)
                         holders.setdefault((table.part, key), []).append(copy)
+            for name, mask in self._held_below(life).items():
+                for part in range(len(self.record.parts)):
+                    if mask >> part & 1:
+                        holders.setdefault((part, name[16:]), []).append((life, False))
         for (part, key), found in holders.items():
             if all(secondary for _, secondary in found):
                 self.count("blocks that every holder takes for another's")
@@ -467,7 +488,7 @@ class World:
         wanted = min(self.plan.replicas, len(lives))
         copies: Counter[bytes] = Counter()
         for life in lives:
-            copies.update(self._held(life).keys())
+            copies.update(self._held(life).keys() | self._held_below(life).keys())
         for name, n in copies.items():
             if n < wanted:
                 return f"there are {n} copies of block {name[16:20].hex()}, not {wanted}"
@@ -480,39 +501,55 @@ class World:
         """Whether it says of anybody what is not so."""
         if self.directory is None:
             return ""
-        told: dict[bytes, dict[bytes, int]] = {}
+        told: dict[tuple[bytes, int], dict[bytes, int]] = {}
         for bucket in self.directory._buckets:
             for name, entries in bucket.items():
-                for incarnation, _, mask in entries:
-                    told.setdefault(incarnation, {})[name] = mask
+                for incarnation, tier, mask in entries:
+                    told.setdefault((incarnation, tier), {})[name] = mask
         for life in lives:
             cluster = life.server.cluster
-            held = self._held(life)
-            said = told.get(cluster.own, {})
-            wrong = sorted(
-                (name, mask)
-                for name, mask in held.items() ^ said.items()
-                if (cluster.own, name) not in self.overtaken
-            )
-            if wrong:
-                name = wrong[0][0]
-                return (
-                    f"the directory says of {life.name} {said.get(name, 0)} for block "
-                    f"{name[16:20].hex()}, it holds {held.get(name, 0)} "
-                    f"({len(wrong)} such differences)"
+            for tier_name, held in (
+                ("dram", self._held(life)),
+                ("ssd", self._held_below(life)),
+            ):
+                said = told.get((cluster.own, TIERS[tier_name]), {})
+                wrong = sorted(
+                    (name, mask)
+                    for name, mask in held.items() ^ said.items()
+                    if (cluster.own, name) not in self.overtaken
                 )
-            announcer = cluster.announcer
-            assert announcer is not None
-            if not announcer.stats()["settled"]:
-                return f"{life.name} has something to announce"
+                if wrong:
+                    name = wrong[0][0]
+                    return (
+                        f"the directory says of {life.name} {said.get(name, 0)} in {tier_name} for "
+                        f"block {name[16:20].hex()}, it holds {held.get(name, 0)} "
+                        f"({len(wrong)} such differences)"
+                    )
+            for announcer in cluster.announcers.values():
+                if not announcer.stats()["settled"]:
+                    return f"{life.name} has something to announce"
         return ""
 
+    @classmethod
+    def _held(cls, life: Life) -> dict[bytes, int]:
+        """By namespace in the directory and key: the parts that can be found in a node's memory."""
+        return cls._blocks_of(life.server.node)
+
+    @classmethod
+    def _held_below(cls, life: Life) -> dict[bytes, int]:
+        """The same of its disks."""
+        held: dict[bytes, int] = {}
+        for one in life.server.tiers.shelves:
+            for name, mask in cls._blocks_of(one.node).items():
+                held[name] = held.get(name, 0) | mask
+        return held
+
     @staticmethod
-    def _held(life: Life) -> dict[bytes, int]:
-        """By namespace in the directory and key: the parts that can be found at a node."""
-        node = life.server.node
+    def _blocks_of(node: Node) -> dict[bytes, int]:
         node.settle()
         held: dict[bytes, int] = {}
+        if DEFAULT_TENANT not in node.tenants:
+            return held  # a disk that does not serve
         for namespace in node.tenants[DEFAULT_TENANT].namespaces.values():
             for table in namespace.tables:
                 for key in table.blocks:
@@ -553,6 +590,9 @@ class World:
                 await self._read_somewhere(life, chain)
 
     async def _read_somewhere(self, life: Life, chain: Sequence[bytes]) -> None:
+        if self.plan.disks is not None:
+            # What readers before this one have forgotten is much of such a small memory.
+            await self._until(lambda: self._leased_by_others(life))
         before = self._findable(life, chain)
         client = self._new_client(life.node, f"{life.node.name} reader")
         found = 0
@@ -570,6 +610,12 @@ class World:
                 f"and {after} still are"
             )
         self.count("prefixes read in the end", found)
+
+    @staticmethod
+    def _leased_by_others(life: Life) -> str:
+        life.server.node.settle()
+        count = life.server.node.lease_count
+        return f"{life.name} has {count} leases" if count else ""
 
     def _findable(self, reader: Life, chain: Sequence[bytes]) -> int:
         """What a reader must be able to get, as far as it can be known who has what.
@@ -671,17 +717,35 @@ def _quiet_logs() -> Iterator[None]:
         logger.setLevel(level)
 
 
-Constants = Sequence[tuple[Any, str, int]]
+Constants = Sequence[tuple[Any, str, Any]]
 
 # A million blocks spread over thousands of buckets; here are a few hundred.
 _ALWAYS: Constants = ((embedded, "_BUCKETS_A_TAG", 1), (embedded, "_BUCKETS", TAGS))
+# No waits of minutes in a world that lives for one.
+_DISKS: Constants = (
+    (shelf, "WRITE_S", 1.0),
+    (shelf, "FORGET_S", 1.0),
+    (shelf, "SCRUB_S", 1.0),
+    (shelf, "RETRY_S", (0.1, 1.0)),
+    (tiers, "TIDY_EVERY_S", 0.2),
+)
 # As few blocks at a time as there are few of them here, so that batches have several.
 _SMALL_BATCHES: Constants = (
     (remote, "SLICE_BYTES", 256),
     (remote, "LOOKUP_KEYS", 3),
     (copies, "OFFER_KEYS", 4),
     (copies, "WALK", 16),
+    (shelf, "SCAN_ENTRIES", 5),
+    (tiers, "BATCH_BLOCKS", 3),
+    (tiers, "LOOK_BLOCKS", 8),
 )
+
+
+def _constants(plan: Plan) -> Constants:
+    constants = list(_SMALL_BATCHES if plan.small_batches else ())
+    if plan.disks is not None:
+        constants += [*_DISKS, (shelf, "PAGE", plan.disks.page)]
+    return constants
 
 
 @contextlib.contextmanager

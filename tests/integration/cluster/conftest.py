@@ -38,6 +38,7 @@ HYBRID = NamespaceRecord(
         PartSpec(2048, PartKind.WINDOW, window_blocks=1, stride=4),
     ),
 )
+SETTINGS = {"copies", "write", "ttl_s", "ssd_codec"}  # what a namespace is opened with
 WAIT_S = 20.0  # for another node's blocks, where they have to come
 
 
@@ -61,13 +62,13 @@ class Seat:
     """
 
     def __init__(self, node: LocalNode, record: NamespaceRecord = PLAIN, **settings: Any) -> None:
-        copies = settings.pop("copies", 0)
+        wished = {name: settings.pop(name) for name in SETTINGS & settings.keys()}
         self.node = node
         self.name = node.name
         self.record = record
         self.version = 0
         self.client = node.client(connect=True, **settings)
-        self.ns = self.client.open(record, copies=copies)
+        self.ns = self.client.open(record, **wished)
 
     def put(self, numbers: Iterable[int], **settings: Any) -> int:
         """Put blocks, all parts."""
@@ -148,6 +149,13 @@ class Seat:
     @property
     def stats(self) -> dict[str, Any]:
         return self.client.stats()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the namespace, as this node follows them."""
+        mine = self.stats["tenants"]["default"]["namespaces"][self.ns.digest.hex()]
+        found: dict[str, Any] = mine["settings"]
+        return found
 
     def counter(self, name: str) -> int:
         """Of the node's rules, or of its pulls, or of its copies."""

@@ -250,7 +250,7 @@ def test_only_operators_do_what_concerns_others(start_cluster, numbers):
             lambda c: c.locate([bytes(16)]),
             lambda c: c.drain("a"),
             lambda c: c.clear(plain.ns.digest),
-            lambda c: c.set_copies(plain.ns.digest, 2),
+            lambda c: c.configure(plain.ns.digest, copies=2),
         ):
             with pytest.raises(NotAuthenticated, match="operator"):
                 refused(seat.client)

@@ -50,7 +50,7 @@ def test_a_put_asks_for_no_more_copies_than_the_cluster_makes(start_cluster, num
     until(lambda: a.stats["copies"]["wanted"] == 0)
     assert a.copies(some) == a.copies(more) == [2] * 10
     with pytest.raises(LimitExceeded, match="copies_max"):
-        c.client.set_copies(c.ns.digest, 3)
+        c.client.configure(c.ns.digest, copies=3)
 
 
 def test_a_later_wish_for_copies_takes_effect_on_what_is_there(zoned, numbers, until):
@@ -59,8 +59,9 @@ def test_a_later_wish_for_copies_takes_effect_on_what_is_there(zoned, numbers, u
     some, more = numbers(30), numbers(30)
     a.put(some)
     until(lambda: a.announced)
-    b.client.set_copies(b.ns.digest, 2)
-    until(lambda: a.stats["tenants"]["default"]["namespaces"][a.ns.digest.hex()]["replicas"] == 2)
+    b.client.configure(b.ns.digest, copies=2, ttl_s=3600.0)
+    expected = {"replicas": 2, "write": "", "ttl_s": 3600.0, "ssd_codec": ""}
+    until(lambda: a.settings == c.settings == expected, what="all nodes follow")
     a.put(more)
     until(lambda: a.copies(more) == [2] * 30, what="of what is put from now on")
     until(lambda: a.copies(some) == [2] * 30, what="of what was there before")

@@ -99,7 +99,7 @@ class Pool:
     def read(self, numbers: Iterable[int]) -> None:
         self.release(self.lease(numbers))
 
-    def pin(self, numbers: Iterable[int], kind: str) -> int:
+    def pin(self, numbers: Iterable[int], kind: str) -> set[bytes]:
         return self.node.pin(self.space, self.keys(numbers), kind)
 
     def demote(self, numbers: Iterable[int]) -> int:

@@ -10,6 +10,7 @@ import pytest
 from kvpool.daemon import space as slots
 from kvpool.daemon.node import EPOCHS_KEPT
 from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch, PoolFull, StaleEpoch
+from kvpool.placement.records import NamespaceSettings
 from kvpool.storage.eviction import POLICIES
 from kvpool.types import PartKind, PartSpec
 
@@ -79,17 +80,13 @@ def test_other_namespaces_and_tenants_stay(make_pool) -> None:
 
 def test_it_goes_on_under_another_name_with_the_same_properties(make_pool) -> None:
     pool = make_pool(namespaces_per_tenant=1)
-    pool.space.replicas = 3
+    pool.space.settings = NamespaceSettings(3, "through", 60.0, "blosc2")
     old = pool.reset()
     new = pool.space
     assert pool.node.living(old) is pool.node.living(new) is new
     assert pool.open(old.base, old.parts) is new
-    assert (new.base, new.fields, new.parts, new.replicas) == (
-        old.base,
-        old.fields,
-        old.parts,
-        3,
-    )
+    assert (new.base, new.fields, new.parts) == (old.base, old.fields, old.parts)
+    assert new.settings == NamespaceSettings(3, "through", 60.0, "blosc2")
     assert (old.epoch, new.epoch) == (0, 1)
     assert new.number != old.number
     assert new.digest != old.digest
@@ -166,7 +163,7 @@ def test_a_client_that_was_fenced_off_reads_nothing_and_stores_nothing(make_pool
         with pytest.raises(StaleEpoch, match="opened it in epoch 0: open it again"):
             write()
     assert pool.node.remove(found, pool.keys([1])) == 0
-    assert pool.node.pin(found, pool.keys([1]), "hard") == 0
+    assert not pool.node.pin(found, pool.keys([1]), "hard")
     assert pool.here([1, 2]) == [1]
     assert pool.holder.granted_bytes == 2 * 1024
     again = pool.open(found.base, found.parts)
@@ -376,10 +373,10 @@ def test_pins_of_ended_epochs_are_in_no_quota(make_pool) -> None:
     pool.reset()
     assert (pool.tenant.hard_bytes, pool.tenant.soft_bytes) == (0, 0)
     pool.put(range(3))
-    assert pool.pin([0, 1], "hard") == 2
+    assert len(pool.pin([0, 1], "hard")) == 2
     with pytest.raises(LimitExceeded):
         pool.pin([2], "hard")
-    assert pool.pin([2], "soft") == 1
+    assert len(pool.pin([2], "soft")) == 1
     pool.node.reclaim_garbage(100)
     assert (pool.tenant.hard_bytes, pool.tenant.soft_bytes) == (2 * 1024, 1024)
     assert pool.bytes_used == 3 * 1024, "their slots came back like others"

@@ -323,14 +323,16 @@ def test_a_lease_is_no_longer_than_allowed() -> None:
 def test_pins_have_a_quota(kind: str, share: str) -> None:
     pool = Pool(slabs=4, **{share: 0.25})
     pool.put(range(8))
-    assert pool.node.pin(pool.space, keys(range(3)), kind) == 3
+    assert len(pool.node.pin(pool.space, keys(range(3)), kind)) == 3
     with pytest.raises(LimitExceeded, match=f"{kind} pins of tenant 'red'"):
         pool.node.pin(pool.space, keys([3, 4]), kind)
-    assert pool.node.pin(pool.space, keys([0, 1, 3]), kind) == 3, "those pinned already are free"
-    assert pool.node.pin(pool.space, keys([0]), "none") == 1
-    assert pool.node.pin(pool.space, keys([4]), kind) == 1
+    assert len(pool.node.pin(pool.space, keys([0, 1, 3]), kind)) == 3, (
+        "those pinned already are free"
+    )
+    assert len(pool.node.pin(pool.space, keys([0]), "none")) == 1
+    assert len(pool.node.pin(pool.space, keys([4]), kind)) == 1
     pool.node.remove(pool.space, keys([4]))
-    assert pool.node.pin(pool.space, keys([5, 99]), kind) == 1, "99 is not here"
+    assert len(pool.node.pin(pool.space, keys([5, 99]), kind)) == 1, "99 is not here"
 
 
 # ---- put ---------------------------------------------------------------------------------------
@@ -968,7 +970,7 @@ def test_stats_are_plain_values() -> None:
     assert red["namespaces"][pool.space.digest.hex()] == {
         "fields": {},
         "epoch": 0,
-        "replicas": 1,
+        "settings": {"replicas": 1, "write": "", "ttl_s": 0.0, "ssd_codec": ""},
         "blocks": [2],
         "part_bytes": [1024],
     }

@@ -934,7 +934,9 @@ class NodeMachine(RuleBasedStateMachine):
                     self.node.pin(namespace, b"".join(keys), kind)
                 return
         found = {copy.key for copy in chosen}
-        assert self.node.pin(namespace, b"".join(keys), kind) == sum(key in found for key in keys)
+        assert self.node.pin(namespace, b"".join(keys), kind) == {
+            key for key in keys if key in found
+        }
         for copy in chosen:
             copy.pin = kind
 
@@ -1078,7 +1080,7 @@ class NodeMachine(RuleBasedStateMachine):
             with pytest.raises(StaleEpoch):
                 self.node.store(client.real, state, part, rows, KEYS[0], bytes(16))
         assert self.node.remove(state, packed) == self.node.demote(state, packed) == 0
-        assert self.node.pin(state, packed, "hard") == 0
+        assert not self.node.pin(state, packed, "hard")
 
     @rule(n=st.integers(0, 6))
     def reclaim_garbage(self, n: int) -> None:

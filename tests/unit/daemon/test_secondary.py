@@ -8,6 +8,7 @@ import pytest
 
 from kvpool.daemon.space import OWN, Origin
 from kvpool.errors import PoolFull
+from kvpool.placement.records import NamespaceSettings
 from kvpool.storage.eviction import POLICIES
 from kvpool.types import PartSpec
 
@@ -400,7 +401,7 @@ def test_how_many_copies_are_wanted(make_pool) -> None:
     wanted = [n.to_bytes(16, "big") for n in (1, 2, 3, 4)]
     # Nothing has settled since the puts.
     assert pool.node.copies_wanted(pool.space, wanted) == [1, 3, 0, 4]
-    pool.space.replicas = 2
+    pool.space.settings = NamespaceSettings(replicas=2)
     assert pool.node.copies_wanted(pool.space, wanted) == [2, 3, 0, 4]
 
 

@@ -15,7 +15,7 @@ from kvpool.placement.etcd.lease import LeaseWatch
 from kvpool.placement.etcd.membership import SMALL_USE_S, USE_S, hold_s
 from kvpool.placement.etcd.mirror import Mirror, Paths
 from kvpool.placement.membership import Standing
-from kvpool.placement.records import NodeState, TierRecord, encode_record
+from kvpool.placement.records import NamespaceSettings, NodeState, TierRecord, encode_record
 from kvpool.testing.membership import entry, record
 
 PATHS = Paths("c")
@@ -209,8 +209,9 @@ def test_epochs_never_go_back() -> None:
     key = PATHS.namespace("t", "00")
     newest = entry("00", epoch=7, fence=7)
     mirror.reset([kv(key, encode_record(newest), 9)], 9, 0.0)
-    mirror.reset([kv(key, encode_record(entry("00", epoch=3, fence=2, replicas=2)), 4)], 4, 0.0)
-    assert mirror.view.namespaces[("t", "00")] == msgspec.structs.replace(newest, replicas=2)
+    twice = NamespaceSettings(replicas=2)
+    mirror.reset([kv(key, encode_record(entry("00", epoch=3, fence=2, settings=twice)), 4)], 4, 0.0)
+    assert mirror.view.namespaces[("t", "00")] == msgspec.structs.replace(newest, settings=twice)
     assert [e.epoch for e in mirror.unsaved] == [7]
     mirror.reset([], 1, 0.0)
     assert mirror.view.namespaces[("t", "00")].epoch == 7

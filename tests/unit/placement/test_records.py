@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.errors import ProtocolError
+from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.placement.records import (
     RECORD_BYTES_MAX,
     ClusterConfig,
     DrainProgress,
     NamespaceEntry,
+    NamespaceSettings,
     NodeRecord,
     NodeState,
+    SettingsChange,
     TierRecord,
     TransportRecord,
     decode_record,
@@ -42,7 +44,8 @@ nodes = st.builds(
 parts = st.lists(
     st.tuples(count, st.sampled_from(["full", "window"]), count, count), max_size=3
 ).map(tuple)
-entries = st.builds(NamespaceEntry, text, text, text, parts, count, count, count)
+kept = st.builds(NamespaceSettings, count, text, st.floats(0, 1e9), text)
+entries = st.builds(NamespaceEntry, text, text, text, parts, count, count, count, kept)
 configs = st.builds(ClusterConfig, text, count, count, text)
 
 
@@ -85,6 +88,73 @@ def test_versions_share_a_cluster() -> None:
     assert decode_record(later, NodeRecord, "x") == expected
     with pytest.raises(ProtocolError, match="state"):
         decode_record(b'{"node": "n", "incarnation": "00", "state": "asleep"}', NodeRecord, "x")
+    former = (
+        b'{"tenant": "t", "digest": "00", "fields": "{}", "parts": [], "epoch": 4, "replicas": 3}'
+    )
+    known = decode_record(former, NamespaceEntry, "x")
+    assert (known.epoch, known.settings) == (4, NamespaceSettings())
+
+
+# ---- settings of a namespace ----------------------------------------------------------------------------
+
+NAMES = ("replicas", "write", "ttl_s", "ssd_codec")
+GOOD = {
+    "replicas": st.integers(1, 100),
+    "write": st.sampled_from(["", "back", "through", "none"]),
+    "ttl_s": st.floats(0, 315_360_000),
+    "ssd_codec": st.sampled_from(["", "blosc2"]),
+}
+good_changes = st.fixed_dictionaries({}, optional=GOOD)
+good_settings = st.fixed_dictionaries(GOOD)
+
+
+@given(good_settings, good_changes)
+def test_a_change_changes_what_it_names_and_nothing_else(
+    before: dict[str, object], named: dict[str, object]
+) -> None:
+    change = msgspec.convert(named, SettingsChange).checked()
+    after = change.apply(msgspec.convert(before, NamespaceSettings))
+    assert {name: getattr(after, name) for name in NAMES} == before | named
+    assert change.empty == (not named)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (SettingsChange(replicas=0), "0 copies: at least 1"),
+        (SettingsChange(replicas=-2), "-2 copies"),
+        (SettingsChange(write="later"), "'later'.*back, through, none"),
+        (SettingsChange(write="Back"), "'Back'"),
+        (SettingsChange(ttl_s=-0.1), "ttl_s -0.1"),
+        (SettingsChange(ttl_s=float("nan")), "ttl_s nan"),
+        (SettingsChange(ttl_s=float("inf")), "ttl_s inf"),
+        (SettingsChange(ttl_s=315_360_001.0), "to 315360000 seconds"),
+        (SettingsChange(ssd_codec="zip"), "'zip'.*blosc2"),
+    ],
+)
+def test_what_no_namespace_can_have(change: SettingsChange, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        change.checked()
+
+
+@given(good_settings, good_settings)
+def test_wishes_fill_in_what_nobody_has_asked_for(
+    before: dict[str, object], wanted: dict[str, object]
+) -> None:
+    first, second = (msgspec.convert(one, NamespaceSettings) for one in (before, wanted))
+    filled = first.filled(second)
+    assert filled.replicas == max(first.replicas, second.replicas)
+    for name in NAMES[1:]:
+        old, new = before[name], wanted[name]
+        assert getattr(filled, name) == (old if old != type(old)() else new)
+
+
+def test_a_node_makes_of_settings_what_it_can() -> None:
+    good = NamespaceSettings(3, "none", 5.0, "blosc2")
+    assert good.known_here(8) == good
+    assert good.known_here(2) == NamespaceSettings(2, "none", 5.0, "blosc2")
+    strange = NamespaceSettings(-4, "sideways", -1.0, "of-next-year")
+    assert strange.known_here(8) == NamespaceSettings()
 
 
 def test_incarnations_are_16_hex_digits_and_differ() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.placement.membership import Standing
+from kvpool.placement.records import SettingsChange
 from kvpool.placement.static import StaticCluster, StaticMembership
 from kvpool.testing.membership import entry, record
 
@@ -34,15 +35,16 @@ def test_epochs_outlive_the_process(tmp_path: Path) -> None:
         member = await started(StaticCluster(path=path))
         assert (await member.register(entry())).epoch == expected
         await member.bump_epoch("t", DIGEST, expected, fence=True)
-        await member.set_replicas("t", DIGEST, 1 + expected)
+        change = SettingsChange(replicas=1 + expected, write="through" if expected else None)
+        await member.configure("t", DIGEST, change)
         await member.close()
 
     for epoch in range(3):
         asyncio.run(live(epoch))
         (stored,) = msgspec.json.decode(path.read_bytes())["namespaces"]
-        assert (stored["epoch"], stored["fence"], stored["replicas"]) == (epoch + 1,) * 2 + (
-            1 + epoch,
-        )
+        assert (stored["epoch"], stored["fence"]) == (epoch + 1, epoch + 1)
+        kept = stored["settings"]
+        assert (kept["replicas"], kept["write"]) == (1 + epoch, "through" if epoch else "")
     assert [p.name for p in tmp_path.iterdir()] == ["namespaces.json"]
 
 

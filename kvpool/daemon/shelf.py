@@ -1,0 +1,652 @@
+"""One disk of this node: which block lies in which of its slots, and how blocks get there and back.
+
+The rules of the slots are those of memory: a `Node` of its own, whose segment is the file, whose leases
+are reads under way, and whose reservations are writes under way. What differs is that its slots outlive
+the process. So a slot that was given up is *forgotten* in the index before anything else is written to it
+(each order to write carries what to forget first), and a new life of the disk process begins with what
+its index holds (`restore`).
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from enum import StrEnum
+from itertools import compress
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvpool import wire
+from kvpool.daemon.blocks import PIN_KINDS, Block, Holder, NamespaceState, PartTable
+from kvpool.daemon.disks import Disk
+from kvpool.daemon.node import Node
+from kvpool.daemon.space import Origin
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull, Unavailable
+from kvpool.storage.slab import PAGE, SlabAllocator
+from kvpool.storage.ssd_index import ENTRY
+from kvpool.types import PartSpec, plain_parts, split_keys
+
+log = logging.getLogger("kvpool.daemon")
+
+SCAN_ENTRIES = 4096  # restored at a time, a few milliseconds
+FORGET_S = 30.0  # for the index to take deletions
+WRITE_S = 30.0
+SCRUB_S = 60.0
+RETRY_S = (1.0, 60.0)  # between attempts to write to a disk that failed to
+ABSENT, PRESENT, MISMATCH, LATE = range(4)  # `Pulled.status`
+NOT_BEGUN, GOOD, BAD, IO_ERROR = range(4)  # what a disk says of a block
+_AS_PULLED = bytes.maketrans(bytes((NOT_BEGUN, IO_ERROR)), bytes((LATE, ABSENT)))
+EMPTY_KEY = bytes(16)
+
+
+class ShelfState(StrEnum):
+    """What a disk is good for at the moment."""
+
+    OPENING = "opening"  # its index is being read
+    SERVING = "serving"
+    READ_ONLY = "read-only"  # writes fail; tried again now and then
+    FAILED = "failed"  # its process does not run
+
+
+class TableRecord(msgspec.Struct, array_like=True, frozen=True):
+    """What the index keeps of a table, so that a later life of this node knows it again."""
+
+    tenant: str
+    base: bytes
+    fields: bytes
+    parts: list[tuple[int, str, int, int]]
+    part: int
+    epoch: int
+    generation: int
+
+
+class _Slots(SlabAllocator):
+    """An allocator that tells which places were given up."""
+
+    def __init__(self, base: int, size: int, given_up: array[int]) -> None:
+        super().__init__(size)
+        self._base = base
+        self._given_up = given_up
+
+    def free(self, stride: int, rows: Sequence[int]) -> None:
+        super().free(stride, rows)
+        base = self._base
+        self._given_up.extend([base + row * stride for row in rows])
+
+
+class Shelf:
+    """See the module. `tiers.py` decides what is put here.
+
+    shares: of the segment for each tenant; in the order of their names, they lie one after the other.
+    make_node: rules for its slots, without tenants.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        size: int,
+        shares: Mapping[str, float],
+        make_node: Callable[[], Node],
+        clock: Callable[[], float],
+    ) -> None:
+        self.path = path
+        self.size = size
+        self.state = ShelfState.OPENING
+        self.error = ""
+        self.node = make_node()
+        self._make_node = make_node
+        self._shares = dict(sorted(shares.items()))
+        self._clock = clock
+        self._disk: Disk | None = None
+        self._given_up: array[int] = array("Q")
+        self._refused = False  # an index may keep what it was to forget until it is asked once more
+        self._bases: dict[str, int] = {}
+        self._holders: dict[str, Holder] = {}
+        self._numbers: dict[PartTable, int] = {}
+        self._nbytes: dict[PartTable, int] = {}  # of a block; its slot is whole pages
+        self._tickets = 0
+        self._retry_at = 0.0
+        self._retry_s = RETRY_S[0]
+        self.written_bytes = 0
+        self.writing_bytes = 0
+        self.counters = {
+            "written_blocks": 0,
+            "read_blocks": 0,
+            "read_bytes": 0,
+            "write_errors": 0,
+            "read_errors": 0,
+            "mismatches": 0,
+            "restored_blocks": 0,
+            "dropped_at_restore": 0,
+            "scrubbed_blocks": 0,
+        }
+
+    # ---- lives of the process ----------------------------------------------------------------------
+
+    async def restore(
+        self, disk: Disk, adopt: Callable[[TableRecord], Awaitable[NamespaceState | None]]
+    ) -> None:
+        """Take up what the index of a new life of the process holds.
+
+        adopt: the namespace of a table in memory, in its present epoch; None if there is no such tenant.
+        Blocks are found as soon as they are restored; nothing is written before all are.
+        Raises `Unavailable` when the process ends meanwhile.
+        """
+        self._forget_all()
+        self._disk = disk
+        self.state, self.error = ShelfState.OPENING, ""
+        base = 0
+        for tenant, share in self._shares.items():
+            size = int(disk.ready.segment_bytes * share) // PAGE * PAGE
+            allocator = _Slots(base, size, self._given_up)
+            self.node.add_tenant(tenant, 0, size, allocator=allocator)
+            self._bases[tenant] = base
+            self._holders[tenant] = self.node.add_holder(tenant, "", "disk")
+            base += size
+        tables: dict[int, PartTable] = {}
+        dead = []
+        records = [
+            (number, msgspec.msgpack.decode(data, type=TableRecord))
+            for number, data in disk.ready.tables
+        ]
+        records.sort(key=lambda numbered: -numbered[1].epoch)  # so that the last epoch is met first
+        for number, record in records:
+            table = self._restored_table(record, await adopt(record))
+            if table is None:
+                dead.append(number)
+            else:
+                tables[number] = table
+                self._numbers[table] = number
+        while data := (await disk.scan(SCAN_ENTRIES)).entries:
+            self._restore_some(np.frombuffer(data, dtype=ENTRY), tables)
+            await asyncio.sleep(0)
+        self.node.restored()
+        try:
+            await self.tidy()
+            if dead:
+                await disk.drop_tables(dead)
+        except KvpoolError as error:
+            if self._disk is not disk:
+                raise
+            # Nothing is written over what it has not forgotten, and what is dead is met at the next start.
+            log.warning("the index of the disk at %s takes no changes: %s", self.path, error)
+        self.state = ShelfState.SERVING
+
+    def _restored_table(
+        self, record: TableRecord, namespace: NamespaceState | None
+    ) -> PartTable | None:
+        if (
+            namespace is None
+            or namespace.epoch != record.epoch
+            or plain_parts(namespace.parts) != [tuple(part) for part in record.parts]
+        ):
+            return None
+        space = self._open(namespace)
+        return None if space is None else space.tables[record.part]
+
+    def _restore_some(self, entries: np.ndarray[Any, Any], tables: Mapping[int, PartTable]) -> None:
+        """Entries of the index become blocks; those that cannot are forgotten."""
+        good = np.zeros(len(entries), dtype=np.bool_)
+        for number in np.unique(entries["table"]).tolist():
+            table = tables.get(number)
+            if table is None:
+                continue
+            chosen = np.flatnonzero(entries["table"] == number)
+            chosen = chosen[np.argsort(entries["generation"][chosen], kind="stable")]
+            part = entries[chosen]
+            offsets = part["offset"].astype(np.int64) - self._bases[table.namespace.tenant.name]
+            rows = offsets // table.stride
+            rows[(offsets < 0) | (offsets % table.stride != 0)] = -1
+            rows[part["nbytes"] != self._nbytes[table]] = -1
+            parents = [
+                b"" if parent == EMPTY_KEY else parent
+                for parent in split_keys(part["parent"].tobytes())
+            ]
+            keys = split_keys(part["key"].tobytes())
+            good[chosen] = self.node.restore(
+                table.namespace,
+                table.part,
+                keys,
+                parents,
+                part["depth"].tolist(),
+                rows,
+                split_keys(part["checksum"].tobytes()),
+            )
+            for kind in ("soft", "hard"):
+                pinned = part["pin"] == PIN_KINDS[kind]
+                if pinned.any():
+                    self._pin_again(table.namespace, list(compress(keys, pinned)), kind)
+        self._given_up.extend(entries["offset"][~good].tolist())
+        self.counters["restored_blocks"] += int(good.sum())
+        self.counters["dropped_at_restore"] += int((~good).sum())
+
+    def _pin_again(self, space: NamespaceState, keys: Sequence[bytes], kind: str) -> None:
+        try:
+            self.node.pin(space, b"".join(keys), kind)
+        except LimitExceeded as error:
+            log.warning("not all pins on the disk at %s are kept: %s", self.path, error)
+
+    def ended(self, error: str) -> None:
+        """The process is dead, or cannot be started: nothing is here, until it is restored."""
+        self._forget_all()
+        self.state, self.error = ShelfState.FAILED, error
+
+    def _forget_all(self) -> None:
+        self._disk = None
+        former, self.node = self.node, self._make_node()
+        self.node.tell_of_end(former)
+        self._given_up = array("Q")
+        self._refused = False
+        self._bases, self._holders, self._numbers, self._nbytes = {}, {}, {}, {}
+
+    # ---- namespaces --------------------------------------------------------------------------------
+
+    def _open(self, namespace: NamespaceState) -> NamespaceState | None:
+        """The rules' own state of a namespace; None where a part of it is too large for its segment."""
+        known = self.node.by_directory(namespace.directory_digest)
+        if known is not None:
+            return None if known.retired else known
+        tenant = self.node.tenants.get(namespace.tenant.name)
+        if tenant is None or namespace.retired:
+            return None
+        specs = [PartSpec(-(-spec.nbytes // PAGE) * PAGE) for spec in namespace.parts]
+        try:
+            state = self.node.open_namespace(tenant, namespace.base, namespace.fields, specs)
+        except (InvalidRequest, LimitExceeded):
+            return None
+        state = self.node.set_epoch(state, namespace.epoch, 0, namespace.generation)
+        if state.epoch != namespace.epoch:
+            return None
+        for table, spec in zip(state.tables, namespace.parts, strict=True):
+            self._nbytes[table] = spec.nbytes
+        return state
+
+    def table(self, table: PartTable) -> PartTable | None:
+        """What is here of a table in memory."""
+        space = self.space(table.namespace)
+        return None if space is None else space.tables[table.part]
+
+    def enter(self, namespace: NamespaceState) -> None:
+        """A namespace is in a new epoch: what was here of it is found no more."""
+        tenant = self.node.tenants.get(namespace.tenant.name)
+        epochs = None if tenant is None else tenant.epochs.get(namespace.base)
+        if epochs is not None:
+            self.node.set_epoch(epochs[-1], namespace.epoch, 0, namespace.generation)
+
+    async def record(self, namespace: NamespaceState) -> None:
+        """Have the index know which epoch a namespace is in: for nodes that nobody else tells.
+
+        Raises `Unavailable` when that cannot be made durable: a later life of this node might take old
+        blocks for new ones.
+        """
+        space = self._open(namespace)
+        if space is None:
+            if self.state is ShelfState.FAILED:
+                raise Unavailable(
+                    f"the disk at {self.path} cannot be told of the change ({self.error}). Take it out "
+                    f"of the configuration, or empty its folder"
+                )
+            return  # it is too large for this disk, or its epoch is over already
+        await self._number(space.tables[0], namespace)
+
+    async def _number(self, table: PartTable, namespace: NamespaceState) -> int:
+        """What the index calls a table of ours; made known to it first, if it is not."""
+        number = self._numbers.get(table)
+        if number is None:
+            record = TableRecord(
+                namespace.tenant.name,
+                namespace.base,
+                namespace.fields,
+                plain_parts(namespace.parts),
+                table.part,
+                namespace.epoch,
+                namespace.generation,
+            )
+            numbers = self._numbers
+            number = await self._living_disk().add_table(msgspec.msgpack.encode(record))
+            numbers[table] = number
+        return number
+
+    def _living_disk(self) -> Disk:
+        if self._disk is None:
+            raise Unavailable(f"the disk at {self.path} is {self.state}: {self.error}")
+        return self._disk
+
+    # ---- down ----------------------------------------------------------------------------------------
+
+    def may_write(self) -> bool:
+        """Whether writes are worth trying now."""
+        if self.state is ShelfState.READ_ONLY:
+            return self._clock() >= self._retry_at
+        return self.state is ShelfState.SERVING
+
+    async def write(self, table: PartTable, blocks: Sequence[Block], segment: int) -> int:
+        """Store these blocks of one table in memory, leased by the caller; how many are here now.
+
+        Room is made by what this disk's rules give up first. Returns when they are safe; never raises but
+        when cancelled.
+        """
+        node = self.node
+        space = self._open(table.namespace)
+        if space is None or not self.may_write():
+            return 0
+        own = space.tables[table.part]
+        holder = self._holders[space.tenant.name]
+        try:
+            number = await self._number(own, table.namespace)
+        except KvpoolError as error:
+            self._failed(str(error))
+            return 0
+        if self.node is not node or space.retired:
+            return 0
+        self._make_entries(len(blocks))
+        self._tickets += 1
+        ticket = self._tickets
+        try:
+            node.reserve(
+                holder, space, table.part, ticket, b"".join([block.key for block in blocks])
+            )
+        except (PoolFull, LimitExceeded, InvalidRequest):
+            return 0
+        reservation = holder.reservations.get(ticket)
+        if reservation is None:
+            return len(blocks)
+        chosen = [blocks[index] for index in reservation.indices]
+        reservation.parents = [block.parent for block in chosen]
+        base = self._bases[space.tenant.name]
+        nbytes = len(chosen) * own.stride
+        forget = self._take_given_up()
+        self.writing_bytes += nbytes
+        try:
+            written = await self._living_disk().write(
+                wire.WriteBlocks(
+                    table=number,
+                    nbytes=table.spec.nbytes,
+                    keys=b"".join(reservation.keys),
+                    parents=b"".join([block.parent or EMPTY_KEY for block in chosen]),
+                    depths=array("I", [block.depth for block in chosen]).tobytes(),
+                    checksums=b"".join([block.checksum for block in chosen]),
+                    slots=array(
+                        "Q", [base + row * own.stride for row in reservation.rows]
+                    ).tobytes(),
+                    segment=segment,
+                    stride=table.stride,
+                    rows=wire.pack_rows([block.row for block in chosen]),
+                    forget=forget,
+                    deadline_s=WRITE_S,
+                )
+            )
+            done = self._wrote(node, holder, ticket, chosen, written, own.stride)
+        except KvpoolError as error:
+            if self.node is node:
+                if isinstance(error, LimitExceeded):
+                    self._given_up.frombytes(forget)  # not sent; what is, the process keeps
+                self._failed(str(error))
+            return 0
+        finally:
+            self.writing_bytes -= nbytes
+            if self.node is node:
+                node.abort(holder, ticket)
+        for kind in ("soft", "hard"):
+            pinned = [block.key for block in chosen if block.pin == PIN_KINDS[kind]]
+            if pinned and self.node is node:
+                await self._pin_too(table.namespace, pinned, kind)
+        return done
+
+    async def _pin_too(self, namespace: NamespaceState, keys: Sequence[bytes], kind: str) -> None:
+        """What is pinned in memory is pinned here, as far as the quota of this disk goes."""
+        try:
+            await self.pin(namespace, b"".join(keys), kind)
+        except KvpoolError as error:
+            log.warning("not all pins are kept on the disk at %s: %s", self.path, error)
+
+    def _wrote(
+        self,
+        node: Node,
+        holder: Holder,
+        ticket: int,
+        chosen: Sequence[Block],
+        written: wire.Written,
+        stride: int,
+    ) -> int:
+        """Make what was written findable; how much that is."""
+        if self.node is not node:
+            return 0
+        reservation = holder.reservations[ticket]
+        done = [at for at, status in enumerate(written.status) if status == GOOD]
+        indices = [reservation.indices[at] for at in done]
+        checksums = b"".join([chosen[at].checksum for at in done])
+        if done:
+            depths = [chosen[at].depth for at in done]
+            node.commit(holder, ticket, checksums, indices, Origin(depths=depths))
+            node.settle()
+        self.written_bytes += len(done) * stride
+        self.counters["written_blocks"] += len(done)
+        failed = len(chosen) - len(done)
+        if failed:
+            self._refused = True
+            self.counters["write_errors"] += failed
+            self._failed(f"{failed} blocks could not be written")
+        elif self.state is ShelfState.READ_ONLY:
+            self.state, self.error, self._retry_s = ShelfState.SERVING, "", RETRY_S[0]
+            log.warning("the disk at %s takes writes again", self.path)
+        return len(done)
+
+    def _failed(self, error: str) -> None:
+        """A write failed: leave the disk alone for a while."""
+        if self.state is ShelfState.SERVING:
+            log.error("the disk at %s takes no writes: %s", self.path, error)
+            self._retry_s = RETRY_S[0]
+        if self.state in {ShelfState.SERVING, ShelfState.READ_ONLY}:
+            self.state, self.error = ShelfState.READ_ONLY, error
+            self._retry_at = self._clock() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+
+    def _make_entries(self, n: int) -> None:
+        """Have the index room for so many more: small blocks can fill it before the segment."""
+        surplus = self.node.block_count() + n - self._living_disk().ready.entries_max
+        if surplus > 0:
+            self.node.evict(surplus)
+
+    # ---- up ------------------------------------------------------------------------------------------
+
+    async def read(
+        self, table: PartTable, keys: Sequence[bytes], segment: int, rows: bytes, seconds: float
+    ) -> wire.Pulled:
+        """Read blocks of a table in memory into its reserved rows: as `Movers.pull`.
+
+        When this ends, however it does, nothing writes to the rows any more. What does not match its
+        checksum, or cannot be read, is not found here again.
+        """
+        status, checksums = bytearray(len(keys)), [EMPTY_KEY] * len(keys)
+        node, own = self.node, self.table(table)
+        if own is None:
+            return wire.Pulled(bytes(status), b"".join(checksums), 0.0)
+        holder = self._holders[own.namespace.tenant.name]
+        lease = node.acquire(
+            holder,
+            own.namespace,
+            [own.part],
+            b"".join(keys),
+            None,
+            self._clock(),
+            scattered=True,
+        )
+        if lease is None:
+            return wire.Pulled(bytes(status), b"".join(checksums), 0.0)
+        found = {block.key: block for block in lease.parts[own.part][1]}
+        at = [index for index, key in enumerate(keys) if key in found]
+        base = self._bases[own.namespace.tenant.name]
+        numbers = array("I", rows)
+        try:
+            pulled = await self._living_disk().read(
+                wire.ReadBlocks(
+                    nbytes=table.spec.nbytes,
+                    checksums=b"".join([found[keys[index]].checksum for index in at]),
+                    slots=array(
+                        "Q", [base + found[keys[index]].row * own.stride for index in at]
+                    ).tobytes(),
+                    segment=segment,
+                    stride=table.stride,
+                    rows=wire.pack_rows([numbers[index] for index in at]),
+                    deadline_s=seconds,
+                )
+            )
+        finally:
+            if self.node is node:
+                node.release(holder, lease.token)
+        for index, found_status in zip(at, pulled.status.translate(_AS_PULLED), strict=True):
+            status[index] = found_status
+            if found_status == PRESENT:
+                checksums[index] = found[keys[index]].checksum
+        self._has_read(node, own, [keys[index] for index in at], pulled)
+        return wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
+
+    def _has_read(
+        self, node: Node, own: PartTable, keys: Sequence[bytes], pulled: wire.Pulled
+    ) -> None:
+        came = pulled.status.count(GOOD)
+        self.counters["read_blocks"] += came
+        self.counters["read_bytes"] += came * own.spec.nbytes
+        self._drop_bad(node, own, keys, pulled.status)
+
+    def _drop_bad(self, node: Node, own: PartTable, keys: Sequence[bytes], status: bytes) -> int:
+        """What does not match its checksum, or cannot be read, is found here no more; how many."""
+        bad = [key for key, s in zip(keys, status, strict=True) if s in {BAD, IO_ERROR}]
+        mismatches = status.count(BAD)
+        self.counters["mismatches"] += mismatches
+        self.counters["read_errors"] += len(bad) - mismatches
+        if self.node is node:
+            for key in bad:
+                node.drop_corrupt(own.namespace, own.part, key)
+        return len(bad)
+
+    # ---- pins ----------------------------------------------------------------------------------------
+
+    def space(self, namespace: NamespaceState) -> NamespaceState | None:
+        """What is here of a namespace in memory; None: nothing."""
+        space = self.node.by_directory(namespace.directory_digest)
+        return None if space is None or space.retired else space
+
+    async def pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> set[bytes]:
+        """Pin what is here of these blocks, for later lives too: see `Node.pin`; the keys."""
+        space = self.space(namespace)
+        if space is None:
+            return set()
+        changed = self.node.check_pin(space, packed, kind)
+        found = self.node.pin(space, packed, kind)
+        base = self._bases[space.tenant.name]
+        slots = array("Q", [base + block.row * block.table.stride for block in changed])
+        if slots:
+            await self._living_disk().pin(wire.PinSlots(slots.tobytes(), PIN_KINDS[kind], FORGET_S))
+        return found
+
+    # ---- what nobody waits for ---------------------------------------------------------------------
+
+    def _take_given_up(self) -> bytes:
+        slots = self._given_up.tobytes()
+        del self._given_up[:]
+        return slots
+
+    async def tidy(self) -> None:
+        """Have the index forget what was given up since the last write. Raises `Unavailable`."""
+        if not self._given_up and not self._refused:
+            return
+        node, slots = self.node, self._take_given_up()
+        try:
+            await self._living_disk().forget(wire.ForgetSlots(slots, FORGET_S))
+        except LimitExceeded:
+            # It was not sent. What was, the process keeps, and an index that refuses is asked again: to
+            # send that once more could hit what was written into such a slot meanwhile.
+            if self.node is node:
+                self._given_up.frombytes(slots)
+            raise
+        except KvpoolError:
+            if self.node is node:
+                self._refused = True
+            raise
+        if self.node is node:
+            self._refused = False
+
+    async def scrub(self, cursor: int, count: int) -> tuple[int, int, int | None]:
+        """Compare about `count` blocks from a cursor on with their checksums: (seen, bad, next cursor).
+
+        Bad ones are dropped. Raises `Unavailable` when the process ends meanwhile.
+        """
+        node = self.node
+        groups, more = node.walk(cursor, count)
+        seen = bad = 0
+        for digest, keys in groups:
+            space = node.by_directory(digest)
+            for own in [] if space is None else space.tables:
+                lease = node.acquire(
+                    self._holders[own.namespace.tenant.name],
+                    own.namespace,
+                    [own.part],
+                    b"".join(keys),
+                    None,
+                    self._clock(),
+                    scattered=True,
+                )
+                if lease is None:
+                    continue
+                _, blocks = lease.parts[own.part]
+                bad += await self._scrub_some(node, own, blocks, lease.token)
+                seen += len(blocks)
+        self.counters["scrubbed_blocks"] += seen
+        return seen, bad, more
+
+    async def _scrub_some(
+        self, node: Node, own: PartTable, blocks: Sequence[Block], token: str
+    ) -> int:
+        holder = self._holders[own.namespace.tenant.name]
+        base = self._bases[own.namespace.tenant.name]
+        try:
+            written = await self._living_disk().scrub(
+                wire.ScrubBlocks(
+                    nbytes=self._nbytes[own],
+                    checksums=b"".join([block.checksum for block in blocks]),
+                    slots=array("Q", [base + block.row * own.stride for block in blocks]).tobytes(),
+                    deadline_s=SCRUB_S,
+                )
+            )
+        finally:
+            if self.node is node:
+                node.release(holder, token)
+        return self._drop_bad(node, own, [block.key for block in blocks], written.status)
+
+    # ---- the operator's view -----------------------------------------------------------------------
+
+    @property
+    def segment_bytes(self) -> int:
+        """What slots can take; 0 while the process does not run."""
+        return 0 if self._disk is None else self._disk.ready.segment_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots that are in use."""
+        return sum(tenant.allocator.bytes_used for tenant in self.node.tenants.values())
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values."""
+        disk = self._disk
+        return {
+            "path": self.path,
+            "state": str(self.state),
+            "error": self.error,
+            "size_bytes": self.size,
+            "segment_bytes": self.segment_bytes,
+            "entries_max": 0 if disk is None else disk.ready.entries_max,
+            "direct": disk is not None and disk.ready.direct,
+            "used_bytes": self.used_bytes,
+            "blocks": self.node.block_count(),
+            "writing_bytes": self.writing_bytes,
+            "written_bytes": self.written_bytes,
+            **self.counters,
+        }
