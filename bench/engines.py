@@ -327,6 +327,12 @@ def counter(socket_path: str, name: str) -> int:
         return int(client.stats()["counters"][name])
 
 
+def read_from_disk(socket_path: str) -> int:
+    """Blocks that the daemon has read from its disks."""
+    with Client(socket_path) as client:
+        return sum(int(disk["read_blocks"]) for disk in client.stats()["tiers"]["ssd"])
+
+
 def wait_for_stats(
     socket_path: str, good: Callable[[dict[str, Any]], bool], otherwise: str
 ) -> None:

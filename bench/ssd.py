@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import random
 import shutil
 import signal
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from kvpool.testing.ssd_kills import KilledStore
 from kvpool.testing.ssd_replay import inspect_image, record
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+CALLERS = 2
 DEPTH = 8
 FREE_BYTES = 3 * GIB
 FILE_BYTES = 1 * GIB
@@ -86,7 +89,10 @@ class Blocks:
         self.dice = np.random.default_rng(1)
         self.rows = np.arange(self.batch)
         self.source = self.dice.integers(0, 256, (self.batch, nbytes), np.uint8)
-        self.out = np.zeros_like(self.source)
+        self.outs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for _ in range(CALLERS):
+            self.outs.put(np.zeros_like(self.source))
+        self.keys = self.dice.integers(0, 256, (self.slots, 16), np.uint8)
         digests = b"".join(xxhash.xxh3_128_digest(row.data) for row in self.source)
         self.sums = np.frombuffer(digests, np.uint8).reshape(-1, 16)
         self.held = np.zeros(self.slots, np.int64)  # slot → row of the source
@@ -96,7 +102,7 @@ class Blocks:
     def _write(self, slots: Any) -> None:
         n = len(slots)
         offsets = (slots * self.nbytes).astype(np.uint64)
-        keys = self.dice.integers(0, 256, (n, 16), np.uint8)
+        keys = self.keys[slots]
         numbers = self.rows[:n]
         batch = WriteBatch(
             table=self.table,
@@ -115,8 +121,11 @@ class Blocks:
 
     def _passes(self, work: Callable[[Any], None]) -> None:
         chosen = self.dice.permutation(self.slots)[: PASS_BYTES // self.nbytes]
-        for first in range(0, len(chosen), self.batch):
-            work(chosen[first : first + self.batch])
+        batches = [chosen[at : at + self.batch] for at in range(0, len(chosen), self.batch)]
+        # The daemon, too, has several orders on their way. The disk sees `DEPTH` requests at most.
+        with ThreadPoolExecutor(CALLERS) as callers:
+            for _ in callers.map(work, batches):
+                pass
 
     def put(self) -> None:
         self._passes(self._write)
@@ -127,9 +136,11 @@ class Blocks:
     def _read(self, slots: Any) -> None:
         offsets = (slots * self.nbytes).astype(np.uint64)
         sums = self.sums[self.held[slots]]
+        out = self.outs.get()
         statuses = self.store.read(
-            ReadBatch(self.nbytes, offsets, sums, self.out, self.rows[: len(slots)])
+            ReadBatch(self.nbytes, offsets, sums, out, self.rows[: len(slots)])
         )
+        self.outs.put(out)
         assert (statuses == DONE).all()
 
 

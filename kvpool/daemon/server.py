@@ -261,7 +261,13 @@ class Server:
             return None
         specs = parse_parts(record.base, record.fields, record.parts)
         return await self.cluster.adopt(
-            tenant, record.base, record.fields, specs, record.epoch, record.generation
+            tenant,
+            record.base,
+            record.fields,
+            specs,
+            record.epoch,
+            record.generation,
+            record.settings,
         )
 
     def _ttl_s(self, namespace: NamespaceState) -> float:

@@ -28,6 +28,7 @@ from kvpool.daemon.disks import Disk
 from kvpool.daemon.node import Node
 from kvpool.daemon.space import Origin
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull, Unavailable
+from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings
 from kvpool.storage.slab import PAGE, SlabAllocator
 from kvpool.storage.ssd_index import ENTRY
 from kvpool.types import PartSpec, plain_parts, split_keys
@@ -64,6 +65,7 @@ class TableRecord(msgspec.Struct, array_like=True, frozen=True):
     part: int
     epoch: int
     generation: int
+    settings: NamespaceSettings = DEFAULT_SETTINGS
 
 
 class _Slots(SlabAllocator):
@@ -307,6 +309,7 @@ class Shelf:
                 table.part,
                 namespace.epoch,
                 namespace.generation,
+                namespace.settings,
             )
             numbers = self._numbers
             number = await self._living_disk().add_table(msgspec.msgpack.encode(record))

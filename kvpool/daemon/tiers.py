@@ -333,10 +333,10 @@ class Tiers:
     def _is_dirty(self, block: Block) -> bool:
         """Whether it is to be on a disk, and is on none, nor on the way to one."""
         table = block.table
+        # What was written since its last use, and is gone, was given up by the disk as worth too little.
         return (
             (table, block.key) not in self._under_way
-            and block.written
-            != block.used  # else the disk has given it up since, as worth too little
+            and block.written != block.used
             and self.shelf_of(table, block.key) is None
             and self.mode(table.namespace) is not WriteMode.NONE
         )

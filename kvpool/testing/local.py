@@ -160,7 +160,7 @@ class LocalNode:
 class LocalCluster:
     """See the module. Owns its daemons, and its servers unless they are given.
 
-    nodes: how many, named a, b, c, …; flags: for all daemons. labels: per node, by name.
+    nodes: how many, named a, b, c, …; ssd: the size of a disk for each. flags: for all daemons. labels: per node, by name.
     environ: further settings of all daemons, KVPOOL_*. name: of the cluster, for several on one etcd.
     etcd, redis: the servers, to be killed and restarted by tests; started here unless given.
     etcd_url: by node, where it finds etcd instead, such as a proxy. directory: likewise, of Redis, for all.
@@ -173,6 +173,7 @@ class LocalCluster:
         *,
         nodes: int = 3,
         memory: str = "256MiB",
+        ssd: str = "",
         etcd_members: int = 1,
         flags: Sequence[str] = (),
         labels: Mapping[str, str] | None = None,
@@ -187,6 +188,7 @@ class LocalCluster:
         self._folder = folder
         self._names = [chr(ord("a") + number) for number in range(nodes)]
         self._memory = memory
+        self._ssd = ssd
         self._members = etcd_members
         self._flags = list(flags)
         self._labels = labels or {}
@@ -268,6 +270,8 @@ class LocalCluster:
             **self._environ,
             **(environ or {}),
         }
+        if self._ssd:
+            settings["KVPOOL_SSD"] = f"{self._folder / f'{name}-ssd'}={self._ssd}"
         advertise = self._advertise
         node = LocalNode(
             name,

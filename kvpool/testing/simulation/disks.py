@@ -46,6 +46,7 @@ class Stored:
     checksum: bytes
     table: int
     nbytes: int
+    depth: int
     generation: int
     pin: int
 
@@ -145,7 +146,7 @@ class Platter:
             entry = entries[at]
             entry["offset"], entry["generation"] = offset, stored.generation
             entry["table"], entry["nbytes"] = stored.table, stored.nbytes
-            entry["pin"] = stored.pin
+            entry["depth"], entry["pin"] = stored.depth, stored.pin
             for name in ("key", "parent", "checksum"):
                 entry[name] = np.frombuffer(getattr(stored, name), np.uint8)
         return entries
@@ -435,11 +436,12 @@ class SimulatedDisk:
         if order.table not in self.platter.tables:
             raise Violation(f"{self.name} has no table {order.table}")
         self.platter.write(offset, data)
+        depth = wire_rows(order.depths)[index]
         operation = writing.operations.get(offset, PIN_NONE)
         entered = operation == FORGET or self.platter.enter(
             offset,
             lambda generation: Stored(
-                key, parent, checksum, order.table, order.nbytes, generation, operation
+                key, parent, checksum, order.table, order.nbytes, depth, generation, operation
             ),
         )
         return GOOD if entered else NO_SPACE
@@ -560,7 +562,7 @@ def unsettled(shelf: Shelf, platter: Platter) -> str:
     if node.has_garbage or shelf._given_up:
         return f"is to forget {len(shelf._given_up)} slots"
     node.settle()
-    there: dict[int, tuple[bytes, int]] = {}
+    there: dict[int, tuple[bytes, int, int]] = {}
     for tenant in node.tenants.values():
         used = 0
         for epochs in tenant.epochs.values():
@@ -569,10 +571,12 @@ def unsettled(shelf: Shelf, platter: Platter) -> str:
                     used += table.stride * len(table.blocks)
                     for key, block in table.blocks.items():
                         offset = shelf._bases[tenant.name] + block.row * table.stride
-                        there[offset] = (key, block.pin)
+                        there[offset] = (key, block.pin, block.depth)
         if tenant.allocator.bytes_used != used:
             return f"has {tenant.allocator.bytes_used} bytes in use, and blocks of {used}"
-    known = {offset: (stored.key, stored.pin) for offset, stored in platter.entries.items()}
+    known = {
+        offset: (stored.key, stored.pin, stored.depth) for offset, stored in platter.entries.items()
+    }
     if there != known:
         wrong = sorted(there.items() ^ known.items())
         return f"has other blocks than its index, {len(wrong)} differences, at {wrong[0][0]}"

@@ -143,10 +143,11 @@ class Nemesis:
         """Bits turn in what lies there."""
         platter = self._platter(node)
         if platter is not None and platter.entries:
-            offset = self._rng.choice(list(platter.entries))
-            at = offset + self._rng.randrange(platter.entries[offset].nbytes)
-            platter.surface.data[at] ^= 1 << self._rng.randrange(8)
-            self._world.count("bits flipped on disks")
+            entries = platter.entries
+            for offset in self._rng.sample(list(entries), -(-len(entries) // 3)):
+                at = offset + self._rng.randrange(entries[offset].nbytes)
+                platter.surface.data[at] ^= 1 << self._rng.randrange(8)
+                self._world.count("bits flipped on disks")
 
     def disk_empty(self, node: SimulatedNode, seconds: float) -> None:
         """The machine is replaced by one with new disks."""

@@ -40,6 +40,7 @@ POLL_S = 0.25
 SETTLE_S = 60.0  # for everything to be as it should, once nothing goes wrong any more
 FORGET_S = 2.5  # until negative memory is forgotten
 TOLD_S = 0.5  # after a put, until every node can find it
+READ_FROM_DISK = 4  # prefixes that are read after a restart
 READ_S = 1.0  # the promise for a reader with another replica
 
 
@@ -301,6 +302,8 @@ class World:
         await self._until(self._unsettled)
         await self._lose_an_owner()
         await self._until(self._unsettled)
+        if self.plan.disks is not None:
+            await self._restart_on_disks()
         await self._empty()
         for node in self.nodes.values():
             await node.stop()
@@ -594,14 +597,7 @@ class World:
             # What readers before this one have forgotten is much of such a small memory.
             await self._until(lambda: self._leased_by_others(life))
         before = self._findable(life, chain)
-        client = self._new_client(life.node, f"{life.node.name} reader")
-        found = 0
-
-        async def read() -> None:
-            nonlocal found
-            found = await client.get(chain, READ_S, 0.5)
-
-        await self.in_domain(client.domain, read())
+        found = await self._get(self._new_client(life.node, f"{life.node.name} reader"), chain)
         after = self._findable(life, chain)
         # Room for what is pulled is made by evicting other blocks, of this chain perhaps.
         if found < min(before, after):
@@ -675,6 +671,56 @@ class World:
                 f"{life.name} has {found} blocks of {len(keys)} after {seconds:.3f} s, and a living "
                 f"node has a copy of each"
             )
+
+    async def _restart_on_disks(self) -> None:
+        """A node that crashes has on its disks what was there, but for what bits have turned in."""
+        chosen = [life.node for life in self._lives() if self._held_below(life)]
+        if not chosen:
+            return
+        node = self.rng.choice(chosen)
+        node.crash()
+        node.restart()
+        await self._until(self._unsettled)
+        (life,) = (life for life in self._lives() if life.node is node)
+        read = 0
+        for chain in self.chains:
+            await self._until(lambda: self._leased_by_others(life))
+            before = self._usable(chain, self._intact_below(life))
+            if not before or read == READ_FROM_DISK:
+                continue
+            read += 1
+            client = self._new_client(node, f"{node.name} reader")
+            found = await self._get(client, chain)
+            after = self._usable(chain, self._intact_below(life))
+            if found < min(before, after):
+                raise Violation(
+                    f"{life.name} finds {found} blocks of a prefix of which {before} were on its "
+                    f"disks and {after} still are"
+                )
+            self.count("prefixes read from disks", found)
+
+    def _intact_below(self, life: Life) -> list[set[bytes]]:
+        """The keys of each part that are on a node's disks, bit for bit."""
+        there: list[set[bytes]] = [set() for _ in self.record.parts]
+        for one, platter in zip(life.server.tiers.shelves, life.node.platters, strict=True):
+            for namespace in one.node.tenants[DEFAULT_TENANT].namespaces.values():
+                for table in namespace.tables:
+                    there[table.part].update(
+                        key
+                        for key, block in table.blocks.items()
+                        if platter.is_right(block.row * table.stride)
+                    )
+        return there
+
+    async def _get(self, client: Client, chain: Sequence[bytes]) -> int:
+        found = 0
+
+        async def read() -> None:
+            nonlocal found
+            found = await client.get(chain, READ_S, 0.5)
+
+        await self.in_domain(client.domain, read())
+        return found
 
     async def _empty(self) -> None:
         """Once clients are gone, all that is in use are blocks."""
