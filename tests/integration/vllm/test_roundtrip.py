@@ -71,11 +71,13 @@ def test_generated_blocks_are_there_for_the_next_turn(
     daemon: Any,
     saved: list[list[int]],
     asked: list[list[int]],
-    oracle: Oracle,
 ) -> None:
     turn = [before + said for before, said in zip(asked, saved, strict=True)]
     longer = [each + kit.TINY.prompt(900 + i, 40) for i, each in enumerate(turn)]
-    expected = oracle("llama", longer)
+    # Its own first turn, too: KV from a decode step differs in its last bits from that of a prefill.
+    with kit.run_engine(llama) as alone:
+        alone.generate(asked)
+        expected = [output.tokens for output in alone.generate(longer)]
     with kit.run_engine(llama, daemon) as engine:
         outputs = engine.generate(longer)
     assert [output.tokens for output in outputs] == expected
