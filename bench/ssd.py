@@ -17,6 +17,7 @@ Needs fio and strace, and 3 GiB of free disk.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -34,14 +35,16 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from harness import REPO, Report, in_turns, median, parse_arguments, seconds
+from harness import REPO, Report, daemon, in_turns, median, parse_arguments, seconds
 
+from kvpool.client import Client
 from kvpool.storage.ssd import DONE, ReadBatch, SsdStore, WriteBatch
 from kvpool.storage.ssd_files import LinuxDisk
 from kvpool.storage.ssd_index import ENTRY
 from kvpool.testing.servers.find import find_server
 from kvpool.testing.ssd_kills import KilledStore
 from kvpool.testing.ssd_replay import inspect_image, record
+from kvpool.types import NamespaceRecord
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 CALLERS = 2
@@ -67,7 +70,7 @@ def main() -> int:
         raise SystemExit(
             f"{place} has {free >> 20} MiB free; the bench takes {FREE_BYTES >> 20} MiB"
         )
-    for part in (speed, opening, crashes):
+    for part in (speed, puts, opening, crashes):
         if arguments.only in part.__name__:
             with tempfile.TemporaryDirectory(dir=place) as folder:
                 part(report, Path(folder))
@@ -198,6 +201,58 @@ def speed(report: Report, folder: Path) -> None:
                 report.check(f"ssd_{what}_1m", ratio, at_least=bound)
         blocks.store.close()
         shutil.rmtree(folder / label)
+
+
+# ---- puts beside a busy disk ----------------------------------------------------------------------------
+
+
+def puts(report: Report, folder: Path) -> None:
+    """Puts into full memory, with nothing to write and with more to write than the disk can take."""
+    print("puts of 4 x 1 MiB into full memory, the disk idle and its queue full")
+    rounds, count = (3, 150) if report.quick else (9, 300)
+    flags = ("--ssd", f"{folder / 'disk'}={GIB}", "--ssd-flush-s", "0")
+    taken: dict[str, list[float]] = {"none": [], "through": []}
+    data = np.random.default_rng(1).integers(0, 256, (4, MIB), np.uint8)
+    numbers = itertools.count()
+    with daemon(folder, "node", "256MiB", *flags) as node, Client(node.socket) as client:
+        spaces = {
+            mode: client.open(
+                NamespaceRecord.simple(f"bench-{mode}", block_bytes=MIB, block_tokens=16),
+                write=mode,
+            )
+            for mode in taken
+        }
+
+        def put(mode: str) -> None:
+            keys = [next(numbers).to_bytes(16, "little") for _ in range(4)]
+            client.put(spaces[mode], keys, data)
+
+        def one(mode: str) -> float:
+            for _ in range(count // 3):  # fills memory with its own blocks, and the queue
+                put(mode)
+            times = [seconds(lambda: put(mode)) for _ in range(count)]
+            tiers = client.stats()["tiers"]
+            assert mode == "none" or tiers["queued_writes"] > 0, "the disk keeps up with the puts"
+            while client.stats()["tiers"]["queued_writes"]:
+                time.sleep(0.01)
+            return median(times)
+
+        for number in range(rounds + 1):
+            for mode in taken if number % 2 else reversed(taken):
+                if number:
+                    taken[mode].append(one(mode))
+                else:
+                    one(mode)
+        tiers = client.stats()["tiers"]
+    idle, busy = median(taken["none"]), median(taken["through"])
+    report.row(
+        "put_beside_disk",
+        idle_ms=1e3 * idle,
+        busy_ms=1e3 * busy,
+        written_mib=tiers["ssd"][0]["written_bytes"] >> 20,
+        dropped=tiers["dropped_writes"],
+    )
+    report.check("put_beside_disk", busy / idle, at_most=1.2)
 
 
 # ---- opening --------------------------------------------------------------------------------------------
