@@ -91,6 +91,13 @@ def serve(
             rich_help_panel=TIERS,
         ),
     ] = None,
+    events: Annotated[
+        bool | None,
+        typer.Option(
+            "--events/--no-events",
+            help="Follow engines' KV events, and tell others what their caches hold.",
+        ),
+    ] = None,
     node: Annotated[str | None, typer.Option(help="This node's name.")] = None,
     socket_mode: Annotated[
         str | None, typer.Option(help="Permissions of the socket, octal, 600.")
@@ -196,6 +203,10 @@ def serve(
     ] = None,
     peers_max: Annotated[
         int | None, typer.Option(help="Connections of peers.", rich_help_panel=LIMITS)
+    ] = None,
+    engines_max: Annotated[
+        int | None,
+        typer.Option(help="Engines whose KV events are followed.", rich_help_panel=LIMITS),
     ] = None,
     lease_s_max: Annotated[
         float | None, typer.Option(help="The longest lease, seconds.", rich_help_panel=LIMITS)
@@ -456,7 +467,7 @@ def configure(
 
 @app.command()
 def tiers(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
-    """Show where this node keeps blocks: memory and disks, how full, how well.
+    """Show where this node keeps blocks: engines' own caches, memory and disks, how full, how well.
 
     Example: kvpool tiers
     """

@@ -26,7 +26,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Self
@@ -252,6 +252,8 @@ class Client:
         self._waiting = 0
         self._daemon: DaemonState | None = None
         self._generations: dict[bytes, int] = {}  # of weights, by namespace
+        # The namespace whose engine publishes events, and what the daemon is told of them.
+        self._events: tuple[bytes, Callable[[int], wire.FollowEvents]] | None = None
         self._tickets = itertools.count(1)
         self._finished: deque[str] = deque(maxlen=FINISHED_MAX)  # tokens of leases to release
         self._orphans: deque[tuple[str, wire.Message]] = deque(maxlen=1 << 16)
@@ -723,12 +725,47 @@ class Client:
             answer = connection.ask(wire.Reset(number, generation), self.timeout_s + RESET_S)
             connection.daemon.renumber(ns.digest, answer.number)
             self._generations[ns.digest] = answer.generation
+            self._tell_events(connection, ns.digest, answer.number)
         if not answer.current:
             raise StaleEpoch(
                 f"the weights of namespace {ns.digest.hex()} have changed more often elsewhere than "
                 f"here, where it is generation {answer.generation} now: reset again with each change "
                 f"that is still to come, or open the namespace when the weights are the latest"
             )
+
+    def follow_events(
+        self,
+        ns: Namespace,
+        endpoint: str,
+        *,
+        replay: str = "",
+        topic: str = "",
+        groups: Sequence[int] = (),
+    ) -> bool:
+        """Have the daemon follow the KV events of this process's engine, now and after each restart again.
+
+        What they say its cache holds is tier `gpu` to others, until this process ends: a hint for those who
+        route requests, never a source of bytes. One engine a client: another call takes the place of
+        the one before.
+
+        endpoint: where to connect to, in ZeroMQ's words: `tcp://127.0.0.1:5557` or `ipc:///path`, on this
+            machine only; empty: the daemon is to follow no more.
+        replay: where the engine repeats missed events, or empty. topic: of the events.
+        groups: the cache group, in the events' numbers, of each part of the namespace, in their order.
+        False when the daemon does not follow them: it is away (it is told when it is back and the namespace
+        is used), it is set not to (`events`), or it has no pyzmq.
+        Raises `InvalidRequest` for what cannot be followed, and `LimitExceeded`.
+        """
+        listed = list(groups)
+
+        def message(number: int) -> wire.FollowEvents:
+            return wire.FollowEvents(number, endpoint, replay, topic, listed)
+
+        self._events = (ns.digest, message) if endpoint else None
+        try:
+            return bool(self._ask_ns(ns, message).value)
+        except Unavailable:
+            return False
 
     # ---- for operators -------------------------------------------------------------------------------
 
@@ -956,7 +993,14 @@ class Client:
         answer = connection.ask(message, self.timeout_s)
         connection.daemon.renumber(ns.digest, answer.number)
         self._generations[ns.digest] = answer.generation
+        self._tell_events(connection, ns.digest, answer.number)
         return int(answer.number)
+
+    def _tell_events(self, connection: Connection, digest: bytes, number: int) -> None:
+        """A namespace was opened: if its engine publishes events, the daemon is to know it. Waits for nothing."""
+        events = self._events
+        if events is not None and events[0] == digest:
+            connection.tell(events[1](number))
 
     def _request(self) -> _Request:
         return _Request(self)

@@ -113,10 +113,12 @@ class DaemonConfig:
         put), "back" (ahead of its eviction from memory), or "none".
     ssd_bytes_per_day: how much may be written there in a day, all disks together; 0: no limit.
     ssd_flush_s: how long a daemon that is told to stop goes on writing what is only in memory; 0: not at all.
+    events: follow the KV events of this node's engines, and tell others what their caches hold.
     movers: processes that move bytes.
     data_dir: where the node keeps what outlives it; empty: nothing is kept.
     node: this node's name.
     clients_max, peers_max: open connections.
+    engines_max: engines whose KV events are followed.
     lease_s_max: the longest lease.
     """
 
@@ -151,11 +153,13 @@ class DaemonConfig:
     ssd_write: str = "back"
     ssd_bytes_per_day: int = 0
     ssd_flush_s: float = 20.0
+    events: bool = True
     movers: int = 1
     data_dir: str = ""
     node: str = ""
     clients_max: int = 1024
     peers_max: int = 256
+    engines_max: int = 16
     lease_s_max: float = 60.0
 
     def all_tenants(self) -> tuple[TenantConfig, ...]:
@@ -382,11 +386,13 @@ _PARSERS: dict[str, Any] = {
     "ssd_write": _write_mode,
     "ssd_bytes_per_day": _bytes,
     "ssd_flush_s": lambda value, name: 0.0 if value in {0, "0"} else _seconds(value, name),
+    "events": _switch,
     "movers": lambda value, name: _whole(value, name, 1, 64),
     "data_dir": _text,
     "node": _word,
     "clients_max": lambda value, name: _whole(value, name, 1, 1 << 16),
     "peers_max": lambda value, name: _whole(value, name, 1, 1 << 16),
+    "engines_max": lambda value, name: _whole(value, name, 1, 64),
     "lease_s_max": _seconds,
 }
 SETTINGS = tuple(_PARSERS)

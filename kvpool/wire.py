@@ -55,6 +55,7 @@ whose first element is its type number:
     45    Ask                daemon → daemon      Done: blocks of the prefix that are there
     46    Corrupt            daemon → daemon      none
     47    Offer              daemon → daemon      Bytes: one byte a key, 1 where the peer has it now
+    50    FollowEvents       client → daemon      Done: 1 if they are followed; or none
     60    MoverStart         control → mover      MoverReady
     61    MoverReady         mover → control
     62    AttachSegment      control → mover      Done; carries a descriptor
@@ -511,6 +512,21 @@ class Offer(Message, tag=47):
     deadline_s: float
 
 
+class FollowEvents(Message, tag=50):
+    """This client's engine tells of its own cache in KV events: follow them, as long as its process lives.
+
+    `endpoint`: to connect to, on this machine; empty: follow them no more. `replay`: where missed ones are
+    repeated, or empty. `groups`: the cache group, in the events' numbers, of each part of the namespace.
+    One engine a client: another message takes the place of the one before.
+    """
+
+    ns: int
+    endpoint: str
+    replay: str = ""
+    topic: str = ""
+    groups: list[int] = []
+
+
 class MoverStart(Message, tag=60):
     """First frame on a mover's control channel: who it is and where it listens (empty: nowhere)."""
 
@@ -753,6 +769,7 @@ ClientMessage = (
     | Evict
     | PinBlocks
     | Scrub
+    | FollowEvents
 )
 DaemonMessage = Welcome | Error | Done | Reserved | Leased | Bytes | Stored | Opened
 PeerMessage = (

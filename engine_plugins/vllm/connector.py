@@ -39,6 +39,7 @@ from kvpool.engine_plugins.vllm import namespace
 from kvpool.engine_plugins.vllm.codecs import CodecPages, HeadLayout, head_layout
 from kvpool.engine_plugins.vllm.config import Codec, LoadMode, PluginConfig
 from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
+from kvpool.engine_plugins.vllm.events import publisher
 from kvpool.engine_plugins.vllm.layout import HostPages, Pages, byte_rows
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport, StepDone, StepPlan
@@ -124,6 +125,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     single_group=self._single_group,
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
+                    events=publisher(vllm_config.kv_events_config, parallel.data_parallel_index),
                 ),
                 pulls=self._make_pulls() if transfer.is_kv_consumer else None,
                 new_epoch=lambda: uuid.uuid4().hex,

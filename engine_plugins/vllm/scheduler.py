@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
+from kvpool.engine_plugins.vllm.events import Publisher, part_groups
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import (
     GroupRule,
@@ -106,7 +107,7 @@ class Engine:
     """What the scheduler half must know of its engine.
 
     hash_tokens: tokens of a block of the chain. blocks: how many blocks the engine's cache has.
-    single_group: whether failed synchronous loads can be reported.
+    single_group: whether failed synchronous loads can be reported. events: of its own cache.
     """
 
     rules: Sequence[GroupRule]
@@ -116,6 +117,7 @@ class Engine:
     single_group: bool
     loads: bool = True
     saves: bool = True
+    events: Publisher | None = None
 
 
 class SchedulerHalf:
@@ -192,6 +194,18 @@ class SchedulerHalf:
         self._shut = False
         parts = namespace.parts[: len(self._engine.rules)]
         self._rank_bytes = sum(part.nbytes // part.stride for part in parts)
+        if self._engine.events is not None:
+            self._tell_events(namespace, self._engine.events)
+
+    def _tell_events(self, namespace: Namespace, events: Publisher) -> None:
+        """Have the daemon follow what the engine tells of its own cache. The client repeats that itself."""
+        groups = part_groups(self._engine.rules, self._engine.ranks)
+        try:
+            self._client.follow_events(
+                namespace, events.endpoint, replay=events.replay, topic=events.topic, groups=groups
+            )
+        except KvpoolError as error:
+            log.warning("the daemon does not follow this engine's KV events: %s", error)
 
     def _open_on_ranks(self, namespace: Namespace) -> None:
         """Have the ranks open it, with the weights that this half has it with."""
@@ -571,6 +585,8 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """Release every lease. Loads that run fail or end by their deadline."""
+        if self._engine.events is not None and self._namespace is not None:
+            self._tell_events(self._namespace, Publisher(""))
         self._release_ended()
         for state in self._requests.values():
             self._drop_lookup(state)

@@ -65,7 +65,7 @@ SERVED_FROM = frozenset({NodeState.SERVING, NodeState.DRAINING})
 class Cluster:
     """See the module. `Neighbours` for `Remote`.
 
-    holdings: what there is to announce, by tier; filled before `start`.
+    holdings: what there is to announce, by tier; filled before `start`, or by `announce`.
     lost_nodes: called when blocks may lack copies: a node has gone or come, or more are wanted. drain:
     called with what an operator wants of this node, when that changes. entered: called with each namespace
     that is in a new epoch. keep_epoch: makes that and its settings outlive this process, where no
@@ -102,6 +102,8 @@ class Cluster:
         self.lost = 0
         self._clock = clock
         self._directory = directory
+        self._told: Directory | None = None  # by the announcers, once there are some
+        self._announced_as: bytes | None = self.own
         self._static = {_stand_in(url): _static_peer(url) for url in config.peers}
         self._living: dict[bytes, Living] = dict(self._static)
         self._dead = DeadIncarnations()
@@ -126,15 +128,24 @@ class Cluster:
         await self.membership.join(self.record())
         self._look()
         if self._directory is not None:
-            loop = asyncio.get_running_loop()
-            told = _OnlyMembersPublish(self._directory, self.may_serve)
+            self._told = _OnlyMembersPublish(self._directory, self.may_serve)
             for tier, held in self.holdings.items():
-                held.follow_changes(lambda: loop.call_soon(self._announce))
-                announcer = Announcer(told, held, clock=self._clock, tier=tier)
-                announcer.act_as(self.own)
-                self.announcers[tier] = announcer
-                self._tasks.begin(announcer.run())
+                self._begin_to_announce(self._told, tier, held)
         self._tasks.begin(self._run())
+
+    def announce(self, tier: int, held: Holdings) -> None:
+        """There is one tier more to announce."""
+        self.holdings[tier] = held
+        if self._told is not None:
+            self._begin_to_announce(self._told, tier, held)
+
+    def _begin_to_announce(self, told: Directory, tier: int, held: Holdings) -> None:
+        loop = asyncio.get_running_loop()
+        held.follow_changes(lambda: loop.call_soon(self._announce))
+        announcer = Announcer(told, held, clock=self._clock, tier=tier)
+        announcer.act_as(self._announced_as)
+        self.announcers[tier] = announcer
+        self._tasks.begin(announcer.run())
 
     async def close(self) -> None:
         """Leave, and end all that runs here."""
@@ -480,6 +491,7 @@ class Cluster:
             self._tasks.begin(self._rejoin())
 
     def _announce_as(self, incarnation: bytes | None) -> None:
+        self._announced_as = incarnation
         for announcer in self.announcers.values():
             announcer.act_as(incarnation)
 

@@ -200,15 +200,18 @@ class Remote:
         tables = [namespace.tables[part] for part in parts] if parts else namespace.tables
         keys = split_keys(packed)
         located = self._on_disks(tables, keys)
-        reach = self._usable(tables, keys, located)
-        if reach < len(keys) and self._neighbours.living:
-            elsewhere = await self._locate(namespace, tables, keys, reach, deadline)
-            for key, entries in elsewhere.items():
-                located.setdefault(key, []).extend(entries)
+        asked = not self._neighbours.living
         # A shorter prefix may need blocks that a longer one does not (windows), so when one turns out not
-        # to be had, what the next one lacks is fetched too.
+        # to be had, what the next one lacks is fetched too. Others are asked when disks do not have it all,
+        # or did not deliver.
         for _ in range(ROUNDS_MAX):
             there = self._usable(tables, keys, located)
+            if there < len(keys) and not asked:
+                asked = True
+                elsewhere = await self._locate(namespace, tables, keys, there, deadline)
+                for key, entries in elsewhere.items():
+                    located.setdefault(key, []).extend(entries)
+                there = self._usable(tables, keys, located)
             if there <= here or self._clock() >= deadline:
                 break
             lacking = await self._complete(namespace, tables, keys[:there], located, deadline)
@@ -350,14 +353,20 @@ class Remote:
         """Whether this source can be asked."""
         return incarnation in self._neighbours.living or (incarnation == LOCAL and self._lower.any)
 
-    async def locate(self, namespace: NamespaceState, keys: Sequence[bytes]) -> list[list[Entry]]:
-        """The living replicas of each key on other nodes. Raises `Unavailable` without a directory."""
+    async def locate(
+        self, namespace: NamespaceState, keys: Sequence[bytes], *, engines: bool = False
+    ) -> list[list[Entry]]:
+        """The living replicas of each key on other nodes. Raises `Unavailable` without a directory.
+
+        engines: also what engines keep for themselves (tier gpu), which is no copy that could be relied on.
+        """
         directory = self._neighbours.directory
         if directory is None:
             raise Unavailable("this node has no directory: give it one with --directory")
         entries = await directory.locate(namespace.directory_digest, len(namespace.tables), keys)
         self._remembered.learn(namespace.directory_digest, keys, entries)
-        return self._living_only(namespace, keys, entries)
+        living = self._living_only(namespace, keys, entries)
+        return living if engines else [[*filter(_may_be_had, found)] for found in living]
 
     async def _locate(
         self,
@@ -379,10 +388,7 @@ class Remote:
                 for at in range(first, len(keys), LOOKUP_KEYS):
                     chunk = keys[at : at + LOOKUP_KEYS]
                     self.counters["lookups"] += 1
-                    found = [
-                        [entry for entry in entries if entry.tier != TIERS["gpu"]]
-                        for entries in await self.locate(namespace, chunk)
-                    ]
+                    found = await self.locate(namespace, chunk)
                     located.update(zip(chunk, found, strict=True))
                     if not found[-1] and not _held(tables, chunk[-1]):
                         break
@@ -722,15 +728,17 @@ class Remote:
         return holder
 
 
-def _candidates(entries: Iterable[Entry], part: int) -> list[Candidate]:
-    """Whom to ask for a part: each source once, in the fastest tier that it has it in.
+def _may_be_had(entry: Entry) -> bool:
+    """What an engine keeps for itself (tier gpu) is nobody's to give."""
+    return entry.tier != TIERS["gpu"]
 
-    What an engine keeps for itself (tier gpu) is nobody's to give.
-    """
+
+def _candidates(entries: Iterable[Entry], part: int) -> list[Candidate]:
+    """Whom to ask for a part: each source once, in the fastest tier that it has it in."""
     tiers: dict[bytes, int] = {}
-    for incarnation, tier, mask in entries:
-        if mask >> part & 1 and tier != TIERS["gpu"]:
-            tiers[incarnation] = min(tier, tiers.get(incarnation, tier))
+    for entry in filter(_may_be_had, entries):
+        if entry.mask >> part & 1:
+            tiers[entry.incarnation] = min(entry.tier, tiers.get(entry.incarnation, entry.tier))
     return [Candidate(incarnation, tier) for incarnation, tier in tiers.items()]
 
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from array import array
 
 import msgspec
 
 from kvpool import wire
 from kvpool.errors import InvalidRequest
+from kvpool.placement.engine_blocks import GROUPS_MAX
 from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, SettingsChange
 from kvpool.types import PARTS_MAX, RECORD_BYTES_MAX, PartKind, PartSpec
 
 FIELDS_DEPTH_MAX = 32  # nesting of a namespace's record
+TEXT_MAX = 256  # of endpoints and topics
+# Events are not authenticated, and a client is not to have the daemon connect anywhere else.
+_ON_THIS_MACHINE = re.compile(
+    r"tcp://(127\.\d{1,3}\.\d{1,3}\.\d{1,3}|localhost):[1-9]\d{0,4}|ipc://[/@][^*\0]+"
+)
 
 
 def rows(packed: bytes) -> array[int]:
@@ -60,6 +67,22 @@ def parse_change(m: wire.Configure) -> SettingsChange:
     if change.empty:
         raise InvalidRequest("no setting is named that is to be changed")
     return change.checked()
+
+
+def check_events(m: wire.FollowEvents, parts: int) -> None:
+    """Raises `InvalidRequest` for events that cannot be followed, or are not of this machine."""
+    for endpoint in (m.endpoint, m.replay):
+        if endpoint and (len(endpoint) > TEXT_MAX or not _ON_THIS_MACHINE.fullmatch(endpoint)):
+            raise InvalidRequest(
+                f"events are followed on this machine only, as tcp://127.0.0.1:5557 or ipc:///path, "
+                f"not {endpoint!r:.100}"
+            )
+    if len(m.topic) > TEXT_MAX:
+        raise InvalidRequest(f"a topic of events has at most {TEXT_MAX} characters")
+    if len(m.groups) != parts or not all(0 <= group < GROUPS_MAX for group in m.groups):
+        raise InvalidRequest(
+            f"each of the namespace's {parts} parts is of one group, from 0 to {GROUPS_MAX - 1}"
+        )
 
 
 def _deeper(value: object, levels: int) -> bool:

@@ -36,6 +36,7 @@ from kvpool.daemon.blocks import Holder, Lease, Limits, NamespaceState, Tenant
 from kvpool.daemon.cluster import Cluster
 from kvpool.daemon.copies import Copies
 from kvpool.daemon.draining import Drainer
+from kvpool.daemon.engines import Engines, zmq_subscribe
 from kvpool.daemon.expiry import Expiry
 from kvpool.daemon.joining import open_directory, open_membership
 from kvpool.daemon.lending import Lender
@@ -127,6 +128,7 @@ class Server:
         self.cluster: Cluster
         self.remote: Remote
         self.tiers: Tiers
+        self.engines: Engines
         self.copies: Copies
         self.expiry: Expiry
         self._drainer: Drainer
@@ -155,6 +157,7 @@ class Server:
             wire.Evict: self._evict,
             wire.PinBlocks: self._pin_blocks,
             wire.Scrub: self._scrub,
+            wire.FollowEvents: self._follow_events,
             wire.Configure: self._configure,
         }
 
@@ -232,6 +235,14 @@ class Server:
             self.cluster.lower_tiers = self.tiers.records
             self.cluster.entered.append(self.tiers.enter)
             self.cluster.keep_epoch = self.tiers.record
+        self.engines = Engines(
+            config,
+            node,
+            (node, self.tiers),
+            zmq_subscribe(clock) if config.events else None,
+            lambda: self.cluster.announce(TIERS["gpu"], self.engines),
+        )
+        self.cluster.entered.append(self.engines.enter)
         self.cluster.lost_nodes.append(self.copies.repair)
         self.movers.source = Lender(
             node,
@@ -259,16 +270,22 @@ class Server:
         tenant = self.node.tenants.get(record.tenant)
         if tenant is None:
             return None
-        specs = parse_parts(record.base, record.fields, record.parts)
-        return await self.cluster.adopt(
-            tenant,
-            record.base,
-            record.fields,
-            specs,
-            record.epoch,
-            record.generation,
-            record.settings,
-        )
+        try:
+            specs = parse_parts(record.base, record.fields, record.parts)
+            return await self.cluster.adopt(
+                tenant,
+                record.base,
+                record.fields,
+                specs,
+                record.epoch,
+                record.generation,
+                record.settings,
+            )
+        except KvpoolError as error:
+            log.warning(
+                "what a disk holds of namespace %s is dropped: %s", record.base.hex(), error
+            )
+            return None
 
     def _ttl_s(self, namespace: NamespaceState) -> float:
         """How long blocks live unused; asked about any tier's state of a namespace."""
@@ -305,6 +322,8 @@ class Server:
             self._forget(handle)
         if self._expiry is not None:
             self._expiry.cancel()
+        if hasattr(self, "engines"):
+            await self.engines.close()
         if hasattr(self, "cluster"):
             await self._drainer.close()
             self.remote.close()
@@ -457,6 +476,7 @@ class Server:
             return
         self._loop.remove_reader(handle.pidfd)
         os.close(handle.pidfd)
+        self.engines.forget(handle.holder)
         self.node.holder_died(handle.holder)
 
     def connection_lost(self, connection: ClientConnection) -> None:
@@ -469,7 +489,7 @@ class Server:
             for stride, rows in holder.ready.items():
                 self.node.give_back(holder, stride, rows)  # the client was never told of them
             holder.ready.clear()
-            if holder.idle:
+            if holder.idle and not self.engines.follows(holder):
                 self._forget(handle)
 
     # ---- requests ------------------------------------------------------------------------------------
@@ -488,7 +508,9 @@ class Server:
             raise LimitExceeded(
                 f"{len(keys) // 16} keys in one request; the limit is {wire.KEYS_MAX}"
             )
-        return self.node.namespace(holder.tenant, number)
+        namespace = self.node.namespace(holder.tenant, number)
+        self.engines.saw(namespace, keys)
+        return namespace
 
     def _open_namespace(
         self, holder: Holder, m: wire.OpenNamespace
@@ -678,6 +700,7 @@ class Server:
         stats["remote"] = self.remote.stats()
         stats["copies"] = self.copies.stats()
         stats["tiers"] = self.tiers.stats()
+        stats["engines"] = self.engines.stats(holder.tenant.name)
         stats["sources"] = self.remote.active
         stats["expired"] = self.expiry.expired
         stats["cluster"] = self.cluster.summary()
@@ -687,6 +710,10 @@ class Server:
         namespace = self._namespace(holder, m.ns, m.keys)
         wait_s = min(m.wait_s, self.config.lease_s_max)
         return wire.Done(await self.remote.pull(namespace, [], m.keys, wait_s))
+
+    def _follow_events(self, holder: Holder, m: wire.FollowEvents) -> wire.Done:
+        namespace = self.node.namespace(holder.tenant, m.ns)
+        return wire.Done(int(self.engines.follow(holder, namespace, m)))
 
     async def _reset(self, holder: Holder, m: wire.Reset) -> wire.Opened:
         namespace = self.node.namespace(holder.tenant, m.ns)
@@ -758,12 +785,16 @@ class Server:
         _, masks = self.node.masks(namespace.directory_digest, keys)
         _, on_disk = self.tiers.masks(namespace.directory_digest, keys)
         on_disk = on_disk or [0] * len(keys)
+        _, in_engines = self.engines.masks(namespace.directory_digest, keys)
+        in_engines = in_engines or [0] * len(keys)
         remote: Sequence[Sequence[Entry]] = [[] for _ in keys]
         if self.cluster.directory is not None:
-            remote = await self.remote.locate(namespace, keys)
+            remote = await self.remote.locate(namespace, keys, engines=True)
         tier_names = {number: name for name, number in TIERS.items()}
         found = []
-        for key, mask, below, entries in zip(keys, masks, on_disk, remote, strict=True):
+        for key, above, mask, below, entries in zip(
+            keys, in_engines, masks, on_disk, remote, strict=True
+        ):
             replicas = [
                 {
                     "node": self.cluster.living[entry.incarnation].record.node,
@@ -778,6 +809,8 @@ class Server:
                 replicas.insert(0, {**here, "tier": "ssd", "parts": below.bit_count()})
             if mask:
                 replicas.insert(0, {**here, "tier": "dram", "parts": mask.bit_count()})
+            if above:
+                replicas.insert(0, {**here, "tier": "gpu", "parts": above.bit_count()})
             if replicas:
                 found.append(
                     {

@@ -117,6 +117,7 @@ class Shelf:
         self._retry_s = RETRY_S[0]
         self.written_bytes = 0
         self.writing_bytes = 0
+        self._writing_blocks = 0
         self.counters = {
             "written_blocks": 0,
             "read_blocks": 0,
@@ -153,13 +154,19 @@ class Shelf:
             base += size
         tables: dict[int, PartTable] = {}
         dead = []
-        records = [
-            (number, msgspec.msgpack.decode(data, type=TableRecord))
-            for number, data in disk.ready.tables
-        ]
+        records = []
+        for number, data in disk.ready.tables:
+            try:
+                records.append((number, msgspec.msgpack.decode(data, type=TableRecord)))
+            except msgspec.DecodeError as error:
+                log.warning("the disk at %s holds a table of another version: %s", self.path, error)
+                dead.append(number)
         records.sort(key=lambda numbered: -numbered[1].epoch)  # so that the last epoch is met first
         for number, record in records:
-            table = self._restored_table(record, await adopt(record))
+            namespace = await adopt(record)
+            if self._disk is not disk:
+                raise Unavailable("the disk process has ended meanwhile")
+            table = self._restored_table(record, namespace)
             if table is None:
                 dead.append(number)
             else:
@@ -265,9 +272,13 @@ class Shelf:
         state = self.node.set_epoch(state, namespace.epoch, 0, namespace.generation)
         if state.epoch != namespace.epoch:
             return None
+        self._measure(state, namespace)
+        return state
+
+    def _measure(self, state: NamespaceState, namespace: NamespaceState) -> None:
+        """Know how long the blocks of a namespace are: its slots are whole pages."""
         for table, spec in zip(state.tables, namespace.parts, strict=True):
             self._nbytes[table] = spec.nbytes
-        return state
 
     def table(self, table: PartTable) -> PartTable | None:
         """What is here of a table in memory."""
@@ -279,7 +290,8 @@ class Shelf:
         tenant = self.node.tenants.get(namespace.tenant.name)
         epochs = None if tenant is None else tenant.epochs.get(namespace.base)
         if epochs is not None:
-            self.node.set_epoch(epochs[-1], namespace.epoch, 0, namespace.generation)
+            living = self.node.set_epoch(epochs[-1], namespace.epoch, 0, namespace.generation)
+            self._measure(living, namespace)
 
     async def record(self, namespace: NamespaceState) -> None:
         """Have the index know which epoch a namespace is in: for nodes that nobody else tells.
@@ -366,6 +378,7 @@ class Shelf:
         nbytes = len(chosen) * own.stride
         forget = self._take_given_up()
         self.writing_bytes += nbytes
+        self._writing_blocks += len(chosen)
         try:
             written = await self._living_disk().write(
                 wire.WriteBlocks(
@@ -394,6 +407,7 @@ class Shelf:
             return 0
         finally:
             self.writing_bytes -= nbytes
+            self._writing_blocks -= len(chosen)
             if self.node is node:
                 node.abort(holder, ticket)
         for kind in ("soft", "hard"):
@@ -453,7 +467,8 @@ class Shelf:
 
     def _make_entries(self, n: int) -> None:
         """Have the index room for so many more: small blocks can fill it before the segment."""
-        surplus = self.node.block_count() + n - self._living_disk().ready.entries_max
+        known = self.node.block_count() + self._writing_blocks
+        surplus = known + n - self._living_disk().ready.entries_max
         if surplus > 0:
             self.node.evict(surplus)
 

@@ -22,7 +22,7 @@ from kvpool.daemon.blocks import Block, Holder, NamespaceState, PartTable, Tenan
 from kvpool.daemon.disks import DiskProcess
 from kvpool.daemon.node import Node
 from kvpool.daemon.shelf import EMPTY_KEY, Shelf, ShelfState, TableRecord
-from kvpool.daemon.tasks import Tasks
+from kvpool.daemon.tasks import Tasks, crash_if_failed
 from kvpool.daemon.workers import Keeper
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.placement.records import TierRecord
@@ -121,6 +121,7 @@ class Tiers:
             task = asyncio.get_running_loop().create_task(self._restore(shelf, process))
             restoring.add(task)
             task.add_done_callback(restoring.discard)
+            task.add_done_callback(crash_if_failed)
 
         keeper = Keeper(lambda: DiskProcess(disk, segments), began, shelf.ended, None)
         self._keepers.append(keeper)

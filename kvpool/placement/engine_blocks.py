@@ -13,6 +13,7 @@ Event loop only: nothing here is safe to share among threads.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -151,7 +152,15 @@ class EngineBlocks:
 
     def masks(self, keys: Iterable[bytes]) -> list[int]:
         """For each key the groups that hold it, as bits; 0: none does."""
-        return [self._mask(short_hash(key)) for key in keys]
+        return self.masks_of([short_hash(key) for key in keys])
+
+    def masks_of(self, hashes: Sequence[int]) -> list[int]:
+        """The same by what events call the blocks."""
+        masks = [0] * len(hashes)
+        for number, group in self._groups.items():
+            bit, copies = 1 << number, group.copies
+            masks = [m | bit if h in copies else m for m, h in zip(masks, hashes, strict=True)]
+        return masks
 
     def usable(self, rules: Mapping[int, PartSpec], keys: Sequence[bytes]) -> int:
         """The longest prefix of a chain, in blocks, that the engine has in its cache.
@@ -176,14 +185,7 @@ class EngineBlocks:
         reset, self._reset = self._reset, False
         changed = self._changed
         hashes = [changed.popitem()[0] for _ in range(min(limit, len(changed)))]
-        return Changes(reset, hashes, [self._mask(each) for each in hashes])
-
-    def _mask(self, each: int) -> int:
-        mask = 0
-        for number, group in self._groups.items():
-            if each in group.copies:
-                mask |= 1 << number
-        return mask
+        return Changes(reset, hashes, self.masks_of(hashes))
 
 
 class SeenKeys:
@@ -200,18 +202,20 @@ class SeenKeys:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def add(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Remember keys; gives those that are new here. O(keys).
+    def add(self, packed: bytes) -> dict[int, bytes]:
+        """Remember packed keys; gives those that are new here, by what events call them. O(keys).
 
-        Of two keys that share their last 8 bytes the later one is remembered.
+        Of keys that share their last 8 bytes only one is remembered.
         """
-        known, new = self._keys, []
-        for key in keys:
-            assert len(key) == KEY_BYTES
-            short = short_hash(key)
-            if known.get(short) != key:
-                known[short] = key
-                new.append(key)
+        halves = array("Q", packed)
+        halves.byteswap()
+        known = self._keys
+        new = {
+            short: packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+            for at, short in enumerate(halves[1::2])
+            if short not in known
+        }
+        known.update(new)
         self._forget()
         return new
 

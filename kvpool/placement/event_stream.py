@@ -302,6 +302,8 @@ class Follower:
         self._futile = 0
 
     def _hold_back(self, batch: Batch) -> None:
+        if self._again:
+            return  # perhaps of another life than what waits already; another replay follows in any case
         room = WAITING_BYTES_MAX - self._waiting_bytes
         if (
             len(self._waiting) < WAITING_MAX

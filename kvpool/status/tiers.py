@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from kvpool.status.text import count, make_console, make_table, size_text, used_text
+from kvpool.status.text import count, duration, make_console, make_table, size_text, used_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,14 +19,42 @@ if TYPE_CHECKING:
     from kvpool.client import Client
 
 SCRUB_BLOCKS = 64  # asked for at a time
-_STATES = {"serving": "green", "opening": "yellow", "read-only": "yellow", "failed": "red"}
+_STATES = {
+    "serving": "green",
+    "followed": "green",
+    "opening": "yellow",
+    "read-only": "yellow",
+    "silent": "yellow",
+    "outdated": "yellow",
+    "failed": "red",
+}
 
 
 def tier_rows(stats: Mapping[str, Any], tenant: str) -> list[dict[str, Any]]:
-    """One row a segment, the fastest tier first; plain values."""
+    """One row a segment, the fastest tier first; plain values.
+
+    Of an engine's own cache only events are known: how many blocks, or at least how many (`complete`), and
+    how long ago it was heard of.
+    """
     mine = stats["tenants"][tenant]
     counters = stats["counters"]
+    unknown = dict.fromkeys(
+        ("size_bytes", "used_bytes", "read_bytes", "written_bytes", "damaged", "errors")
+    )
     rows = [
+        {
+            "tier": "gpu",
+            "where": engine["endpoint"],
+            "state": _engine_state(engine),
+            "error": engine["error"],
+            **unknown,
+            "blocks": engine["blocks"],
+            "complete": engine["complete"],
+            "age_s": engine["age_s"],
+        }
+        for engine in stats["engines"]["followed"]
+    ]
+    rows += [
         {
             "tier": "dram",
             "where": f"segment of tenant {tenant}",
@@ -60,11 +88,19 @@ def tier_rows(stats: Mapping[str, Any], tenant: str) -> list[dict[str, Any]]:
     return rows
 
 
+def _engine_state(engine: Mapping[str, Any]) -> str:
+    if engine["error"]:
+        return "failed"
+    if engine["outdated"]:
+        return "outdated"
+    return "followed" if engine["connected"] else "silent"
+
+
 def show_tiers(stats: Mapping[str, Any], tenant: str, console: Console | None = None) -> None:
     """Print where this node keeps blocks."""
     console = console or make_console()
     console.print(_tiers(tier_rows(stats, tenant)))
-    for line in _remarks(stats["tiers"]):
+    for line in (*_engine_remarks(stats["engines"]), *_remarks(stats["tiers"])):
         console.print(line)
 
 
@@ -74,10 +110,15 @@ def _tiers(rows: list[dict[str, Any]]) -> Table:
     )
     table.columns[1].overflow = "fold"
     for row in rows:
+        state = Text(row["state"], style=_STATES[row["state"]])
+        if row["tier"] == "gpu":
+            at_least = "" if row["complete"] else "at least "
+            table.add_row("gpu", escape(row["where"]), state, "", f"{at_least}{row['blocks']:,}")
+            continue
         table.add_row(
             row["tier"],
             escape(row["where"]),
-            Text(row["state"], style=_STATES[row["state"]]),
+            state,
             used_text(row["used_bytes"], row["size_bytes"]),
             f"{row['blocks']:,}",
             size_text(row["read_bytes"]),
@@ -86,6 +127,23 @@ def _tiers(rows: list[dict[str, Any]]) -> Table:
             Text(f"{row['errors']:,}", style="yellow" if row["errors"] else ""),
         )
     return table
+
+
+def _engine_remarks(engines: Mapping[str, Any]) -> Iterator[Text]:
+    if engines["error"]:
+        yield Text(engines["error"], style="yellow")
+    for engine in engines["followed"]:
+        where, age = engine["endpoint"], engine["age_s"]
+        if engine["error"]:
+            yield Text(engine["error"], style="yellow")
+        elif engine["outdated"]:
+            yield Text(
+                f"{where}: its weights are not those of the namespace any more", style="yellow"
+            )
+        elif age is None:
+            yield Text(f"{where} has not been heard of yet")
+        else:
+            yield Text(f"{where} was heard of {duration(age)} ago")
 
 
 def _remarks(tiers: Mapping[str, Any]) -> Iterator[Text]:

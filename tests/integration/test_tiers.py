@@ -409,3 +409,22 @@ def test_a_peer_pulls_what_is_only_on_our_disk(disked, start, until):
     with reader.client:
         assert reader.client.pull(reader.ns, keys_of(range(40)), wait_s=WAIT_S) == 40
         assert reader.read(range(40)) == set(range(40))
+
+
+def test_what_our_disk_has_spoilt_is_pulled_from_a_peer(disked, start, folder, until):
+    owner = Engine(start("--memory", "16MiB", "--listen", "tcp://127.0.0.1:0", name="owner"))
+    with owner.client:
+        owner.put(range(40))
+        url = owner.daemon.ready.rsplit("peers at ", 1)[1].strip()
+        engine = disked("--peer", url)
+        write(engine, range(40), until)
+        with segment_file(folder).open("r+b") as file:
+            for at in range(0, segment_file(folder).stat().st_size, NBYTES):
+                file.seek(at)
+                file.write(b"spoilt, as all blocks on this disk")
+            file.flush()
+            os.fsync(file.fileno())
+        engine.client.evict(tier="dram")
+        assert engine.client.pull(engine.ns, keys_of(range(40)), wait_s=WAIT_S) == 40
+        assert engine.read(range(40)) == set(range(40))
+        assert engine.disk["mismatches"] == 40

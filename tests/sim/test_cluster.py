@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -33,7 +34,7 @@ FAILED = {
     2385: "the last copy of a block, pinned",
 }
 
-# Each fails if the rule beside it is broken.
+# Each fails if the rule beside it is broken. None has disks.
 GUARDS = {
     1000: "blocks are committed when all of their bytes are there; loans are returned",
     1001: "what does not arrive is given back; an epoch that was heard of is the present one",
@@ -49,9 +50,33 @@ GUARDS = {
 }
 
 
+# The same of nodes with disks.
+DISKS_FAILED = {
+    145: "a disk's process ended, and the directory was not told that its blocks had gone",
+    275: "what a small disk gave up was written ahead again and again",
+    313: "an index that refused deletions was not asked once more",
+    412: "deletions that an index refused were sent once more, and hit what was written meanwhile",
+    42: "the length of a namespace's blocks was not known after an epoch ended",
+}
+DISKS_GUARDS = {
+    0: "what is forgotten goes with the next order; blocks are found once they are safe, and stay leased",
+    18: "what could not be written is not found",
+    70: "what was on disk of an ended epoch is found no more",
+    116: "what a disk had is told to have gone with its process",
+    178: "what is being read keeps its slot",
+}
+
+
 @pytest.mark.parametrize("seed", [*FAILED, *GUARDS])
 def test_a_seed_that_once_failed_or_guards_a_rule(seed: int) -> None:
+    result = run_seed(seed, disks=False)
+    assert not result.failure, str(result)
+
+
+@pytest.mark.parametrize("seed", [*DISKS_FAILED, *DISKS_GUARDS])
+def test_a_seed_with_disks_that_once_failed_or_guards_a_rule(seed: int) -> None:
     result = run_seed(seed)
+    assert result.plan.disks is not None
     assert not result.failure, str(result)
 
 
@@ -85,6 +110,25 @@ def test_without_faults_there_are_hits_and_copies() -> None:
     wanted = sum(result.counts.get("blocks wanted", 0) for result in found)
     assert hits > wanted / 4
     assert sum(result.counts.get("transfers", 0) for result in found) > 0
+
+
+def test_disks_are_written_read_and_broken() -> None:
+    """So that the promises are not kept by leaving disks alone."""
+    counts: Counter[str] = Counter()
+    for seed in range(60, 120):
+        counts.update(run_seed(seed).counts)
+    for what in (
+        "blocks written down",
+        "blocks read from disks",
+        "prefixes read from disks",
+        "bits flipped on disks",
+        "broken blocks found by a scrub",
+        "writes broken off: torn",
+        "writes broken off: whole",
+        "writes broken off: untouched",
+        "changes refused by an index",
+    ):
+        assert counts[what], (what, counts)
 
 
 def _failures(first: int) -> list[Result]:

@@ -1162,6 +1162,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         " --label zone=a --label rack=7 --no-forward --member-ttl-s 9 --directory-timeout-s 0.25"
         " --copies-max 4 --copy-bandwidth 1MiB --socket-mode 660 --peers-max 5 --lease-s-max 6"
         " --ssd /e=8MiB --ssd /f=1GiB --ssd-write none --ssd-bytes-per-day 1TiB --ssd-flush-s 3"
+        " --no-events --engines-max 3"
     )
     result = CliRunner().invoke(cli.app, args.split())
     assert result.exit_code == 0, result.output
@@ -1180,9 +1181,11 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert (config.socket_mode, config.clients_max, config.peers_max) == (0o660, 3, 5)
     assert config.ssd == (DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30))
     assert (config.ssd_write, config.ssd_bytes_per_day, config.ssd_flush_s) == ("none", 1 << 40, 3)
+    assert (config.events, config.engines_max) == (False, 3)
     secrets = {"cluster_secret", "join_password", "directory_password", "operator_token"}
     given = {word[2:].replace("-", "_") for word in args.split() if word.startswith("--")}
-    given = given - {"config", "peer", "label", "no_forward"} | {"peers", "labels", "forward"}
+    given -= {"config", "peer", "label", "no_forward", "no_events"}
+    given |= {"peers", "labels", "forward", "events"}
     assert given | secrets | {"tenants", "clients_max"} == set(SETTINGS)
     result = CliRunner().invoke(cli.app, ["serve", "--clients-max", "7", "--forward"])
     assert result.exit_code == 0, result.output

@@ -104,11 +104,13 @@ ssd = ["/e=8MiB", "/f=1GiB"]
 ssd_write = "through"
 ssd_bytes_per_day = "1TiB"
 ssd_flush_s = 3
+events = false
 movers = 2
 data_dir = "/d"
 node = "n"
 clients_max = 5
 peers_max = 6
+engines_max = 7
 lease_s_max = 7
 [tenants.red]
 memory = 4096
@@ -149,11 +151,13 @@ memory = "50%"
         ssd_write="through",
         ssd_bytes_per_day=1 << 40,
         ssd_flush_s=3.0,
+        events=False,
         movers=2,
         data_dir="/d",
         node="n",
         clients_max=5,
         peers_max=6,
+        engines_max=7,
         lease_s_max=7.0,
     )
     assert config.all_tenants() == config.tenants, "the file has said what the default one gets"
@@ -194,11 +198,13 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
         "ssd_write": "none",
         "ssd_bytes_per_day": "0",
         "ssd_flush_s": "0",
+        "events": "0",
         "movers": "2",
         "data_dir": "/d",
         "node": "n",
         "clients_max": "5",
         "peers_max": "6",
+        "engines_max": "64",
         "lease_s_max": "7.5",
     }
     assert values.keys() | {"tenants"} == set(SETTINGS)
@@ -213,6 +219,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
     assert config.labels == {"zone": "a", "rack": "7"}
     assert config.copy_bandwidth == 64 << 10
     assert config.forward is False
+    assert (config.events, config.engines_max) == (False, 64)
     assert (config.member_ttl_s, config.directory_timeout_s) == (2.5, 0.1)
     assert config.lease_s_max == 7.5
     texts = [name for name in values if name.startswith(("join", "operator", "directory"))]
@@ -411,6 +418,8 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
         ("copy_bandwidth = 0", "copy_bandwidth"),
         ('copy_bandwidth = "fast"', "copy_bandwidth"),
         ('forward = "maybe"', "true or false"),
+        ('events = "tcp://127.0.0.1:5557"', "true or false"),
+        ("engines_max = 65", "from 1 to 64"),
         ("forward = 2", "true or false"),
         ('labels = "zone"', "labels"),
         ("labels = { zone = 7 }", "labels.zone"),

@@ -18,7 +18,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from kvpool import wire
-from kvpool.daemon.blocks import PIN_NONE
+from kvpool.daemon.blocks import PIN_NONE, Block
 from kvpool.daemon.disks import DiskProcess
 from kvpool.daemon.shelf import BAD, GOOD, IO_ERROR, Shelf, ShelfState
 from kvpool.errors import LimitExceeded, Unavailable
@@ -552,6 +552,18 @@ class Drive:
             await asyncio.sleep(rng.choice((0.005, 0.1, 0.5)) * rng.random() + 0.001)
 
 
+def offsets(shelf: Shelf) -> dict[int, Block]:
+    """Where the blocks of a shelf lie, as its rules know it."""
+    shelf.node.settle()
+    return {
+        shelf._bases[name] + block.row * table.stride: block
+        for name, tenant in shelf.node.tenants.items()
+        for namespace in tenant.namespaces.values()
+        for table in namespace.tables
+        for block in table.blocks.values()
+    }
+
+
 def unsettled(shelf: Shelf, platter: Platter) -> str:
     """What is not as it has to be where nothing is under way: the rules, and the disk, say the same."""
     node = shelf.node
@@ -561,19 +573,17 @@ def unsettled(shelf: Shelf, platter: Platter) -> str:
         return f"is at {shelf.writing_bytes} bytes of writes and {node.lease_count} reads"
     if node.has_garbage or shelf._given_up:
         return f"is to forget {len(shelf._given_up)} slots"
-    node.settle()
-    there: dict[int, tuple[bytes, int, int]] = {}
     for tenant in node.tenants.values():
-        used = 0
-        for epochs in tenant.epochs.values():
-            for namespace in epochs:
-                for table in namespace.tables:
-                    used += table.stride * len(table.blocks)
-                    for key, block in table.blocks.items():
-                        offset = shelf._bases[tenant.name] + block.row * table.stride
-                        there[offset] = (key, block.pin, block.depth)
+        used = sum(
+            block.table.stride
+            for block in offsets(shelf).values()
+            if block.table.namespace.tenant is tenant
+        )
         if tenant.allocator.bytes_used != used:
             return f"has {tenant.allocator.bytes_used} bytes in use, and blocks of {used}"
+    there = {
+        offset: (block.key, block.pin, block.depth) for offset, block in offsets(shelf).items()
+    }
     known = {
         offset: (stored.key, stored.pin, stored.depth) for offset, stored in platter.entries.items()
     }

@@ -155,7 +155,8 @@ class Plan:
         return NamespaceRecord({"model": "simulated"}, self.parts)
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Plan:
+    def draw(cls, rng: random.Random, *, disks: bool = True) -> Plan:
+        """disks: False: none, where half of the seeds have some; all else is then as if there were none."""
         faults = rng.random() > 0.1
         roomy = rng.random() < 0.3
 
@@ -208,7 +209,7 @@ class Plan:
             actions=actions,
             fault_gap_s=rng.choice((0.2, 0.5, 1.0)),
         )
-        return plan if rng.random() < 0.5 else plan._with_disks(rng, faults)
+        return plan._with_disks(rng, faults) if disks and rng.random() >= 0.5 else plan
 
     def _with_disks(self, rng: random.Random, faults: bool) -> Plan:
         disks = Disks.draw(rng)

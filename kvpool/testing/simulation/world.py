@@ -24,7 +24,7 @@ from kvpool.placement.embedded import EmbeddedDirectory
 from kvpool.placement.records import NodeRecord, NodeState
 from kvpool.placement.static import StaticCluster, StaticMembership
 from kvpool.testing.simulation.clients import Client, keys_of
-from kvpool.testing.simulation.disks import unsettled
+from kvpool.testing.simulation.disks import offsets, unsettled
 from kvpool.testing.simulation.loop import START_S, Domain, Stuck, VirtualLoop
 from kvpool.testing.simulation.memory import Contents, Violation
 from kvpool.testing.simulation.nemesis import TTL_S, Nemesis
@@ -40,6 +40,7 @@ POLL_S = 0.25
 SETTLE_S = 60.0  # for everything to be as it should, once nothing goes wrong any more
 FORGET_S = 2.5  # until negative memory is forgotten
 TOLD_S = 0.5  # after a put, until every node can find it
+SCRUB_BLOCKS = 7  # in one step
 READ_FROM_DISK = 4  # prefixes that are read after a restart
 READ_S = 1.0  # the promise for a reader with another replica
 
@@ -68,12 +69,10 @@ class Result:
 class World:
     """Everything that there is in a seed. `run` lives it from beginning to end."""
 
-    def __init__(
-        self, seed: int, plan: Plan | None = None, tell: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, seed: int, plan: Plan, tell: Callable[[str], None] | None = None) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
-        self.plan = Plan.draw(random.Random(f"{seed}/plan")) if plan is None else plan
+        self.plan = plan
         # Abstract are the methods that nothing here asks a loop for.
         self.loop = VirtualLoop(steps_max=STEPS_MAX)  # type: ignore[abstract]
         self.faults = True
@@ -298,6 +297,9 @@ class World:
             self.cluster.drain(name, wanted=False)
         await self._until(self._unsettled)
         self.note("settled")
+        if self.plan.disks is not None:
+            await self._scrub()
+            await self._until(self._unsettled)
         await self._read_everywhere()
         await self._until(self._unsettled)
         await self._lose_an_owner()
@@ -672,8 +674,22 @@ class World:
                 f"node has a copy of each"
             )
 
+    async def _scrub(self) -> None:
+        """What bits have turned in is found: a copy that is broken costs whoever wants it one miss."""
+        for life in self._lives():
+            await self.in_domain(life.control, self._scrub_one(life))
+            for one, platter in zip(life.server.tiers.shelves, life.node.platters, strict=True):
+                if not all(platter.is_right(block) for block in offsets(one)):
+                    raise Violation(f"{life.name}{one.path} has broken blocks after a scrub")
+
+    async def _scrub_one(self, life: Life) -> None:
+        cursor: int | None = 0
+        while cursor is not None:
+            _, bad, cursor = await life.server.tiers.scrub(cursor, SCRUB_BLOCKS)
+            self.count("broken blocks found by a scrub", bad)
+
     async def _restart_on_disks(self) -> None:
-        """A node that crashes has on its disks what was there, but for what bits have turned in."""
+        """A node that crashes has on its disks what was there."""
         chosen = [life.node for life in self._lives() if self._held_below(life)]
         if not chosen:
             return
@@ -685,13 +701,14 @@ class World:
         read = 0
         for chain in self.chains:
             await self._until(lambda: self._leased_by_others(life))
-            before = self._usable(chain, self._intact_below(life))
+            before = self._usable(chain, self._parts_below(life))
             if not before or read == READ_FROM_DISK:
                 continue
             read += 1
-            client = self._new_client(node, f"{node.name} reader")
+            # Each of another instance: many that join each other's leases would never come to an end.
+            client = self._new_client(node, f"{node.name} reader {read} of its disks")
             found = await self._get(client, chain)
-            after = self._usable(chain, self._intact_below(life))
+            after = self._usable(chain, self._parts_below(life))
             if found < min(before, after):
                 raise Violation(
                     f"{life.name} finds {found} blocks of a prefix of which {before} were on its "
@@ -699,17 +716,13 @@ class World:
                 )
             self.count("prefixes read from disks", found)
 
-    def _intact_below(self, life: Life) -> list[set[bytes]]:
-        """The keys of each part that are on a node's disks, bit for bit."""
+    def _parts_below(self, life: Life) -> list[set[bytes]]:
+        """The keys of each part that are on a node's disks."""
         there: list[set[bytes]] = [set() for _ in self.record.parts]
-        for one, platter in zip(life.server.tiers.shelves, life.node.platters, strict=True):
-            for namespace in one.node.tenants[DEFAULT_TENANT].namespaces.values():
-                for table in namespace.tables:
-                    there[table.part].update(
-                        key
-                        for key, block in table.blocks.items()
-                        if platter.is_right(block.row * table.stride)
-                    )
+        for name, mask in self._held_below(life).items():
+            for part, keys in enumerate(there):
+                if mask >> part & 1:
+                    keys.add(name[16:])
         return there
 
     async def _get(self, client: Client, chain: Sequence[bytes]) -> int:
@@ -807,11 +820,12 @@ def _scaled(constants: Constants) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def run_seed(seed: int, tell: Callable[[str], None] | None = None) -> Result:
-    """Live one seed from beginning to end. tell: hears every event."""
+def run_seed(seed: int, tell: Callable[[str], None] | None = None, *, disks: bool = True) -> Result:
+    """Live one seed from beginning to end. tell: hears every event. disks: see `Plan.draw`."""
+    plan = Plan.draw(random.Random(f"{seed}/plan"), disks=disks)
     gc.disable()
     try:
         with _scaled(_ALWAYS):
-            return World(seed, tell=tell).run()
+            return World(seed, plan, tell).run()
     finally:
         gc.enable()

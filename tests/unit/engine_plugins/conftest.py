@@ -87,6 +87,7 @@ class FakePool:
         self.present: dict[bytes, int] = {}  # generations of weights, by namespace
         self.generations: dict[bytes, int] = {}
         self.silent = False
+        self.followed: list[tuple[bytes, str, str, str, list[int]]] = []
         self.clock: Callable[[], float] = time.monotonic
         self._tokens = itertools.count()
 
@@ -99,6 +100,14 @@ class FakePool:
 
     def generation(self, ns: Namespace) -> int:
         return -1 if self.silent else self.generations[ns.digest]
+
+    def follow_events(
+        self, ns: Namespace, endpoint: str, *, replay: str, topic: str, groups: Sequence[int]
+    ) -> bool:
+        if self.away:
+            raise ClusterUnavailable("the fake cluster is away")
+        self.followed.append((ns.digest, endpoint, replay, topic, list(groups)))
+        return bool(endpoint)
 
     def reset(self, ns: Namespace) -> None:
         if self.away:

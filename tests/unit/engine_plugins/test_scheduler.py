@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.engine_plugins.vllm.config import PluginConfig
+from kvpool.engine_plugins.vllm.events import Publisher
 from kvpool.engine_plugins.vllm.plan import GroupRule, Opening, StepDone, StepPlan, block_key, pack
 from kvpool.engine_plugins.vllm.pulls import Pulls
 from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
@@ -36,6 +37,7 @@ class Harness:
         saves: bool = True,
         blocks: int | None = None,
         threads: Any = None,
+        events: Publisher | None = None,
         **extra: Any,
     ) -> None:
         self.pool, self.block_pool = pool, block_pool
@@ -50,6 +52,7 @@ class Harness:
             single_group=len(rules) == 1,
             loads=loads,
             saves=saves,
+            events=events,
         )
         parts = tuple(
             PartSpec(PART_BYTES, rule.kind, rule.window_blocks, rule.stride)
@@ -820,3 +823,40 @@ def test_an_engine_shut_out_by_another_leaves_the_pool_alone_until_its_own_reset
     again = idle.request("again", 4)
     idle.store(again.block_hashes)
     assert idle.half.matched_tokens(again, 0) == (4 * TOKENS, True)
+
+
+# --- the engine's own cache
+
+
+EVENTS = Publisher("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "kv")
+
+
+def test_the_daemon_is_told_where_the_engines_events_are(pool: Any, block_pool: Any) -> None:
+    rules = (GroupRule(0), GroupRule(2, 1, PartKind.WINDOW, 1))
+    harness = Harness(pool, block_pool, rules=rules, ranks=2, events=EVENTS)
+    told = (EVENTS.endpoint, EVENTS.replay, EVENTS.topic, [0, 2, 0, 2])
+    assert pool.followed == [(harness.ns.digest, *told)]
+    # Where the cluster does not answer, the engine goes on in a namespace of its own.
+    pool.away = True
+    assert harness.half.reset()
+    pool.away = False
+    assert harness.half.reset()
+    assert pool.followed[1:] == [(harness.ns.digest, *told)]
+    harness.half.close()
+    assert pool.followed[2:] == [(harness.ns.digest, "", "", "", [0, 2, 0, 2])]
+
+
+def test_an_engine_that_is_not_followed_serves_all_the_same(
+    pool: Any, block_pool: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.away = True
+    harness = Harness(pool, block_pool, load_mode="async", events=EVENTS)
+    pool.away = False
+    assert "the fake cluster is away" in caplog.text
+    harness.store([bytes([i]) * 32 for i in range(4)])
+    assert harness.half.matched_tokens(harness.request("r", 4), 0) == (4 * TOKENS, True)
+
+
+def test_nothing_is_told_where_nothing_is_published(harness: Harness) -> None:
+    harness.half.close()
+    assert harness.pool.followed == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import ProtocolError
@@ -198,6 +198,7 @@ with_failures = st.lists(
 
 
 @settings(max_examples=500)
+@example([("serve", None), ("step", [("store", 0)]), ("restart", None), ("step", []), ("step", [])])
 @given(anything)
 def test_with_replays_of_all_nothing_is_ever_missing(program: list[tuple[str, Any]]) -> None:
     """Whatever is lost, doubled, exchanged or restarted: in the end it is what the engine holds."""

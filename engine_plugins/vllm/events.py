@@ -1,0 +1,68 @@
+"""Where an engine publishes the KV events of its own cache, as the daemon of its node is told.
+
+Takes vLLM's configuration without importing vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.engine_plugins.vllm.plan import GroupRule
+
+log = logging.getLogger("kvpool.vllm")
+
+_WILDCARDS = ("*", "0.0.0.0", "[::]", "::")  # noqa: S104  (recognised, and not bound to)
+_TCP = re.compile(r"tcp://(.+):(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """As ZeroMQ connects to it, on this machine. replay: empty where missed events are not repeated."""
+
+    endpoint: str
+    replay: str = ""
+    topic: str = ""
+
+
+def publisher(config: Any, rank: int) -> Publisher | None:
+    """What vLLM's `kv_events_config` means for the engine of one data-parallel rank.
+
+    None where nothing is published, or not so that the daemon could follow it; the latter is logged.
+    """
+    if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
+        return None
+    endpoint = _local(config.endpoint, rank)
+    # vLLM connects to an address without a wildcard: somebody else is to listen there.
+    if endpoint is None or not ("*" in config.endpoint or endpoint.startswith("ipc://")):
+        log.warning(
+            "the KV events at %s cannot be followed by the daemon, so other nodes do not learn what this "
+            "engine's own cache holds: publish at tcp://*:PORT or ipc:///PATH",
+            config.endpoint,
+        )
+        return None
+    replay = _local(config.replay_endpoint, rank) if config.replay_endpoint else ""
+    return Publisher(endpoint, replay or "", config.topic)
+
+
+def part_groups(rules: Sequence[GroupRule], ranks: int) -> list[int]:
+    """The group, in the events' numbers, of each part: the scheduler's events stand for all ranks."""
+    return [rule.group for rule in rules] * ranks
+
+
+def _local(endpoint: str, rank: int) -> str | None:
+    """An endpoint that vLLM binds to, as one to connect to; None if there is none on loopback."""
+    if endpoint.startswith("ipc://"):
+        path = endpoint.removeprefix("ipc://")
+        if rank:
+            return None  # vLLM has no addresses for further ranks then
+        return endpoint if path.startswith("@") else f"ipc://{os.path.abspath(path)}"
+    found = _TCP.fullmatch(endpoint)
+    if found is None or not int(found[2]):
+        return None
+    host = "127.0.0.1" if found[1] in _WILDCARDS else found[1]
+    return f"tcp://{host}:{int(found[2]) + rank}"

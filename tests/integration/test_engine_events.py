@@ -1,0 +1,69 @@
+"""Engines' KV events on a node that is alone: what operators see, and daemons that cannot follow."""
+
+import json
+import subprocess
+import sys
+
+from kvpool.daemon.engines import NO_PYZMQ
+
+FOLLOW = """
+import zmq
+client = Client(SOCKET)
+ns = client.open(RECORD)
+pub = zmq.Context.instance().socket(zmq.PUB)
+pub.bind("ipc://" + hear())
+endpoint = pub.getsockopt_string(zmq.LAST_ENDPOINT)
+say(client.follow_events(ns, endpoint, groups=[0]))
+say(client.match(ns, [key(1)]))
+hear()
+"""
+
+
+def tiers(daemon, *more):
+    command = [sys.executable, "-m", "kvpool.cli", "tiers", "--socket", daemon.socket, *more]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_operators_see_the_engines(start, folder, until):
+    daemon = start()
+    engine = daemon.script(FOLLOW)
+    engine.say(str(folder / "e"))
+    assert engine.hear() == "True"
+    assert engine.hear() == "0"
+    until(lambda: daemon.stats()["engines"]["followed"][0]["connected"])
+    row, memory = json.loads(tiers(daemon, "--json"))
+    assert (row["tier"], row["where"], row["state"]) == ("gpu", f"ipc://{folder}/e", "followed")
+    assert (row["blocks"], row["complete"], row["size_bytes"]) == (0, False, None)
+    assert memory["tier"] == "dram"
+    shown = tiers(daemon)
+    assert "at least 0" in shown
+    assert "has not been heard of yet" in shown
+    engine.kill()
+    until(lambda: not daemon.stats()["engines"]["followed"])
+    assert [row["tier"] for row in json.loads(tiers(daemon, "--json"))] == ["dram"]
+
+
+def test_a_client_that_is_idle_is_followed_on(start, folder, until):
+    """Its connections are gone, and it holds nothing: its process lives."""
+    daemon = start()
+    engine = daemon.script(FOLLOW.replace("hear()\n", "client.close(); say('closed'); hear()\n"))
+    engine.say(str(folder / "e"))
+    assert [engine.hear() for _ in range(3)] == ["True", "0", "closed"]
+    until(lambda: daemon.stats()["connections"] == 1)  # this question's own
+    assert len(daemon.stats()["engines"]["followed"]) == 1
+    engine.kill()
+    until(lambda: not daemon.stats()["engines"]["followed"])
+
+
+def test_a_daemon_without_pyzmq_serves_all_the_same(start, folder):
+    (folder / "zmq.py").write_text("raise ModuleNotFoundError('no zmq', name='zmq')")
+    daemon = start(PYTHONPATH=str(folder))
+    for _ in range(2):
+        engine = daemon.script(FOLLOW)
+        engine.say(str(folder / "e"))
+        assert engine.hear() == "False"
+        assert engine.hear() == "0"
+    assert daemon.stats()["engines"]["error"] == NO_PYZMQ
+    assert NO_PYZMQ in " ".join(tiers(daemon).split())
+    assert daemon.stop() == 0
+    assert daemon.stderr.count(NO_PYZMQ) == 1

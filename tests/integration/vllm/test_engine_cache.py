@@ -1,0 +1,86 @@
+"""What an engine has in its own prefix cache is known on other nodes, and no longer than it has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVEventsConfig
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+
+
+def cached(engine: Any) -> dict[bytes, int]:
+    """Our key of each block that the engine has, and how many of its groups have it."""
+    found: dict[bytes, set[int]] = {}
+    for each in engine.pool.cached_block_hash_to_block._cache:
+        found.setdefault(bytes(get_block_hash(each))[-16:], set()).add(get_group_id(each))
+    return {key: len(groups) for key, groups in found.items()}
+
+
+def in_engines(node: Any, keys: set[bytes]) -> dict[bytes, int]:
+    """Blocks that engines have, by the word of a node, and how many parts of each."""
+    return {
+        bytes.fromhex(row["key"]): replica["parts"]
+        for row in node.client.locate(sorted(keys))
+        for replica in row["replicas"]
+        if (replica["tier"], replica["node"]) == ("gpu", "a")
+    }
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma"])
+def test_other_nodes_know_what_is_in_an_engines_prefix_cache(
+    kit: Any,
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    model: str,
+) -> None:
+    endpoint = f"ipc://{tmp_path_factory.mktemp('z')}/e"
+    events = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=endpoint,
+        replay_endpoint=f"{endpoint}.replay",
+        topic="kv",
+    )
+    prompts = [kit.TINY.prompt(seed, length) for seed, length in ((1, 300), (2, 500))]
+    with kit.run_cluster(tmp_path, 2) as (a, b):
+        with kit.run_engine(models(model), a, kv_events_config=events) as engine:
+            # The other node has the namespace open, so that it can be asked about it.
+            b.client.open(engine.connector._scheduler._namespace.record)
+            engine.generate(prompts)
+            engine.drain()
+            has = cached(engine)
+            ever = set(has)
+            assert len(has) >= 24
+            kit.until(lambda: in_engines(b, ever) == has, "b knows all that the engine has")
+            (row,) = a.client.stats()["engines"]["followed"]
+            assert row["complete"]
+            assert row["blocks"] == sum(has.values())
+
+            # Its blocks are in the pool still, and in its cache no more.
+            engine.forget()
+            engine.core.step_fn()  # events are published at a step
+            kit.until(lambda: in_engines(b, ever) == {}, "b knows that they are gone")
+            assert len(b.client.locate(sorted(ever))) == len(ever)
+
+            # What is loaded from the pool is in the cache then.
+            assert engine.generate(prompts[:1])[0].cached == kit.hit(300)
+            engine.drain()
+            has = cached(engine)
+            ever |= set(has)
+            kit.until(lambda: in_engines(b, ever) == has, "b knows what was loaded")
+
+            # New weights: a new epoch, in which the engine begins with nothing.
+            assert engine.llm.reset_prefix_cache(reset_connector=True)
+            kit.until(lambda: in_engines(b, ever) == {}, "nothing is in the new epoch")
+            engine.generate(prompts[1:])
+            engine.drain()
+            has = cached(engine)
+            ever |= set(has)
+            kit.until(lambda: in_engines(b, ever) == has, "b knows what there is in the new epoch")
+
+        kit.until(lambda: in_engines(b, ever) == {}, "the engine has ended")
+        assert a.client.stats()["engines"]["followed"] == []
