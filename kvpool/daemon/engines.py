@@ -251,8 +251,9 @@ class Engines:
         engine = _Engine(holder, told, namespace)
         known = self._engines.get(id(holder))
         if known is not None and known.source == engine.source:
-            if known.opened is namespace and known.told == engine.told:
-                return True
+            here = known.opened if known.space is None else known.space.namespace
+            if here is namespace and known.told == engine.told:
+                return not known.error
             self._drop(known)
             engine.subscriber, engine.task = known.subscriber, known.task
             # Engines empty their caches before they change namespaces, and say so a little later.

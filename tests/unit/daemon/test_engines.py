@@ -429,10 +429,12 @@ def test_an_address_that_cannot_be_used_is_told(caplog: pytest.LogCaptureFixture
     async def main() -> None:
         bench = Bench()
         bench.fails = "no such device"
-        await bench.follow()
+        _, holder = await bench.follow()
         await bench.settle()
         (row,) = bench.followed()
         assert row["error"] == "no such device"
+        told = wire.FollowEvents(0, "tcp://127.0.0.1:1", groups=[0])
+        assert not bench.engines.follow(holder, bench.space, told)
         assert not row["connected"]
         assert "no such device" in caplog.text
         await bench.engines.close()
@@ -454,7 +456,7 @@ def next_epoch(bench: Bench, *, fence: bool) -> NamespaceState:
 def test_engines_go_on_after_a_clear() -> None:
     async def main() -> None:
         bench = Bench()
-        stream, _ = await bench.follow()
+        stream, holder = await bench.follow()
         bench.saw(range(1000))
         stream.stored(range(1000))
         await bench.settle()
@@ -468,6 +470,10 @@ def test_engines_go_on_after_a_clear() -> None:
         assert bench.held(bench.space) == bench.held(between) == {}
         assert set(bench.held(living)) == {*range(999), 2000}
         assert not bench.followed()[0]["outdated"]
+        # Its client repeats itself: that takes nothing away.
+        await bench.follow(1, living, holder)
+        await bench.settle()
+        assert set(bench.held(living)) == {*range(999), 2000}
         assert bench.engines.masks(bench.space.directory_digest, [key(1)]) == (0, [])
         await bench.engines.close()
 
