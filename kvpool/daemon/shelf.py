@@ -204,7 +204,7 @@ class Shelf:
         good = np.zeros(len(entries), dtype=np.bool_)
         for number in np.unique(entries["table"]).tolist():
             table = tables.get(number)
-            if table is None:
+            if table is None or table.namespace.retired:  # its epoch may have ended meanwhile
                 continue
             chosen = np.flatnonzero(entries["table"] == number)
             chosen = chosen[np.argsort(entries["generation"][chosen], kind="stable")]

@@ -475,6 +475,8 @@ class Tiers:
                 while shelf.node.has_garbage:
                     shelf.node.reclaim_garbage(GARBAGE_BLOCKS)
                     await asyncio.sleep(0)
+                if shelf.state is ShelfState.OPENING:
+                    continue  # it drops tables when all that was in them is forgotten, and knows by itself
                 try:
                     await shelf.tidy()
                 except KvpoolError:

@@ -152,8 +152,8 @@ class Killer:
     def _look(self, pull: Any) -> bool:
         """In the place of the engine's question whether the pull has ended."""
         for peer in self._puller.client.stats()["remote"]["peers"]:
-            if peer["running"] and not self.killed:
-                owner = self._owners[peer["incarnation"]]
+            owner = self._owners.get(peer["incarnation"])  # none for one that is dead already
+            if peer["running"] and owner is not None and not self.killed:
                 self.killed.append(owner)
                 owner.kill()
                 for mover in self._movers[owner.pid]:
