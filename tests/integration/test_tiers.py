@@ -330,7 +330,11 @@ def test_a_scrub_finds_what_nobody_has_read(written, folder):
 def disk_process(daemon) -> int | None:
     """The process that owns the disk: the one whose command says so."""
     for pid in daemon.family():
-        if b"kvpool.daemon.disk" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just died
+        if b"kvpool.daemon.disk" in command.split(b"\0"):
             return pid
     return None
 
