@@ -253,7 +253,10 @@ def run_engine(
     }
     llm = LLM(model=str(model), **{**defaults, **options})
     try:
-        yield Engine(llm)
+        engine = Engine(llm)
+        if daemon is not None:
+            wait_until_settled(engine)
+        yield engine
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -334,6 +337,17 @@ def oracle(models: Callable[[str], Path]) -> Callable[..., list[list[int]]]:
         return known[key]
 
     return ask
+
+
+def wait_until_settled(engine: Engine) -> None:
+    """Until the engine has heard whether its node is alone, or that its daemon does not answer.
+
+    Else requests wait to hear whether others have their blocks, are computed in other company than the
+    oracle's, and the last bits differ.
+    """
+    pulls = engine.connector._scheduler._pulls
+    if pulls is not None and pulls._namespace is not None:
+        until(pulls._namespace.done, "the engine knows whether its node is alone")
 
 
 def hit(length: int) -> int:
