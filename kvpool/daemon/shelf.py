@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from kvpool import wire
-from kvpool.daemon.blocks import PIN_KINDS, Block, Holder, NamespaceState, PartTable
+from kvpool.daemon.blocks import PIN_KINDS, Block, Holder, Lease, NamespaceState, PartTable
 from kvpool.daemon.disks import Disk
 from kvpool.daemon.node import Node
 from kvpool.daemon.space import Origin
@@ -374,7 +374,6 @@ class Shelf:
             return len(blocks)
         chosen = [blocks[index] for index in reservation.indices]
         reservation.parents = [block.parent for block in chosen]
-        base = self._bases[space.tenant.name]
         nbytes = len(chosen) * own.stride
         forget = self._take_given_up()
         self.writing_bytes += nbytes
@@ -388,9 +387,7 @@ class Shelf:
                     parents=b"".join([block.parent or EMPTY_KEY for block in chosen]),
                     depths=array("I", [block.depth for block in chosen]).tobytes(),
                     checksums=b"".join([block.checksum for block in chosen]),
-                    slots=array(
-                        "Q", [base + row * own.stride for row in reservation.rows]
-                    ).tobytes(),
+                    slots=self._slots(own, reservation.rows),
                     segment=segment,
                     stride=table.stride,
                     rows=wire.pack_rows([block.row for block in chosen]),
@@ -486,30 +483,18 @@ class Shelf:
         node, own = self.node, self.table(table)
         if own is None:
             return wire.Pulled(bytes(status), b"".join(checksums), 0.0)
-        holder = self._holders[own.namespace.tenant.name]
-        lease = node.acquire(
-            holder,
-            own.namespace,
-            [own.part],
-            b"".join(keys),
-            None,
-            self._clock(),
-            scattered=True,
-        )
+        lease = self._lease(own, keys)
         if lease is None:
             return wire.Pulled(bytes(status), b"".join(checksums), 0.0)
         found = {block.key: block for block in lease.parts[own.part][1]}
         at = [index for index, key in enumerate(keys) if key in found]
-        base = self._bases[own.namespace.tenant.name]
         numbers = array("I", rows)
         try:
             pulled = await self._living_disk().read(
                 wire.ReadBlocks(
                     nbytes=table.spec.nbytes,
                     checksums=b"".join([found[keys[index]].checksum for index in at]),
-                    slots=array(
-                        "Q", [base + found[keys[index]].row * own.stride for index in at]
-                    ).tobytes(),
+                    slots=self._slots(own, [found[keys[index]].row for index in at]),
                     segment=segment,
                     stride=table.stride,
                     rows=wire.pack_rows([numbers[index] for index in at]),
@@ -517,22 +502,38 @@ class Shelf:
                 )
             )
         finally:
-            if self.node is node:
-                node.release(holder, lease.token)
+            self._release(node, own, lease)
         for index, found_status in zip(at, pulled.status.translate(_AS_PULLED), strict=True):
             status[index] = found_status
             if found_status == PRESENT:
                 checksums[index] = found[keys[index]].checksum
-        self._has_read(node, own, [keys[index] for index in at], pulled)
-        return wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
-
-    def _has_read(
-        self, node: Node, own: PartTable, keys: Sequence[bytes], pulled: wire.Pulled
-    ) -> None:
         came = pulled.status.count(GOOD)
         self.counters["read_blocks"] += came
         self.counters["read_bytes"] += came * own.spec.nbytes
-        self._drop_bad(node, own, keys, pulled.status)
+        self._drop_bad(node, own, [keys[index] for index in at], pulled.status)
+        return wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
+
+    def _lease(self, own: PartTable, keys: Sequence[bytes]) -> Lease | None:
+        """Keep those of the blocks that are here in their slots, until `_release`."""
+        return self.node.acquire(
+            self._holders[own.namespace.tenant.name],
+            own.namespace,
+            [own.part],
+            b"".join(keys),
+            None,
+            self._clock(),
+            scattered=True,
+        )
+
+    def _release(self, node: Node, own: PartTable, lease: Lease) -> None:
+        """node: whose lease it is; of an ended life there is nothing to be released."""
+        if self.node is node:
+            node.release(self._holders[own.namespace.tenant.name], lease.token)
+
+    def _slots(self, own: PartTable, rows: Sequence[int]) -> bytes:
+        """Where rows of a table lie in the file, as orders carry it."""
+        base = self._bases[own.namespace.tenant.name]
+        return array("Q", [base + row * own.stride for row in rows]).tobytes()
 
     def _drop_bad(self, node: Node, own: PartTable, keys: Sequence[bytes], status: bytes) -> int:
         """What does not match its checksum, or cannot be read, is found here no more; how many."""
@@ -603,40 +604,28 @@ class Shelf:
         for digest, keys in groups:
             space = node.by_directory(digest)
             for own in [] if space is None else space.tables:
-                lease = node.acquire(
-                    self._holders[own.namespace.tenant.name],
-                    own.namespace,
-                    [own.part],
-                    b"".join(keys),
-                    None,
-                    self._clock(),
-                    scattered=True,
-                )
-                if lease is None:
-                    continue
-                _, blocks = lease.parts[own.part]
-                bad += await self._scrub_some(node, own, blocks, lease.token)
-                seen += len(blocks)
+                if self.node is not node:
+                    raise Unavailable(f"the disk at {self.path} is {self.state}: {self.error}")
+                lease = self._lease(own, keys)
+                if lease is not None:
+                    bad += await self._scrub_some(node, own, lease)
+                    seen += lease.blocks
         self.counters["scrubbed_blocks"] += seen
         return seen, bad, more
 
-    async def _scrub_some(
-        self, node: Node, own: PartTable, blocks: Sequence[Block], token: str
-    ) -> int:
-        holder = self._holders[own.namespace.tenant.name]
-        base = self._bases[own.namespace.tenant.name]
+    async def _scrub_some(self, node: Node, own: PartTable, lease: Lease) -> int:
+        _, blocks = lease.parts[own.part]
         try:
             written = await self._living_disk().scrub(
                 wire.ScrubBlocks(
                     nbytes=self._nbytes[own],
                     checksums=b"".join([block.checksum for block in blocks]),
-                    slots=array("Q", [base + block.row * own.stride for block in blocks]).tobytes(),
+                    slots=self._slots(own, [block.row for block in blocks]),
                     deadline_s=SCRUB_S,
                 )
             )
         finally:
-            if self.node is node:
-                node.release(holder, token)
+            self._release(node, own, lease)
         return self._drop_bad(node, own, [block.key for block in blocks], written.status)
 
     # ---- the operator's view -----------------------------------------------------------------------

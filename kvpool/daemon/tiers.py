@@ -28,6 +28,7 @@ from kvpool.errors import KvpoolError, Unavailable
 from kvpool.placement.records import TierRecord
 from kvpool.segment import Segment
 from kvpool.storage.stack import Budget, Watermarks, WriteMode
+from kvpool.types import split_keys
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -207,31 +208,23 @@ class Tiers:
         segment = table.namespace.tenant.segment
         started = self._clock()
         reads = [
-            asyncio.ensure_future(
-                shelf.read(
-                    table,
-                    [keys[index] for index in at],
-                    segment,
-                    wire.pack_rows([rows[index] for index in at]),
-                    seconds,
-                )
+            shelf.read(
+                table,
+                [keys[index] for index in at],
+                segment,
+                wire.pack_rows([rows[index] for index in at]),
+                seconds,
             )
             for shelf, at in by_shelf.items()
         ]
         error = ""
         self._put.set()  # what is read makes others give way, which are to be written first
-        try:
-            found = await asyncio.gather(*reads, return_exceptions=True)
-        except asyncio.CancelledError:
-            # Each is cancelled too, and to be waited for: only then are the rows left alone.
-            for read in reads:
-                read.cancel()
-            await asyncio.gather(*reads, return_exceptions=True)
-            raise
+        # When this is cancelled, so is each of them, and it ends when all have: the rows are left alone then.
+        found = await asyncio.gather(*reads, return_exceptions=True)
         for at, pulled in zip(by_shelf.values(), found, strict=True):
             if isinstance(pulled, wire.Pulled):
                 error = pulled.error or error
-                sums = [pulled.checksums[i : i + 16] for i in range(0, len(pulled.checksums), 16)]
+                sums = split_keys(pulled.checksums)
                 for index, one, checksum in zip(at, pulled.status, sums, strict=True):
                     status[index], checksums[index] = one, checksum
             elif isinstance(pulled, KvpoolError):
