@@ -32,6 +32,6 @@ vllm-venv: ## .venv-vllm: a CPU build of vLLM with kvpool in it
 	@scripts/vllm-venv
 
 clean: ## remove what the other targets made, environments included
-	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .servers .demo .bench dist .coverage
+	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-peers .venv-peers.lock .servers .demo .bench dist .coverage
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find kvpool storage engine_plugins tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,7 @@ expiry  a node with a million blocks dies: the longest that anything else is hel
 etcd    three members, the leader killed: how long joins and drains take
 many    sixty-four members: how soon all of them see a change
 pull    the whole remote path, beside one plain stream of as many bytes
+waiting a pull that somebody waits for, while the same two nodes make copies as fast as they can
 idle    a working set larger than one node: what of it is found, with and without the others' memory
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -535,6 +537,98 @@ def pull(report: Report) -> None:
         report.check("remote_pull_vs_stream", ratio, at_least=0.8)
 
 
+# ---- waiting, while copies are made -----------------------------------------------------------------------
+
+COPY_LOOP = """
+import itertools, sys, threading
+import numpy as np
+from cluster import open_as
+from kvpool.client import Client
+client = Client(sys.argv[1], connect=True)
+ns = open_as(client, "copied", 1 << 20)
+data = np.ones((8, 1 << 20), np.uint8)
+stop = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.readline(), stop.set()), daemon=True).start()
+numbers = itertools.count()
+print("running", flush=True)
+while not stop.is_set():
+    if client.stats()["copies"]["wanted"] < 32:
+        client.put(ns, [next(numbers).to_bytes(16, "big") for _ in range(8)], data, copies=2)
+    stop.wait(0.005)
+"""
+
+
+def copied(client: Client) -> int:
+    """Bytes that other nodes took from this one."""
+    return int(client.stats()["copies"]["accepted_bytes"])
+
+
+def waiting(report: Report) -> None:
+    """Acquire of 64 KiB x 64 of another node, idle, and while that node's new blocks are copied here."""
+    nbytes, n = 64 << 10, 64
+    rounds, calls = (4, 100) if report.quick else (10, 200)
+    print("a pull that is waited for, while copies are made between the same nodes")
+    with (
+        cluster(nodes=2, memory="512MiB") as running,
+        ExitStack() as stack,
+    ):
+        at_a, at_b = (stack.enter_context(x.client(timeout_s=WAIT_S)) for x in running.nodes)
+        there, here = open_as(at_a, "waited", nbytes), open_as(at_b, "waited", nbytes)
+        keys = keys_of(9, range(n))
+        assert at_a.put(there, keys, np.zeros((n, nbytes), np.uint8)) == n
+        at_a.pin(there, keys, "hard")
+        wait_until(lambda: settled(at_a), "all is announced")
+
+        def one() -> float:
+            at_b.remove(here, keys)
+            begun = time.perf_counter()
+            lease = at_b.acquire(here, keys, wait_s=WAIT_S)
+            taken = time.perf_counter() - begun
+            assert lease is not None
+            assert lease.blocks == n, f"{lease.blocks} of {n} blocks arrived"
+            lease.release()
+            return taken
+
+        for _ in range(20):
+            one()
+        p50: dict[bool, list[float]] = {False: [], True: []}
+        p99: dict[bool, list[float]] = {False: [], True: []}
+        copied_s = copied_bytes = 0.0
+        for number in range(2 * rounds):
+            busy = number % 2 == 1
+            if busy:
+                load = subprocess.Popen(
+                    [sys.executable, "-c", COPY_LOOP, running.nodes[0].socket],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    cwd=Path(__file__).parent,
+                    text=True,
+                )
+                assert load.stdout is not None
+                assert load.stdout.readline() == "running\n"
+                settle_at = copied(at_a) + (192 << 20)  # the burst that its pace allows is over
+                wait_until(lambda at=settle_at: copied(at_a) > at, "copies are made")
+                before, begun = copied(at_a), time.perf_counter()
+            times = [one() for _ in range(calls)]
+            p50[busy].append(median(times))
+            p99[busy].append(percentile(times, 0.99))
+            if busy:
+                copied_s += time.perf_counter() - begun
+                copied_bytes += copied(at_a) - before
+                load.communicate("stop\n", timeout=WAIT_S)
+                wait_until(lambda: not at_a.stats()["copies"]["wanted"], "all is copied")
+        report.row(
+            "4 MiB in blocks of 64 KiB, ms",
+            idle_p50=1e3 * median(p50[False]),
+            idle_p99=1e3 * median(p99[False]),
+            busy_p50=1e3 * median(p50[True]),
+            busy_p99=1e3 * median(p99[True]),
+            copied_mb_s=copied_bytes / copied_s / 1e6,
+        )
+        ratio = median(p99[True]) / median(p99[False])
+        report.check("waiting_p99_under_copies", ratio, at_most=1.5)
+
+
 # ---- idle --------------------------------------------------------------------------------------------
 
 
@@ -593,6 +687,7 @@ PARTS = {
     "etcd": etcd,
     "many": many,
     "pull": pull,
+    "waiting": waiting,
     "idle": idle,
 }
 

@@ -3,9 +3,15 @@
     .venv-vllm/bin/python bench/gpu.py [--quick] [--json FILE] [--only SHAPE]
 
 Blocks lie scattered, one piece in each layer's tensor, and go to slots anywhere in pinned host memory. The
-ways to do that are the strategies of the vLLM plugin, called as it calls them, and beside them a kernel that
-reads and writes pinned memory itself (`gpu_kernels.py`, where triton is installed). The limit is one copy
-between one contiguous tensor on the device and contiguous pinned memory. Every way's bytes are compared.
+ways to do that are the strategies of the vLLM plugin, called as it calls them, and others that it does not
+use (`gpu_ways.py`). The limit is one copy between one contiguous tensor on the device and contiguous pinned
+memory. Every way's bytes are compared.
+
+A second part has each way copy all the time beside an engine that does nothing but multiply matrices, and
+tells how much longer its multiplications take: what copies cost the one for whom they are made.
+
+A third part copies rows between a segment of device memory and the pool's, as the daemon's device process
+does.
 
 The checks are about the strategy that the plugin uses. Without a GPU everything runs on the CPU device:
 that shows that the bytes are right and says nothing of speed, so there are no checks then.
@@ -13,27 +19,28 @@ that shows that the bytes are right and says nothing of speed, so there are no c
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from gpu_ways import EACH, driver_batch
 from harness import Report, in_turns, median, parse_arguments
 
 from kvpool.engine_plugins.vllm.device import (
-    BATCH,
-    EACH,
     STAGED,
     DevicePages,
     PinnedSegments,
     Strategy,
+    strategy_for,
 )
+from kvpool.storage.gpu import DeviceSegment, register
 
 KIB, MIB = 1 << 10, 1 << 20
-USED = "staged"  # by the plugin
+MATRIX = 8192  # bf16, and as many columns: a millisecond and a half on one H200
 
 
 @dataclass(frozen=True)
@@ -68,22 +75,18 @@ class Slots:
 
 
 def strategies(device: Any) -> dict[str, Strategy]:
-    """Those that can be had here; says which cannot."""
-    import torch
-
-    found = {"each": EACH, USED: STAGED}
-    if device.type == "cuda" and importlib.util.find_spec("vllm"):
-        importlib.import_module("vllm._custom_ops")
-    if hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
-        found["batch"] = BATCH
+    """Those that can be had here, the plugin's own last; says which cannot."""
+    found = {"each": EACH, "staged": STAGED}
+    batch = driver_batch() if device.type == "cuda" else None
+    if batch is None:
+        print("  batch is left out: it needs a driver of CUDA 12.8 or newer")
     else:
-        print("  batch is left out: it needs vLLM's build for this device")
-    if device.type == "cuda" and importlib.util.find_spec("triton"):
-        from gpu_kernels import KERNEL
-
-        found["kernel"] = KERNEL
+        found["batch"] = batch
+    used = strategy_for(device)
+    if used is STAGED:
+        print("  kernel is left out: it needs a CUDA device and triton")
     else:
-        print("  kernel is left out: it needs a GPU and triton")
+        found["kernel"] = used
     return found
 
 
@@ -152,10 +155,88 @@ def measure(report: Report, shape: Shape, device: Any, name: str) -> None:
             load_gb_s=gigabytes / median(load_s),
             load_ratio=load_ratio,
         )
-        if on_gpu and way == USED and shape is JUDGED:
+        if on_gpu and way == list(ways)[-1] and shape is JUDGED:
             report.check("gpu_store", store_ratio, at_least=0.9)
             report.check("gpu_load", load_ratio, at_least=0.9)
+    if on_gpu and shape is JUDGED:
+        copies = {"memcpy": (plain_store, plain_load)}
+        for way, pages in ways.items():
+            copies[way] = (
+                lambda pages=pages: pages.to_slots(blocks, slots, rows),
+                lambda pages=pages: pages.from_slots(slots, rows, blocks),
+            )
+        beside_an_engine(report, copies, gigabytes, device)
     segments.close()
+
+
+def beside_an_engine(
+    report: Report,
+    copies: dict[str, tuple[Callable[[], None], Callable[[], None]]],
+    gigabytes: float,
+    device: Any,
+) -> None:
+    """Time matrix products alone, then while each way copies as often as it can."""
+    import torch
+
+    left = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
+    right, product = torch.randn_like(left), torch.empty_like(left)
+    stream = torch.cuda.Stream()
+
+    def engine() -> tuple[Any, Any]:
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            begun.record()
+            for _ in range(100):
+                torch.mm(left, right, out=product)
+            ended.record()
+        return begun, ended
+
+    def alone_ms() -> float:
+        begun, ended = engine()
+        ended.synchronize()
+        return float(begun.elapsed_time(ended))
+
+    alone_ms()
+    for way, both in copies.items():
+        told: dict[str, float] = {}
+        for name, copy in zip(("store", "load"), both, strict=True):
+            before = alone_ms()
+            count, start = 0, time.perf_counter()
+            begun, ended = engine()
+            while not ended.query():
+                copy()
+                count += 1
+            told[f"{name}_gb_s"] = count * gigabytes / (time.perf_counter() - start)
+            longer = begun.elapsed_time(ended) / ((before + alone_ms()) / 2)
+            told[f"engine_{name}_ratio"] = longer
+        report.row(f"beside an engine {way}", **told)
+
+
+def segment_rows(report: Report, device: Any) -> None:
+    """Scattered rows between a segment of device memory and registered host memory, one order at a time."""
+    rng = np.random.default_rng(6)
+    on_gpu = device.type == "cuda"
+    memory = mmap.mmap(-1, (512 if on_gpu else 32) * MIB)
+    if on_gpu:
+        register(memory)
+    whole = DeviceSegment.create(str(device), 1, len(memory))
+    for stride in (2 * MIB, 256 * KIB, 64 * KIB):
+        segment = whole.cut(stride)
+        host = np.frombuffer(memory, np.uint8).reshape(-1, stride)
+        count = 16 * MIB // stride
+        rows, host_rows = (rng.permutation(len(host))[:count] for _ in range(2))
+        host[host_rows] = content = rng.integers(0, 256, (count, stride), np.uint8)
+        up, down = in_turns(
+            21 if on_gpu else 3,
+            lambda: segment.from_host(host, host_rows, rows),
+            lambda: segment.to_host(rows, host, host_rows),
+        )
+        assert np.array_equal(host[host_rows], content), "wrong bytes"
+        report.row(
+            f"segment rows of {stride >> 10} KiB",
+            up_gb_s=count * stride / 1e9 / median(up),
+            down_gb_s=count * stride / 1e9 / median(down),
+        )
 
 
 def prove(
@@ -199,6 +280,8 @@ def main() -> int:
         if arguments.only in shape.name:
             print(f"{shape.name}: {shape.pieces} pieces of {shape.piece_bytes >> 10} KiB a block")
             measure(report, shape, device, name)
+    if arguments.only in "segment":
+        segment_rows(report, device)
     return report.finish()
 
 

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,28 @@ class Report:
         bound = {"at_least": at_least} if at_least is not None else {"at_most": at_most}
         self.checks.append({"name": name, "value": value, **bound})
 
+    def not_run(
+        self,
+        name: str,
+        why: str,
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
+    ) -> None:
+        """A check without a value: what it compares with is not here. Never quietly left out."""
+        bound = {"at_least": at_least} if at_least is not None else {"at_most": at_most}
+        self.checks.append({"name": name, "value": None, **bound, "not_run": why})
+
     def finish(self) -> int:
         """Print the checks, write the file; the exit status: 0, since a missed bound is a finding."""
         print("\nchecks")
         for check in self.checks:
             low, high = check.get("at_least"), check.get("at_most")
-            met = check["value"] >= low if low is not None else check["value"] <= high
             bound = f">= {low}" if low is not None else f"<= {high}"
+            if check["value"] is None:
+                print(f"  NOT RUN {check['name']:<21} {bound}: {check['not_run']}")
+                continue
+            met = check["value"] >= low if low is not None else check["value"] <= high
             print(
                 f"  {'ok  ' if met else 'MISS'} {check['name']:<24} {check['value']:.4g}  {bound}"
             )
@@ -121,13 +136,24 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def daemon(folder: Path, name: str, memory: str, *flags: str) -> Iterator[Daemon]:
-    """Start one, wait until it is ready, stop it in the end."""
+def daemon(
+    folder: Path,
+    name: str,
+    memory: str,
+    *flags: str,
+    python: str = sys.executable,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[Daemon]:
+    """Start one, wait until it is ready, stop it in the end.
+
+    python: of an environment that has kvpool. variables: of the environment, besides this process's.
+    """
     socket_path = str(folder / f"{name}.sock")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVPOOL_")}
+    environment |= variables or {}
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "kvpool.cli", "serve"),
+            *(python, "-m", "kvpool.cli", "serve"),
             *("--socket", socket_path, "--memory", memory, "--node", name),
             *flags,
         ],

@@ -6,11 +6,15 @@ of the same size with the same block size and depth, set as is best for it: the 
 eight threads with psync is taken, O_DIRECT, huge-page buffers, and for writes one fdatasync a pass. The
 files lie on the disk of the checkout. Reads are cold: both read past the page cache.
 
+`ssd_codec_*`: blocks that look like KV in bf16 (each of 128 channels normal around zero, with a scale of
+its own), packed by blosc2 on their way to the disk, beside the same blocks as they are; GB/s of blocks, not
+of the disk. `stored`: the part of their bytes that their slots take.
+
 `index_open_1m_s`: a million entries, the process killed, the index not in the page cache.
 `crash_*`: a load is killed; what it had acknowledged is looked for. The quick run also replays every tenth
 event of a recorded load with power cuts, the full one every event.
 
-    python bench/ssd.py [--quick] [--json FILE] [--only speed|opening|crashes]
+    python bench/ssd.py [--quick] [--json FILE] [--only speed|codec|puts|opening|crashes]
 
 Needs fio and strace, and 3 GiB of free disk.
 """
@@ -30,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +43,11 @@ import xxhash
 from harness import REPO, Report, daemon, in_turns, median, parse_arguments, seconds
 
 from kvpool.client import Client
+from kvpool.storage.codecs import BLOSC2, Blosc2, slot_bytes
 from kvpool.storage.ssd import DONE, ReadBatch, SsdStore, WriteBatch
 from kvpool.storage.ssd_files import LinuxDisk
 from kvpool.storage.ssd_index import ENTRY
+from kvpool.storage.ssd_pack import pack
 from kvpool.testing.servers.find import find_server
 from kvpool.testing.ssd_kills import KilledStore
 from kvpool.testing.ssd_replay import inspect_image, record
@@ -70,7 +77,7 @@ def main() -> int:
         raise SystemExit(
             f"{place} has {free >> 20} MiB free; the bench takes {FREE_BYTES >> 20} MiB"
         )
-    for part in (speed, puts, opening, crashes):
+    for part in (speed, codec, puts, opening, crashes):
         if arguments.only in part.__name__:
             with tempfile.TemporaryDirectory(dir=place) as folder:
                 part(report, Path(folder))
@@ -83,7 +90,7 @@ def main() -> int:
 class Blocks:
     """A store full of blocks of one size, and passes over them at random slots."""
 
-    def __init__(self, folder: Path, nbytes: int) -> None:
+    def __init__(self, folder: Path, nbytes: int, source: Any = None) -> None:
         self.store = SsdStore.open(folder, FILE_BYTES + FILE_BYTES // 32, threads=DEPTH)
         self.nbytes = nbytes
         self.table = self.store.add_table(b"bench")
@@ -91,7 +98,9 @@ class Blocks:
         self.slots = FILE_BYTES // nbytes
         self.dice = np.random.default_rng(1)
         self.rows = np.arange(self.batch)
-        self.source = self.dice.integers(0, 256, (self.batch, nbytes), np.uint8)
+        if source is None:
+            source = self.dice.integers(0, 256, (self.batch, nbytes), np.uint8)
+        self.source = source
         self.outs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for _ in range(CALLERS):
             self.outs.put(np.zeros_like(self.source))
@@ -145,6 +154,89 @@ class Blocks:
         )
         self.outs.put(out)
         assert (statuses == DONE).all()
+
+
+class PackedBlocks(Blocks):
+    """The same, packed on the way down and decoded on the way up. All get slots of one length."""
+
+    def __init__(self, folder: Path, nbytes: int, source: Any) -> None:
+        stored = pack(source, np.arange(len(source)), nbytes).stored.tolist()
+        (self.length,) = {slot_bytes(one, nbytes) for one in stored}
+        super().__init__(folder, nbytes, source)
+
+    def _write(self, slots: Any) -> None:
+        n = len(slots)
+        offsets, keys, numbers = self._offsets(slots), self.keys[slots], self.rows[:n]
+        packed = pack(self.source, numbers, self.nbytes)
+        batch = WriteBatch(
+            table=self.table,
+            nbytes=self.nbytes,
+            offsets=offsets,
+            keys=keys,
+            parents=keys,
+            depths=np.zeros(n, np.uint32),
+            pins=np.zeros(n, np.uint8),
+            checksums=self.sums[:n],
+            source=packed.rows,
+            rows=numbers,
+            stored=packed.stored,
+            codec=BLOSC2,
+        )
+        assert (self.store.write(batch, self.store.forget(offsets)) == DONE).all()
+        self.held[slots] = numbers
+
+    def _offsets(self, slots: Any) -> Any:
+        return (slots * self.length).astype(np.uint64)
+
+    def _read(self, slots: Any) -> None:
+        n = len(slots)
+        sums, lengths = self.sums[self.held[slots]], np.full(n, self.length)
+        out = self.outs.get()
+        statuses = self.store.read(
+            ReadBatch(
+                *(self.nbytes, self._offsets(slots), sums, out, self.rows[:n], lengths, Blosc2())
+            )
+        )
+        self.outs.put(out)
+        assert (statuses == DONE).all()
+
+
+def kv_like(n: int, nbytes: int, dice: np.random.Generator) -> Any:
+    """u8[n, nbytes]: bf16, normal around zero, each channel with a scale of its own."""
+    scales = np.exp(dice.normal(0, 1, 128))
+    values = (dice.standard_normal((n, nbytes // 256, 128)) * scales).astype(np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(n, nbytes)
+
+
+def timed(name: str, work: Callable[[], None], into: dict[str, list[float]]) -> None:
+    """Do a pass, and note its speed in bytes a second."""
+    into.setdefault(name, []).append(PASS_BYTES / seconds(work))
+
+
+def codec(report: Report, folder: Path) -> None:
+    print(f"blocks like KV in bf16, packed and as they are, {PASS_BYTES >> 20} MiB a pass, GB/s")
+    rounds, sizes = (2, 1) if report.quick else (9, 2)
+    for label, nbytes in (("1m", MIB), ("64k", 64 * KIB))[:sizes]:
+        source = kv_like(BATCH_BYTES // nbytes, nbytes, np.random.default_rng(1))
+        packed = PackedBlocks(folder / f"{label}-packed", nbytes, source)
+        plain = Blocks(folder / f"{label}-plain", nbytes, source)
+        taken: dict[str, list[float]] = {}
+        in_turns(
+            rounds,
+            partial(timed, "put", packed.put, taken),
+            partial(timed, "put_plain", plain.put, taken),
+            partial(timed, "get", packed.get, taken),
+            partial(timed, "get_plain", plain.get, taken),
+            warmup=1,
+        )
+        report.row(
+            f"ssd_codec_{label}",
+            **{name: median(times) / 1e9 for name, times in taken.items()},
+            stored=packed.length / nbytes,
+        )
+        for one, name in ((packed, "packed"), (plain, "plain")):
+            one.store.close()
+            shutil.rmtree(folder / f"{label}-{name}")
 
 
 def fio(path: Path, nbytes: int, mode: str, engine: str) -> float:
@@ -312,10 +404,18 @@ def opening(report: Report, folder: Path) -> None:
 
 def crashes(report: Report, folder: Path) -> None:
     rounds = 8 if report.quick else 200
-    killed = KilledStore(folder / "killed", 32 * MIB, nbytes=16 * KIB, seed=1)
+    killed = KilledStore(folder / "killed", 32 * MIB, nbytes=16 * KIB, seed=1, packed=True)
     found = [killed.round(lines_max=2000) for _ in range(rounds)]
     wrong, lost = sum(f.wrong + f.torn for f in found), sum(f.lost for f in found)
-    report.row("kills", rounds=rounds, acknowledged=killed.acknowledged, wrong=wrong, lost=lost)
+    small = sum(f.packed for f in found) / sum(len(f.held) for f in found)
+    report.row(
+        "kills",
+        rounds=rounds,
+        acknowledged=killed.acknowledged,
+        packed=small,
+        wrong=wrong,
+        lost=lost,
+    )
 
     recording = record(folder, 4 * MIB, nbytes=4096, batches=12, threads=2)
     dice, images = random.Random(1), 0

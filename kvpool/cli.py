@@ -84,10 +84,44 @@ def serve(
             rich_help_panel=TIERS,
         ),
     ] = None,
+    ssd_drain_s: Annotated[
+        float | None,
+        typer.Option(
+            help="How long a node that is drained copies what is only on its disks, seconds.",
+            rich_help_panel=TIERS,
+        ),
+    ] = None,
     ssd_flush_s: Annotated[
         float | None,
         typer.Option(
             help="How long a daemon that stops goes on writing what is only in memory, seconds.",
+            rich_help_panel=TIERS,
+        ),
+    ] = None,
+    remote: Annotated[
+        str | None,
+        typer.Option(
+            help="Object storage for what was read again: s3://BUCKET/PREFIX, gs://, az://, "
+            "file:///FOLDER. Credentials belong into the environment.",
+            rich_help_panel=TIERS,
+        ),
+    ] = None,
+    remote_bytes_max: Annotated[
+        str | None,
+        typer.Option(help='What this node may keep there, "10TiB".', rich_help_panel=TIERS),
+    ] = None,
+    remote_instance_credentials: Annotated[
+        bool | None,
+        typer.Option(
+            "--remote-instance-credentials/--no-remote-instance-credentials",
+            help="Where the environment has none, ask the metadata service of the cloud.",
+            rich_help_panel=TIERS,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Spare device memory for what is read again, and its size: cuda:0=8GiB.",
             rich_help_panel=TIERS,
         ),
     ] = None,
@@ -282,6 +316,39 @@ def status(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = 
 
 
 @app.command(rich_help_panel=OPERATORS)
+def doctor(
+    path: Annotated[
+        list[str] | None,
+        typer.Option(help="A folder meant for tier ssd; may be repeated.", metavar="FOLDER"),
+    ] = None,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Look at what this machine has: RDMA, memory, huge pages, GPUs, disks; and how others are reached.
+
+    Works without a daemon. Exit status 1 when something that is there cannot be used.
+
+    Example: kvpool doctor --path /mnt/nvme0/kvpool
+    """
+    from kvpool.status.doctor import BAD, OK, Finding, examine, plain, routes, show
+
+    findings = examine(path or ())
+    pairs = []
+    try:
+        with _client(socket, tenant) as client:
+            pairs = routes(client.cluster())
+    except KvpoolError as error:
+        findings.append(Finding("other nodes", OK, f"not known: {error}"))
+    if as_json:
+        _print_json(plain(findings, pairs))
+    else:
+        show(findings, pairs)
+    if any(finding.state == BAD for finding in findings):
+        raise typer.Exit(EXIT_ERROR)
+
+
+@app.command(rich_help_panel=OPERATORS)
 def nodes(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
     """Show the nodes of the cluster, as this one sees them.
 
@@ -437,6 +504,21 @@ def configure(
         str | None,
         typer.Option(help="What makes blocks smaller on SSD: blosc2, none.", metavar="CODEC"),
     ] = None,
+    write_remote: Annotated[
+        str | None,
+        typer.Option(
+            help="When blocks are written to object storage: back (before eviction), none.",
+            metavar="MODE",
+        ),
+    ] = None,
+    quota: Annotated[
+        str | None,
+        typer.Option(
+            help="What it may hold on each node, by tier: dram=20%,ssd=50GiB, of the tenant's part; "
+            "none: as much as the tenant.",
+            metavar="TIER=SIZE[,...]",
+        ),
+    ] = None,
     socket: Socket = None,
     tenant: Tenant = "default",
 ) -> None:
@@ -444,10 +526,13 @@ def configure(
 
     Example: kvpool configure 3fa9 --copies 2 --write through --ttl 12h
     """
-    from kvpool.status.naming import period
+    from kvpool.status.naming import period, quotas
 
-    if copies is None and write is None and ttl is None and ssd_codec is None:
-        raise InvalidRequest("name what is to change: --copies, --write, --ttl or --ssd-codec")
+    if all(given is None for given in (copies, write, ttl, ssd_codec, quota, write_remote)):
+        raise InvalidRequest(
+            "name what is to change: --copies, --write, --ttl, --ssd-codec, --write-remote or --quota"
+        )
+    of_tiers = {} if quota is None else quotas(quota)
     ttl_s = None if ttl is None else period(ttl)
     with _client(socket, tenant) as client:
         chosen = _resolve(client, tenant, digest)
@@ -458,6 +543,9 @@ def configure(
                 write="" if write == "default" else write,
                 ttl_s=ttl_s,
                 ssd_codec="" if ssd_codec == "none" else ssd_codec,
+                dram_quota=of_tiers.get("dram"),
+                ssd_quota=of_tiers.get("ssd"),
+                write_remote=write_remote,
             )
     print(f"The settings of namespace {chosen.hex()} of tenant {tenant} are changed on all nodes;")
     print("`kvpool namespaces` shows them.")
@@ -489,7 +577,9 @@ def evict(
     namespace: Annotated[
         str | None, typer.Option(help="Of this one only.", metavar="DIGEST")
     ] = None,
-    tier: Annotated[str | None, typer.Option(help="From this one only: dram or ssd.")] = None,
+    tier: Annotated[
+        str | None, typer.Option(help="From this one only: dram, ssd or device.")
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="All blocks, of the namespace if one is given.")
     ] = False,

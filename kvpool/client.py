@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -49,15 +49,20 @@ from kvpool.errors import (
     Unavailable,
     UnknownReservation,
 )
+from kvpool.life import LifeView
 from kvpool.types import (
     DEFAULT_TENANT,
     KEY_BYTES,
     Keys,
     Namespace,
     NamespaceRecord,
+    Recompute,
     pack_keys,
     plain_parts,
 )
+
+if TYPE_CHECKING:
+    from kvpool.device_memory import DeviceMemory
 
 BACKOFF_S = (0.05, 1.0)
 FINISHED_MAX = 1024
@@ -80,14 +85,33 @@ class Slots:
         `first + (i + 1) * s - 1`.
     nbytes: bytes used of each slot. stride: bytes from one row of the segment to the next.
     rows: int64, one a slot; slot i starts at byte `rows[i] * stride` of the segment.
+    device_rows: None, or where some of the slots are in device memory, one a slot: the row of
+        `device_table`, and `wire.NO_ROW` for those that are in the segment. Each slot is in one of both.
 
     Reading and writing is for the time of the lease or reservation that they came with.
     """
 
-    __slots__ = ("_daemon", "first", "nbytes", "part", "rows", "stride")
+    __slots__ = (
+        "_daemon",
+        "_device",
+        "device_rows",
+        "first",
+        "nbytes",
+        "part",
+        "rows",
+        "stride",
+    )
 
     def __init__(
-        self, daemon: DaemonState, part: int, first: int, nbytes: int, stride: int, rows: Indices
+        self,
+        daemon: DaemonState,
+        part: int,
+        first: int,
+        nbytes: int,
+        stride: int,
+        rows: Indices,
+        device_rows: Indices | None = None,
+        device: DeviceMemory | None = None,
     ) -> None:
         self._daemon = daemon
         self.part = part
@@ -95,6 +119,8 @@ class Slots:
         self.nbytes = nbytes
         self.stride = stride
         self.rows = rows
+        self.device_rows = device_rows
+        self._device = device
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -103,6 +129,12 @@ class Slots:
     def table(self) -> Rows2D:
         """The whole segment, shape (rows, stride), uint8, C-contiguous: `table[rows]` are the slots."""
         return self._daemon.table(self.stride)
+
+    @property
+    def device_table(self) -> Any:
+        """The device memory, a uint8 tensor of shape (rows, stride): `device_table[device_rows]`."""
+        assert self._device is not None, "these slots are in the segment"
+        return self._device.table(self.stride)
 
     @property
     def fd(self) -> int:
@@ -128,25 +160,42 @@ class Lease:
     blocks: how many blocks of the prefix may be used.
     deadline: `time.monotonic()` of this process after which the bytes may be somebody else's.
     slots: by part number.
+    device: the device memory that some of the slots are in, or None.
     """
 
-    __slots__ = ("_client", "blocks", "deadline", "slots", "token")
+    __slots__ = ("_client", "blocks", "deadline", "device", "slots", "token")
 
     def __init__(
-        self, client: Client, token: str, blocks: int, deadline: float, slots: dict[int, Slots]
+        self,
+        client: Client,
+        token: str,
+        blocks: int,
+        deadline: float,
+        slots: dict[int, Slots],
+        device: DeviceMemory | None = None,
     ) -> None:
         self._client = client
         self.token = token
         self.blocks = blocks
         self.deadline = deadline
         self.slots = slots
+        self.device = device
 
     @property
     def valid(self) -> bool:
-        return time.monotonic() < self.deadline
+        owned = self.device is None or self.device.alive
+        return owned and time.monotonic() < self.deadline
 
     def check(self) -> None:
-        """Call after the copy is complete (on a GPU: after its event). Raises `LeaseLost` if too late."""
+        """Call after the copy is complete (on a GPU: after its event). Raises `LeaseLost` if too late.
+
+        So it does when the process has died that owned the device memory of some of the slots.
+        """
+        if self.device is not None and not self.device.alive:
+            raise LeaseLost(
+                f"the device memory of lease {self.token} went with its process: discard what was "
+                f"read, and recompute"
+            )
         late = time.monotonic() - self.deadline
         if late >= 0:
             raise LeaseLost(
@@ -327,6 +376,7 @@ class Client:
         write: str = "",
         ttl_s: float = 0.0,
         ssd_codec: str = "",
+        write_remote: str = "",
         generation: int = -1,
     ) -> Namespace:
         """Make a namespace known to the daemon, now or when it is there, and after each restart again.
@@ -339,12 +389,16 @@ class Client:
             eviction from memory), "none", or empty: as each node does by default.
         ttl_s: a block that was not used for so long on a node is not found there any more; 0: never.
         ssd_codec: what makes blocks smaller on SSD, without loss: "blosc2", or empty for nothing.
+        write_remote: when blocks are written to object storage, where nodes have some: "back" (ahead of
+            their eviction from memory, if they were read again), which empty is as well, or "none".
         generation: of the caller's weights, as another client of the same engine was told
             (`generation`); -1: they are the present ones, at the time of the first answer. After a reset by
             another engine that is what lets this one in again, so be sure that it is so.
         Raises `NamespaceMismatch` if the daemon, or the cluster, knows it with other sizes.
         """
-        namespace = Namespace(record, record.digest(), copies, write, ttl_s, ssd_codec)
+        namespace = Namespace(
+            record, record.digest(), copies, write, ttl_s, ssd_codec, write_remote
+        )
         self._generations[namespace.digest] = generation
         try:
             with self._request() as connection:
@@ -393,6 +447,8 @@ class Client:
         parts: Sequence[int] | None = None,
         lease_s: float = 10.0,
         wait_s: float = 0.0,
+        recompute: Recompute | None = None,
+        device: DeviceMemory | None = None,
     ) -> Lease | None:
         """A lease on the longest usable prefix of `keys`; None if there is none.
 
@@ -400,28 +456,70 @@ class Client:
             parts have all its blocks and window parts their last ones.
         lease_s: how long; the daemon may grant less (see `Lease.deadline`).
         wait_s: how long to wait for blocks that are not in memory here, but on disks or other nodes.
+        recompute: the price of computing the keys' blocks instead. What takes longer to bring is not waited
+            for. None: all that there is is brought.
+        device: of `attach_device`: what lies there is leased there (`Slots.device_rows`), and is not brought
+            into memory for it. Once its process has died the lease is on memory only.
         """
         packed = pack_keys(keys)
         if not packed:
             return None
+        life = device.life if device is not None and device.alive else 0
         chosen = list(parts) if parts else []
+        price = _price(recompute)
         return self._acquire(
-            ns, lambda number: wire.Acquire(number, packed, chosen, lease_s, wait_s), wait_s
+            ns,
+            lambda number: wire.Acquire(
+                number, packed, chosen, lease_s, wait_s, False, price, life
+            ),
+            wait_s,
+            device=device,
         )
 
-    def join(self, token: str, *, parts: Sequence[int] | None = None) -> Lease | None:
+    def join(
+        self,
+        token: str,
+        *,
+        parts: Sequence[int] | None = None,
+        device: DeviceMemory | None = None,
+    ) -> Lease | None:
         """Become a holder of a lease that another process of this instance acquired; None if it ended.
 
         parts: whose slots to describe; all of the lease's unless given.
+        device: see `acquire`. None is the answer too where the lease has slots in device memory that is not
+            this one.
         """
         message = wire.Join(token, list(parts) if parts else [])
         sent = time.monotonic()
         try:
             with self._request() as connection:
                 answer = connection.ask(message, self.timeout_s)
-                return self._lease(connection.daemon, answer, sent)
+                return self._lease(connection, answer, sent, device)
         except Unavailable:
             return None
+
+    def attach_device(self) -> DeviceMemory | None:
+        """Map this tenant's part of the daemon's spare device memory, to read there by leases (`acquire`).
+
+        None where the daemon has none that serves now, or is away. It stays mapped until it is closed; when
+        its process has died (`DeviceMemory.alive`), attach anew. Needs torch, and to see the same device.
+        Raises `SegmentError` where it cannot be mapped.
+        """
+        from kvpool.device_memory import DeviceMemory
+
+        self._check_process()
+        if self._closed:
+            return None
+        with self._freed:
+            self._open += 1
+        try:
+            connection, welcome, view = self._introduce(device=True)
+            connection.close()  # a descriptor can only come with a connection's first answer
+        except Unavailable:
+            return None
+        finally:
+            self._closed_one()
+        return None if view is None else DeviceMemory(welcome.device, welcome.life, view)
 
     def release(self, lease: Lease) -> None:
         """Stop reading. Never raises: a lease whose release is lost ends at its deadline."""
@@ -701,12 +799,25 @@ class Client:
             return 0
         return int(self._ask_ns(ns, lambda number: wire.Pin(number, packed, kind)).value)
 
-    def pull(self, ns: Namespace, keys: Keys, *, wait_s: float = 1.0) -> int:
-        """Bring blocks into memory here, from disks and other nodes; how many of the prefix are then."""
+    def pull(
+        self,
+        ns: Namespace,
+        keys: Keys,
+        *,
+        wait_s: float = 1.0,
+        recompute: Recompute | None = None,
+    ) -> int:
+        """Bring blocks into memory here, from disks and other nodes; how many of the prefix are then.
+
+        recompute: as for `acquire`.
+        """
         packed = pack_keys(keys)
         if not packed:
             return 0
-        return int(self._ask_ns(ns, lambda number: wire.Pull(number, packed, wait_s), wait_s).value)
+        price = _price(recompute)
+        return int(
+            self._ask_ns(ns, lambda number: wire.Pull(number, packed, wait_s, price), wait_s).value
+        )
 
     def reset(self, ns: Namespace) -> None:
         """This engine's weights are new: nothing that was stored under the namespace is found any more.
@@ -804,19 +915,27 @@ class Client:
         write: str | None = None,
         ttl_s: float | None = None,
         ssd_codec: str | None = None,
+        dram_quota: float | None = None,
+        ssd_quota: float | None = None,
+        write_remote: str | None = None,
     ) -> None:
         """Change settings of a namespace of this tenant, for the whole cluster. Operators only.
 
         See `open` for what they mean, but `copies` is at least 1. None: that one stays as it is.
+
+        dram_quota, ssd_quota: what its blocks may take of each node's memory and disks: bytes (an int), or
+            a share of the tenant's part (a float up to 1.0); 0: as much as the tenant has.
         """
-        message = wire.Configure(digest, copies, write, ttl_s, ssd_codec)
+        message = wire.Configure(
+            digest, copies, write, ttl_s, ssd_codec, dram_quota, ssd_quota, write_remote
+        )
         with self._request() as connection:
             connection.ask(message, self.timeout_s + RESET_S)
 
     def evict(self, keys: Keys = b"", *, digest: bytes = b"", tier: str = "") -> int:
         """Give blocks up on this node, as if there were no room: how many went, each tier counted.
 
-        keys: none for all. digest: of one namespace; empty: all of the tenant's. tier: "dram" or "ssd".
+        keys: none for all. digest: of one namespace; empty: all of the tenant's. tier: "dram", "ssd", "device".
         """
         message = wire.Evict(pack_keys(keys), digest, tier)
         with self._request() as connection:
@@ -852,33 +971,53 @@ class Client:
             number = self._number(connection, ns)
             return connection.ask(make(number), self.timeout_s + wait_s)
 
-    def _acquire(self, ns: Namespace, make: Any, wait_s: float, nbytes: int = 0) -> Lease | None:
+    def _acquire(
+        self,
+        ns: Namespace,
+        make: Any,
+        wait_s: float,
+        nbytes: int = 0,
+        device: DeviceMemory | None = None,
+    ) -> Lease | None:
         try:
             with self._request() as connection:
                 number = self._number(connection, ns)
                 sent = time.monotonic()
                 connection.be_patient(nbytes)
                 answer = connection.ask(make(number), self.timeout_s + wait_s)
-                return self._lease(connection.daemon, answer, sent)
+                return self._lease(connection, answer, sent, device)
         except Unavailable:
             return None
 
-    def _lease(self, daemon: DaemonState, answer: wire.Leased, sent: float) -> Lease | None:
+    def _lease(
+        self,
+        connection: Connection,
+        answer: wire.Leased,
+        sent: float,
+        device: DeviceMemory | None,
+    ) -> Lease | None:
         """`answer.lease_s` counts from when the daemon was asked; counted from before that, it is safe."""
         if not answer.token:
             return None
+        if not answer.life:
+            device = None
+        elif device is None or device.life != answer.life:
+            connection.tell(wire.Release([answer.token]))
+            return None
         slots = {
             part.part: Slots(
-                daemon,
+                connection.daemon,
                 part.part,
                 part.first,
                 part.nbytes,
                 part.stride,
-                np.frombuffer(part.rows, dtype=np.uint32).astype(np.int64),
+                _rows(part.rows),
+                _rows(part.device_rows) if part.device_rows else None,
+                device,
             )
             for part in answer.parts
         }
-        return Lease(self, answer.token, answer.blocks, sent + answer.lease_s, slots)
+        return Lease(self, answer.token, answer.blocks, sent + answer.lease_s, slots, device)
 
     def _send_reserve(
         self,
@@ -989,6 +1128,7 @@ class Client:
             ns.write,
             ns.ttl_s,
             ns.ssd_codec,
+            ns.write_remote,
         )
         answer = connection.ask(message, self.timeout_s)
         connection.daemon.renumber(ns.digest, answer.number)
@@ -1005,12 +1145,15 @@ class Client:
     def _request(self) -> _Request:
         return _Request(self)
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidRequest("a client is not for a forked child: make a new one there")
+
     def _take(self, timeout_s: float) -> Connection:
         """A connection for one request; give it back or drop it. Raises `Unavailable`."""
         if self._closed:
             raise Unavailable("this client is closed")
-        if os.getpid() != self._pid:
-            raise InvalidRequest("a client is not for a forked child: make a new one there")
+        self._check_process()
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -1120,12 +1263,16 @@ class Client:
                 )
             self._probing = probe
         try:
-            return self._introduce()
+            connection, _, _ = self._introduce()
+            return connection
         finally:
             if probe:
                 self._probing = False
 
-    def _introduce(self) -> Connection:
+    def _introduce(
+        self, *, device: bool = False
+    ) -> tuple[Connection, wire.Welcome, LifeView | None]:
+        """A connection; with `device`, what tells of the end of the device memory in its Welcome, if any."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             limit = timeval(self.timeout_s)
@@ -1139,12 +1286,13 @@ class Client:
                 self._id,
                 self._token,
                 self._operator_token,
+                device,
             )
             try:
                 sock.sendall(wire.encode(hello, 1))
             except BrokenPipeError:
                 pass  # turned away at the door; the reason is there to be read
-            data, fds, _, _ = socket.recv_fds(sock, wire.HELLO_BYTES_MAX, 1)
+            data, fds, _, _ = socket.recv_fds(sock, wire.HELLO_BYTES_MAX, 2)
             for fd in fds:
                 os.set_inheritable(fd, False)  # `recv_fds` drops the flag that would do it
         except OSError as error:
@@ -1162,8 +1310,9 @@ class Client:
             welcome = wire.decode_daemon(frames[0][1])
             if type(welcome) is wire.Error:
                 wire.raise_error(welcome)
-            if type(welcome) is not wire.Welcome or len(fds) != 1:
+            if type(welcome) is not wire.Welcome or len(fds) != 1 + bool(welcome.device):
                 raise ProtocolError("the daemon's first answer is not a Welcome with a segment")
+            view = LifeView(fds.pop()) if welcome.device else None
             daemon = self._meet(welcome, fds.pop())
         except LimitExceeded as error:
             sock.close()
@@ -1177,7 +1326,7 @@ class Client:
             with self._lock:
                 self._back_off()
             raise
-        return Connection(sock, daemon)
+        return Connection(sock, daemon), welcome, view
 
     def _meet(self, welcome: wire.Welcome, fd: int) -> DaemonState:
         """The state that belongs to this incarnation: the known one, or a new one."""
@@ -1213,6 +1362,14 @@ class _Request:
             self.client._give_back(self.connection)
         else:
             self.client._drop(self.connection)
+
+
+def _price(recompute: Recompute | None) -> tuple[float, float] | None:
+    return None if recompute is None else (recompute.block_s, recompute.growth_s)
+
+
+def _rows(packed: bytes) -> Indices:
+    return np.frombuffer(packed, dtype=np.uint32).astype(np.int64)
 
 
 def _nbytes(ns: Namespace, part: int) -> int:

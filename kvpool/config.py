@@ -25,10 +25,15 @@ SECRET_CHARACTERS_MIN = 16
 LABELS_MAX = 32
 DISKS_MAX = 16
 DISK_BYTES_MIN = 4 << 20
+DEVICE_BYTES_MIN = 2 << 20
 WRITE_MODES = ("back", "through", "none")
+REMOTE_SCHEMES = ("s3", "gs", "az", "file")
+REMOTE_WRITE_MODES = ("back", "none")
+REMOTE_BYTES_MIN = 64 << 20
 SOCKET_PATH_MAX = 107  # sockaddr_un
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE)
+_DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -59,12 +64,14 @@ class TenantConfig:
     """A tenant with a segment of its own.
 
     memory: bytes, or a share of the free memory. token: what its clients must show; None: anyone who
-    can open the socket.
+    can open the socket. ssd: its part of the disks, all together, in bytes or as a share; None: what is left
+    is divided equally.
     """
 
     name: str
     memory: int | float
     token: str | None = field(default=None, repr=False)
+    ssd: int | float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,14 @@ class DiskConfig:
     path: str
     size: int
     threads: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """Spare memory of one device, `cuda:N` or `cpu`: tier device."""
+
+    device: str
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +127,14 @@ class DaemonConfig:
     ssd_write: when a block is written there, unless its namespace says otherwise: "through" (when it was
         put), "back" (ahead of its eviction from memory), or "none".
     ssd_bytes_per_day: how much may be written there in a day, all disks together; 0: no limit.
+    ssd_drain_s: how long a node that is drained goes on copying what is only on its disks; 0: not at all.
     ssd_flush_s: how long a daemon that is told to stop goes on writing what is only in memory; 0: not at all.
+    remote: where object storage begins, s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER: what memory gives
+        up, and somebody has read again, is kept there, for all nodes of the cluster. Empty: there is none.
+        Credentials are the environment's.
+    remote_bytes_max: of what this node keeps there.
+    remote_instance_credentials: where the environment has none, ask the metadata service of the cloud.
+    device: spare memory of a GPU for what engines here read again, DEVICE=SIZE; None: no such tier.
     events: follow the KV events of this node's engines, and tell others what their caches hold.
     movers: processes that move bytes.
     data_dir: where the node keeps what outlives it; empty: nothing is kept.
@@ -152,7 +174,12 @@ class DaemonConfig:
     ssd: tuple[DiskConfig, ...] = ()
     ssd_write: str = "back"
     ssd_bytes_per_day: int = 0
+    ssd_drain_s: float = 600.0
     ssd_flush_s: float = 20.0
+    remote: str = ""
+    remote_bytes_max: int = 100 << 30
+    remote_instance_credentials: bool = False
+    device: DeviceConfig | None = None
     events: bool = True
     movers: int = 1
     data_dir: str = ""
@@ -167,6 +194,29 @@ class DaemonConfig:
         if any(tenant.name == DEFAULT_TENANT for tenant in self.tenants):
             return self.tenants
         return (TenantConfig(DEFAULT_TENANT, self.memory), *self.tenants)
+
+    def ssd_shares(self) -> dict[str, float]:
+        """Each tenant's part of each disk, by name.
+
+        It follows from the configuration alone, not from how much memory was free at the start: a part
+        that moves has nothing left of what was in it. Raises `ConfigError` when there is not so much.
+        """
+        total = sum(disk.size for disk in self.ssd)
+        if not total:
+            return {}
+        tenants = self.all_tenants()
+        shares = {
+            tenant.name: tenant.ssd / total if isinstance(tenant.ssd, int) else tenant.ssd
+            for tenant in tenants
+            if tenant.ssd is not None
+        }
+        left, others = 1 - sum(shares.values()), len(tenants) - len(shares)
+        if left < -1e-9 or (others and left < 1e-9):
+            raise ConfigError(
+                f"tenants' parts of the disks (ssd) are {1 - left:.0%} of them, and {others} more have none "
+                f"named: give less"
+            )
+        return {tenant.name: shares.get(tenant.name, left / max(1, others)) for tenant in tenants}
 
 
 def parse_size(value: object, name: str) -> int | float:
@@ -314,6 +364,17 @@ def _disks(value: object, name: str) -> tuple[DiskConfig, ...]:
     return tuple(disks)
 
 
+def _device(value: object, name: str) -> DeviceConfig:
+    """DEVICE=SIZE."""
+    device, _, text = _text(value, name).strip().partition("=")
+    size = parse_size(text, name) if text else 0
+    if not _DEVICE.fullmatch(device) or not isinstance(size, int) or size < DEVICE_BYTES_MIN:
+        raise ConfigError(
+            f"{name} = {value!r}: DEVICE=SIZE, at least {DEVICE_BYTES_MIN >> 20}MiB, such as cuda:0=8GiB"
+        )
+    return DeviceConfig(device, size)
+
+
 def _write_mode(value: object, name: str) -> str:
     text = _text(value, name)
     if text not in WRITE_MODES:
@@ -324,6 +385,32 @@ def _write_mode(value: object, name: str) -> str:
 def _bytes(value: object, name: str) -> int:
     """Bytes, or 0."""
     return 0 if value in {0, "0"} else _bandwidth(value, name)
+
+
+def _remote(value: object, name: str) -> str:
+    """A URL without credentials, which are of no concern to whoever reads the configuration."""
+    text = _hidden(value, name)
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in REMOTE_SCHEMES and bool(
+            parts.path.strip("/") if parts.scheme == "file" else parts.hostname
+        )
+        bare = not (parts.query or parts.fragment or "@" in parts.netloc)
+    except ValueError:
+        good = bare = False
+    if text and not (good and bare):
+        raise ConfigError(
+            f"{name}: where object storage begins, such as s3://BUCKET/PREFIX, with one of "
+            f"{', '.join(REMOTE_SCHEMES)}; credentials belong into the environment"
+        )
+    return text
+
+
+def _storage_bytes(value: object, name: str) -> int:
+    size = parse_size(value, name)
+    if not isinstance(size, int) or size < REMOTE_BYTES_MIN:
+        raise ConfigError(f"{name} = {value!r}: a size of at least {REMOTE_BYTES_MIN >> 20}MiB")
+    return size
 
 
 def _socket(value: object, name: str) -> str:
@@ -339,8 +426,8 @@ def _tenants(value: object, name: str) -> tuple[TenantConfig, ...]:
     tenants = []
     for key, table in value.items():
         tenant = _word(key, f"{name}.{key}")
-        if not isinstance(table, dict) or not set(table) <= {"memory", "token"}:
-            raise ConfigError(f"{name}.{key}: a tenant has memory and token, nothing else")
+        if not isinstance(table, dict) or not set(table) <= {"memory", "ssd", "token"}:
+            raise ConfigError(f"{name}.{key}: a tenant has memory, ssd and token, nothing else")
         if "memory" not in table:
             raise ConfigError(f"{name}.{key}.memory is missing: each tenant has its own segment")
         token = table.get("token")
@@ -349,6 +436,7 @@ def _tenants(value: object, name: str) -> tuple[TenantConfig, ...]:
                 tenant,
                 parse_size(table["memory"], f"{name}.{key}.memory"),
                 None if token is None else _hidden(token, f"{name}.{key}.token"),
+                parse_size(table["ssd"], f"{name}.{key}.ssd") if "ssd" in table else None,
             )
         )
     return tuple(tenants)
@@ -385,7 +473,12 @@ _PARSERS: dict[str, Any] = {
     "ssd": _disks,
     "ssd_write": _write_mode,
     "ssd_bytes_per_day": _bytes,
+    "ssd_drain_s": lambda value, name: 0.0 if value in {0, "0"} else _seconds(value, name),
     "ssd_flush_s": lambda value, name: 0.0 if value in {0, "0"} else _seconds(value, name),
+    "remote": _remote,
+    "remote_bytes_max": _storage_bytes,
+    "remote_instance_credentials": _switch,
+    "device": _device,
     "events": _switch,
     "movers": lambda value, name: _whole(value, name, 1, 64),
     "data_dir": _text,
@@ -426,11 +519,32 @@ def load(
             values[key] = _parse(key, value, f"--{FLAGS.get(key, key).replace('_', '-')}")
     if values.get("advertise") and len(values["advertise"]) != len(values.get("listen", ())):
         raise ConfigError("advertise: one URL for each of listen")
+    if values.get("remote") and not (values.get("join") or values.get("data_dir")):
+        raise ConfigError(
+            "remote: a node without join must remember the epochs of namespaces by itself, or it took old "
+            "blocks for new ones after a restart: give it --data-dir FOLDER"
+        )
+    _check_nixl(values.get("listen", ()), values.get("peers", ()))
     if values.get("join") and not values.get("listen"):
         raise ConfigError(
             "join: other nodes pull from this one, so it has to listen: give --listen tcp://HOST:PORT"
         )
-    return replace(DaemonConfig(socket=values["socket"]), **values)
+    config = replace(DaemonConfig(socket=values["socket"]), **values)
+    config.ssd_shares()  # raises for parts that are more than there is
+    return config
+
+
+def _check_nixl(listen: tuple[str, ...], peers: tuple[str, ...]) -> None:
+    nixl = [url for url in listen if url.startswith("nixl://")]
+    if len(nixl) > 1 or (nixl and len(nixl) == len(listen)):
+        raise ConfigError(
+            f"listen: {', '.join(nixl)}: one nixl:// URL at most, and a tcp:// URL beside it, which peers "
+            f"ask and fall back to"
+        )
+    if any(url.startswith("nixl://") for url in peers):
+        raise ConfigError(
+            "peers: give tcp:// URLs; that a node has NIXL is learnt from the membership (join)"
+        )
 
 
 def _node_name(host: str) -> str:

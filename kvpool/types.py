@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,29 @@ class PartKind(StrEnum):
 
     FULL = "full"  # all of them (full attention, MLA)
     WINDOW = "window"  # the last `window_blocks` (sliding window; state-space groups: the last one)
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What it takes an engine to compute a run of blocks instead of loading them.
+
+    block_s: seconds for the first block of the run. growth_s: how many more each block takes than the one
+        before it, since it attends to one block more.
+    """
+
+    block_s: float
+    growth_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.block_s < math.inf and 0 <= self.growth_s < math.inf):
+            raise InvalidRequest(
+                f"{self.block_s} seconds to compute a block, and {self.growth_s} more for each one behind "
+                "it: these must be finite, the first more than 0 and the second at least 0"
+            )
+
+    def seconds(self, first: int, end: int) -> float:
+        """To compute the blocks `first` to `end` of the run, given those before them."""
+        return (end - first) * (self.block_s + self.growth_s * (first + end - 1) / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +141,7 @@ class NamespaceRecord:
 class Namespace:
     """A namespace as a client holds it once `Client.open` has made it known to the daemon.
 
-    copies, write, ttl_s, ssd_codec: what the client asked for; see `Client.open`.
+    copies, write, ttl_s, ssd_codec, write_remote: what the client asked for; see `Client.open`.
     """
 
     record: NamespaceRecord
@@ -126,6 +150,7 @@ class Namespace:
     write: str = ""
     ttl_s: float = 0.0
     ssd_codec: str = ""
+    write_remote: str = ""
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:

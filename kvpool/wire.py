@@ -56,6 +56,9 @@ whose first element is its type number:
     46    Corrupt            daemon → daemon      none
     47    Offer              daemon → daemon      Bytes: one byte a key, 1 where the peer has it now
     50    FollowEvents       client → daemon      Done: 1 if they are followed; or none
+    55    Readable           daemon → daemon      answers a Fetch over NIXL
+    56    Describe           daemon → daemon      Bytes: what NIXL needs to read here
+    57    Taken              daemon → daemon      none
     60    MoverStart         control → mover      MoverReady
     61    MoverReady         mover → control
     62    AttachSegment      control → mover      Done; carries a descriptor
@@ -79,6 +82,23 @@ whose first element is its type number:
     80    ScrubBlocks        control → disk       Written
     81    DiskStats          control → disk       Bytes: a JSON object
     82    PinSlots           control → disk       Done
+    83    PackBlocks         control → disk       Packed
+    84    Packed             disk → control
+    85    DropPack           control → disk       none
+    90    StoreStart         control → store      Done
+    91    CheckStore         control → store      Done
+    92    KeepBlocks         control → store      Kept
+    93    Kept               store → control
+    94    LoadBlocks         control → store      Pulled
+    95    ListPacks          control → store      PackList
+    96    PackList           store → control
+    97    DropPacks          control → store      Done
+    98    StoreStats         control → store      Bytes: a JSON object
+    99    ForgetBlocks       control → store      Kept
+    110   DeviceStart        control → device     Done
+    111   LiftBlocks         control → device     Done
+    112   LowerBlocks        control → device     Pulled
+    113   ExportSegment      control → device     Bytes: a handle for one attach
 
 Block keys, checksums and row numbers are packed into one bytes object each: one object a batch decodes
 tens of times faster than one a block. Rows are u32 LE; `NO_ROW` stands for "nothing here".
@@ -113,7 +133,8 @@ class Hello(Message, tag=1):
     """First frame of a connection of a client.
 
     `instance`: the engine instance that its leases belong to. `client`: chosen at random by each client
-    and the same on all its connections; reservations belong to it. `operator`: the operator token.
+    and the same on all its connections; reservations belong to it. `operator`: the operator token. `device`:
+    the client wants to read spare device memory by itself.
     """
 
     version: int
@@ -122,16 +143,24 @@ class Hello(Message, tag=1):
     client: str
     token: str | None = None
     operator: str = ""
+    device: bool = False
 
 
 class Welcome(Message, tag=2):
-    """The daemon's answer. The segment's descriptor comes with its first byte (SCM_RIGHTS)."""
+    """The daemon's answer. The segment's descriptor comes with its first byte (SCM_RIGHTS).
+
+    `device`: a handle of the tenant's part of spare device memory, good for one attach, where the client asked
+    for it and there is some; then `life` names the present life of the process that owns it, and a
+    descriptor that tells of its end (`kvpool.life`) comes with the segment's.
+    """
 
     version: int
     node: str
     incarnation: str
     segment: int
     segment_bytes: int
+    device: bytes = b""
+    life: int = 0
 
 
 class Error(Message, tag=3):
@@ -159,6 +188,7 @@ class OpenNamespace(Message, tag=10):
     write: str = ""
     ttl_s: float = 0.0
     ssd_codec: str = ""
+    write_remote: str = ""
 
 
 class Reserve(Message, tag=11):
@@ -200,7 +230,9 @@ class Abort(Message, tag=14):
 class Acquire(Message, tag=15):
     """A lease on the longest usable prefix, or with `scattered` on each of the keys that is present.
 
-    `parts`: empty means all. `wait_s`: how long to wait for blocks that must come from other nodes.
+    `parts`: empty means all. `wait_s`: how long to wait for blocks that must come from other nodes. `recompute`:
+    see `Pull`; not with `scattered`, where no block replaces the computing of those behind it. `life`: of the
+    device memory that the client is attached to, and reads by itself; 0: none. Not with `scattered`.
     """
 
     ns: int
@@ -209,16 +241,23 @@ class Acquire(Message, tag=15):
     lease_s: float
     wait_s: float = 0.0
     scattered: bool = False
+    recompute: tuple[float, float] | None = None
+    life: int = 0
 
 
 class LeasedPart(Message):
-    """Slots of one part: rows in block order, from block index `first` on."""
+    """Slots of one part: rows in block order, from block index `first` on.
+
+    `device_rows`: of the tenant's device memory, as many; each block has one of both, and `NO_ROW` for the
+    other. Empty where all are in memory.
+    """
 
     part: int
     first: int
     stride: int
     nbytes: int
     rows: bytes
+    device_rows: bytes = b""
 
 
 class Leased(Message, tag=16):
@@ -226,12 +265,14 @@ class Leased(Message, tag=16):
 
     `lease_s`: how long the lease lasts, counted from when the daemon got the request. So a client that
     counts from when it asked never believes in a lease that has ended, however late the answer comes.
+    `life`: of the device memory that the lease has rows of; 0: of none.
     """
 
     token: str
     blocks: int
     lease_s: float
     parts: list[LeasedPart]
+    life: int = 0
 
 
 class Join(Message, tag=17):
@@ -277,11 +318,16 @@ class Stats(Message, tag=24):
 
 
 class Pull(Message, tag=25):
-    """Bring the blocks here from other nodes, all parts, before `wait_s` is over."""
+    """Bring the blocks here from other nodes, all parts, before `wait_s` is over.
+
+    `recompute`: seconds that the client takes to compute the first block, and how many more each further one
+    takes than the one before it. What would take longer to bring is left out. None: not known, bring all.
+    """
 
     ns: int
     keys: bytes
     wait_s: float
+    recompute: tuple[float, float] | None = None
 
 
 class Grant(Message, tag=26):
@@ -370,7 +416,9 @@ class Configure(Message, tag=35):
 
     `replicas`: copies of each block. `write`: when blocks go to SSD: back, through, none, or empty: as each
     node does by default. `ttl_s`: a block that was not used for so long on a node is not found there any
-    more; 0: never. `ssd_codec`: blosc2, or empty for none.
+    more; 0: never. `ssd_codec`: blosc2, or empty for none. `write_remote`:
+    when blocks go to object storage: none, or back and empty, which are the same. `dram_quota`, `ssd_quota`: what its blocks may
+    take of each node's memory and disks: bytes, or (not whole) a share of the tenant's part; 0: no quota.
     """
 
     digest: bytes
@@ -378,6 +426,9 @@ class Configure(Message, tag=35):
     write: str | None = None
     ttl_s: float | None = None
     ssd_codec: str | None = None
+    dram_quota: int | float | None = None
+    ssd_quota: int | float | None = None
+    write_remote: str | None = None
 
 
 class Opened(Message, tag=36):
@@ -442,7 +493,10 @@ class PeerProof(Message, tag=42):
 
 
 class Fetch(Message, tag=43):
-    """Blocks of one part, wanted by `deadline_s` from now. `sizes` must be the part's nbytes at the owner."""
+    """Blocks of one part, wanted by `deadline_s` from now. `nbytes` must be the part's at the owner.
+
+    background: nobody waits for them: they come when nothing that is waited for is in the way.
+    """
 
     tenant: str
     digest: bytes
@@ -450,6 +504,7 @@ class Fetch(Message, tag=43):
     nbytes: int
     keys: bytes
     deadline_s: float
+    background: bool = False
 
 
 class Fetched(Message, tag=44):
@@ -512,6 +567,31 @@ class Offer(Message, tag=47):
     deadline_s: float
 
 
+class Readable(Message, tag=55):
+    """A `Fetch` over NIXL: where to read the blocks, which stay until a `Taken`, or the `Fetch`'s deadline.
+
+    `present`, `checksums`: as in a `Fetched`. `rows`: u32 for each present key; row n is at `base + n * stride`.
+    `agent`, `version`: who holds them. A peer that does not know it, or only an older version, asks it to
+    `Describe` itself first.
+    """
+
+    present: bytes
+    checksums: bytes
+    rows: bytes
+    base: int
+    stride: int
+    agent: str
+    version: int
+
+
+class Describe(Message, tag=56):
+    """What NIXL needs to read from here. Asked between a `Readable` and its `Taken`."""
+
+
+class Taken(Message, tag=57):
+    """The blocks of the last `Readable` are not read any more."""
+
+
 class FollowEvents(Message, tag=50):
     """This client's engine tells of its own cache in KV events: follow them, as long as its process lives.
 
@@ -553,7 +633,7 @@ class AttachSegment(Message, tag=62):
 
 
 class PullBlocks(Message, tag=63):
-    """Fetch blocks from the peer at `url` straight into reserved rows of a segment."""
+    """Fetch blocks from the peer at `url` straight into reserved rows of a segment. `background`: see `Fetch`."""
 
     url: str
     tenant: str
@@ -565,6 +645,7 @@ class PullBlocks(Message, tag=63):
     stride: int
     rows: bytes
     deadline_s: float
+    background: bool = False
 
 
 class Pulled(Message, tag=64):
@@ -636,13 +717,14 @@ class DiskStart(Message, tag=70):
 class DiskReady(Message, tag=71):
     """`tables`: number and record of each that the index knows. `direct`: whether the page cache is bypassed.
 
-    `entries_max`: blocks that the index has room for.
+    `entries_max`: blocks that the index has room for. `codecs`: the names of those that can be used there.
     """
 
     segment_bytes: int
     entries_max: int
     direct: bool
     tables: list[tuple[int, bytes]]
+    codecs: list[str] = []
 
 
 class ScanDisk(Message, tag=72):
@@ -652,15 +734,23 @@ class ScanDisk(Message, tag=72):
 
 
 class Scanned(Message, tag=73):
-    """`entries`: packed as `kvpool.storage.ssd_format.ENTRY`. Empty: that was all."""
+    """`entries`: packed as `kvpool.storage.ssd_index.ENTRY`. Empty: that was all.
+
+    `codec_error`: why blocks that are packed cannot be read, though `DiskReady` has named their codec.
+    """
 
     entries: bytes
+    codec_error: str = ""
 
 
 class AddTable(Message, tag=74):
-    """Know a table by a number from now on, after restarts too. The same record has the same number."""
+    """Know a table by a number from now on, after restarts too. The same record has the same number.
+
+    `table`: the number of a table whose record this one replaces; 0: it is a new one.
+    """
 
     record: bytes
+    table: int = 0
 
 
 class DropTables(Message, tag=75):
@@ -673,7 +763,8 @@ class WriteBlocks(Message, tag=76):
     """Write rows of a segment to slots of the disk: readable after any crash once this is answered.
 
     `slots`: byte offsets, u64. `forget`: slots whose blocks have gone; that is made durable before anything
-    is written. `depths`: u32. `parents`, `checksums`: 16 bytes a key.
+    is written. `depths`: u32. `parents`, `checksums`: 16 bytes a key. `pack`: the blocks are what was packed
+    under this number, and `rows` counts those of its `PackBlocks`; 0: they lie in the segment.
     """
 
     table: int
@@ -688,6 +779,7 @@ class WriteBlocks(Message, tag=76):
     rows: bytes
     forget: bytes
     deadline_s: float
+    pack: int = 0
 
 
 class Written(Message, tag=77):
@@ -700,7 +792,8 @@ class Written(Message, tag=77):
 class ReadBlocks(Message, tag=78):
     """Read slots of the disk into reserved rows of a segment, and compare them with their checksums.
 
-    The answer's `status`: 0 not begun, 1 there and verified, 2 checksum mismatch, 3 I/O error.
+    The answer's `status`: 0 not begun, 1 there and verified, 2 checksum mismatch, 3 I/O error. `lengths`: of
+    the slots, u32, shorter than a whole block where it is packed; empty: none is.
     """
 
     nbytes: int
@@ -710,6 +803,7 @@ class ReadBlocks(Message, tag=78):
     stride: int
     rows: bytes
     deadline_s: float
+    lengths: bytes = b""
 
 
 class ForgetSlots(Message, tag=79):
@@ -720,12 +814,13 @@ class ForgetSlots(Message, tag=79):
 
 
 class ScrubBlocks(Message, tag=80):
-    """Compare slots of the disk with their checksums."""
+    """Compare slots of the disk with their checksums. `lengths`: see `ReadBlocks`."""
 
     nbytes: int
     checksums: bytes
     slots: bytes
     deadline_s: float
+    lengths: bytes = b""
 
 
 class PinSlots(Message, tag=82):
@@ -736,10 +831,184 @@ class PinSlots(Message, tag=82):
     deadline_s: float
 
 
+class PackBlocks(Message, tag=83):
+    """Make blocks in rows of a segment smaller, and keep them under the number `pack` until `DropPack`."""
+
+    pack: int
+    nbytes: int
+    segment: int
+    stride: int
+    rows: bytes
+    deadline_s: float
+
+
+class Packed(Message, tag=84):
+    """`stored`: u32, the bytes that each takes now; `nbytes`: it is not worth it."""
+
+    stored: bytes
+    seconds: float
+
+
+class DropPack(Message, tag=85):
+    """A pack is not needed any more, if there is one. No answer."""
+
+    pack: int
+
+
 class DiskStats(Message, tag=81):
     """What the disk process counts."""
 
     deadline_s: float
+
+
+class StoreStart(Message, tag=90):
+    """First frame on a store process's control channel: where its objects lie, and its limits.
+
+    `node`: 8 bytes, by which this node knows packs for its own in each of its lives. `bytes_max`: of these.
+    `instance_credentials`: where no others are given, the metadata service of the cloud is asked.
+    """
+
+    url: str
+    node: bytes
+    bytes_max: int
+    instance_credentials: bool
+
+
+class CheckStore(Message, tag=91):
+    """Ask the store for a listing, and tell whether it can be used."""
+
+    deadline_s: float
+
+
+class KeepBlocks(Message, tag=92):
+    """Write rows of a segment to packs, in the order of their chains. `record`: of the table, opaque.
+
+    `depths`: u32. `parents`, `checksums`: 16 bytes a key.
+    """
+
+    digest: bytes
+    part: int
+    record: bytes
+    nbytes: int
+    keys: bytes
+    parents: bytes
+    depths: bytes
+    checksums: bytes
+    segment: int
+    stride: int
+    rows: bytes
+    deadline_s: float
+
+
+class Kept(Message, tag=93):
+    """`status`: one byte a key: 1 done, 3 the store failed, 4 no room. `locations`: 50 bytes a key, for those
+    that are done. `dropped`: packs that made way, each with the blocks that went with it: digest, part, the
+    pack's id, keys.
+    """
+
+    status: bytes
+    locations: bytes
+    dropped: list[tuple[bytes, int, bytes, bytes]]
+
+
+class LoadBlocks(Message, tag=94):
+    """Read blocks into reserved rows of a segment and compare them with the checksums in their locations.
+
+    `locations`: 50 bytes a block. The answer's `checksums` are empty.
+    """
+
+    digest: bytes
+    part: int
+    nbytes: int
+    locations: bytes
+    segment: int
+    stride: int
+    rows: bytes
+    deadline_s: float
+
+
+class ListPacks(Message, tag=95):
+    """The next packs that are there. `first`: begin anew. `own`: only those that this node wrote."""
+
+    first: bool
+    own: bool
+    deadline_s: float
+
+
+class PackList(Message, tag=96):
+    """`packs`: digest, part, record, seconds since it was written, keys, locations; a large pack comes in
+    pieces. Empty: that was all.
+    """
+
+    packs: list[tuple[bytes, int, bytes, float, bytes, bytes]]
+
+
+class DropPacks(Message, tag=97):
+    """Nobody uses this namespace any more: delete its packs. `own`: only those that this node wrote."""
+
+    digest: bytes
+    own: bool
+    deadline_s: float
+
+
+class StoreStats(Message, tag=98):
+    """What the store process counts."""
+
+    deadline_s: float
+
+
+class ForgetBlocks(Message, tag=99):
+    """Nobody wants the blocks at these locations any more. The answer's `dropped`: packs of this node that go
+    since too little in them is wanted.
+    """
+
+    digest: bytes
+    part: int
+    locations: bytes
+    deadline_s: float
+
+
+class DeviceStart(Message, tag=110):
+    """First frame on a device process's control channel, after the segments of memory.
+
+    Carries the descriptor that tells clients of its end (`kvpool.life`).
+
+    `device`: `cuda:N` or `cpu`. `sizes`: bytes of device memory beside each segment, by its number.
+    """
+
+    device: str
+    sizes: list[int]
+
+
+class LiftBlocks(Message, tag=111):
+    """Copy rows of a segment to rows of the same stride in the device memory beside it. Answer: `Done`."""
+
+    segment: int
+    stride: int
+    rows: bytes
+    device_rows: bytes
+    deadline_s: float
+
+
+class LowerBlocks(Message, tag=112):
+    """Copy rows of device memory back into reserved rows of the segment, and compare with checksums.
+
+    The answer is a `Pulled` without checksums; its status is never 0.
+    """
+
+    segment: int
+    stride: int
+    nbytes: int
+    rows: bytes
+    device_rows: bytes
+    checksums: bytes
+    deadline_s: float
+
+
+class ExportSegment(Message, tag=113):
+    """A handle of the device memory beside a segment, for one client to map."""
+
+    segment: int
 
 
 ClientMessage = (
@@ -781,6 +1050,9 @@ PeerMessage = (
     | Ask
     | Offer
     | Corrupt
+    | Readable
+    | Describe
+    | Taken
     | Done
     | Bytes
     | Error
@@ -818,7 +1090,41 @@ DiskMessage = (
     | ForgetSlots
     | ScrubBlocks
     | PinSlots
+    | PackBlocks
+    | Packed
+    | DropPack
     | DiskStats
+    | StopOrder
+    | Done
+    | Bytes
+    | Error
+)
+StoreMessage = (
+    StoreStart
+    | AttachSegment
+    | CheckStore
+    | KeepBlocks
+    | Kept
+    | LoadBlocks
+    | Pulled
+    | ListPacks
+    | PackList
+    | DropPacks
+    | StoreStats
+    | ForgetBlocks
+    | StopOrder
+    | Done
+    | Bytes
+    | Error
+)
+
+DeviceMessage = (
+    DeviceStart
+    | AttachSegment
+    | LiftBlocks
+    | LowerBlocks
+    | ExportSegment
+    | Pulled
     | StopOrder
     | Done
     | Bytes
@@ -846,6 +1152,8 @@ decode_daemon = Decoder(DaemonMessage)
 decode_peer = Decoder(PeerMessage)
 decode_mover = Decoder(MoverMessage)
 decode_disk = Decoder(DiskMessage)
+decode_device = Decoder(DeviceMessage)
+decode_store = Decoder(StoreMessage)
 
 
 def encode(message: Message, request: int) -> bytes:

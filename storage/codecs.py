@@ -76,6 +76,12 @@ class Codec(Protocol):
         Neither is kept.
         """
 
+    def length(self, slot: Bytes) -> int:
+        """How many bytes were stored at the beginning of `slot`, by their own word: up to its size, or 0.
+
+        0: no such thing lies there. `decode` finds out whether the word is true.
+        """
+
     def decode(self, stored: Bytes, out: Bytes) -> bool:
         """Fill `out` from what this codec stored. False: `stored` is no such thing.
 
@@ -94,6 +100,9 @@ class Raw:
     def encode(self, raw: Bytes, out: Bytes) -> Encoded:
         np.copyto(out[: raw.size], raw)
         return Encoded(raw.size, RAW)
+
+    def length(self, slot: Bytes) -> int:
+        return slot.size
 
     def decode(self, stored: Bytes, out: Bytes) -> bool:
         if stored.size != out.size:
@@ -158,6 +167,12 @@ class Blosc2:
                 return Encoded(stored, BLOSC2)
         np.copyto(out[:nbytes], raw)
         return Encoded(nbytes, RAW)
+
+    def length(self, slot: Bytes) -> int:
+        if slot.size < CHECK_BYTES + HEADER_BYTES:
+            return 0
+        stored = CHECK_BYTES + int(slot[CHECK_BYTES + 12 : CHECK_BYTES + 16].view("<i4")[0])
+        return stored if CHECK_BYTES + HEADER_BYTES <= stored <= slot.size else 0
 
     def decode(self, stored: Bytes, out: Bytes) -> bool:
         assert out.flags.writeable  # blosc2 does not ask

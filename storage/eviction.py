@@ -95,6 +95,12 @@ class EvictionPolicy(Protocol):
         youngest of their queue. Inserting what is held already is an AssertionError.
         """
 
+    def put_back(self, entries: Sequence[Evictable]) -> None:
+        """What `pop` gave could not go, and may now: the next victims again, the last of them first.
+
+        It was not read meanwhile, and nothing is learnt from it. Held entries are an AssertionError.
+        """
+
     def touch(self, entries: Sequence[Evictable]) -> None:
         """They were read, head of the chain first. One that is not held keeps the read in mind."""
 
@@ -154,6 +160,11 @@ def _oldest(queue: OrderedDict[Any, None]) -> Any:
     return next(iter(queue), None)
 
 
+def _put_first(queue: OrderedDict[Any, None], entry: Any) -> None:
+    queue[entry] = None
+    queue.move_to_end(entry, last=False)
+
+
 def _remember(ghosts: OrderedDict[Hashable, int], ident: Hashable, number: int, limit: int) -> None:
     """Add a ghost. Drops two at most, so that after a `resize` no single pop pays for all."""
     ghosts[ident] = number
@@ -179,6 +190,13 @@ class Lru:
                 raise _held_already(entry)
             entry.queue = 1
             queue[entry] = None
+
+    def put_back(self, entries: Sequence[Any]) -> None:
+        for entry in entries:
+            if entry.queue:
+                raise _held_already(entry)
+            entry.queue = 1
+            _put_first(self._queue, entry)
 
     def touch(self, entries: Sequence[Any]) -> None:
         move = self._queue.move_to_end
@@ -261,6 +279,14 @@ class S3Fifo:
             else:
                 small[entry] = None
                 entry.queue = self._SMALL
+
+    def put_back(self, entries: Sequence[Any]) -> None:
+        for entry in entries:
+            if entry.queue:
+                raise _held_already(entry)
+            self._ghosts.pop(entry.ident, None)
+            entry.queue = self._MAIN if entry.freq & self._IN_MAIN else self._SMALL
+            _put_first(self._main if entry.queue == self._MAIN else self._small, entry)
 
     def touch(self, entries: Sequence[Any]) -> None:
         for entry in entries:
@@ -417,6 +443,19 @@ class Adaptive2Q:
             else:
                 probation[entry] = None
                 entry.queue = self._ON_PROBATION
+
+    def put_back(self, entries: Sequence[Any]) -> None:
+        for entry in entries:
+            if entry.queue:
+                raise _held_already(entry)
+            if entry.freq == self._PROVEN:
+                self._proven_ghosts.pop(entry.ident, None)
+                entry.queue = self._AMONG_PROVEN
+                _put_first(self._proven, entry)
+            else:
+                self._probation_ghosts.pop(entry.ident, None)
+                entry.queue = self._ON_PROBATION
+                _put_first(self._probation, entry)
 
     def _learn(self, evictions_since: int, direction: int, entry: Any) -> None:
         """An entry came back: was a little more room for its queue all that it lacked?"""

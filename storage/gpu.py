@@ -1,8 +1,8 @@
 """A segment of spare device memory: owned by the daemon's side, mapped by engines of the same host.
 
 Rows of one size in one allocation. An engine on the same device attaches to it and copies to and from its
-own cache without leaving the device; for everybody else bytes pass through host memory, gathered on the
-device first so that they cross the bus in few large copies.
+own cache without leaving the device; for everybody else bytes pass through host memory, row by row, since a
+row lies together on both sides.
 
 The owner exports a handle for each engine. On a CUDA device that is what torch makes for sharing tensors
 between processes (CUDA IPC); on the CPU device, which serves tests and machines without an accelerator, the
@@ -18,6 +18,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, Self
 
 import msgspec
@@ -30,8 +31,7 @@ from kvpool.storage.dram import PAGE, DramSegment
 
 Index = NDArray[np.int64]
 
-STAGING_BYTES = 16 << 20
-"""Of device memory, while rows are copied to or from the host."""
+HostRows = NDArray[np.uint8]
 
 
 class _CudaHandle(msgspec.Struct, tag="cuda", array_like=True):
@@ -39,7 +39,7 @@ class _CudaHandle(msgspec.Struct, tag="cuda", array_like=True):
 
     rows: int
     stride: int
-    device: int
+    device: str  # its UUID: numbers are each process's own
     memory: bytes
     storage_bytes: int
     storage_offset: int
@@ -61,6 +61,37 @@ class _CpuHandle(msgspec.Struct, tag="cpu", array_like=True):
 _handles = msgspec.msgpack.Decoder(_CudaHandle | _CpuHandle)
 
 
+def register(memory: mmap.mmap) -> None:
+    """Have the CUDA driver know host memory, so that the device copies from and to it at full speed.
+
+    Until this process ends. Takes some 40 ms a GiB. Raises `SegmentError`.
+    """
+    import torch
+
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    code = int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
+    if code:
+        raise SegmentError(
+            f"the CUDA driver refused to register {len(memory)} bytes of host memory "
+            f"(cudaHostRegister: {code}): raise the limit on locked memory (ulimit -l)"
+        )
+
+
+def _uuid(device: int) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _runs(source: Index, target: Index) -> Iterator[tuple[int, int, int]]:
+    """Runs (source, target, count) in which both go up one by one."""
+    if not len(source):
+        return
+    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
+    for start, end in pairwise([0, *breaks.tolist(), len(source)]):
+        yield int(source[start]), int(target[start]), end - start
+
+
 class DeviceSegment:
     """Rows of device memory. Used by one thread at a time; attached segments have users of their own.
 
@@ -77,7 +108,9 @@ class DeviceSegment:
         self._mapping = mapping
         self._device = table.device
         self._module = torch.get_device_module(self._device)
-        self._stream = self._module.Stream()
+        # Of this device: by default it would be of the one that is current in this thread.
+        cuda = self._device.type == "cuda"
+        self._stream = self._module.Stream(device=self._device) if cuda else self._module.Stream()
 
     @property
     def rows(self) -> int:
@@ -117,6 +150,19 @@ class DeviceSegment:
         flat = torch.frombuffer(mapping, dtype=torch.uint8, count=rows * stride)
         return cls(flat.view(rows, stride), memory, mapping)
 
+    def cut(self, stride: int) -> Self:
+        """The same memory as rows of another size, for another user: a thread of this process.
+
+        It stays allocated until all of them are closed. Raises `InvalidRequest` where there is no room for a row.
+        """
+        flat = self.table.view(-1)
+        if not 0 < stride <= len(flat):
+            raise InvalidRequest(
+                f"a device segment of {len(flat)} bytes has no rows of {stride} bytes"
+            )
+        count = len(flat) // stride
+        return type(self)(flat[: count * stride].view(count, stride), None, None)
+
     def export(self) -> bytes:
         """A handle for one engine on this host. The owner keeps the memory at least until it detaches."""
         if self._memory is not None:
@@ -126,9 +172,13 @@ class DeviceSegment:
                     *(os.fstat(self._memory.fd).st_ino, self._memory.size),
                 )
             )
-        device, memory, size, offset, counter, counter_offset, event, needed = (
-            self.table.untyped_storage()._share_cuda_()
-        )
+        try:
+            number, memory, size, offset, counter, counter_offset, event, needed = (
+                self.table.untyped_storage()._share_cuda_()
+            )
+            device = _uuid(number)
+        except RuntimeError as error:  # as where CUDA IPC is switched off
+            raise SegmentError(f"this device memory cannot be handed on: {error}") from error
         return msgspec.msgpack.encode(
             _CudaHandle(
                 *(self.rows, self.stride, device, memory, size, offset),
@@ -148,10 +198,13 @@ class DeviceSegment:
         import torch
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+        seen = [_uuid(number) for number in range(torch.cuda.device_count())]
+        if found.device not in seen:
+            raise SegmentError(f"the device segment is on device {found.device}, not seen here")
         try:
             table = rebuild_cuda_tensor(
                 *(torch.Tensor, (found.rows, found.stride), (found.stride, 1), 0),
-                *(torch.storage.TypedStorage, torch.uint8, found.device, found.memory),
+                *(torch.storage.TypedStorage, torch.uint8, seen.index(found.device), found.memory),
                 *(found.storage_bytes, found.storage_offset, False),
                 *(found.counter, found.counter_offset, found.event, found.event_needed),
             )
@@ -176,53 +229,41 @@ class DeviceSegment:
             raise
         return cls._over(memory, found.rows, found.stride)
 
-    # ---- host staging --------------------------------------------------------------------------------
+    # ---- to and from the host --------------------------------------------------------------------------
 
-    def host_rows(self, count: int) -> Any:
-        """Host memory for `count` rows, pinned where the device is not the host: what the copies want."""
-        import torch
+    def to_host(self, rows: Index, table: HostRows, host_rows: Index) -> None:
+        """Copy rows into as many rows of `table`, which are all different; done when it returns.
 
-        pinned = self._device.type != "cpu"
-        return torch.empty((count, self.stride), dtype=torch.uint8, pin_memory=pinned)
-
-    def to_host(self, rows: Index, out: Any) -> None:
-        """Copy rows into `out`, one after the other; done when it returns.
-
-        out: a contiguous uint8 tensor in host memory of shape (len(rows), stride), best from `host_rows`.
+        table: host memory of shape (any, stride), contiguous. Registered memory (`register`) is copied to
+        by the device itself.
         """
-        self._check(rows, out)
+        host = self._host(rows, table, host_rows)
         with self._module.stream(self._stream):
-            for piece, index in self._pieces(rows):
-                out[piece].copy_(self.table.index_select(0, index), non_blocking=True)
+            for at, to, count in _runs(rows, host_rows):
+                host[to : to + count].copy_(self.table[at : at + count], non_blocking=True)
         self._wait()
 
-    def from_host(self, source: Any, rows: Index) -> None:
-        """Copy `source` into rows, which are all different; done when it returns. Shapes as in `to_host`."""
-        self._check(rows, source)
+    def from_host(self, table: HostRows, host_rows: Index, rows: Index) -> None:
+        """Copy rows of `table` into as many rows; all else as for `to_host`."""
+        host = self._host(rows, table, host_rows)
         with self._module.stream(self._stream):
-            for piece, index in self._pieces(rows):
-                staged = source[piece].to(self._device, non_blocking=True)
-                self.table.index_copy_(0, index, staged)
+            for at, to, count in _runs(host_rows, rows):
+                self.table[to : to + count].copy_(host[at : at + count], non_blocking=True)
         self._wait()
 
-    def _check(self, rows: Index, host: Any) -> None:
-        if tuple(host.shape) != (len(rows), self.stride) or not host.is_contiguous():
-            raise InvalidRequest(
-                f"{len(rows)} rows of {self.stride} bytes do not fit host memory of shape "
-                f"{tuple(host.shape)}"
-            )
-        if len(rows) and not (rows.min() >= 0 and rows.max() < self.rows):
-            raise InvalidRequest(f"a device segment of {self.rows} rows has no such row")
-
-    def _pieces(self, rows: Index) -> Iterator[tuple[slice, Any]]:
-        """Runs that the staging memory has room for, with their rows as an index on the device."""
+    def _host(self, rows: Index, table: HostRows, host_rows: Index) -> Any:
         import torch
 
-        step = max(1, STAGING_BYTES // self.stride)
-        index = torch.from_numpy(np.ascontiguousarray(rows)).to(self._device)
-        for at in range(0, len(rows), step):
-            piece = slice(at, min(at + step, len(rows)))
-            yield piece, index[piece]
+        if table.shape[1:] != (self.stride,) or not table.flags.c_contiguous:
+            raise InvalidRequest(
+                f"rows of {self.stride} bytes do not fit host memory of shape {table.shape}"
+            )
+        if len(rows) != len(host_rows):
+            raise InvalidRequest(f"{len(rows)} rows of a device and {len(host_rows)} of the host")
+        for numbers, count in ((rows, self.rows), (host_rows, len(table))):
+            if len(numbers) and not (numbers.min() >= 0 and numbers.max() < count):
+                raise InvalidRequest(f"of {count} rows, there is no such row")
+        return torch.from_numpy(table)
 
     def _wait(self) -> None:
         """For these copies alone, not for what others do on the device."""

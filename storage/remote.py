@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -261,15 +261,26 @@ class RemoteStore:
                 ) from None
             raise
 
-    def put(self, batch: PutBatch, *, timeout_s: float) -> PutResult:
-        """Writes blocks as packs of about `pack_bytes`. What has status `DONE` is durable."""
+    def put(
+        self,
+        batch: PutBatch,
+        *,
+        timeout_s: float,
+        stopped: Callable[[], bool] | None = None,
+    ) -> PutResult:
+        """Writes blocks as packs of about `pack_bytes`. What has status `DONE` is durable.
+
+        stopped: as of `get`. What was being written then is deleted later, should it be there.
+        """
         deadline = self._clock() + timeout_s
         n = len(batch.rows)
         result = PutResult(np.full(n, FAILED, np.uint8), np.zeros(n, LOCATION), [])
         unsettled: dict[bytes, PackName] = {}
         try:
             jobs = self._packs_to_put(batch, result, unsettled, deadline)
-            for (which, table), fault in self._requests.run(jobs, deadline, self._limits.uploads):
+            for (which, table), fault in self._requests.run(
+                jobs, deadline, self._limits.uploads, stopped
+            ):
                 name = unsettled.pop(table.name.pack)
                 if fault is None:
                     self._put_done(table, batch.nbytes)
@@ -282,8 +293,17 @@ class RemoteStore:
                 self._put_failed(name, sent=True)
         return result
 
-    def get(self, batch: GetBatch, *, timeout_s: float) -> Statuses:
-        """Reads blocks into their rows and verifies them: a status a block, the first blocks first."""
+    def get(
+        self,
+        batch: GetBatch,
+        *,
+        timeout_s: float,
+        stopped: Callable[[], bool] | None = None,
+    ) -> Statuses:
+        """Reads blocks into their rows and verifies them: a status a block, the first blocks first.
+
+        stopped: whether nobody wants them any more; then it soon ends, with `FAILED` for what was not there.
+        """
         deadline = self._clock() + timeout_s
         statuses = np.full(len(batch.rows), FAILED, np.uint8)
         fits = usable(batch.locations, batch.nbytes)
@@ -303,7 +323,7 @@ class RemoteStore:
             )
             for one in ranges
         )
-        for one, found in self._requests.run(jobs, deadline, self._limits.reads):
+        for one, found in self._requests.run(jobs, deadline, self._limits.reads, stopped):
             reading.take(one, found)
         self._count_get(batch, statuses)
         return statuses
@@ -336,6 +356,15 @@ class RemoteStore:
             n += len(self._delete(jobs, deadline, expected=len(page)))
         return n
 
+    def drop(self, digest: bytes, *, timeout_s: float) -> None:
+        """Deletes what this node wrote of a namespace that nobody uses any more, as far as it knows.
+
+        What cannot be deleted in time is deleted by a later call.
+        """
+        with self._lock:
+            self._books.clear(digest)
+        self.sweep(timeout_s=timeout_s)
+
     def sweep(self, *, timeout_s: float) -> bool:
         """Deletes what earlier calls could not. Whether nothing is left to be deleted."""
         with self._lock:
@@ -347,10 +376,16 @@ class RemoteStore:
             return not self._books.doomed()
 
     def scan(
-        self, digest: bytes | None = None, part: int | None = None, *, timeout_s: float
+        self,
+        digest: bytes | None = None,
+        part: int | None = None,
+        *,
+        timeout_s: float,
+        own: bool = False,
     ) -> Iterator[PackTable]:
         """What is there, of all nodes, pack by pack, in no order: read from their tables alone.
 
+        own: only what this node wrote. All is listed then as well, but little of it read.
         Packs of this node that it did not know become its own again, so that their space counts. Damaged
         ones of its own are deleted by the next `sweep`; others' are left out. Packs that come or go
         meanwhile may or may not be among them. Raises `Unavailable` when it cannot be completed in time.
@@ -362,6 +397,7 @@ class RemoteStore:
             jobs = (
                 ((name, listed), partial(self._read_tail, name, listed.size), TAIL_GUESS_BYTES)
                 for name, listed in page
+                if not own or name.node == self._node
             )
             for (name, listed), tail in self._requests.run(jobs, deadline, self._limits.reads):
                 if isinstance(tail, StoreFault):
@@ -542,7 +578,7 @@ class RemoteStore:
             with self._lock:
                 if not self._books.adopt(table, listed.size, listed.modified):
                     return None
-        return table
+        return replace(table, written_at=listed.modified)
 
 
 class _Listing:

@@ -156,6 +156,7 @@ class ObstoreObjects:
                 return cls(stores.LocalStore(parts.path, mkdir=True))
             except (BaseError, OSError):
                 raise ConfigError(f"{parts.path} cannot be made or used as a folder") from None
+        family, _ = _CREDENTIALS[parts.scheme]
         if not instance_credentials:
             _check_credentials(parts.scheme, options, environ)
         make: Any = stores.from_url  # its types are one a cloud
@@ -163,6 +164,8 @@ class ObstoreObjects:
             store = make(
                 url,
                 client_options={
+                    # With options given, obstore reads this one of its variables no more.
+                    "allow_http": environ.get(f"{family}ALLOW_HTTP", "").lower() in ("1", "true"),
                     "timeout": timedelta(seconds=attempt_s),
                     "connect_timeout": timedelta(seconds=connect_s),
                     **client_options,

@@ -142,11 +142,15 @@ class PackName:
 
 @dataclass(frozen=True, slots=True)
 class PackTable:
-    """What one pack holds. entries: of dtype `ENTRY`, by offset, never overlapping."""
+    """What one pack holds. entries: of dtype `ENTRY`, by offset, never overlapping.
+
+    written_at: seconds since 1970, where a listing has told them; else 0.
+    """
 
     name: PackName
     record: bytes
     entries: Array
+    written_at: float = 0.0
 
     @property
     def keys(self) -> bytes:

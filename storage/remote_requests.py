@@ -31,6 +31,9 @@ Job = tuple[TagT, Attempt[T], int]
 LATE_COUNTS_S = 0.2
 """A caller's deadline that leaves less to a request says nothing about the store when it ends one."""
 
+STOP_LOOK_S = 0.05
+"""How often a caller that may be told to stop looks whether it was."""
+
 GRACE_S = 2.0
 """The loop ends what is late, so that the breaker hears of it; callers wait so much longer for that."""
 
@@ -177,12 +180,17 @@ class Requests:
         raise StoreFault(Fault.LATE)
 
     def run(
-        self, jobs: Iterable[Job[TagT, T]], deadline: float, window: int
+        self,
+        jobs: Iterable[Job[TagT, T]],
+        deadline: float,
+        window: int,
+        stopped: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[TagT, T | StoreFault]]:
         """Requests, `window` of them at a time, with their results as they come.
 
         Jobs are drawn as they can be started. What has not ended at the deadline is cancelled and late;
-        what was not started by then is not in the results.
+        what was not started by then is not in the results. Once `stopped` says so, which is looked at
+        every `STOP_LOOK_S`, the rest is cancelled at once and not in the results either.
         """
         ended: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()
         running: dict[Future[T], TagT] = {}
@@ -194,14 +202,13 @@ class Requests:
                         tag, attempt, nbytes = next(waiting)
                     except StopIteration:
                         break
-                    future = self._submit(self._request(attempt, nbytes, deadline))
-                    running[future] = tag
-                    future.add_done_callback(ended.put)
+                    begun = self._submit(self._request(attempt, nbytes, deadline))
+                    running[begun] = tag
+                    begun.add_done_callback(ended.put)
                 if not running:
                     return
-                try:
-                    future = ended.get(timeout=max(0.0, deadline - self._clock()) + GRACE_S)
-                except queue.Empty:
+                future = self._next(ended, deadline, stopped)
+                if future is None:
                     return
                 tag = running.pop(future)
                 try:
@@ -212,8 +219,24 @@ class Requests:
                     raise Unavailable("the remote store was closed") from None
                 yield tag, result
         finally:
-            for future in running:
-                future.cancel()
+            for left in running:
+                left.cancel()
+
+    def _next(
+        self,
+        ended: queue.SimpleQueue[Future[T]],
+        deadline: float,
+        stopped: Callable[[], bool] | None,
+    ) -> Future[T] | None:
+        """The next request that has ended; None when that is not waited for any more."""
+        while stopped is None or not stopped():
+            left_s = max(0.0, deadline - self._clock()) + GRACE_S
+            try:
+                return ended.get(timeout=left_s if stopped is None else min(left_s, STOP_LOOK_S))
+            except queue.Empty:
+                if stopped is None or left_s <= STOP_LOOK_S:
+                    return None
+        return None
 
     def close(self) -> None:
         """Cancels what runs and ends the thread."""

@@ -277,16 +277,22 @@ class SlabAllocator:
                 self._changes += 1
         cls.used -= len(rows)
 
+    @property
+    def class_count(self) -> int:
+        """Of at most `CLASSES_MAX`."""
+        return len(self._classes)
+
     def claim(self, nbytes: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Take these very rows, as they were in use before a restart; which of them could be had.
 
-        Only as long as nothing has been allocated; when all is claimed, call `claimed`. A row cannot be had
+        Only as long as nothing has been allocated; when all is claimed, call `claimed`. What was claimed may
+        be freed in between. A row cannot be had
         that is taken already, that is not wholly inside an extent of its class, or whose place another
         class has claimed: the layout follows from the size of the segment and may have changed with it.
         O(rows), in C, plus a few microseconds an extent.
         """
         cls = self._classes[self.stride_of(nbytes)]
-        if cls.free or cls.fresh:
+        if cls.fresh:
             raise AssertionError("rows are claimed before any is allocated")
         stride, per_extent = cls.stride, cls.extent_bytes
         good = (rows >= 0) & (rows < len(cls.busy))
@@ -325,6 +331,7 @@ class SlabAllocator:
         """All is claimed: what is left of the claimed extents is free."""
         for cls in self._classes.values():
             busy = np.frombuffer(cls.busy, dtype=np.uint8)
+            cls.free = []  # what was claimed and freed since is met again below
             for extent in cls.extents.values():
                 left = np.flatnonzero(busy[extent.first : extent.end] == 0) + extent.first
                 cls.free += left[::-1].tolist()

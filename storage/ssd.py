@@ -32,6 +32,8 @@ import xxhash
 
 from kvpool.buffers import Bytes1D, Rows2D
 from kvpool.errors import AlreadyRunning, ConfigError, InvalidRequest, SegmentError, Unavailable
+from kvpool.storage import codecs
+from kvpool.storage.codecs import RAW, Codec
 from kvpool.storage.ssd_commit import DONE, IO_ERROR, MISMATCH, NO_SPACE, Committer, Statuses
 from kvpool.storage.ssd_crew import StagingCrew
 from kvpool.storage.ssd_files import PAGE, Direct, Disk, LinuxDisk, SegmentFile
@@ -70,6 +72,9 @@ ROW_BY_ROW_BYTES = 64 << 10
 Offsets = npt.NDArray[np.uint64]
 RowNumbers = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint8]
+Lengths = npt.NDArray[np.int64]
+Job = tuple[int, RowNumbers]
+"""How long the slots are, and which blocks."""
 
 
 def slot_bytes(nbytes: int) -> int:
@@ -82,6 +87,8 @@ class WriteBatch:
     """n blocks of one table and size. Everything is the caller's, and is not kept after the call.
 
     offsets: of the slots, u64[n]: multiples of 4096, disjoint, each `slot_bytes(nbytes)` long.
+    stored: u32[n]: blocks that `codec` has made smaller, to so many bytes of their rows. Their slots are
+        `codecs.slot_bytes(stored, nbytes)` long. None: they are as they are.
     keys, parents, checksums: u8[n, 16]. A checksum is xxh3-128 of the block's bytes.
     depths: u32[n]. pins: u8[n].
     source, rows: block i is the first `nbytes` of `source[rows[i]]`; i64[n].
@@ -97,12 +104,16 @@ class WriteBatch:
     checksums: Digests
     source: Rows2D
     rows: RowNumbers
+    stored: npt.NDArray[np.uint32] | None = None
+    codec: int = RAW
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
     """n blocks of one size; shapes as in `WriteBatch`.
 
+    lengths: of the slots, i64[n]; what lies in a shorter one than `slot_bytes(nbytes)` was stored by
+        `codec`. None: no slot is shorter.
     destination, rows: block i goes to the first `nbytes` of `destination[rows[i]]`; writable, and
         nobody else's during the call. Without a destination the blocks are only verified.
     """
@@ -112,11 +123,13 @@ class ReadBatch:
     checksums: Digests
     destination: Rows2D | None = None
     rows: RowNumbers | None = None
+    lengths: npt.NDArray[np.int64] | None = None
+    codec: Codec | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SsdStats:
-    """Counts since `open`, in blocks unless the name says otherwise.
+    """Counts since `open`, in blocks unless the name says otherwise. Bytes are those of the disk.
 
     index_lost: the index was damaged and the store began empty. index_errors: transactions that
     failed; writes fail until the store is opened again if they go on. entries_dropped: records that
@@ -259,6 +272,14 @@ class SsdStore:
         """
         return self._index.add_table(record)
 
+    def renew_table(self, table: int, record: bytes) -> None:
+        """Replace the record of a table durably; its entries stay. Raises as `add_table`.
+
+        Another table that has this record takes the former one of this: no two have the same. Raises
+        `InvalidRequest` for a table that is not there.
+        """
+        self._index.renew_table(table, record)
+
     def drop_tables(self, ids: Sequence[int]) -> None:
         """Drop records durably; ids that are not there are passed over. An id is never used again.
 
@@ -320,7 +341,8 @@ class SsdStore:
         What is not DONE has no entry after a restart, unless the disk fails in a way that hides what
         it did; then its bytes are told by their checksum. The source must not change during the call.
         """
-        slots = self._checked(batch.nbytes, batch.offsets, batch.source, batch.rows)
+        lengths = None if batch.stored is None else _slot_lengths(batch.stored, batch.nbytes)
+        slots = self._checked(batch.nbytes, batch.offsets, batch.source, batch.rows, lengths)
         n = len(slots)
         if not self._index.has_table(batch.table):
             raise InvalidRequest(f"the SSD store has no table {batch.table}")
@@ -328,6 +350,8 @@ class SsdStore:
         entries["offset"] = slots
         entries["table"] = batch.table
         entries["nbytes"] = entries["stored"] = batch.nbytes
+        if batch.stored is not None:
+            entries["stored"], entries["codec"] = batch.stored, batch.codec
         entries["key"], entries["parent"] = batch.keys, batch.parents
         entries["checksum"], entries["depth"] = batch.checksums, batch.depths
         entries["pin"] = batch.pins
@@ -338,20 +362,21 @@ class SsdStore:
             pending = self._committer.begin(entries)
             writer = _Writer(self._segment, batch, pending.statuses)
             try:
-                self._crew.run(self._jobs(slots, batch.nbytes), writer)
+                self._crew.run(self._jobs(slots, batch.nbytes, lengths), writer)
             except BaseException:
                 pending.statuses[:] = IO_ERROR
                 raise
             finally:
                 self._committer.commit(pending)
         statuses = pending.statuses
-        slot, placed = slot_bytes(batch.nbytes), np.sort(slots)
-        for first, end in _runs(placed, slot):
-            self._segment.drop_pages(int(placed[first]), (end - first) * slot)
-        done = int((statuses == DONE).sum())
+        for slot, blocks in _by_length(slots, batch.nbytes, lengths):
+            placed = np.sort(slots[blocks])
+            for first, end in _runs(placed, slot):
+                self._segment.drop_pages(int(placed[first]), (end - first) * slot)
+        done = statuses == DONE
         self._count(
-            blocks_written=done,
-            bytes_written=done * batch.nbytes,
+            blocks_written=int(done.sum()),
+            bytes_written=int(entries["stored"][done].sum(dtype=np.int64)),
             write_errors=int((statuses == IO_ERROR).sum()),
             no_space=int((statuses == NO_SPACE).sum()),
         )
@@ -362,12 +387,13 @@ class SsdStore:
 
         Rows of blocks that are not DONE hold garbage afterwards. The index is not asked.
         """
-        slots = self._checked(batch.nbytes, batch.offsets, batch.destination, batch.rows)
+        lengths = batch.lengths
+        slots = self._checked(batch.nbytes, batch.offsets, batch.destination, batch.rows, lengths)
         statuses = np.zeros(len(slots), np.uint8)
         with self._call():
             reader = _Reader(self._segment, batch, statuses)
-            self._crew.run(self._jobs(slots, batch.nbytes), reader)
-        self._count_read(statuses, batch.nbytes)
+            self._crew.run(self._jobs(slots, batch.nbytes, lengths), reader)
+        self._count_read(statuses, batch)
         return statuses
 
     def scrub(self, batch: ReadBatch, pause: Callable[[], None]) -> Statuses:
@@ -376,22 +402,26 @@ class SsdStore:
         pause: called between any two requests; it waits as long as the load asks for, and may raise
             to end the scrub.
         """
-        slots = self._checked(batch.nbytes, batch.offsets, None, None)
+        slots = self._checked(batch.nbytes, batch.offsets, None, None, batch.lengths)
         statuses = np.zeros(len(slots), np.uint8)
         reader = _Reader(self._segment, batch, statuses)
-        for number, job in enumerate(self._jobs(slots, batch.nbytes)):
+        for number, job in enumerate(self._jobs(slots, batch.nbytes, batch.lengths)):
             if number:
                 pause()
             with self._call():
                 self._crew.run([job], reader)
-        self._count_read(statuses, batch.nbytes)
+        self._count_read(statuses, batch)
         return statuses
 
-    def _count_read(self, statuses: Statuses, nbytes: int) -> None:
-        done = int((statuses == DONE).sum())
+    def _count_read(self, statuses: Statuses, batch: ReadBatch) -> None:
+        done = statuses == DONE
+        count = int(done.sum())
+        moved = count * batch.nbytes
+        if batch.lengths is not None:
+            moved = int(np.minimum(batch.lengths[done], batch.nbytes).sum())
         self._count(
-            blocks_read=done,
-            bytes_read=done * nbytes,
+            blocks_read=count,
+            bytes_read=moved,
             read_errors=int((statuses == IO_ERROR).sum()),
             mismatches=int((statuses == MISMATCH).sum()),
         )
@@ -416,7 +446,12 @@ class SsdStore:
                 self._calls.notify_all()
 
     def _checked(
-        self, nbytes: int, offsets: Offsets, table: Rows2D | None, rows: RowNumbers | None
+        self,
+        nbytes: int,
+        offsets: Offsets,
+        table: Rows2D | None,
+        rows: RowNumbers | None,
+        lengths: Lengths | None,
     ) -> Offsets:
         """The offsets, once everything that would touch a stranger's bytes is ruled out."""
         slots = np.ascontiguousarray(offsets, dtype=np.uint64)
@@ -425,11 +460,29 @@ class SsdStore:
             raise InvalidRequest(f"{n} blocks in one batch; at most {BATCH_MAX} are allowed")
         if nbytes < 1:
             raise InvalidRequest(f"a block cannot have {nbytes} bytes")
-        if n and (
-            np.any(slots % PAGE) or int(slots.max()) + slot_bytes(nbytes) > self.segment_bytes
+        whole = slot_bytes(nbytes)
+        if lengths is not None and (
+            len(lengths) != n
+            or (n and not PAGE <= int(lengths.min()) <= int(lengths.max()) <= whole)
+            or np.any(lengths % PAGE)
         ):
             raise InvalidRequest(
-                f"slots of {slot_bytes(nbytes)} bytes begin at multiples of {PAGE} and end within "
+                f"{n} slots of blocks of {nbytes} bytes need as many lengths, of whole pages up to {whole}"
+            )
+        if n and (
+            np.any(slots % PAGE)
+            or np.any(slots >= np.uint64(self.segment_bytes))  # else their ends could wrap around
+            or int(
+                (
+                    slots + np.uint64(whole)
+                    if lengths is None
+                    else slots + lengths.astype(np.uint64)
+                ).max()
+            )
+            > self.segment_bytes
+        ):
+            raise InvalidRequest(
+                f"slots of {whole} bytes begin at multiples of {PAGE} and end within "
                 f"the {self.segment_bytes} bytes of the segment"
             )
         if table is not None:
@@ -441,27 +494,29 @@ class SsdStore:
                 raise InvalidRequest(f"row numbers beyond the {len(table)} rows")
         return slots
 
-    def _jobs(self, slots: Offsets, nbytes: int) -> list[RowNumbers]:
-        """Indices of blocks, in the order of their places: each array is one worker's next piece of work.
+    def _jobs(self, slots: Offsets, nbytes: int, lengths: Lengths | None) -> list[Job]:
+        """Blocks with slots of one length, in the order of their places: each is one worker's next work.
 
         Neighbours, up to STAGING_BYTES of them, are one request. Others are handled together only up
         to JOB_BYTES: small enough to be in the processor's cache when they are verified and copied.
         A small batch is cut smaller, so that all workers have something to do.
         """
-        slot = slot_bytes(nbytes)
-        share = max(JOB_BYTES_MIN, len(slots) * slot // self._crew.threads)
-        run_max = max(1, min(STAGING_BYTES, share) // slot)
-        job_max = max(1, min(JOB_BYTES, share) // slot)
-        order = np.argsort(slots)
-        jobs: list[tuple[int, int]] = []
-        for first, end in _runs(slots[order], slot):
-            for at in range(first, end, run_max):
-                stop = min(at + run_max, end)
-                if jobs and stop - jobs[-1][0] <= job_max:
-                    jobs[-1] = (jobs[-1][0], stop)
-                else:
-                    jobs.append((at, stop))
-        return [order[at:stop] for at, stop in jobs]
+        jobs: list[Job] = []
+        for slot, blocks in _by_length(slots, nbytes, lengths):
+            share = max(JOB_BYTES_MIN, len(blocks) * slot // self._crew.threads)
+            run_max = max(1, min(STAGING_BYTES, share) // slot)
+            job_max = max(1, min(JOB_BYTES, share) // slot)
+            order = blocks[np.argsort(slots[blocks])]
+            spans: list[tuple[int, int]] = []
+            for first, end in _runs(slots[order], slot):
+                for at in range(first, end, run_max):
+                    stop = min(at + run_max, end)
+                    if spans and stop - spans[-1][0] <= job_max:
+                        spans[-1] = (spans[-1][0], stop)
+                    else:
+                        spans.append((at, stop))
+            jobs += [(slot, order[at:stop]) for at, stop in spans]
+        return jobs
 
 
 _COUNTS = (
@@ -484,25 +539,41 @@ class _Writer:
         self._segment = segment
         self._batch = batch
         self._statuses = statuses
-        self._slot = slot_bytes(batch.nbytes)
 
-    def __call__(self, job: RowNumbers, memory: Bytes1D) -> None:
-        batch, slot = self._batch, self._slot
+    def __call__(self, job: Job, memory: Bytes1D) -> None:
+        slot, blocks = job
         if slot > len(memory):
-            self._write_pieces(int(job[0]), memory)
+            self._write_pieces(int(blocks[0]), memory)
             return
-        staged = memory[: len(job) * slot].reshape(len(job), slot)
-        rows = batch.rows[job]
-        if batch.source.shape[1] == slot and batch.source.flags.c_contiguous:
+        staged = memory[: len(blocks) * slot].reshape(len(blocks), slot)
+        if self._batch.stored is None:
+            self._stage(blocks, staged)
+        else:
+            for target, block in zip(staged, blocks.tolist(), strict=True):
+                data = self._stored(block)
+                np.copyto(target[: data.size], data)
+                target[data.size :] = 0
+        for first, end in _runs(self._batch.offsets[blocks], slot):
+            self._write(blocks[first:end], memory[first * slot : end * slot])
+
+    def _stage(self, blocks: RowNumbers, staged: Rows2D) -> None:
+        """Blocks of one length, and zeros behind them where another batch has left something."""
+        batch = self._batch
+        rows = batch.rows[blocks]
+        if batch.source.shape[1] == staged.shape[1] and batch.source.flags.c_contiguous:
             np.take(batch.source, rows, axis=0, out=staged, mode="clip")
         elif batch.nbytes < ROW_BY_ROW_BYTES:
             staged[:, : batch.nbytes] = batch.source[rows, : batch.nbytes]
         else:
             for target, row in zip(staged, rows.tolist(), strict=True):
                 np.copyto(target[: batch.nbytes], batch.source[row, : batch.nbytes])
-        staged[:, batch.nbytes :] = 0  # what another batch left there
-        for first, end in _runs(batch.offsets[job], slot):
-            self._write(job[first:end], memory[first * slot : end * slot])
+        staged[:, batch.nbytes :] = 0
+
+    def _stored(self, block: int) -> Bytes1D:
+        """What a block is to be in its slot."""
+        batch = self._batch
+        stored = batch.nbytes if batch.stored is None else int(batch.stored[block])
+        return batch.source[batch.rows[block], :stored]
 
     def _write(self, blocks: RowNumbers, data: Bytes1D, at: int = 0) -> bool:
         try:
@@ -514,9 +585,8 @@ class _Writer:
         return True
 
     def _write_pieces(self, block: int, memory: Bytes1D) -> None:
-        batch = self._batch
-        row = batch.source[batch.rows[block], : batch.nbytes]
-        for at in range(0, batch.nbytes, len(memory)):
+        row = self._stored(block)
+        for at in range(0, row.size, len(memory)):
             piece = row[at : at + len(memory)]
             np.copyto(memory[: len(piece)], piece)
             memory[len(piece) : slot_bytes(len(piece))] = 0
@@ -525,7 +595,7 @@ class _Writer:
 
 
 class _Reader:
-    """The work of `read`: segment → staging, verified there → rows."""
+    """The work of `read`: segment → staging, verified there → rows; or decoded to rows, verified there."""
 
     def __init__(self, segment: SegmentFile, batch: ReadBatch, statuses: Statuses) -> None:
         self._segment = segment
@@ -533,31 +603,68 @@ class _Reader:
         self._statuses = statuses
         self._slot = slot_bytes(batch.nbytes)
 
-    def __call__(self, job: RowNumbers, memory: Bytes1D) -> None:
-        batch, slot = self._batch, self._slot
+    def __call__(self, job: Job, memory: Bytes1D) -> None:
+        slot, blocks = job
         if slot > len(memory):
-            self._read_pieces(int(job[0]), memory)
+            if slot == self._slot:
+                self._read_pieces(int(blocks[0]), memory)
+            else:
+                self._decode_large(int(blocks[0]), slot, memory)
             return
-        for first, end in _runs(batch.offsets[job], slot):
+        for first, end in _runs(self._batch.offsets[blocks], slot):
             try:
                 self._segment.read(
-                    int(batch.offsets[job[first]]), memory[first * slot : end * slot]
+                    int(self._batch.offsets[blocks[first]]), memory[first * slot : end * slot]
                 )
             except OSError:
-                self._statuses[job[first:end]] = IO_ERROR
-        staged = memory[: len(job) * slot].reshape(len(job), slot)[:, : batch.nbytes]
-        for block, data in zip(job.tolist(), staged, strict=True):
+                self._statuses[blocks[first:end]] = IO_ERROR
+        staged = memory[: len(blocks) * slot].reshape(len(blocks), slot)
+        if slot == self._slot:
+            self._verify(blocks, staged[:, : self._batch.nbytes])
+        else:
+            for block, data in zip(blocks.tolist(), staged, strict=True):
+                if self._statuses[block] != IO_ERROR:
+                    self._decode(block, data)
+
+    def _verify(self, blocks: RowNumbers, staged: Rows2D) -> None:
+        batch = self._batch
+        for block, data in zip(blocks.tolist(), staged, strict=True):
             if self._statuses[block] != IO_ERROR:
                 self._statuses[block] = self._verdict(block, xxhash.xxh3_128_digest(data.data))
         if batch.destination is not None and batch.rows is not None:
-            right = self._statuses[job] == DONE
+            right = self._statuses[blocks] == DONE
             if right.all():
-                _scatter(batch.destination, batch.rows[job], staged)
+                _scatter(batch.destination, batch.rows[blocks], staged)
             elif right.any():
-                _scatter(batch.destination, batch.rows[job[right]], staged[right])
+                _scatter(batch.destination, batch.rows[blocks[right]], staged[right])
 
     def _verdict(self, block: int, digest: bytes) -> int:
         return DONE if digest == self._batch.checksums[block].tobytes() else MISMATCH
+
+    def _decode(self, block: int, slot: Bytes1D) -> None:
+        """From the bytes of a slot to its row; the checksum is that of what came out."""
+        batch, codec = self._batch, self._batch.codec
+        assert codec is not None, "a slot is shorter than its block, and no codec was named"
+        if batch.destination is not None and batch.rows is not None:
+            out = batch.destination[batch.rows[block], : batch.nbytes]
+        else:
+            out = np.empty(batch.nbytes, np.uint8)
+        if codec.decode(slot[: codec.length(slot)], out):
+            self._statuses[block] = self._verdict(block, xxhash.xxh3_128_digest(out.data))
+        else:
+            self._statuses[block] = MISMATCH
+
+    def _decode_large(self, block: int, length: int, memory: Bytes1D) -> None:
+        offset, slot = int(self._batch.offsets[block]), np.empty(length, np.uint8)
+        for at in range(0, length, len(memory)):
+            data = memory[: min(len(memory), length - at)]
+            try:
+                self._segment.read(offset + at, data)
+            except OSError:
+                self._statuses[block] = IO_ERROR
+                return
+            np.copyto(slot[at : at + data.size], data)
+        self._decode(block, slot)
 
     def _read_pieces(self, block: int, memory: Bytes1D) -> None:
         batch = self._batch
@@ -588,6 +695,23 @@ def _runs(offsets: Offsets, slot: int) -> Iterator[tuple[int, int]]:
         return iter(())
     breaks = (np.flatnonzero(np.diff(offsets) != slot) + 1).tolist()
     return zip([0, *breaks], [*breaks, len(offsets)], strict=True)
+
+
+def _slot_lengths(stored: npt.NDArray[np.uint32], nbytes: int) -> Lengths:
+    """How long the slots of coded blocks are: shorter than those of whole ones, by which they are told."""
+    shorter = codecs.slot_classes(nbytes)[:-1]
+    if len(stored) and not (shorter and 1 <= int(stored.min()) <= int(stored.max()) <= shorter[-1]):
+        raise InvalidRequest(f"a coded block of {nbytes} bytes must fit a slot that is shorter")
+    return np.array([codecs.slot_bytes(one, nbytes) for one in stored.tolist()], np.int64)
+
+
+def _by_length(slots: Offsets, nbytes: int, lengths: Lengths | None) -> Iterator[Job]:
+    """The blocks by the lengths of their slots."""
+    if lengths is None:
+        yield slot_bytes(nbytes), np.arange(len(slots))
+        return
+    for length in np.unique(lengths).tolist():
+        yield length, np.flatnonzero(lengths == length)
 
 
 def _plain(offsets: Offsets | Sequence[int]) -> Sequence[int]:

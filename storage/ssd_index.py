@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvpool.errors import ConfigError, LimitExceeded, SegmentError
+from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded, SegmentError
 from kvpool.types import RECORD_BYTES_MAX
 
 log = logging.getLogger(__name__)
@@ -385,15 +385,7 @@ class SsdIndex:
         with self._lock:
             if (known := self._ids.get(record)) is not None:
                 return known
-            held = sum(map(_pages_bytes, self._tables.values()))
-            if (
-                len(record) > RECORD_BYTES_MAX
-                or held + _pages_bytes(record) > self.tables_bytes_max
-            ):
-                raise LimitExceeded(
-                    f"the index of the SSD store keeps {self.tables_bytes_max} bytes of tables, "
-                    f"each of {RECORD_BYTES_MAX} at most; drop tables, or make the store larger"
-                )
+            self._check_table(record, b"")
             table = self._header.table
             header = replace(self._header, table=table + 1)
             with self._writing() as txn:
@@ -403,6 +395,37 @@ class SsdIndex:
             self._tables[table] = record
             self._ids[record] = table
             return table
+
+    def _check_table(self, record: bytes, instead: bytes) -> None:
+        """Whether there is room for a record, in place of another. Raises `LimitExceeded`."""
+        held = sum(map(_pages_bytes, self._tables.values()))
+        if instead:
+            held -= _pages_bytes(instead)
+        if len(record) > RECORD_BYTES_MAX or held + _pages_bytes(record) > self.tables_bytes_max:
+            raise LimitExceeded(
+                f"the index of the SSD store keeps {self.tables_bytes_max} bytes of tables, "
+                f"each of {RECORD_BYTES_MAX} at most; drop tables, or make the store larger"
+            )
+
+    def renew_table(self, table: int, record: bytes) -> None:
+        with self._lock:
+            former = self._tables.get(table)
+            if former is None:
+                raise InvalidRequest(f"the SSD store has no table {table}")
+            other = self._ids.get(record)
+            if other == table:
+                return
+            changed = {table: record}
+            if other is None:
+                self._check_table(record, former)
+                del self._ids[former]
+            else:
+                changed[other] = former
+            with self._writing() as txn:
+                for number, data in changed.items():
+                    txn.put(number.to_bytes(4, "little"), _seal(data), db=self._table_db)
+            self._tables.update(changed)
+            self._ids.update({data: number for number, data in changed.items()})
 
     def drop_tables(self, ids: Sequence[int]) -> None:
         with self._lock:

@@ -14,10 +14,12 @@ blocks are written ahead of their eviction: `Watermarks` says when that begins a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvpool.storage.eviction import Costs
+from kvpool.types import Recompute
 
 DRAM_S, SSD_S = 0.0067, 0.028
 PREFILL_S, PREFILL_S_PER_DEPTH = 0.058, 0.00055
@@ -50,6 +52,16 @@ def dram_costs(*, disks: bool) -> Costs:
 def ssd_costs() -> Costs:
     """What an eviction from SSD costs."""
     return Costs(SSD_S, None, PREFILL_S, PREFILL_S_PER_DEPTH)
+
+
+def worth_keeping(put: int, used: int, kept: int) -> bool:
+    """Whether a block that memory gives up next is worth a place in object storage, shared by all nodes.
+
+    put, used: the node's ticks when it came and when it was last read; kept: `used` when it was last known
+    to be there, or -1. Requests and bytes cost money there, and most blocks are never read again: only what
+    was, since it came, is written, and looked at anew only once it has been read again.
+    """
+    return used > put and used != kept
 
 
 class Budget:
@@ -108,14 +120,20 @@ class Watermarks:
         return self.going
 
 
-def worth_loading(blocks: int, block_s: float, latency_s: float, recompute_s: float) -> int:
-    """How many of so many blocks in a row are better loaded than computed: all, or none.
+def worth_loading(
+    here: int, loads: Iterable[tuple[int, float]], recompute: Recompute | None
+) -> int:
+    """How long a prefix is to be, `here` blocks of which are in memory, so that the whole prompt is ready soonest.
 
-    block_s: to load one, once it flows. latency_s: to the first byte. recompute_s: to compute one block
-    with the engine's own speed; 0: not known, then all. Loading the first blocks and computing the rest
-    takes no longer than computing all whenever a block loads faster than it is computed, so the only
-    question is whether there are enough of them to pay for the latency.
+    loads: (blocks of the prefix, seconds to load what is missing of them), the longest last. recompute: the price
+    of a prefix's blocks, computed; None: not known, then the longest. What is not loaded is computed, after
+    the load; so the best one saves most over computing all. That is `here` where none saves anything.
     """
-    if recompute_s <= 0 or latency_s + blocks * block_s < blocks * recompute_s:
-        return blocks
-    return 0
+    if recompute is None:
+        return max((blocks for blocks, _ in loads), default=here)
+    best, most_s = here, 0.0
+    for blocks, load_s in loads:
+        saved_s = recompute.seconds(here, blocks) - load_s
+        if saved_s > most_s:
+            best, most_s = blocks, saved_s
+    return best

@@ -249,7 +249,8 @@ class _Band:
     ) -> None:
         layout = layers[0][1]
         shape = (len(layers), len(encoded), *layout.shape)
-        self._peak = peak
+        # A tensor: by a number, CUDA multiplies with its reciprocal, which gives other bytes than division.
+        self._peak = torch.tensor(peak, device=encoded.device)
         self._rounds = not dtype.is_floating_point
         self._shared = layout.shared
         self._values = torch.empty(shape, dtype=layout.dtype, device=encoded.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -53,6 +54,8 @@ class PluginConfig:
     min_load_blocks: shorter hits are not worth a load.
     pin_share: the share of the engine's blocks that saves may pin at a time, at most 0.1.
     resave_s: a block that was offered to the pool is not offered again for so long.
+    prefill_tokens_per_s: how fast the engine computes prompts; 0: measured, with what depends on their
+        length. What computing brings sooner than disks or other nodes is not waited for.
     """
 
     socket: str | None = None
@@ -71,6 +74,7 @@ class PluginConfig:
     min_load_blocks: int = 1
     pin_share: float = PIN_SHARE_MAX
     resave_s: float = 60.0
+    prefill_tokens_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "lookup_timeout_s", "request_timeout_s"):
@@ -79,6 +83,8 @@ class PluginConfig:
         for name in ("pull_wait_s", "resave_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{_where(name)} must be at least 0 seconds")
+        if not 0 <= self.prefill_tokens_per_s < math.inf:
+            raise ConfigError(f"{_where('prefill_tokens_per_s')} must be at least 0, and finite")
         if not 1 <= self.pulls_max <= PULLS_MAX:
             raise ConfigError(f"{_where('pulls_max')} must be at least 1 and at most {PULLS_MAX}")
         if self.sync_load_bytes < 0:

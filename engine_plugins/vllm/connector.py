@@ -46,6 +46,7 @@ from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport, StepDone, Ste
 from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
 from kvpool.engine_plugins.vllm.pulls import Pulls
 from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
+from kvpool.engine_plugins.vllm.steps import DeviceTimer, HostTimer
 from kvpool.engine_plugins.vllm.worker import WorkerHalf
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord
@@ -125,6 +126,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     single_group=self._single_group,
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
+                    stages=parallel.pipeline_parallel_size,
                     events=publisher(vllm_config.kv_events_config, parallel.data_parallel_index),
                 ),
                 pulls=self._make_pulls() if transfer.is_kv_consumer else None,
@@ -221,16 +223,21 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                 for group in rows
             ]
 
+        module = torch.get_device_module(device)
+        parallel = self._vllm_config.parallel_config
+        # Ranks of one pipeline stage go in step: one of them measures for all.
+        first = parallel.rank % (parallel.world_size // parallel.pipeline_parallel_size) == 0
+
         def record_ready() -> Any:
             if on_host:
                 return None
-            event = torch.get_device_module(device).Event()
+            event = module.Event()
             event.record()
             return event
 
         def thread_setup() -> None:
             if not on_host:
-                torch.get_device_module(device).set_device(device)
+                module.set_device(device)
 
         # Mapping the segment takes longer than any load: not in the first one.
         self._client.warm()
@@ -243,6 +250,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             record_ready=record_ready,
             thread_setup=thread_setup,
             counters=counters,
+            timer=None if not first else HostTimer() if on_host else DeviceTimer(module),
         )
 
     def get_handshake_metadata(self) -> KvpoolHandshake | None:
@@ -336,6 +344,12 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.reset()
 
     # --- worker, once a step ----------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The first of all that vLLM calls in a step, ahead of its forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step(self._get_connector_metadata().plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:

@@ -1,19 +1,20 @@
 """Copies between paged KV on an accelerator and the pool's slots, beside the engine's own stream.
 
-How the bytes go is a `Strategy`, and `bench/gpu.py` measures all of them; all write into and read from the
-pool's segment itself, which is registered with the driver once so that the copies are DMA:
+How the bytes go is a `Strategy`; `bench/gpu.py` measures them, beside others that are slower everywhere. All
+write into and read from the pool's segment itself, which is registered with the driver once:
 
-    each    one copy for each block of each layer
+    kernel  one kernel reads and writes the segment over the bus by itself (`device_kernel.py`)
     staged  blocks pass through a staging tensor on the device, gathered and scattered there by one kernel
             a layer, and cross the bus in one copy for each slot, or run of slots that lie together
-    batch   the copies of `each`, given to the driver in one call (vLLM's `swap_blocks_batch`)
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ class PinnedSegments:
             runtime.cudaHostUnregister(address)
         code = int(runtime.cudaHostRegister(address, size, 0))
         if code:
+            _forget_error()
             raise SegmentError(
                 f"the CUDA driver refused to register {size} bytes of the pool's segment "
                 f"(cudaHostRegister: {code}): raise the limit on locked memory (ulimit -l)"
@@ -76,6 +78,16 @@ class PinnedSegments:
                 torch.cuda.cudart().cudaHostUnregister(address)
             self._pinned.clear()
             self._tensors.clear()
+
+
+def _forget_error() -> None:
+    """The CUDA runtime shows an error once more to the thread's next kernel, which would fail for it."""
+    import torch
+
+    try:
+        torch.ones(1, device="cuda")
+    except RuntimeError:
+        pass  # that was it
 
 
 class Paged:
@@ -99,8 +111,12 @@ class Paged:
         self.spans = [(start // self.unit, stop // self.unit) for start, stop in spans(sizes)]
         self.nbytes = sum(sizes)
         self.device = layers[0].device
-        self._rows_max = max(1, chunk_bytes // self.nbytes)
+        self._chunk_bytes = chunk_bytes
         self._staging: Any = None
+
+    def chunks(self, count: int) -> Iterator[slice]:
+        """Cut so many blocks into runs that the staging memory has room for."""
+        return chunks(count, self.nbytes, self._chunk_bytes)
 
     def staging(self, rows: int) -> Any:
         """Memory on the device, made on first use so that an engine which never saves pays nothing.
@@ -110,20 +126,32 @@ class Paged:
         import torch
 
         if self._staging is None:
-            shape = (self._rows_max, self.spans[-1][1])
+            shape = (max(1, self._chunk_bytes // self.nbytes), self.spans[-1][1])
             self._staging = torch.empty(shape, dtype=self._dtype, device=self.device)
         return self._staging[:rows]
 
-    def index(self, blocks: Index) -> Any:
+    @cached_property
+    def places(self) -> Any:
+        """On the device, for each layer: its address, and in units its stride and its span's two ends."""
         import torch
 
-        return torch.from_numpy(np.ascontiguousarray(blocks)).to(self.device)
+        rows = [
+            (layer.data_ptr(), layer.stride(0), start, stop)
+            for layer, (start, stop) in zip(self.layers, self.spans, strict=True)
+        ]
+        return torch.tensor(rows, dtype=torch.int64).to(self.device)
+
+    def index(self, numbers: Index) -> Any:
+        """The same on the device, by the time that the current stream has come so far."""
+        import torch
+
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self.device, non_blocking=True)
 
 
 Copy = Callable[[Paged, Index, Any, Index], None]
 """Copies between blocks of the layers and as many rows of a segment (a pinned uint8 tensor).
 
-On the current stream, without waiting. The blocks are no more than the staging memory has rows.
+On the current stream, without waiting.
 """
 
 
@@ -134,40 +162,24 @@ class Strategy(NamedTuple):
     load: Copy
 
 
-def _store_each(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
-    for device, host in _pairs(paged, blocks, segment, rows):
-        host.copy_(device, non_blocking=True)
-
-
-def _load_each(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
-    for device, host in _pairs(paged, blocks, segment, rows):
-        device.copy_(host, non_blocking=True)
-
-
-def _pairs(paged: Paged, blocks: Index, segment: Any, rows: Index) -> Iterator[tuple[Any, Any]]:
-    """The bytes of each block in each layer, on the device and in the segment."""
-    import torch
-
-    for layer, (start, stop) in zip(paged.layers, paged.spans, strict=True):
-        there = slice(start * paged.unit, stop * paged.unit)
-        for block, row in zip(blocks.tolist(), rows.tolist(), strict=True):
-            yield layer[block].view(torch.uint8), segment[row, there]
-
-
 def _store_staged(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
-    index, staging = paged.index(blocks), paged.staging(len(blocks))
-    for layer, (start, stop) in zip(paged.layers, paged.spans, strict=True):
-        staging[:, start:stop] = layer[index]
-    for device, host in _runs(paged, staging, segment, rows):
-        host.copy_(device, non_blocking=True)
+    index = paged.index(blocks)
+    for chunk in paged.chunks(len(blocks)):
+        staging = paged.staging(len(blocks[chunk]))
+        for layer, (start, stop) in zip(paged.layers, paged.spans, strict=True):
+            staging[:, start:stop] = layer[index[chunk]]
+        for device, host in _runs(paged, staging, segment, rows[chunk]):
+            host.copy_(device, non_blocking=True)
 
 
 def _load_staged(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
-    index, staging = paged.index(blocks), paged.staging(len(blocks))
-    for device, host in _runs(paged, staging, segment, rows):
-        device.copy_(host, non_blocking=True)
-    for layer, (start, stop) in zip(paged.layers, paged.spans, strict=True):
-        layer[index] = staging[:, start:stop]
+    index = paged.index(blocks)
+    for chunk in paged.chunks(len(blocks)):
+        staging = paged.staging(len(blocks[chunk]))
+        for device, host in _runs(paged, staging, segment, rows[chunk]):
+            device.copy_(host, non_blocking=True)
+        for layer, (start, stop) in zip(paged.layers, paged.spans, strict=True):
+            layer[index[chunk]] = staging[:, start:stop]
 
 
 def _runs(paged: Paged, staging: Any, segment: Any, rows: Index) -> Iterator[tuple[Any, Any]]:
@@ -189,48 +201,25 @@ def _runs(paged: Paged, staging: Any, segment: Any, rows: Index) -> Iterator[tup
             yield staged[at:end], segment[row : row + end - at]
 
 
-def _store_batch(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
-    device, host, sizes = _addresses(paged, blocks, segment, rows)
-    _driver_batch()(device, host, sizes, False)
-
-
-def _load_batch(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
-    device, host, sizes = _addresses(paged, blocks, segment, rows)
-    _driver_batch()(host, device, sizes, False)
-
-
-def _addresses(paged: Paged, blocks: Index, segment: Any, rows: Index) -> tuple[Any, Any, Any]:
-    """Where each block of each layer is on the device and in the segment, and its bytes."""
-    import torch
-
-    unit = paged.unit
-    slots = segment.data_ptr() + rows * segment.stride(0)
-    device = [layer.data_ptr() + blocks * (layer.stride(0) * unit) for layer in paged.layers]
-    host = [slots + start * unit for start, _ in paged.spans]
-    sizes = [np.full(len(blocks), (stop - start) * unit) for start, stop in paged.spans]
-    return (
-        torch.from_numpy(np.concatenate(device)),
-        torch.from_numpy(np.concatenate(host)),
-        torch.from_numpy(np.concatenate(sizes)),
-    )
-
-
-def _driver_batch() -> Any:
-    """vLLM's operator; it is in its builds for accelerators once `vllm._custom_ops` was imported."""
-    import torch
-
-    return torch.ops._C_cache_ops.swap_blocks_batch
-
-
-EACH = Strategy(_store_each, _load_each)
 STAGED = Strategy(_store_staged, _load_staged)
-BATCH = Strategy(_store_batch, _load_batch)
+
+
+def strategy_for(device: Any) -> Strategy:
+    """The fastest that can be had: the kernel where there is triton for the device, as with vLLM on CUDA."""
+    import torch
+
+    if device.type == "cuda" and torch.version.cuda and importlib.util.find_spec("triton"):
+        from kvpool.engine_plugins.vllm.device_kernel import KERNEL
+
+        return KERNEL
+    return STAGED
 
 
 class DevicePages:
     """Paged KV of one group in device memory. Used by one thread at a time, which owns the stream.
 
-    layers: uint8 tensors of shape (blocks, bytes of a block in that layer).
+    layers: uint8 tensors of shape (blocks, bytes of a block in that layer). chunk_bytes: of staging memory,
+    where the strategy uses some. strategy: None for the best one.
     """
 
     def __init__(
@@ -238,7 +227,7 @@ class DevicePages:
         layers: Sequence[Any],
         segments: PinnedSegments,
         chunk_bytes: int = CHUNK_BYTES,
-        strategy: Strategy = STAGED,
+        strategy: Strategy | None = None,
     ) -> None:
         import torch
 
@@ -247,8 +236,7 @@ class DevicePages:
         self._module = torch.get_device_module(self._paged.device)
         self._stream = self._module.Stream()
         self._segments = segments
-        self._chunk_bytes = chunk_bytes
-        self._strategy = strategy
+        self._strategy = strategy or strategy_for(self._paged.device)
 
     def to_slots(self, blocks: Index, slots: SlotTable, rows: Index, ready: Any = None) -> None:
         self._copy(self._strategy.store, blocks, slots, rows, ready)
@@ -261,8 +249,7 @@ class DevicePages:
         with self._module.stream(self._stream):
             if ready is not None:
                 ready.wait(self._stream)
-            for chunk in chunks(len(blocks), self.nbytes, self._chunk_bytes):
-                copy(self._paged, blocks[chunk], segment, rows[chunk])
+            copy(self._paged, blocks, segment, rows)
         self._wait()
 
     def _wait(self) -> None:

@@ -15,6 +15,8 @@ COUNTERS = {
     "late_pulls": "Pulls that were not answered in the time that requests wait",
     "pulled_blocks": "Blocks that lookups gained by pulls, a block of all ranks counted once",
     "pull_wait_seconds": "Time that pulls took, or were waited for",
+    "prefill_tokens": "Tokens of the steps by which the engine's prefill speed is measured",
+    "prefill_seconds": "Time of these steps' forward passes",
     "loads": "Loads that ended well, counted on every rank",
     "loaded_blocks": "Parts of blocks loaded from the pool: one a block, rank and cache group",
     "loaded_bytes": "Bytes loaded from the pool",

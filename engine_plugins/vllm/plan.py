@@ -103,6 +103,7 @@ class StepPlan:
     opening: the namespace is to be opened (again), before any of the saves.
     acknowledged: failed synchronous loads that the scheduler has heard of.
     want_report: the scheduler does not know the ranks' layouts yet.
+    measured: number of the step, if it is to be told how long its forward pass takes; else 0.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -110,6 +111,7 @@ class StepPlan:
     opening: Opening | None = None
     acknowledged: list[int] = field(default_factory=list)
     want_report: bool = False
+    measured: int = 0
 
 
 # --- worker to scheduler ------------------------------------------------------------------------
@@ -138,6 +140,7 @@ class StepDone:
     loads, saves: job → number of ranks that ended it.
     failed_loads, failed_saves: jobs that failed on some rank.
     outdated: generations in which saves were refused, since another engine has reset the namespace.
+    steps: measured step → seconds of its forward pass, and how many pipeline stages these are of.
     """
 
     loads: dict[int, int] = field(default_factory=dict)
@@ -146,9 +149,10 @@ class StepDone:
     failed_saves: set[int] = field(default_factory=set)
     outdated: set[int] = field(default_factory=set)
     reports: list[RankReport] = field(default_factory=list)
+    steps: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.saves or self.reports)
+        return bool(self.loads or self.saves or self.reports or self.steps)
 
     def merge(self, other: StepDone) -> None:
         """Add another rank's report to this one."""
@@ -159,6 +163,9 @@ class StepDone:
         self.failed_saves |= other.failed_saves
         self.outdated |= other.outdated
         self.reports = self.reports + other.reports
+        for step, (seconds, stages) in other.steps.items():
+            mine_s, mine_stages = self.steps.get(step, (0.0, 0))
+            self.steps[step] = mine_s + seconds, mine_stages + stages
 
 
 # --- rules --------------------------------------------------------------------------------------

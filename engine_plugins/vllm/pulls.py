@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.engine_plugins.vllm.plan import Quiet
 from kvpool.errors import KvpoolError
-from kvpool.types import Namespace, NamespaceRecord
+from kvpool.types import Namespace, NamespaceRecord, Recompute
 
 if TYPE_CHECKING:
     from kvpool.client import Client
@@ -32,12 +32,14 @@ class Pull:
     """One request's wait for blocks of other nodes.
 
     start: chain index of the first key. begun: when the request was looked up.
+    recompute: the price of computing the keys' blocks instead, where it is known.
     future: the usable blocks of the keys, once a thread was free to ask. answered: when it had them.
     """
 
     start: int
     keys: bytes
     begun: float
+    recompute: Recompute | None = None
     future: Future[int] | None = None
     answered: float | None = None
 
@@ -71,12 +73,12 @@ class Pulls:
         """Open the namespace, in its present epoch, for all pulls that begin later."""
         self._namespace = self._threads.submit(self._open, record)
 
-    def begin(self, start: int, keys: bytes) -> Pull | None:
+    def begin(self, start: int, keys: bytes, recompute: Recompute | None = None) -> Pull | None:
         """Begin to bring a prefix here; None where nobody could have it, or pulls were in vain of late."""
         now = self._clock()
         if now < self._alone_until or self._quiet.holds(now):
             return None
-        pull = Pull(start, keys, now)
+        pull = Pull(start, keys, now, recompute)
         self._ask(pull, now)
         return pull
 
@@ -136,7 +138,9 @@ class Pulls:
         blocks = 0
         try:
             if not self._alone():
-                blocks = self._client.pull(opened.result(), pull.keys, wait_s=wait_s)
+                blocks = self._client.pull(
+                    opened.result(), pull.keys, wait_s=wait_s, recompute=pull.recompute
+                )
         except KvpoolError:
             pass  # the request computes, after what may have been a long wait: see `note`
         pull.answered = self._clock()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,13 +40,16 @@ from kvpool.engine_plugins.vllm.plan import (
 )
 from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
 from kvpool.errors import KvpoolError, StaleEpoch
-from kvpool.types import Namespace, NamespaceRecord
+from kvpool.prefill import PrefillFit, StepWork
+from kvpool.types import Namespace, NamespaceRecord, Recompute
 
 if TYPE_CHECKING:
     from kvpool.client import Client, Lease
 
 log = logging.getLogger("kvpool.vllm")
 
+STEPS_MAX = 64
+"""How many steps may be under way whose forward pass is measured."""
 OFFERED_PER_BLOCK = 8
 """How many offered keys are remembered, in multiples of what the engine's own cache holds."""
 
@@ -103,11 +107,21 @@ class RunningSave:
 
 
 @dataclass
+class RunningStep:
+    """A step whose forward pass is measured, and what pipeline stages have said of it so far."""
+
+    work: StepWork
+    stages_left: int
+    seconds: float = 0.0
+
+
+@dataclass
 class Engine:
     """What the scheduler half must know of its engine.
 
     hash_tokens: tokens of a block of the chain. blocks: how many blocks the engine's cache has.
     single_group: whether failed synchronous loads can be reported. events: of its own cache.
+    stages: of its pipeline.
     """
 
     rules: Sequence[GroupRule]
@@ -117,6 +131,7 @@ class Engine:
     single_group: bool
     loads: bool = True
     saves: bool = True
+    stages: int = 1
     events: Publisher | None = None
 
 
@@ -160,6 +175,9 @@ class SchedulerHalf:
         self._plan = StepPlan()
         self._loads: dict[int, RunningLoad] = {}
         self._saves: dict[int, RunningSave] = {}
+        self._steps: OrderedDict[int, RunningStep] = OrderedDict()
+        self._last_step = 0
+        self._prefill = PrefillFit()
         self._ended: list[Lease] = []
         self._offered = Offered(engine.blocks * OFFERED_PER_BLOCK, config.resave_s)
         self.pins = PinBudget(max(1, int(engine.blocks * config.pin_share)))
@@ -316,11 +334,19 @@ class SchedulerHalf:
         worth = min(self._end(state), (state.request.num_tokens - 1) // self._engine.hash_tokens)
         if worth - lookup.end < self._config.min_load_blocks or self._quiet.holds(self._clock()):
             return
-        keys = pack(state.request.block_hashes[lookup.start : self._end(state)])
-        state.pull = self._pulls.begin(lookup.start, keys)
+        end = self._end(state)
+        keys = pack(state.request.block_hashes[lookup.start : end])
+        state.pull = self._pulls.begin(lookup.start, keys, self._recompute(lookup.start, end))
         if state.pull is not None:
             state.pulled = lookup.preemptions
             self.counters.add(pulls=1)
+
+    def _recompute(self, start: int, end: int) -> Recompute | None:
+        """The price of computing blocks of a chain, as configured or as measured; None: not known yet."""
+        tokens, given = self._engine.hash_tokens, self._config.prefill_tokens_per_s
+        if given:
+            return Recompute(tokens / given)
+        return self._prefill.recompute(start * tokens, tokens, end - start)
 
     def _after_pull(self, state: RequestState, pull: Pull, lookup: Lookup) -> Lookup | None:
         """The lookup with what a pull brought, or None while the request is to wait for it."""
@@ -413,7 +439,37 @@ class SchedulerHalf:
             self._pulls.wait(waiting)
         plan, self._plan = self._plan, StepPlan()
         plan.want_report = not self.ready
+        plan.measured = self._measure(scheduled)
         return plan
+
+    def _measure(self, scheduled: dict[str, int]) -> int:
+        """Number of a step from which the engine's prefill speed is learnt; 0 for others.
+
+        These are steps that compute more of prompts than of answers: the time of the others is spent on
+        reading weights and KV, whatever the number of tokens.
+        """
+        if self._config.prefill_tokens_per_s or self._pulls is None:
+            return 0
+        prompts = deepest = 0
+        attended = 0.0
+        for request_id, tokens in scheduled.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            before = state.request.num_computed_tokens
+            if before < state.request.num_prompt_tokens:
+                prompts += tokens
+                attended += tokens * (before + tokens / 2)
+                deepest = max(deepest, before + tokens)
+        total = sum(scheduled.values())
+        if 2 * prompts <= total:
+            return 0
+        self._last_step += 1
+        work = StepWork(total, attended, deepest)
+        self._steps[self._last_step] = RunningStep(work, self._engine.stages)
+        if len(self._steps) > STEPS_MAX:
+            self._steps.popitem(last=False)
+        return self._last_step
 
     def _whole(self, state: RequestState, computed_tokens: int) -> int:
         """Blocks of the chain whose tokens are known and computed at the end of the step.
@@ -481,6 +537,20 @@ class SchedulerHalf:
             if save.ranks_left == 0:
                 del self._saves[job]
                 self._unpin(save.blocks)
+        for number, (seconds, stages) in done.steps.items():
+            self._learn_speed(number, seconds, stages)
+
+    def _learn_speed(self, number: int, seconds: float, stages: int) -> None:
+        """Some of a step's pipeline stages took so long: a prompt goes through one after the other."""
+        step = self._steps.get(number)
+        if step is None:
+            return  # so many came after it that it was given up
+        step.seconds += seconds
+        step.stages_left -= stages
+        if step.stages_left == 0:
+            del self._steps[number]
+            self._prefill.observe(step.work, step.seconds)
+            self.counters.add(prefill_tokens=step.work.tokens, prefill_seconds=step.seconds)
 
     def _release_ended(self) -> None:
         """Give back leases of ended loads: a step later, when no first token waits for it."""

@@ -10,6 +10,7 @@ thread.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from kvpool.engine_plugins.vllm.plan import (
     StepDone,
     StepPlan,
 )
+from kvpool.engine_plugins.vllm.steps import StepTimer
 from kvpool.errors import KvpoolError, LeaseLost, StaleEpoch
 from kvpool.types import Namespace
 
@@ -62,6 +64,7 @@ class WorkerHalf:
         which loads failed, and only then are there synchronous loads.
     counters: what the worker counts in; its own unless pages count too.
     record_ready: an event behind all that the engine has queued on its device, or None on a host.
+    timer: for forward passes; None where another rank of the pipeline stage measures them.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class WorkerHalf:
         record_ready: Callable[[], Any],
         thread_setup: Callable[[], None] | None = None,
         counters: Counters | None = None,
+        timer: StepTimer | None = None,
     ) -> None:
         self._client = client
         self.report = report
@@ -95,8 +99,15 @@ class WorkerHalf:
         self._failed_blocks: set[int] = set()
         self._read: list[Lease] = []
         self.counters = counters or Counters()
+        self._timer = timer
+        self._begun: Any = None
+        self._passes: deque[tuple[int, Any, Any]] = deque()  # step, begin, end
 
     # --- once a step, in this order -----------------------------------------------------------
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """The forward pass begins, unless there are synchronous loads before it."""
+        self._begun = self._timer.mark() if self._timer is not None and plan.measured else None
 
     def start_loads(self, plan: StepPlan) -> None:
         """Start the step's loads; synchronous ones have ended when this returns."""
@@ -111,6 +122,8 @@ class WorkerHalf:
                 self._failed_blocks |= job.block_ids()
                 self._done.failed_loads.add(job.job)
             self._done.loads[job.job] = 1
+        if any(job.sync for job in plan.loads):
+            self.begin_step(plan)
 
     def start_saves(self, plan: StepPlan) -> None:
         """Start the step's saves, after its forward pass was submitted.
@@ -118,6 +131,9 @@ class WorkerHalf:
         From a failed synchronous load until the scheduler has heard of it, steps compute on blocks
         that hold anything: what they would save is dropped.
         """
+        if self._timer is not None and self._begun is not None:
+            self._passes.append((plan.measured, self._begun, self._timer.mark()))
+            self._begun = None
         if plan.want_report:
             self._done.reports = [self.report]
         if plan.opening is not None:
@@ -162,12 +178,23 @@ class WorkerHalf:
                 self._done.failed_saves.add(job.job)
             if saved is Saved.OUTDATED:
                 self._done.outdated.add(job.generation)
+        self._collect_passes()
         while self._openings and self._openings[0].done():
             self._openings.pop(0).result()
         if not self._done:
             return None
         done, self._done = self._done, StepDone()
         return done
+
+    def _collect_passes(self) -> None:
+        """Forward passes that have ended, in their order."""
+        while self._timer is not None and self._passes:
+            step, begin, end = self._passes[0]
+            seconds = self._timer.seconds(begin, end)
+            if seconds is None:
+                return
+            self._passes.popleft()
+            self._done.steps[step] = seconds, 1
 
     def close(self) -> None:
         """Wait for copies that run (each has a deadline), drop those that wait, stop the threads."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from kvpool.daemon.divided import Divided
 from kvpool.errors import UnknownReservation
 from kvpool.placement.records import DEFAULT_SETTINGS, epoch_digest
 from kvpool.storage.eviction import EvictionPolicy, Lru
@@ -57,9 +58,10 @@ class Block(msgspec.Struct, gc=False, eq=False):
     secondary: bool = False  # others hold a copy that they keep: this one goes first
     hops: int = 0  # how often it was handed on to a node with room
     written: int = -1  # `used` when it was last written to a disk
+    kept: int = -1  # `used` when it was last found in object storage, or written there
     copies: int = 0  # wanted in the cluster; 0: as its namespace says
     pin: int = PIN_NONE
-    parked: bool = False  # came up as a victim while leased: in no policy
+    parked: int = -1  # came up as a victim while leased, and is in no policy: `used` at that time
     gone: bool = False  # removed while leased: not in its table any more ("evicting")
 
     @property
@@ -73,6 +75,8 @@ class PartTable:
 
     garbage: what was in `blocks` when the namespace's epoch ended: found by nobody, and not yet freed.
     hard_bytes, soft_bytes: of both, under a pin.
+    soft: soft pins among them that may go, oldest first.
+    reserved: slots that are reserved for keys of this table and not settled.
     """
 
     __slots__ = (
@@ -81,6 +85,8 @@ class PartTable:
         "hard_bytes",
         "namespace",
         "part",
+        "reserved",
+        "soft",
         "soft_bytes",
         "spec",
         "stride",
@@ -99,6 +105,8 @@ class PartTable:
         self.garbage: dict[bytes, Block] = {}
         self.hard_bytes = 0
         self.soft_bytes = 0
+        self.soft: OrderedDict[Block, None] = OrderedDict()
+        self.reserved = 0
 
     def forget(self, block: Block) -> None:
         """Take a block out, whether its epoch has ended or not."""
@@ -112,6 +120,7 @@ class NamespaceState:
     know it. directory_digest: with the tenant in it, since the directory is everybody's.
     generation: of the weights that its blocks were computed with, counted by the cluster.
     settings: as the cluster has agreed on them, within this node's limits.
+    quota: bytes that it may hold in this tier; 0: as many as its tenant.
     retired: its epoch has ended.
     """
 
@@ -124,6 +133,7 @@ class NamespaceState:
         "generation",
         "number",
         "parts",
+        "quota",
         "retired",
         "settings",
         "tables",
@@ -150,6 +160,7 @@ class NamespaceState:
         self.parts = tuple(parts)
         self.number = number
         self.settings = DEFAULT_SETTINGS
+        self.quota = 0
         self.retired = False
         self.tables: list[PartTable] = []
 
@@ -157,6 +168,11 @@ class NamespaceState:
     def fenced(self) -> bool:
         """Whether what its clients compute is not to be stored any more, until they open it again."""
         return self.epoch < self.tenant.fences.get(self.base, 0)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the slots that its blocks have, and of those that are reserved for more of them."""
+        return sum((len(table.blocks) + table.reserved) * table.stride for table in self.tables)
 
 
 class SlotClass:
@@ -171,7 +187,7 @@ class SlotClass:
     def __init__(self, stride: int, policy: EvictionPolicy) -> None:
         self.stride = stride
         self.policy = policy
-        self.secondary = Lru(1)  # its capacity bounds nothing
+        self.secondary: EvictionPolicy = Lru(1)  # its capacity bounds nothing
         self.soft: OrderedDict[Block, None] = OrderedDict()  # soft pins, oldest first
         self.stuck_at: dict[bool, int] = {}  # `Node._changes` when no other class could give a slab
         self.by_row: list[Block | None] = []  # needed to empty a slab without a scan of all blocks
@@ -182,6 +198,40 @@ class SlotClass:
         if row >= len(by_row):
             by_row.extend([None] * (row + 1 - len(by_row)))
 
+    def divide(
+        self,
+        base: bytes,
+        capacity: int,
+        blocks: Sequence[Block],
+        make_policy: Callable[[int], EvictionPolicy],
+    ) -> None:
+        """Have orders of its own for a namespace that holds these blocks: see `Divided.divide`."""
+        if not isinstance(self.policy, Divided):
+            self.policy = Divided(self.policy, make_policy)
+            self.secondary = Divided(self.secondary, Lru)
+        for policy in self.orders:
+            copies = policy is self.secondary
+            policy.divide(base, capacity, [one for one in blocks if one.secondary is copies])
+
+    @property
+    def orders(self) -> tuple[Divided, ...]:
+        """What was divided, in the order in which they give blocks up; none if nothing was."""
+        if isinstance(self.policy, Divided) and isinstance(self.secondary, Divided):
+            return self.secondary, self.policy
+        return ()
+
+    def add_soft(self, block: Block, *, first: bool = False) -> None:
+        """A soft pin that may go if all else has gone. first: before all other soft pins."""
+        for soft in (self.soft, block.table.soft):
+            soft[block] = None
+            if first:
+                soft.move_to_end(block, last=False)
+
+    def drop_soft(self, block: Block) -> None:
+        """It may not go any more, or has gone."""
+        del self.soft[block]
+        del block.table.soft[block]
+
     def insert(self, blocks: Sequence[Block]) -> None:
         """Make blocks without a pin candidates."""
         second = [block for block in blocks if block.secondary]
@@ -191,6 +241,14 @@ class SlotClass:
         self.secondary.insert(second)
         if len(second) < len(blocks):
             self.policy.insert([block for block in blocks if not block.secondary])
+
+    def put_back(self, blocks: Sequence[Block]) -> None:
+        """Those without a pin that could not go when it was their turn: see `EvictionPolicy.put_back`."""
+        second = [block for block in blocks if block.secondary]
+        if second:
+            self.secondary.put_back(second)
+            blocks = [block for block in blocks if not block.secondary]
+        self.policy.put_back(blocks)
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """They were read."""
@@ -308,6 +366,19 @@ class Reservation:
 
 
 @dataclass(eq=False, slots=True)
+class Beside:
+    """What a lease has of spare device memory.
+
+    life: of the process that owns it. parts: part → its slots there, in block order, None for those that the
+    lease has in memory. end: gives them back; called once.
+    """
+
+    life: int
+    parts: dict[int, list[Block | None]]
+    end: Callable[[], None]
+
+
+@dataclass(eq=False, slots=True)
 class Lease:
     """A right to read. It lives while it has holders, and not past its deadline."""
 
@@ -317,8 +388,10 @@ class Lease:
     deadline: float | None  # None: until it is returned (movers, whose death is watched)
     blocks: int
     parts: dict[int, tuple[int, list[Block]]]  # part → (first block index, its slots in order)
+    is_use: bool = True  # else they only stay where they are: see `Node.hold`
     holders: dict[int, Holder] = field(default_factory=dict)  # by id()
     holds: dict[int, int] = field(default_factory=dict)  # how often each has joined
+    beside: Beside | None = None
 
 
 @dataclass(slots=True)

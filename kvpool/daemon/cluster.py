@@ -68,7 +68,7 @@ class Cluster:
     holdings: what there is to announce, by tier; filled before `start`, or by `announce`.
     lost_nodes: called when blocks may lack copies: a node has gone or come, or more are wanted. drain:
     called with what an operator wants of this node, when that changes. entered: called with each namespace
-    that is in a new epoch. keep_epoch: makes that and its settings outlive this process, where no
+    that is in a new epoch. configured: called with each whose settings have changed. keep_epoch: makes that and its settings outlive this process, where no
     membership does.
     """
 
@@ -95,6 +95,7 @@ class Cluster:
         self.holdings: dict[int, Holdings] = {TIERS["dram"]: node}
         self.announcers: dict[int, Announcer] = {}
         self.entered: list[Callable[[NamespaceState], None]] = []
+        self.configured: list[Callable[[NamespaceState], None]] = []
         self.keep_epoch: Callable[[NamespaceState], Awaitable[None]] = _keep_nothing
         self.lost_nodes: list[Callable[[], None]] = []
         self.drain: Callable[[bool], None] = lambda _: None
@@ -106,6 +107,7 @@ class Cluster:
         self._announced_as: bytes | None = self.own
         self._static = {_stand_in(url): _static_peer(url) for url in config.peers}
         self._living: dict[bytes, Living] = dict(self._static)
+        self._nixl: dict[str, str] = {}
         self._dead = DeadIncarnations()
         self._view = View()
         self._transports: tuple[TransportRecord, ...] = ()
@@ -228,7 +230,7 @@ class Cluster:
                     entry = await self._register(namespace, wanted)
             except (Unavailable, TimeoutError):
                 if len(self._unregistered) < UNREGISTERED_MAX:
-                    namespace.settings = wanted
+                    self._settle_on(namespace, wanted)
                     self._unregistered[namespace] = None
                 return self.node.living(namespace)
         return self._apply(namespace, entry)
@@ -242,7 +244,7 @@ class Cluster:
         filled = living.settings.filled(wanted).known_here(self.config.copies_max)
         if filled == living.settings:
             return living
-        living.settings = filled
+        self._settle_on(living, filled)
         if self._entry(living.tenant, living.base) is not None:
             change = SettingsChange(*msgspec.structs.astuple(filled))
             try:
@@ -287,10 +289,16 @@ class Cluster:
         if living is not was:
             self._enter(living)
         before = living.settings.replicas
-        living.settings = entry.settings.known_here(self.config.copies_max)
+        self._settle_on(living, entry.settings.known_here(self.config.copies_max))
         if living.settings.replicas > before and any(table.blocks for table in living.tables):
             self._copies_lacking()
         return living
+
+    def _settle_on(self, living: NamespaceState, settings: NamespaceSettings) -> None:
+        if living.settings != settings:
+            living.settings = settings
+            for configured in self.configured:
+                configured(living)
 
     def _enter(self, living: NamespaceState) -> None:
         for entered in self.entered:
@@ -409,15 +417,17 @@ class Cluster:
         """The membership has news."""
         before, self._view = self._view, self.membership.view
         living = dict(self._static)
+        nixl: dict[str, str] = {}
         for record in self._view.nodes.values():
             incarnation = record.incarnation_bytes
             if (
                 record.incarnation != self.incarnation
                 and record.state in SERVED_FROM
                 and record.protocol == wire.PROTOCOL_VERSION
-                and record.transports
+                and (url := record.url)
             ):
-                living[incarnation] = Living(record, record.transports[0].url)
+                living[incarnation] = Living(record, url)
+                nixl[url] = record.nixl_url
                 self.peers.met(incarnation, record.labels)
         for incarnation in self._living.keys() - living.keys():
             self.peers.gone(incarnation)
@@ -425,6 +435,7 @@ class Cluster:
             {self.own, *(record.incarnation_bytes for record in self._view.nodes.values())}
         )
         self._living = living
+        self._nixl = nixl
         if self._view.namespaces is not before.namespaces:
             self._look_at_namespaces()
         wanted = self.config.node in self._view.drains
@@ -441,6 +452,10 @@ class Cluster:
             epochs = tenant.epochs.get(bytes.fromhex(digest)) if tenant is not None else None
             if epochs:
                 self._apply(epochs[-1], entry)
+
+    def nixl_url(self, url: str) -> str:
+        """Where NIXL reads from the node at this URL; empty: it has no NIXL, or is not known."""
+        return self._nixl.get(url, "")
 
     # ---- ourselves -----------------------------------------------------------------------------------
 

@@ -5,14 +5,17 @@ of its own for each disk, so that one that hangs in the kernel delays nobody but
 deadlines.
 
 Threads: the main one reads the control channel and keeps the order of what is forgotten; a few wait for the
-store, apart for reads and writes, so that no engine's read waits behind a queue of background writes.
+store, apart for reads and writes, so that no engine's read waits behind a queue of background writes. Packing
+(`kvpool.storage.ssd_pack`) is done in those that write; what is packed waits here for its slots.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import msgspec
 import numpy as np
@@ -20,13 +23,16 @@ import numpy.typing as npt
 
 from kvpool import wire
 from kvpool.daemon.worker import Jobs, WorkerProcess, run_worker
-from kvpool.errors import InvalidRequest, ProtocolError, Unavailable
+from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded, ProtocolError, Unavailable
+from kvpool.storage.codecs import BLOSC2, RAW, Blosc2
 from kvpool.storage.ssd import DONE, IO_ERROR, MISMATCH, ReadBatch, SsdStore, WriteBatch
 from kvpool.storage.ssd_index import Entries
+from kvpool.storage.ssd_pack import Packed, pack
 from kvpool.transfer.base import Deadline, Stop
 from kvpool.types import CHECKSUM_BYTES
 
 READ_JOBS, WRITE_JOBS = 8, 4
+PACKS_MAX = 2 * WRITE_JOBS  # kept at a time: control orders no more than it may write at a time
 
 
 class DiskWorker(WorkerProcess):
@@ -41,6 +47,8 @@ class DiskWorker(WorkerProcess):
         self._open: SsdStore | None = None
         self._scan: Iterator[Entries] | None = None
         self._forgotten = 0
+        self._packs: dict[int, Packed] = {}
+        self._packs_lock = threading.Lock()
 
     @property
     def _store(self) -> SsdStore:
@@ -57,9 +65,11 @@ class DiskWorker(WorkerProcess):
             case wire.ScanDisk():
                 self.answer(request, lambda: self._next_entries(message))
             case wire.AddTable():
-                self.answer(request, lambda: wire.Done(self._store.add_table(message.record)))
+                self.answer(request, lambda: self._know(message))
             case wire.DropTables():
                 self.answer(request, lambda: self._drop(message))
+            case wire.PackBlocks() | wire.DropPack():
+                self._handle_pack(request, message)
             case wire.WriteBlocks():
                 self._forget(message.forget)
                 after = self._forgotten
@@ -89,17 +99,39 @@ class DiskWorker(WorkerProcess):
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is not for a disk")
 
+    def _handle_pack(self, request: int, message: wire.PackBlocks | wire.DropPack) -> None:
+        if isinstance(message, wire.PackBlocks):
+            self._writes.add(request, message.deadline_s, lambda *_: self._pack(message))
+        else:
+            with self._packs_lock:
+                self._packs.pop(message.pack, None)
+
     def _begin(self, start: wire.DiskStart) -> wire.Message:
         store = self._open = SsdStore.open(start.path, start.size, threads=start.threads)
-        return wire.DiskReady(
-            store.segment_bytes, store.entries_max, store.direct, list(store.tables().items())
-        )
+        # Not imported before it is needed: it takes 30 MiB.
+        codecs = [Blosc2.name] if find_spec("blosc2") else []
+        tables = list(store.tables().items())
+        return wire.DiskReady(store.segment_bytes, store.entries_max, store.direct, tables, codecs)
 
     def _next_entries(self, order: wire.ScanDisk) -> wire.Message:
         if self._scan is None:
             self._scan = self._store.entries(order.count)
         found = next(self._scan, None)
-        return wire.Scanned(b"" if found is None else found.tobytes())
+        if found is None:
+            return wire.Scanned(b"")
+        error = ""
+        if (found["codec"] == BLOSC2).any():
+            try:
+                Blosc2()  # now, and not in the first read: it takes half a second to import
+            except ConfigError as refused:
+                error = str(refused)
+        return wire.Scanned(found.tobytes(), error)
+
+    def _know(self, order: wire.AddTable) -> wire.Message:
+        if order.table:
+            self._store.renew_table(order.table, order.record)
+            return wire.Done(order.table)
+        return wire.Done(self._store.add_table(order.record))
 
     def _drop(self, order: wire.DropTables) -> wire.Message:
         self._store.drop_tables(order.tables)
@@ -114,9 +146,33 @@ class DiskWorker(WorkerProcess):
             raise Unavailable("the index of the disk takes no changes")
         return wire.Done()
 
+    def _pack(self, order: wire.PackBlocks) -> wire.Message:
+        started = time.monotonic()
+        with self._packs_lock:
+            if len(self._packs) >= PACKS_MAX:
+                raise LimitExceeded(f"{PACKS_MAX} packs wait to be written")
+        packed = pack(
+            self.memory.table(order.segment, order.stride), _rows(order.rows), order.nbytes
+        )
+        with self._packs_lock:
+            self._packs[order.pack] = packed
+        return wire.Packed(packed.stored.tobytes(), time.monotonic() - started)
+
+    def _packed(self, number: int) -> Packed:
+        with self._packs_lock:
+            packed = self._packs.get(number)
+        if packed is None:
+            raise InvalidRequest(f"there is no pack {number}")
+        return packed
+
     def _write(self, order: wire.WriteBlocks, after: int) -> wire.Message:
         started = time.monotonic()
-        n = len(order.keys) // 16
+        n, rows = len(order.keys) // 16, _rows(order.rows)
+        packed = self._packed(order.pack) if order.pack else None
+        if packed is None:
+            source = self.memory.table(order.segment, order.stride)
+        else:
+            source = packed.rows
         status = self._store.write(
             WriteBatch(
                 table=order.table,
@@ -127,8 +183,10 @@ class DiskWorker(WorkerProcess):
                 depths=np.frombuffer(order.depths, dtype=np.uint32),
                 pins=np.zeros(n, dtype=np.uint8),
                 checksums=_digests(order.checksums),
-                source=self.memory.table(order.segment, order.stride),
-                rows=_rows(order.rows),
+                source=source,
+                rows=rows,
+                stored=None if packed is None else packed.stored[rows],
+                codec=RAW if packed is None else BLOSC2,
             ),
             after,
         )
@@ -145,6 +203,8 @@ class DiskWorker(WorkerProcess):
                 checksums=_digests(order.checksums),
                 destination=self.memory.table(order.segment, order.stride),
                 rows=_rows(order.rows),
+                lengths=_lengths(order.lengths),
+                codec=Blosc2() if order.lengths else None,
             )
         )
         return wire.Pulled(status.tobytes(), b"", time.monotonic() - started)
@@ -156,6 +216,8 @@ class DiskWorker(WorkerProcess):
                 nbytes=order.nbytes,
                 offsets=np.frombuffer(order.slots, dtype=np.uint64),
                 checksums=_digests(order.checksums),
+                lengths=_lengths(order.lengths),
+                codec=Blosc2() if order.lengths else None,
             )
         )
         return wire.Written(status.tobytes(), time.monotonic() - started)
@@ -170,6 +232,10 @@ def _digests(packed: bytes) -> npt.NDArray[np.uint8]:
 
 def _rows(packed: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(packed, dtype=np.uint32).astype(np.int64)
+
+
+def _lengths(packed: bytes) -> npt.NDArray[np.int64] | None:
+    return _rows(packed) if packed else None
 
 
 assert (DONE, MISMATCH, IO_ERROR) == (1, 2, 3), "the wire says what these mean"

@@ -29,9 +29,13 @@ class Disk(Protocol):
 
     async def scan(self, count: int) -> wire.Scanned: ...
 
-    async def add_table(self, record: bytes) -> int: ...
+    async def add_table(self, record: bytes, table: int = 0) -> int: ...
 
     async def drop_tables(self, tables: list[int]) -> None: ...
+
+    async def pack(self, order: wire.PackBlocks) -> wire.Packed: ...
+
+    def drop_pack(self, pack: int) -> None: ...
 
     async def write(self, order: wire.WriteBlocks) -> wire.Written: ...
 
@@ -73,12 +77,18 @@ class DiskProcess(Worker):
     async def scan(self, count: int) -> wire.Scanned:
         return await self._expect(wire.Scanned, wire.ScanDisk(count), START_S)
 
-    async def add_table(self, record: bytes) -> int:
-        done = await self._expect(wire.Done, wire.AddTable(record), START_S)
+    async def add_table(self, record: bytes, table: int = 0) -> int:
+        done = await self._expect(wire.Done, wire.AddTable(record, table), START_S)
         return int(done.value)
 
     async def drop_tables(self, tables: list[int]) -> None:
         await self._expect(wire.Done, wire.DropTables(tables), START_S)
+
+    async def pack(self, order: wire.PackBlocks) -> wire.Packed:
+        return await self._expect(wire.Packed, order, order.deadline_s)
+
+    def drop_pack(self, pack: int) -> None:
+        self.tell(wire.DropPack(pack))
 
     async def write(self, order: wire.WriteBlocks) -> wire.Written:
         return await self._expect(wire.Written, order, order.deadline_s)

@@ -1,4 +1,8 @@
-"""Leaving on purpose: nothing new is placed here, what only this node has is copied, leases end, it leaves."""
+"""Leaving on purpose: nothing new is placed here, what only this node has is copied, leases end, it leaves.
+
+What is in memory goes first. What is only on disks comes into memory for it, a little at a time, and for a
+limited time: a disk may hold more than others have room for.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ import msgspec
 
 from kvpool.daemon.blocks import NamespaceState
 from kvpool.daemon.cluster import Cluster
-from kvpool.daemon.copies import Copies, block_bytes
+from kvpool.daemon.copies import OFFER_BYTES, Copies, block_bytes
 from kvpool.daemon.node import Node
 from kvpool.daemon.remote import Living
 from kvpool.daemon.tasks import crash_if_failed
+from kvpool.daemon.tiers import Tiers
 from kvpool.errors import Unavailable
 from kvpool.placement.records import DrainProgress, NodeState
 from kvpool.placement.targets import choose_targets
@@ -26,6 +31,9 @@ LOOKUP_TRIES = (
     20  # with a directory that does not answer, half a second each; then all counts as sole
 )
 RETRY_S = 0.5
+MEMORY_PARTS = 8  # blocks of disks come by way of memory, at most one such part of it at a time
+READ_S = 30.0  # for so many of them
+LAST_LEASES_S = 30.0  # for leases of this node's own, as on what is being written
 DONE_SEEN_S = 1.0  # whoever follows the drain looks now and then, and is to see how it ended
 
 
@@ -33,11 +41,17 @@ class Drainer:
     """Drains this node when an operator wants it, and takes that back. Event loop only."""
 
     def __init__(
-        self, node: Node, cluster: Cluster, copies: Copies, clock: Callable[[], float]
+        self,
+        node: Node,
+        cluster: Cluster,
+        copies: Copies,
+        tiers: Tiers,
+        clock: Callable[[], float],
     ) -> None:
         self.node = node
         self.cluster = cluster
         self._copies = copies
+        self._tiers = tiers
         self._clock = clock
         self._told_at = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -67,7 +81,7 @@ class Drainer:
         cluster, node = self.cluster, self.node
         log.warning("node %s is being drained", cluster.config.node)
         cluster.state = NodeState.DRAINING
-        total = node.block_count()
+        total = sum(rules.block_count() for rules in (node, *self._tiers.rules()))
         await self._progress(DrainProgress(blocks_total=total), force=True)
         # What was read more than once goes first, in case not all finds room.
         for worth in (True, False):
@@ -79,8 +93,12 @@ class Drainer:
                     if namespace is not None and not namespace.retired:
                         chosen = node.select_by_worth(namespace, keys, worth)
                         await self._save(namespace, chosen)
+        await self._save_disks()
         progress = cluster.progress or DrainProgress()
-        while node.lease_count:
+        # Engines here may go on leasing: nobody waits longer than one of their leases can last.
+        patience_s = cluster.config.lease_s_max + LAST_LEASES_S
+        until = self._clock() + patience_s
+        while node.lease_count and self._clock() < until:
             progress = _with(progress, phase="waiting", leases=node.lease_count)
             await self._progress(progress)
             await asyncio.sleep(0.05)
@@ -90,31 +108,79 @@ class Drainer:
         await cluster.leave()
 
     async def _save(self, namespace: NamespaceState, keys: list[bytes]) -> None:
-        """Copy those of the blocks elsewhere that no other node has."""
-        progress = self.cluster.progress or DrainProgress()
-        sole = await self._sole(namespace, keys)
-        copied = failed = nbytes = 0
-        for mask, group in self._copies.by_offer(namespace, sole):
+        """Copy those of the blocks in memory elsewhere that no other node has."""
+        await self._offer(namespace, await self._sole(namespace, keys))
+        await self._count(blocks=len(keys))
+
+    async def _save_disks(self) -> None:
+        """The same of what is only on disks, until the time for that is up."""
+        node, deadline = self.node, self._clock() + self.cluster.config.ssd_drain_s
+        cursor: int | None = 0
+        while cursor is not None:
+            groups, cursor = self._tiers.walk(cursor, WALK)
+            for digest, keys in groups:
+                namespace = node.by_directory(digest)
+                saved = left = 0
+                if namespace is not None and not namespace.retired:
+                    below = self._only_below(namespace, keys)
+                    saved = await self._save_some(namespace, below, deadline)
+                    left = len(below) - saved
+                await self._count(blocks=len(keys) - left, left=left)
+
+    def _only_below(self, namespace: NamespaceState, keys: list[bytes]) -> list[bytes]:
+        """Those of the blocks of which disks hold a part that memory does not."""
+        _, here = self.node.masks(namespace.directory_digest, keys)
+        _, below = self._tiers.masks(namespace.directory_digest, keys)
+        return [key for key, up, down in zip(keys, here, below, strict=False) if down & ~up]
+
+    async def _save_some(
+        self, namespace: NamespaceState, keys: list[bytes], deadline: float
+    ) -> int:
+        """Copy those elsewhere that no other node has, a few at a time by way of memory; of how many.
+
+        Less than all only when the time is up.
+        """
+        room = min(OFFER_BYTES, namespace.tenant.allocator.size // MEMORY_PARTS)
+        if namespace.quota:
+            room = min(room, namespace.quota)
+        most = max(1, room // sum(table.stride for table in namespace.tables))
+        for at in range(0, len(keys), most):
+            seconds = min(READ_S, deadline - self._clock())
+            if seconds <= 0:
+                return at
+            sole = await self._sole(namespace, keys[at : at + most])
+            if sole:
+                await self._copies.remote.pull_each(namespace, [], b"".join(sole), seconds)
+                offered, accepted = await self._offer(namespace, sole)
+                # The others could not be read, or have gone again.
+                await self._count(failed=len(sole) - offered)
+                # They need not stay here: so the next ones do not push out what others have not got.
+                self.node.demote(namespace, b"".join(accepted))
+        return len(keys)
+
+    async def _offer(self, namespace: NamespaceState, keys: list[bytes]) -> tuple[int, list[bytes]]:
+        """Have others take those of the blocks that are in memory: how many these are, and who was taken."""
+        taken: dict[bytes, None] = {}
+        offered = 0
+        for mask, group in self._copies.by_offer(namespace, keys):
             left = group
+            offered += len(group)
             size = block_bytes(namespace, mask)
             for target in self._targets(len(group) * size):
                 accepted = await self._copies.offer(target, namespace, left, mask, reason="drain")
-                copied += len(accepted)
-                nbytes += len(accepted) * size
-                taken = set(accepted)
+                taken.update(dict.fromkeys(accepted))
+                await self._count(copied=len(accepted), copied_bytes=len(accepted) * size)
                 left = [key for key in left if key not in taken]
                 if not left:
                     break
-            failed += len(left)
-        await self._progress(
-            _with(
-                progress,
-                blocks=progress.blocks + len(keys),
-                copied=progress.copied + copied,
-                copied_bytes=progress.copied_bytes + nbytes,
-                failed=progress.failed + failed,
-            )
-        )
+        await self._count(failed=offered - len(taken))
+        return offered, list(taken)
+
+    async def _count(self, **more: int) -> None:
+        """Add to what is told of the progress."""
+        progress = self.cluster.progress or DrainProgress()
+        sums = {name: getattr(progress, name) + count for name, count in more.items()}
+        await self._progress(_with(progress, **sums))
 
     async def _sole(self, namespace: NamespaceState, keys: list[bytes]) -> list[bytes]:
         if not keys:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 from kvpool.config import DaemonConfig
 from kvpool.errors import ConfigError
+from kvpool.placement.catalog import Catalog
+from kvpool.placement.catalog_embedded import EmbeddedCatalog
 from kvpool.placement.directory import Directory
 from kvpool.placement.membership import Membership
+from kvpool.placement.redis_settings import RedisSettings
 from kvpool.placement.static import StaticCluster, StaticMembership
 from kvpool.wire import PROTOCOL_VERSION
 
@@ -48,18 +51,39 @@ async def open_directory(config: DaemonConfig) -> Directory | None:
         return None
     try:
         from kvpool.placement import redis_directory
-        from kvpool.placement.redis_settings import parse_url
     except ModuleNotFoundError as error:
         raise _not_installed("directory", error) from None
-    settings = parse_url(
+    return await redis_directory.open_directory(
+        _redis_settings(config), cluster=config.cluster, timeout_s=config.directory_timeout_s
+    )
+
+
+def catalog_is_shared(config: DaemonConfig) -> bool:
+    """Whether the nodes of the cluster see one catalog, by which they find each other's objects."""
+    return bool(config.join and config.directory)
+
+
+def open_catalog(config: DaemonConfig, clock: Callable[[], float]) -> Catalog:
+    """Where blocks are in object storage: in the directory's Redis, or known to this node alone."""
+    if not catalog_is_shared(config):
+        return EmbeddedCatalog(clock)
+    # What it needs is there, or the directory had not opened.
+    from kvpool.placement.catalog_redis import RedisCatalog
+
+    return RedisCatalog(
+        _redis_settings(config), cluster=config.cluster, timeout_s=config.directory_timeout_s
+    )
+
+
+def _redis_settings(config: DaemonConfig) -> RedisSettings:
+    from kvpool.placement.redis_settings import parse_url
+
+    return parse_url(
         config.directory,
         password=config.directory_password,
         tls_ca=config.directory_ca,
         tls_cert=config.directory_cert,
         tls_key=config.directory_key,
-    )
-    return await redis_directory.open_directory(
-        settings, cluster=config.cluster, timeout_s=config.directory_timeout_s
     )
 
 

@@ -52,7 +52,6 @@ class Lender:
         self._may_serve = may_serve
         self._stale = stale
         self._take = take
-        self._holders: dict[str, Holder] = {}
 
     def asked(self, question: wire.Ask) -> wire.Done:
         """How many blocks of the prefix a peer could pull from here."""
@@ -133,7 +132,7 @@ class Lender:
 
     def give_back(self, token: str) -> None:
         """A mover has finished with a loan, or is dead."""
-        for holder in self._holders.values():
+        for holder in map(self._holder, self.node.tenants):
             if token in holder.leases:
                 self.node.release(holder, token)
                 return
@@ -153,10 +152,7 @@ class Lender:
 
     def _holder(self, tenant: str) -> Holder:
         """Who lends. One for all movers: a dead mover's loans are given back one by one."""
-        holder = self._holders.get(tenant)
-        if holder is None:
-            holder = self._holders[tenant] = self.node.add_holder(tenant, "", "loans")
-        return holder
+        return self.node.own_holder(tenant, "loans")
 
     def _known(self, tenant: str, digest: bytes) -> NamespaceState | None:
         found = self.node.tenants.get(tenant)

@@ -6,14 +6,16 @@ Event loop only. When a mover dies, what it had borrowed is given back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from kvpool import wire
 from kvpool.config import DaemonConfig
-from kvpool.daemon.workers import START_S, Keeper, Worker
+from kvpool.daemon.nixl import NixlPath
+from kvpool.daemon.workers import RESTARTS_MAX, START_S, Keeper, Worker
 from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
 from kvpool.segment import Segment
+from kvpool.transfer import scheme_of
 
 INFLIGHT_BYTES_MAX = 1 << 30  # lent to peers at a time, by one mover
 OFFERS_MAX = 32  # taken up at a time, through one mover
@@ -171,8 +173,11 @@ class Movers:
         self.config = config
         self.incarnation = incarnation
         self.segments: dict[int, Segment] = {}
+        self.nixl_url: Callable[[str], str] = lambda _: ""  # of a peer, by its tcp:// URL
         self._source = source
         self._keepers: list[Keeper[MoverProcess]] = []
+        self._nixl_keeper: Keeper[MoverProcess] | None = None
+        self.nixl: NixlPath | None = None
 
     @property
     def source(self) -> Rules:
@@ -186,31 +191,49 @@ class Movers:
     @property
     def urls(self) -> list[str]:
         """Where peers can pull from, with the ports that were really taken."""
-        return [url for mover in self._running() for url in mover.urls]
+        return [url for mover in self._running(self._all) for url in mover.urls]
 
     async def start(self) -> None:
         """Start all of them. Raises `ConfigError` for a URL that cannot be served; then none runs."""
         count = self.config.movers
+        nixl = [url for url in self.config.listen if scheme_of(url) == "nixl"]
+        others = [url for url in self.config.listen if url not in nixl]
         for number in range(count):
-            keeper = self._keeper(list(self.config.listen[number::count]))
-            try:
-                await keeper.start()
-            except BaseException:
-                await self.stop()
-                raise
+            keeper = self._keeper(others[number::count], RESTARTS_MAX)
+            await self._start(keeper)
             self._keepers.append(keeper)
+        if nixl:
+            # It ends itself when a peer is lost in the middle of a read, however often that happens.
+            self._nixl_keeper = self._keeper(nixl, None)
+            await self._start(self._nixl_keeper)
+            self.nixl = NixlPath(
+                self._pull_by_nixl,
+                self._pull_by_tcp,
+                self._nixl_url,
+                asyncio.get_running_loop().time,
+            )
 
-    def _keeper(self, listen: list[str]) -> Keeper[MoverProcess]:
+    def _nixl_url(self, url: str) -> str:
+        return self.nixl_url(url)  # set after the start
+
+    async def _start(self, keeper: Keeper[MoverProcess]) -> None:
+        try:
+            await keeper.start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    def _keeper(self, listen: list[str], restarts_max: int | None) -> Keeper[MoverProcess]:
         def began(mover: MoverProcess) -> None:
             # A later one takes the ports that this one was given, which peers know by now.
             listen[:] = mover.urls or listen
 
-        return Keeper(lambda: MoverProcess(self, listen), began)
+        return Keeper(lambda: MoverProcess(self, listen), began, restarts_max=restarts_max)
 
     async def attach_segment(self, segment_id: int, segment: Segment) -> None:
         """Have all movers map a segment, later ones too. It must stay open until `stop`."""
         self.segments[segment_id] = segment
-        for mover in self._running():
+        for mover in self._running(self._all):
             await mover.attach(segment_id, segment)
 
     async def pull(self, order: wire.PullBlocks) -> wire.Pulled:
@@ -219,7 +242,22 @@ class Movers:
         Raises `Unavailable` when no mover runs or the one that did it died, `LimitExceeded` when too
         much is under way, and `InvalidRequest` for an order that can never work.
         """
-        pulled = await self._least_busy().order(order, order.deadline_s)
+        if self.nixl is not None:
+            return await self.nixl.pull(order)
+        return await self._pull_by_tcp(order)
+
+    async def _pull_by_tcp(self, order: wire.PullBlocks) -> wire.Pulled:
+        return await self._pull_by(self._least_busy(), order)
+
+    async def _pull_by_nixl(self, order: wire.PullBlocks) -> wire.Pulled:
+        mover = self._nixl_keeper.worker if self._nixl_keeper is not None else None
+        if mover is None or not mover.alive:
+            raise Unavailable("the mover process for NIXL does not run at the moment")
+        return await self._pull_by(mover, order)
+
+    @staticmethod
+    async def _pull_by(mover: MoverProcess, order: wire.PullBlocks) -> wire.Pulled:
+        pulled = await mover.order(order, order.deadline_s)
         assert isinstance(pulled, wire.Pulled)
         return pulled
 
@@ -229,11 +267,17 @@ class Movers:
         assert isinstance(answer, (wire.Done, wire.Bytes))
         return answer
 
-    def _running(self) -> list[MoverProcess]:
-        return [k.worker for k in self._keepers if k.worker is not None and k.worker.alive]
+    @property
+    def _all(self) -> list[Keeper[MoverProcess]]:
+        """That for NIXL is the last one, so that its URLs are."""
+        return [*self._keepers, *([self._nixl_keeper] if self._nixl_keeper is not None else [])]
+
+    @staticmethod
+    def _running(keepers: list[Keeper[MoverProcess]]) -> list[MoverProcess]:
+        return [k.worker for k in keepers if k.worker is not None and k.worker.alive]
 
     def _least_busy(self) -> MoverProcess:
-        running = self._running()
+        running = self._running(self._keepers)
         if not running:
             raise Unavailable("no mover process runs at the moment")
         return min(running, key=lambda mover: mover.busy)
@@ -248,10 +292,11 @@ class Movers:
                 "loans": keeper.worker.lending if keeper.worker is not None else 0,
                 "listening": keeper.worker.urls if keeper.worker is not None else [],
             }
-            for keeper in self._keepers
+            for keeper in self._all
         ]
 
     async def stop(self) -> None:
         """End all mover processes and wait for their death. Idempotent."""
-        await asyncio.gather(*[keeper.stop() for keeper in self._keepers])
+        await asyncio.gather(*[keeper.stop() for keeper in self._all])
         self._keepers.clear()
+        self._nixl_keeper = None

@@ -25,16 +25,17 @@ any other state. Three rules carry the promises:
    after their copy), or until they are dead as processes.
 3. Space for a put is reclaimed in the put: the eviction policy of the slot class gives one victim after
    the other, each in O(1). Blocks under a lease that come up as victims are set aside and return to the
-   policy with their last lease, so each lease costs at most one such step.
+   policy with their last lease, so each lease costs at most one such step: as the youngest, or, where
+   they were only held in place meanwhile, as the next victims.
 """
 
 from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -76,6 +77,22 @@ EVICT_TOGETHER = 64  # of one size, before another look at which size has the co
 EPOCHS_KEPT = 64  # ended epochs of a namespace that are remembered by name
 
 
+class Place(NamedTuple):
+    """Where it is decided what goes next. base: of a namespace that has a quota; empty: all others."""
+
+    stride: int
+    base: bytes = b""
+
+
+class Cold(NamedTuple):
+    """Blocks that go next at a place, in that order. free: the share of its space. held: its blocks."""
+
+    place: Place
+    free: float
+    blocks: list[Block]
+    held: int
+
+
 class Node(Space):
     """All blocks of one daemon. Not thread-safe: the control process's event loop calls it."""
 
@@ -90,6 +107,7 @@ class Node(Space):
         super().__init__(make_policy, limits or Limits())
         self.incarnation = incarnation
         self.tenants: dict[str, Tenant] = {}
+        self._own_holders: dict[tuple[str, str], Holder] = {}
         self._by_directory: dict[bytes, NamespaceState] = {}
         self._outdated: dict[tuple[str, bytes], NamespaceState] = {}  # for clients with old weights
         self._namespaces: list[NamespaceState] = []
@@ -124,6 +142,13 @@ class Node(Space):
             raise InvalidRequest(f"there is no tenant {tenant!r} on this node")
         holder = Holder(self.tenants[tenant], instance, name)
         holder.tenant.holders[id(holder)] = holder
+        return holder
+
+    def own_holder(self, tenant: str, name: str) -> Holder:
+        """A part of this daemon that reserves and leases, as `name` says; made when it is first asked for."""
+        holder = self._own_holders.get((tenant, name))
+        if holder is None:
+            holder = self._own_holders[tenant, name] = self.add_holder(tenant, "", name)
         return holder
 
     def open_namespace(
@@ -168,6 +193,20 @@ class Node(Space):
             self._tables += 1
         self._namespaces.append(namespace)
         return namespace
+
+    def add_table(self, namespace: NamespaceState, spec: PartSpec) -> PartTable:
+        """One more table of a namespace in this epoch, behind those of its parts.
+
+        For owners who keep blocks of a part in slots of several lengths: which table a block is in is
+        their business. Raises `LimitExceeded` when the segment has no class for its slots.
+        """
+        stride = namespace.tenant.allocator.stride_of(spec.nbytes)
+        table = PartTable(namespace, len(namespace.tables), spec, self._tables, stride)
+        self._tables += 1
+        namespace.tables.append(table)
+        if namespace.quota:
+            self._divide(namespace, [table])
+        return table
 
     def _begin_epoch(self, namespace: NamespaceState) -> NamespaceState:
         tenant = namespace.tenant
@@ -227,7 +266,10 @@ class Node(Space):
         new = self._begin_epoch(
             self._state(tenant, base, living.fields, living.parts, epoch, generation)
         )
-        new.settings = living.settings
+        new.settings, new.quota = living.settings, living.quota
+        if living in self._quotas:
+            del self._quotas[living]
+            self._quotas[new] = None
         return new
 
     def living(self, namespace: NamespaceState) -> NamespaceState:
@@ -297,8 +339,11 @@ class Node(Space):
                     f"{holder.reserved_bytes >> 20} MiB are reserved and not committed by this "
                     f"client, the limit is {bound >> 20} MiB: commit or abort first"
                 )
+            where = f"tenant {holder.tenant.name!r}"
+            if namespace.quota and namespace.held_bytes + stride > namespace.quota:
+                where = f"a namespace whose quota here is {namespace.quota >> 20} MiB"
             raise PoolFull(
-                f"no slot of {stride} bytes can be reclaimed for tenant {holder.tenant.name!r}: "
+                f"no slot of {stride} bytes can be reclaimed for {where}: "
                 f"leases, reservations and hard pins hold them all"
             )
         if len(rows) == len(keys):
@@ -316,6 +361,7 @@ class Node(Space):
             reserved = Reservation(table, wanted, [keys[index] for index in wanted], parents, rows)
         holder.reservations[ticket] = reserved
         holder.reserved_bytes += stride * len(rows)
+        table.reserved += len(rows)
         self.counters.reserved += len(rows)
         return stride, packed_rows
 
@@ -356,6 +402,7 @@ class Node(Space):
                 f"{len(checksums)} bytes of checksums for {len(rows)} blocks: 16 each"
             )
         holder.reserved_bytes -= table.stride * len(rows)
+        table.reserved -= len(rows)
         if indices is None or reservation.left is None or len(indices) == len(reservation.left):
             del holder.reservations[ticket]
         else:
@@ -405,6 +452,7 @@ class Node(Space):
         table.namespace.tenant.allocator.free(table.stride, rows)
         self._changes += 1
         holder.reserved_bytes -= table.stride * len(rows)
+        table.reserved -= len(rows)
         self.counters.aborted += len(rows)
 
     # ---- put in one exchange: grant, store ------------------------------------------------------
@@ -419,6 +467,9 @@ class Node(Space):
             self.limits.grant_bytes_per_holder - holder.granted_bytes,
             int(tenant.allocator.size * self.limits.grant_share) - tenant.granted_bytes,
         )
+        if namespace.quota:  # its own blocks make room for what may never be used
+            share = int(namespace.quota * self.limits.grant_share)
+            room = min(room, share - holder.granted_bytes)
         rows = self._allocate(tenant, table, max(0, min(count, room // stride)))
         self._granted(holder, stride, len(rows))
         holder.granted.setdefault(stride, set()).update(rows)
@@ -461,6 +512,8 @@ class Node(Space):
                 table, keys, parents, rows, checksums
             )
             origin = origin._replace(depths=())
+        if namespace.quota:
+            self._within_quota(table, len(keys))  # granted slots are in no namespace's quota before
         granted.difference_update(rows)
         self._granted(holder, table.stride, -len(rows))
         self._publish(table, keys, parents, rows, checksums, origin)
@@ -568,7 +621,7 @@ class Node(Space):
         """How many blocks of the prefix an engine could use, by the hit rules of `parts` (empty: all)."""
         self.settle()
         keys = split_keys(packed)
-        n = self._usable(self._tables_of(namespace, parts), keys)
+        n = self._usable(self.tables_of(namespace, parts), keys)
         counters = self.counters
         counters.match_calls += 1
         counters.match_keys += len(keys)
@@ -597,7 +650,7 @@ class Node(Space):
         the lease's `blocks` counts the keys and absent ones are no slots: see `scattered_rows`.
         """
         self.settle()
-        tables = self._tables_of(namespace, parts)
+        tables = self.tables_of(namespace, parts)
         keys = split_keys(packed)
         _check_alive(holder)
         self._check_lease_count(holder)
@@ -617,14 +670,44 @@ class Node(Space):
                 first = first_needed(spec, n) - spec.stride + 1
                 blocks = table.blocks
                 held[table.part] = (first, [blocks[key] for key in needed(spec, keys[:n])])
-        counters = self.counters
         if n == 0:
-            counters.acquire_misses += 1
+            self.counters.acquire_misses += 1
             return None
+        return self._lease(holder, namespace.tenant, held, n, seconds, now)
+
+    def lease(
+        self,
+        holder: Holder,
+        held: Mapping[int, tuple[int, list[Block]]],
+        n: int,
+        lease_s: float | None,
+        now: float,
+    ) -> Lease:
+        """Lease what is here of a usable prefix of n blocks, some of which are elsewhere.
+
+        held: part → first block index, and blocks of it that are here by settled books. All else as for `acquire`.
+        """
+        _check_alive(holder)
+        self._check_lease_count(holder)
+        seconds = None if lease_s is None else self.lease_seconds(lease_s)
+        return self._lease(holder, holder.tenant, dict(held), n, seconds, now)
+
+    def _lease(
+        self,
+        holder: Holder,
+        tenant: Tenant,
+        held: dict[int, tuple[int, list[Block]]],
+        n: int,
+        seconds: float | None,
+        now: float,
+    ) -> Lease:
+        counters = self.counters
         self._tick += 1
         tick = self._tick
-        for table in tables:
-            slots = held[table.part][1]
+        for _, slots in held.values():
+            if not slots:
+                continue
+            table = slots[0].table
             self._journal.append((LEASED, table, (slots, tick)))
             counters.leased_blocks += len(slots)
             counters.leased_bytes += len(slots) * table.spec.nbytes
@@ -635,7 +718,7 @@ class Node(Space):
         if seconds is not None:
             deadline = now + seconds
             heapq.heappush(self._deadlines, (deadline, token))
-        lease = Lease(token, namespace.tenant, holder.instance, deadline, n, held)
+        lease = Lease(token, tenant, holder.instance, deadline, n, held)
         self._leases[token] = lease
         self._hold(lease, holder)
         return lease
@@ -651,7 +734,8 @@ class Node(Space):
         self._lease_count += 1
         token = f"{self.incarnation}.{self._lease_count}"
         parts = {table.part: (0, held)}
-        lease = Lease(token, table.namespace.tenant, holder.instance, None, len(held), parts)
+        tenant = table.namespace.tenant
+        lease = Lease(token, tenant, holder.instance, None, len(held), parts, is_use=False)
         self._leases[token] = lease
         self._hold(lease, holder)
         return lease
@@ -755,7 +839,7 @@ class Node(Space):
                 break
             _, _, tenant, slot_class = min(coldest, key=lambda each: each[:2])
             gone += self._evict(
-                tenant, slot_class, slot_class.policy, min(n - gone, EVICT_TOGETHER)
+                tenant, slot_class, slot_class.policy.pop, min(n - gone, EVICT_TOGETHER)
             )
         return gone
 
@@ -807,7 +891,8 @@ class Node(Space):
     def pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> set[bytes]:
         """Pin (soft: evict last; hard: never) or unpin what is here of these blocks; which keys are.
 
-        Raises `LimitExceeded`, and changes nothing, when the tenant's quota does not cover it.
+        Raises `LimitExceeded`, and changes nothing, when that is more than the share that the tenant may
+        pin, or the same share of the namespace's quota.
         """
         changed = self.check_pin(namespace, packed, kind)
         level = PIN_KINDS[kind]
@@ -839,15 +924,21 @@ class Node(Space):
             if (block := table.blocks.get(key)) is not None and block.pin != level
         ]
         if level != PIN_NONE:
-            share = self.limits.hard_pin_share if level == PIN_HARD else self.limits.soft_pin_share
-            quota = int(tenant.allocator.size * share)
-            held = tenant.hard_bytes if level == PIN_HARD else tenant.soft_bytes
+            hard = level == PIN_HARD
+            share = self.limits.hard_pin_share if hard else self.limits.soft_pin_share
             asked = sum(block.table.stride for block in changed)
-            if held + asked > quota:
-                raise LimitExceeded(
-                    f"{kind} pins of tenant {tenant.name!r} would hold {(held + asked) >> 20} MiB; "
-                    f"the quota is {quota >> 20} MiB"
-                )
+            bounds = [
+                (f"tenant {tenant.name!r}", tenant.allocator.size, tenant.namespaces.values()),
+                (f"namespace {namespace.base.hex()}", namespace.quota, [namespace]),
+            ]
+            for whose, size, spaces in bounds:
+                pins = [t.hard_bytes if hard else t.soft_bytes for s in spaces for t in s.tables]
+                would, quota = sum(pins) + asked, int(size * share)
+                if size and asked and would > quota:
+                    raise LimitExceeded(
+                        f"{kind} pins of {whose} would hold {would >> 20} MiB; "
+                        f"the quota is {quota >> 20} MiB"
+                    )
         return changed
 
     # ---- copies elsewhere, and what the directory is told -------------------------------------------
@@ -880,7 +971,7 @@ class Node(Space):
         for block in blocks:
             table = block.table
             slot_class = table.namespace.tenant.classes[table.stride]
-            candidate = block.pin == PIN_NONE and not block.parked
+            candidate = block.pin == PIN_NONE and block.parked < 0
             if candidate:
                 slot_class.discard(block)
             block.secondary = secondary
@@ -895,18 +986,47 @@ class Node(Space):
             found += slot_class.policy.coldest(n)
         return _evictable(found)[:n]
 
-    def next_victims(self, tenant: Tenant, n: int) -> list[tuple[int, list[Block], int]]:
-        """Per stride, what its policy gives up next, in that order, and how many blocks it holds.
+    def last_used_first(self, wanted: Callable[[Block], bool]) -> list[Block]:
+        """All blocks here that are wanted. O(blocks): for a node that stops."""
+        self.settle()
+        found = [
+            block
+            for tenant in self.tenants.values()
+            for namespace in tenant.namespaces.values()
+            for table in namespace.tables
+            for block in table.blocks.values()
+            if wanted(block)
+        ]
+        found.sort(key=lambda block: -block.used)
+        return found
 
-        About n blocks each. Those under a lease, and those that others keep, are not among them.
+    def next_victims(self, tenant: Tenant, n: int, enough: float = 1.0) -> list[Cold]:
+        """What is given up next, where that is decided: per stride, and per namespace with a quota.
+
+        About n blocks each, where a smaller share than `enough` is free. Those under a lease, and those that
+        others keep, are not among them.
         """
         self.settle()
+        size = tenant.allocator.size
+        free = 1 - tenant.allocator.bytes_used / size
+        places = [
+            (Place(stride), free, slot_class.policy)
+            for stride, slot_class in tenant.classes.items()
+        ]
+        for space in self._quotas:
+            if space.tenant is tenant:
+                left = max(0.0, 1 - space.held_bytes / space.quota)
+                for stride in dict.fromkeys(table.stride for table in space.tables):
+                    _, order = tenant.classes[stride].orders
+                    places.append((Place(stride, space.base), left, order.part(space.base)))
         found = []
-        for stride, slot_class in tenant.classes.items():
-            coldest: list[Any] = slot_class.policy.coldest(n)
+        for place, share, policy in places:
+            if share > enough:
+                continue
+            coldest: list[Any] = policy.coldest(n)
             victims = [block for block in coldest if not block.leases and _is_here(block)]
             if victims:
-                found.append((stride, victims, len(slot_class.policy)))
+                found.append(Cold(place, share, victims, len(policy)))
         return found
 
     def coldest_secondary(self, tenant: Tenant, n: int) -> list[Block]:
@@ -1078,6 +1198,8 @@ class Node(Space):
                             "fields": msgspec.json.decode(namespace.fields),
                             "epoch": namespace.epoch,
                             "settings": msgspec.to_builtins(namespace.settings),
+                            "held_bytes": namespace.held_bytes,
+                            "quota_bytes": namespace.quota,
                             "blocks": [len(table.blocks) for table in namespace.tables],
                             "part_bytes": [spec.nbytes for spec in namespace.parts],
                         }
@@ -1085,6 +1207,21 @@ class Node(Space):
                     },
                 }
                 for tenant in self.tenants.values()
+            },
+        }
+
+    def usage(self, tenant: Tenant) -> dict[str, Any]:
+        """What a tenant and each of its namespaces have of this tier; plain values, quota 0 for none."""
+        self.settle()
+        return {
+            "part_bytes": tenant.allocator.size,
+            "used_bytes": tenant.allocator.bytes_used,
+            "namespaces": {
+                namespace.base.hex(): {
+                    "held_bytes": namespace.held_bytes,
+                    "quota_bytes": namespace.quota,
+                }
+                for namespace in tenant.namespaces.values()
             },
         }
 
@@ -1097,7 +1234,8 @@ class Node(Space):
             )
         return namespace.tables[part]
 
-    def _tables_of(self, namespace: NamespaceState, parts: Sequence[int]) -> list[PartTable]:
+    def tables_of(self, namespace: NamespaceState, parts: Sequence[int]) -> list[PartTable]:
+        """Those of some parts, or of all. Raises `InvalidRequest`."""
         if not parts:
             return namespace.tables
         if len(set(parts)) != len(parts):
@@ -1133,18 +1271,24 @@ class Node(Space):
         self.settle()
         del self._leases[lease.token]
         self._changes += 1
+        if lease.beside is not None:
+            lease.beside.end()
         for _, blocks in lease.parts.values():
             back: list[Block] = []
+            unused: list[Block] = []
             for block in blocks:
                 block.leases -= 1
                 if block.leases == 0:
                     if block.gone:
                         self._free(block)
-                    elif block.parked:
-                        block.parked = False
-                        back.append(block)
+                    elif block.parked >= 0:
+                        was_used = lease.is_use or block.used > block.parked
+                        (back if was_used else unused).append(block)
+                        block.parked = -1
             if back:
                 self._put_in(back)
+            if unused:
+                self._put_in(unused, first=True)
 
 
 def _is_here(block: Block) -> bool:

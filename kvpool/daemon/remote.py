@@ -1,15 +1,17 @@
 """Blocks that are not in memory here, for this node's clients: where to look, whom to ask, when to ask another.
 
-This node's own disks are one more source, as `LOCAL`. The path of a remote acquire:
+This node's own disks are one more source, as `LOCAL`; object storage is another, as `STORE`. The path of a
+remote acquire:
 
 1. The disks here hold some of what is missing. Of the rest the directory says who holds what (or,
-   without one, the peers are asked).
+   without one, the peers are asked), and the catalog what lies in object storage.
 2. The hit rule over all living replicas gives the prefix that can be had; of that, what is missing here.
-3. Each missing part is given to the peer that should deliver it soonest; several work in parallel.
-4. A part that is on its way for somebody else is waited for, not fetched twice.
-5. A peer that takes longer than it should is given a rival: the next replica's peer. The first to
+3. Where the engine says how fast it computes, what it computes sooner than it comes is left out.
+4. Each missing part is given to the peer that should deliver it soonest; several work in parallel.
+5. A part that is on its way for somebody else is waited for, not fetched twice.
+6. A peer that takes longer than it should is given a rival: the next replica's peer. The first to
    deliver wins, the other one is called off.
-6. What a peer does not have is remembered for a while, and asked of the next one.
+7. What a peer does not have is remembered for a while, and asked of the next one.
 
 All this ends by the caller's deadline, with what has arrived by then. Event loop only.
 """
@@ -27,6 +29,7 @@ from kvpool.daemon.blocks import Holder, NamespaceState, PartTable, Reservation
 from kvpool.daemon.node import Node
 from kvpool.daemon.space import OWN, Origin
 from kvpool.daemon.tasks import crash_if_failed
+from kvpool.daemon.worth import Choice, Sources, choose
 from kvpool.errors import (
     InvalidRequest,
     KvpoolError,
@@ -36,10 +39,18 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.placement.directory import TIERS, Directory, Entry
-from kvpool.placement.prefix import needed, somewhere, usable
+from kvpool.placement.prefix import AnyOf, needed, somewhere, usable
 from kvpool.placement.records import NodeRecord
-from kvpool.placement.sources import Candidate, NegativeMemory, Peers, Remembered, plan
-from kvpool.types import KEY_BYTES, split_keys
+from kvpool.placement.sources import (
+    TRIAL_S,
+    Candidate,
+    NegativeMemory,
+    Peers,
+    Remembered,
+    faster,
+    plan,
+)
+from kvpool.types import KEY_BYTES, Recompute, split_keys
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -54,12 +65,16 @@ ROUNDS_MAX = 8  # shorter and shorter prefixes, when the directory was wrong
 RIVALS_MAX = 2  # transfers of one part of a block at a time
 FLIGHT_S = 1.0  # a transfer goes on for at least so long, whoever still waits: others will want it
 FLIGHTS_MAX = 256
+TRIAL_BYTES = 1 << 20  # loaded to learn how fast a source is, or one block where that is more
 NEGATIVE_S, NEGATIVE_MAX = 2.0, 1 << 16
 REMEMBERED_MAX = 1 << 18
 PRESENT, MISMATCH = 1, 2  # `Pulled.status`
 
 SECONDARY = Origin(secondary=True)
 LOCAL = b"kvp-disk"  # stands for this node's disks where others are known by their incarnations
+DEVICE = b"kvp-device"  # the same for its spare device memory; longer than an incarnation, as none can be
+STORE = b"kvp-store"  # the same for object storage; longer than an incarnation, as none can be
+NOT_NODES = {LOCAL: "ssd of this node", DEVICE: "device of this node", STORE: "object storage"}
 
 
 class Living(NamedTuple):
@@ -93,6 +108,32 @@ class Lower(Protocol):
         """Read blocks into reserved rows; as `Carrier.pull`."""
 
 
+class Beyond(Protocol):
+    """Object storage, shared by all nodes."""
+
+    @property
+    def any(self) -> bool:
+        """Whether there is any."""
+
+    async def where(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        *,
+        prefix: bool = False,
+    ) -> Mapping[bytes, int]:
+        """Which parts of these keys are there, as masks. prefix: not asked on where it ends.
+
+        Raises `Unavailable`.
+        """
+
+    async def read(
+        self, table: PartTable, keys: Sequence[bytes], rows: Sequence[int], seconds: float
+    ) -> wire.Pulled:
+        """Read blocks into reserved rows; as `Carrier.pull`."""
+
+
 class Neighbours(Protocol):
     """What a node knows of its cluster."""
 
@@ -115,6 +156,7 @@ class Flight:
     incarnation: bytes
     keys: Sequence[bytes]
     hedge_at: float  # a rival may begin then
+    background: bool = False  # nobody waits for it
     late: bool = False
     task: asyncio.Task[None] = field(init=False)
 
@@ -138,11 +180,16 @@ class Remote:
         carrier: Carrier,
         neighbours: Neighbours,
         lower: Lower,
+        beyond: Beyond,
         peers: Peers,
         clock: Callable[[], float],
+        device: Lower | None = None,
     ) -> None:
         self.node = node
-        self._lower = lower
+        self._local: dict[bytes, Lower] = {LOCAL: lower}
+        if device is not None:
+            self._local[DEVICE] = device
+        self._beyond = beyond
         self.peers = peers
         self._carrier = carrier
         self._neighbours = neighbours
@@ -152,7 +199,6 @@ class Remote:
         self._flights: dict[tuple[PartTable, bytes], list[Flight]] = {}
         self._flying: dict[Flight, None] = {}
         self._tickets = 0
-        self._holders: dict[str, Holder] = {}
         self.counters = {
             "lookups": 0,
             "lookups_failed": 0,
@@ -160,6 +206,8 @@ class Remote:
             "joined": 0,  # parts that were on their way for somebody else
             "rivals": 0,  # parts that a second peer was asked for as well
             "called_off": 0,  # transfers that a rival was faster than
+            "declined": 0,  # parts that are computed sooner than they come
+            "trials": 0,  # transfers all the same, to learn how fast their source is
             "absent": 0,
             "mismatches": 0,
             "failed_transfers": 0,
@@ -168,7 +216,8 @@ class Remote:
     @property
     def active(self) -> bool:
         """Whether there is anything to pull from."""
-        return self._lower.any or bool(self._neighbours.living)
+        below = any(lower.any for lower in self._local.values()) or self._beyond.any
+        return below or bool(self._neighbours.living)
 
     def stats(self) -> dict[str, Any]:
         peers = self.peers.stats(self._clock())
@@ -176,8 +225,8 @@ class Remote:
             incarnation = bytes.fromhex(peer["incarnation"])
             other = self._neighbours.living.get(incarnation)
             peer["node"] = "" if other is None else other.record.node
-            if incarnation == LOCAL:
-                peer["node"], peer["incarnation"] = "ssd of this node", ""
+            if incarnation in NOT_NODES:
+                peer["node"], peer["incarnation"] = NOT_NODES[incarnation], ""
         return {**self.counters, "transfers": len(self._flying), "peers": peers}
 
     def close(self) -> None:
@@ -188,38 +237,69 @@ class Remote:
     # ---- for clients ---------------------------------------------------------------------------------
 
     async def pull(
-        self, namespace: NamespaceState, parts: Sequence[int], packed: bytes, wait_s: float
+        self,
+        namespace: NamespaceState,
+        parts: Sequence[int],
+        packed: bytes,
+        wait_s: float,
+        recompute: Recompute | None = None,
+        *,
+        direct: bool = False,
     ) -> int:
-        """Bring what is missing of the prefix here; the usable blocks afterwards. Ends by `wait_s`."""
+        """Bring what is missing of the prefix here; the usable blocks afterwards. Ends by `wait_s`.
+
+        recompute: the price of computing the blocks instead; what takes longer to load is left out. direct:
+        who asks reads spare device memory by itself, so that what lies there is here.
+        """
         if not wait_s > 0:
             raise InvalidRequest(f"a wait of {wait_s} seconds")
         deadline = self._clock() + wait_s
-        here = self.node.match(namespace, parts, packed)
+        here = self.match(namespace, parts, packed, direct=direct)
         if here * KEY_BYTES == len(packed) or not self.active:
             return here
         tables = [namespace.tables[part] for part in parts] if parts else namespace.tables
         keys = split_keys(packed)
         located = self._on_disks(tables, keys)
-        asked = not self._neighbours.living
+        asked = not (self._neighbours.living or self._beyond.any)
         # A shorter prefix may need blocks that a longer one does not (windows), so when one turns out not
         # to be had, what the next one lacks is fetched too. Others are asked when disks do not have it all,
         # or did not deliver.
         for _ in range(ROUNDS_MAX):
-            there = self._usable(tables, keys, located)
+            there, declined = Choice(self._usable(tables, keys, located), {})
+            if asked or there == len(keys):
+                there, declined = self._choose(tables, keys, here, located, recompute)
             if there < len(keys) and not asked:
                 asked = True
-                elsewhere = await self._locate(namespace, tables, keys, there, deadline)
-                for key, entries in elsewhere.items():
-                    located.setdefault(key, []).extend(entries)
-                there = self._usable(tables, keys, located)
+                for elsewhere in await asyncio.gather(
+                    self._locate(namespace, tables, keys, there, deadline),
+                    self._in_store(namespace, tables, keys, deadline, prefix=True),
+                ):
+                    for key, entries in elsewhere.items():
+                        located.setdefault(key, []).extend(entries)
+                there, declined = self._choose(tables, keys, here, located, recompute)
+            if recompute is not None:
+                keys = keys[:there]  # decided once: what is declined now is not considered again
+                self._decline(declined)
             if there <= here or self._clock() >= deadline:
                 break
-            lacking = await self._complete(namespace, tables, keys[:there], located, deadline)
-            here = self.node.match(namespace, parts, packed)
+            wants = self._missing(tables, keys[:there], located, direct=direct)
+            lacking = await self._complete(namespace, tables, keys[:there], wants, deadline)
+            here = self.match(namespace, parts, packed, direct=direct)
             if not lacking:
                 break
             _strike_out(located, lacking)
-        return self.node.match(namespace, parts, packed)
+        return self.match(namespace, parts, packed, direct=direct)
+
+    def match(
+        self, namespace: NamespaceState, parts: Sequence[int], packed: bytes, *, direct: bool
+    ) -> int:
+        """The usable blocks of a prefix in memory, or with `direct` there and in spare device memory."""
+        if not direct:
+            return self.node.match(namespace, parts, packed)
+        self.node.settle()
+        tables = self.node.tables_of(namespace, parts)
+        held = [AnyOf((table.blocks, *self._local[DEVICE].held(table))) for table in tables]
+        return usable([table.spec for table in tables], held, split_keys(packed))
 
     async def pull_each(
         self, namespace: NamespaceState, parts: Sequence[int], packed: bytes, wait_s: float
@@ -232,8 +312,8 @@ class Remote:
         tables = [namespace.tables[part] for part in parts] if parts else namespace.tables
         keys = split_keys(packed)
         located = self._on_disks(tables, keys)
+        missing = [key for key in keys if key not in located and not _held(tables, key)]
         if self._neighbours.living:
-            missing = [key for key in keys if key not in located and not _held(tables, key)]
             try:
                 async with asyncio.timeout((deadline - self._clock()) * LOOKUP_SHARE):
                     for at in range(0, len(missing), LOOKUP_KEYS):
@@ -241,24 +321,77 @@ class Remote:
                         located.update(zip(chunk, await self.locate(namespace, chunk), strict=True))
             except (Unavailable, TimeoutError):
                 self.counters["lookups_failed"] += 1
+        stored = await self._in_store(namespace, tables, missing, deadline, prefix=False)
+        for key, entries in stored.items():
+            located[key] = [*located.get(key, ()), *entries]
+        candidates = _Candidates()
         wants = [
-            Want(table, key, _candidates(located[key], table.part))
+            Want(table, key, candidates(located[key], table.part))
             for table in tables
             for key in keys
             if key not in table.blocks and key in located
         ]
         await self._fetch(wants, deadline)
 
+    def _choose(
+        self,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        here: int,
+        located: Mapping[bytes, Sequence[Entry]],
+        recompute: Recompute | None,
+    ) -> Choice:
+        """How much of a prefix is to be brought here: all that there is, unless computing is sooner."""
+        if recompute is None:
+            return Choice(self._usable(tables, keys, located), {})
+        now = self._clock()
+        living = _Candidates(self._lives)
+
+        def candidates(table: PartTable, key: bytes, entries: Sequence[Entry]) -> list[Candidate]:
+            found = living(entries, table.part)
+            if not self._negative:
+                return found
+            return [one for one in found if not self._lacks(table, key, one.incarnation, now)]
+
+        def awaited(table: PartTable, key: bytes) -> list[bytes]:
+            flights = self._flights.get((table, key), ())
+            return [flight.incarnation for flight in flights if not flight.background]
+
+        return choose(
+            tables,
+            keys,
+            here,
+            located,
+            lambda some: self._usable(tables, some, located),
+            Sources(candidates, awaited, self.peers, SLICE_BYTES),
+            recompute,
+            now,
+        )
+
+    def _decline(self, declined: Mapping[bytes, Sequence[tuple[PartTable, bytes]]]) -> None:
+        """Count what is not loaded, and try a little of it all the same if it is time to. Nobody waits for that."""
+        now = self._clock()
+        for incarnation, parts in declined.items():
+            self.counters["declined"] += len(parts)
+            self.peers.declined(incarnation, len(parts))
+            if not self.peers.begin_trial(incarnation, now):
+                continue
+            table = parts[0][0]
+            most = max(1, TRIAL_BYTES // table.spec.nbytes)
+            wants = [Want(table, key, []) for other, key in parts[:most] if other is table]
+            self.counters["trials"] += self._begin(
+                table, incarnation, wants, now, now + TRIAL_S, SECONDARY, background=False
+            )
+
     async def _complete(
         self,
         namespace: NamespaceState,
         tables: Sequence[PartTable],
         keys: Sequence[bytes],
-        located: Mapping[bytes, Sequence[Entry]],
+        wants: Sequence[Want],
         deadline: float,
     ) -> Sequence[Want]:
         """Bring what is missing of a prefix that should be there in full; what could not be had."""
-        wants = self._missing(tables, keys, located)
         kept: list[str] = []
         try:
             # Else what is here of it, and what comes first, would make room for what comes after.
@@ -297,21 +430,21 @@ class Remote:
         return self._usable(tables, keys, self._on_disks(tables, keys))
 
     def lies_below(self, table: PartTable, keys: Sequence[bytes]) -> bool:
-        """Whether any of these is on a disk here and not in memory."""
-        held = self._lower.held(table)
+        """Whether any of these is in a tier below memory here and not in memory."""
+        held = [keys_of for lower in self._local.values() for keys_of in lower.held(table)]
         if not held:
             return False
         self.node.settle()
         return any(key not in table.blocks and any(key in each for each in held) for key in keys)
 
     async def fetch_up(self, table: PartTable, keys: Sequence[bytes], wait_s: float) -> None:
-        """Bring blocks of a table from this node's disks into memory. Ends by `wait_s`."""
-        local = [Candidate(LOCAL, TIERS["dram"])]
-        held = self._lower.held(table)
+        """Bring blocks of a table from this node's tiers below memory into it. Ends by `wait_s`."""
+        located = self._on_disks([table], keys)
+        candidates = _Candidates()
         wants = [
-            Want(table, key, local)
+            Want(table, key, candidates(located[key], table.part))
             for key in keys
-            if key not in table.blocks and any(key in keys_of for keys_of in held)
+            if key not in table.blocks and key in located
         ]
         if wants:
             await self._fetch(wants, self._clock() + wait_s)
@@ -333,25 +466,53 @@ class Remote:
             for key in keys
             if key not in table.blocks
         ]
-        await self._fetch(wants, deadline, origin)
+        await self._fetch(wants, deadline, origin, background=True)
 
     # ---- who has what --------------------------------------------------------------------------------
 
     def _on_disks(
         self, tables: Sequence[PartTable], keys: Sequence[bytes]
     ) -> dict[bytes, list[Entry]]:
-        """What of these keys lies on this node's disks."""
-        masks: dict[bytes, int] = {}
-        for table in tables:
-            bit = 1 << table.part
-            for held in self._lower.held(table):
-                for key in filter(held.__contains__, keys):
-                    masks[key] = masks.get(key, 0) | bit
-        return {key: [Entry(LOCAL, TIERS["dram"], mask)] for key, mask in masks.items()}
+        """What of these keys lies below memory on this node: on disks, or in spare device memory."""
+        located: dict[bytes, list[Entry]] = {}
+        for incarnation, lower in self._local.items():
+            masks: dict[bytes, int] = {}
+            for table in tables:
+                bit = 1 << table.part
+                for held in lower.held(table):
+                    for key in filter(held.__contains__, keys):
+                        masks[key] = masks.get(key, 0) | bit
+            for key, mask in masks.items():
+                located.setdefault(key, []).append(Entry(incarnation, TIERS["dram"], mask))
+        return located
 
     def _lives(self, incarnation: bytes) -> bool:
         """Whether this source can be asked."""
-        return incarnation in self._neighbours.living or (incarnation == LOCAL and self._lower.any)
+        if incarnation == STORE:
+            return self._beyond.any
+        lower = self._local.get(incarnation)
+        return incarnation in self._neighbours.living if lower is None else lower.any
+
+    async def _in_store(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        deadline: float,
+        *,
+        prefix: bool,
+    ) -> dict[bytes, list[Entry]]:
+        """What of these keys lies in object storage."""
+        if not keys or not self._beyond.any:
+            return {}
+        lacking = [table for table in tables if any(key not in table.blocks for key in keys)]
+        try:
+            async with asyncio.timeout((deadline - self._clock()) * LOOKUP_SHARE):
+                masks = await self._beyond.where(namespace, lacking, keys, prefix=prefix)
+        except (Unavailable, TimeoutError):
+            self.counters["lookups_failed"] += 1
+            return {}
+        return {key: [Entry(STORE, TIERS["remote"], mask)] for key, mask in masks.items()}
 
     async def locate(
         self, namespace: NamespaceState, keys: Sequence[bytes], *, engines: bool = False
@@ -377,6 +538,8 @@ class Remote:
         deadline: float,
     ) -> dict[bytes, list[Entry]]:
         """Living replicas of the keys that matter: what comes after `here`, and the windows before it."""
+        if not self._neighbours.living:
+            return {}
         wait_s = (deadline - self._clock()) * LOOKUP_SHARE
         if self._neighbours.directory is None:
             return await self._ask_all(namespace, tables, keys, wait_s)
@@ -480,14 +643,25 @@ class Remote:
         tables: Sequence[PartTable],
         keys: Sequence[bytes],
         located: Mapping[bytes, Sequence[Entry]],
+        *,
+        direct: bool,
     ) -> list[Want]:
-        """What is not here of a prefix, in the order of the chain, part by part."""
-        return [
-            Want(table, key, _candidates(located.get(key, ()), table.part))
-            for table in tables
-            for key in needed(table.spec, keys)
-            if key not in table.blocks
-        ]
+        """What is not here of a prefix, in the order of the chain, part by part. direct: see `pull`."""
+        candidates = _Candidates()
+        wants = []
+        for table in tables:
+            beside = self._local[DEVICE].held(table) if direct else ()
+            here = AnyOf((table.blocks, *beside))
+            wants += [
+                Want(table, key, candidates(located.get(key, ()), table.part))
+                for key in needed(table.spec, keys)
+                if key not in here
+            ]
+        return wants
+
+    def _lacks(self, table: PartTable, key: bytes, incarnation: bytes, now: float) -> bool:
+        """Whether a source was found lately not to have it, whatever the directory says."""
+        return self._negative.has(table.namespace.digest, table.part, key, incarnation, now)
 
     # ---- transfers -----------------------------------------------------------------------------------
 
@@ -497,10 +671,12 @@ class Remote:
         deadline: float,
         origin: Origin = SECONDARY,
         kept: list[str] | None = None,
+        background: bool = False,
     ) -> Sequence[Want]:
         """Have transfers bring what is wanted; until it is here, nobody is left to ask, or it is late.
 
-        kept: takes the tokens of leases on what has come. Returns what did not come.
+        kept: takes the tokens of leases on what has come. background: no engine waits for it. Returns
+        what did not come.
         """
         for want in wants:
             self.counters["joined"] += (want.table, want.key) in self._flights
@@ -521,7 +697,7 @@ class Remote:
             now = self._clock()
             if not wants or now >= deadline:
                 return wants
-            self._launch(wants, now, deadline, origin)
+            self._launch(wants, now, deadline, origin, background)
             flights = dict.fromkeys(
                 flight for want in wants for flight in self._flights.get((want.table, want.key), ())
             )
@@ -543,31 +719,34 @@ class Remote:
                 flight.task.cancel()
                 self.counters["called_off"] += 1
 
-    def _launch(self, wants: Sequence[Want], now: float, deadline: float, origin: Origin) -> None:
+    def _launch(
+        self,
+        wants: Sequence[Want],
+        now: float,
+        deadline: float,
+        origin: Origin,
+        background: bool,
+    ) -> None:
         """Begin a transfer for whatever has none, or only such as take too long."""
         by_table: dict[PartTable, list[tuple[Want, list[Candidate]]]] = {}
         for want in wants:
             flights = self._flights.get((want.table, want.key), ())
-            if len(flights) >= RIVALS_MAX or any(flight.hedge_at > now for flight in flights):
+            # What gives way to everything else is nothing to wait for.
+            ahead = [flight for flight in flights if background or not flight.background]
+            if len(flights) >= RIVALS_MAX or any(flight.hedge_at > now for flight in ahead):
                 continue
-            for flight in flights:
+            for flight in ahead:
                 if not flight.late:
                     flight.late = True
                     self.peers.slow(flight.incarnation, now)
-            flying = {flight.incarnation for flight in flights}
+            flying = {flight.incarnation for flight in ahead}
             candidates = [
                 candidate
                 for candidate in want.candidates
                 if candidate.incarnation not in want.tried
                 and candidate.incarnation not in flying
                 and self._lives(candidate.incarnation)
-                and not self._negative.has(
-                    want.table.namespace.digest,
-                    want.table.part,
-                    want.key,
-                    candidate.incarnation,
-                    now,
-                )
+                and not self._lacks(want.table, want.key, candidate.incarnation, now)
             ]
             if candidates:
                 by_table.setdefault(want.table, []).append((want, candidates))
@@ -585,7 +764,7 @@ class Remote:
                     chosen = [found[index][0] for index in indices[at : at + most]]
                     for want in chosen:
                         want.tried.add(incarnation)
-                    self._begin(table, incarnation, chosen, now, deadline, origin)
+                    self._begin(table, incarnation, chosen, now, deadline, origin, background)
 
     def _begin(
         self,
@@ -595,17 +774,20 @@ class Remote:
         now: float,
         deadline: float,
         origin: Origin,
-    ) -> None:
+        background: bool,
+    ) -> bool:
+        """Whether the transfer began: there may be too many."""
         if len(self._flying) >= FLIGHTS_MAX:
-            return
+            return False
         nbytes = len(wants) * table.spec.nbytes
         flight = Flight(
             table,
             incarnation,
             [want.key for want in wants],
             now + self.peers.hedge_after_s(incarnation, nbytes),
+            background,
         )
-        local = incarnation == LOCAL
+        local = incarnation in NOT_NODES
         url = "" if local else self._neighbours.living[incarnation].url
         seconds = max(deadline - now, FLIGHT_S)
         self._flying[flight] = None
@@ -618,6 +800,7 @@ class Remote:
             self._fly(flight, url, seconds, OWN if local else origin)
         )
         flight.task.add_done_callback(lambda task: self._landed(flight, task))
+        return True
 
     def _landed(self, flight: Flight, task: asyncio.Task[None]) -> None:
         self._flying.pop(flight, None)
@@ -648,7 +831,7 @@ class Remote:
         try:
             # This returns, raises or is cancelled only when nothing writes to the rows any more, so
             # that what did not arrive can be given back.
-            pulled = await self._bring(table, url, reservation, seconds)
+            pulled = await self._bring(flight, url, reservation, seconds)
             came = [i for i, s in zip(indices, pulled.status, strict=True) if s == PRESENT]
             checksums = b"".join(
                 [
@@ -673,11 +856,13 @@ class Remote:
         self._note(flight, keys, pulled)
 
     async def _bring(
-        self, table: PartTable, url: str, reservation: Reservation, seconds: float
+        self, flight: Flight, url: str, reservation: Reservation, seconds: float
     ) -> wire.Pulled:
-        """Have reserved rows filled, by a peer, or from this node's disks where there is no URL."""
+        """Have reserved rows filled, by a peer, or where there is no URL, from disks or object storage."""
+        table = flight.table
         if not url:
-            return await self._lower.read(table, reservation.keys, reservation.rows, seconds)
+            source = self._local.get(flight.incarnation, self._beyond)
+            return await source.read(table, reservation.keys, reservation.rows, seconds)
         namespace = table.namespace
         return await self._carrier.pull(
             wire.PullBlocks(
@@ -691,6 +876,7 @@ class Remote:
                 stride=table.stride,
                 rows=wire.pack_rows(reservation.rows),
                 deadline_s=seconds,
+                background=flight.background,
             )
         )
 
@@ -710,22 +896,35 @@ class Remote:
         self.counters["absent"] += pulled.status.count(0)
         nbytes = len(keys) * table.spec.nbytes
         if pulled.error:
-            self._failed(flight, nbytes, pulled.error)
+            # Of what the error broke off, as much as one block may have been half here.
+            arrived = (came + 1) * table.spec.nbytes
+            self._failed(flight, nbytes, pulled.error, arrived, pulled.seconds)
+        elif flight.background:
+            self.peers.stopped(incarnation, nbytes)  # how long it gave way says nothing of the peer
         else:
             self.peers.finished(
                 incarnation, came * table.spec.nbytes, pulled.seconds, now, asked=nbytes
             )
 
-    def _failed(self, flight: Flight, nbytes: int, error: str) -> None:
+    def _failed(
+        self, flight: Flight, nbytes: int, error: str, at_most: int = 0, seconds: float = 0.0
+    ) -> None:
         self.counters["failed_transfers"] += 1
-        self.peers.failed(flight.incarnation, self._clock(), error=error, asked=nbytes)
+        if flight.background:
+            self.peers.stopped(flight.incarnation, nbytes)
+            return
+        self.peers.failed(
+            flight.incarnation,
+            self._clock(),
+            error=error,
+            asked=nbytes,
+            at_most=at_most,
+            seconds=seconds,
+        )
 
     def _holder(self, tenant: str) -> Holder:
         """Who reserves for transfers. It lives as long as this process."""
-        holder = self._holders.get(tenant)
-        if holder is None:
-            holder = self._holders[tenant] = self.node.add_holder(tenant, "", "pulls")
-        return holder
+        return self.node.own_holder(tenant, "pulls")
 
 
 def _may_be_had(entry: Entry) -> bool:
@@ -733,13 +932,29 @@ def _may_be_had(entry: Entry) -> bool:
     return entry.tier != TIERS["gpu"]
 
 
-def _candidates(entries: Iterable[Entry], part: int) -> list[Candidate]:
-    """Whom to ask for a part: each source once, in the fastest tier that it has it in."""
-    tiers: dict[bytes, int] = {}
-    for entry in filter(_may_be_had, entries):
-        if entry.mask >> part & 1:
-            tiers[entry.incarnation] = min(entry.tier, tiers.get(entry.incarnation, entry.tier))
-    return [Candidate(incarnation, tier) for incarnation, tier in tiers.items()]
+class _Candidates:
+    """Whom to ask for a part: each source once, in the fastest tier that it has it in.
+
+    Neighbours in a chain mostly lie together: what was worked out for one of them serves the next, and is
+    the same list.
+    """
+
+    def __init__(self, lives: Callable[[bytes], bool] = lambda _: True) -> None:
+        self._lives = lives
+        self._last: tuple[int, Sequence[Entry]] = (-1, ())
+        self._found: list[Candidate] = []
+
+    def __call__(self, entries: Sequence[Entry], part: int) -> list[Candidate]:
+        if self._last == (part, entries):
+            return self._found
+        tiers: dict[bytes, int] = {}
+        for entry in filter(_may_be_had, entries):
+            if entry.mask >> part & 1 and self._lives(entry.incarnation):
+                best = tiers.get(entry.incarnation, entry.tier)
+                tiers[entry.incarnation] = faster(entry.tier, best)
+        self._last = part, entries
+        self._found = [Candidate(incarnation, tier) for incarnation, tier in tiers.items()]
+        return self._found
 
 
 def _strike_out(located: dict[bytes, list[Entry]], lacking: Sequence[Want]) -> None:

@@ -57,13 +57,17 @@ def parse_parts(
 
 def parse_wish(m: wire.OpenNamespace) -> NamespaceSettings:
     """The settings that a client wants of a namespace that is new. Raises `InvalidRequest`."""
-    wish = SettingsChange(m.copies or None, m.write, m.ttl_s, m.ssd_codec)
+    wish = SettingsChange(
+        m.copies or None, m.write, m.ttl_s, m.ssd_codec, write_remote=m.write_remote
+    )
     return wish.checked().apply(DEFAULT_SETTINGS)
 
 
 def parse_change(m: wire.Configure) -> SettingsChange:
     """What an operator wants changed. Raises `InvalidRequest`."""
-    change = SettingsChange(m.replicas, m.write, m.ttl_s, m.ssd_codec)
+    change = SettingsChange(
+        m.replicas, m.write, m.ttl_s, m.ssd_codec, m.dram_quota, m.ssd_quota, m.write_remote
+    )
     if change.empty:
         raise InvalidRequest("no setting is named that is to be changed")
     return change.checked()

@@ -32,9 +32,10 @@ import uvloop
 
 from kvpool import wire
 from kvpool.config import DaemonConfig
-from kvpool.daemon.blocks import Holder, Lease, Limits, NamespaceState, Tenant
+from kvpool.daemon.blocks import Block, Holder, Lease, Limits, NamespaceState, Tenant
 from kvpool.daemon.cluster import Cluster
 from kvpool.daemon.copies import Copies
+from kvpool.daemon.devices import DeviceTier, check_environment
 from kvpool.daemon.draining import Drainer
 from kvpool.daemon.engines import Engines, zmq_subscribe
 from kvpool.daemon.expiry import Expiry
@@ -43,10 +44,11 @@ from kvpool.daemon.lending import Lender
 from kvpool.daemon.movers import Movers
 from kvpool.daemon.node import Node
 from kvpool.daemon.processes import peer_pid, peer_pidfd, peer_uid
-from kvpool.daemon.remote import Remote
+from kvpool.daemon.remote import NOT_NODES, STORE, Remote
 from kvpool.daemon.requests import parse_change, parse_parts, parse_wish, rows
 from kvpool.daemon.shelf import TableRecord
 from kvpool.daemon.space import OWN, Origin
+from kvpool.daemon.store_tier import StoreTier
 from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers import Tiers
 from kvpool.errors import (
@@ -63,13 +65,13 @@ from kvpool.errors import (
 )
 from kvpool.placement.directory import TIERS, Directory, Entry
 from kvpool.placement.membership import Membership
-from kvpool.placement.records import NamespaceSettings, NodeState, new_incarnation
+from kvpool.placement.records import NamespaceSettings, NodeState, new_incarnation, quota_bytes
 from kvpool.placement.sources import Peers
 from kvpool.segment import Segment
 from kvpool.storage.dram import PAGE, DramSegment, free_memory_bytes
 from kvpool.storage.eviction import DEFAULT_POLICY, Costs, make_policy
 from kvpool.storage.stack import dram_costs, ssd_costs
-from kvpool.types import KEY_BYTES, split_keys
+from kvpool.types import KEY_BYTES, Recompute, split_keys
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -109,6 +111,8 @@ class Server:
         self.clock = clock
         self._policy = config.policy or DEFAULT_POLICY
         make_policy(self._policy, 1)  # an unknown name is told before any memory is taken
+        if config.device is not None:
+            check_environment()
         self.node = self._make_rules(dram_costs(disks=bool(config.ssd)))
         self.segments: dict[str, Segment] = {}
         self.clients: dict[tuple[str, str], ClientHandle] = {}
@@ -128,6 +132,8 @@ class Server:
         self.cluster: Cluster
         self.remote: Remote
         self.tiers: Tiers
+        self.store: StoreTier
+        self.device: DeviceTier | None = None
         self.engines: Engines
         self.copies: Copies
         self.expiry: Expiry
@@ -194,6 +200,9 @@ class Server:
             for segment_id, tenant in enumerate(self.segments):
                 await self.movers.attach_segment(segment_id, self.segments[tenant])
             await self._enter_cluster()
+            if self.device is not None:
+                self.device.start(dict(enumerate(self.segments.values())))
+            await self.store.start(dict(enumerate(self.segments.values())))
             await self.tiers.start(dict(enumerate(self.segments.values())))
             listener = _listen(self.config.socket, self.config.socket_mode)
             loop.add_reader(listener.fileno(), self._accept, listener)
@@ -220,30 +229,47 @@ class Server:
     ) -> None:
         """Make what this node is to others, and introduce them to each other. rng: spreads ties only."""
         config, node, clock = self.config, self.node, self.clock
-        peers = Peers(config.labels, rng)
+        peers = Peers(config.labels, rng, apart=NOT_NODES)
         self.cluster = Cluster(
             config, node, membership, directory, peers, clock, rng, next_incarnation
         )
         self.tiers = Tiers(config, node, clock, lambda: self._make_rules(ssd_costs()), self._adopt)
-        self.remote = Remote(node, self.movers, self.cluster, self.tiers, peers, clock)
+        self.store = StoreTier(config, node, self.cluster, clock)
+        if config.device is not None:
+            self.device = DeviceTier(
+                config.device,
+                node,
+                clock,
+                lambda: self._make_rules(dram_costs(disks=bool(config.ssd))),
+            )
+        self.remote = Remote(
+            node, self.movers, self.cluster, self.tiers, self.store, peers, clock, self.device
+        )
         self.copies = Copies(node, self.cluster, self.remote, self.movers, clock)
-        self.expiry = Expiry(lambda: (node, *self.tiers.rules()), self._ttl_s, clock)
-        self._drainer = Drainer(node, self.cluster, self.copies, clock)
+        self.expiry = Expiry(lambda: (node, *self._rules_below()), self._ttl_s, clock)
+        self._drainer = Drainer(node, self.cluster, self.copies, self.tiers, clock)
         self.cluster.drain = self._drainer.wanted
+        self.cluster.configured += [self._limit, self.tiers.limit]
         if self.tiers.shelves:
             self.cluster.holdings[TIERS["ssd"]] = self.tiers
             self.cluster.lower_tiers = self.tiers.records
             self.cluster.entered.append(self.tiers.enter)
             self.cluster.keep_epoch = self.tiers.record
+        if self.device is not None:
+            below, device = self.cluster.lower_tiers, self.device
+            self.cluster.lower_tiers = lambda: (*below(), device.record())
+            self.cluster.holdings[TIERS["device"]] = device
+            self.cluster.entered.append(device.enter)
         self.engines = Engines(
             config,
             node,
-            (node, self.tiers),
+            (node, self.tiers) if self.device is None else (node, self.tiers, self.device),
             zmq_subscribe(clock) if config.events else None,
             lambda: self.cluster.announce(TIERS["gpu"], self.engines),
         )
-        self.cluster.entered.append(self.engines.enter)
+        self.cluster.entered += [self.engines.enter, self.store.enter]
         self.cluster.lost_nodes.append(self.copies.repair)
+        self.movers.nixl_url = self.cluster.nixl_url
         self.movers.source = Lender(
             node,
             self.remote,
@@ -287,21 +313,34 @@ class Server:
             )
             return None
 
+    def _rules_below(self, tier: str = "") -> list[Node]:
+        """Of the slots in tiers below memory, or in one of them."""
+        rules = self.tiers.rules() if tier in {"", "ssd"} else []
+        if self.device is not None and tier in {"", "device"}:
+            rules.append(self.device.rules)
+        return rules
+
     def _ttl_s(self, namespace: NamespaceState) -> float:
         """How long blocks live unused; asked about any tier's state of a namespace."""
         known = self.node.by_directory(namespace.directory_digest)
         return 0.0 if known is None else known.settings.ttl_s
 
+    def _limit(self, namespace: NamespaceState) -> None:
+        """Have a namespace keep to what it may hold in memory."""
+        size = namespace.tenant.allocator.size
+        self.node.set_quota(namespace, quota_bytes(namespace.settings.dram_quota, size))
+
     async def _reclaim_garbage(self) -> None:
-        """Give slots of ended epochs back, a few at a time."""
+        """Give slots of ended epochs back, and what is too much by a quota, a few at a time."""
         while True:
             self.node.reclaim_garbage(GARBAGE_BLOCKS)
-            await asyncio.sleep(0 if self.node.has_garbage else IDLE_S)
+            more = self.node.tend_quotas(GARBAGE_BLOCKS)
+            await asyncio.sleep(0 if more or self.node.has_garbage else IDLE_S)
 
     async def _flush(self) -> None:
-        """Have disks take what is only in memory. Told to stop once more, it ends at once."""
+        """Have lower tiers take what is only in memory. Told to stop once more, it ends at once."""
         self._stop.clear()
-        work = (self.tiers.flush(self.config.ssd_flush_s), self._stop.wait())
+        work = (self._flush_tiers(self.config.ssd_flush_s), self._stop.wait())
         tasks = [self._loop.create_task(each) for each in work]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -309,6 +348,9 @@ class Server:
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, Exception):
                 raise outcome
+
+    async def _flush_tiers(self, seconds: float) -> None:
+        await asyncio.gather(self.tiers.flush(seconds), self.store.flush(seconds))
 
     def stop(self) -> None:
         """End `run`; a second time, without waiting for disks."""
@@ -327,9 +369,12 @@ class Server:
         if hasattr(self, "cluster"):
             await self._drainer.close()
             self.remote.close()
+            await self.store.close()
             await self.cluster.close()
         if hasattr(self, "tiers"):
             await self.tiers.close()
+        if self.device is not None:
+            await self.device.close()
         if hasattr(self, "movers"):
             await self.movers.stop()
         for segment in self.segments.values():
@@ -392,6 +437,8 @@ class Server:
             if not isinstance(hello, wire.Hello) or len(frames) > 1 or reader.partial:
                 raise ProtocolError("the first frame is a Hello, and its answer is waited for")
             handle = self._admit(hello, sock)
+            connection = ClientConnection(self, handle)
+            handle.connections.add(connection)
         except (TimeoutError, OSError):
             self._connections -= 1
             self.refused += 1
@@ -407,17 +454,27 @@ class Server:
             sock.close()
             raise
         segment = self.segments[hello.tenant]
+        fds, memory, life = [segment.fd], b"", 0
+        if hello.device and self.device is not None:
+            try:
+                exported = await self.device.export(handle.holder.tenant)
+            except BaseException:
+                sock.close()
+                raise
+            if exported is not None:
+                memory, life, life_fd = exported
+                fds.append(life_fd)
         welcome = wire.Welcome(
             wire.PROTOCOL_VERSION,
             self.config.node,
             self.incarnation,
             handle.holder.tenant.segment,
             segment.size,
+            memory,
+            life,
         )
-        connection = ClientConnection(self, handle)
-        handle.connections.add(connection)
         try:
-            socket.send_fds(sock, [wire.encode(welcome, request)], [segment.fd])
+            socket.send_fds(sock, [wire.encode(welcome, request)], fds)
         except OSError:
             sock.close()
             self.connection_lost(connection)
@@ -602,27 +659,42 @@ class Server:
     ) -> wire.Leased | Coroutine[Any, Any, wire.Leased]:
         namespace = self._namespace(holder, m.ns, m.keys)
         asked_at = self.clock()
+        if m.scattered and m.life:
+            raise InvalidRequest("a scattered acquire is not for device memory")
         if m.wait_s > 0 and self.remote.active and not self._all_here(namespace, m):
             return self._acquire_with_pull(holder, namespace, m, asked_at)
         return self._acquire_now(holder, namespace, m, asked_at)
 
     def _all_here(self, namespace: NamespaceState, m: wire.Acquire) -> bool:
-        """Whether all that is asked for is in memory."""
+        """Whether all that is asked for is where its reader reads it."""
         if m.scattered:
             return len(m.parts) == 1 and 0 not in self.node.contains(namespace, m.parts[0], m.keys)
-        return self.node.match(namespace, m.parts, m.keys) * KEY_BYTES == len(m.keys)
+        direct = self._direct(m) is not None
+        usable = self.remote.match(namespace, m.parts, m.keys, direct=direct)
+        return usable * KEY_BYTES == len(m.keys)
+
+    def _direct(self, m: wire.Acquire) -> DeviceTier | None:
+        """The spare device memory, if it is what the client has attached to and reads by itself."""
+        device = self.device
+        return device if device is not None and m.life and m.life == device.life else None
 
     def _acquire_now(
         self, holder: Holder, namespace: NamespaceState, m: wire.Acquire, asked_at: float
     ) -> wire.Leased:
         now = self.clock()
-        lease = self.node.acquire(
-            holder, namespace, m.parts, m.keys, m.lease_s, now, scattered=m.scattered
-        )
+        direct = self._direct(m)
+        if direct is not None:
+            lease = direct.acquire(holder, namespace, m.parts, m.keys, m.lease_s, now)
+        else:
+            lease = self.node.acquire(
+                holder, namespace, m.parts, m.keys, m.lease_s, now, scattered=m.scattered
+            )
         if lease is None:
             return _NOTHING_LEASED
         if lease.deadline is not None:
             self._expire_by(lease.deadline, now)
+        if self.device is not None:
+            self.device.was_read(lease)
         return describe_lease(lease, lease.parts, asked_at, m.keys if m.scattered else None)
 
     async def _acquire_with_pull(
@@ -632,7 +704,9 @@ class Server:
         if m.scattered:
             await self.remote.pull_each(namespace, m.parts, m.keys, wait_s)
         else:
-            await self.remote.pull(namespace, m.parts, m.keys, wait_s)
+            direct = self._direct(m) is not None
+            recompute = _recompute(m)
+            await self.remote.pull(namespace, m.parts, m.keys, wait_s, recompute, direct=direct)
         return self._acquire_now(holder, namespace, m, asked_at)
 
     def _join(self, holder: Holder, m: wire.Join) -> wire.Leased:
@@ -664,11 +738,20 @@ class Server:
     def _contains(self, holder: Holder, m: wire.Contains) -> wire.Bytes:
         return wire.Bytes(self.node.contains(self._namespace(holder, m.ns, m.keys), m.part, m.keys))
 
-    def _remove(self, holder: Holder, m: wire.Remove) -> wire.Done:
+    def _remove(self, holder: Holder, m: wire.Remove) -> wire.Done | Coroutine[Any, Any, wire.Done]:
         namespace = self._namespace(holder, m.ns, m.keys)
-        return wire.Done(
-            max(self.node.remove(namespace, m.keys), self.tiers.remove(namespace, m.keys))
-        )
+        gone = max(self.node.remove(namespace, m.keys), self.tiers.remove(namespace, m.keys))
+        if self.device is not None:
+            gone = max(gone, self.device.remove(namespace, m.keys))
+        if self.config.remote:
+            return self._remove_beyond(namespace, m.keys, gone)
+        return wire.Done(gone)
+
+    async def _remove_beyond(
+        self, namespace: NamespaceState, packed: bytes, gone: int
+    ) -> wire.Done:
+        with _asking_others():
+            return wire.Done(max(gone, await self.store.remove(namespace, packed)))
 
     async def _pin(self, holder: Holder, m: wire.Pin) -> wire.Done:
         return wire.Done(await self._pin_everywhere([self._namespace(holder, m.ns, m.keys)], m))
@@ -697,9 +780,15 @@ class Server:
         stats["connections"] = self._connections
         stats["refused_connections"] = self.refused
         stats["movers"] = self.movers.stats()
+        stats["nixl"] = None if self.movers.nixl is None else self.movers.nixl.stats()
         stats["remote"] = self.remote.stats()
         stats["copies"] = self.copies.stats()
-        stats["tiers"] = self.tiers.stats()
+        device = [] if self.device is None else [self.device.stats()]
+        stats["tiers"] = {**self.tiers.stats(), "remote": self.store.stats(), "device": device}
+        stats["usage"] = {
+            "dram": [{"where": "", **self.node.usage(holder.tenant)}],
+            "ssd": self.tiers.usage(holder.tenant.name),
+        }
         stats["engines"] = self.engines.stats(holder.tenant.name)
         stats["sources"] = self.remote.active
         stats["expired"] = self.expiry.expired
@@ -709,7 +798,7 @@ class Server:
     async def _pull(self, holder: Holder, m: wire.Pull) -> wire.Done:
         namespace = self._namespace(holder, m.ns, m.keys)
         wait_s = min(m.wait_s, self.config.lease_s_max)
-        return wire.Done(await self.remote.pull(namespace, [], m.keys, wait_s))
+        return wire.Done(await self.remote.pull(namespace, [], m.keys, wait_s, _recompute(m)))
 
     def _follow_events(self, holder: Holder, m: wire.FollowEvents) -> wire.Done:
         namespace = self.node.namespace(holder.tenant, m.ns)
@@ -749,10 +838,12 @@ class Server:
 
     async def _evict(self, holder: Holder, m: wire.Evict) -> wire.Done:
         self._check_operator(holder)
-        if m.tier not in {"", "dram", "ssd"}:
-            raise InvalidRequest(f"blocks are evicted from tier dram or ssd, not {m.tier!r}")
+        if m.tier not in {"", "dram", "ssd", "device"}:
+            raise InvalidRequest(
+                f"blocks are evicted from tier dram, ssd or device, not {m.tier!r}"
+            )
         rules = [self.node] if m.tier in {"", "dram"} else []
-        rules += self.tiers.rules() if m.tier in {"", "ssd"} else []
+        rules += self._rules_below(m.tier)
         gone = 0
         for namespace in self._chosen(holder.tenant, m.digest):
             for node in rules:
@@ -782,18 +873,22 @@ class Server:
         self, namespace: NamespaceState, keys: Sequence[bytes]
     ) -> list[dict[str, Any]]:
         """Where blocks of one namespace are: here by the books, elsewhere by the directory."""
-        _, masks = self.node.masks(namespace.directory_digest, keys)
-        _, on_disk = self.tiers.masks(namespace.directory_digest, keys)
+        digest = namespace.directory_digest
+        _, masks = self.node.masks(digest, keys)
+        _, on_disk = self.tiers.masks(digest, keys)
         on_disk = on_disk or [0] * len(keys)
-        _, in_engines = self.engines.masks(namespace.directory_digest, keys)
+        _, on_device = (0, []) if self.device is None else self.device.masks(digest, keys)
+        on_device = on_device or [0] * len(keys)
+        _, in_engines = self.engines.masks(digest, keys)
         in_engines = in_engines or [0] * len(keys)
+        stored = await self.store.where(namespace, namespace.tables, keys)
         remote: Sequence[Sequence[Entry]] = [[] for _ in keys]
         if self.cluster.directory is not None:
             remote = await self.remote.locate(namespace, keys, engines=True)
         tier_names = {number: name for name, number in TIERS.items()}
         found = []
-        for key, above, mask, below, entries in zip(
-            keys, in_engines, masks, on_disk, remote, strict=True
+        for key, above, lifted, mask, below, entries in zip(
+            keys, in_engines, on_device, masks, on_disk, remote, strict=True
         ):
             replicas = [
                 {
@@ -804,9 +899,14 @@ class Server:
                 }
                 for entry in entries
             ]
+            if beyond := stored.get(key, 0):
+                nowhere = {"node": NOT_NODES[STORE], "incarnation": ""}
+                replicas.append({**nowhere, "tier": "remote", "parts": beyond.bit_count()})
             here = {"node": self.config.node, "incarnation": self.cluster.incarnation}
             if below:
                 replicas.insert(0, {**here, "tier": "ssd", "parts": below.bit_count()})
+            if lifted:
+                replicas.insert(0, {**here, "tier": "device", "parts": lifted.bit_count()})
             if mask:
                 replicas.insert(0, {**here, "tier": "dram", "parts": mask.bit_count()})
             if above:
@@ -1031,6 +1131,11 @@ def _asking_others() -> Iterator[None]:
         raise ClusterUnavailable(str(error)) from None
 
 
+def _recompute(m: wire.Acquire | wire.Pull) -> Recompute | None:
+    """Raises `InvalidRequest` for what is no price."""
+    return None if m.recompute is None else Recompute(*m.recompute)
+
+
 def _frame(answer: wire.Message, request: int) -> bytes:
     try:
         return wire.encode(answer, request)
@@ -1052,6 +1157,10 @@ def describe_lease(
         if part not in lease.parts:
             raise InvalidRequest(f"part {part} is not in this lease")
         first, blocks = lease.parts[part]
+        beside = [] if lease.beside is None else lease.beside.parts[part]
+        if any(beside):
+            described.append(_beside(part, first, blocks, beside))
+            continue
         if not blocks:
             continue
         table = blocks[0].table
@@ -1064,7 +1173,22 @@ def describe_lease(
             wire.LeasedPart(part, first, table.stride, table.spec.nbytes, wire.pack_rows(rows))
         )
     left = 0.0 if lease.deadline is None else lease.deadline - asked_at
-    return wire.Leased(lease.token, lease.blocks, left, described)
+    life = 0 if lease.beside is None else lease.beside.life
+    return wire.Leased(lease.token, lease.blocks, left, described, life)
+
+
+def _beside(
+    part: int, first: int, blocks: Sequence[Block], beside: Sequence[Block | None]
+) -> wire.LeasedPart:
+    """A part with slots on the device; blocks: the others, in memory."""
+    memory = iter(blocks)
+    rows = [next(memory).row if block is None else wire.NO_ROW for block in beside]
+    device_rows = [wire.NO_ROW if block is None else block.row for block in beside]
+    table = next(block.table for block in beside if block is not None)
+    return wire.LeasedPart(
+        *(part, first, table.stride, table.spec.nbytes),
+        *(wire.pack_rows(rows), wire.pack_rows(device_rows)),
+    )
 
 
 def serve(config: DaemonConfig, ready: Callable[[Server], None] | None = None) -> None:

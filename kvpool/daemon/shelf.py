@@ -6,6 +6,10 @@ the process. So a slot that was given up is *forgotten* in the index before anyt
 (each order to write carries what to forget first), and a new life of the disk process begins with what
 its index holds (`restore`).
 
+Blocks that a codec has made smaller lie in shorter slots, of a few lengths. To the rules each length is a
+table of its own beside that of the part, made when it is first needed; a block is in one of them. How small
+a block gets is known when it has been packed, so it is packed first and gets its slot afterwards.
+
 Event loop only.
 """
 
@@ -14,10 +18,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,9 +31,17 @@ from kvpool.daemon.blocks import PIN_KINDS, Block, Holder, Lease, NamespaceState
 from kvpool.daemon.disks import Disk
 from kvpool.daemon.node import Node
 from kvpool.daemon.space import Origin
-from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull, Unavailable
-from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings
-from kvpool.storage.slab import PAGE, SlabAllocator
+from kvpool.errors import (
+    ConfigError,
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    PoolFull,
+    Unavailable,
+)
+from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, quota_bytes
+from kvpool.storage.codecs import BLOSC2, RAW, Blosc2, slot_bytes, slot_classes
+from kvpool.storage.slab import CLASSES_MAX, PAGE, SlabAllocator
 from kvpool.storage.ssd_index import ENTRY
 from kvpool.types import PartSpec, plain_parts, split_keys
 
@@ -38,6 +50,7 @@ log = logging.getLogger("kvpool.daemon")
 SCAN_ENTRIES = 4096  # restored at a time, a few milliseconds
 FORGET_S = 30.0  # for the index to take deletions
 WRITE_S = 30.0
+PACK_S = 30.0
 SCRUB_S = 60.0
 RETRY_S = (1.0, 60.0)  # between attempts to write to a disk that failed to
 ABSENT, PRESENT, MISMATCH, LATE = range(4)  # `Pulled.status`
@@ -82,10 +95,33 @@ class _Slots(SlabAllocator):
         self._given_up.extend([base + row * stride for row in rows])
 
 
+class _Part(NamedTuple):
+    """Blocks that are to lie in one table. rows: where they are now, in memory or in a pack."""
+
+    own: PartTable
+    blocks: Sequence[Block]
+    rows: Sequence[int]
+
+
+class _Write(NamedTuple):
+    """Such blocks with their slots reserved. slots: rows of the table."""
+
+    own: PartTable
+    blocks: Sequence[Block]
+    rows: Sequence[int]
+    ticket: int
+    slots: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.blocks) * self.own.stride
+
+
 class Shelf:
     """See the module. `tiers.py` decides what is put here.
 
     shares: of the segment for each tenant; in the order of their names, they lie one after the other.
+    weight: the part of all disks' bytes that this one has, and so of a namespace's quota.
     make_node: rules for its slots, without tenants.
     """
 
@@ -96,6 +132,8 @@ class Shelf:
         shares: Mapping[str, float],
         make_node: Callable[[], Node],
         clock: Callable[[], float],
+        *,
+        weight: float = 1.0,
     ) -> None:
         self.path = path
         self.size = size
@@ -105,13 +143,21 @@ class Shelf:
         self._make_node = make_node
         self._shares = dict(sorted(shares.items()))
         self._clock = clock
+        self._weight = weight
         self._disk: Disk | None = None
         self._given_up: array[int] = array("Q")
         self._refused = False  # an index may keep what it was to forget until it is asked once more
         self._bases: dict[str, int] = {}
         self._holders: dict[str, Holder] = {}
-        self._numbers: dict[PartTable, int] = {}
+        # As the index knows them.
+        self._numbers: dict[PartTable, tuple[int, NamespaceSettings]] = {}
+        self._numbering = asyncio.Lock()
+        self._too_large: set[bytes] = set()  # namespaces that cannot be here, and were told of
         self._nbytes: dict[PartTable, int] = {}  # of a block; its slot is whole pages
+        self._shorter: dict[PartTable, dict[int, PartTable]] = {}  # by length, beside a part's own
+        self._codecs: Sequence[str] = ()  # that the process can use
+        self.codec_error = ""  # why nothing is packed though a namespace has a codec
+        self._packs = 0
         self._tickets = 0
         self._retry_at = 0.0
         self._retry_s = RETRY_S[0]
@@ -128,6 +174,9 @@ class Shelf:
             "restored_blocks": 0,
             "dropped_at_restore": 0,
             "scrubbed_blocks": 0,
+            "packed_blocks": 0,  # of those written
+            "unpacked_blocks": 0,  # written as they are though their namespace has a codec
+            "undecoded_blocks": 0,  # of the mismatches: did not become again what was packed
         }
 
     # ---- lives of the process ----------------------------------------------------------------------
@@ -143,10 +192,14 @@ class Shelf:
         """
         self._forget_all()
         self._disk = disk
+        self._codecs, self.codec_error = disk.ready.codecs, ""
         self.state, self.error = ShelfState.OPENING, ""
         base = 0
         for tenant, share in self._shares.items():
             size = int(disk.ready.segment_bytes * share) // PAGE * PAGE
+            if not size:
+                log.warning("tenant %s has no room on the disk at %s", tenant, self.path)
+                continue
             allocator = _Slots(base, size, self._given_up)
             self.node.add_tenant(tenant, 0, size, allocator=allocator)
             self._bases[tenant] = base
@@ -161,7 +214,8 @@ class Shelf:
             except msgspec.DecodeError as error:
                 log.warning("the disk at %s holds a table of another version: %s", self.path, error)
                 dead.append(number)
-        records.sort(key=lambda numbered: -numbered[1].epoch)  # so that the last epoch is met first
+        # So that the last epoch is met first, and of one epoch what was said of it last.
+        records.sort(key=lambda numbered: (-numbered[1].epoch, -numbered[0]))
         for number, record in records:
             namespace = await adopt(record)
             if self._disk is not disk:
@@ -171,9 +225,12 @@ class Shelf:
                 dead.append(number)
             else:
                 tables[number] = table
-                self._numbers[table] = number
-        while data := (await disk.scan(SCAN_ENTRIES)).entries:
-            self._restore_some(np.frombuffer(data, dtype=ENTRY), tables)
+                # Not over what was said of it last, which may have come meanwhile.
+                self._numbers.setdefault(table, (number, record.settings))
+        while (scanned := await disk.scan(SCAN_ENTRIES)).entries:
+            if scanned.codec_error:
+                self._no_codec(scanned.codec_error)
+            self._restore_some(np.frombuffer(scanned.entries, dtype=ENTRY), tables)
             await asyncio.sleep(0)
         self.node.restored()
         try:
@@ -206,34 +263,60 @@ class Shelf:
             table = tables.get(number)
             if table is None or table.namespace.retired:  # its epoch may have ended meanwhile
                 continue
-            chosen = np.flatnonzero(entries["table"] == number)
-            chosen = chosen[np.argsort(entries["generation"][chosen], kind="stable")]
-            part = entries[chosen]
-            offsets = part["offset"].astype(np.int64) - self._bases[table.namespace.tenant.name]
-            rows = offsets // table.stride
-            rows[(offsets < 0) | (offsets % table.stride != 0)] = -1
-            rows[part["nbytes"] != self._nbytes[table]] = -1
-            parents = [
-                b"" if parent == EMPTY_KEY else parent
-                for parent in split_keys(part["parent"].tobytes())
-            ]
-            keys = split_keys(part["key"].tobytes())
-            good[chosen] = self.node.restore(
-                table.namespace,
-                table.part,
-                keys,
-                parents,
-                part["depth"].tolist(),
-                rows,
-                split_keys(part["checksum"].tobytes()),
-            )
-            for kind in ("soft", "hard"):
-                pinned = part["pin"] == PIN_KINDS[kind]
-                if pinned.any():
-                    self._pin_again(table.namespace, list(compress(keys, pinned)), kind)
+            numbered = np.flatnonzero(entries["table"] == number)
+            for own, at in self._by_slot(table, entries[numbered]):
+                self._restore_table(own, entries, numbered[at], good)
         self._given_up.extend(entries["offset"][~good].tolist())
         self.counters["restored_blocks"] += int(good.sum())
         self.counters["dropped_at_restore"] += int((~good).sum())
+
+    def _by_slot(
+        self, table: PartTable, part: np.ndarray[Any, Any]
+    ) -> Iterator[tuple[PartTable, np.ndarray[Any, Any]]]:
+        """Which of a part's entries belong to which table; those that cannot be read belong to none."""
+        yield table, np.flatnonzero(part["codec"] == RAW)
+        classes = np.array(slot_classes(self._nbytes[table]))
+        stored = part["stored"].astype(np.int64)
+        known = (part["codec"] == BLOSC2) & (Blosc2.name in self._codecs)
+        packed = np.flatnonzero(known & (stored > 0) & (stored <= classes[:-1].max(initial=0)))
+        lengths = classes[np.searchsorted(classes, stored[packed])]
+        for length in np.unique(lengths).tolist():
+            own = self._of_length(table, length)
+            if own is not None:
+                yield own, packed[lengths == length]
+
+    def _restore_table(
+        self,
+        table: PartTable,
+        entries: np.ndarray[Any, Any],
+        chosen: np.ndarray[Any, Any],
+        good: np.ndarray[Any, Any],
+    ) -> None:
+        """Those of the entries that are of one table; `good` takes which of them are there again."""
+        chosen = chosen[np.argsort(entries["generation"][chosen], kind="stable")]
+        part = entries[chosen]
+        offsets = part["offset"].astype(np.int64) - self._bases[table.namespace.tenant.name]
+        rows = offsets // table.stride
+        rows[(offsets < 0) | (offsets % table.stride != 0)] = -1
+        rows[part["nbytes"] != self._nbytes[table]] = -1
+        parents = [
+            b"" if parent == EMPTY_KEY else parent
+            for parent in split_keys(part["parent"].tobytes())
+        ]
+        keys = split_keys(part["key"].tobytes())
+        good[chosen] = self.node.restore(
+            table.namespace,
+            table.part,
+            keys,
+            parents,
+            part["depth"].tolist(),
+            rows,
+            split_keys(part["checksum"].tobytes()),
+        )
+        for kind in ("soft", "hard"):
+            pinned = part["pin"] == PIN_KINDS[kind]
+            if pinned.any():
+                self._pin_again(table.namespace, list(compress(keys, pinned)), kind)
 
     def _pin_again(self, space: NamespaceState, keys: Sequence[bytes], kind: str) -> None:
         try:
@@ -253,6 +336,7 @@ class Shelf:
         self._given_up = array("Q")
         self._refused = False
         self._bases, self._holders, self._numbers, self._nbytes = {}, {}, {}, {}
+        self._shorter = {}
 
     # ---- namespaces --------------------------------------------------------------------------------
 
@@ -267,13 +351,30 @@ class Shelf:
         specs = [PartSpec(-(-spec.nbytes // PAGE) * PAGE) for spec in namespace.parts]
         try:
             state = self.node.open_namespace(tenant, namespace.base, namespace.fields, specs)
-        except (InvalidRequest, LimitExceeded):
+        except (InvalidRequest, LimitExceeded) as error:
+            if namespace.base not in self._too_large:
+                self._too_large.add(namespace.base)
+                log.warning(
+                    "no block of namespace %s is written to the disk at %s: %s",
+                    namespace.base.hex(),
+                    self.path,
+                    error,
+                )
             return None
         state = self.node.set_epoch(state, namespace.epoch, 0, namespace.generation)
         if state.epoch != namespace.epoch:
             return None
         self._measure(state, namespace)
+        self.limit(namespace)
         return state
+
+    def limit(self, namespace: NamespaceState) -> None:
+        """Have a namespace in memory keep to what it may hold here."""
+        space = self.space(namespace)
+        if space is not None:
+            size = space.tenant.allocator.size
+            quota = namespace.settings.ssd_quota
+            self.node.set_quota(space, quota_bytes(quota, size, self._weight))
 
     def _measure(self, state: NamespaceState, namespace: NamespaceState) -> None:
         """Know how long the blocks of a namespace are: its slots are whole pages."""
@@ -284,6 +385,55 @@ class Shelf:
         """What is here of a table in memory."""
         space = self.space(table.namespace)
         return None if space is None else space.tables[table.part]
+
+    def holding(self, table: PartTable) -> list[PartTable]:
+        """All tables here in which blocks of a table in memory may be."""
+        own = self.table(table)
+        return [] if own is None else self._all(own)
+
+    def _all(self, own: PartTable) -> list[PartTable]:
+        """A part's own table, and those of its shorter slots."""
+        shorter = self._shorter.get(own)
+        return [own] if shorter is None else [own, *shorter.values()]
+
+    def _of_length(self, own: PartTable, length: int) -> PartTable | None:
+        """Where blocks of a part lie that need slots of this length; None: such slots cannot be had.
+
+        Other namespaces need classes too, so there are no new lengths when half of them are taken.
+        """
+        shorter = self._shorter.setdefault(own, {})
+        table = shorter.get(length)
+        if table is None:
+            classes = own.namespace.tenant.allocator.class_count
+            if self.state is not ShelfState.OPENING and classes >= CLASSES_MAX // 2:
+                return None
+            try:
+                table = self.node.add_table(own.namespace, PartSpec(length))
+            except LimitExceeded:
+                return None
+            shorter[length] = table
+            self._nbytes[table] = self._nbytes[own]
+        return table
+
+    def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
+        """See `Node.masks`: of the parts as memory has them."""
+        count, masks = self.node.masks(digest, keys)
+        space = self.node.by_directory(digest)
+        if space is None or count == len(space.parts):
+            return count, masks
+        for own in space.tables[: len(space.parts)]:
+            bit, others = 1 << own.part, sum(1 << t.part for t in self._all(own)[1:])
+            masks = [mask & ~others | bit if mask & others else mask for mask in masks]
+        return len(space.parts), masks
+
+    def takes(self, table: PartTable, n: int) -> int:
+        """About how many bytes so many blocks of a table in memory will take here."""
+        if table.namespace.settings.ssd_codec in self._codecs:
+            there = [(own.stride, len(own.blocks)) for own in self.holding(table)]
+            blocks = sum(count for _, count in there)
+            if blocks:
+                return n * sum(stride * count for stride, count in there) // blocks
+        return n * table.stride
 
     def enter(self, namespace: NamespaceState) -> None:
         """A namespace is in a new epoch: what was here of it is found no more."""
@@ -307,12 +457,20 @@ class Shelf:
                     f"of the configuration, or empty its folder"
                 )
             return  # it is too large for this disk, or its epoch is over already
-        await self._number(space.tables[0], namespace)
+        for table in space.tables:
+            if table.part == 0 or table in self._numbers:
+                await self._number(table, namespace)
 
     async def _number(self, table: PartTable, namespace: NamespaceState) -> int:
-        """What the index calls a table of ours; made known to it first, if it is not."""
-        number = self._numbers.get(table)
-        if number is None:
+        """What the index calls a table of ours; made known to it first, if it is not, with its settings."""
+        number, recorded = self._numbers.get(table, (0, DEFAULT_SETTINGS))
+        if number and recorded == namespace.settings:
+            return number
+        async with self._numbering:  # or two would give it a number each
+            number, recorded = self._numbers.get(table, (0, DEFAULT_SETTINGS))
+            if number and recorded == namespace.settings:
+                return number
+            settings = namespace.settings
             record = TableRecord(
                 namespace.tenant.name,
                 namespace.base,
@@ -321,11 +479,11 @@ class Shelf:
                 table.part,
                 namespace.epoch,
                 namespace.generation,
-                namespace.settings,
+                settings,
             )
             numbers = self._numbers
-            number = await self._living_disk().add_table(msgspec.msgpack.encode(record))
-            numbers[table] = number
+            number = await self._living_disk().add_table(msgspec.msgpack.encode(record), number)
+            numbers[table] = number, settings
         return number
 
     def _living_disk(self) -> Disk:
@@ -352,7 +510,6 @@ class Shelf:
         if space is None or not self.may_write():
             return 0
         own = space.tables[table.part]
-        holder = self._holders[space.tenant.name]
         try:
             number = await self._number(own, table.namespace)
         except KvpoolError as error:
@@ -360,22 +517,138 @@ class Shelf:
             return 0
         if self.node is not node or space.retired:
             return 0
-        self._make_entries(len(blocks))
-        self._tickets += 1
-        ticket = self._tickets
+        packs = self._packs_for(table)
+        missing = blocks
+        for other in self._all(own) if packs else self._all(own)[1:]:
+            missing = [block for block in missing if block.key not in other.blocks]
+        here = len(blocks) - len(missing)
+        if not missing:
+            return here
+        if packs:
+            return here + await self._write_packed(table, own, number, missing, segment)
+        part = _Part(own, missing, [block.row for block in missing])
+        return here + await self._store(node, table, number, [part], segment)
+
+    def _packs_for(self, table: PartTable) -> bool:
+        """Whether blocks of a table in memory are to be packed, and can be."""
+        codec = table.namespace.settings.ssd_codec
+        if len(slot_classes(table.spec.nbytes)) == 1:
+            return False  # as short as slots get
+        if codec and codec not in self._codecs and not self.codec_error:
+            self._cannot_pack(f"the codec {codec} cannot be used: install it (pip install {codec})")
+        return codec in self._codecs
+
+    def _no_codec(self, error: str) -> None:
+        """What this life of the process was thought to be able to pack and read, it cannot."""
+        if self._codecs:
+            self._codecs = ()
+            self._cannot_pack(error)
+
+    def _cannot_pack(self, error: str) -> None:
+        self.codec_error = f"blocks are written as they are: {error}"
+        log.warning("the disk at %s: %s", self.path, self.codec_error)
+
+    async def _write_packed(
+        self,
+        table: PartTable,
+        own: PartTable,
+        number: int,
+        blocks: Sequence[Block],
+        segment: int,
+    ) -> int:
+        """As `write`: what a codec makes smaller goes to shorter slots, and the rest as it is."""
+        node, disk = self.node, self._living_disk()
+        self._packs += 1
+        pack = self._packs
+        done = 0
         try:
-            node.reserve(
-                holder, space, table.part, ticket, b"".join([block.key for block in blocks])
-            )
-        except (PoolFull, LimitExceeded, InvalidRequest):
+            whole, shorter = await self._pack(disk, pack, table, own, blocks, segment)
+            if shorter:
+                done = await self._store(node, table, number, shorter, segment, pack)
+        except KvpoolError as error:
+            if self.node is node:
+                self._failed(str(error))
             return 0
-        reservation = holder.reservations.get(ticket)
-        if reservation is None:
-            return len(blocks)
-        chosen = [blocks[index] for index in reservation.indices]
-        reservation.parents = [block.parent for block in chosen]
-        nbytes = len(chosen) * own.stride
+        finally:
+            disk.drop_pack(pack)
+        if whole:
+            part = _Part(own, whole, [block.row for block in whole])
+            written = await self._store(node, table, number, [part], segment)
+            self.counters["unpacked_blocks"] += written
+            done += written
+        return done
+
+    async def _pack(
+        self,
+        disk: Disk,
+        pack: int,
+        table: PartTable,
+        own: PartTable,
+        blocks: Sequence[Block],
+        segment: int,
+    ) -> tuple[list[Block], list[_Part]]:
+        """What is to be written as it is, and what lies in the pack, by the tables that it is for."""
+        nbytes = len(blocks) * own.stride
+        self.writing_bytes += nbytes
+        try:
+            packed = await disk.pack(
+                wire.PackBlocks(
+                    pack=pack,
+                    nbytes=table.spec.nbytes,
+                    segment=segment,
+                    stride=table.stride,
+                    rows=wire.pack_rows([block.row for block in blocks]),
+                    deadline_s=PACK_S,
+                )
+            )
+        except ConfigError as error:
+            if self._disk is disk:
+                self._codecs = ()
+                self._cannot_pack(str(error))
+            return list(blocks), []
+        finally:
+            self.writing_bytes -= nbytes
+        whole: list[Block] = []
+        by_length: dict[int, list[int]] = {}
+        if self._disk is disk and not own.namespace.retired:
+            for row, stored in enumerate(array("I", packed.stored)):
+                if stored < table.spec.nbytes:
+                    by_length.setdefault(slot_bytes(stored, table.spec.nbytes), []).append(row)
+                else:
+                    whole.append(blocks[row])
+        shorter: list[_Part] = []
+        for length, rows in by_length.items():
+            other = self._of_length(own, length)
+            if other is None:
+                whole += [blocks[row] for row in rows]
+            else:
+                shorter.append(_Part(other, [blocks[row] for row in rows], rows))
+        return whole, shorter
+
+    async def _store(
+        self,
+        node: Node,
+        table: PartTable,
+        number: int,
+        parts: Sequence[_Part],
+        segment: int,
+        pack: int = 0,
+    ) -> int:
+        """Give blocks slots, and have them written there in one order; how many are here now.
+
+        node: whose slots they are for; when it has ended, nothing is written.
+        """
+        space = parts[0].own.namespace
+        if self.node is not node or space.retired:
+            return 0
+        holder = self._holders[space.tenant.name]
+        self._make_entries(sum(len(part.blocks) for part in parts))
+        writes, here = self._reserve(node, holder, parts)
+        if not writes:
+            return here
         forget = self._take_given_up()
+        nbytes = sum(write.nbytes for write in writes)
+        chosen = [block for write in writes for block in write.blocks]
         self.writing_bytes += nbytes
         self._writing_blocks += len(chosen)
         try:
@@ -383,19 +656,20 @@ class Shelf:
                 wire.WriteBlocks(
                     table=number,
                     nbytes=table.spec.nbytes,
-                    keys=b"".join(reservation.keys),
+                    keys=b"".join([block.key for block in chosen]),
                     parents=b"".join([block.parent or EMPTY_KEY for block in chosen]),
                     depths=array("I", [block.depth for block in chosen]).tobytes(),
                     checksums=b"".join([block.checksum for block in chosen]),
-                    slots=self._slots(own, reservation.rows),
+                    slots=b"".join([self._offsets(w.own, w.slots) for w in writes]),
                     segment=segment,
                     stride=table.stride,
-                    rows=wire.pack_rows([block.row for block in chosen]),
+                    rows=wire.pack_rows([row for write in writes for row in write.rows]),
                     forget=forget,
                     deadline_s=WRITE_S,
+                    pack=pack,
                 )
             )
-            done = self._wrote(node, holder, ticket, chosen, written, own.stride)
+            done = self._wrote(node, holder, writes, written)
         except KvpoolError as error:
             if self.node is node:
                 if isinstance(error, LimitExceeded):
@@ -406,12 +680,36 @@ class Shelf:
             self.writing_bytes -= nbytes
             self._writing_blocks -= len(chosen)
             if self.node is node:
-                node.abort(holder, ticket)
+                for write in writes:
+                    node.abort(holder, write.ticket)
         for kind in ("soft", "hard"):
             pinned = [block.key for block in chosen if block.pin == PIN_KINDS[kind]]
             if pinned and self.node is node:
                 await self._pin_too(table.namespace, pinned, kind)
-        return done
+        return here + done
+
+    def _reserve(
+        self, node: Node, holder: Holder, parts: Sequence[_Part]
+    ) -> tuple[list[_Write], int]:
+        """Slots for as many of the blocks as there is room for, and how many are here already."""
+        writes: list[_Write] = []
+        here = 0
+        for own, blocks, rows in parts:
+            self._tickets += 1
+            packed = b"".join([block.key for block in blocks])
+            try:
+                node.reserve(holder, own.namespace, own.part, self._tickets, packed)
+            except (PoolFull, LimitExceeded, InvalidRequest):
+                continue
+            reservation = holder.reservations.get(self._tickets)
+            if reservation is None:
+                here += len(blocks)
+                continue
+            chosen = [blocks[index] for index in reservation.indices]
+            reservation.parents = [block.parent for block in chosen]
+            at = [rows[index] for index in reservation.indices]
+            writes.append(_Write(own, chosen, at, self._tickets, reservation.rows))
+        return writes, here
 
     async def _pin_too(self, namespace: NamespaceState, keys: Sequence[bytes], kind: str) -> None:
         """What is pinned in memory is pinned here, as far as the quota of this disk goes."""
@@ -421,28 +719,31 @@ class Shelf:
             log.warning("not all pins are kept on the disk at %s: %s", self.path, error)
 
     def _wrote(
-        self,
-        node: Node,
-        holder: Holder,
-        ticket: int,
-        chosen: Sequence[Block],
-        written: wire.Written,
-        stride: int,
+        self, node: Node, holder: Holder, writes: Sequence[_Write], written: wire.Written
     ) -> int:
         """Make what was written findable; how much that is."""
         if self.node is not node:
             return 0
-        reservation = holder.reservations[ticket]
-        done = [at for at, status in enumerate(written.status) if status == GOOD]
-        indices = [reservation.indices[at] for at in done]
-        checksums = b"".join([chosen[at].checksum for at in done])
-        if done:
-            depths = [chosen[at].depth for at in done]
-            node.commit(holder, ticket, checksums, indices, Origin(depths=depths))
-            node.settle()
-        self.written_bytes += len(done) * stride
-        self.counters["written_blocks"] += len(done)
-        failed = len(chosen) - len(done)
+        total = failed = at = 0
+        for write in writes:
+            own, chosen = write.own, write.blocks
+            reservation = holder.reservations[write.ticket]
+            statuses = written.status[at : at + len(chosen)]
+            at += len(chosen)
+            good = [index for index, status in enumerate(statuses) if status == GOOD]
+            failed += len(chosen) - len(good)
+            # What was removed meanwhile is not to be found again.
+            done = [index for index in good if not chosen[index].gone]
+            indices = [reservation.indices[index] for index in done]
+            checksums = b"".join([chosen[index].checksum for index in done])
+            if done:
+                depths = [chosen[index].depth for index in done]
+                node.commit(holder, write.ticket, checksums, indices, Origin(depths=depths))
+            self.written_bytes += len(done) * own.stride
+            self.counters["packed_blocks"] += len(done) * self._is_shorter(own)
+            total += len(done)
+        node.settle()
+        self.counters["written_blocks"] += total
         if failed:
             self._refused = True
             self.counters["write_errors"] += failed
@@ -450,7 +751,11 @@ class Shelf:
         elif self.state is ShelfState.READ_ONLY:
             self.state, self.error, self._retry_s = ShelfState.SERVING, "", RETRY_S[0]
             log.warning("the disk at %s takes writes again", self.path)
-        return len(done)
+        return total
+
+    def _is_shorter(self, own: PartTable) -> bool:
+        """Whether what lies in a table's slots is packed."""
+        return own.part >= len(own.namespace.parts)
 
     def _failed(self, error: str) -> None:
         """A write failed: leave the disk alone for a while."""
@@ -483,34 +788,46 @@ class Shelf:
         node, own = self.node, self.table(table)
         if own is None:
             return wire.Pulled(bytes(status), b"".join(checksums), 0.0)
-        lease = self._lease(own, keys)
-        if lease is None:
+        leases = [
+            lease
+            for one in self._all(own)
+            if one.blocks and (lease := self._lease(one, keys)) is not None
+        ]
+        if not leases:
             return wire.Pulled(bytes(status), b"".join(checksums), 0.0)
-        found = {block.key: block for block in lease.parts[own.part][1]}
+        found = {
+            block.key: block
+            for lease in leases
+            for _, held in lease.parts.values()
+            for block in held
+        }
         at = [index for index, key in enumerate(keys) if key in found]
+        blocks = [found[keys[index]] for index in at]
         numbers = array("I", rows)
         try:
             pulled = await self._living_disk().read(
                 wire.ReadBlocks(
                     nbytes=table.spec.nbytes,
-                    checksums=b"".join([found[keys[index]].checksum for index in at]),
-                    slots=self._slots(own, [found[keys[index]].row for index in at]),
+                    checksums=b"".join([block.checksum for block in blocks]),
+                    slots=self._slots(blocks),
                     segment=segment,
                     stride=table.stride,
                     rows=wire.pack_rows([numbers[index] for index in at]),
                     deadline_s=seconds,
+                    lengths=self._lengths(blocks),
                 )
             )
         finally:
-            self._release(node, own, lease)
+            for lease in leases:
+                self._release(node, own, lease)
         for index, found_status in zip(at, pulled.status.translate(_AS_PULLED), strict=True):
             status[index] = found_status
             if found_status == PRESENT:
                 checksums[index] = found[keys[index]].checksum
-        came = pulled.status.count(GOOD)
-        self.counters["read_blocks"] += came
-        self.counters["read_bytes"] += came * own.spec.nbytes
-        self._drop_bad(node, own, [keys[index] for index in at], pulled.status)
+        came = [block for block, one in zip(blocks, pulled.status, strict=True) if one == GOOD]
+        self.counters["read_blocks"] += len(came)
+        self.counters["read_bytes"] += sum(block.table.spec.nbytes for block in came)
+        self._drop_bad(node, blocks, pulled.status)
         return wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
 
     def _lease(self, own: PartTable, keys: Sequence[bytes]) -> Lease | None:
@@ -530,20 +847,33 @@ class Shelf:
         if self.node is node:
             node.release(self._holders[own.namespace.tenant.name], lease.token)
 
-    def _slots(self, own: PartTable, rows: Sequence[int]) -> bytes:
-        """Where rows of a table lie in the file, as orders carry it."""
+    def _slots(self, blocks: Sequence[Block]) -> bytes:
+        """Where blocks of one tenant lie in the file, as orders carry it."""
+        base = self._bases[blocks[0].table.namespace.tenant.name]
+        return array("Q", [base + block.row * block.table.stride for block in blocks]).tobytes()
+
+    def _offsets(self, own: PartTable, rows: Sequence[int]) -> bytes:
+        """The same of rows of a table."""
         base = self._bases[own.namespace.tenant.name]
         return array("Q", [base + row * own.stride for row in rows]).tobytes()
 
-    def _drop_bad(self, node: Node, own: PartTable, keys: Sequence[bytes], status: bytes) -> int:
+    def _lengths(self, blocks: Sequence[Block]) -> bytes:
+        """How long their slots are, as orders carry it: nothing where all are as long as a whole block."""
+        if not any(self._is_shorter(table) for table in {block.table for block in blocks}):
+            return b""
+        return array("I", [block.table.spec.nbytes for block in blocks]).tobytes()
+
+    def _drop_bad(self, node: Node, blocks: Sequence[Block], status: bytes) -> int:
         """What does not match its checksum, or cannot be read, is found here no more; how many."""
-        bad = [key for key, s in zip(keys, status, strict=True) if s in {BAD, IO_ERROR}]
+        bad = [block for block, s in zip(blocks, status, strict=True) if s in {BAD, IO_ERROR}]
         mismatches = status.count(BAD)
         self.counters["mismatches"] += mismatches
         self.counters["read_errors"] += len(bad) - mismatches
+        for block, one in zip(blocks, status, strict=True):
+            self.counters["undecoded_blocks"] += one == BAD and self._is_shorter(block.table)
         if self.node is node:
-            for key in bad:
-                node.drop_corrupt(own.namespace, own.part, key)
+            for block in bad:
+                node.drop_corrupt(block.table.namespace, block.table.part, block.key)
         return len(bad)
 
     # ---- pins ----------------------------------------------------------------------------------------
@@ -620,13 +950,14 @@ class Shelf:
                 wire.ScrubBlocks(
                     nbytes=self._nbytes[own],
                     checksums=b"".join([block.checksum for block in blocks]),
-                    slots=self._slots(own, [block.row for block in blocks]),
+                    slots=self._slots(blocks),
                     deadline_s=SCRUB_S,
+                    lengths=self._lengths(blocks),
                 )
             )
         finally:
             self._release(node, own, lease)
-        return self._drop_bad(node, own, [block.key for block in blocks], written.status)
+        return self._drop_bad(node, blocks, written.status)
 
     # ---- the operator's view -----------------------------------------------------------------------
 
@@ -640,9 +971,23 @@ class Shelf:
         """Bytes of the slots that are in use."""
         return sum(tenant.allocator.bytes_used for tenant in self.node.tenants.values())
 
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of all blocks here as they are read, and of the slots that they lie in."""
+        tables = [
+            table
+            for tenant in self.node.tenants.values()
+            for space in tenant.namespaces.values()
+            for table in space.tables
+        ]
+        return (
+            sum(len(table.blocks) * self._nbytes[table] for table in tables),
+            sum(len(table.blocks) * table.stride for table in tables),
+        )
+
     def stats(self) -> dict[str, Any]:
         """Plain values."""
         disk = self._disk
+        raw_bytes, stored_bytes = self._sizes()
         return {
             "path": self.path,
             "state": str(self.state),
@@ -653,6 +998,9 @@ class Shelf:
             "direct": disk is not None and disk.ready.direct,
             "used_bytes": self.used_bytes,
             "blocks": self.node.block_count(),
+            "raw_bytes": raw_bytes,
+            "stored_bytes": stored_bytes,
+            "codec_error": self.codec_error,
             "writing_bytes": self.writing_bytes,
             "written_bytes": self.written_bytes,
             **self.counters,

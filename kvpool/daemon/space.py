@@ -6,7 +6,9 @@ needs a decision, not its bookkeeping, which is done when the answers are on the
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -22,12 +24,14 @@ from kvpool.daemon.blocks import (
     SlotClass,
     Tenant,
 )
+from kvpool.daemon.divided import Divided
 from kvpool.storage.eviction import EvictionPolicy
 from kvpool.storage.slab import SlabAllocator
 from kvpool.types import split_keys
 
 PUT, READ, LEASED = range(3)  # what the journal tells of
 GARBAGE_PER_PUT = 1024  # blocks of ended epochs: about 4 ms
+QUOTA_PER_PUT = 1024  # blocks beyond its own, where a namespace holds more than its quota
 ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put behind them
 
 
@@ -58,6 +62,7 @@ class Space:
         self._classes: list[SlotClass] = []  # of all tenants, oldest first; never shorter
         self._garbage_left = 0  # blocks of ended epochs that the put under way may give back still
         self._garbage: dict[PartTable, None] = {}  # tables with blocks of an ended epoch
+        self._quotas: dict[NamespaceState, None] = {}  # living namespaces that have one
 
     # ---- the journal -------------------------------------------------------------------------------
 
@@ -159,18 +164,19 @@ class Space:
 
     # ---- slots and candidates ---------------------------------------------------------------------
 
-    def _put_in(self, blocks: Sequence[Block]) -> None:
-        """Make blocks of one table candidates for eviction, as their pins say."""
+    def _put_in(self, blocks: Sequence[Block], *, first: bool = False) -> None:
+        """Make blocks of one table candidates for eviction, as their pins say. first: the next ones."""
         self.settle()
         plain = [block for block in blocks if block.pin == PIN_NONE]
         if plain:
             table = plain[0].table
-            table.namespace.tenant.classes[table.stride].insert(plain)
+            slot_class = table.namespace.tenant.classes[table.stride]
+            (slot_class.put_back if first else slot_class.insert)(plain)
         if len(plain) != len(blocks):
-            for block in blocks:
+            for block in reversed(blocks) if first else blocks:
                 if block.pin == PIN_SOFT:
-                    tenant = block.table.namespace.tenant
-                    tenant.classes[block.table.stride].soft[block] = None
+                    classes = block.table.namespace.tenant.classes
+                    classes[block.table.stride].add_soft(block, first=first)
 
     def _take_out(self, block: Block) -> None:
         """The reverse: no candidate any more, no pin, in no quota."""
@@ -178,12 +184,12 @@ class Space:
         self.settle()
         table = block.table
         tenant = table.namespace.tenant
-        if block.parked:
-            block.parked = False
+        if block.parked >= 0:
+            block.parked = -1
         elif block.pin == PIN_NONE:
             tenant.classes[table.stride].discard(block)
         elif block.pin == PIN_SOFT:
-            del tenant.classes[table.stride].soft[block]
+            tenant.classes[table.stride].drop_soft(block)
         if block.pin == PIN_SOFT:
             table.soft_bytes -= table.stride
         elif block.pin == PIN_HARD:
@@ -215,6 +221,8 @@ class Space:
         """Up to n rows, reclaiming as many as are missing."""
         allocator = tenant.allocator
         stride = table.stride
+        if n and table.namespace.quota:
+            n = self._within_quota(table, n)
         slot_class = self._class_of(tenant, stride)
         rows = allocator.alloc(stride, n)
         # Of other sizes, very many may have to go before a slab is free: the rest is done beside the puts.
@@ -247,23 +255,33 @@ class Space:
             self._garbage_left -= gone
             if gone:
                 return True
-        evicted = self._evict(tenant, slot_class, slot_class.secondary, n)
+        evicted = self._evict(tenant, slot_class, slot_class.secondary.pop, n)
         if evicted:
             self.counters.evicted_secondary += evicted
             return True
         several = len(tenant.classes) > 1
         if several and self._steal_colder_slab(tenant, slot_class):
             return True
-        if self._evict(tenant, slot_class, slot_class.policy, n):
+        if self._evict(tenant, slot_class, slot_class.policy.pop, n):
             return True
         if several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=True):
             return True
+        if self._evict_soft(tenant, slot_class, slot_class.soft, n):
+            return True
+        if several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=False):
+            return True
+        return bool(self._garbage and self.reclaim_garbage(n, tenant, slot_class.stride))
+
+    def _evict_soft(
+        self, tenant: Tenant, slot_class: SlotClass, soft: OrderedDict[Block, None], n: int
+    ) -> int:
+        """Up to n of the oldest soft pins, freed; how many. Leased ones are set aside."""
         rows: list[int] = []
-        soft = slot_class.soft
         while len(rows) < n and soft:
-            block, _ = soft.popitem(last=False)
+            block = next(iter(soft))
+            slot_class.drop_soft(block)
             if block.leases:
-                block.parked = True
+                block.parked = block.used
                 continue
             table = block.table
             table.soft_bytes -= table.stride
@@ -276,23 +294,139 @@ class Space:
         self.counters.evicted_soft_pins += len(rows)
         if rows:
             tenant.allocator.free(slot_class.stride, rows)
-            return True
-        if several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=False):
-            return True
-        return bool(self._garbage and self.reclaim_garbage(n, tenant, slot_class.stride))
+        return len(rows)
 
-    def _evict(self, tenant: Tenant, slot_class: SlotClass, policy: EvictionPolicy, n: int) -> int:
+    # ---- quotas ------------------------------------------------------------------------------------
+
+    def set_quota(self, namespace: NamespaceState, nbytes: int) -> None:
+        """Bytes that a namespace may hold here from now on; 0: as many as its tenant.
+
+        What is too much goes bit by bit: with its puts, and by `tend_quotas`.
+        """
+        if nbytes == namespace.quota:
+            return
+        self.settle()
+        namespace.quota = nbytes
+        if not nbytes:
+            self._quotas.pop(namespace, None)
+            return
+        self._quotas[namespace] = None
+        self._divide(namespace, namespace.tables)
+
+    def _divide(self, namespace: NamespaceState, tables: Iterable[PartTable]) -> None:
+        """Have orders of its own for these tables of a namespace with a quota, and its ended epochs."""
+        ended = [
+            table
+            for table in self._garbage
+            if table.namespace.tenant is namespace.tenant and table.namespace.base == namespace.base
+        ]
+        blocks: dict[int, list[Block]] = {}
+        for table in (*ended, *tables):
+            held = blocks.setdefault(table.stride, [])
+            held += table.garbage.values()
+            held += table.blocks.values()
+        for stride, held in blocks.items():
+            slot_class = self._class_of(namespace.tenant, stride)
+            capacity = max(1, namespace.quota // stride)
+            slot_class.divide(namespace.base, capacity, held, self._make_policy)
+
+    def tend_quotas(self, n: int) -> bool:
+        """Do up to n blocks' worth of what quotas ask for; whether there may be more to do at once.
+
+        Needed after quotas were set, and where leases, pins or a restart have left too much.
+        """
+        self.settle()
+        left = n
+        for namespace in self._quotas:
+            for table in namespace.tables:
+                for order in namespace.tenant.classes[table.stride].orders:
+                    left -= order.move(namespace.base, left) if left > 0 else 0
+            over = namespace.held_bytes - namespace.quota
+            if over > 0 and left > 0:
+                self._reclaim_ended(namespace)
+                left -= self._evict_own(namespace, over, left)
+            if left <= 0:
+                return True
+        return False
+
+    def _within_quota(self, table: PartTable, n: int) -> int:
+        """How many new slots of a table its namespace may have, up to n. Its own coldest make room.
+
+        Where more than its quota is left even so, as when that was lowered, or where what went was left of an
+        ended epoch, which is in no quota, it gets no more than went.
+        """
+        self.settle()
+        namespace, stride = table.namespace, table.stride
+        held = namespace.held_bytes
+        over = held + n * stride - namespace.quota
+        if over <= 0:
+            return n
+        self._reclaim_ended(namespace)
+        allocator = namespace.tenant.allocator
+        used = allocator.bytes_used
+        # As many as one put can afford, but at least as many bytes as it asks for.
+        smallest = min(other.stride for other in namespace.tables)
+        most = max(n + QUOTA_PER_PUT, n * stride // smallest)
+        self._evict_own(namespace, over, most, table)
+        room = namespace.quota - namespace.held_bytes
+        return min(n, max(room, used - allocator.bytes_used) // stride)
+
+    def _reclaim_ended(self, namespace: NamespaceState) -> None:
+        if self._garbage:
+            stride = namespace.tables[0].stride
+            self.reclaim_garbage(GARBAGE_PER_PUT, namespace.tenant, stride)
+
+    def _evict_own(
+        self, namespace: NamespaceState, nbytes: int, most: int, first: PartTable | None = None
+    ) -> int:
+        """Evict about so many bytes of a namespace, by at most so many blocks; how many went.
+
+        Those of `first` go before others, since their slots are what is needed. Copies that others keep go
+        before what its own policy says, and soft pins at last.
+        """
+        tenant, classes = namespace.tenant, namespace.tenant.classes
+        tables = sorted(namespace.tables, key=lambda table: table is not first)
+        ways: list[tuple[int, Callable[[int], int]]] = [
+            (stride, partial(self._evict_part, tenant, classes[stride], order, namespace.base))
+            for stride in dict.fromkeys(table.stride for table in tables)
+            for order in classes[stride].orders
+        ]
+        ways += [
+            (table.stride, partial(self._evict_soft, tenant, classes[table.stride], table.soft))
+            for table in tables
+        ]
+        goal = namespace.held_bytes - nbytes
+        gone = 0
+        for stride, evict in ways:
+            # Several times where there is still something of an ended epoch, which comes first.
+            while gone < most and (over := namespace.held_bytes - goal) > 0:
+                evicted = evict(min(most - gone, -(-over // stride)))
+                gone += evicted
+                if not evicted:
+                    break
+        self._changes += gone > 0  # slots of other sizes are free now
+        return gone
+
+    def _evict_part(
+        self, tenant: Tenant, slot_class: SlotClass, order: Divided, base: bytes, n: int
+    ) -> int:
+        evicted = self._evict(tenant, slot_class, partial(order.pop_of, base), n)
+        if order is slot_class.secondary:
+            self.counters.evicted_secondary += evicted
+        return evicted
+
+    def _evict(self, tenant: Tenant, slot_class: SlotClass, pop: Callable[[], Any], n: int) -> int:
         """Up to n of a policy's next victims, freed; how many. Leased ones are set aside."""
         rows: list[int] = []
         by_row = slot_class.by_row
-        pop, changed = policy.pop, self._changed
+        changed = self._changed
         told = bool(changed)
         while len(rows) < n:
             block: Any = pop()
             if block is None:
                 break
             if block.leases:
-                block.parked = True
+                block.parked = block.used
                 continue
             table = block.table
             table.forget(block)

@@ -20,7 +20,7 @@ from kvpool import wire
 from kvpool.config import DaemonConfig, DiskConfig
 from kvpool.daemon.blocks import Block, Holder, NamespaceState, PartTable, Tenant
 from kvpool.daemon.disks import DiskProcess
-from kvpool.daemon.node import Node
+from kvpool.daemon.node import Node, Place
 from kvpool.daemon.shelf import EMPTY_KEY, Shelf, ShelfState, TableRecord
 from kvpool.daemon.tasks import Tasks, crash_if_failed
 from kvpool.daemon.workers import Keeper
@@ -42,7 +42,6 @@ CLEAN_EVERY_S, PRESSED_S = 0.05, 0.005
 TIDY_EVERY_S = 1.0
 GARBAGE_BLOCKS = 500  # of ended epochs, given back in one go
 START_WAIT_S = 5.0  # for disks, before the node says that it is ready
-RESTART_S = 5.0  # to wait for a process that does not start, before the next try
 WALK_CURSORS = 1 << 56  # for one shelf
 
 
@@ -73,16 +72,17 @@ class Tiers:
         self._opened = asyncio.Event()
         self._writes = asyncio.Semaphore(WRITES_MAX)
         self._under_way: set[tuple[PartTable, bytes]] = set()
-        self._holders: dict[str, Holder] = {}
         self._pressed = False
-        self._watermarks: dict[tuple[str, int], Watermarks] = {}
+        self._watermarks: dict[tuple[str, Place], Watermarks] = {}
         self._notify: Callable[[], object] = lambda: None
         self._following = False
         self._budget = Budget(config.ssd_bytes_per_day, clock())
-        shares = dict.fromkeys((tenant.name for tenant in config.all_tenants()), 0.0)
-        shares = {name: 1 / len(shares) for name in shares}
+        shares, total = config.ssd_shares(), sum(disk.size for disk in config.ssd)
         self.shelves = [
-            Shelf(disk.path, disk.size, shares, self._make_shelf_rules, clock)
+            Shelf(
+                *(disk.path, disk.size, shares, self._make_shelf_rules, clock),
+                weight=disk.size / total,
+            )
             for disk in config.ssd
         ]
         self.counters = {
@@ -124,18 +124,13 @@ class Tiers:
             task.add_done_callback(restoring.discard)
             task.add_done_callback(crash_if_failed)
 
-        keeper = Keeper(lambda: DiskProcess(disk, segments), began, shelf.ended, None)
+        def ended(error: str) -> None:
+            shelf.ended(error)
+            self._opened.set()
+
+        keeper = Keeper(lambda: DiskProcess(disk, segments), began, ended, None)
         self._keepers.append(keeper)
-        while True:
-            try:
-                await keeper.start()
-                return
-            except KvpoolError as error:
-                if shelf.error != str(error):
-                    log.warning("the disk at %s is not used: %s", disk.path, error)
-                shelf.ended(str(error))
-                self._opened.set()
-            await asyncio.sleep(RESTART_S)
+        await keeper.insist(f"the disk at {disk.path}")
 
     async def _restore(self, shelf: Shelf, process: DiskProcess) -> None:
         try:
@@ -163,6 +158,11 @@ class Tiers:
         for shelf in self.shelves:
             shelf.enter(namespace)
 
+    def limit(self, namespace: NamespaceState) -> None:
+        """See `Shelf.limit`."""
+        for shelf in self.shelves:
+            shelf.limit(namespace)
+
     async def record(self, namespace: NamespaceState) -> None:
         """See `Shelf.record`."""
         for shelf in self.shelves:
@@ -178,18 +178,15 @@ class Tiers:
     def shelf_of(self, table: PartTable, key: bytes) -> Shelf | None:
         """The disk that a block of a table in memory is on."""
         for shelf in self.shelves:
-            own = shelf.table(table)
-            if own is not None and key in own.blocks:
+            if any(key in own.blocks for own in shelf.holding(table)):
                 return shelf
         return None
 
     def held(self, table: PartTable) -> list[Container[bytes]]:
-        """Per disk, the keys of a table in memory that are on it. What was written a moment ago may lack."""
+        """The keys of a table in memory that are on disks. What was written a moment ago may lack."""
         held: list[Container[bytes]] = []
         for shelf in self.shelves:
-            own = shelf.table(table)
-            if own is not None and own.blocks:
-                held.append(own.blocks)
+            held += [own.blocks for own in shelf.holding(table) if own.blocks]
         return held
 
     async def read(
@@ -249,7 +246,7 @@ class Tiers:
         """See `Node.masks`: what is on any disk."""
         parts, masks = 0, [0] * len(keys)
         for shelf in self.shelves:
-            here, found = shelf.node.masks(digest, keys)
+            here, found = shelf.masks(digest, keys)
             if here:
                 parts = here
                 masks = [mask | more for mask, more in zip(masks, found, strict=True)]
@@ -348,7 +345,7 @@ class Tiers:
         if not blocks or shelf is None:
             return False
         table = blocks[0].table
-        if not self._budget.spend(len(blocks) * table.stride, now):
+        if not self._budget.spend(shelf.takes(table, len(blocks)), now):
             self.counters["over_budget_blocks"] += len(blocks)
             return False
         lease = self.node.hold(self._holder(table.namespace.tenant.name), blocks)
@@ -364,9 +361,9 @@ class Tiers:
         try:
             used = [block.used for block in blocks]
             await shelf.write(table, blocks, tenant.segment)
-            own = shelf.table(table)
+            held = [own.blocks for own in shelf.holding(table)]
             for block, tick in zip(blocks, used, strict=True):
-                if own is not None and block.key in own.blocks:
+                if any(block.key in keys for keys in held):
                     block.written = tick
         finally:
             self._under_way.difference_update((table, block.key) for block in blocks)
@@ -379,10 +376,7 @@ class Tiers:
         return min(able, key=lambda s: (s.written_bytes + s.writing_bytes) / s.size, default=None)
 
     def _holder(self, tenant: str) -> Holder:
-        holder = self._holders.get(tenant)
-        if holder is None:
-            holder = self._holders[tenant] = self.node.add_holder(tenant, "", "writes")
-        return holder
+        return self.node.own_holder(tenant, "writes")
 
     # ---- down: what memory gives up next ---------------------------------------------------------------
 
@@ -404,20 +398,17 @@ class Tiers:
         """Write some of what a segment gives up next, if too little of it is written; whether it was."""
         if not any(shelf.may_write() for shelf in self.shelves):
             return False
-        free = 1 - tenant.allocator.bytes_used / tenant.allocator.size
-        if free >= CLEAN_HIGH:
-            return False
-        dirty: list[Block] = []
-        for stride, victims, held in self.node.next_victims(tenant, LOOK_BLOCKS):
+        dirty: dict[Block, None] = {}
+        for place, free, victims, held in self.node.next_victims(tenant, LOOK_BLOCKS, CLEAN_HIGH):
             window = victims[: max(1, int(held * (CLEAN_HIGH - free)))]
             unclean = [block for block in window if self._is_dirty(block)]
             marks = self._watermarks.setdefault(
-                (tenant.name, stride), Watermarks(CLEAN_LOW, CLEAN_HIGH)
+                (tenant.name, place), Watermarks(CLEAN_LOW, CLEAN_HIGH)
             )
             if marks.more(free + (len(window) - len(unclean)) / held):
-                dirty += unclean
+                dirty.update(dict.fromkeys(unclean))
         begun = False
-        for batch in _batches(dirty):
+        for batch in _batches(list(dirty)):
             await self._writes.acquire()
             if self._begin(batch):
                 begun = True
@@ -428,7 +419,9 @@ class Tiers:
     def _clean_share(self, tenant: Tenant) -> float:
         """Of a segment: what is free, and the cold end that is on disk, up to what is aimed at."""
         share = 1 - tenant.allocator.bytes_used / tenant.allocator.size
-        for _, victims, held in self.node.next_victims(tenant, LOOK_BLOCKS):
+        for place, _, victims, held in self.node.next_victims(tenant, LOOK_BLOCKS):
+            if place.base:
+                continue  # among all of its size already
             window = victims[: max(1, int(held * CLEAN_HIGH))]
             clean = sum(self.shelf_of(block.table, block.key) is not None for block in window)
             share += clean / held
@@ -438,16 +431,7 @@ class Tiers:
         """Write what is in memory and on no disk, what was used last first. Ends by `seconds`."""
         if not self.shelves or seconds <= 0:
             return
-        self.node.settle()
-        dirty = [
-            block
-            for tenant in self.node.tenants.values()
-            for namespace in tenant.namespaces.values()
-            for table in namespace.tables
-            for block in table.blocks.values()
-            if self._is_dirty(block)
-        ]
-        dirty.sort(key=lambda block: -block.used)
+        dirty = self.node.last_used_first(self._is_dirty)
         try:
             async with asyncio.timeout(seconds):
                 for at in range(0, len(dirty), LOOK_BLOCKS):
@@ -470,6 +454,10 @@ class Tiers:
                     await asyncio.sleep(0)
                 if shelf.state is ShelfState.OPENING:
                     continue  # it drops tables when all that was in them is forgotten, and knows by itself
+                too_much = True
+                while too_much:
+                    too_much = shelf.node.tend_quotas(GARBAGE_BLOCKS)
+                    await asyncio.sleep(0)
                 try:
                     await shelf.tidy()
                 except KvpoolError:
@@ -519,6 +507,13 @@ class Tiers:
         """The tiers as others are told of them."""
         size = sum(shelf.segment_bytes for shelf in self.shelves)
         return [TierRecord("ssd", size, sum(shelf.used_bytes for shelf in self.shelves))]
+
+    def usage(self, tenant: str) -> list[dict[str, Any]]:
+        """What a tenant has of each disk: see `Node.usage`; nothing while a disk is not open."""
+        found = [(shelf.path, shelf.node, shelf.node.tenants.get(tenant)) for shelf in self.shelves]
+        return [
+            {"where": path, **node.usage(part)} for path, node, part in found if part is not None
+        ]
 
     def stats(self) -> dict[str, Any]:
         """Plain values."""

@@ -23,6 +23,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from types import TracebackType
 from typing import NoReturn
 
 from kvpool import wire
@@ -216,6 +217,7 @@ def run_worker(make: Callable[[socket.socket], WorkerProcess]) -> NoReturn:
         leave()
     step_back()
     threading.excepthook = _crash
+    sys.excepthook = _crash_main
     threading.stack_size(STACK_BYTES)
     sys.setswitchinterval(SWITCH_S)
     make(socket.socket(fileno=fd)).run()
@@ -224,5 +226,15 @@ def run_worker(make: Callable[[socket.socket], WorkerProcess]) -> NoReturn:
 def _crash(args: threading.ExceptHookArgs) -> None:
     """A thread has broken an invariant: control restarts the process, nobody waits for the thread."""
     sys.__excepthook__(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _crash_main(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """The main thread has. At once, without the interpreter's and the libraries' own ways out: they would give
+    back memory that others still read, before the kernel tells them of our end."""
+    sys.__excepthook__(kind, error, traceback)
     sys.stderr.flush()
     os._exit(1)

@@ -26,6 +26,7 @@ OUTSTANDING_MAX = 256  # orders given to one worker and not answered
 START_S = 60.0  # to start, and to map a segment
 GRACE_S = 5.0  # after an order's deadline; then the worker is taken for dead, and killed
 STOP_S = 5.0
+INSIST_S = 5.0  # to wait for a process that does not start, before the next try
 BACKOFF_S, BACKOFF_S_MAX = 0.1, 10.0
 RESTARTS_MAX = 10  # in a row, each before the worker had lived for STEADY_S
 STEADY_S = 60.0
@@ -193,6 +194,10 @@ class Worker(ABC):
             )
         return await self._ask(message, deadline_s + GRACE_S)
 
+    def tell(self, message: wire.Message) -> None:
+        """Something that wants no answer. To a worker that has ended it is not said, and no error."""
+        self._channel.send(message, 0)
+
     async def _ask(self, message: wire.Message, seconds: float, fd: int | None = None) -> Any:
         if not self.alive:
             raise Unavailable(f"the {self.kind} process has ended")
@@ -201,6 +206,7 @@ class Worker(ABC):
         self._answers[request] = answer
         self._channel.send(message, request, fd)
         cancelled: asyncio.CancelledError | None = None
+        seconds = max(seconds, GRACE_S)  # a process is not killed for what came too late to be done
         while not answer.done():
             try:
                 await asyncio.wait((answer,), timeout=seconds)
@@ -302,6 +308,20 @@ class Keeper(Generic[W]):
         await self._start_worker()
         self._task = self._loop.create_task(self._keep())
 
+    async def insist(self, what: str) -> None:
+        """The same for what the node can do without: try until it starts. what: it is for, in the log."""
+        said = ""
+        while True:
+            try:
+                await self.start()
+                return
+            except KvpoolError as error:
+                if said != str(error):
+                    said = str(error)
+                    log.warning("%s is not used: %s", what, said)
+                self._ended(said)
+            await asyncio.sleep(INSIST_S)
+
     async def _start_worker(self) -> None:
         worker = self._make()
         await worker.start()
@@ -322,7 +342,9 @@ class Keeper(Generic[W]):
             if self._restarts_max is not None and failures > self._restarts_max:
                 log.error("a %s process died %d times in a row: not started again", kind, failures)
                 return
-            pause = min(BACKOFF_S * 2 ** (failures - 1), BACKOFF_S_MAX) if failures else 0.0
+            pause = (
+                min(BACKOFF_S * 2.0 ** min(failures - 1, 16), BACKOFF_S_MAX) if failures else 0.0
+            )
             log.error("a %s process died: starting another one in %.1f s", kind, pause)
             await asyncio.sleep(pause)
             self.worker = None

@@ -24,8 +24,12 @@ from kvpool.types import KEY_BYTES
 TAGS = 64
 """Groups of keys. Part of the format: all nodes of a cluster agree. Each is in one shard, whole."""
 
-TIERS = {"gpu": 0, "dram": 1, "ssd": 2, "remote": 3}
-"""Tier names to the byte that entries carry; lower is faster."""
+TIERS = {"gpu": 0, "dram": 1, "ssd": 2, "remote": 3, "device": 4}
+"""Tier names to the byte that entries carry.
+
+gpu: in an engine's own cache, which is nobody's to give. device: in a node's spare device memory, to be
+pulled as from any tier below memory.
+"""
 
 BATCH_MAX = 4096
 """Keys in one call."""

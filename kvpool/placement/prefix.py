@@ -18,6 +18,18 @@ from kvpool.placement.directory import Entry
 from kvpool.types import PartKind, PartSpec
 
 
+class AnyOf:
+    """The keys that any of some collections has."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: Sequence[Container[bytes]]) -> None:
+        self._held = held
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in each for each in self._held)
+
+
 def usable(
     specs: Sequence[PartSpec], held: Sequence[Container[bytes]], keys: Sequence[bytes]
 ) -> int:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvpool.config import WRITE_MODES
+from kvpool.config import REMOTE_WRITE_MODES, WRITE_MODES
 from kvpool.errors import InvalidRequest, ProtocolError
 
 FORMAT_VERSION = 1  # of everything that is kept in etcd and Redis
@@ -24,6 +24,7 @@ RECORD_BYTES_MAX = 256 << 10
 INCARNATION_BYTES = 8
 TTL_S_MAX = 10 * 365 * 86_400.0
 SSD_CODECS = ("blosc2",)
+NIXL = "nixl://"
 
 
 class NodeState(StrEnum):
@@ -59,6 +60,7 @@ class DrainProgress(msgspec.Struct, frozen=True):
     copied: int = 0
     copied_bytes: int = 0
     failed: int = 0  # sole copies that no other node would take
+    left: int = 0  # blocks that are only on its disks, and were not looked at when the time was up
     leases: int = 0
 
 
@@ -89,6 +91,16 @@ class NodeRecord(msgspec.Struct, frozen=True):
     def urls(self) -> tuple[str, ...]:
         return tuple(transport.url for transport in self.transports)
 
+    @property
+    def url(self) -> str:
+        """Where it is asked, and pulled from by default; empty: nowhere."""
+        return next((url for url in self.urls if not url.startswith(NIXL)), "")
+
+    @property
+    def nixl_url(self) -> str:
+        """Where it is pulled from by those that have NIXL too; empty: it has none."""
+        return next((url for url in self.urls if url.startswith(NIXL)), "")
+
 
 class NamespaceSettings(msgspec.Struct, frozen=True):
     """How a namespace's blocks are kept. None of it changes what is read, only whether it is found.
@@ -97,12 +109,18 @@ class NamespaceSettings(msgspec.Struct, frozen=True):
     write: when blocks are written to SSD, one of `WRITE_MODES`; empty: as each node does by default.
     ttl_s: a block that was not used for so long on a node is not found there any more; 0: never.
     ssd_codec: what makes blocks smaller on SSD, one of `SSD_CODECS`; empty: nothing.
+    dram_quota, ssd_quota: what its blocks may take of each node's memory and disks: bytes, or a share of
+        the tenant's part; 0: as much as the tenant has.
+    write_remote: when blocks are written to object storage, one of `REMOTE_WRITE_MODES`; empty: "back".
     """
 
     replicas: int = 1
     write: str = ""
     ttl_s: float = 0.0
     ssd_codec: str = ""
+    dram_quota: int | float = 0
+    ssd_quota: int | float = 0
+    write_remote: str = ""
 
     def known_here(self, replicas_max: int) -> NamespaceSettings:
         """What a node makes of the cluster's word: copies within its limits, and the rest.
@@ -115,6 +133,9 @@ class NamespaceSettings(msgspec.Struct, frozen=True):
             write=self.write if self.write in WRITE_MODES else "",
             ttl_s=max(0.0, self.ttl_s),
             ssd_codec=self.ssd_codec if self.ssd_codec in SSD_CODECS else "",
+            dram_quota=self.dram_quota if _is_quota(self.dram_quota) else 0,
+            ssd_quota=self.ssd_quota if _is_quota(self.ssd_quota) else 0,
+            write_remote=self.write_remote if self.write_remote in REMOTE_WRITE_MODES else "",
         )
 
     def filled(self, wanted: NamespaceSettings) -> NamespaceSettings:
@@ -124,10 +145,28 @@ class NamespaceSettings(msgspec.Struct, frozen=True):
             write=self.write or wanted.write,
             ttl_s=self.ttl_s or wanted.ttl_s,
             ssd_codec=self.ssd_codec or wanted.ssd_codec,
+            dram_quota=self.dram_quota or wanted.dram_quota,
+            ssd_quota=self.ssd_quota or wanted.ssd_quota,
+            write_remote=self.write_remote or wanted.write_remote,
         )
 
 
 DEFAULT_SETTINGS = NamespaceSettings()
+
+
+def _is_quota(quota: float) -> bool:
+    """Whether it is bytes, a share, or 0 for none."""
+    return quota >= 0 if isinstance(quota, int) else 0 < quota <= 1
+
+
+def quota_bytes(quota: float, size: int, part: float = 1.0) -> int:
+    """A quota in bytes, at least 1; 0: there is none. size: what a share is of.
+
+    part: which part of a quota in bytes is meant, where a tier is in several places.
+    """
+    if not quota:
+        return 0
+    return max(1, int(quota * part if isinstance(quota, int) else quota * size))
 
 
 class SettingsChange(msgspec.Struct, frozen=True):
@@ -137,6 +176,9 @@ class SettingsChange(msgspec.Struct, frozen=True):
     write: str | None = None
     ttl_s: float | None = None
     ssd_codec: str | None = None
+    dram_quota: int | float | None = None
+    ssd_quota: int | float | None = None
+    write_remote: str | None = None
 
     @property
     def empty(self) -> bool:
@@ -166,6 +208,17 @@ class SettingsChange(msgspec.Struct, frozen=True):
             raise InvalidRequest(
                 f"ssd_codec {self.ssd_codec!r}: {', '.join(SSD_CODECS)}; or empty for none"
             )
+        if self.write_remote and self.write_remote not in REMOTE_WRITE_MODES:
+            raise InvalidRequest(
+                f"write_remote {self.write_remote!r}: blocks are written to object storage "
+                f"{', '.join(REMOTE_WRITE_MODES)}; or empty, which is back"
+            )
+        for name in ("dram_quota", "ssd_quota"):
+            quota = getattr(self, name)
+            if quota is not None and not _is_quota(quota):
+                raise InvalidRequest(
+                    f"{name} {quota:g}: whole bytes, or a share above 0 and up to 1; or 0 for none"
+                )
         return self
 
 

@@ -25,11 +25,9 @@ import logging
 import re
 import secrets
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
-
-import hiredis
 
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.placement.batches import (
@@ -43,7 +41,16 @@ from kvpool.placement.batches import (
 )
 from kvpool.placement.directory import BATCH_MAX, TAGS, Entry, Swept, tag_of
 from kvpool.placement.records import INCARNATION_BYTES
-from kvpool.placement.redis_connection import Command, Lost, Refused, pack, refuse_errors
+from kvpool.placement.redis_batches import (
+    LOCATE_KEYS,
+    PUBLISH_KEYS,
+    Batches,
+    Piece,
+    error_of,
+    good,
+    parts_of,
+)
+from kvpool.placement.redis_connection import Command, Refused, pack, refuse_errors
 from kvpool.placement.redis_settings import RedisSettings
 from kvpool.placement.redis_shards import READING, WRITING, Server, Shards, slot_of
 from kvpool.types import KEY_BYTES
@@ -51,10 +58,6 @@ from kvpool.types import KEY_BYTES
 log = logging.getLogger("kvpool.placement")
 
 MARK_BYTES = 8
-LOCATE_KEYS = 1024  # asked of a server at a time
-PUBLISH_KEYS = 512  # in a script: it holds up everyone else's lookups for about a millisecond
-
-_VALUE = {bytes, type(None)}
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEAD_BYTES = 2
 _OWNER_BYTES = INCARNATION_BYTES + 1
@@ -183,6 +186,7 @@ class RedisDirectory:
         self._mark_keys = [b"{%b}:mark" % tag for tag in tags]
         self._pattern = b"{kvpool1:%b:*}:b*" % cluster.encode()
         self._shards = Shards(settings, [slot_of(tag) for tag in tags], timeout_s)
+        self._batches = Batches(self._shards)
 
     @property
     def stats(self) -> dict[str, int]:
@@ -217,15 +221,15 @@ class RedisDirectory:
             return []
         starts = [start + digest for start in self._blocks]
 
-        def command(piece: _Piece) -> Command:
+        def command(piece: Piece) -> Command:
             return ("MGET", *[starts[key[-1] % TAGS] + key for key in piece.pick(keys)])
 
-        pieces = self._cut(keys, LOCATE_KEYS)
-        await self._run(pieces, command, READING, self._timeout_s)
+        pieces = self._batches.cut(keys, LOCATE_KEYS)
+        await self._batches.run(pieces, command, READING, self._timeout_s)
         failed = [piece for piece in pieces if piece.error is not None]
         if failed:
             if len(failed) == len(pieces):
-                raise _error_of(failed)
+                raise error_of(failed)
             self.partial += 1
         found: list[list[Entry]] = [[] for _ in keys]
         unbroken = 0
@@ -238,7 +242,7 @@ class RedisDirectory:
                 unbroken = 0
         return found
 
-    def _read(self, piece: _Piece, parts: int, found: list[list[Entry]]) -> None:
+    def _read(self, piece: Piece, parts: int, found: list[list[Entry]]) -> None:
         """The entries of one reply. Many of its values are equal, so each is taken apart once."""
         known: dict[bytes, tuple[list[Entry], bool]] = {}
         for at, value in piece.pairs():
@@ -272,12 +276,14 @@ class RedisDirectory:
         head = width.to_bytes(_HEAD_BYTES, "little")
         owner = incarnation + bytes((tier,))
 
-        def command(piece: _Piece) -> Command:
+        def command(piece: Piece) -> Command:
             names = [starts[key[-1] % TAGS] + key for key in piece.pick(keys)]
             packed = b"".join([mask.to_bytes(width, "little") for mask in piece.pick(masks)])
             return ("EVAL", PUBLISH, len(names), *names, head, owner, packed, ENTRIES_MAX)
 
-        await self._all(self._cut(keys, PUBLISH_KEYS), command, WRITING, self._publish_timeout_s)
+        await self._batches.all(
+            self._batches.cut(keys, PUBLISH_KEYS), command, WRITING, self._publish_timeout_s
+        )
 
     async def marks(self) -> Sequence[bytes | None]:
         """See `Directory`. A mark changes, too, with the server's process: after a failover or a
@@ -285,34 +291,34 @@ class RedisDirectory:
         """
         pieces = self._mark_pieces(range(TAGS))
 
-        def get(piece: _Piece) -> Command:
+        def get(piece: Piece) -> Command:
             return ("MGET", *piece.pick(self._mark_keys))
 
-        await self._run(pieces, get, READING, self._timeout_s)
+        await self._batches.run(pieces, get, READING, self._timeout_s)
         if all(piece.error is not None for piece in pieces):
-            raise _error_of(pieces)
-        missing = [tag for piece in _good(pieces) for tag, mark in piece.pairs() if not mark]
+            raise error_of(pieces)
+        missing = [tag for piece in good(pieces) for tag, mark in piece.pairs() if not mark]
         if missing:
-            new = [_Piece(tag, [tag]) for tag in missing]
+            new = [Piece(tag, [tag]) for tag in missing]
 
-            def make(piece: _Piece) -> Command:
+            def make(piece: Piece) -> Command:
                 return ("SET", self._mark_keys[piece.tag], secrets.token_bytes(MARK_BYTES), "NX")
 
-            await self._run(new, make, WRITING, self._timeout_s)
+            await self._batches.run(new, make, WRITING, self._timeout_s)
             again = self._mark_pieces(missing)
-            await self._run(again, get, READING, self._timeout_s)
+            await self._batches.run(again, get, READING, self._timeout_s)
             pieces += again
         marks: list[bytes | None] = [None] * TAGS
-        for piece in _good(pieces):
+        for piece in good(pieces):
             for tag, mark in piece.pairs():
                 if mark:
                     marks[tag] = piece.run_id + mark
         return marks
 
-    def _mark_pieces(self, tags: Sequence[int]) -> list[_Piece]:
+    def _mark_pieces(self, tags: Sequence[int]) -> list[Piece]:
         if self._shards.in_one:
-            return [_Piece(tags[0], tags)]
-        return [_Piece(tag, [tag]) for tag in tags]
+            return [Piece(tags[0], tags)]
+        return [Piece(tag, [tag]) for tag in tags]
 
     async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> Swept:
         """See `Directory`. One server after the other.
@@ -376,7 +382,7 @@ class RedisDirectory:
         commands: list[Command] = [
             ("EVAL", SWEEP, len(part), *part, dead)
             for group in groups
-            for part in _parts(group, PUBLISH_KEYS)
+            for part in parts_of(group, PUBLISH_KEYS)
         ]
         if not commands:
             return 0, set()
@@ -402,170 +408,9 @@ class RedisDirectory:
             raise
         return replies
 
-    def _cut(self, keys: Sequence[bytes], most: int) -> list[_Piece]:
-        """Pieces of a batch, each of which one command can have."""
-        if self._shards.in_one:
-            return [_Piece(0, part) for part in _parts(range(len(keys)), most)]
-        by_tag: dict[int, list[int]] = {}
-        for at, key in enumerate(keys):
-            by_tag.setdefault(key[-1] % TAGS, []).append(at)
-        return [
-            _Piece(tag, part) for tag, all_of in by_tag.items() for part in _parts(all_of, most)
-        ]
-
-    async def _all(
-        self,
-        pieces: list[_Piece],
-        command: Callable[[_Piece], Command],
-        lane: int,
-        timeout_s: float,
-    ) -> None:
-        """As `_run`; raises `Unavailable` when a piece failed."""
-        await self._run(pieces, command, lane, timeout_s)
-        failed = [piece for piece in pieces if piece.error is not None]
-        if failed:
-            raise _error_of(failed)
-
-    async def _run(
-        self,
-        pieces: list[_Piece],
-        command: Callable[[_Piece], Command],
-        lane: int,
-        timeout_s: float,
-    ) -> None:
-        """Have each piece answered by the server of its group, or given an error.
-
-        All servers at the same time. What was not where it should be, or whose connection ended, is
-        tried once more; a late answer never is.
-        """
-        deadline = self._loop.time() + timeout_s
-        await self._try(pieces, command, lane, deadline)
-        failed = [piece for piece in pieces if piece.error is not None]
-        if not failed:
-            self._shards.trust()
-            return
-        again = [piece for piece in failed if piece.again]
-        if again:
-            self._shards.counters.retries += 1
-            await self._shards.renew(deadline)
-            await self._try(again, command, lane, deadline)
-        else:
-            self._shards.doubt()
-
-    async def _try(
-        self,
-        pieces: list[_Piece],
-        command: Callable[[_Piece], Command],
-        lane: int,
-        deadline: float,
-    ) -> None:
-        owners = await self._shards.by_group(deadline)
-        by_server: dict[Server, list[_Piece]] = {}
-        for piece in pieces:
-            by_server.setdefault(owners[piece.tag], []).append(piece)
-        work = [_serve(server, mine, command, lane, deadline) for server, mine in by_server.items()]
-        if len(work) == 1:
-            await work[0]  # no task for what is most common
-        else:
-            await asyncio.gather(*work)
-
     async def close(self) -> None:
         """See `Directory`."""
         await self._shards.close()
-
-
-class _Piece:
-    """What one command has of a batch: keys of one group, unless one server has all groups.
-
-    positions: in the batch. reply, and run_id of the server that gave it; or error.
-    """
-
-    __slots__ = ("error", "positions", "reply", "run_id", "tag")
-
-    def __init__(self, tag: int, positions: Sequence[int]) -> None:
-        self.tag = tag
-        self.positions = positions
-        self.reply: Any = None
-        self.run_id = b""
-        self.error: Unavailable | None = None
-
-    def pick(self, batch: Sequence[Any]) -> list[Any]:
-        return [batch[at] for at in self.positions]
-
-    def pairs(self) -> Iterator[tuple[int, bytes | None]]:
-        return zip(self.positions, self.reply, strict=True)
-
-    @property
-    def again(self) -> bool:
-        """Whether another try may help."""
-        error = self.error
-        return isinstance(error, Lost) or (isinstance(error, Refused) and error.moved)
-
-
-def _good(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
-    return (piece for piece in pieces if piece.error is None)
-
-
-async def _serve(
-    server: Server,
-    pieces: list[_Piece],
-    command: Callable[[_Piece], Command],
-    lane: int,
-    deadline: float,
-) -> None:
-    """Ask one server for these pieces, a step at a time: each is one message and one wait.
-
-    One step is under way at a time, so that nobody's lookups queue behind a whole batch of ours.
-    """
-    most = LOCATE_KEYS if lane == READING else PUBLISH_KEYS
-    todo = iter(_steps(pieces, most))
-    for step in todo:
-        try:
-            packed = pack([command(piece) for piece in step])
-            replies = await server.ask(lane, packed, len(step), deadline)
-        except Unavailable as error:
-            for piece in (*step, *[piece for later in todo for piece in later]):
-                piece.error = error
-            return
-        for piece, reply in zip(step, replies, strict=True):
-            piece.error = None
-            piece.reply = reply
-            piece.run_id = server.run_id
-            if isinstance(reply, hiredis.ReplyError):
-                piece.error = Refused(server.where, str(reply))
-            elif lane == READING and not _is_values(reply, len(piece.positions)):
-                piece.error = Refused(server.where, "GARBAGE instead of values")
-
-
-def _is_values(reply: Any, count: int) -> bool:
-    """Whether it is what MGET answers, the only thing we read with."""
-    return isinstance(reply, list) and len(reply) == count and set(map(type, reply)) <= _VALUE
-
-
-def _steps(pieces: Sequence[_Piece], most: int) -> Iterator[list[_Piece]]:
-    """Pieces in steps of at most so many keys."""
-    step: list[_Piece] = []
-    keys = 0
-    for piece in pieces:
-        if step and keys + len(piece.positions) > most:
-            yield step
-            step, keys = [], 0
-        step.append(piece)
-        keys += len(piece.positions)
-    if step:
-        yield step
-
-
-def _error_of(failed: Sequence[_Piece]) -> Unavailable:
-    """The error of a batch: that of its first failed piece."""
-    error = failed[0].error
-    assert error is not None
-    return error
-
-
-def _parts(batch: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    for at in range(0, len(batch), most):
-        yield batch[at : at + most]
 
 
 def _mask_bytes(parts: int) -> int:

@@ -18,8 +18,9 @@ forget the oldest first.
 
 from __future__ import annotations
 
+import math
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +41,9 @@ SMALL_BYTES = 256 << 10
 """Requests up to this size tell of latency, larger ones of bandwidth."""
 BYTES_S_MIN = 1e6
 
+TRIAL_S = 10.0
+"""A source that nothing was loaded from for so long is tried once in a while: see `Peers.begin_trial`."""
+
 HEDGE_TIMES = 4.0
 HEDGE_S_MIN, HEDGE_S_MAX = 0.05, 0.3
 
@@ -48,13 +52,22 @@ JITTER = 0.15
 """Peers whose estimates differ by less are taken in turns."""
 
 _NO_EXTRA = (0.0, 0.0)
-_TIER_EXTRA = {
+_TIER_EXTRA = {  # from the fastest to the slowest
     TIERS["gpu"]: _NO_EXTRA,
     TIERS["dram"]: _NO_EXTRA,
+    TIERS["device"]: (0.0002, 1 / 10e9),
     TIERS["ssd"]: (0.0005, 1 / 1.5e9),
     TIERS["remote"]: (0.05, 1 / 0.1e9),
 }
 """What a tier adds to a pull: seconds to its first byte, seconds a byte."""
+
+
+_TIER_RANK = {tier: rank for rank, tier in enumerate(_TIER_EXTRA)}
+
+
+def faster(tier: int, other: int) -> int:
+    """The one of two tiers that a source delivers from sooner. Their numbers are in no order."""
+    return min(tier, other, key=lambda one: _TIER_RANK.get(one, len(_TIER_RANK)))
 
 
 class Candidate(NamedTuple):
@@ -71,18 +84,30 @@ class Assignment(NamedTuple):
     indices: list[int]
 
 
+class Forecast(NamedTuple):
+    """What loading some blocks would take, as far as measurements tell.
+
+    seconds: until all are here; infinite when nobody can be asked for some. shares: whose they would be, by
+        incarnation: indices into what was sought, and into what is wanted of that.
+    """
+
+    seconds: float
+    shares: dict[bytes, list[tuple[int, int]]]
+
+
 class Typical:
     """What peers are like at distance 1, from all transfers: assumed of those that were not asked lately.
 
     A fixed assumption below what the network does would keep the peer that was asked first the only one.
     """
 
-    __slots__ = ("latency_s", "measured_bytes", "measured_s")
+    __slots__ = ("latency_s", "measured_at", "measured_bytes", "measured_s")
 
     def __init__(self) -> None:
         self.latency_s = LATENCY_S
         self.measured_bytes = 0.0
         self.measured_s = 0.0
+        self.measured_at = 0.0
 
     @property
     def per_byte(self) -> float:
@@ -93,18 +118,22 @@ class PeerHealth:
     """What is known of one peer. Made and changed by `Peers` only.
 
     inflight_bytes: asked of it from here and not answered. failures: in a row.
+    declined: parts of blocks not loaded from it, since computing them is sooner.
+    loaded_at, tried_at: when its bandwidth was measured last, and when that was last begun for its own sake.
     suspended_until, suspected_until: in the past when not 0: on probation.
     """
 
     __slots__ = (
         "asked",
         "bytes_done",
+        "declined",
         "distance",
         "failed",
         "failures",
         "inflight_bytes",
         "last_error",
         "latency_s",
+        "loaded_at",
         "measured_at",
         "measured_bytes",
         "measured_s",
@@ -113,6 +142,7 @@ class PeerHealth:
         "slow",
         "suspected_until",
         "suspended_until",
+        "tried_at",
         "typical",
     )
 
@@ -129,7 +159,8 @@ class PeerHealth:
         self.suspended_until = 0.0
         self.suspected_until = 0.0
         self.probe_until = 0.0
-        self.asked = self.failed = self.slow = self.bytes_done = 0
+        self.loaded_at = self.tried_at = -math.inf
+        self.asked = self.failed = self.slow = self.bytes_done = self.declined = 0
         self.last_error = ""
 
     def expected(self, now: float) -> tuple[float, float]:
@@ -156,43 +187,78 @@ class PeerHealth:
         return now < self.suspected_until or now < self.probe_until
 
     @property
+    def measured(self) -> bool:
+        """Whether any request of it has ended well, or told how slow it is at least."""
+        return bool(self.latency_s or self.measured_bytes)
+
+    @property
     def on_probation(self) -> bool:
         """Whether it has done nothing well since it failed or was slow."""
         return bool(self.failures or self.suspected_until)
 
-    def measure(self, nbytes: int, seconds: float, now: float) -> None:
-        """A request for so much took so long."""
+    def measure(self, nbytes: int, seconds: float, now: float, *, alone: bool = False) -> None:
+        """A request for so much took so long; 0 when nothing had to be moved, which says nothing.
+
+        alone: what it says, it says of this peer only.
+
+        Transfers count by their bytes, but what is older than `TRIAL_S` for no more than the new one, so that
+        a few small ones show that a source has changed.
+        """
+        if seconds <= 0:
+            return
         self.measured_at = now
         latency_s, typical = self.latency_s, self.typical
         if nbytes <= SMALL_BYTES or seconds < latency_s:
             self.latency_s = latency_s * DECAY + seconds * (1 - DECAY) if latency_s else seconds
-            typical.latency_s = typical.latency_s * DECAY + seconds / self.distance * (1 - DECAY)
+            if not alone:
+                of_one = seconds / self.distance
+                typical.latency_s = typical.latency_s * DECAY + of_one * (1 - DECAY)
         if nbytes > SMALL_BYTES:
             first_s = self.latency_s or typical.latency_s * self.distance
             transfer_s = max(seconds - first_s, seconds / 10)
-            self.measured_bytes = self.measured_bytes * DECAY + nbytes
-            self.measured_s = self.measured_s * DECAY + transfer_s
-            typical.measured_bytes = typical.measured_bytes * DECAY + nbytes
-            typical.measured_s = typical.measured_s * DECAY + transfer_s / self.distance
+            keep = _kept(self.measured_bytes, now - self.loaded_at, nbytes)
+            self.loaded_at = now
+            self.measured_bytes = self.measured_bytes * keep + nbytes
+            self.measured_s = self.measured_s * keep + transfer_s
+            if alone:
+                return
+            keep = _kept(typical.measured_bytes, now - typical.measured_at, nbytes)
+            typical.measured_bytes = typical.measured_bytes * keep + nbytes
+            typical.measured_s = typical.measured_s * keep + transfer_s / self.distance
+            typical.measured_at = now
+
+
+def _kept(measured_bytes: float, age_s: float, nbytes: int) -> float:
+    """The share of all earlier transfers' weight that one of so many bytes leaves."""
+    if age_s < TRIAL_S or measured_bytes <= nbytes:
+        return DECAY
+    return DECAY * nbytes / measured_bytes
 
 
 class Peers:
     """All peers that this node has pulled from lately, by incarnation.
 
     labels: of this node. rng: spreads ties, so that a cluster's readers do not all choose the same peer.
-    capacity: how many peers are remembered.
+    capacity: how many peers are remembered. apart: sources that are no nodes: from them nothing is learnt
+    about nodes, nor the reverse.
 
     Every request that `started` ends in exactly one of `finished`, `failed` and `stopped`; an end
     without a start, as after `gone`, is harmless.
     """
 
     def __init__(
-        self, labels: Mapping[str, str], rng: random.Random, *, capacity: int = 4096
+        self,
+        labels: Mapping[str, str],
+        rng: random.Random,
+        *,
+        capacity: int = 4096,
+        apart: Iterable[bytes] = (),
     ) -> None:
         self._labels = dict(labels)
         self._capacity = capacity
         self._peers: OrderedDict[bytes, PeerHealth] = OrderedDict()
         self._typical = Typical()
+        self._apart = {incarnation: Typical() for incarnation in apart}
         self.rng = rng
 
     def __len__(self) -> int:
@@ -202,9 +268,9 @@ class Peers:
         """To look at, not to change. None: nothing is known."""
         return self._peers.get(incarnation)
 
-    def stranger(self) -> PeerHealth:
-        """What is assumed of a peer that nothing is known of."""
-        return PeerHealth(self._typical)
+    def stranger(self, incarnation: bytes) -> PeerHealth:
+        """What is assumed of a source that nothing, or nothing lately, is known of."""
+        return PeerHealth(self._apart.get(incarnation, self._typical))
 
     def met(self, incarnation: bytes, labels: Mapping[str, str]) -> None:
         """A peer's labels are these. Tell again when they change; without them it is at 2.0."""
@@ -244,13 +310,25 @@ class Peers:
         peer.measure(nbytes, seconds, now)
 
     def failed(
-        self, incarnation: bytes, now: float, *, error: object, asked: int | None = None
+        self,
+        incarnation: bytes,
+        now: float,
+        *,
+        error: object,
+        asked: int | None = None,
+        at_most: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         """A request for `asked` bytes broke or ran into its deadline. None: one of average size.
 
+        at_most: what had arrived in these seconds, and what may have been half there. It can only make the
+            peer slower: one whose transfers all end by their deadline would never be known to be slow.
         What fails while the peer is suspended already was under way before, and tells nothing new.
         """
         peer = self._known(incarnation)
+        latency_s, per_byte = peer.expected(now)
+        if at_most > SMALL_BYTES and seconds > latency_s + at_most * per_byte:
+            peer.measure(at_most, seconds, now, alone=True)
         if asked is None:
             asked = peer.inflight_bytes // max(1, peer.running)
         self._ended(peer, asked)
@@ -277,6 +355,26 @@ class Peers:
             peer.suspected_until = now + SUSPECT_S
             peer.probe_until = 0.0
 
+    def declined(self, incarnation: bytes, parts: int) -> None:
+        """So many parts of blocks were not loaded from it, since they are computed sooner."""
+        self._known(incarnation).declined += parts
+
+    def begin_trial(self, incarnation: bytes, now: float) -> bool:
+        """Whether a little is to be loaded from it although that is not worth it; if so, it counts as done.
+
+        Else a source that was slow once, or is only thought to be, would never be found to be fast. That is
+        so when its bandwidth was not measured for `TRIAL_S`, and no other trial begun.
+        """
+        peer = self._known(incarnation)
+        if (
+            now - max(peer.tried_at, peer.loaded_at) < TRIAL_S
+            or peer.running
+            or peer.suspended(now)
+        ):
+            return False
+        peer.tried_at = now
+        return True
+
     def distance(self, incarnation: bytes) -> float:
         """How much longer a pull from there counts than one from the same rack.
 
@@ -292,7 +390,7 @@ class Peers:
         take behind what is in flight already: a peer that is busy is not mistaken for a stopped one. Ask
         before `started`.
         """
-        peer = self._peers.get(incarnation) or self.stranger()
+        peer = self._peers.get(incarnation) or self.stranger(incarnation)
         latency_s, per_byte = peer.expected(peer.measured_at)
         transfer_s = (peer.inflight_bytes + nbytes) * per_byte
         times = HEDGE_TIMES * (latency_s + transfer_s)
@@ -315,6 +413,7 @@ class Peers:
                     "failed": peer.failed,
                     "slow": peer.slow,
                     "bytes": peer.bytes_done,
+                    "declined": peer.declined,
                     "suspended_s": max(0.0, peer.suspended_until - now),
                     "suspected": bool(peer.suspected_until),
                     "last_error": peer.last_error,
@@ -325,7 +424,7 @@ class Peers:
     def _known(self, incarnation: bytes) -> PeerHealth:
         peer = self._peers.get(incarnation)
         if peer is None:
-            peer = self._peers[incarnation] = self.stranger()
+            peer = self._peers[incarnation] = self.stranger(incarnation)
             if len(self._peers) > self._capacity:
                 self._peers.popitem(last=False)
         else:
@@ -431,7 +530,7 @@ def _fastest(
         incarnation, tier = candidate
         option = options.get(incarnation)
         if option is None:
-            peer = peers.get(incarnation) or peers.stranger()
+            peer = peers.get(incarnation) or peers.stranger(incarnation)
             option = _Option(peer, now, 1 + JITTER * peers.rng.random())
             options[incarnation] = option
         rank = option.rank
@@ -451,6 +550,56 @@ def _book(option: _Option, tier: int, nbytes: int) -> None:
     if nbytes > 0:
         option.ends_at += option.fixed + (first_s if option.fixed else 0.0)
     option.ends_at += nbytes * (option.per_byte + per_byte)
+
+
+def forecast(
+    sought: Sequence[tuple[int, Sequence[Sequence[Candidate]]]],
+    awaited: Collection[bytes],
+    peers: Peers,
+    now: float,
+    *,
+    slice_bytes: int = 8 << 20,
+) -> Forecast:
+    """How long it takes to bring all of this, by a `plan` for each part.
+
+    sought: for each part, the size of its blocks and who has each of the missing ones. awaited: who is about
+    to deliver more of them already, as part of what is in flight. Several sources work at the same time, each
+    at one thing after the other. Changes nothing.
+    """
+    ends: dict[bytes, float] = {}
+    shares: dict[bytes, list[tuple[int, int]]] = {}
+    complete = True
+    for incarnation in awaited:
+        ends[incarnation] = _idle_at(peers, incarnation, now)
+    for part, (nbytes, wanted) in enumerate(sought):
+        planned = 0
+        for incarnation, indices in plan(wanted, nbytes, peers, now, slice_bytes=slice_bytes):
+            planned += len(indices)
+            shares.setdefault(incarnation, []).extend([(part, index) for index in indices])
+            peer = peers.get(incarnation) or peers.stranger(incarnation)
+            _, per_byte = peer.expected(now)
+            end = ends.get(incarnation) or _idle_at(peers, incarnation, now)
+            tiers = Counter(_tier(wanted[index], incarnation) for index in indices)
+            for tier, blocks in tiers.items():
+                # Object storage is a source of its own: what was measured of it is all there is to it.
+                first_s, extra = _TIER_EXTRA.get(tier, _NO_EXTRA)
+                if tier == TIERS["remote"] and peer.measured:
+                    first_s, extra = 0.0, 0.0 if peer.measured_bytes else extra
+                end += first_s + blocks * nbytes * (per_byte + extra)
+            ends[incarnation] = end
+        complete = complete and planned == len(wanted)
+    return Forecast(max(ends.values(), default=0.0) if complete else math.inf, shares)
+
+
+def _idle_at(peers: Peers, incarnation: bytes, now: float) -> float:
+    """In how many seconds the first byte comes of what is asked of a peer now."""
+    peer = peers.get(incarnation) or peers.stranger(incarnation)
+    latency_s, per_byte = peer.expected(now)
+    return latency_s + peer.inflight_bytes * per_byte
+
+
+def _tier(candidates: Iterable[Candidate], incarnation: bytes) -> int:
+    return next(tier for other, tier in candidates if other == incarnation)
 
 
 class NegativeMemory:

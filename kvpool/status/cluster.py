@@ -170,6 +170,8 @@ def drain_text(progress: Mapping[str, Any]) -> str:
         words.append(f"{progress['copied']:,} copied, {size_text(progress['copied_bytes'])}")
     if progress["failed"]:
         words.append(f"{progress['failed']:,} that only it has found no other place")
+    if progress["left"]:
+        words.append(f"{progress['left']:,} stay on its disks, for want of time (ssd_drain_s)")
     if progress["phase"] == "waiting":
         words.append(f"waiting for {count(progress['leases'], 'lease')} to end")
     return ", ".join(words)
@@ -249,14 +251,25 @@ def _held(one: Mapping[str, Any] | None) -> dict[str, int]:
     }
 
 
-_SETTINGS = {"write": "to SSD", "ttl_s": ">unused for", "ssd_codec": "SSD codec"}
+_SETTINGS = {
+    "write": "to SSD",
+    "ttl_s": ">unused for",
+    "ssd_codec": "SSD codec",
+    "dram_quota": ">DRAM quota",
+    "ssd_quota": ">SSD quota",
+    "write_remote": "to objects",
+}
 """Columns that are shown where a namespace has the setting."""
 
 
-def _setting_text(value: str | float) -> str:
+def _setting_text(name: str, value: str | float) -> str:
     if isinstance(value, str):
         return value
-    return period_text(value) if value else ""
+    if not value:
+        return ""
+    if name == "ttl_s":
+        return period_text(value)
+    return size_text(value) if isinstance(value, int) else f"{100 * value:.3g}%"
 
 
 def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
@@ -277,7 +290,7 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
             escape(", ".join(facts(row["fields"]))),
             str(row["epoch"]) if row["agreed"] else Text(f"{row['epoch']}?", style="yellow"),
             str(row["settings"]["replicas"]),
-            *(_setting_text(row["settings"][name]) for name in chosen),
+            *(_setting_text(name, row["settings"][name]) for name in chosen),
             size_text(sum(part[0] for part in row["parts"])),
             "" if hidden else f"{row['blocks']:,}",
             "" if hidden else size_text(row["bytes"]),

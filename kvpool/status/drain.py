@@ -123,6 +123,11 @@ def verdict(node: str, ended: Ended, timeout_s: float) -> tuple[str, bool]:
         if copied
         else "others hold whatever it held"
     )
+    if progress["left"]:
+        what = (
+            f"{what}, and {count(progress['left'], 'block')} stay on its disks for want of time "
+            f"(ssd_drain_s)"
+        )
     return (
         f"{node} is drained and has left the cluster: {what}. While its daemon runs it serves "
         f"its own clients; {back}"

@@ -6,12 +6,14 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kvpool.errors import InvalidRequest
+from kvpool.config import parse_size
+from kvpool.errors import ConfigError, InvalidRequest
 from kvpool.types import KEY_BYTES
 
 DIGEST_HEX = 32
 PREFIX_MIN = 4
 SHOWN_MAX = 5  # candidates that an error lists
+QUOTA_TIERS = ("dram", "ssd")
 
 _HEX = re.compile(r"[0-9a-f]+")
 _PERIOD = re.compile(r"(\d+(?:\.\d+)?)([smhd])", re.ASCII)
@@ -34,6 +36,23 @@ def period(text: str) -> float:
     if not (match := _PERIOD.fullmatch(text)):
         raise InvalidRequest(f"{text!r} is no time: write 30s, 15m, 12h or 7d; or 0 for no end")
     return float(match[1]) * _PERIOD_S[match[2]]
+
+
+def quotas(text: str) -> dict[str, int | float]:
+    """By tier, from dram=20%,ssd=50GiB: bytes or a share, or 0 for none. Raises `InvalidRequest`."""
+    found: dict[str, int | float] = {}
+    for item in text.split(","):
+        tier, _, size = item.strip().partition("=")
+        if tier not in QUOTA_TIERS or tier in found:
+            raise InvalidRequest(
+                f"{item!r} is no quota: write dram=20% or ssd=50GiB, with a comma between them; none "
+                f"takes one away"
+            )
+        try:
+            found[tier] = 0 if size in {"0", "none"} else parse_size(size, tier)
+        except ConfigError:
+            raise InvalidRequest(f"{item!r}: a quota is a size (8GiB) or a share (20%)") from None
+    return found
 
 
 def known_digests(

@@ -91,9 +91,31 @@ _REMOTE: Entries = (
         ),
         False,
     ),
+    (
+        "left to engines, which compute them sooner",
+        (("declined", "block parts"), ("trials", "trials of their sources")),
+        False,
+    ),
     ("lookups without an answer", (("lookups_failed", ""),), True),
     ("transfers that failed", (("failed_transfers", ""),), True),
     ("blocks that came damaged", (("mismatches", "dropped"),), True),
+)
+
+_NIXL: Entries = (
+    (
+        "pulled by RDMA",
+        (("pulls", "pulls"), ("blocks", "blocks"), ("pulled_bytes", "")),
+        False,
+    ),
+    (
+        "went on over TCP",
+        (
+            ("failed_over", "pulls"),
+            ("failed_over_blocks", "blocks"),
+            ("rested", "pulls soon after such a one"),
+        ),
+        True,
+    ),
 )
 
 _COPIES: Entries = (
@@ -141,6 +163,7 @@ def show(
         _namespaces(mine["namespaces"]),
         _counters("Since the start, all tenants", stats["counters"], _COUNTERS),
         _movers(stats["movers"]),
+        _nixl(stats.get("nixl")),
         _peers(remote["peers"], names),
         _counters("Other nodes, since the start", remote, _REMOTE) if _any(remote) else None,
         _counters("Copies, since the start", copies, _COPIES) if _any(copies) else None,
@@ -270,6 +293,17 @@ def _movers(movers: list[Mapping[str, Any]]) -> Table:
             Text(str(one["restarts"]), style="yellow" if one["restarts"] else ""),
             "\n".join(one["listening"]) or "nowhere",
         )
+    return table
+
+
+def _nixl(nixl: Mapping[str, Any] | None) -> Table | None:
+    """None where this node has no NIXL."""
+    if nixl is None:
+        return None
+    named = {**nixl, "pulled_bytes": nixl["bytes"]}
+    table = _counters("NIXL, since the start", named, _NIXL)
+    if nixl["last_error"]:
+        table.add_row("last reason", Text(nixl["last_error"], style="yellow"))
     return table
 
 

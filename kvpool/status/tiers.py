@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from kvpool.status.text import count, duration, make_console, make_table, size_text, used_text
+from kvpool.status.text import (
+    DIGEST_SHOWN,
+    count,
+    duration,
+    make_console,
+    make_table,
+    size_text,
+    used_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,11 +27,13 @@ if TYPE_CHECKING:
     from kvpool.client import Client
 
 SCRUB_BLOCKS = 64  # asked for at a time
+SAVED_FROM = 0.99  # of the raw bytes; slots are whole pages, and hide what is less
 _STATES = {
     "serving": "green",
     "followed": "green",
     "opening": "yellow",
     "read-only": "yellow",
+    "failing": "yellow",
     "silent": "yellow",
     "outdated": "yellow",
     "failed": "red",
@@ -34,8 +44,10 @@ def tier_rows(stats: Mapping[str, Any], tenant: str) -> list[dict[str, Any]]:
     """One row a segment, the fastest tier first; plain values.
 
     Of an engine's own cache only events are known: how many blocks, or at least how many (`complete`), and
-    how long ago it was heard of.
+    how long ago it was heard of. `usage`: what the tenant and its namespaces have of memory, or of a disk;
+    null while that is not open.
     """
+    on_disks = {place["where"]: place for place in stats["usage"]["ssd"]}
     mine = stats["tenants"][tenant]
     counters = stats["counters"]
     unknown = dict.fromkeys(
@@ -67,7 +79,24 @@ def tier_rows(stats: Mapping[str, Any], tenant: str) -> list[dict[str, Any]]:
             "written_bytes": counters["committed_bytes"],
             "damaged": counters["checksum_mismatches"],
             "errors": 0,
+            "usage": stats["usage"]["dram"][0],
         }
+    ]
+    rows += [
+        {
+            "tier": "device",
+            "where": device["path"],
+            "state": device["state"],
+            "error": device["error"],
+            "size_bytes": device["segment_bytes"] or device["size_bytes"],
+            "used_bytes": device["used_bytes"],
+            "blocks": device["blocks"],
+            "read_bytes": device["read_bytes"],
+            "written_bytes": device["written_bytes"],
+            "damaged": device["mismatches"],
+            "errors": device["read_errors"] + device["write_errors"],
+        }
+        for device in stats["tiers"]["device"]
     ]
     rows += [
         {
@@ -82,8 +111,30 @@ def tier_rows(stats: Mapping[str, Any], tenant: str) -> list[dict[str, Any]]:
             "written_bytes": disk["written_bytes"],
             "damaged": disk["mismatches"],
             "errors": disk["read_errors"] + disk["write_errors"],
+            "raw_bytes": disk["raw_bytes"],
+            "stored_bytes": disk["stored_bytes"],
+            "packed_blocks": disk["packed_blocks"],
+            "unpacked_blocks": disk["unpacked_blocks"],
+            "undecoded_blocks": disk["undecoded_blocks"],
+            "usage": on_disks.get(disk["path"]),
         }
         for disk in stats["tiers"]["ssd"]
+    ]
+    rows += [
+        {
+            "tier": "remote",
+            "where": store["path"],
+            "state": store["state"],
+            "error": store["error"],
+            "size_bytes": store["size_bytes"],
+            "used_bytes": store["used_bytes"],
+            "blocks": store["blocks"],
+            "read_bytes": store["read_bytes"],
+            "written_bytes": store["written_bytes"],
+            "damaged": store["mismatches"],
+            "errors": store["read_errors"] + store["write_errors"],
+        }
+        for store in stats["tiers"]["remote"]
     ]
     return rows
 
@@ -100,7 +151,13 @@ def show_tiers(stats: Mapping[str, Any], tenant: str, console: Console | None = 
     """Print where this node keeps blocks."""
     console = console or make_console()
     console.print(_tiers(tier_rows(stats, tenant)))
-    for line in (*_engine_remarks(stats["engines"]), *_remarks(stats["tiers"])):
+    console.print(_usage(stats["usage"], tenant))
+    remarks = (
+        *_engine_remarks(stats["engines"]),
+        *_packing(stats["tiers"]["ssd"]),
+        *_remarks(stats["tiers"]),
+    )
+    for line in remarks:
         console.print(line)
 
 
@@ -129,6 +186,21 @@ def _tiers(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _usage(usage: Mapping[str, Any], tenant: str) -> Table:
+    """What the tenant has of each tier, and its namespaces of that; quotas where there are some."""
+    table = make_table("", "of", "tier", "where", ">used", ">at most")
+    for tier, places in usage.items():
+        for place in places:
+            where = escape(place["where"])
+            used, most = size_text(place["used_bytes"]), size_text(place["part_bytes"])
+            table.add_row(f"tenant {tenant}", tier, where, used, most)
+            for digest, space in sorted(place["namespaces"].items()):
+                quota = size_text(space["quota_bytes"]) if space["quota_bytes"] else ""
+                name = f"  namespace {digest[:DIGEST_SHOWN]}"
+                table.add_row(name, tier, where, size_text(space["held_bytes"]), quota)
+    return table
+
+
 def _engine_remarks(engines: Mapping[str, Any]) -> Iterator[Text]:
     if engines["error"]:
         yield Text(engines["error"], style="yellow")
@@ -146,8 +218,31 @@ def _engine_remarks(engines: Mapping[str, Any]) -> Iterator[Text]:
             yield Text(f"{where} was heard of {duration(age)} ago")
 
 
+def _packing(disks: Iterable[Mapping[str, Any]]) -> Iterator[Text]:
+    """What codecs make of the blocks on each disk."""
+    for disk in disks:
+        where, raw, stored = disk["path"], disk["raw_bytes"], disk["stored_bytes"]
+        if disk["packed_blocks"] or disk["unpacked_blocks"] or stored < raw * SAVED_FROM:
+            yield Text(
+                f"{where} holds {size_text(raw)} of blocks in {size_text(stored)} "
+                f"({raw / max(stored, 1):.2f} to 1); since its start {disk['packed_blocks']:,} were "
+                f"written smaller and {disk['unpacked_blocks']:,} were not worth it"
+            )
+        if disk["undecoded_blocks"]:
+            yield Text(
+                f"{where}: {count(disk['undecoded_blocks'], 'block')} could not be decoded, "
+                f"counted as damaged",
+                style="yellow",
+            )
+        if disk["codec_error"]:
+            yield Text(f"{where}: {disk['codec_error']}", style="yellow")
+
+
 def _remarks(tiers: Mapping[str, Any]) -> Iterator[Text]:
     """What is out of the ordinary."""
+    for device in tiers["device"]:
+        if device["error"]:
+            yield Text(f"{device['path']} is {device['state']}: {device['error']}", style="yellow")
     for disk in tiers["ssd"]:
         if disk["error"]:
             yield Text(f"{disk['path']} is {disk['state']}: {disk['error']}", style="yellow")
@@ -156,6 +251,13 @@ def _remarks(tiers: Mapping[str, Any]) -> Iterator[Text]:
                 f"{disk['path']} goes through the page cache, which is slower: its file system "
                 f"knows no O_DIRECT",
                 style="yellow",
+            )
+    for store in tiers["remote"]:
+        if store["error"]:
+            yield Text(f"{store['path']} is {store['state']}: {store['error']}", style="yellow")
+        if store["stale_blocks"]:
+            yield Text(
+                f"{count(store['stale_blocks'], 'block')} not found in the object named for it"
             )
     for key, what in (
         ("over_budget_blocks", "not written: the day's budget (ssd_bytes_per_day) is used up"),

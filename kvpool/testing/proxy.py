@@ -37,6 +37,7 @@ class Fault:
     """What is done to bytes. The default is nothing.
 
     delay_s: every chunk arrives that much later.
+    bytes_s: so much arrives in a second, of all connections and both ways together; 0: no limit.
     hold: nothing of these ways arrives, and nothing is lost: a cut network, or a stopped peer.
     refuse: connections are ended at once, those that there are included.
     silent: a new connection is accepted, and the server never hears of it.
@@ -46,6 +47,7 @@ class Fault:
     """
 
     delay_s: float = 0.0
+    bytes_s: float = 0.0
     hold: frozenset[Way] = frozenset()
     refuse: bool = False
     silent: bool = False
@@ -92,6 +94,8 @@ class Proxy:
         self.connections = 0
         self.carried = 0
         self._fault = NOTHING
+        self._room = 0.0  # bytes that may be delivered now, where that is limited
+        self._filled_at = time.monotonic()
         self._pairs: list[tuple[_Flow, _Flow]] = []
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -154,6 +158,7 @@ class Proxy:
                         self._accept()
                     elif key.fileobj is self._woken:
                         self._woken.recv(CHUNK_BYTES)
+                self._fill()
                 if self._fault.refuse or self._cutting:
                     self._cutting = False
                     self._end_all()
@@ -164,6 +169,14 @@ class Proxy:
             selector.close()
             self._listener.close()
             self._woken.close()
+
+    def _fill(self) -> None:
+        """What may be delivered by now; what nobody used is lost after a tick."""
+        now = time.monotonic()
+        rate, passed_s = self._fault.bytes_s, now - self._filled_at
+        self._filled_at = now
+        if rate:
+            self._room = min(self._room + rate * passed_s, max(rate * TICK_S, 1.0))
 
     def _accept(self) -> None:
         try:
@@ -224,11 +237,15 @@ class Proxy:
         if target is None or flow.way in fault.hold:
             return
         while flow.held and flow.held[0][0] <= time.monotonic():
+            if fault.bytes_s and self._room < 1:
+                return
             due, data = flow.held[0]
             try:
-                sent = target.send(data)
+                sent = target.send(data[: int(self._room)] if fault.bytes_s else data)
             except BlockingIOError:
                 return
+            if fault.bytes_s:
+                self._room -= sent
             flow.held_bytes -= sent
             self.carried += sent
             if sent < len(data):
@@ -263,7 +280,8 @@ class Proxy:
             if not flow.over and flow.held_bytes < HELD_BYTES_MAX:
                 wanted[flow.source] = wanted.get(flow.source, 0) | selectors.EVENT_READ
             due = flow.held and flow.held[0][0] <= time.monotonic()
-            if due and flow.target is not None and flow.way not in self._fault.hold:
+            held = flow.way in self._fault.hold or (self._fault.bytes_s and self._room < 1)
+            if due and flow.target is not None and not held:
                 wanted[flow.target] = wanted.get(flow.target, 0) | selectors.EVENT_WRITE
         for sock in {sock for flow in pair for sock in (flow.source, flow.target) if sock}:
             events = wanted.get(sock, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from kvpool import wire
 from kvpool.daemon.shelf import GOOD
 from kvpool.errors import KvpoolError, Unavailable
+from kvpool.storage.codecs import BLOSC2, Blosc2
 from kvpool.storage.ssd_index import ENTRY
 from kvpool.types import split_keys
 
@@ -21,7 +23,8 @@ class ScriptedDisk:
 
     entries, tables: what its index holds; give them to the next life. orders: all that came, by kind, in
     their order. held: kinds of orders that wait until `go_on`. failures: by kind, raised instead of the
-    next answers. statuses: by kind, of the next answers.
+    next answers. statuses: by kind, of the next answers. sizes: what the blocks of the next packs become.
+    packs: those that it keeps.
     """
 
     def __init__(
@@ -33,11 +36,14 @@ class ScriptedDisk:
     ) -> None:
         self.tables = dict(tables)
         self.entries = {int(entry["offset"]): entry for entry in entries}
-        self.ready = wire.DiskReady(segment_bytes, entries_max, False, list(self.tables.items()))
+        records = list(self.tables.items())
+        self.ready = wire.DiskReady(segment_bytes, entries_max, False, records, [Blosc2.name])
         self.orders: list[tuple[str, Any]] = []
         self.held: set[str] = set()
         self.failures: dict[str, deque[KvpoolError]] = {}
         self.statuses: dict[str, deque[bytes]] = {}
+        self.sizes: deque[list[int]] = deque()
+        self.packs: dict[int, list[int]] = {}
         self._free = asyncio.Event()
         self._dead = False
         self._scanned = False
@@ -87,10 +93,10 @@ class ScriptedDisk:
         self._scanned = True
         return wire.Scanned(np.array(found, ENTRY).tobytes())
 
-    async def add_table(self, record: bytes) -> int:
+    async def add_table(self, record: bytes, table: int = 0) -> int:
         await self._come("add_table", record)
         known = {data: number for number, data in self.tables.items()}
-        number = known.get(record, max(self.tables, default=0) + 1)
+        number = table or known.get(record, max(self.tables, default=0) + 1)
         self.tables[number] = record
         return number
 
@@ -100,6 +106,18 @@ class ScriptedDisk:
         assert left.isdisjoint(tables), "entries without a table"
         for number in tables:
             del self.tables[number]
+
+    async def pack(self, order: wire.PackBlocks) -> wire.Packed:
+        await self._come("pack", order)
+        assert order.pack not in self.packs, "a number is used twice"
+        n = len(order.rows) // 4
+        sizes = self.sizes.popleft() if self.sizes else [order.nbytes] * n
+        assert len(sizes) == n
+        self.packs[order.pack] = sizes
+        return wire.Packed(array("I", sizes).tobytes(), 0.0)
+
+    def drop_pack(self, pack: int) -> None:
+        self.packs.pop(pack, None)
 
     async def write(self, order: wire.WriteBlocks) -> wire.Written:
         self._forget(order.forget)
@@ -116,6 +134,9 @@ class ScriptedDisk:
                 entry["offset"], entry["generation"] = slot, self._generation
                 entry["table"], entry["nbytes"] = order.table, order.nbytes
                 entry["depth"] = memoryview(order.depths).cast("I")[at]
+                if order.pack:
+                    row = memoryview(order.rows).cast("I")[at]
+                    entry["stored"], entry["codec"] = self.packs[order.pack][row], BLOSC2
                 for name, column in zip(names, columns, strict=True):
                     entry[name] = np.frombuffer(column[at], np.uint8)
                 self.entries[slot] = entry

@@ -18,11 +18,21 @@ BATCHES_MAX = 100_000  # far more than a round lets it do
 class KilledStore:
     """One directory, used by one load process after the other. Not thread-safe."""
 
-    def __init__(self, folder: Path, size: int, nbytes: int, seed: int, threads: int = 3) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        nbytes: int,
+        seed: int,
+        *,
+        threads: int = 3,
+        packed: bool = False,
+    ) -> None:
         self._folder = folder
         self._size = size
         self._nbytes = nbytes
         self._threads = threads
+        self._packed = packed
         self._dice = random.Random(seed)
         self._durable: dict[int, int] = {}
         self._rounds = 0
@@ -33,7 +43,7 @@ class KilledStore:
         self._rounds += 1
         numbers = [
             *(self._size, self._nbytes, self._rounds * VERSIONS_A_ROUND),
-            *(BATCHES_MAX, self._threads),
+            *(BATCHES_MAX, self._threads, int(self._packed)),
         ]
         process = subprocess.Popen(
             [

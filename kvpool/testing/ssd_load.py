@@ -1,9 +1,9 @@
 """A load on an SSD store, in a process of its own that is to be killed, or traced.
 
-    python -m kvpool.testing.ssd_load FOLDER SIZE NBYTES FIRST_VERSION BATCHES THREADS
+    python -m kvpool.testing.ssd_load FOLDER SIZE NBYTES FIRST_VERSION BATCHES THREADS PACKED
 
 Each thread has its share of the slots; it writes, forgets and reads there. Every write has a version
-of its own, from which its bytes follow. Lines on stdout, those of one batch in one system call:
+of its own, from which its bytes follow. PACKED: 1 for blocks of even versions to be packed. Lines on stdout, those of one batch in one system call:
 
     F offset            the block is about to be forgotten
     A offset version    the block is durable: `write` has returned
@@ -18,27 +18,39 @@ import random
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvpool.buffers import Bytes1D
+from kvpool.storage import codecs
+from kvpool.storage.codecs import BLOSC2, Blosc2
 from kvpool.storage.ssd import DONE, ReadBatch, SsdStore, WriteBatch, slot_bytes
+from kvpool.storage.ssd_index import Entries
+from kvpool.storage.ssd_pack import pack
 
 TABLE = b"the table of the load"
 BATCH = 8
 DROPPED_SHARE = 0.2  # of what is forgotten and not written again at once
 
 Block = tuple[int, int]  # offset of its slot, version
+Lengths = npt.NDArray[np.int64]
 
 
 @lru_cache(4096)
 def content(offset: int, version: int, nbytes: int) -> Bytes1D:
-    """The bytes of a block, as its slot and version say. Read-only."""
+    """The bytes of a block, as its slot and version say. Read-only. Those of even versions can be packed."""
     data = np.random.Generator(np.random.PCG64([offset, version])).bytes(nbytes)
-    return np.frombuffer(data, np.uint8)
+    noise = np.frombuffer(data, np.uint8)
+    if version % 2:
+        return noise
+    halves = noise.copy()
+    halves[1::2] = 0x3F
+    halves.flags.writeable = False
+    return halves
 
 
 def key_of(offset: int, version: int) -> bytes:
@@ -72,6 +84,25 @@ def write_batch(table: int, nbytes: int, blocks: Sequence[Block]) -> WriteBatch:
     )
 
 
+def packed_batch(batch: WriteBatch) -> tuple[WriteBatch, Lengths]:
+    """The same with its blocks packed, and how long their slots are."""
+    packed = pack(batch.source, batch.rows, batch.nbytes)
+    stored = packed.stored
+    assert stored.max() < batch.nbytes, "blocks of even versions get smaller"
+    lengths = np.array([codecs.slot_bytes(one, batch.nbytes) for one in stored.tolist()])
+    rows = np.arange(len(stored))
+    return replace(batch, source=packed.rows, rows=rows, stored=stored, codec=BLOSC2), lengths
+
+
+def lengths_of(entries: Entries, nbytes: int) -> Lengths:
+    """How long the slots are, as the index says."""
+    sizes = zip(entries["stored"].tolist(), entries["codec"].tolist(), strict=True)
+    lengths = [
+        codecs.slot_bytes(one, nbytes) if codec else slot_bytes(nbytes) for one, codec in sizes
+    ]
+    return np.array(lengths, np.int64)
+
+
 @dataclass
 class Findings:
     """What a store holds, held against what was said about it."""
@@ -79,6 +110,7 @@ class Findings:
     held: dict[int, int] = field(default_factory=dict)  # offset → version, right to the byte
     wrong: int = 0  # read as right, with other bytes than the key stands for
     torn: int = 0  # in the index, and its bytes are not there
+    packed: int = 0  # of those that are held
     lost: int = 0  # was said to be durable, and is not there
 
 
@@ -90,10 +122,11 @@ def inspect(store: SsdStore, nbytes: int, durable: dict[int, int]) -> Findings:
     found = Findings()
     for entries in store.entries():
         out = np.zeros((len(entries), nbytes), np.uint8)
-        batch = ReadBatch(nbytes, entries["offset"], entries["checksum"], out, np.arange(len(out)))
-        statuses = store.read(batch)
+        places = (entries["offset"], entries["checksum"], out, np.arange(len(out)))
+        statuses = store.read(ReadBatch(nbytes, *places, lengths_of(entries, nbytes), Blosc2()))
         offsets = entries["offset"].tolist()
-        for key, place, status, data in zip(entries["key"], offsets, statuses, out, strict=True):
+        columns = (entries["key"], offsets, statuses, out, entries["codec"].tolist())
+        for key, place, status, data, codec in zip(*columns, strict=True):
             offset, version = block_of(key.tobytes())
             if status != DONE:
                 found.torn += 1
@@ -101,14 +134,16 @@ def inspect(store: SsdStore, nbytes: int, durable: dict[int, int]) -> Findings:
                 found.wrong += 1
             else:
                 found.held[offset] = version
+                found.packed += codec > 0
     found.lost = len(durable.items() - found.held.items())
     return found
 
 
 class _Load:
-    def __init__(self, store: SsdStore, nbytes: int, first_version: int) -> None:
+    def __init__(self, store: SsdStore, nbytes: int, first_version: int, packed: bool) -> None:
         self.store = store
         self.nbytes = nbytes
+        self.packed = packed
         self.table = store.add_table(TABLE)
         self.version = first_version
         self.lock = threading.Lock()  # forget is for one thread at a time, and so are the lines
@@ -116,6 +151,7 @@ class _Load:
     def work(self, slots: list[int], batches: int, seed: int) -> None:
         dice = random.Random(seed)
         held: dict[int, int] = {}
+        lengths: dict[int, int] = {}
         for _ in range(batches):
             offsets = dice.sample(slots, min(BATCH, len(slots)))
             with self.lock:
@@ -127,18 +163,31 @@ class _Load:
                 held.pop(offset, None)
             if dice.random() < DROPPED_SHARE:
                 continue
-            statuses = self.store.write(write_batch(self.table, self.nbytes, blocks), after)
+            batch = write_batch(self.table, self.nbytes, blocks)
+            long = np.full(len(blocks), slot_bytes(self.nbytes))
+            if self.packed and self.is_even(blocks):
+                batch, long = packed_batch(batch)
+            statuses = self.store.write(batch, after)
             assert (statuses == DONE).all()
             with self.lock:
                 _say(f"A {offset} {version}" for offset, version in blocks)
             held.update(blocks)
-            self.read(dice.sample(sorted(held.items()), min(BATCH, len(held))))
+            lengths.update(zip(offsets, long.tolist(), strict=True))
+            some = dice.sample(sorted(held.items()), min(BATCH, len(held)))
+            self.read(some, [lengths[offset] for offset, _ in some])
 
-    def read(self, blocks: list[Block]) -> None:
+    @staticmethod
+    def is_even(blocks: list[Block]) -> bool:
+        """Whether they can be packed: those of one batch have one version."""
+        return blocks[0][1] % 2 == 0
+
+    def read(self, blocks: list[Block], lengths: list[int]) -> None:
         out = np.zeros((len(blocks), self.nbytes), np.uint8)
         offsets = np.array([offset for offset, _ in blocks], np.uint64)
         sums = checksums_of(blocks, self.nbytes)
-        statuses = self.store.read(ReadBatch(self.nbytes, offsets, sums, out, np.arange(len(out))))
+        rows = np.arange(len(out))
+        batch = ReadBatch(self.nbytes, offsets, sums, out, rows, np.array(lengths), Blosc2())
+        statuses = self.store.read(batch)
         assert (statuses == DONE).all()
         assert (out == np.stack([content(*block, self.nbytes) for block in blocks])).all()
 
@@ -148,9 +197,9 @@ def _say(lines: Iterable[str]) -> None:
 
 
 def main() -> None:
-    size, nbytes, first_version, batches, threads = map(int, sys.argv[2:])
+    size, nbytes, first_version, batches, threads, packed = map(int, sys.argv[2:])
     store = SsdStore.open(sys.argv[1], size, threads=2)
-    load = _Load(store, nbytes, first_version)
+    load = _Load(store, nbytes, first_version, bool(packed))
     slot = slot_bytes(nbytes)
     slots = list(range(0, store.segment_bytes - slot + 1, slot))
     workers = [

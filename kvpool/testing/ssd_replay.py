@@ -142,7 +142,9 @@ def inspect_image(
     return found
 
 
-def record(folder: Path, size: int, nbytes: int, batches: int, threads: int) -> Recording:
+def record(
+    folder: Path, size: int, nbytes: int, batches: int, threads: int, *, packed: bool = False
+) -> Recording:
     """Run a load on a new store in `folder`, under strace.
 
     strace may be installed first; raises `ConfigError` where that cannot be.
@@ -157,7 +159,7 @@ def record(folder: Path, size: int, nbytes: int, batches: int, threads: int) -> 
             *(strace, "-f", "-y", "-xx", "-s", str(_STRING_MAX), "-o", str(trace)),
             *("-e", f"trace={_CALLS}", "-e", "signal=none", "--"),
             *(sys.executable, "-m", "kvpool.testing.ssd_load", str(store)),
-            *map(str, (size, nbytes, 1, batches, threads)),
+            *map(str, (size, nbytes, 1, batches, threads, int(packed))),
         ],
         stdout=subprocess.PIPE,
         check=True,

@@ -11,6 +11,7 @@ from kvpool.transfer.base import TransportFactory
 # Imported on first use: a mover loads only the transports that its URLs name.
 TRANSPORTS = {
     "tcp": "kvpool.transfer.tcp:TcpTransport",
+    "nixl": "kvpool.transfer.nixl:NixlTransport",
     "inproc": "kvpool.transfer.inproc:InprocTransport",
 }
 

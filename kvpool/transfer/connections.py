@@ -12,7 +12,7 @@ from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import greet
 from kvpool.transfer.stream import Stream, Unreachable
 
-IDLE_PER_PEER_MAX = 4
+IDLE_PER_PEER_MAX = 8  # as many as one pull uses
 IDLE_MAX = 64
 
 

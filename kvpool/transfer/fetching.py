@@ -10,6 +10,7 @@ from xxhash import xxh3_128_digest
 from kvpool.errors import ProtocolError, Unavailable, from_code
 from kvpool.transfer.base import MISMATCH, Outcome, Stop
 from kvpool.transfer.memory import Memory
+from kvpool.transfer.precedence import Precedence
 from kvpool.transfer.stream import IOV_MAX, Stream
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
 from kvpool.wire import (
@@ -42,6 +43,7 @@ def fetch(
     memory: Memory,
     outcome: Outcome,
     stop: Stop,
+    precedence: Precedence,
 ) -> None:
     """Bring the blocks `first` to `end` of an order here over one connection.
 
@@ -51,7 +53,15 @@ def fetch(
     keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
     answer = exchange(
         stream,
-        Fetch(order.tenant, order.digest, order.part, order.nbytes, keys, stream.deadline.left()),
+        Fetch(
+            order.tenant,
+            order.digest,
+            order.part,
+            order.nbytes,
+            keys,
+            stream.deadline.left(),
+            order.background,
+        ),
         first + 1,
         Fetched,
     )
@@ -65,6 +75,8 @@ def fetch(
     for low, high in _groups(len(indices), order.nbytes):
         if stop.is_set:
             raise Unavailable("the transfer was cancelled")
+        if order.background:
+            precedence.give_way(stream.deadline.left())
         part = rows[4 * low : 4 * high]
         stream.receive_into(memory.spans(order.segment, order.stride, order.nbytes, part))
         blocks = memory.blocks(order.segment, order.stride, order.nbytes, part)

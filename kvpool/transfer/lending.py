@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Self
 
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.transfer.base import Deadline, Source, TransferLimits, check_lent
 from kvpool.transfer.memory import Memory
+from kvpool.transfer.precedence import PIECE_BYTES, Precedence
 from kvpool.transfer.stream import Stream
 from kvpool.types import KEY_BYTES, split_keys
 from kvpool.wire import (
@@ -58,6 +61,18 @@ class Budget:
             self._changed.notify_all()
 
 
+class Budgets(NamedTuple):
+    """Of what peers wait for, and of what nobody waits for: neither keeps the other one from being lent."""
+
+    urgent: Budget
+    background: Budget
+
+    @classmethod
+    def of(cls, limit: int) -> Self:
+        """A quarter of the limit is for the background."""
+        return cls(Budget(limit - limit // 4), Budget(limit // 4))
+
+
 class Conversation:
     """What one peer asks for, one thing after the other. Belongs to the thread of its connection."""
 
@@ -67,13 +82,15 @@ class Conversation:
         memory: Memory,
         source: Source,
         limits: TransferLimits,
-        budget: Budget,
+        budgets: Budgets,
+        precedence: Precedence,
     ) -> None:
         self._stream = stream
         self._memory = memory
         self._source = source
         self._limits = limits
-        self._budget = budget
+        self._budgets = budgets
+        self._precedence = precedence
         self._fetched: Fetch | None = None  # the last one, of which it may report blocks as corrupt
 
     def step(self) -> None:
@@ -149,14 +166,19 @@ class Conversation:
         """Send what is there of the wanted blocks, or the reason why not."""
         try:
             size = self._size(fetch)
-            self._budget.take(size, self._stream.deadline)
+            budget = self._budgets.background if fetch.background else self._budgets.urgent
+            budget.take(size, self._stream.deadline)
         except LimitExceeded as error:
             self._stream.send(error_message(error), request)
             return
         try:
-            self._lend_and_send(request, fetch)
+            if fetch.background:
+                self._lend_and_send(request, fetch)
+            else:
+                with self._precedence.urgent():
+                    self._lend_and_send(request, fetch)
         finally:
-            self._budget.give(size)
+            budget.give(size)
 
     def _size(self, fetch: Fetch) -> int:
         count, rest = divmod(len(fetch.keys), KEY_BYTES)
@@ -192,7 +214,33 @@ class Conversation:
             )
             # The kernel copies what it is given, so with the return of this the slots are free again:
             # sent or not, nothing refers to them any more.
-            self._stream.send_buffers([memoryview(header), *spans])
+            buffers = [memoryview(header), *spans]
+            for piece in _pieces(buffers) if fetch.background else [buffers]:
+                if fetch.background:
+                    self._precedence.give_way(self._stream.deadline.left())
+                self._stream.send_buffers(piece)
         finally:
             if lent.token:
                 self._source.give_back(lent.token)
+
+
+Converse = Callable[[Stream, Memory, Source, TransferLimits, Budgets, Precedence], Conversation]
+"""How a server talks with a peer: `Conversation`, or what a transport makes of it."""
+
+
+def _pieces(buffers: list[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes in the same order, about `PIECE_BYTES` at a time."""
+    piece: list[memoryview] = []
+    room = PIECE_BYTES
+    for buffer in buffers:
+        at = 0
+        while at < len(buffer):
+            some = buffer[at : at + room]
+            piece.append(some)
+            at += len(some)
+            room -= len(some)
+            if not room:
+                yield piece
+                piece, room = [], PIECE_BYTES
+    if piece:
+        yield piece

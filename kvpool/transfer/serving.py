@@ -10,15 +10,11 @@ from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated, ProtocolEr
 from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
 from kvpool.transfer.base import Deadline, Identity, Source, TransferLimits
 from kvpool.transfer.handshake import admit, refuse
-from kvpool.transfer.lending import Budget, Conversation
+from kvpool.transfer.lending import Budgets, Conversation, Converse
 from kvpool.transfer.memory import Memory
+from kvpool.transfer.precedence import Precedence
 from kvpool.transfer.stream import Stream
-from kvpool.types import KEY_BYTES
-from kvpool.wire import (
-    KEYS_MAX,
-)
 
-FETCH_FRAME_BYTES_MAX = KEYS_MAX * KEY_BYTES + (64 << 10)
 BACKLOG = 128
 RESOLVE_S = 10.0
 ACCEPT_PAUSE_S = 0.1  # when the machine is out of descriptors
@@ -28,13 +24,21 @@ class Server:
     """Listens, and serves each peer's connection in a thread of its own."""
 
     def __init__(
-        self, memory: Memory, source: Source, identity: Identity, limits: TransferLimits
+        self,
+        memory: Memory,
+        source: Source,
+        identity: Identity,
+        limits: TransferLimits,
+        precedence: Precedence,
+        converse: Converse = Conversation,
     ) -> None:
+        self._converse = converse
         self._memory = memory
         self._source = source
+        self._precedence = precedence
         self._identity = identity
         self._limits = limits
-        self._budget = Budget(limits.inflight_bytes_max)
+        self._budgets = Budgets.of(limits.inflight_bytes_max)
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
         self._streams: set[Stream] = set()
@@ -123,8 +127,8 @@ class Server:
     def _serve(self, stream: Stream) -> None:
         try:
             admit(stream, self._identity)
-            conversation = Conversation(
-                stream, self._memory, self._source, self._limits, self._budget
+            conversation = self._converse(
+                stream, self._memory, self._source, self._limits, self._budgets, self._precedence
             )
             while True:
                 conversation.step()

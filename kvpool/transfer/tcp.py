@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.transfer.base import (
+    ARRIVED,
     Deadline,
     Identity,
     Outcome,
@@ -24,37 +25,49 @@ from kvpool.transfer.base import (
 from kvpool.transfer.connections import Connections
 from kvpool.transfer.crew import Crew
 from kvpool.transfer.fetching import Refused, ask, fetch
+from kvpool.transfer.lending import Conversation, Converse
 from kvpool.transfer.memory import Memory
+from kvpool.transfer.precedence import Precedence
 from kvpool.transfer.serving import Server
 from kvpool.transfer.stream import Closed, Stream
+from kvpool.transfer.streams import StreamCounts
 from kvpool.wire import AskPeer, Bytes, Done, PullBlocks, Pulled
 
 T = TypeVar("T")
 
 
-STREAMS = 2  # connections of one pull: while one waits for its peer, the other one moves bytes
-SPLIT_BYTES = 8 << 20  # from here on a second connection pays
-HELPERS_MAX = 16  # threads for second connections
+HELPERS_MAX = 16  # threads for second connections, and third ones
 
 
 class TcpTransport:
-    """See `Transport`. A pull runs in the calling thread, and a large one in a second thread as well."""
+    """See `Transport`. A pull runs in the calling thread, and a large one in other threads as well."""
 
     def __init__(
-        self, memory: Memory, source: Source, identity: Identity, limits: TransferLimits
+        self,
+        memory: Memory,
+        source: Source,
+        identity: Identity,
+        limits: TransferLimits,
+        converse: Converse = Conversation,
     ) -> None:
         self.memory = memory
         self.limits = limits
         self.helpers = Crew("kvpool-stream", HELPERS_MAX)
         self._connections = Connections(identity, limits)
-        self._server = Server(memory, source, identity, limits)
+        self.precedence = Precedence()
+        self.streams = StreamCounts()
+        self._server = Server(memory, source, identity, limits, self.precedence, converse)
 
     def listen(self, url: str) -> str:
         return self._server.listen(url)
 
     def pull(self, order: PullBlocks, stop: Stop) -> Pulled:
         outcome = Outcome(check_order(order, self.memory))
-        return _Pull(self, order, outcome, stop).run()
+        pull = _Pull(self, order, outcome, stop)
+        if order.background:
+            return pull.run()
+        with self.precedence.urgent():
+            return pull.run()
 
     def ask(self, order: AskPeer, stop: Stop) -> Done | Bytes:
         deadline = Deadline(order.deadline_s)
@@ -115,14 +128,20 @@ class _Pull:
         self._stop = stop
         self._ours = Stop()  # set by `stop`, and when one thread fails: then the others give up too
         self._deadline = Deadline(order.deadline_s)
+        count = len(outcome.status)
+        # What gives way to others needs no speed.
+        self._streams = (
+            1
+            if order.background
+            else transport.streams.choose(order.url, count * order.nbytes, count)
+        )
         self._slices = deque(self._cut())  # its popleft is atomic
         self._error: KvpoolError | None = None
 
     def _cut(self) -> Iterator[tuple[int, int]]:
         count, nbytes = len(self._outcome.status), self._order.nbytes
         step = max(1, self._transport.limits.fetch_bytes_max // nbytes)
-        if count * nbytes >= SPLIT_BYTES:
-            step = min(step, -(-count // STREAMS))
+        step = min(step, max(1, -(-count // self._streams)))
         for first in range(0, count, step):
             yield first, min(first + step, count)
 
@@ -138,7 +157,7 @@ class _Pull:
             self._stop.register(self._ours.set)
         except KvpoolError as error:
             return self._outcome.finish(error)
-        wanted = min(STREAMS, len(self._slices)) - 1
+        wanted = min(self._streams, len(self._slices)) - 1
         helpers = sum(self._transport.helpers.try_now(help_out) for _ in range(wanted))
         self._work()
         for _ in range(helpers):
@@ -146,7 +165,12 @@ class _Pull:
         self._stop.unregister(self._ours.set)
         if self._stop.is_set and self._error is None and self._slices:
             self._error = Unavailable("the transfer was cancelled")
-        return self._outcome.finish(self._error)
+        pulled = self._outcome.finish(self._error)
+        order = self._order
+        if not (pulled.error or order.background) and helpers == self._streams - 1:
+            nbytes = pulled.status.count(ARRIVED) * order.nbytes
+            self._transport.streams.learn(order.url, self._streams, nbytes, pulled.seconds)
+        return pulled
 
     def _work(self) -> None:
         """Fetch slices until there are no more, or a thread has failed."""
@@ -165,7 +189,16 @@ class _Pull:
 
     def _fetch(self, first: int, end: int) -> None:
         def talk(stream: Stream) -> None:
-            memory, outcome = self._transport.memory, self._outcome
-            fetch(stream, self._order, first, end, memory, outcome, self._ours)
+            transport = self._transport
+            fetch(
+                stream,
+                self._order,
+                first,
+                end,
+                transport.memory,
+                self._outcome,
+                self._ours,
+                transport.precedence,
+            )
 
         self._transport.talk(self._order.url, self._deadline, self._ours, talk)

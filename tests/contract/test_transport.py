@@ -29,7 +29,7 @@ class TestTcpOverIPv6(TransportContract):
 def test_unknown_schemes_are_refused_by_name() -> None:
     for scheme in TRANSPORTS:
         assert callable(transport_for(f"{scheme}://x"))
-    with pytest.raises(ConfigError, match=r"'carrier-pigeon'.*inproc, tcp"):
+    with pytest.raises(ConfigError, match=r"'carrier-pigeon'.*inproc, nixl, tcp"):
         transport_for("carrier-pigeon://roof")
     for url in ("", "tcp", "tcp:", "tcp://", "://x"):
         with pytest.raises(ConfigError, match="not a transport URL"):

@@ -13,6 +13,7 @@ from xxhash import xxh3_128_digest
 from kvpool import wire
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.testing.transport import Side, key_of, order
+from kvpool.transfer import tcp
 from kvpool.transfer.base import (
     ARRIVED,
     MISMATCH,
@@ -23,6 +24,7 @@ from kvpool.transfer.base import (
     TransferLimits,
 )
 from kvpool.transfer.handshake import admit, greet
+from kvpool.transfer.precedence import Precedence
 from kvpool.transfer.stream import Stream
 
 URL = "tcp://127.0.0.1:0"
@@ -441,4 +443,57 @@ def test_a_peers_word_alone_drops_nothing() -> None:
             assert [report.keys for report in owner.source.reports] == [KEYS[2]]
             assert owner.source.wait_until_returned()
     finally:
+        owner.transport.close()
+
+
+# ---- who goes first ------------------------------------------------------------------------------------
+
+
+class Watched(Precedence):
+    """Counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.urgent_ones = 0
+        self.gave_way = 0
+
+    @contextmanager
+    def urgent(self) -> Iterator[None]:
+        self.urgent_ones += 1
+        with super().urgent():
+            yield
+
+    def give_way(self, left_s: float) -> None:
+        self.gave_way += 1
+        super().give_way(left_s)
+
+
+@pytest.mark.parametrize(
+    ("background", "urgent_ones", "gave_way"),
+    [(False, 1, 0), (True, 0, 4)],
+    ids=["urgent", "background"],
+)
+def test_both_sides_know_who_goes_first(
+    background: bool, urgent_ones: int, gave_way: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "Precedence", Watched)
+    nbytes = 1 << 20
+    owner, reader = Side(URL), Side(URL)
+    try:
+        owner.source.stride = nbytes
+        for n, key in enumerate(KEYS):
+            owner.source.put(key, n, bytes([65 + n]) * nbytes)
+        url = owner.transport.listen(URL)
+        pulled = reader.transport.pull(
+            order(url, nbytes, KEYS, [0, 1, 2, 3], background=background), Stop()
+        )
+        assert pulled.status == bytes([ARRIVED]) * 4
+        assert owner.source.wait_until_returned()
+        ways = reader.transport.precedence  # type: ignore[attr-defined]
+        assert (ways.urgent_ones, ways.gave_way) == (urgent_ones, gave_way)
+        ways = owner.transport.precedence  # type: ignore[attr-defined]
+        # The header goes before the first piece, and so makes the last one a piece of its own.
+        assert (ways.urgent_ones, ways.gave_way) == (urgent_ones, gave_way + background)
+    finally:
+        reader.transport.close()
         owner.transport.close()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
-import http.server
 import itertools
 import random
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Self
+from collections.abc import Iterator
 
 import numpy as np
 import obstore
@@ -34,6 +30,7 @@ from kvpool.storage.remote import (
 )
 from kvpool.storage.remote_packs import LOCATION, PackName, RemoteTable, pack_size
 from kvpool.storage.remote_requests import RemoteLimits
+from kvpool.testing.s3 import NOTHING, Answer, Proxy, every, nth
 
 LONG_S = 60.0
 NODE, OTHER = b"node one", b"node two"
@@ -48,127 +45,6 @@ LIMITS = RemoteLimits(
     failures_max=1000,
 )
 BUCKETS = itertools.count()
-SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please</Message></Error>"
-
-
-@dataclass
-class Answer:
-    """What the proxy does instead of passing a request on unchanged.
-
-    status: answers with it, and the server never hears of the request. cut: the answer's body ends after
-    so many bytes, though more were announced. hold: the answer waits for this event. flip: a bit of the
-    body is turned over. deaf: the connection is closed; after_server: but the server did hear.
-    """
-
-    status: int = 0
-    cut: int | None = None
-    hold: threading.Event | None = None
-    flip: int | None = None
-    deaf: bool = False
-    after_server: bool = False
-
-
-NOTHING = Answer()
-Rule = Callable[[str, str], Answer]
-
-
-@dataclass
-class Proxy:
-    """An HTTP proxy before one server. rule: what to do with a request, by its verb and path."""
-
-    target: tuple[str, int]
-    rule: Rule = lambda verb, path: NOTHING
-    bucket: str = ""
-    asked: list[tuple[str, str, str]] = field(default_factory=list)  # verb, path, range
-
-    def __enter__(self) -> Self:
-        proxy = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def handle_any(self) -> None:
-                proxy.handle(self)
-
-            do_GET = do_PUT = do_DELETE = do_POST = do_HEAD = handle_any  # noqa: N815
-
-            def log_message(self, *args: object) -> None:
-                """The test says what matters."""
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
-        self.thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.server.shutdown()
-        self.thread.join(LONG_S)
-        self.server.server_close()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}"
-
-    def verbs(self) -> list[str]:
-        return [verb for verb, _, _ in self.asked]
-
-    def handle(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        body = request.rfile.read(int(request.headers.get("content-length", 0)))
-        verb, path = request.command, request.path
-        self.asked.append((verb, path, request.headers.get("range", "")))
-        answer = self.rule(verb, path)
-        if answer.deaf and not answer.after_server:
-            request.close_connection = True
-            return
-        if answer.status:
-            status, headers, found = answer.status, [], SLOW_DOWN
-        else:
-            server = http.client.HTTPConnection(*self.target, timeout=LONG_S)
-            server.request(verb, path, body, dict(request.headers))
-            response = server.getresponse()
-            found = response.read()
-            status, headers = response.status, response.getheaders()
-            server.close()
-        if answer.deaf:
-            request.close_connection = True
-            return
-        if answer.hold is not None:
-            answer.hold.wait(LONG_S)
-        if answer.flip is not None:
-            found = bytes(byte ^ (at == answer.flip) for at, byte in enumerate(found))
-        try:
-            request.send_response_only(status)
-            for name, value in headers:
-                if name.lower() not in ("content-length", "connection", "transfer-encoding"):
-                    request.send_header(name, value)
-            request.send_header("content-length", str(len(found)))
-            request.end_headers()
-            if verb != "HEAD":
-                request.wfile.write(found[: answer.cut])
-        except OSError:
-            request.close_connection = True  # whoever asked had given up
-        if answer.cut is not None:
-            request.close_connection = True
-
-
-def nth(verb: str, numbers: set[int], answer: Answer) -> Rule:
-    """The answer for those requests of a verb, counted from 1."""
-    lock = threading.Lock()
-    seen = 0
-
-    def rule(asked: str, path: str) -> Answer:
-        nonlocal seen
-        with lock:
-            seen += asked == verb
-            return answer if asked == verb and seen in numbers else NOTHING
-
-    return rule
-
-
-def every(verb: str, answer: Answer) -> Rule:
-    return lambda asked, path: answer if asked == verb else NOTHING
 
 
 @pytest.fixture(scope="module")
@@ -182,11 +58,7 @@ def s3() -> Iterator[tuple[str, int]]:
 @pytest.fixture
 def proxy(s3: tuple[str, int]) -> Iterator[Proxy]:
     with Proxy(s3) as made:
-        made.bucket = f"bucket-{next(BUCKETS)}"
-        server = http.client.HTTPConnection(*s3, timeout=LONG_S)
-        server.request("PUT", f"/{made.bucket}")
-        assert server.getresponse().status == 200
-        server.close()
+        made.make_bucket(f"bucket-{next(BUCKETS)}")
         yield made
 
 

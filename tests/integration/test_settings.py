@@ -1,10 +1,13 @@
 """Settings of a namespace, between a client and the daemon of a node that is alone."""
 
+import msgspec
 import pytest
 
 from kvpool.errors import InvalidRequest, Unavailable
+from kvpool.placement.records import DEFAULT_SETTINGS
 from kvpool.types import NamespaceRecord
 
+DEFAULTS = msgspec.to_builtins(DEFAULT_SETTINGS)
 RECORD = NamespaceRecord.simple("settings", block_bytes=4096, block_tokens=16)
 WISH = {"write": "through", "ttl_s": 60.0, "ssd_codec": "blosc2"}
 
@@ -26,12 +29,12 @@ def back(client) -> bool:
 def test_a_client_asks_for_them_and_asks_again_after_a_restart(daemon, start, until):
     with daemon.client(connect=True) as client:
         ns = client.open(RECORD, copies=2, **WISH)
-        assert kept(client) == {"replicas": 2, **WISH}
+        assert kept(client) == DEFAULTS | {"replicas": 2, **WISH}
         daemon.kill()
         start("--socket", daemon.socket)
         until(lambda: back(client))
         client.put(ns, [bytes(16)], [bytes(4096)])
-        assert kept(client) == {"replicas": 2, **WISH}
+        assert kept(client) == DEFAULTS | {"replicas": 2, **WISH}
 
 
 def test_an_operator_changes_them_one_by_one(daemon, client):
@@ -41,6 +44,9 @@ def test_an_operator_changes_them_one_by_one(daemon, client):
         ("write", "none", "write"),
         ("ttl_s", 0.0, "ttl_s"),
         ("ssd_codec", "", "ssd_codec"),
+        ("dram_quota", 0.5, "dram_quota"),
+        ("dram_quota", 1.0, "dram_quota"),
+        ("ssd_quota", 1 << 40, "ssd_quota"),
     ):
         before = kept(client)
         client.configure(RECORD.digest(), **{name: value})
@@ -76,9 +82,11 @@ def test_what_no_namespace_can_have_is_refused_with_a_reason(daemon, client, wro
     with pytest.raises(InvalidRequest, match=words):
         client.open(RECORD, **wrong)
     client.open(RECORD)
+    with pytest.raises(InvalidRequest, match="dram_quota"):
+        client.configure(RECORD.digest(), dram_quota=1.5)
     with pytest.raises(InvalidRequest, match=words):
         client.configure(RECORD.digest(), **wrong)
-    assert kept(client) == {"replicas": 1, "write": "", "ttl_s": 0.0, "ssd_codec": ""}
+    assert kept(client) == DEFAULTS
 
 
 def test_a_change_of_nothing_and_of_nobodys_namespace(daemon, client):

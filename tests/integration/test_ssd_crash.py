@@ -22,28 +22,33 @@ def memory(tmp_path):
         yield Path(folder)
 
 
-def test_killed_under_load(tmp_path):
-    killed = KilledStore(tmp_path / "store", 8 * MIB, nbytes=8192, seed=1)
-    held = 0
-    for _ in range(5):
+@pytest.mark.parametrize(("packed", "nbytes"), [(False, 8192), (True, 16384)])
+def test_killed_under_load(tmp_path, packed, nbytes):
+    killed = KilledStore(tmp_path / "store", 8 * MIB, nbytes=nbytes, seed=1, packed=packed)
+    held = small = 0
+    for _ in range(3 if packed else 5):
         found = killed.round(lines_max=1000)
         assert (found.wrong, found.torn, found.lost) == (0, 0, 0)
         held += len(found.held)
+        small += found.packed
     assert killed.acknowledged > 100 and held > 100, "there was something to lose"
+    assert (30 < small < held - 30) == packed
 
 
-def test_power_cuts(tmp_path, memory):
+@pytest.mark.parametrize(("packed", "nbytes"), [(False, 4096), (True, 12288)])
+def test_power_cuts(tmp_path, memory, packed, nbytes):
     """At every few events: all written, only what was synced, and random parts, torn ones among them."""
-    recording = record(tmp_path, 4 * MIB, nbytes=4096, batches=10, threads=2)
+    recording = record(tmp_path, 4 * MIB, nbytes, batches=10, threads=2, packed=packed)
     assert len(recording.writes) > 100 and len(recording.said) > 100
-    dice, held, images = random.Random(7), 0, 0
-    for cut in recording.cuts()[::4]:
+    dice, held, small, images = random.Random(7), 0, 0, 0
+    for cut in recording.cuts()[:: 8 if packed else 4]:
         for image in recording.images(cut, subsets=3, dice=dice):
             found = inspect_image(recording, image, cut, memory)
             assert (found.wrong, found.torn, found.lost) == (0, 0, 0), f"after event {cut}"
-            held = max(held, len(found.held))
+            held, small = max(held, len(found.held)), max(small, found.packed)
             images += 1
-    assert held > 50 and images > 200
+    assert held > 50 and images > (100 if packed else 200)
+    assert (20 < small < held - 20) == packed
 
 
 def test_the_replay_notices_a_lost_sync(tmp_path, memory):

@@ -267,6 +267,17 @@ def test_a_reset_with_nothing_written_after_it_outlives_the_daemon(written, disk
     assert again.disk["blocks"] == 0
 
 
+def test_settings_that_an_operator_changed_outlive_the_daemon(written, disked):
+    """Alone and without a data_dir, the disk keeps them; with the blocks that were there before."""
+    written.client.configure(RECORD.digest(), write="none", ttl_s=3600.0)
+    written.daemon.kill()
+    again = disked(mode="through")
+    spaces = again.client.stats()["tenants"]["default"]["namespaces"]
+    settings = spaces[RECORD.digest().hex()]["settings"]
+    assert (settings["write"], settings["ttl_s"]) == ("none", 3600.0)
+    assert again.disk["blocks"] > 0
+
+
 def test_a_disk_of_another_size_keeps_what_fits(written, disked, until):
     written.daemon.stop()
     smaller = disked(size="10MiB")
@@ -432,3 +443,82 @@ def test_what_our_disk_has_spoilt_is_pulled_from_a_peer(disked, start, folder, u
         assert engine.client.pull(engine.ns, keys_of(range(40)), wait_s=WAIT_S) == 40
         assert engine.read(range(40)) == set(range(40))
         assert engine.disk["mismatches"] == 40
+
+
+def test_a_quota_holds_in_every_tier_and_over_restarts(disked, until):
+    """Its namespace gives up its own, here and on disk; another one keeps all that it has."""
+    engine = disked()
+    other = engine.client.open(NamespaceRecord.simple("other", block_bytes=NBYTES, block_tokens=16))
+    engine.client.put(other, keys_of(range(16)), [block(n) for n in range(16)])
+    until(lambda: engine.written == 16)
+    engine.client.configure(RECORD.digest(), dram_quota=0.25, ssd_quota=40 * NBYTES)
+    for at in range(0, 96, 8):
+        engine.put(range(at, at + 8))
+        until(lambda at=at: engine.written == 16 + at + 8)
+    usage = engine.client.stats()["usage"]
+    name, others = RECORD.digest().hex(), other.digest.hex()
+    in_memory, on_disk = usage["dram"][0]["namespaces"], usage["ssd"][0]["namespaces"]
+    assert in_memory[name] == {"held_bytes": 1 << 20, "quota_bytes": 1 << 20}
+    assert on_disk[name] == {"held_bytes": 40 * NBYTES, "quota_bytes": 40 * NBYTES}
+    assert in_memory[others] == on_disk[others] == {"held_bytes": 1 << 20, "quota_bytes": 0}
+    assert engine.in_memory(range(96)) == 16
+    assert engine.client.contains(other, keys_of(range(16))).all()
+    assert engine.read(range(96)) == set(range(56, 96))
+    engine.daemon.kill()
+    again = disked()
+    until(lambda: again.disk["state"] == "serving")
+    (after,) = again.client.stats()["usage"]["ssd"]
+    assert after["namespaces"][name] == on_disk[name], "the quota and what it left"
+    again.client.configure(RECORD.digest(), ssd_quota=8 * NBYTES)
+    until(
+        lambda: (
+            again.client.stats()["usage"]["ssd"][0]["namespaces"][name]["held_bytes"] <= 8 * NBYTES
+        )
+    )
+    assert len(again.read(range(96))) == 8
+
+
+TENANTS = """
+memory = "4MiB"
+[tenants.red]
+memory = "4MiB"
+ssd = "{red}"
+"""
+
+
+def test_tenants_have_their_parts_of_a_disk_and_lose_cleanly_what_moves(start, folder, until):
+    """Parts lie one after the other, by name: the first keeps what still fits when they change."""
+
+    def begin(red: str):
+        disk = f"{folder / 'disk'}=32MiB"
+        daemon = start("--ssd", disk, "--ssd-write", "through", config=TENANTS.format(red=red))
+        clients = {name: daemon.client(tenant=name, connect=True) for name in ("default", "red")}
+        until(lambda: clients["red"].stats()["tiers"]["ssd"][0]["state"] == "serving")
+        return daemon, clients
+
+    def part(client) -> int:
+        (found,) = client.stats()["usage"]["ssd"]
+        return found["part_bytes"]
+
+    def on_disk(client) -> int:
+        ns = client.open(RECORD)
+        return sum(data is not None for data in client.get(ns, keys_of(range(40)), wait_s=WAIT_S))
+
+    daemon, clients = begin("25%")
+    size = clients["red"].stats()["tiers"]["ssd"][0]["segment_bytes"]
+    assert part(clients["red"]) == pytest.approx(size / 4, abs=4096)
+    assert part(clients["default"]) == pytest.approx(3 * size / 4, abs=4096)
+    for client in clients.values():
+        client.put(client.open(RECORD), keys_of(range(40)), [block(n) for n in range(40)])
+    until(lambda: clients["red"].stats()["tiers"]["ssd"][0]["written_blocks"] == 80)
+    for red, kept in (("25%", 40), ("50%", 0)):
+        for client in clients.values():
+            client.close()
+        daemon.stop()
+        daemon, clients = begin(red)
+        assert [on_disk(clients["default"]), on_disk(clients["red"])] == [40, kept]
+    disk = clients["red"].stats()["tiers"]["ssd"][0]
+    assert disk["dropped_at_restore"] == 40
+    assert (disk["mismatches"], disk["read_errors"]) == (0, 0)
+    for client in clients.values():
+        client.close()

@@ -131,6 +131,15 @@ def test_disks_are_written_read_and_broken() -> None:
         assert counts[what], (what, counts)
 
 
+def test_quotas_hold_in_every_tier_whatever_goes_wrong() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(400, 440):
+        result = run_seed(seed, quotas=True)
+        assert not result.failure, str(result)
+        counts.update(result.counts)
+    assert counts["quotas seen"], counts
+
+
 def _failures(first: int) -> list[Result]:
     results = (run_seed(seed) for seed in range(first, min(first + BATCH, SEEDS)))
     return [result for result in results if result.failure]

@@ -1,5 +1,6 @@
 """The command line: what it prints, what it returns, and that errors are one line."""
 
+import inspect
 import io
 import json
 import subprocess
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from unittest.mock import create_autospec
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given
 from rich.console import Console
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 
 from kvpool import __version__, cli
 from kvpool.client import Client
-from kvpool.config import SETTINGS, DiskConfig
+from kvpool.config import SETTINGS, DeviceConfig, DiskConfig
 from kvpool.daemon.blocks import Counters
 from kvpool.errors import (
     ClusterUnavailable,
@@ -26,6 +28,7 @@ from kvpool.errors import (
     NotAuthenticated,
     Unavailable,
 )
+from kvpool.placement.records import DEFAULT_SETTINGS
 from kvpool.status.cluster import (
     namespace_rows,
     not_found,
@@ -34,7 +37,7 @@ from kvpool.status.cluster import (
     show_replicas,
 )
 from kvpool.status.drain import PATIENCE_S, Ended, Lines, carry_out, follow, verdict
-from kvpool.status.naming import block_key, full_digest, known_digests, period
+from kvpool.status.naming import block_key, full_digest, known_digests, period, quotas
 from kvpool.status.node import _COUNTERS, show
 from kvpool.status.text import duration, period_text, size_text, used_text
 
@@ -47,7 +50,7 @@ DIRECTORY = {
     "failures": 0,
 }
 
-DEFAULTS = {"replicas": 1, "write": "", "ttl_s": 0.0, "ssd_codec": ""}
+DEFAULTS = msgspec.to_builtins(DEFAULT_SETTINGS)
 
 STATS = {
     "node": "host-7",
@@ -222,6 +225,18 @@ def test_what_an_operator_sees():
     assert "3 blocks now" in line_with(text, "copies lacking")
 
 
+def test_what_went_over_nixl_and_what_had_to_go_over_tcp():
+    nixl = {"pulls": 7, "blocks": 300, "bytes": 3 << 30, "failed_over": 0, "last_error": ""}
+    assert "NIXL" not in shown(STATS | {"nixl": None})
+    quiet = shown(STATS | {"nixl": nixl})
+    assert "7 pulls, 300 blocks, 3 GiB" in line_with(quiet, "pulled by RDMA")
+    assert "over TCP" not in quiet
+    failed = {"failed_over": 2, "failed_over_blocks": 50, "rested": 4}
+    loud = shown(STATS | {"nixl": nixl | failed | {"last_error": "nixl://b:2: it [broke]"}})
+    assert "2 pulls, 50 blocks, 4 pulls soon after" in line_with(loud, "went on over TCP")
+    assert "it [broke]" in line_with(loud, "last reason")
+
+
 def test_trouble_is_shown_when_there_is_any():
     quiet = shown(STATS)
     assert "checksum mismatches" not in quiet
@@ -393,6 +408,7 @@ DRAIN = {
     "copied": 120,
     "copied_bytes": 3 << 29,
     "failed": 0,
+    "left": 0,
     "leases": 0,
 }
 DIGEST = "0123456789abcdef0123456789abcdef"
@@ -570,6 +586,20 @@ def test_settings_are_shown_where_a_namespace_has_them():
     assert "SSD codec" in text
     assert "to SSD" not in text
     assert line_with(text, DIGEST[:12]).split()[-7:-5] == ["1", "blosc2"]
+    limited = rows[0] | {"settings": DEFAULTS | {"dram_quota": 0.125, "ssd_quota": 50 << 30}}
+    text = printed(show_namespaces, [limited], width=200)
+    assert "DRAM quota" in text and "SSD quota" in text
+    assert line_with(text, DIGEST[:12]).split()[-9:-5] == ["1", "12.5%", "50", "GiB"]
+
+
+def test_quotas_are_sizes_or_shares_by_tier():
+    assert quotas("dram=20%,ssd=50GiB") == {"dram": 0.2, "ssd": 50 << 30}
+    assert quotas("ssd=100%") == {"ssd": 1.0}
+    assert isinstance(quotas("ssd=100%")["ssd"], float), "a whole number is bytes"
+    assert quotas("dram=none, ssd=0") == {"dram": 0, "ssd": 0}
+    for wrong in ("", "dram", "20%", "dram=", "dram=lots", "gpu=1GiB", "ssd=1,ssd=2", "ssd=120%"):
+        with pytest.raises(InvalidRequest, match="quota"):
+            quotas(wrong)
 
 
 def test_no_namespaces():
@@ -782,6 +812,7 @@ def test_a_daemon_that_stays_away_ends_the_wait():
         ("drained", {}, True, "120 blocks that only it held were copied to others, 1.5 GiB"),
         ("drained", {"copied": 1}, True, "1 block that only it held was copied"),
         ("drained", {"copied": 0}, True, "others hold whatever it held"),
+        ("drained", {"left": 2}, True, "and 2 blocks stay on its disks for want of time"),
         ("drained", {"failed": 3}, False, "3 blocks that only it holds found no other place"),
         ("vanished", {}, False, "not seen to finish its drain (450 of 1,000 blocks looked at"),
         ("absent", None, True, "It stays out until"),
@@ -833,7 +864,17 @@ def test_version():
     assert CliRunner().invoke(cli.app, ["version"]).output == f"{__version__}\n"
 
 
-COMMANDS = ("serve", "status", "nodes", "locate", "drain", "namespaces", "reset", "configure")
+COMMANDS = (
+    "serve",
+    "status",
+    "doctor",
+    "nodes",
+    "locate",
+    "drain",
+    "namespaces",
+    "reset",
+    "configure",
+)
 
 
 def test_help_names_the_commands():
@@ -992,7 +1033,7 @@ def test_reset(daemon):
     assert daemon.clear.call_count == 2
 
 
-NOTHING = {"copies": None, "write": None, "ttl_s": None, "ssd_codec": None}
+NOTHING = dict.fromkeys(inspect.signature(Client.configure).parameters.keys() - {"self", "digest"})
 
 
 @pytest.mark.parametrize(
@@ -1006,6 +1047,9 @@ NOTHING = {"copies": None, "write": None, "ttl_s": None, "ssd_codec": None}
         ("--ttl 0", {"ttl_s": 0.0}),
         ("--ssd-codec blosc2", {"ssd_codec": "blosc2"}),
         ("--ssd-codec none", {"ssd_codec": ""}),
+        ("--write-remote none", {"write_remote": "none"}),
+        ("--quota dram=20%,ssd=1GiB", {"dram_quota": 0.2, "ssd_quota": 1 << 30}),
+        ("--quota ssd=none", {"ssd_quota": 0}),
         ("--ttl 7d --copies 1", {"ttl_s": 604_800.0, "copies": 1}),
     ],
 )
@@ -1024,6 +1068,7 @@ def test_configure_refuses_what_makes_no_sense_before_it_asks(daemon):
         ("", 1),
         ("--ttl 5", 1),
         ("--ttl forever", 1),
+        ("--quota 20%", 1),
     ):
         done = run("configure", "0123", *words.split())
         assert done.status == status, words
@@ -1162,7 +1207,9 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         " --label zone=a --label rack=7 --no-forward --member-ttl-s 9 --directory-timeout-s 0.25"
         " --copies-max 4 --copy-bandwidth 1MiB --socket-mode 660 --peers-max 5 --lease-s-max 6"
         " --ssd /e=8MiB --ssd /f=1GiB --ssd-write none --ssd-bytes-per-day 1TiB --ssd-flush-s 3"
-        " --no-events --engines-max 3"
+        " --ssd-drain-s 9"
+        " --remote s3://b/p --remote-bytes-max 1TiB --remote-instance-credentials"
+        " --no-events --engines-max 3 --device cuda:0=8GiB"
     )
     result = CliRunner().invoke(cli.app, args.split())
     assert result.exit_code == 0, result.output
@@ -1181,7 +1228,11 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert (config.socket_mode, config.clients_max, config.peers_max) == (0o660, 3, 5)
     assert config.ssd == (DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30))
     assert (config.ssd_write, config.ssd_bytes_per_day, config.ssd_flush_s) == ("none", 1 << 40, 3)
+    assert config.ssd_drain_s == 9
+    assert (config.remote, config.remote_bytes_max) == ("s3://b/p", 1 << 40)
+    assert config.remote_instance_credentials is True
     assert (config.events, config.engines_max) == (False, 3)
+    assert config.device == DeviceConfig("cuda:0", 8 << 30)
     secrets = {"cluster_secret", "join_password", "directory_password", "operator_token"}
     given = {word[2:].replace("-", "_") for word in args.split() if word.startswith("--")}
     given -= {"config", "peer", "label", "no_forward", "no_events"}

@@ -13,6 +13,7 @@ from kvpool.config import (
     SETTINGS,
     SOCKET_PATH_MAX,
     DaemonConfig,
+    DeviceConfig,
     DiskConfig,
     TenantConfig,
     default_socket_path,
@@ -104,6 +105,11 @@ ssd = ["/e=8MiB", "/f=1GiB"]
 ssd_write = "through"
 ssd_bytes_per_day = "1TiB"
 ssd_flush_s = 3
+ssd_drain_s = 9
+remote = "file:///shared/kvpool"
+remote_bytes_max = "1TiB"
+remote_instance_credentials = true
+device = "cuda:1=8GiB"
 events = false
 movers = 2
 data_dir = "/d"
@@ -150,7 +156,12 @@ memory = "50%"
         ssd=(DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30)),
         ssd_write="through",
         ssd_bytes_per_day=1 << 40,
+        ssd_drain_s=9.0,
         ssd_flush_s=3.0,
+        remote="file:///shared/kvpool",
+        remote_bytes_max=1 << 40,
+        remote_instance_credentials=True,
+        device=DeviceConfig("cuda:1", 8 << 30),
         events=False,
         movers=2,
         data_dir="/d",
@@ -197,7 +208,12 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
         "ssd": "/e=8MiB, /f=1GiB",
         "ssd_write": "none",
         "ssd_bytes_per_day": "0",
+        "ssd_drain_s": "0",
         "ssd_flush_s": "0",
+        "remote": "s3://bucket/prefix",
+        "remote_bytes_max": "2TiB",
+        "remote_instance_credentials": "true",
+        "device": "cpu=2MiB",
         "events": "0",
         "movers": "2",
         "data_dir": "/d",
@@ -215,7 +231,10 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
     assert config.advertise == ("tcp://c:1", "tcp://c:2")
     assert config.peers == ()
     assert config.ssd == (DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30))
-    assert (config.ssd_bytes_per_day, config.ssd_flush_s) == (0, 0.0)
+    assert config.device == DeviceConfig("cpu", 2 << 20)
+    assert (config.ssd_bytes_per_day, config.ssd_flush_s, config.ssd_drain_s) == (0, 0.0, 0.0)
+    assert (config.remote, config.remote_bytes_max) == ("s3://bucket/prefix", 2 << 40)
+    assert config.remote_instance_credentials is True
     assert config.labels == {"zone": "a", "rack": "7"}
     assert config.copy_bandwidth == 64 << 10
     assert config.forward is False
@@ -232,6 +251,36 @@ def test_secrets_are_not_printed():
         socket="/s", tenants=(TenantConfig("red", 1, "hush"),), **dict.fromkeys(SECRETS, "hush")
     )
     assert "hush" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "bucket",
+        "s3://",
+        "s3:///prefix",
+        "file:///",
+        "ftp://host/x",
+        "s3://key:topsecret@bucket/x",
+        "s3://bucket/x?secret_access_key=topsecret",
+        "s3://bucket/x#topsecret",
+        "s3://[bucket/topsecret",
+    ],
+)
+def test_where_object_storage_begins_and_nothing_more(url):
+    with pytest.raises(ConfigError, match="REMOTE") as refused:
+        load(environ={"KVPOOL_REMOTE": url, "KVPOOL_DATA_DIR": "/d"})
+    assert "topsecret" not in str(refused.value)
+
+
+def test_a_lone_node_with_object_storage_remembers_epochs():
+    with pytest.raises(ConfigError, match="data-dir"):
+        load(environ={"KVPOOL_REMOTE": "s3://bucket"})
+    assert load(environ={"KVPOOL_REMOTE": "s3://b", "KVPOOL_DATA_DIR": "/d"}).remote == "s3://b"
+    joined = {"KVPOOL_JOIN": "etcd://e", "KVPOOL_LISTEN": "tcp://a:1"}
+    assert load(environ={"KVPOOL_REMOTE": "gs://b/p", **joined}).remote == "gs://b/p"
+    with pytest.raises(ConfigError, match="64MiB"):
+        load(environ={"KVPOOL_REMOTE_BYTES_MAX": "1MiB"})
 
 
 def test_frozen():
@@ -418,6 +467,13 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
         ("copy_bandwidth = 0", "copy_bandwidth"),
         ('copy_bandwidth = "fast"', "copy_bandwidth"),
         ('forward = "maybe"', "true or false"),
+        ('device = "cuda:0"', "DEVICE=SIZE"),
+        ('device = "cuda=8GiB"', "DEVICE=SIZE"),
+        ('device = "gpu0=8GiB"', "DEVICE=SIZE"),
+        ('device = "cuda:0=10%"', "DEVICE=SIZE"),
+        ('device = "cuda:0=1MiB"', "at least 2MiB"),
+        ('device = "cuda:0=much"', "give bytes"),
+        ("device = 8", "device.*text"),
         ('events = "tcp://127.0.0.1:5557"', "true or false"),
         ("engines_max = 65", "from 1 to 64"),
         ("forward = 2", "true or false"),
@@ -435,9 +491,9 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
         ("listen = [1]", "text"),
         ("listen = 7", "list"),
         ("tenants = 7", r"\[tenants.NAME\]"),
-        ("tenants.red = 7", "memory and token"),
+        ("tenants.red = 7", "memory, ssd and token"),
         ("[tenants.red]", "tenants.red.memory is missing"),
-        ('[tenants.red]\nmemory = 1\ntokn = "x"', "memory and token"),
+        ('[tenants.red]\nmemory = 1\ntokn = "x"', "memory, ssd and token"),
         ("[tenants.red]\nmemory = 1\ntoken = 7", "tenants.red.token"),
         ("[tenants.red]\nmemory = 0", "tenants.red.memory"),
         ('[tenants."a b"]\nmemory = 1', "letters"),
@@ -475,3 +531,60 @@ def test_whatever_the_machine_is_called(monkeypatch, host):
     monkeypatch.setattr("socket.gethostname", lambda: host)
     config = load(environ={})
     assert load(flags={"node": config.node}, environ={}).node == config.node
+
+
+def test_nixl_stands_beside_tcp():
+    config = load(flags={"listen": "tcp://a:1,nixl://a:2"}, environ={})
+    assert config.listen == ("tcp://a:1", "nixl://a:2")
+    for listen in ("nixl://a:2", "tcp://a:1,nixl://a:2,nixl://a:3"):
+        with pytest.raises(
+            ConfigError, match="one nixl:// URL at most, and a tcp:// URL beside it"
+        ):
+            load(flags={"listen": listen}, environ={})
+    with pytest.raises(ConfigError, match=r"peers: give tcp:// URLs"):
+        load(flags={"peers": "tcp://b:1,nixl://b:2"}, environ={})
+
+
+DISKS = (DiskConfig("/e", 300), DiskConfig("/f", 100))
+
+
+@pytest.mark.parametrize(
+    ("parts", "shares"),
+    [
+        ({"a": None, "b": None, "c": None}, {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}),
+        ({"a": 0.5, "b": None, "c": None}, {"a": 0.5, "b": 0.25, "c": 0.25}),
+        ({"a": 100, "b": 0.5, "c": None}, {"a": 0.25, "b": 0.5, "c": 0.25}),
+        ({"a": 0.5, "b": 199}, {"a": 0.5, "b": 0.4975}),
+        ({"a": 0.25, "b": 0.25}, {"a": 0.25, "b": 0.25}),
+    ],
+)
+def test_tenants_parts_of_the_disks(parts, shares):
+    """Whatever the memory is: that may be a share of what is free at the start."""
+    tenants = tuple(TenantConfig(name, 1 << 20, ssd=part) for name, part in parts.items())
+    default = TenantConfig("default", 4096, ssd=1e-6)
+    config = DaemonConfig(socket="/s", ssd=DISKS, tenants=(*tenants, default))
+    found = config.ssd_shares()
+    assert found.pop("default") == 1e-6
+    assert found == pytest.approx(shares, abs=1e-5)
+    assert DaemonConfig(socket="/s", tenants=tenants).ssd_shares() == {}
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [((0.6, 0.6), "120%"), ((300, 200), "125%"), ((0.5, 0.5, None), "1 more have none named")],
+)
+def test_parts_of_the_disks_that_are_not_there(parts, words):
+    names = ("default", "b", "c")
+    tenants = tuple(
+        TenantConfig(name, 4096, ssd=part) for name, part in zip(names, parts, strict=False)
+    )
+    with pytest.raises(ConfigError, match=words):
+        DaemonConfig(socket="/s", ssd=DISKS, tenants=tenants).ssd_shares()
+
+
+def test_a_tenants_part_of_the_disks_can_come_from_the_file(tmp_path):
+    config = from_file(
+        tmp_path,
+        '[tenants.a]\nmemory = "1GiB"\nssd = "30%"\n[tenants.b]\nmemory = 4096\nssd = "2GiB"',
+    )
+    assert [tenant.ssd for tenant in config.tenants] == [0.3, 2 << 30]

@@ -24,6 +24,8 @@ DECODERS = [
     wire.decode_peer,
     wire.decode_mover,
     wire.decode_disk,
+    wire.decode_store,
+    wire.decode_device,
 ]
 UNIONS = [
     wire.ClientMessage,
@@ -31,6 +33,8 @@ UNIONS = [
     wire.PeerMessage,
     wire.MoverMessage,
     wire.DiskMessage,
+    wire.StoreMessage,
+    wire.DeviceMessage,
 ]
 
 
@@ -67,8 +71,8 @@ def drawn(field_type: object) -> st.SearchStrategy:
     if field_type is bool:
         return st.booleans()
     if isinstance(field_type, types.UnionType) and types.NoneType in field_type.__args__:
-        (some,) = set(field_type.__args__) - {types.NoneType}
-        return st.none() | drawn(some)
+        some = [member for member in field_type.__args__ if member is not types.NoneType]
+        return st.none() | st.one_of([drawn(member) for member in some])
     if isinstance(field_type, type) and issubclass(field_type, msgspec.Struct):
         return structs(field_type)
     if isinstance(field_type, types.UnionType):

@@ -485,6 +485,12 @@ class Client:
         session, _, _ = await self._connected()
         await self._ask(wire.Configure(self.world.digest, copies), OTHERS_S, session)
 
+    async def set_quotas(self, dram: float, ssd: float) -> None:
+        session, _, _ = await self._connected()
+        self.world.note(f"quotas are {dram:g} of memory and {ssd:g} of disks")
+        message = wire.Configure(self.world.digest, dram_quota=dram, ssd_quota=ssd)
+        await self._ask(message, OTHERS_S, session)
+
     async def drain(self, node: str, *, wanted: bool) -> None:
         session, _, _ = await self._connected()
         self.world.note(f"{node} is {'' if wanted else 'not '}to be drained")

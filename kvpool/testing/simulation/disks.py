@@ -92,8 +92,11 @@ class Platter:
         rows = [offset // slot for offset in offsets]
         return self.surface.use(what, slot, rows, now, writes=writes)
 
-    def table(self, record: bytes) -> int:
-        """The number of a table; a new one for a record that is new."""
+    def table(self, record: bytes, instead: int = 0) -> int:
+        """The number of a table; a new one for a record that is new, unless it replaces another's."""
+        if instead:
+            self.tables[instead] = record
+            return instead
         for number, known in self.tables.items():
             if known == record:
                 return number
@@ -296,14 +299,14 @@ class SimulatedDisk:
 
         return await self._order(scan, GRACE_S)
 
-    async def add_table(self, record: bytes) -> int:
+    async def add_table(self, record: bytes, table: int = 0) -> int:
         self._check_alive()
 
         async def add(_: asyncio.Event) -> int:
             await self._take_time()
             if self._drawn("keeps"):
                 raise LimitExceeded(f"the index of {self.name} takes nothing new")
-            return self.platter.table(record)
+            return self.platter.table(record, table)
 
         return await self._order(add, GRACE_S)
 

@@ -231,3 +231,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         finally:
             self._running = False
             asyncio._set_running_loop(None)
+
+
+def run_alone(work: Coroutine[Any, Any, None], *, steps_max: int) -> None:
+    """In a time of its own; whatever fails beside the work is an AssertionError."""
+    loop = VirtualLoop(steps_max=steps_max)  # type: ignore[abstract]
+    domain = Domain("test")
+    try:
+        loop.run(work, domain)
+    finally:
+        loop.finish([domain])
+    assert not loop.broken

@@ -85,7 +85,7 @@ class Carrier:
         self._loans: dict[str, Use] = {}
         self._running: set[asyncio.Task[Any]] = set()
         # (digest, part, key) → when its transfers began
-        self._under_way: dict[tuple[bytes, int, bytes], list[float]] = {}
+        self._under_way: dict[tuple[bytes, int, bytes], list[tuple[float, bool]]] = {}
 
     @property
     def urls(self) -> list[str]:
@@ -116,22 +116,24 @@ class Carrier:
             self.life.memory.end(use)
             for key in keys:
                 times = self._under_way[order.digest, order.part, key]
-                times.remove(transfer.began)
+                times.remove((transfer.began, order.background))
                 if not times:
                     del self._under_way[order.digest, order.part, key]
 
     def _count(self, order: wire.PullBlocks, keys: tuple[bytes, ...]) -> None:
-        """Nothing is fetched twice at a time, except from a second peer when the first is slow."""
+        """Nothing is fetched twice at a time, except from a second peer when the first is slow, and
+        beside a copy in the background, which may take its time."""
         now = self.world.now()
         self.world.count("transfers")
         for key in keys:
             times = self._under_way.setdefault((order.digest, order.part, key), [])
-            if len(times) >= RIVALS_MAX or (times and now - times[-1] < RIVAL_S_MIN - 1e-6):
+            ahead = [began for began, background in times if order.background or not background]
+            if len(times) >= RIVALS_MAX or (ahead and now - ahead[-1] < RIVAL_S_MIN - 1e-6):
                 raise Violation(
                     f"{self.life.name} fetches {key[:4].hex()} part {order.part} at {now}, "
                     f"and has since {times} already"
                 )
-            times.append(now)
+            times.append((now, order.background))
 
     async def ask(self, order: wire.AskPeer) -> wire.Done | wire.Bytes:
         self._check_alive()

@@ -124,6 +124,7 @@ class Plan:
     reset: float = 0.0
     remove: float = 0.0
     pin: float = 0.0
+    quota: float = 0.0
     actions: dict[str, int] = field(default_factory=dict)
     fault_gap_s: float = 1.0
     disks: Disks | None = None
@@ -146,6 +147,10 @@ class Plan:
             or self.membership_fails
             or self.client_dies
         )
+
+    def with_quotas(self) -> Plan:
+        """Operators change how much the namespace may hold. Not where several copies are wanted of all."""
+        return replace(self, quota=0.03 if self.replicas == 1 else 0.0)
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import hashlib
 import logging
+import math
 import random
 import traceback
 from collections import Counter, deque
@@ -37,6 +38,7 @@ from kvpool.types import DEFAULT_TENANT, PartKind
 STEPS_MAX = 1_000_000
 EVENTS_KEPT = 60
 POLL_S = 0.25
+QUOTAS = (0, 0.2, 0.5, 0.8)
 SETTLE_S = 60.0  # for everything to be as it should, once nothing goes wrong any more
 FORGET_S = 2.5  # until negative memory is forgotten
 TOLD_S = 0.5  # after a put, until every node can find it
@@ -343,6 +345,7 @@ class World:
             (plan.reset / 2, lambda: client.clear(fence=rng.random() < 0.5)),
             (plan.remove, lambda: client.remove(keys)),
             (plan.pin, lambda: client.pin(keys, rng.choice(("soft", "hard", "none")))),
+            (plan.quota, lambda: client.set_quotas(rng.choice(QUOTAS), rng.choice(QUOTAS))),
         ):
             if rare < chance:
                 self._disturbed = True
@@ -443,11 +446,26 @@ class World:
             if life.server.node.has_garbage:
                 return f"{life.name} keeps blocks of ended epochs"
         return (
-            self._disks_are_at_work(lives)
+            self._over_a_quota(lives)
+            or self._disks_are_at_work(lives)
             or self._directory_is_wrong(lives)
             or self._last_copy_is_spare(lives)
             or self._lacks_copies(lives)
         )
+
+    def _over_a_quota(self, lives: Sequence[Life]) -> str:
+        """Whether a node holds more than it may, and could do with less."""
+        for life in lives:
+            for rules in (life.server.node, *life.server.tiers.rules()):
+                rules.settle()
+                for tenant in rules.tenants.values():
+                    for namespace in tenant.namespaces.values():
+                        pinned = sum(table.hard_bytes for table in namespace.tables)
+                        if namespace.quota:
+                            self.count("quotas seen")
+                        if namespace.held_bytes > max(namespace.quota or math.inf, pinned):
+                            return f"{life.name} holds more than a quota"
+        return ""
 
     def _disks_are_at_work(self, lives: Sequence[Life]) -> str:
         for life in lives:
@@ -820,9 +838,20 @@ def _scaled(constants: Constants) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def run_seed(seed: int, tell: Callable[[str], None] | None = None, *, disks: bool = True) -> Result:
-    """Live one seed from beginning to end. tell: hears every event. disks: see `Plan.draw`."""
+def run_seed(
+    seed: int,
+    tell: Callable[[str], None] | None = None,
+    *,
+    disks: bool = True,
+    quotas: bool = False,
+) -> Result:
+    """Live one seed from beginning to end.
+
+    tell: hears every event. disks: see `Plan.draw`. quotas: with quotas of the namespace, too.
+    """
     plan = Plan.draw(random.Random(f"{seed}/plan"), disks=disks)
+    if quotas:
+        plan = plan.with_quotas()
     gc.disable()
     try:
         with _scaled(_ALWAYS):

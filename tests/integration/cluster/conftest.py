@@ -38,7 +38,13 @@ HYBRID = NamespaceRecord(
         PartSpec(2048, PartKind.WINDOW, window_blocks=1, stride=4),
     ),
 )
-SETTINGS = {"copies", "write", "ttl_s", "ssd_codec"}  # what a namespace is opened with
+SETTINGS = {
+    "copies",
+    "write",
+    "ttl_s",
+    "ssd_codec",
+    "write_remote",
+}  # what a namespace is opened with
 WAIT_S = 20.0  # for another node's blocks, where they have to come
 
 

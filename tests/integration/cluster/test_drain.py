@@ -196,3 +196,59 @@ def test_a_rolling_restart_of_all_nodes_under_load_costs_no_wrong_read_and_no_wr
         until(lambda one=seat: one.announced)
     for seat in seats.values():
         assert seat.read(kept, wait_s=20) == 150, "what was there before all restarts"
+
+
+def on_disk_only(seat, some, until) -> None:
+    """Have all of the blocks on the node's disk, and none in memory. At the pace of the disk."""
+    for at in range(0, len(some), 50):
+        written = seat.stats["tiers"]["ssd"][0]["written_blocks"] + len(some[at : at + 50])
+        seat.put(some[at : at + 50])
+        until(
+            lambda written=written: seat.stats["tiers"]["ssd"][0]["written_blocks"] == written,
+            30,
+            "written through",
+        )
+    seat.client.evict(tier="dram")
+    assert seat.here(some) == 0
+    until(lambda: seat.announced)
+
+
+def test_what_is_only_on_a_drained_nodes_disk_goes_elsewhere_too(start_cluster, numbers, until):
+    """A little at a time, by way of memory."""
+    world = start_cluster(
+        nodes=2, memory="8MiB", ssd="64MiB", environ={"KVPOOL_SSD_WRITE": "through"}
+    )
+    a, b = world.seats()
+    sole, shared = numbers(100), numbers(20)
+    on_disk_only(a, [*sole, *shared], until)
+    b.put(shared)
+    until(lambda: b.announced)
+    b.client.drain("a")
+    until(lambda: left(b, "a"), 60, "it has left")
+    progress = a.client.cluster()
+    assert progress["state"] == "gone"
+    assert b.counter("taken_blocks") == 100, "sole copies, and no others"
+    world.node("a").stop()
+    until(lambda: b.stats["tiers"]["queued_writes"] == 0)
+    assert b.read(sole) == 100
+
+
+def test_a_drain_does_not_wait_for_disks_longer_than_it_may(start_cluster, numbers, until):
+    world = start_cluster(
+        nodes=2,
+        memory="8MiB",
+        ssd="64MiB",
+        environ={"KVPOOL_SSD_WRITE": "through", "KVPOOL_SSD_DRAIN_S": "0"},
+    )
+    a, b = world.seats()
+    some = numbers(50)
+    on_disk_only(a, some, until)
+    a.put(numbers(1))
+    until(lambda: a.stats["tiers"]["ssd"][0]["written_blocks"] == 51)
+    seen = []
+    b.client.drain("a")
+    until(lambda: seen.append((b.members.get("a") or {}).get("drain")) or left(b, "a"), 60)
+    last = [progress for progress in seen if progress][-1]
+    assert (last["phase"], last["copied"], last["failed"], last["left"]) == ("done", 1, 0, 50)
+    assert last["blocks"] + last["left"] == last["blocks_total"] == 52
+    assert b.counter("taken_blocks") == 1

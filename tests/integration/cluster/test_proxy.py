@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 import pytest
 
@@ -145,3 +146,22 @@ def test_one_way_is_closed_and_the_other_goes_on(proxy, connect):
     assert receive(sock, 1) == b""
     sock.sendall(b"still heard")
     assert proxy.connections == 1
+
+
+def test_no_more_than_so_much_arrives_in_a_second(proxy, connect, until):
+    sock = connect()
+    sock.sendall(b"before")
+    assert receive(sock, 6) == b"before"
+    until(lambda: proxy.carried == 12)  # counted a moment after it has arrived
+    proxy.set(Fault(bytes_s=4 * len(SENT)))
+    begun, carried = time.monotonic(), proxy.carried
+    sender = threading.Thread(target=sock.sendall, args=(SENT,))
+    sender.start()
+    assert receive(sock, len(SENT)) == SENT
+    # There and back again, at once only what a tick lets through.
+    assert time.monotonic() - begun > 0.4
+    until(lambda: proxy.carried - carried == 2 * len(SENT))
+    sender.join()
+    proxy.set()
+    sock.sendall(b"after")
+    assert receive(sock, 5) == b"after"

@@ -1,8 +1,10 @@
 """Copies that were asked for: made, spread over zones, repaired, bounded, and changed later."""
 
+import msgspec
 import pytest
 
 from kvpool.errors import LimitExceeded
+from kvpool.placement.records import NamespaceSettings
 from kvpool.types import NamespaceRecord
 
 ZONES = {"a": "zone=one", "b": "zone=one", "c": "zone=two"}
@@ -60,7 +62,7 @@ def test_a_later_wish_for_copies_takes_effect_on_what_is_there(zoned, numbers, u
     a.put(some)
     until(lambda: a.announced)
     b.client.configure(b.ns.digest, copies=2, ttl_s=3600.0)
-    expected = {"replicas": 2, "write": "", "ttl_s": 3600.0, "ssd_codec": ""}
+    expected = msgspec.to_builtins(NamespaceSettings(replicas=2, ttl_s=3600.0))
     until(lambda: a.settings == c.settings == expected, what="all nodes follow")
     a.put(more)
     until(lambda: a.copies(more) == [2] * 30, what="of what is put from now on")

@@ -120,6 +120,11 @@ class Node(Daemon):
 
     pid: int
 
+    def kill(self) -> None:
+        """SIGKILL to its control process; who keeps the cluster has yet to end the others."""
+        os.kill(self.pid, signal.SIGKILL)
+        until(lambda: not runs(self.pid), f"process {self.pid} has ended")
+
     @property
     def movers(self) -> list[int]:
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
@@ -128,6 +133,14 @@ class Node(Daemon):
     def settled(self) -> bool:
         """Whether the cluster's directory knows all that the node holds."""
         return bool(self.client.stats()["cluster"]["directory"]["settled"])
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process; a zombie does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -19,21 +20,13 @@ from kvpool.daemon.node import Node
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
 from kvpool.placement.engine_blocks import EngineBlocks
 from kvpool.storage.eviction import make_policy
-from kvpool.testing.simulation.loop import Domain, VirtualLoop
+from kvpool.testing.simulation.loop import run_alone
 from kvpool.types import PartSpec
 
 BLOCK = PartSpec(4096)
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """In a time of its own; whatever fails beside the work fails the test."""
-    loop = VirtualLoop(steps_max=500_000)  # type: ignore[abstract]
-    domain = Domain("test")
-    try:
-        loop.run(work, domain)
-    finally:
-        loop.finish([domain])
-    assert not loop.broken
+run = partial(run_alone, steps_max=500_000)
 
 
 def key(number: int) -> bytes:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import random
 import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvpool.daemon.blocks import Holder, Limits, NamespaceState, Tenant
@@ -21,6 +24,7 @@ from kvpool.errors import (
     PoolFull,
     UnknownReservation,
 )
+from kvpool.placement.records import DEFAULT_SETTINGS
 from kvpool.storage.eviction import POLICIES, make_policy
 from kvpool.types import PartKind, PartSpec, split_keys
 from kvpool.wire import NO_ROW
@@ -970,7 +974,72 @@ def test_stats_are_plain_values() -> None:
     assert red["namespaces"][pool.space.digest.hex()] == {
         "fields": {},
         "epoch": 0,
-        "settings": {"replicas": 1, "write": "", "ttl_s": 0.0, "ssd_codec": ""},
+        "settings": msgspec.to_builtins(DEFAULT_SETTINGS),
+        "held_bytes": 2048,
+        "quota_bytes": 0,
         "blocks": [2],
         "part_bytes": [1024],
     }
+
+
+# ---- held in place -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["a2q", "lru", "s3fifo"])
+@pytest.mark.parametrize("pin", ["none", "soft"])
+def test_what_was_only_held_in_place_keeps_its_place(make_pool, policy: str, pin: str) -> None:
+    """As for a write to disk: it is passed over as long as that lasts, and is next then."""
+    pool = make_pool(slabs=3, policy=policy, soft_pin_share=1.0)
+    chains = (range(4), range(10, 14), range(20, 24))
+    for numbers in chains:
+        pool.put(numbers)
+        pool.pin(numbers, pin)
+    # Of a chain the tail goes first, and of soft pins the oldest.
+    first, second, third = (3, 2, 1) if pin == "none" else (0, 1, 2)
+    held = pool.node.hold(pool.holder, pool.blocks(sorted([first, second])))
+    for number, gone in ((30, third), (31, first), (32, second)):
+        pool.put([number])
+        pool.pin([number], pin)
+        assert gone not in pool.here(range(4))
+        if number == 30:
+            assert pool.here([first, second]) == [first, second]
+            pool.release(held)
+    assert [len(pool.here(numbers)) for numbers in chains] == [1, 4, 4]
+
+
+def test_what_was_read_while_it_was_held_is_young(make_pool) -> None:
+    for reader_ends_last in (False, True):
+        pool = make_pool(slabs=2)
+        pool.put(range(4))
+        pool.put(range(10, 14))
+        held = pool.node.hold(pool.holder, pool.blocks(range(4)))
+        pool.put([20])  # all of the first four come up as victims, and are passed over
+        assert pool.here(range(10, 14)) == [10, 11, 12]
+        lease = pool.lease(range(4))
+        for token in (held, lease) if reader_ends_last else (lease, held):
+            pool.release(token)
+        for number in range(30, 33):
+            pool.put([number])
+        assert pool.here(range(4)) == [0, 1, 2, 3]
+        assert pool.here(range(10, 14)) == []
+
+
+def test_hot_first_blocks_never_leave(make_pool) -> None:
+    """Of a prefix that every tenth prompt begins with, whatever the others put and read again."""
+    pool = make_pool(slabs=256, policy="a2q")  # 1,024 blocks
+    dice = random.Random(3)
+    system, fresh = [*range(40)], itertools.count(1000)
+    pool.put(system)
+    last = pool.keys([system[-1]])
+    asked: list[list[int]] = []
+    for number in range(3000):
+        if number % 10 == 0:
+            pool.read(system)
+            assert pool.here(system) == system
+        new = [next(fresh) for _ in range(dice.randint(1, 12))]
+        pool.put(new, parent=last if number % 10 == 0 else b"")
+        asked.append(new)
+        again = pool.here(dice.choice(asked[-200:]))
+        if again:
+            pool.read(again)
+    assert pool.node.counters.evicted > 15 * 1024

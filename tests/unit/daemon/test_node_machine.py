@@ -202,6 +202,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.seen: list[tuple[Block, Copy]] = []  # handed out by the node at some time
         self.walks: list[Walk] = []
         self.directory: dict[bytes, dict[bytes, int]] = {}  # as it was told
+        self.quotas: dict[tuple[str, bytes], int] = {}
         self.totals: Counter[str] = Counter()
         self.tickets = 0
         self.made = 0
@@ -417,6 +418,7 @@ class NodeMachine(RuleBasedStateMachine):
         if not reserved:
             allowed = max(allowed, 1)
         before = self.before(tenant, stride)
+        quota = Quota(self, tenant, name, stride * min(len(wanted), allowed))
         self.tickets += 1
         ticket = self.tickets
         try:
@@ -432,11 +434,11 @@ class NodeMachine(RuleBasedStateMachine):
             assert wanted
             assert allowed > 0
             self.totals["refused_full"] += 1
-            assert self.observed() == set(self.blocks), "evicted for nothing"
-            self.look_for_garbage()
-            assert not self.idle_garbage(tenant), "there were ended epochs' slots"
-            movable = self.evictable(tenant, soft=True)
-            assert not self.could_place(tenant, stride, movable), "there was something to evict"
+            self.judge(tenant, stride, 1, 0, before, quota)
+            if not quota.is_reached(stride):
+                assert not self.idle_garbage(tenant), "there were ended epochs' slots"
+                movable = self.evictable(tenant, soft=True)
+                assert not self.could_place(tenant, stride, movable), "there was something to evict"
             return None
         assert answer[0] == stride
         rows = array("I", answer[1])
@@ -452,8 +454,9 @@ class NodeMachine(RuleBasedStateMachine):
                 for i, row in got.items()
             }
         self.totals["reserved"] += len(granted)
-        self.judge(tenant, stride, min(len(wanted), allowed), len(granted), before)
-        if len(granted) < min(len(wanted), allowed):
+        self.judge(tenant, stride, min(len(wanted), allowed), len(granted), before, quota)
+        quota.is_kept()
+        if len(granted) < min(len(wanted), allowed) and not quota.is_reached(stride):
             movable = self.evictable(tenant, soft=True)
             assert not self.could_place(tenant, stride, movable), "there was something to evict"
         return ticket if wanted else None
@@ -473,6 +476,7 @@ class NodeMachine(RuleBasedStateMachine):
         asked: int,
         granted: int,
         before: tuple[set[Copy], bool, set[range]],
+        quota: Quota,
     ) -> None:
         """What a put evicted: learnt from what is gone, and then asked whether that was right."""
         candidates, had_space, runs = before
@@ -483,24 +487,26 @@ class NodeMachine(RuleBasedStateMachine):
         idle = self.idle_garbage(tenant)
         reclaimed = self.look_for_garbage()
         assert all(copy.tenant == tenant for copy in reclaimed)
-        assert sum(copy.stride == stride for copy in reclaimed & idle) <= granted
+        if quota.over > 0:
+            spent = quota.judge(gone, stride, granted)
+            gone -= spent
+            if sum(copy.stride == stride for copy in spent) >= granted:
+                assert not gone, "others' blocks, although its own made room"
+        else:
+            assert sum(copy.stride == stride for copy in reclaimed & idle) <= granted
+            if asked <= 1 and had_space:
+                assert not reclaimed
         if gone:
             assert not any(copy.tenant == tenant for copy in self.garbage), "the living first"
         if granted == 0:
             assert not gone
         if granted <= 1 and had_space:
             assert not gone, "evicted although there was space"
-        if asked <= 1 and had_space:
-            assert not reclaimed
         if all(copy.stride == stride for copy in gone):
             assert len(gone) <= granted, "evicted more than was needed"
         soft = [copy for copy in gone if copy.pin == "soft"]
-        self.totals["evicted"] += len(gone)
-        self.totals["evicted_soft_pins"] += len(soft)
-        self.totals["evicted_secondary"] += sum(copy.secondary for copy in gone)
         primary = [c for c in gone if c.stride == stride and c.pin == "none" and not c.secondary]
-        for copy in gone:
-            self.forget(copy)
+        self.evicted(gone)
         if primary:
             left = self.evictable(tenant, soft=False)
             assert not any(copy.stride == stride and copy.secondary for copy in left), (
@@ -515,6 +521,52 @@ class NodeMachine(RuleBasedStateMachine):
             left = self.evictable(tenant, soft=False)
             assert not any(copy.stride == stride for copy in left), "a soft pin before plain ones"
             assert not runs & self.free_runs(tenant, stride, left), "a soft pin before a slab"
+
+    def evicted(self, gone: set[Copy]) -> None:
+        self.totals["evicted"] += len(gone)
+        self.totals["evicted_soft_pins"] += sum(copy.pin == "soft" for copy in gone)
+        self.totals["evicted_secondary"] += sum(copy.secondary for copy in gone)
+        for copy in gone:
+            self.forget(copy)
+
+    # ---- quotas --------------------------------------------------------------------------------
+
+    def quota_held(self, tenant: str, name: bytes) -> int:
+        """What counts: blocks, and what is reserved for more of them."""
+        epoch = self.epochs[tenant, name].epoch
+        counted = list(self.blocks.values())
+        for client in self.clients:
+            for copies in client.open.values():
+                counted += [copy for copy in copies.values() if copy.epoch == epoch]
+        return sum(c.stride for c in counted if (c.tenant, c.namespace) == (tenant, name))
+
+    @rule(
+        name=namespaces,
+        tenant=tenants,
+        share=st.sampled_from([0, 0.05, 0.2, 0.4, 0.7, 2.0]),
+        often=st.sampled_from([0, 1]),
+    )
+    def set_quota(self, name: bytes, tenant: str, share: float, often: int) -> None:
+        if often:
+            nbytes = int(self.sizes[tenant] * share)
+            self.quotas[tenant, name] = nbytes
+            self.node.set_quota(self.namespace(tenant, name), nbytes)
+
+    @precondition(lambda self: any(self.quotas.values()))
+    @rule(n=st.sampled_from([1, 3, 1000]))
+    def tend_quotas(self, n: int) -> None:
+        quotas = [Quota(self, *where, 0) for where, nbytes in self.quotas.items() if nbytes]
+        more = self.node.tend_quotas(n)
+        here = self.observed()
+        gone = {copy for copy in self.blocks.values() if copy.where not in here}
+        self.look_for_garbage()
+        assert len(gone) <= n
+        for quota in quotas:
+            gone -= quota.judge(gone, 0)
+        assert not gone, "of a namespace within its quota"
+        for quota in quotas:
+            assert more or quota.is_reached(1) or quota.held <= quota.nbytes
+        assert not more or n < 1000
 
     @precondition(lambda self: any(client.open for client in self.clients))
     @rule(data=st.data())
@@ -603,13 +655,17 @@ class NodeMachine(RuleBasedStateMachine):
             LIMITS.grant_bytes_per_holder - sum(c.stride for c in client.granted),
             int(self.sizes[tenant] * LIMITS.grant_share) - everywhere,
         )
+        if nbytes := self.quotas.get((tenant, name), 0):
+            mine = sum(c.stride for c in client.granted)
+            room = min(room, int(nbytes * LIMITS.grant_share) - mine)
         allowed = min(count, max(0, room) // stride)
         before = self.before(tenant, stride)
+        quota = Quota(self, tenant, name, stride * allowed)
         rows = self.node.grant(client.real, namespace, part, count)
         assert len(rows) <= allowed
         client.granted += [Copy(tenant, name, part, b"", stride, row) for row in rows]
-        self.judge(tenant, stride, allowed, len(rows), before)
-        if len(rows) < allowed:
+        self.judge(tenant, stride, allowed, len(rows), before, quota)
+        if len(rows) < allowed and not quota.is_reached(stride * (len(rows) + 1)):
             movable = self.evictable(tenant, soft=True)
             assert not self.could_place(tenant, stride, movable), "there was something to evict"
 
@@ -631,6 +687,8 @@ class NodeMachine(RuleBasedStateMachine):
             st.lists(st.sampled_from(KEYS), min_size=len(chosen), max_size=len(chosen)), "keys"
         )
         origin = data.draw(origins, "origin")
+        new_keys = {key for key in keys if (client.tenant, name, part, key) not in self.blocks}
+        quota = Quota(self, client.tenant, name, stride * len(new_keys))
         rows, sums, unused = [], [], []
         new = 0
         for copy, key in zip(chosen, keys, strict=True):
@@ -645,6 +703,7 @@ class NodeMachine(RuleBasedStateMachine):
                 copy.epoch = namespace.epoch
                 copy.secondary, copy.wanted = origin.secondary, origin.copies
                 self.blocks[where] = copy
+                quota.new.add(copy)
                 client.granted.remove(copy)
                 new += 1
         packed, checksums = b"".join(keys), b"".join(sums)
@@ -667,6 +726,13 @@ class NodeMachine(RuleBasedStateMachine):
         self.totals["committed_bytes"] += new * namespace.parts[part].nbytes
         stored = self.node.store(*call, rows, packed, checksums, origin=origin)
         assert stored == (new, unused)
+        here = self.observed()
+        gone = {copy for copy in self.blocks.values() if copy.where not in here}
+        self.look_for_garbage()
+        if quota.over > 0:
+            gone -= quota.judge(gone, stride)
+            assert quota.is_reached(1) or quota.held <= quota.nbytes
+        assert not gone
 
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
@@ -926,10 +992,11 @@ class NodeMachine(RuleBasedStateMachine):
             if (copy := self.blocks.get((tenant, name, part, key)))
         }
         if kind != "none":
-            after = self.pinned(tenant, kind) + sum(c.stride for c in chosen if c.pin != kind)
-            if after > int(self.sizes[tenant] * SHARES[kind]) and any(
-                c.pin != kind for c in chosen
-            ):
+            asked = sum(c.stride for c in chosen if c.pin != kind)
+            own = sum(c.stride for c in self.pins(tenant, kind) if c.namespace == name)
+            quota = self.quotas.get((tenant, name), 0)
+            too_much = self.pinned(tenant, kind) + asked > int(self.sizes[tenant] * SHARES[kind])
+            if asked and (too_much or (quota and own + asked > int(quota * SHARES[kind]))):
                 with pytest.raises(LimitExceeded):
                     self.node.pin(namespace, b"".join(keys), kind)
                 return
@@ -940,8 +1007,11 @@ class NodeMachine(RuleBasedStateMachine):
         for copy in chosen:
             copy.pin = kind
 
+    def pins(self, tenant: str, kind: str) -> list[Copy]:
+        return [c for c in self.blocks.values() if c.tenant == tenant and c.pin == kind]
+
     def pinned(self, tenant: str, kind: str) -> int:
-        return sum(c.stride for c in self.blocks.values() if c.tenant == tenant and c.pin == kind)
+        return sum(copy.stride for copy in self.pins(tenant, kind))
 
     # ---- copies elsewhere ----------------------------------------------------------------------
 
@@ -1237,6 +1307,10 @@ class NodeMachine(RuleBasedStateMachine):
             assert line["blocks"] == sum(c.tenant == tenant for c in self.blocks.values())
             assert line["hard_pinned_bytes"] == self.pinned(tenant, "hard")
             assert line["soft_pinned_bytes"] == self.pinned(tenant, "soft")
+            for name, space in line["namespaces"].items():
+                where = (tenant, bytes.fromhex(name))
+                assert space["held_bytes"] == self.quota_held(*where)
+                assert space["quota_bytes"] == self.quotas.get(where, 0)
         for client in self.clients:
             reserved = sum(c.stride for copies in client.open.values() for c in copies.values())
             assert client.real.reserved_bytes == reserved
@@ -1275,6 +1349,61 @@ class NodeMachine(RuleBasedStateMachine):
             assert not any(found[0] == tenant for found in self.observed())
             space = self.node.stats()["tenants"][tenant]["space"]
             assert space["bytes_used"] == self.sizes[tenant]
+
+
+class Quota:
+    """One namespace's before a put of so many bytes, and what may then become of its blocks.
+
+    over: what has to go of it, if it is above 0.
+    """
+
+    def __init__(self, machine: NodeMachine, tenant: str, name: bytes, nbytes: int) -> None:
+        self.machine = machine
+        self.where = (tenant, name)
+        self.nbytes = machine.quotas.get(self.where, 0)
+        machine.namespace(tenant, name)
+        self.new: set[Copy] = set()  # put with this: none of it can have gone
+        self.before = self.held
+        self.over = self.before + nbytes - self.nbytes if self.nbytes and nbytes else 0
+        if self.nbytes and not nbytes:
+            self.over = self.before - self.nbytes
+
+    @property
+    def held(self) -> int:
+        return self.machine.quota_held(*self.where)
+
+    def own(self, *, soft: bool) -> set[Copy]:
+        """What could go of it."""
+        found = self.machine.evictable(self.where[0], soft=soft)
+        return {copy for copy in found - self.new if copy.namespace == self.where[1]}
+
+    def is_kept(self) -> None:
+        assert not self.nbytes or self.held <= max(self.nbytes, self.before), "grown beyond it"
+
+    def is_reached(self, stride: int) -> bool:
+        """Whether it is why nothing more of this stride can be had: nothing more of its own can go."""
+        return self.over > 0 and self.held + stride > self.nbytes and not self.own(soft=True)
+
+    def judge(self, gone: set[Copy], stride: int, granted: int = 0) -> set[Copy]:
+        """Those that went for it, if they are the right ones. stride, granted: what a put wanted and got."""
+        if self.over <= 0:
+            return set()
+        spent = {copy for copy in gone if (copy.tenant, copy.namespace) == self.where}
+        plain = [copy for copy in spent if copy.pin == "none"]
+        primary = {copy.stride for copy in plain if not copy.secondary}
+        soft = len(plain) < len(spent)
+        # Else room was made among all of the tenant too, where others decide what of it goes.
+        freed = sum(copy.stride == stride for copy in spent)
+        alone = freed >= granted and self.over >= granted * stride
+        self.machine.evicted(spent)
+        left = self.own(soft=False)
+        if alone and spent:
+            assert sum(c.stride for c in spent) - max(c.stride for c in spent) < self.over
+            assert not soft or not left, "a soft pin before plain ones"
+            assert not any(copy.secondary and copy.stride in primary for copy in left)
+            if any(copy.stride != stride for copy in plain) and stride:
+                assert not any(copy.stride == stride for copy in left), "another size first"
+        return spent
 
 
 NodeMachine.TestCase.settings = settings(

@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -18,10 +18,11 @@ from kvpool.daemon.blocks import Block, Limits, NamespaceState
 from kvpool.daemon.node import Node
 from kvpool.daemon.shelf import Shelf, ShelfState, TableRecord
 from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
+from kvpool.placement.records import NamespaceSettings
 from kvpool.storage.eviction import make_policy
 from kvpool.storage.ssd_index import ENTRY
 from kvpool.testing.scripted_disk import ScriptedDisk, slots_of
-from kvpool.testing.simulation.loop import Domain, VirtualLoop
+from kvpool.testing.simulation.loop import run_alone
 from kvpool.types import PartSpec
 
 PAGE = 4096
@@ -31,15 +32,7 @@ GOOD, BAD, IO_ERROR, NO_SPACE, NOT_BEGUN = 1, 2, 3, 4, 0
 ABSENT, PRESENT, MISMATCH, LATE = range(4)
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """In a time of its own; whatever fails beside the work fails the test."""
-    loop = VirtualLoop(steps_max=200_000)  # type: ignore[abstract]
-    domain = Domain("test")
-    try:
-        loop.run(work, domain)
-    finally:
-        loop.finish([domain])
-    assert not loop.broken
+run = partial(run_alone, steps_max=200_000)
 
 
 def make_node() -> Node:
@@ -230,6 +223,19 @@ def test_a_smaller_segment_keeps_what_still_has_its_place() -> None:
     run(main())
 
 
+def test_a_part_that_is_too_small_for_a_slot_is_none() -> None:
+    async def main() -> None:
+        bench = Bench()
+        shares = {"blue": 1e-9, "red": 1 - 1e-9}
+        bench.shelf = Shelf("/disk", 8 * PAGE, shares, make_node, lambda: bench.now)
+        await bench.open()
+        assert bench.shelf.state is ShelfState.SERVING
+        assert await bench.write([1]) == 1
+        assert list(bench.shelf.node.tenants) == ["red"]
+
+    run(main())
+
+
 def test_an_index_that_takes_no_changes_at_the_start_does_not_keep_a_disk_closed() -> None:
     async def main() -> None:
         bench = Bench()
@@ -243,6 +249,64 @@ def test_an_index_that_takes_no_changes_at_the_start_does_not_keep_a_disk_closed
         assert not disk.of_kind("drop_tables")
         await bench.shelf.tidy()
         assert len(disk.of_kind("forget")) == 2  # asked once more
+
+    run(main())
+
+
+class TwoScans(ScriptedDisk):
+    """Its index is read in two goes, and something happens in between."""
+
+    between: Callable[[], object]
+
+    async def scan(self, count: int) -> wire.Scanned:
+        self.scans = getattr(self, "scans", 0) + 1
+        entries = list(self.entries.values())
+        if self.scans == 2:
+            self.between()
+        found = [entries[:2], entries[2:], []][self.scans - 1]
+        return wire.Scanned(np.array(found, ENTRY).tobytes())
+
+
+def test_what_goes_while_the_index_is_read_gives_its_slot_back_once() -> None:
+    async def main() -> None:
+        bench = Bench()
+        await bench.open()
+        await bench.write(range(4))
+        disk = TwoScans(8 * PAGE, 1 << 20, bench.disk.tables.items(), bench.disk.entries.values())
+
+        def drop() -> None:
+            table = bench.shelf.table(bench.space.tables[0])
+            assert table is not None
+            bench.shelf.node.drop_corrupt(table.namespace, 0, key(1))
+
+        disk.between = drop
+        await bench.restart(disk)
+        assert bench.here() == {0, 2, 3}
+        assert await bench.write(range(10, 15)) == 5
+        assert bench.here() == {0, 2, 3, *range(10, 15)}
+        assert bench.agrees()
+
+    run(main())
+
+
+def test_a_codec_that_turns_out_not_to_work_reads_and_packs_nothing() -> None:
+    async def main() -> None:
+        bench = Bench()
+        await bench.open()
+        await bench.write(range(4))
+
+        class Broken(ScriptedDisk):
+            async def scan(self, count: int) -> wire.Scanned:
+                scanned = await super().scan(count)
+                return wire.Scanned(scanned.entries, "it does not work" if scanned.entries else "")
+
+        disk = Broken(8 * PAGE, 1 << 20, bench.disk.tables.items(), bench.disk.entries.values())
+        for entry in disk.entries.values():
+            entry["codec"] = int(entry["key"][-1] == 2)
+        await bench.restart(disk)
+        assert bench.here() == {0, 1, 3}
+        assert "it does not work" in bench.shelf.stats()["codec_error"]
+        assert bench.agrees()
 
     run(main())
 
@@ -360,6 +424,25 @@ def test_where_all_slots_are_being_read_nothing_is_written() -> None:
         bench.disk.go_on()
         assert (await reading).status == bytes([PRESENT, PRESENT])
         assert await bench.write([4]) == 1
+        assert bench.agrees()
+
+    run(main())
+
+
+def test_what_is_removed_while_it_is_written_is_not_found_again() -> None:
+    async def main() -> None:
+        bench = Bench()
+        await bench.open()
+        blocks = bench.put([1, 2, 3])
+        bench.node.hold(bench.holder, blocks)  # as who has blocks written does
+        bench.disk.held.add("write")
+        writing = asyncio.create_task(bench.shelf.write(bench.space.tables[0], blocks, 0))
+        await asyncio.sleep(0.1)
+        bench.node.remove(bench.space, key(2))
+        bench.disk.go_on()
+        assert await writing == 2
+        assert bench.here() == {1, 3}
+        await bench.shelf.tidy()
         assert bench.agrees()
 
     run(main())
@@ -668,6 +751,75 @@ def test_an_epoch_is_recorded_once_and_known_to_the_next_life() -> None:
         bench.shelf = bench.new_shelf()
         await bench.shelf.restore(bench.disk.next_life(), adopt)
         assert met == [1, 0]  # the last one first, lest an old one be taken for the present
+
+    run(main())
+
+
+def test_settings_that_change_are_renewed_in_the_index() -> None:
+    """For those who are told by nobody else; with the blocks, whose tables keep their numbers."""
+
+    async def main() -> None:
+        bench = Bench(parts=(PartSpec(1000), PartSpec(2000)))
+        await bench.open()
+        await bench.write([1])
+        await bench.write([2], part=1)
+        for settings in (NamespaceSettings(write="none"), NamespaceSettings(ttl_s=60.0)):
+            bench.space.settings = settings
+            await bench.shelf.record(bench.space)
+            await bench.shelf.record(bench.space)
+        assert len(bench.disk.of_kind("add_table")) == 2 + 2 * 2
+        met: list[NamespaceSettings] = []
+
+        async def adopt(record: TableRecord) -> NamespaceState | None:
+            met.append(record.settings)
+            return await bench.adopt(record)
+
+        bench.shelf = bench.new_shelf()
+        bench.disk = bench.disk.next_life()
+        await bench.shelf.restore(bench.disk, adopt)
+        assert met == [NamespaceSettings(ttl_s=60.0)] * 2
+        assert bench.here() == {1} and bench.here(1) == {2}
+        # What nobody asked to be recorded goes with the next write.
+        bench.space.settings = NamespaceSettings(replicas=2)
+        await bench.write([3])
+        assert len(bench.disk.of_kind("add_table")) == 1
+        await bench.write([4])
+        assert len(bench.disk.of_kind("add_table")) == 1
+
+    run(main())
+
+
+def test_a_table_gets_one_number_whoever_asks_for_it() -> None:
+    """Also when its settings change while it is being made known, or its index is being read."""
+
+    async def main() -> None:
+        bench = Bench()
+        await bench.open()
+        bench.disk.held.add("add_table")
+        first = asyncio.create_task(bench.write([1]))
+        await asyncio.sleep(0.1)
+        bench.space.settings = NamespaceSettings(ttl_s=60.0)
+        second = asyncio.create_task(bench.write([2]))
+        await asyncio.sleep(0.1)
+        bench.disk.go_on()
+        assert (await first, await second) == (1, 1)
+        assert len(bench.disk.tables) == 1
+
+        async def adopt(record: TableRecord) -> NamespaceState | None:
+            bench.space.settings = NamespaceSettings(ttl_s=5.0)
+            await bench.shelf.record(bench.space)
+            return await bench.adopt(record)
+
+        bench.shelf = bench.new_shelf()
+        bench.disk = bench.disk.next_life()
+        await bench.shelf.restore(bench.disk, adopt)
+        assert bench.here() == {1, 2}
+        said = msgspec.msgpack.decode(bench.disk.tables[max(bench.disk.tables)], type=TableRecord)
+        assert said.settings == NamespaceSettings(ttl_s=5.0), "what is met first at the next start"
+        bench.space.settings = NamespaceSettings(ttl_s=7.0)
+        assert await bench.write([3]) == 1
+        said = msgspec.msgpack.decode(bench.disk.tables[max(bench.disk.tables)], type=TableRecord)
+        assert said.settings == NamespaceSettings(ttl_s=7.0)
 
     run(main())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Iterable
+from functools import partial
 
 import pytest
 
@@ -18,9 +18,10 @@ from kvpool.daemon.node import Node
 from kvpool.daemon.shelf import Shelf, TableRecord
 from kvpool.daemon.tiers import Tiers
 from kvpool.errors import PoolFull
+from kvpool.placement.records import NamespaceSettings
 from kvpool.storage.eviction import make_policy
 from kvpool.testing.scripted_disk import ScriptedDisk
-from kvpool.testing.simulation.loop import Domain, VirtualLoop
+from kvpool.testing.simulation.loop import run_alone
 from kvpool.types import PartSpec, split_keys
 
 PAGE = 4096
@@ -31,15 +32,7 @@ GOOD, BAD, IO_ERROR = 1, 2, 3
 ABSENT, PRESENT, MISMATCH, LATE = range(4)
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """In a time of its own; whatever fails beside the work fails the test."""
-    loop = VirtualLoop(steps_max=500_000)  # type: ignore[abstract]
-    domain = Domain("test")
-    try:
-        loop.run(work, domain)
-    finally:
-        loop.finish([domain])
-    assert not loop.broken
+run = partial(run_alone, steps_max=500_000)
 
 
 def key(number: int) -> bytes:
@@ -234,6 +227,58 @@ def test_at_a_pace_that_the_disk_sustains_nothing_is_lost() -> None:
         assert len(written) == len(set(written))
         # It is the cold end that is written, not all that comes.
         assert len(written) < 400 - 32
+
+    run(main())
+
+
+def test_what_a_quota_pushes_out_of_a_roomy_memory_was_written_before() -> None:
+    async def main() -> None:
+        bench = Bench(1000, memory=640)
+        await bench.begin()
+        bench.node.set_quota(bench.space, 64 * PAGE)
+        for number in range(400):
+            bench.put([number])
+            await asyncio.sleep(0.02)
+            assert bench.in_memory() | bench.on_disk() == set(range(number + 1))
+        assert len(bench.in_memory()) == 64
+        written = bench.written()
+        assert len(written) == len(set(written)) < 400 - 32
+
+    run(main())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_quota_is_spread_over_disks_by_size(late: bool) -> None:
+    """late: blocks are there when it is set, and go in the background."""
+
+    async def main() -> None:
+        bench = Bench(300, 100, memory=256, write="through")
+        await bench.begin()
+
+        def limit() -> None:
+            bench.space.settings = NamespaceSettings(ssd_quota=40 * PAGE)
+            bench.tiers.limit(bench.space)
+
+        if not late:
+            limit()
+        for number in range(200):
+            bench.put([number])
+            await asyncio.sleep(0.02)
+        if late:
+            assert len(bench.on_disk()) == 200
+            limit()
+            await asyncio.sleep(3.0)
+        large, small = bench.tiers.shelves
+        assert (len(bench.on_disk(large)), len(bench.on_disk(small))) == (30, 10)
+        usage = bench.tiers.usage("default")
+        assert [place["where"] for place in usage] == ["/0", "/1"]
+        assert [place["namespaces"][BASE.hex()] for place in usage] == [
+            {"held_bytes": n * PAGE, "quota_bytes": n * PAGE} for n in (30, 10)
+        ]
+        bench.space.settings = NamespaceSettings(ssd_quota=0.5)
+        bench.tiers.limit(bench.space)
+        halves = [place["namespaces"][BASE.hex()] for place in bench.tiers.usage("default")]
+        assert [half["quota_bytes"] for half in halves] == [150 * PAGE, 50 * PAGE]
 
     run(main())
 

@@ -26,7 +26,7 @@ from kvpool.errors import (
     StaleEpoch,
     Unavailable,
 )
-from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartKind, pack_keys
+from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartKind, Recompute, pack_keys
 
 
 class FakeSlots:
@@ -82,6 +82,7 @@ class FakePool:
         self.others = 0
         self.elsewhere: set[tuple[bytes, bytes]] = set()
         self.pulls: list[float] = []
+        self.prices: list[Recompute | None] = []
         self.resets: list[bytes] = []
         self.opened: list[NamespaceRecord] = []
         self.present: dict[bytes, int] = {}  # generations of weights, by namespace
@@ -122,9 +123,12 @@ class FakePool:
     def stats(self) -> dict[str, Any]:
         return {"sources": bool(self.others)}
 
-    def pull(self, ns: Namespace, keys: Any, *, wait_s: float) -> int:
+    def pull(
+        self, ns: Namespace, keys: Any, *, wait_s: float, recompute: Recompute | None = None
+    ) -> int:
         """Everything that is elsewhere comes at once; nothing when away."""
         self.pulls.append(wait_s)
+        self.prices.append(recompute)
         if self.away:
             raise Unavailable("the fake daemon is away")
         split = _split(keys)

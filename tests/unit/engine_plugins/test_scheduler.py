@@ -15,9 +15,9 @@ from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.events import Publisher
 from kvpool.engine_plugins.vllm.plan import GroupRule, Opening, StepDone, StepPlan, block_key, pack
 from kvpool.engine_plugins.vllm.pulls import Pulls
-from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
+from kvpool.engine_plugins.vllm.scheduler import STEPS_MAX, Engine, SchedulerHalf
 from kvpool.errors import LimitExceeded
-from kvpool.types import NamespaceRecord, PartKind, PartSpec
+from kvpool.types import NamespaceRecord, PartKind, PartSpec, Recompute
 
 TOKENS = 4
 PART_BYTES = 64
@@ -35,6 +35,7 @@ class Harness:
         ranks: int = 1,
         loads: bool = True,
         saves: bool = True,
+        stages: int = 1,
         blocks: int | None = None,
         threads: Any = None,
         events: Publisher | None = None,
@@ -52,6 +53,7 @@ class Harness:
             single_group=len(rules) == 1,
             loads=loads,
             saves=saves,
+            stages=stages,
             events=events,
         )
         parts = tuple(
@@ -101,6 +103,7 @@ class Harness:
             request_id=name,
             block_hashes=[bytes([first + i]) * 32 for i in range(blocks)],
             num_tokens=blocks * TOKENS + extra_tokens,
+            num_prompt_tokens=blocks * TOKENS + extra_tokens,
             num_computed_tokens=0,
             num_preemptions=0,
             skip_reading_prefix_cache=False,
@@ -363,6 +366,104 @@ def test_a_daemon_that_hangs_in_a_lookup_is_not_asked_to_pull(clustered: Harness
 
     clustered.pool.acquire = slow
     assert clustered.half.matched_tokens(clustered.request("r", 8), 0) == (0, False)
+
+
+# --- the price of computing
+
+
+BASE_S, TOKEN_S, PAIR_S = 0.01, 0.0002, 0.000001
+
+
+def compute(harness: Harness, name: str, chunks: Iterable[int], stages: int = 1) -> list[int]:
+    """Let the engine compute a prompt in chunks, each of which takes as long as its model says."""
+    request = harness.request(name, 64)
+    numbers = []
+    for tokens in chunks:
+        before = request.num_computed_tokens
+        plan = harness.step(request, tokens, tables(64))
+        numbers.append(plan.measured)
+        attended = tokens * (before + tokens / 2)
+        seconds = BASE_S + TOKEN_S * tokens + PAIR_S * attended
+        for _ in range(stages if plan.measured else 0):
+            harness.half.step_done(StepDone(steps={plan.measured: (seconds / stages, 1)}))
+    harness.half.request_finished(request, tables(64), completed=False)
+    return numbers
+
+
+def price_asked_with(harness: Harness, threads: Any, name: str, blocks: int = 8) -> Any:
+    request = harness.request(name, blocks, first=100)
+    harness.half.matched_tokens(request, 0)
+    threads.run()
+    return harness.pool.prices[-1]
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_pulls_carry_the_price_of_computing_that_the_engine_was_seen_to_take(
+    pool: Any, block_pool: Any, threads: Any, stages: int
+) -> None:
+    pool.others = 1
+    harness = Harness(pool, block_pool, threads=threads, stages=stages)
+    assert price_asked_with(harness, threads, "before") is None
+    for name in range(12):
+        compute(harness, f"r{name}", [32 + name, 100, 64, 10 + 5 * name], stages)
+    price = price_asked_with(harness, threads, "after")
+    expected = TOKENS * (TOKEN_S + PAIR_S * TOKENS / 2)
+    assert price.block_s == pytest.approx(expected, rel=0.1)
+    assert price.growth_s == pytest.approx(PAIR_S * TOKENS**2, rel=0.3)
+    tally = harness.half.counters.take()
+    assert tally["prefill_tokens"] == sum(32 + n + 164 + 10 + 5 * n for n in range(12))
+    assert tally["prefill_seconds"] > 0
+
+
+def test_a_price_is_that_of_the_depth_at_which_the_lookup_begins(
+    pool: Any, block_pool: Any, threads: Any
+) -> None:
+    pool.others = 1
+    harness = Harness(pool, block_pool, threads=threads)
+    for name in range(12):
+        compute(harness, f"r{name}", [32 + name, 100, 64])
+    request = harness.request("deep", 40, first=100)
+    harness.half.matched_tokens(request, 30 * TOKENS)
+    threads.run()
+    expected = TOKENS * (TOKEN_S + PAIR_S * (30.5 * TOKENS))
+    assert pool.prices[-1].block_s == pytest.approx(expected, rel=0.1)
+
+
+def test_a_configured_speed_is_taken_and_none_measured(
+    pool: Any, block_pool: Any, threads: Any
+) -> None:
+    pool.others = 1
+    harness = Harness(pool, block_pool, threads=threads, prefill_tokens_per_s=500)
+    assert compute(harness, "r", [64, 64, 64]) == [0, 0, 0]
+    assert price_asked_with(harness, threads, "after") == Recompute(TOKENS / 500)
+
+
+def test_steps_that_mostly_decode_tell_nothing(pool: Any, block_pool: Any, threads: Any) -> None:
+    harness = Harness(pool, block_pool, threads=threads)
+    harness.request("prompt", 8)
+    answer = harness.request("answer", 2, first=50)
+    answer.num_computed_tokens = answer.num_prompt_tokens
+
+    def plan(**scheduled: int) -> int:
+        return harness.half.plan_step(scheduled, lambda _: tables(8)).measured
+
+    assert plan(answer=1) == 0
+    assert plan(prompt=4, answer=4) == 0
+    assert plan(prompt=5, answer=4) == 1
+    assert plan(unknown=9, prompt=4) == 0
+    assert plan(prompt=4) == 2
+
+
+def test_steps_that_are_never_heard_of_are_given_up(
+    pool: Any, block_pool: Any, threads: Any
+) -> None:
+    harness = Harness(pool, block_pool, threads=threads)
+    request = harness.request("r", 200)
+    for _ in range(STEPS_MAX + 5):
+        plan = harness.step(request, 1, tables(200))
+    assert len(harness.half._steps) == STEPS_MAX
+    harness.half.step_done(StepDone(steps={1: (1.0, 1), plan.measured: (1.0, 1)}))
+    assert harness.half.counters.take()["prefill_tokens"] == 1
 
 
 def test_only_steps_in_which_nothing_runs_wait_for_pulls(

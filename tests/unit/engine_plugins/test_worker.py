@@ -30,7 +30,13 @@ class Rank:
     """A worker half over its own paged KV."""
 
     def __init__(
-        self, pool: Any, rank: int = 0, *, single_group: bool = False, seed: int = 0
+        self,
+        pool: Any,
+        rank: int = 0,
+        *,
+        single_group: bool = False,
+        seed: int = 0,
+        timer: Any = None,
     ) -> None:
         random = np.random.default_rng(seed)
         self.full = [random.integers(0, 256, (BLOCKS, size), np.uint8) for size in (16, 8)]
@@ -41,6 +47,7 @@ class Rank:
             lambda: [HostPages(self.full), HostPages(self.window)],
             single_group=single_group,
             record_ready=lambda: None,
+            timer=timer,
         )
         self.step(StepPlan(opening=Opening(1, RECORD, 0)))
 
@@ -221,3 +228,76 @@ def test_closing_ends_the_threads(pool: Any, stored: list[Rank]) -> None:
         rank.half.close()
         with pytest.raises(RuntimeError):
             rank.half._load_thread.submit(print)
+
+
+# --- forward passes
+
+
+class Stopwatch:
+    """A device whose clock the test moves. What was marked after `reached` has not happened yet."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.reached = float("inf")
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, begin: float, end: float) -> float | None:
+        return end - begin if end <= self.reached else None
+
+
+def forward(rank: Rank, timer: Stopwatch, plan: StepPlan, seconds: float, *, before: bool) -> None:
+    """A step as vLLM makes it. before: loads are started before the forward pass, else after it."""
+    rank.half.begin_step(plan)
+    if before:
+        timer.now += 5
+        rank.half.start_loads(plan)
+    timer.now += seconds
+    if not before:
+        rank.half.start_loads(plan)
+    rank.half.start_saves(plan)
+    timer.now += 7
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_forward_pass_is_measured_without_the_loads_before_it(
+    pool: Any, stored: list[Rank], sync: bool
+) -> None:
+    timer = Stopwatch()
+    rank = Rank(pool, timer=timer)
+    plan = load(leased(pool).token, sync=sync)
+    plan.measured = 4
+    forward(rank, timer, plan, 0.25, before=sync)
+    done = rank.half.take_done()
+    assert done is not None
+    assert done.steps == {4: (0.25, 1)}
+
+
+def test_only_passes_that_are_asked_for_and_have_ended_are_told(pool: Any) -> None:
+    timer = Stopwatch()
+    rank = Rank(pool, timer=timer)
+    forward(rank, timer, StepPlan(), 1, before=False)
+    timer.reached = timer.now
+    forward(rank, timer, StepPlan(measured=1), 2, before=False)
+    forward(rank, timer, StepPlan(measured=2), 3, before=False)
+    assert rank.half.take_done() is None
+    timer.reached += 2
+    assert rank.half.take_done() == StepDone(steps={1: (2.0, 1)})
+    timer.reached = timer.now
+    assert rank.half.take_done() == StepDone(steps={2: (3.0, 1)})
+    assert rank.half.take_done() is None
+
+
+def test_a_rank_without_a_timer_measures_nothing(pool: Any) -> None:
+    rank = Rank(pool)
+    forward(rank, Stopwatch(), StepPlan(measured=1), 1, before=False)
+    assert rank.half.take_done() is None
+
+
+def test_seconds_of_pipeline_stages_add_up() -> None:
+    done = StepDone(steps={1: (0.5, 1), 2: (1.0, 1)})
+    done.merge(StepDone(steps={1: (0.25, 1), 3: (4.0, 1)}))
+    done.merge(StepDone(saves={7: 1}))
+    assert done.steps == {1: (0.75, 2), 2: (1.0, 1), 3: (4.0, 1)}
+    assert done

@@ -171,3 +171,14 @@ def test_an_epoch_makes_another_digest(digest: bytes, epoch: int) -> None:
     made = epoch_digest(digest, epoch)
     assert made == hashlib.sha256(digest + epoch.to_bytes(8, "big")).digest()[:16]
     assert len({made, digest, epoch_digest(digest, epoch + 1)}) == 3
+
+
+def test_where_a_node_is_asked_and_where_nixl_reads_from_it():
+    def urls(*listed: str) -> tuple[str, str]:
+        record = NodeRecord("a", "ab" * 8, transports=tuple(map(TransportRecord, listed)))
+        return record.url, record.nixl_url
+
+    assert urls() == ("", "")
+    assert urls("tcp://a:1", "tcp://a:2") == ("tcp://a:1", "")
+    assert urls("nixl://a:3", "tcp://a:1") == ("tcp://a:1", "nixl://a:3")
+    assert urls("nixl://a:3") == ("", "nixl://a:3")

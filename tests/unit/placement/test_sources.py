@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from typing import Any
@@ -17,11 +18,14 @@ from kvpool.placement.sources import (
     JITTER,
     PROBE_S,
     SUSPECT_S,
+    TRIAL_S,
     Candidate,
     DeadIncarnations,
     NegativeMemory,
     Peers,
     Remembered,
+    faster,
+    forecast,
     plan,
 )
 
@@ -230,6 +234,192 @@ def test_a_peer_that_was_never_asked_is_taken_for_one_like_the_others() -> None:
         large = shares([dram(P, Q)] * 64, MIB, peers, 0.0)
         assert len(large[P]) >= 16
         assert len(large[Q]) >= 16
+
+
+# ---- forecasts ---------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.sampled_from(NODES), min_size=1, max_size=60),
+    st.dictionaries(st.sampled_from(NODES), st.floats(1e6, 1e9)),
+    st.dictionaries(st.sampled_from(NODES), st.integers(1, 64 * MIB)),
+    st.sets(st.sampled_from(NODES)),
+    st.sampled_from([4096, MIB]),
+)
+def test_where_there_is_no_choice_the_slowest_source_says_how_long_it_takes(
+    owners: list[bytes],
+    bytes_s: dict[bytes, float],
+    busy: dict[bytes, int],
+    awaited: set[bytes],
+    nbytes: int,
+) -> None:
+    peers, now = peers_of(), 100.0
+    for incarnation, speed in bytes_s.items():
+        teach(peers, incarnation, latency_s=0.01, bytes_s=speed, now=now)
+    for incarnation, waiting in busy.items():
+        peers.started(incarnation, waiting, now)
+    found = forecast([(nbytes, [dram(owner) for owner in owners])], awaited, peers, now)
+
+    expected = 0.0
+    for incarnation in awaited | set(owners):
+        latency_s, per_byte = (peers.get(incarnation) or peers.stranger(incarnation)).expected(now)
+        if incarnation in bytes_s:
+            assert 1 / per_byte == pytest.approx(bytes_s[incarnation], rel=0.01)
+        total = busy.get(incarnation, 0) + nbytes * owners.count(incarnation)
+        expected = max(expected, latency_s + total * per_byte)
+    assert found.seconds == pytest.approx(expected)
+    for incarnation in NODES:
+        its = [(0, index) for index, owner in enumerate(owners) if owner == incarnation]
+        assert found.shares.get(incarnation, []) == its
+
+
+@given(
+    st.lists(st.sampled_from(NODES), max_size=30),
+    st.lists(st.sampled_from(NODES), max_size=30),
+    st.integers(0, 30),
+)
+def test_less_never_takes_longer(first: list[bytes], second: list[bytes], cut: int) -> None:
+    peers, now = peers_of(), 100.0
+    for incarnation, speed in zip(NODES, (1e6, 1e7, 1e8, 1e9), strict=True):
+        teach(peers, incarnation, latency_s=0.001, bytes_s=speed, now=now)
+
+    def seconds(*parts: list[bytes]) -> float:
+        sought = [(65536, [dram(owner) for owner in part]) for part in parts]
+        return forecast(sought, (), peers, now).seconds
+
+    assert seconds(first[:cut], second) <= seconds(first, second)
+    assert max(seconds(first), seconds(second)) <= seconds(first, second)
+
+
+def test_sources_work_at_the_same_time_and_parts_one_after_the_other() -> None:
+    peers, now = peers_of(), 100.0
+    for incarnation in (P, Q):
+        teach(peers, incarnation, latency_s=0.001, bytes_s=100 * MIB, now=now)
+    one = forecast([(MIB, [dram(P)] * 64)], (), peers, now)
+    two = forecast([(MIB, [dram(P, Q)] * 64)], (), peers, now)
+    both = forecast([(MIB, [dram(P)] * 64), (MIB, [dram(P)] * 64)], (), peers, now)
+    assert one.seconds == pytest.approx(0.64, rel=0.05)
+    assert two.seconds == pytest.approx(0.32, rel=0.1)
+    assert both.seconds == pytest.approx(1.28, rel=0.05)
+    assert both.shares == {P: [(part, index) for part in (0, 1) for index in range(64)]}
+
+
+def test_what_was_measured_of_object_storage_is_not_added_to_what_is_assumed_of_it() -> None:
+    peers, now = peers_of(), 100.0
+    wanted = [(MIB, [[Candidate(P, REMOTE)]] * 64)]
+    assert forecast(wanted, (), peers, now).seconds > 0.5
+    teach(peers, P, latency_s=0.02, bytes_s=1000 * MIB, now=now)
+    assert forecast(wanted, (), peers, now).seconds == pytest.approx(0.084, rel=0.05)
+
+
+def test_sources_that_are_no_nodes_say_nothing_of_nodes_nor_the_reverse() -> None:
+    peers = peers_of(apart=[S])
+    before = peers.stranger(Q).expected(0.0)
+    teach(peers, S, latency_s=0.2, bytes_s=1e7, now=0.0)
+    assert peers.stranger(Q).expected(0.0) == before
+    slow = peers.stranger(S).expected(0.0)
+    teach(peers, P, latency_s=1e-4, bytes_s=5e9, now=0.0)
+    assert peers.stranger(S).expected(0.0) == slow
+    idle = peers.get(S)
+    assert idle is not None
+    assert idle.expected(1e6) == pytest.approx(idle.expected(0.0), rel=0.2), "it stays what it was"
+
+
+def test_a_node_that_stops_answering_makes_no_other_one_look_slow() -> None:
+    peers = peers_of()
+    teach(peers, P, latency_s=1e-4, bytes_s=5e9, now=0.0)
+    before = peers.stranger(Q).expected(1.0)
+    peers.started(R, 8 * MIB, 1.0)
+    peers.failed(R, 6.0, error="late", asked=8 * MIB, at_most=2 * MIB, seconds=5.0)
+    assert peers.stranger(Q).expected(1.0) == before
+    stopped = peers.get(R)
+    assert stopped is not None and stopped.expected(6.0)[1] > 10 * before[1]
+
+
+def test_an_answer_that_moved_nothing_says_nothing() -> None:
+    peers = peers_of()
+    before = peers.stranger(P).expected(0.0)
+    for _ in range(50):
+        peers.started(P, MIB, 0.0)
+        peers.finished(P, 0, 0.0, 0.0, asked=MIB)
+    known = peers.get(P)
+    assert known is not None and not known.measured
+    assert peers.stranger(Q).expected(0.0) == before
+
+
+def test_the_faster_of_two_tiers_whatever_their_numbers() -> None:
+    order = [DRAM, TIERS["device"], SSD, REMOTE]
+    for index, tier in enumerate(order):
+        for slower in order[index:]:
+            assert faster(tier, slower) == faster(slower, tier) == tier
+
+
+def test_what_nobody_can_be_asked_for_never_comes() -> None:
+    peers, now = peers_of(), 100.0
+    peers.failed(P, now, error="it hangs")
+    found = forecast([(MIB, [dram(P), dram(Q), []])], (), peers, now)
+    assert found.seconds == math.inf
+    assert found.shares == {Q: [(0, 1)]}
+    assert forecast([], (), peers, now) == (0.0, {})
+
+
+def test_a_source_is_tried_again_once_nothing_was_heard_of_it_for_long() -> None:
+    peers, now = peers_of(), 100.0
+    assert peers.begin_trial(P, now), "nothing is known of it"
+    assert not peers.begin_trial(P, now), "one is under way"
+    assert peers.begin_trial(P, now + TRIAL_S)
+    teach(peers, P, latency_s=0.001, bytes_s=1e7, now=now + 1.5 * TRIAL_S)
+    assert not peers.begin_trial(P, now + 2.4 * TRIAL_S)
+    for step in range(25, 40):  # questions tell nothing of that
+        peers.started(Q, 0, now + step)
+        peers.finished(Q, 0, 0.001, now + step)
+    assert peers.begin_trial(Q, now + 40)
+    peers.started(P, MIB, now + 3 * TRIAL_S)
+    assert not peers.begin_trial(P, now + 3 * TRIAL_S), "it is about to be known"
+    peers.failed(P, now + 3 * TRIAL_S, error="x")
+    assert not peers.begin_trial(P, now + 3 * TRIAL_S), "it is in back-off"
+    assert peers.begin_trial(P, now + 4 * TRIAL_S)
+
+
+def test_what_was_measured_long_ago_weighs_no_more_than_a_small_new_one() -> None:
+    peers, now = peers_of(), 100.0
+    teach(peers, P, latency_s=0.001, bytes_s=1e7, now=now)
+    for nth in range(5):
+        now += TRIAL_S
+        peers.started(P, MIB, now)
+        peers.finished(P, MIB, 0.001 + MIB / 1e9, now)
+        if not nth:
+            assert speed_of(peers, P, now) < 3e7
+    assert speed_of(peers, P, now) > 1e8
+
+
+def test_many_small_transfers_in_a_row_do_not_wipe_out_a_large_one() -> None:
+    peers, now = peers_of(), 100.0
+    teach(peers, P, latency_s=0.001, bytes_s=1e7, now=now)
+    for _ in range(5):
+        peers.started(P, MIB, now)
+        peers.finished(P, MIB, 0.001 + MIB / 1e9, now)
+    assert speed_of(peers, P, now) < 1.2e7
+
+
+@pytest.mark.parametrize(("arrived", "seconds", "slower"), [(MIB, 10.0, True), (MIB, 1e-4, False)])
+def test_a_transfer_that_was_cut_off_can_only_make_its_source_slower(
+    arrived: int, seconds: float, slower: bool
+) -> None:
+    peers, now = peers_of(), 100.0
+    teach(peers, P, latency_s=0.001, bytes_s=1e8, now=now)
+    before = speed_of(peers, P, now)
+    for _ in range(40):
+        peers.started(P, 64 * MIB, now)
+        peers.failed(P, now, error="late", asked=64 * MIB, at_most=arrived, seconds=seconds)
+    expected = max(arrived / seconds, 1e6) if slower else before
+    assert speed_of(peers, P, now) == pytest.approx(expected, rel=0.05)
+
+
+def speed_of(peers: Peers, incarnation: bytes, now: float) -> float:
+    peer = peers.get(incarnation)
+    assert peer is not None
+    return 1 / peer.expected(now)[1]
 
 
 # ---- health ------------------------------------------------------------------------------------------

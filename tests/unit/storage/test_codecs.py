@@ -138,6 +138,24 @@ def test_what_is_stored_fits_the_chunk_format() -> None:
     assert chunk[3] == 2  # typesize, so that a decoder needs no setting
 
 
+@given(behind=st.integers(0, 5000), cut=st.integers(0, 5000))
+def test_what_lies_in_a_slot_says_its_length(behind: int, cut: int) -> None:
+    _, stored = encode(Blosc2(2), kv(32 << 10))
+    slot = np.concatenate([stored, noise(behind)])
+    assert Blosc2().length(slot) == stored.size
+    # A slot that ends before that holds no such thing; a raw one is full.
+    shorter = stored[: min(cut, stored.size - 1)]
+    assert Blosc2().length(shorter) == 0
+    assert Raw().length(slot) == slot.size
+
+
+@pytest.mark.parametrize("said", [-1, -(1 << 31), 0, 31, 33, 100, (1 << 31) - 1])
+def test_a_length_that_cannot_be_is_none(said: int) -> None:
+    slot = np.zeros(64, np.uint8)
+    slot[20:24].view("<i4")[0] = said
+    assert Blosc2().length(slot) == (8 + said if said == 33 else 0)
+
+
 def test_equal_blocks_are_stored_equally() -> None:
     raw = kv(BLOCK)
     assert np.array_equal(encode(Blosc2(2), raw)[1], encode(Blosc2(2), raw)[1])

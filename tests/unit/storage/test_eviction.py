@@ -374,8 +374,9 @@ def test_inserting_what_is_held_is_an_invariant_error(name: str) -> None:
     policy: Any = make_policy(name, 4)
     (entry,) = entries(1)
     policy.insert([entry])
-    with pytest.raises(AssertionError, match="held"):
-        policy.insert([entry])
+    for again in (policy.insert, policy.put_back):
+        with pytest.raises(AssertionError, match="held"):
+            again([entry])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -387,6 +388,48 @@ def test_coldest_are_the_next_victims_and_stay(name: str) -> None:
     assert drain(policy)[:3] == [19, 18, 17]
     assert policy.coldest(3) == []
     assert policy.peek() is None
+
+
+@pytest.mark.parametrize("name", ["a2q", "lru"])
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["insert", "touch", "pop"]), st.integers(1, 30)), max_size=30
+    ),
+    n=st.integers(1, 12),
+)
+def test_what_is_put_back_goes_as_if_it_had_stayed(
+    name: str, steps: list[tuple[str, int]], n: int
+) -> None:
+    orders = []
+    for put_back in (False, True):
+        policy: Any = make_policy(name, CAPACITY)
+        known: dict[int, Entry] = {}
+        for what, number in steps:
+            if what == "insert":
+                new = [e for e in entries(number, number + 40) if e.block not in known]
+                known.update({entry.block: entry for entry in new})
+                policy.insert(new)
+            elif what == "touch":
+                policy.touch([known[number]] if number in known else [])
+            elif (gone := policy.pop()) is not None:
+                del known[gone.block]
+        if put_back:
+            popped = [entry for _ in range(n) if (entry := policy.pop()) is not None]
+            policy.put_back(popped[::-1])
+            assert all(entry in policy for entry in popped)
+        orders.append(drain(policy))
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_put_back_is_next(name: str) -> None:
+    policy: Any = make_policy(name, 100)
+    policy.insert(entries(*range(20)))
+    held = [policy.pop(), policy.pop()]
+    assert policy.pop().block == 17
+    policy.insert(entries(30))
+    policy.put_back(held[::-1])
+    assert drain(policy)[:3] == [19, 18, 16]
 
 
 def test_unknown_names_say_what_there_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from kvpool.errors import InvalidRequest, SegmentError  # noqa: E402
 from kvpool.storage import gpu  # noqa: E402
 from kvpool.storage.gpu import DeviceSegment  # noqa: E402
 
-DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda:0", marks=needs_gpu)]
 ROWS, STRIDE = 37, 1000
 
 ENGINE = """
@@ -27,12 +29,11 @@ from kvpool.storage.gpu import DeviceSegment
 
 for line in sys.stdin:
     segment = DeviceSegment.attach(bytes.fromhex(line))
-    out = segment.host_rows(2)
-    segment.to_host(np.array([5, 1]), out)
-    print(out.numpy().tobytes().hex(), flush=True)
-    source = segment.host_rows(1)
-    source[:] = 77
-    segment.from_host(source, np.array([3]))
+    host = np.zeros((2, segment.stride), np.uint8)
+    segment.to_host(np.array([5, 1]), host, np.array([0, 1]))
+    print(host.tobytes().hex(), flush=True)
+    host[1] = 77
+    segment.from_host(host, np.array([1]), np.array([3]))
     segment.close()
 """
 
@@ -47,27 +48,32 @@ def segment(request: pytest.FixtureRequest) -> Iterator[DeviceSegment]:
 def filled(segment: DeviceSegment) -> np.ndarray:
     """Its rows, which are random bytes."""
     content = np.random.default_rng(1).integers(0, 256, (ROWS, STRIDE), np.uint8)
-    source = segment.host_rows(ROWS)
-    source.numpy()[:] = content
-    segment.from_host(source, np.arange(ROWS))
+    segment.from_host(content, np.arange(ROWS), np.arange(ROWS))
     return content
 
 
-@pytest.mark.parametrize("staging_bytes", [1, 3 * STRIDE, 1 << 20])
-def test_rows_cross_in_any_order(
-    segment: DeviceSegment, staging_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "STAGING_BYTES", staging_bytes)
+@pytest.mark.parametrize("registered", [False, True])
+def test_rows_cross_in_any_order(segment: DeviceSegment, registered: bool) -> None:
+    memory = mmap.mmap(-1, 50 * STRIDE)
+    if registered:
+        if segment.table.device.type == "cpu":
+            pytest.skip("the CPU device has no driver")
+        gpu.register(memory)
+    host = np.frombuffer(memory, np.uint8).reshape(50, STRIDE)
     random = np.random.default_rng(2)
     expected = filled(segment)
-    for count in (0, 1, 8, ROWS):
-        rows = random.permutation(ROWS)[:count]
-        out = segment.host_rows(count)
-        segment.to_host(rows, out)
-        assert np.array_equal(out.numpy(), expected[rows])
-        out.numpy()[:] = random.integers(0, 256, (count, STRIDE), np.uint8)
-        segment.from_host(out, rows)
-        expected[rows] = out.numpy()
+    with_runs = np.array([30, 20, 21, 22, 23, 1, 2, 9]), np.array([0, 5, 6, 7, 8, 40, 30, 31])
+    scattered = [
+        (random.permutation(ROWS)[:n], random.permutation(50)[:n]) for n in (0, 1, 8, ROWS)
+    ]
+    for rows, host_rows in (with_runs, *scattered, (np.arange(ROWS), np.arange(3, ROWS + 3))):
+        wanted = host.copy()
+        wanted[host_rows] = expected[rows]
+        segment.to_host(rows, host, host_rows)
+        assert np.array_equal(host, wanted)
+        host[:] = random.integers(0, 256, host.shape, np.uint8)
+        segment.from_host(host, host_rows, rows)
+        expected[rows] = host[host_rows]
         assert np.array_equal(segment.table.cpu().numpy(), expected)
     assert (segment.rows, segment.stride) == (ROWS, STRIDE)
 
@@ -86,6 +92,25 @@ def test_an_engine_in_another_process_shares_the_memory(segment: DeviceSegment) 
     assert engine.stdout.split() == 2 * [content[[5, 1]].tobytes().hex()]
     content[3] = 77
     assert np.array_equal(segment.table.cpu().numpy(), content)
+
+
+def test_the_same_memory_cut_into_other_rows(segment: DeviceSegment) -> None:
+    content = filled(segment).reshape(-1)
+    rows = np.array([7, 0, 3])
+    cut = segment.cut(3000)
+    assert (cut.rows, cut.stride) == (ROWS * STRIDE // 3000, 3000)
+    out = np.zeros((3, 3000), np.uint8)
+    cut.to_host(rows, out, np.arange(3))
+    assert np.array_equal(out, content[: cut.rows * 3000].reshape(-1, 3000)[rows])
+    out[:] = 9
+    cut.from_host(out, np.arange(3), rows)
+    for row in rows:
+        content[row * 3000 : (row + 1) * 3000] = 9
+    cut.close()
+    assert np.array_equal(segment.table.cpu().numpy().reshape(-1), content)
+    for stride in (0, -1, ROWS * STRIDE + 1):
+        with pytest.raises(InvalidRequest, match="no rows"):
+            segment.cut(stride)
 
 
 def test_what_is_attached_outlives_the_owners_close() -> None:
@@ -131,22 +156,29 @@ def test_what_is_no_handle(handle: bytes) -> None:
         DeviceSegment.attach(handle)
 
 
-@pytest.mark.parametrize("rows", [[-1], [0, ROWS]])
-def test_rows_that_do_not_exist(segment: DeviceSegment, rows: list[int]) -> None:
-    host = segment.host_rows(len(rows))
+@pytest.mark.parametrize(
+    ("rows", "host_rows"), [([-1], [0]), ([0, ROWS], [0, 1]), ([0], [-1]), ([0, 1], [1, 4])]
+)
+def test_rows_that_do_not_exist(
+    segment: DeviceSegment, rows: list[int], host_rows: list[int]
+) -> None:
+    host = np.zeros((4, STRIDE), np.uint8)
     with pytest.raises(InvalidRequest, match="no such row"):
-        segment.to_host(np.array(rows), host)
+        segment.to_host(np.array(rows), host, np.array(host_rows))
     with pytest.raises(InvalidRequest, match="no such row"):
-        segment.from_host(host, np.array(rows))
+        segment.from_host(host, np.array(host_rows), np.array(rows))
 
 
 def test_host_memory_of_another_shape(segment: DeviceSegment) -> None:
-    rows = np.array([0, 1])
-    for host in (segment.host_rows(3), segment.host_rows(4)[::2], segment.host_rows(2)[:, 1:]):
+    rows, host = np.array([0, 1]), np.zeros((4, STRIDE + 8), np.uint8)
+    for wrong in (host, host[:, :STRIDE], host[:, 8:], np.zeros(STRIDE, np.uint8)):
         with pytest.raises(InvalidRequest, match="do not fit"):
-            segment.to_host(rows, host)
+            segment.to_host(rows, wrong, rows)
         with pytest.raises(InvalidRequest, match="do not fit"):
-            segment.from_host(host, rows)
+            segment.from_host(wrong, rows, rows)
+    right = np.zeros((4, STRIDE), np.uint8)
+    with pytest.raises(InvalidRequest, match="2 rows of a device and 1 of the host"):
+        segment.to_host(rows, right, rows[:1])
 
 
 @pytest.mark.parametrize(("rows", "stride"), [(0, 8), (8, 0), (-1, -1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -466,6 +467,55 @@ def test_a_scan_finds_all_again_and_its_own_to_keep(make: Callable[..., World]) 
     assert len(list(again.remote.scan(DIGESTS[0], timeout_s=LONG_S))) == 4
     assert len(list(again.remote.scan(DIGESTS[0], 4, timeout_s=LONG_S))) == 0
     assert again.remote.usage() == one.remote.usage(), "none is counted twice"
+
+
+def test_a_scan_of_ones_own_reads_nothing_else(make: Callable[..., World]) -> None:
+    store = MemoryStore()
+    one, two = make(store), make(store, node=OTHER)
+    for world in (one, two):
+        world.put(DIGESTS[0], 5, [1, 2, 3, 4, 5])
+    again = make(store)
+    before, reads = time.time(), len(again.objects.asked)
+    tables = list(again.remote.scan(timeout_s=LONG_S, own=True))
+    assert {table.name.node for table in tables} == {NODE} and len(tables) == 2
+    assert len([verb for verb, _ in again.objects.asked[reads:] if verb == "get"]) == 2
+    assert again.remote.usage() == one.remote.usage()
+    assert all(abs(table.written_at - before) < LONG_S for table in tables)
+
+
+def test_ones_own_of_a_namespace_is_dropped_and_no_more(make: Callable[..., World]) -> None:
+    store = MemoryStore()
+    one, two = make(store), make(store, node=OTHER)
+    for world in (one, two):
+        for digest in DIGESTS:
+            world.put(digest, 0, [1, 2])
+    one.remote.drop(DIGESTS[0], timeout_s=LONG_S)
+    left = sorted((name.node, name.digest) for name in map(PackName.parse, one.objects.paths()))
+    assert left == sorted([(NODE, DIGESTS[1]), (OTHER, DIGESTS[0]), (OTHER, DIGESTS[1])])
+
+
+def test_a_read_that_nobody_waits_for_ends(make: Callable[..., World]) -> None:
+    world = make(MemoryStore())
+    put = world.put(DIGESTS[0], 0, [1, 2, 3, 4])
+    stopped = threading.Event()
+
+    async def never(path: str, start: int, end: int) -> np.ndarray:
+        stopped.set()
+        await asyncio.sleep(LONG_S)
+        raise AssertionError
+
+    world.objects.get = never
+    batch = GetBatch(
+        DIGESTS[0],
+        0,
+        NBYTES,
+        put.locations,
+        np.full((4, NBYTES), 7, np.uint8),
+        np.arange(4, dtype=np.intp),
+    )
+    statuses = world.remote.get(batch, timeout_s=10 * LONG_S, stopped=stopped.is_set)
+    assert statuses.tolist() == [FAILED] * 4
+    assert (batch.destination == 7).all()
 
 
 def test_what_is_to_be_deleted_is_not_found_again(world: World) -> None:

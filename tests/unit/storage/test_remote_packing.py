@@ -1,56 +1,39 @@
-"""Blocks that wait for a pack, against a plain list of them."""
+"""The order of blocks in a pack, against what a chain is."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.errors import InvalidRequest
-from kvpool.storage.remote_packing import Packer
+from kvpool.storage.remote_packing import in_chains
 
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), st.sampled_from("ab"), st.integers(1, 60)),
-        st.tuples(st.just("pass"), st.just(""), st.integers(0, 7)),
-    ),
-    max_size=60,
-)
+chains = st.lists(st.integers(1, 6), max_size=6)
 
 
-@given(steps)
-def test_every_block_leaves_once_in_time_and_in_order(todo: list[tuple[str, str, int]]) -> None:
-    packer: Packer[str, int] = Packer(pack_bytes=100, age_s=5.0, bytes_max=150)
-    waiting: list[tuple[str, int, int, float]] = []  # table, item, bytes, when
-    now = 0.0
-
-    def leaves(table: str, items: list[int]) -> None:
-        mine = [entry for entry in waiting if entry[0] == table]
-        assert items == [entry[1] for entry in mine]
-        waiting[:] = [entry for entry in waiting if entry[0] != table]
-
-    for number, (what, table, amount) in enumerate(todo):
-        if what == "pass":
-            now += amount
-            for found, items in packer.due(now):
-                assert min(entry[3] for entry in waiting if entry[0] == found) <= now - 5.0
-                leaves(found, items)
-            assert all(entry[3] > now - 5.0 for entry in waiting)
-        else:
-            full = sum(entry[2] for entry in waiting) + amount > 150
-            packed = packer.add(table, number, amount, now)
-            assert (packed is None) == full
-            if packed is not None:
-                waiting.append((table, number, amount, now))
-                enough = sum(entry[2] for entry in waiting if entry[0] == table) >= 100
-                assert bool(packed) == enough
-                if packed:
-                    leaves(table, packed)
-        assert packer.bytes_waiting == sum(entry[2] for entry in waiting)
-        oldest = min((entry[3] for entry in waiting), default=None)
-        assert packer.due_at() == (None if oldest is None else oldest + 5.0)
+def chain(number: int, length: int) -> list[tuple[bytes, bytes]]:
+    """Keys with their predecessors; the first one's is not among them."""
+    return [(bytes([number, at + 1]), bytes([number, at])) for at in range(length)]
 
 
-def test_what_waits_holds_at_least_a_pack() -> None:
-    with pytest.raises(InvalidRequest):
-        Packer(pack_bytes=100, age_s=1.0, bytes_max=99)
+@given(chains, st.randoms())
+def test_each_chain_is_in_one_piece_and_in_its_order(lengths: list[int], rng: object) -> None:
+    blocks = [block for number, length in enumerate(lengths) for block in chain(number, length)]
+    rng.shuffle(blocks)
+    order = in_chains([key for key, _ in blocks], [parent for _, parent in blocks])
+    assert sorted(order) == list(range(len(blocks)))
+    came = [blocks[at][0] for at in order]
+    heads = [key for key, parent in blocks if parent[1] == 0]
+    expected = [key for head in heads for key, _ in chain(head[0], lengths[head[0]])]
+    assert came == expected, "chains in the order of their heads"
+
+
+def test_branches_follow_their_stem() -> None:
+    keys = [b"b", b"a", b"c", b"d", b"e"]
+    parents = [b"a", b"", b"a", b"b", b"c"]
+    assert [keys[at] for at in in_chains(keys, parents)] == [b"a", b"b", b"d", b"c", b"e"]
+
+
+@given(st.lists(st.tuples(st.binary(max_size=1), st.binary(max_size=1)), max_size=12))
+def test_whatever_parents_say_each_block_is_there_once(blocks: list[tuple[bytes, bytes]]) -> None:
+    order = in_chains([key for key, _ in blocks], [parent for _, parent in blocks])
+    assert sorted(order) == list(range(len(blocks)))

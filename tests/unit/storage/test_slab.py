@@ -6,6 +6,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -199,6 +200,18 @@ def test_large_blocks_take_runs_of_slabs_and_give_them_back() -> None:
     assert slab.alloc(MIB, 1) == [0]
     slab.free(MIB, [2])
     assert slab.alloc(4 * KIB, 1) == [2 * 256]
+
+
+def test_what_is_freed_between_two_claims_is_free_once() -> None:
+    slab = SlabAllocator(8 * MIB)
+    assert slab.claim(4 * KIB, np.array([1, 3, 5])).all()
+    slab.free(4 * KIB, [3])
+    assert slab.claim(4 * KIB, np.array([3, 4])).all(), "nobody else has had it"
+    slab.free(4 * KIB, [5, 4])
+    slab.claimed()
+    rows = slab.alloc(4 * KIB, 2046)
+    assert sorted([*rows, 1, 3]) == list(range(2048))
+    assert slab.alloc(4 * KIB, 1) == []
 
 
 def test_misuse_is_loud() -> None:

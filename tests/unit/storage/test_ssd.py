@@ -502,6 +502,39 @@ def test_tables_and_items_have_limits(store):
         store.set_meta(b"3", bytes(4097))
 
 
+def test_no_two_tables_have_one_record(store, tmp_path):
+    first, second = store.add_table(b"first"), store.add_table(b"second")
+    store.renew_table(first, b"second")
+    assert store.tables() == {first: b"second", second: b"first"}
+    assert (store.add_table(b"first"), store.add_table(b"second")) == (second, first)
+    store.close()
+    opened = SsdStore.open(tmp_path / "ssd", SIZE, threads=1)
+    try:
+        assert opened.tables() == {first: b"second", second: b"first"}
+    finally:
+        opened.close()
+
+
+def test_a_table_gets_another_record_and_keeps_its_entries(store, tmp_path):
+    first, second = store.add_table(b"first"), store.add_table(b"second")
+    store.write(batch_of(first, [0], random_blocks(1, PAGE)))
+    store.renew_table(first, b"renewed")
+    store.renew_table(first, b"renewed")
+    with pytest.raises(InvalidRequest, match="no table"):
+        store.renew_table(first + second, b"third")
+    with pytest.raises(LimitExceeded):
+        store.renew_table(first, bytes(64 * KIB + 1))
+    assert store.tables() == {first: b"renewed", second: b"second"}
+    assert store.add_table(b"renewed") == first
+    assert store.add_table(b"first") not in {first, second}
+    store.drop_tables([second])
+    store.close()
+    opened = SsdStore.open(tmp_path / "ssd", SIZE, threads=1)
+    assert opened.tables()[first] == b"renewed" and second not in opened.tables()
+    assert all_entries(opened)["offset"].tolist() == [0]
+    opened.close()
+
+
 def test_entries_of_a_dropped_table_are_left_out(store, tmp_path):
     kept, dropped = store.add_table(b"kept"), store.add_table(b"dropped")
     store.write(batch_of(kept, [0], random_blocks(1, PAGE)))

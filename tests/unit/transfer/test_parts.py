@@ -9,7 +9,7 @@ from kvpool.errors import ConfigError, LimitExceeded, Unavailable
 from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
 from kvpool.transfer.base import DEADLINE_S_MAX, Deadline, Stop
 from kvpool.transfer.crew import Crew
-from kvpool.transfer.lending import Budget
+from kvpool.transfer.lending import Budget, Budgets
 
 
 def test_a_deadline_is_bounded_and_ends() -> None:
@@ -52,6 +52,15 @@ def test_the_budget_lets_an_oversized_loan_in_alone() -> None:
     budget.take(40, Deadline(30))
     with pytest.raises(LimitExceeded):
         budget.take(1, Deadline(0))
+
+
+def test_what_nobody_waits_for_has_a_budget_of_its_own() -> None:
+    budgets = Budgets.of(100)
+    budgets.urgent.take(75, Deadline(30))
+    budgets.background.take(25, Deadline(30))
+    for budget in budgets:
+        with pytest.raises(LimitExceeded):
+            budget.take(1, Deadline(0))
 
 
 def test_the_budget_wakes_who_waits() -> None:

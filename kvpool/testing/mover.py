@@ -1,0 +1,217 @@
+"""A side of a transport in a process of its own: a real mover, whose rules are a test's.
+
+The bytes and the `ScriptedSource` are here, the transport is there; both map the same segment.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+
+from kvpool import wire
+from kvpool.errors import KvpoolError, Unavailable, from_code
+from kvpool.storage.dram import DramSegment
+from kvpool.testing.transport import SEGMENT, ScriptedSource, Side
+from kvpool.transfer.base import Identity, Stop, TransferLimits
+from kvpool.wire import AskPeer, Bytes, Done, Message, PullBlocks, Pulled
+
+ANSWER_S = 60.0
+
+
+class MoverSide(Side):
+    """A `Side` whose transport runs in a mover. environ: what the process has beyond ours."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        size: int = 64 << 20,
+        secret: bytes = b"",
+        cluster: str = "test",
+        limits: TransferLimits | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._segment = DramSegment.create(size)
+        self.bytes = self._segment.map()
+        self.source = ScriptedSource(self.bytes)
+        identity = Identity(cluster, "node", "incarnation", secret)
+        self.mover = MoverTransport(
+            self._segment, self.source, identity, limits or TransferLimits(), environ or {}
+        )
+        self.transport = self.mover
+
+
+class MoverTransport:
+    """See `Transport`: everything is passed on to the process. Thread-safe.
+
+    `fetch_bytes_max` of the limits is the mover's own.
+    """
+
+    def __init__(
+        self,
+        segment: DramSegment,
+        source: ScriptedSource,
+        identity: Identity,
+        limits: TransferLimits,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._source = source
+        self._identity = identity
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._answers: dict[int, queue.SimpleQueue[Message]] = {}
+        self._last = 0
+        self._ended = False
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "kvpool.daemon.mover",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **environ},
+            )
+        self._sock = ours
+        self._thread = threading.Thread(target=self._receive, name="kvpool-test-mover", daemon=True)
+        self._thread.start()
+        self._exchange(wire.AttachSegment(SEGMENT, segment.size), fd=segment.fd)
+        self._begun = False
+
+    def listen(self, url: str) -> str:
+        return self._begin([url])[0]
+
+    def pull(self, order: PullBlocks, stop: Stop) -> Pulled:
+        if not self._begun:
+            self._begin([])
+        answer = self._exchange(order, stop)
+        assert isinstance(answer, Pulled)
+        return answer
+
+    def ask(self, order: AskPeer, stop: Stop) -> Done | Bytes:
+        answer = self._exchange(order, stop)
+        assert isinstance(answer, (Done, Bytes))
+        return answer
+
+    def _begin(self, listen: list[str]) -> list[str]:
+        self._begun = True
+        us, limits = self._identity, self._limits
+        ready = self._exchange(
+            wire.MoverStart(
+                us.cluster,
+                us.node,
+                us.incarnation,
+                us.secret.decode(),
+                listen,
+                limits.connections_max,
+                limits.inflight_bytes_max,
+            )
+        )
+        assert isinstance(ready, wire.MoverReady)
+        return ready.listening
+
+    def _exchange(
+        self, message: Message, stop: Stop | None = None, fd: int | None = None
+    ) -> Message:
+        answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        with self._lock:
+            if self._ended:
+                raise Unavailable("the mover process has ended")
+            self._last = request = self._last + 1
+            self._answers[request] = answers
+            self._send(message, request, fd)
+
+        def interrupt() -> None:
+            with self._lock:
+                self._send(wire.StopOrder(request), 0)
+
+        if stop is not None:
+            stop.register(interrupt)
+        try:
+            answer = answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            raise Unavailable("the mover process does not answer") from None
+        finally:
+            if stop is not None:
+                stop.unregister(interrupt)
+        if isinstance(answer, wire.Error):
+            raise from_code(answer.code, answer.message)
+        return answer
+
+    def _send(self, message: Message, request: int, fd: int | None = None) -> None:
+        frame = wire.encode(message, request)
+        try:
+            if fd is None:
+                self._sock.sendall(frame)
+            else:
+                socket.send_fds(self._sock, [frame], [fd])
+        except OSError:
+            pass  # it has ended, which its reader notices
+
+    def _receive(self) -> None:
+        reader = wire.FrameReader()
+        while data := self._sock_receive():
+            for request, payload in reader.feed(data):
+                self._handle(request, wire.decode_mover(payload))
+        self.process.wait()
+        ended = wire.error_message(
+            Unavailable(f"the mover process ended (status {self.process.returncode})")
+        )
+        with self._lock:
+            self._ended = True
+            for answers in self._answers.values():
+                answers.put(ended)
+            self._answers.clear()
+
+    def _sock_receive(self) -> bytes:
+        try:
+            return self._sock.recv(1 << 18)
+        except OSError:
+            return b""
+
+    def _handle(self, request: int, message: Message) -> None:
+        match message:
+            case wire.Lend() | wire.Ask() | wire.Offer():
+                # In a thread, since a test may have it wait.
+                threading.Thread(target=self._answer, args=(request, message)).start()
+            case wire.Return():
+                self._source.give_back(message.token)
+            case wire.Corrupt():
+                self._source.corrupt(message)
+            case _:
+                with self._lock:
+                    answers = self._answers.pop(request)
+                answers.put(message)
+
+    def _answer(self, request: int, message: wire.Lend | wire.Ask | wire.Offer) -> None:
+        answer: Message
+        try:
+            if isinstance(message, wire.Lend):
+                answer = self._source.lend(message)
+            else:
+                answer = self._source.asked(message)
+        except KvpoolError as error:
+            answer = wire.error_message(error)
+        with self._lock:
+            self._send(answer, request)
+
+    def close(self) -> None:
+        """End the process and wait for it. Idempotent."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # ended already
+        self._thread.join()
+        self._sock.close()
+        if self.process.stderr is not None:
+            self.process.stderr.close()

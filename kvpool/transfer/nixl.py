@@ -1,0 +1,409 @@
+"""Transport over NIXL: peers read each other's segments directly, by RDMA where there is a device for it.
+
+`nixl://HOST:PORT` is a TCP address, for control: there peers introduce themselves as over `tcp://`, ask what
+they want to know, and are lent blocks; only the bytes go another way.
+
+    who reads                          who owns
+    Fetch(keys)              ->
+                             <-        Readable(present, checksums, addresses)
+    Describe()               ->                                    (where its memory is not known yet)
+                             <-        Bytes(metadata)
+    reads, verifies
+    Taken(), or the end of the connection
+
+What opens a node's memory, the agent's metadata, is thus told to authenticated peers alone, and never stands
+in a record that others can read. A reader that reads too late gets another block's bytes, or half a block's,
+which the checksums tell.
+
+The owner's loan ends with the connection or its deadline. The reader's rows are the harder half: NIXL can give
+up a read, but bytes still arrive afterwards (seen with a peer that was stopped and went on). So a read that
+was begun and did not end well ends the process (`leave`): the one proof there is that nothing writes to the
+rows any more. It is a process for this transport alone, and control does over TCP what it left.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+
+import numpy as np
+from xxhash import xxh3_128_digest
+
+from kvpool.errors import KvpoolError, ProtocolError, Unavailable
+from kvpool.transfer.addresses import is_loopback, parse, resolve
+from kvpool.transfer.base import (
+    MISMATCH,
+    Deadline,
+    Identity,
+    Outcome,
+    Source,
+    Stop,
+    TransferLimits,
+    check_lent,
+    check_order,
+)
+from kvpool.transfer.fetching import exchange
+from kvpool.transfer.lending import Budgets, Conversation
+from kvpool.transfer.memory import Memory
+from kvpool.transfer.nixl_agent import Agent, Pieces, Read
+from kvpool.transfer.precedence import Precedence
+from kvpool.transfer.stream import Stream
+from kvpool.transfer.tcp import TcpTransport
+from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, split_keys
+from kvpool.wire import (
+    FRAME_BYTES_MAX,
+    AskPeer,
+    Bytes,
+    Corrupt,
+    Describe,
+    Done,
+    Fetch,
+    Lend,
+    PullBlocks,
+    Pulled,
+    Readable,
+    Taken,
+    decode_peer,
+    encode,
+    error_message,
+)
+
+GROUP_BYTES = 2 << 20  # read at once, then verified while the next ones are read
+GROUP_PIECES = 1024
+GROUPS_MAX = 8  # of one pull under way
+DRAIN_S = 1.0  # for what is under way when a pull has to end
+STRIDE_MAX = 1 << 40
+EXIT_STATUS = 70
+
+
+def leave(reason: str) -> None:
+    """End this process, since memory that is about to be somebody else's may still be written to."""
+    sys.stderr.write(f"kvpool: this process ends: {reason}\n")
+    sys.stderr.flush()
+    os._exit(EXIT_STATUS)
+
+
+class NixlTransport:
+    """See `Transport`, and the module. A pull runs in the calling thread.
+
+    leave: called with the reason when a read was begun and is not known to have ended. It does not return,
+    but for tests.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        source: Source,
+        identity: Identity,
+        limits: TransferLimits,
+        leave: Callable[[str], None] = leave,
+    ) -> None:
+        self._memory = memory
+        self._limits = limits
+        self._leave = leave
+        self._agent = Agent(f"{identity.node}/{identity.incarnation}", memory)
+        self._control = TcpTransport(memory, source, identity, limits, self._converse)
+
+    def listen(self, url: str) -> str:
+        self._start(url)
+        return "nixl" + self._control.listen(url).removeprefix("tcp")
+
+    def _start(self, url: str) -> None:
+        host, port = parse(url)
+        addresses = resolve(host, port, Deadline(self._limits.connect_s))
+        self._agent.start(loopback=all(map(is_loopback, addresses)))
+
+    def _converse(
+        self,
+        stream: Stream,
+        memory: Memory,
+        source: Source,
+        limits: TransferLimits,
+        budgets: Budgets,
+        precedence: Precedence,
+    ) -> Conversation:
+        return _Conversation(self._agent, stream, memory, source, limits, budgets, precedence)
+
+    def pull(self, order: PullBlocks, stop: Stop) -> Pulled:
+        outcome = Outcome(check_order(order, self._memory))
+        deadline = Deadline(order.deadline_s)
+        step = max(1, self._limits.fetch_bytes_max // order.nbytes)
+        try:
+            if outcome.status:
+                self._start(order.url)
+            for first in range(0, len(outcome.status), step):
+                end = min(first + step, len(outcome.status))
+                self._fetch(order, first, end, outcome, deadline, stop)
+        except KvpoolError as error:
+            return outcome.finish(error)
+        return outcome.finish()
+
+    def _fetch(
+        self,
+        order: PullBlocks,
+        first: int,
+        end: int,
+        outcome: Outcome,
+        deadline: Deadline,
+        stop: Stop,
+    ) -> None:
+        def talk(stream: Stream) -> None:
+            _Fetch(self._agent, self._memory, self._control.precedence, self._leave).run(
+                stream, order, first, end, outcome, stop
+            )
+
+        if order.background:
+            self._control.talk(order.url, deadline, stop, talk)
+            return
+        with self._control.precedence.urgent():
+            self._control.talk(order.url, deadline, stop, talk)
+
+    def ask(self, order: AskPeer, stop: Stop) -> Done | Bytes:
+        return self._control.ask(order, stop)
+
+    def close(self) -> None:
+        self._control.close()
+        self._agent.close()
+
+
+class _Conversation(Conversation):
+    """The owner's half: blocks are lent, and stay where they are until they have been read."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        stream: Stream,
+        memory: Memory,
+        source: Source,
+        limits: TransferLimits,
+        budgets: Budgets,
+        precedence: Precedence,
+    ) -> None:
+        super().__init__(stream, memory, source, limits, budgets, precedence)
+        self._agent = agent
+
+    def _lend_and_send(self, request: int, fetch: Fetch) -> None:
+        stream, agent = self._stream, self._agent
+        deadline = stream.deadline
+        token = ""
+        try:
+            try:
+                wanted = Lend(
+                    fetch.tenant,
+                    fetch.digest,
+                    fetch.part,
+                    fetch.nbytes,
+                    fetch.keys,
+                    deadline.left(),
+                )
+                lent = self._source.lend(wanted)
+                token = lent.token
+                present, rows = check_lent(lent, wanted, self._memory)
+                base = agent.place(lent.segment, deadline) if rows else 0
+                where = Readable(
+                    present, lent.checksums, rows, base, lent.stride, agent.name, agent.version
+                )
+            except KvpoolError as error:
+                stream.send(error_message(error), request)
+                return
+            with agent.serving():
+                stream.send(where, request)
+                self._wait_until_taken()
+        finally:
+            if token:
+                self._source.give_back(token)
+
+    def _wait_until_taken(self) -> None:
+        while True:
+            request, payload = self._stream.receive(FRAME_BYTES_MAX)
+            message = decode_peer(payload)
+            if isinstance(message, Taken):
+                return
+            if not isinstance(message, Describe):
+                raise ProtocolError(f"a {type(message).__name__} while blocks are being read")
+            metadata = self._agent.describe(self._stream.deadline)
+            self._stream.send_buffers([memoryview(encode(Bytes(metadata), request))])
+
+
+class _Fetch:
+    """The reader's half, for the blocks of one `Fetch`."""
+
+    def __init__(
+        self, agent: Agent, memory: Memory, precedence: Precedence, leave: Callable[[str], None]
+    ) -> None:
+        self._agent = agent
+        self._memory = memory
+        self._precedence = precedence
+        self._leave = leave
+        self._ended: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
+        self._under_way = 0
+
+    def run(
+        self,
+        stream: Stream,
+        order: PullBlocks,
+        first: int,
+        end: int,
+        outcome: Outcome,
+        stop: Stop,
+    ) -> None:
+        """As `fetching.fetch`. When it ends, however it does, no read of it is under way."""
+        keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
+        answer = exchange(
+            stream,
+            Fetch(
+                order.tenant,
+                order.digest,
+                order.part,
+                order.nbytes,
+                keys,
+                stream.deadline.left(),
+                order.background,
+            ),
+            first + 1,
+            Readable,
+        )
+        indices = check_readable(answer, end - first, order.nbytes)
+        outcome.begin(first, answer.present)
+        wrong: list[bytes] = []
+        if indices:
+            where = answer.base + array("I", answer.rows)[0] * answer.stride
+            self._meet(stream, answer, where)
+            base = self._agent.place(order.segment, stream.deadline)
+            expected = split_keys(answer.checksums)
+            rows = array("I", order.rows[4 * first : 4 * end])
+            into = array("I", [rows[index] for index in indices])
+            local = _pieces(base, order.stride, into, order.nbytes)
+            remote = _pieces(answer.base, answer.stride, array("I", answer.rows), order.nbytes)
+            # Closed here and now, whatever happens: with its end nothing is under way any more.
+            with closing(self._read(stream, answer.agent, local, remote, order, stop)) as groups:
+                for low, high in groups:
+                    blocks = self._memory.blocks(
+                        order.segment, order.stride, order.nbytes, into[low:high].tobytes()
+                    )
+                    for at, digest in enumerate(map(xxh3_128_digest, blocks), low):
+                        index = indices[at]
+                        if digest == expected[at]:
+                            outcome.arrived(first + index, digest)
+                        else:
+                            outcome.status[first + index] = MISMATCH
+                            wrong.append(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
+        stream.send(Taken(), 0)
+        if wrong:
+            stream.send(Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)), 0)
+
+    def _meet(self, stream: Stream, answer: Readable, address: int) -> None:
+        """Know the peer's memory, as it is now."""
+        peer, version = answer.agent, answer.version
+        if self._agent.knows(peer, version):
+            return
+        metadata = exchange(stream, Describe(), 1, Bytes).data
+        self._agent.meet(peer, version, metadata, address, stream.deadline)
+
+    def _read(
+        self,
+        stream: Stream,
+        peer: str,
+        local: Pieces,
+        remote: Pieces,
+        order: PullBlocks,
+        stop: Stop,
+    ) -> Generator[tuple[int, int], None, None]:
+        """Read all, a few groups at a time; yields each one (first, end) that is here."""
+        groups = deque(_groups(len(local), order.nbytes))
+        bounds = list(groups)
+        left = len(groups)
+
+        def interrupt() -> None:
+            self._ended.put(None)
+
+        stop.register(interrupt)
+        try:
+            while left:
+                while groups and self._under_way < GROUPS_MAX:
+                    if order.background:
+                        self._precedence.give_way(stream.deadline.left())
+                    low, high = groups.popleft()
+                    number = len(bounds) - len(groups) - 1
+                    read = Read(number, peer, local[low:high], remote[low:high], self._ended.put)
+                    self._agent.read(read)
+                    self._under_way += 1
+                done = self._next(stream.deadline)
+                left -= 1
+                yield bounds[done.number]
+        finally:
+            stop.unregister(interrupt)
+            self._drain()
+
+    def _next(self, deadline: Deadline) -> Read:
+        """One that has ended well."""
+        try:
+            read = self._ended.get(timeout=deadline.left())
+        except queue.Empty:
+            raise Unavailable(f"the peer was not read within {deadline.seconds:g} s") from None
+        if read is None:
+            raise Unavailable("the transfer was cancelled")
+        self._under_way -= 1
+        self._check(read)
+        return read
+
+    def _check(self, read: Read) -> None:
+        if read.error:
+            if read.started:
+                self._leave(read.error)
+            raise Unavailable(read.error)
+
+    def _drain(self) -> None:
+        """Wait for what is under way; nobody wants it any more, but it writes to the rows."""
+        patience = Deadline(DRAIN_S)
+        while self._under_way:
+            try:
+                read = self._ended.get(timeout=patience.left())
+            except (queue.Empty, Unavailable):
+                self._leave(f"{self._under_way} reads from a peer do not end")
+                return
+            if read is not None:
+                self._under_way -= 1
+                if read.error and read.started:
+                    self._leave(read.error)
+
+
+def check_readable(answer: Readable, count: int, nbytes: int) -> list[int]:
+    """Indices of the blocks that can be read. Raises `ProtocolError` for an answer that does not fit."""
+    indices = [index for index, there in enumerate(answer.present) if there]
+    if len(answer.present) != count or answer.present.count(1) != len(indices):
+        raise ProtocolError("a Readable does not fit its Fetch: one byte a key, 0 or 1")
+    if len(answer.checksums) != CHECKSUM_BYTES * len(indices) or len(answer.rows) != 4 * len(
+        indices
+    ):
+        raise ProtocolError("a Readable has a checksum and a row for each block")
+    last = max(array("I", answer.rows), default=0)
+    if indices and not (
+        0 < answer.base < 1 << 62
+        and nbytes <= answer.stride <= STRIDE_MAX
+        and (last + 1) * answer.stride < 1 << 62
+    ):
+        raise ProtocolError(
+            f"a Readable of blocks at {answer.base:#x}, {answer.stride} bytes from one to the next"
+        )
+    return indices
+
+
+def _pieces(base: int, stride: int, rows: array[int], nbytes: int) -> Pieces:
+    """Where the blocks are, as NIXL wants to hear it."""
+    pieces = np.zeros((len(rows), 3), dtype=np.uint64)
+    numbers = np.frombuffer(rows, dtype=np.uint32).astype(np.uint64)
+    pieces[:, 0] = numbers * np.uint64(stride) + np.uint64(base)
+    pieces[:, 1] = nbytes
+    return pieces
+
+
+def _groups(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    step = max(1, min(GROUP_PIECES, GROUP_BYTES // nbytes))
+    for low in range(0, count, step):
+        yield low, min(low + step, count)

@@ -1,0 +1,391 @@
+"""NIXL in this process: one agent, owned by one thread, which sleeps while there is nothing to move.
+
+NIXL's agent is not made for several threads, and its own progress thread spins for ever. So everything is
+done by one thread of ours: it runs what others ask of it, and while a read is under way, or peers read from
+here, it drives UCX along. (A peer's read needs that on lanes that are no RDMA, and when it connects.)
+
+Threads: all methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import secrets
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import ConfigError, KvpoolError, ProtocolError, Unavailable
+from kvpool.transfer.base import Deadline
+from kvpool.transfer.memory import Memory
+
+T = TypeVar("T")
+
+MODULE = "nixl_cu12"
+METADATA_BYTES_MAX = 64 << 10  # of a peer; one segment takes 300 bytes, each further one 50
+PEERS_MAX = 256  # remembered; the one that was met first is forgotten, and is met again when needed
+SCRATCH_BYTES = 4096
+START_S = 30.0
+TRIAL_S = 3.0  # for the first byte of a peer
+SPIN_S = 0.005  # after something has happened the next thing is soon
+PAUSE_S_MAX = 0.001
+PAUSE_SHARE = 0.001  # of the time in which nothing has happened
+
+# Set where the operator has not: an operator's own UCX_* win.
+UCX_SETTINGS = {
+    # A crash is the process's own, and its parent's to see; UCX would print and could hang.
+    "UCX_ERROR_SIGNALS": "",
+    # Reads over TCP travel in pieces of this size: 3.7 GB/s, against 1.1 in the 8 KiB that are usual.
+    "UCX_TCP_TX_SEG_SIZE": "1m",
+    "UCX_TCP_RX_SEG_SIZE": "1m",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",  # such as these two, without that lane
+    # Not to stdout, which is the daemon's own.
+    "UCX_LOG_FILE": "stderr",
+    "NIXL_LOG_LEVEL": "WARN",
+}
+# UCX's TCP lane checks no key: whoever reaches its port reads and writes what he likes of this process. So
+# it listens on loopback alone, and where peers are on other machines it is left out.
+ON_LOOPBACK = {"UCX_NET_DEVICES": "lo"}
+OFF_LOOPBACK = {"UCX_TLS": "^tcp"}
+
+Pieces = npt.NDArray[np.uint64]  # [pieces, 3]: address, bytes, 0
+
+
+class Read:
+    """One read under way. `ended` is called once, in the agent's thread, when it is over.
+
+    error: what went wrong; empty: the bytes are here. started: whether it may have written anything: then an
+    error is no proof that it does not go on writing.
+    """
+
+    __slots__ = ("ended", "error", "handle", "local", "number", "peer", "remote", "started")
+
+    def __init__(
+        self, number: int, peer: str, local: Pieces, remote: Pieces, ended: Callable[[Read], None]
+    ) -> None:
+        self.number = number
+        self.peer = peer
+        self.local = local
+        self.remote = remote
+        self.ended = ended
+        self.handle: Any = None
+        self.error = ""
+        self.started = False
+
+
+class _Call(Generic[T]):
+    """A question to the agent's thread, and its answer."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._answer: queue.SimpleQueue[tuple[T] | KvpoolError] = queue.SimpleQueue()
+
+    def run(self, failures: tuple[type[Exception], ...]) -> None:
+        try:
+            self._answer.put((self._work(),))
+        except KvpoolError as error:
+            self._answer.put(error)
+        except failures as error:
+            self._answer.put(Unavailable(f"NIXL: {error}"))
+
+    def wait(self, seconds: float) -> T:
+        try:
+            answer = self._answer.get(timeout=seconds)
+        except queue.Empty:
+            raise Unavailable(f"NIXL did not answer within {seconds:g} s") from None
+        if isinstance(answer, KvpoolError):
+            raise answer
+        return answer[0]
+
+
+class Agent:
+    """See the module. Nothing is loaded before `start`."""
+
+    def __init__(self, node: str, memory: Memory) -> None:
+        # Another name in each life: a peer must not take the memory of one for that of the next.
+        self.name = f"{node}/{secrets.token_hex(8)}"
+        self._memory = memory
+        self._changed = threading.Condition()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._unusable = ""  # why there is no agent, where there is none
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._served = 0  # peers that may be reading from here
+        self._closing = False
+        self._bases: dict[int, int] = {}
+        self._known: OrderedDict[str, int] = OrderedDict()
+        self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
+        # Of the thread alone:
+        self._nixl: Any = None
+        self._failures: tuple[type[Exception], ...] = ()
+        self._reads: list[Read] = []
+        self._last = 0.0
+
+    @property
+    def version(self) -> int:
+        """Grows with every segment that peers may read."""
+        return len(self._bases)
+
+    def start(self, *, loopback: bool) -> None:
+        """Load NIXL, once. loopback: whether all peers are on this machine.
+
+        Raises `ConfigError` where there is no NIXL, or it finds no device that it may use.
+        """
+        with self._starting:
+            if self._unusable:
+                raise ConfigError(self._unusable)
+            if self._thread is not None:
+                return
+            lanes = ON_LOOPBACK if loopback else OFF_LOOPBACK
+            for name, value in (UCX_SETTINGS | lanes).items():
+                os.environ.setdefault(name, value)
+            make = _Call(self._make)
+            self._do(lambda: make.run(self._failures))
+            self._thread = threading.Thread(target=self._run, name="kvpool-nixl", daemon=True)
+            self._thread.start()
+            try:
+                make.wait(START_S)
+            except KvpoolError as error:
+                self._unusable = (
+                    str(error)
+                    if isinstance(error, ConfigError)
+                    else f"NIXL cannot be used here ({error}): off loopback it needs an RDMA device, which "
+                    f"`kvpool doctor` looks for; or leave nixl:// out of listen"
+                )
+                self._end()
+                raise ConfigError(self._unusable) from None
+
+    def _make(self) -> None:
+        try:
+            api = importlib.import_module(f"{MODULE}._api")
+            bindings = importlib.import_module(f"{MODULE}._bindings")
+        except ImportError as error:
+            raise ConfigError(
+                f"nixl:// needs NIXL, which is not installed ({error}): pip install 'kvpool[nixl]'"
+            ) from None
+        # They have no base of their own.
+        self._failures = tuple(
+            kind
+            for name, kind in vars(bindings).items()
+            if name.startswith("nixl") and name.endswith("Error")
+        )
+        try:
+            self._nixl = api.nixl_agent(self.name, api.nixl_agent_config(enable_prog_thread=False))
+            self._nixl.register_memory(
+                [(self._scratch.ctypes.data, self._scratch.size, 0, "")], "DRAM"
+            )
+        except self._failures as error:
+            raise Unavailable(str(error)) from None
+
+    def place(self, segment: int, deadline: Deadline) -> int:
+        """The address at which a segment begins, which may be read and written by NIXL from now on."""
+        base = self._bases.get(segment)
+        if base is None:
+            base = self._ask(lambda: self._register(segment), deadline)
+        return base
+
+    def _register(self, segment: int) -> int:
+        if segment not in self._bases:
+            table = self._memory.table(segment, 1)
+            base = int(table.ctypes.data)
+            try:
+                self._nixl.register_memory([(base, table.size, 0, "")], "DRAM")
+            except self._failures as error:
+                raise Unavailable(
+                    f"{table.size} bytes of memory cannot be registered for RDMA ({error}): "
+                    f"raise the limit of locked memory (LimitMEMLOCK=infinity, ulimit -l unlimited)"
+                ) from None
+            self._bases[segment] = base
+        return self._bases[segment]
+
+    def describe(self, deadline: Deadline) -> bytes:
+        """What a peer needs to read from here. Not for strangers."""
+        return self._ask(lambda: bytes(self._nixl.get_agent_metadata()), deadline)
+
+    def knows(self, peer: str, version: int) -> bool:
+        return self._known.get(peer, -1) >= version
+
+    def meet(
+        self, peer: str, version: int, metadata: bytes, address: int, deadline: Deadline
+    ) -> None:
+        """A peer has described itself; at this address is something to be read.
+
+        One byte of a new peer is read into memory of no importance: that there is no way to it is then found
+        out before anything of importance may be written to. Raises `Unavailable` where there is none, and
+        `ProtocolError` for what is no description.
+        """
+        if len(metadata) > METADATA_BYTES_MAX:
+            raise ProtocolError(
+                f"a peer describes its memory in {len(metadata)} bytes; at most {METADATA_BYTES_MAX}"
+            )
+        self._ask(lambda: self._meet(peer, metadata), deadline)
+        if not self.knows(peer, 0):
+            self._try_out(peer, address, deadline.sooner(TRIAL_S))
+        self._ask(lambda: self._remember(peer, version), deadline)
+
+    def _try_out(self, peer: str, address: int, deadline: Deadline) -> None:
+        ended: queue.SimpleQueue[Read] = queue.SimpleQueue()
+        local, remote = (
+            np.array([[at, 1, 0]], dtype=np.uint64) for at in (self._scratch.ctypes.data, address)
+        )
+        read = Read(0, peer, local, remote, ended.put)
+        self.read(read)
+        try:
+            error = ended.get(timeout=deadline.left()).error
+        except queue.Empty:
+            error = f"NIXL finds no way to {peer}: are both on the same RDMA network?"
+        if error:
+            self._do(lambda: self._give_up(read))
+            raise Unavailable(error)
+
+    def _give_up(self, read: Read) -> None:
+        """It may still write: only for reads into memory of no importance."""
+        if read in self._reads:
+            self._reads.remove(read)
+            try:
+                self._nixl.release_xfer_handle(read.handle)
+            except self._failures:
+                pass  # it goes with its peer
+        self._forget_later(read.peer)
+
+    def _meet(self, peer: str, metadata: bytes) -> None:
+        try:
+            name = self._nixl.add_remote_agent(metadata)
+        except self._failures as error:
+            raise ProtocolError(f"a peer's description of its memory is not one: {error}") from None
+        if name not in {peer, peer.encode()}:
+            raise ProtocolError(f"a peer called {peer!r} described {name!r}")
+
+    def _remember(self, peer: str, version: int) -> None:
+        self._known[peer] = version
+        busy = Counter(read.peer for read in self._reads)
+        for other in list(self._known):
+            if len(self._known) <= PEERS_MAX:
+                break
+            if not busy[other] and other != peer:
+                self._forget(other)
+
+    def _forget(self, peer: str) -> None:
+        self._known.pop(peer, None)
+        try:
+            self._nixl.remove_remote_agent(peer)
+        except self._failures:
+            pass  # it is unknown already, which is what was wanted
+
+    def read(self, read: Read) -> None:
+        """Begin it. Afterwards its memory is NIXL's until it has ended."""
+        self._do(lambda: self._begin(read))
+
+    def _begin(self, read: Read) -> None:
+        nixl = self._nixl
+        try:
+            local = nixl.get_xfer_descs(read.local, "DRAM")
+            remote = nixl.get_xfer_descs(read.remote, "DRAM")
+            read.handle = nixl.initialize_xfer("READ", local, remote, read.peer)
+        except self._failures as error:
+            self._forget_later(read.peer)
+            read.error = f"NIXL cannot read from {read.peer}: {error}"
+            read.ended(read)
+            return
+        self._reads.append(read)
+        read.started = True
+        try:
+            state = nixl.transfer(read.handle)
+        except self._failures as error:
+            self._finish(read, str(error))
+            return
+        self._look(read, state)  # some lanes copy at once: others may begin to verify
+
+    def _forget_later(self, peer: str) -> None:
+        """It is to describe itself again; NIXL keeps it while it reads from it."""
+        self._known.pop(peer, None)
+        if all(read.peer != peer for read in self._reads):
+            self._forget(peer)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """A peer may read from here meanwhile."""
+        with self._changed:
+            self._served += 1
+            self._last = time.monotonic()
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._served -= 1
+
+    def close(self) -> None:
+        """Wait for the thread, which ends when no read is under way. Idempotent."""
+        with self._starting:
+            self._end()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    # ---- the thread ----------------------------------------------------------------------------------
+
+    def _do(self, job: Callable[[], None]) -> None:
+        with self._changed:
+            if self._closing:
+                raise Unavailable("NIXL is being closed here")
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def _ask(self, work: Callable[[], T], deadline: Deadline) -> T:
+        call = _Call(work)
+        self._do(lambda: call.run(self._failures))
+        return call.wait(deadline.left())
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._jobs or self._reads or self._served or self._closing):
+                    self._changed.wait()
+                if self._closing and not self._jobs and not self._reads:
+                    break
+                jobs, self._jobs = self._jobs, deque()
+            for job in jobs:
+                job()
+                self._last = time.monotonic()
+            self._drive()
+        self._nixl = None  # closes it
+
+    def _drive(self) -> None:
+        """Have UCX move what it can, and wait a little where nothing has happened for a while."""
+        if self._nixl is None:
+            return
+        self._nixl.get_new_notifs()
+        for read in list(self._reads):
+            try:
+                state = self._nixl.check_xfer_state(read.handle)
+            except self._failures as error:
+                self._finish(read, str(error))
+                continue
+            self._look(read, state)
+        idle = time.monotonic() - self._last
+        time.sleep(0 if idle < SPIN_S else min(idle * PAUSE_SHARE, PAUSE_S_MAX))
+
+    def _look(self, read: Read, state: str) -> None:
+        if state != "PROC":
+            self._finish(read, "" if state == "DONE" else f"NIXL says {state}")
+
+    def _finish(self, read: Read, error: str) -> None:
+        self._reads.remove(read)
+        self._last = time.monotonic()
+        read.error = f"reading from {read.peer} failed: {error}" if error else ""
+        if not error:
+            self._nixl.release_xfer_handle(read.handle)
+        read.ended(read)

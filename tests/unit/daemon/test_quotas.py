@@ -1,0 +1,331 @@
+"""Quotas of namespaces: their own blocks make room for them, and nobody else's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from kvpool.daemon.blocks import NamespaceState
+from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull
+from kvpool.placement.records import DEFAULT_SETTINGS, SettingsChange, quota_bytes
+from kvpool.types import PartSpec
+
+QUARTER = (PartSpec(1024),)
+POLICIES = ("a2q", "lru", "s3fifo")
+SLOT = 1024
+
+policies = pytest.mark.parametrize("policy", POLICIES)
+
+
+def other_space(pool: Any, name: bytes = b"o") -> NamespaceState:
+    space: NamespaceState = pool.open(name * 16, QUARTER)
+    return space
+
+
+def held(pool: Any) -> int:
+    pool.node.settle()
+    return int(pool.space.held_bytes)
+
+
+def put_each(pool: Any, numbers: Iterable[int], **where: Any) -> None:
+    for number in numbers:
+        assert pool.put([number], **where) == 1
+
+
+# ---- the rules -------------------------------------------------------------------------------------
+
+
+@policies
+def test_a_namespace_at_its_quota_gives_up_its_own_coldest(make_pool, policy: str) -> None:
+    """Also when others are colder, and there is room for all."""
+    pool = make_pool(slabs=8, policy=policy)
+    other = other_space(pool)
+    put_each(pool, range(100, 110), space=other)
+    pool.node.set_quota(pool.space, 5 * SLOT)
+    put_each(pool, range(12))
+    assert pool.here(range(12)) == [7, 8, 9, 10, 11]
+    assert pool.here(range(100, 110), other) == [*range(100, 110)]
+    assert held(pool) == 5 * SLOT
+    pool.read([7])
+    put_each(pool, [20, 21])
+    assert 7 in pool.here(range(12)) or policy != "lru"
+    assert len(pool.here(range(30))) == 5
+
+
+@policies
+def test_without_a_quota_and_below_it_the_coldest_of_all_goes(make_pool, policy: str) -> None:
+    pool = make_pool(slabs=2, policy=policy)
+    other = other_space(pool)
+    pool.node.set_quota(pool.space, 7 * SLOT)
+    put_each(pool, range(4))
+    put_each(pool, range(100, 104), space=other)
+    put_each(pool, [10, 11])
+    assert pool.here(range(4)) == [2, 3]
+    assert pool.here(range(100, 104), other) == [100, 101, 102, 103]
+    put_each(pool, [110, 111, 112], space=other)
+    assert pool.here([2, 3, 10, 11]) == [10, 11], "the coldest of all, in a policy of its own"
+    assert pool.here([100], other) == []
+
+
+@policies
+def test_a_lower_quota_is_reached_bit_by_bit(make_pool, policy: str) -> None:
+    """And the coldest go first, although they came before there was a quota."""
+    pool = make_pool(slabs=12, policy=policy)
+    other = other_space(pool)
+    for number in range(20):
+        pool.put([number])
+        pool.put([100 + number], space=other)
+    pool.node.set_quota(pool.space, 4 * SLOT)
+    assert len(pool.here(range(20))) == 20, "not at once"
+    steps = 0
+    while pool.node.tend_quotas(3):
+        steps += 1
+        assert steps < 30
+    assert steps >= 16 // 3
+    assert pool.here(range(20)) == [16, 17, 18, 19]
+    assert len(pool.here(range(100, 120), other)) == 20
+    put_each(pool, [30])
+    assert pool.here([*range(20), 30]) == [17, 18, 19, 30]
+
+
+@policies
+def test_a_put_finds_what_has_not_changed_over_yet(make_pool, policy: str) -> None:
+    pool = make_pool(slabs=4, policy=policy)
+    put_each(pool, range(8))
+    pool.read([0])
+    pool.node.set_quota(pool.space, 6 * SLOT)
+    put_each(pool, [20])
+    assert len(pool.here([*range(8), 20])) == 6
+    assert 20 in pool.here([20])
+    assert 7 in pool.here([7])
+
+
+def test_a_quota_that_is_taken_back(make_pool) -> None:
+    pool = make_pool(slabs=2)
+    pool.node.set_quota(pool.space, 2 * SLOT)
+    put_each(pool, range(4))
+    pool.node.set_quota(pool.space, 0)
+    put_each(pool, range(10, 16))
+    assert pool.here([*range(4), *range(10, 16)]) == [2, 3, *range(10, 16)]
+    assert not pool.node.tend_quotas(100)
+    put_each(pool, range(20, 28))
+    assert pool.here(range(20, 28)) == [*range(20, 28)]
+
+
+def test_a_put_larger_than_the_quota_gets_what_there_is(make_pool) -> None:
+    pool = make_pool(slabs=4)
+    pool.node.set_quota(pool.space, 3 * SLOT + 500)
+    assert pool.put(range(10)) == 3
+    assert pool.put(range(20, 30)) == 3
+    assert pool.here(range(30)) == [20, 21, 22]
+
+
+@pytest.mark.parametrize("how", ["leased", "pinned", "reserved"])
+def test_what_cannot_go_fills_the_quota_and_only_that_refuses(make_pool, how: str) -> None:
+    pool = make_pool(slabs=4, hard_pin_share=1.0)
+    other = other_space(pool)
+    pool.node.set_quota(pool.space, 3 * SLOT)
+    if how == "reserved":
+        pool.reserve(range(2))
+    else:
+        pool.put(range(2))
+    if how == "leased":
+        lease = pool.lease(range(2))
+    elif how == "pinned":
+        pool.pin(range(2), "hard")
+    put_each(pool, [10, 11])
+    assert pool.here([10, 11]) == [11]
+    ticket, _ = pool.reserve([12])
+    with pytest.raises(PoolFull, match="a namespace whose quota here is"):
+        pool.put([13])
+    assert pool.put([100], space=other) == 1
+    pool.node.abort(pool.holder, ticket)
+    assert pool.put([13]) == 1
+    if how == "leased":
+        pool.release(lease)
+        assert pool.put([14, 15, 16]) == 3
+
+
+def test_soft_pins_go_last_and_copies_that_others_keep_first(make_pool) -> None:
+    pool = make_pool(slabs=4, soft_pin_share=1.0)
+    pool.node.set_quota(pool.space, 4 * SLOT)
+    put_each(pool, range(4))
+    pool.pin([0, 1], "soft")
+    pool.demote([3])
+    put_each(pool, [10])
+    assert pool.here(range(4)) == [0, 1, 2]
+    put_each(pool, [11])
+    assert pool.here(range(4)) == [0, 1]
+    assert pool.put(range(20, 23)) == 3
+    assert pool.here([*range(4), 10, 11]) == [1]
+    counters = pool.node.counters
+    assert (counters.evicted, counters.evicted_soft_pins, counters.evicted_secondary) == (5, 1, 1)
+
+
+def test_parts_of_several_sizes_share_a_quota(make_pool) -> None:
+    pool = make_pool(slabs=8, parts=(PartSpec(1024), PartSpec(2048)))
+    pool.node.set_quota(pool.space, 8 * SLOT)
+    put_each(pool, range(4))
+    put_each(pool, range(2), part=1)
+    assert held(pool) == 8 * SLOT
+    put_each(pool, [10], part=1)
+    assert len(pool.here(range(4))) == 4, "of its own size first"
+    assert held(pool) == 8 * SLOT
+    for number in (0, 1, 2, 3):
+        pool.pin([number], "none")
+    pool.node.remove(pool.space, pool.keys([1, 10]))
+    put_each(pool, range(20, 24))
+    assert held(pool) <= 8 * SLOT
+
+
+def test_granted_slots_count_when_they_are_stored(make_pool) -> None:
+    pool = make_pool(slabs=8, grant_share=0.5)
+    other = other_space(pool)
+    granted = pool.node.grant(pool.holder, other, 0, 10)
+    assert len(granted) == 10
+    pool.node.set_quota(pool.space, 4 * SLOT)
+    for at, number in enumerate(range(10)):
+        key, row = pool.keys([number]), [granted[at]]
+        pool.node.store(pool.holder, pool.space, 0, row, key, bytes(16))
+        assert held(pool) <= 4 * SLOT
+    assert pool.here(range(10)) == [6, 7, 8, 9]
+    assert len(pool.node.grant(pool.holder, pool.space, 0, 10)) == 2, "its share of the quota"
+
+
+def test_pins_are_bounded_by_the_quota_too(make_pool) -> None:
+    pool = make_pool(slabs=8, hard_pin_share=0.25, soft_pin_share=0.5)
+    put_each(pool, range(8))
+    pool.node.set_quota(pool.space, 8 * SLOT)
+    for kind, most in (("hard", 2), ("soft", 4)):
+        numbers = range(most) if kind == "hard" else range(2, 2 + most)
+        pool.pin(numbers, kind)
+        pool.pin(numbers, kind)  # nothing changes
+        with pytest.raises(
+            LimitExceeded, match=f"{kind} pins of namespace {pool.space.base.hex()}"
+        ):
+            pool.pin([7], kind)
+    pool.node.set_quota(pool.space, 0)
+    pool.pin([7], "hard")
+
+
+def test_a_new_epoch_has_the_quota_and_begins_empty(make_pool) -> None:
+    pool = make_pool(slabs=4)
+    pool.node.set_quota(pool.space, 4 * SLOT)
+    put_each(pool, range(4))
+    pool.reset()
+    assert (pool.space.quota, held(pool)) == (4 * SLOT, 0)
+    put_each(pool, range(10, 16))
+    assert pool.here(range(10, 16)) == [12, 13, 14, 15]
+    _, own = pool.node.next_victims(pool.tenant, 3)
+    assert (own.place.base, own.held) == (pool.space.base, 4)
+    assert pool.node.reclaim_garbage(100) + pool.node.counters.reclaimed_blocks >= 4
+    assert pool.bytes_used == 4 * SLOT
+
+
+@policies
+def test_what_is_left_of_epochs_before_the_quota(make_pool, policy: str) -> None:
+    """It is in the order of all, and changes over with the living."""
+    pool = make_pool(slabs=2, policy=policy)
+    put_each(pool, range(4))
+    pool.reset()
+    put_each(pool, range(10, 14))
+    pool.node.set_quota(pool.space, 4 * SLOT)
+    put_each(pool, range(20, 24))
+    assert pool.here(range(10, 24)) == [20, 21, 22, 23]
+    pool.node.tend_quotas(100)
+    pool.node.reclaim_garbage(100)
+    assert pool.bytes_used == 4 * SLOT
+
+
+@policies
+def test_puts_go_on_while_much_is_left_of_an_epoch(make_pool, policy: str) -> None:
+    """It comes up before the living, and is in no quota."""
+    pool = make_pool(slabs=8000, policy=policy)
+    quota = 4000
+    for epoch in range(2):
+        pool.node.set_quota(pool.space, quota * SLOT)
+        for first in range(0, quota, 100):
+            numbers = range(epoch * quota + first, epoch * quota + first + 100)
+            assert pool.put([*numbers]) == 100
+        if not epoch:
+            pool.reset()
+    for number in range(100_000, 100_100):
+        assert pool.put([number]) == 1
+    while pool.node.tend_quotas(500) or pool.node.reclaim_garbage(500):
+        pass
+    assert held(pool) == quota * SLOT
+
+
+def test_one_large_block_for_very_many_small_ones(make_pool) -> None:
+    parts = (PartSpec(2048 * 1024), PartSpec(1024))
+    pool = make_pool(slabs=4096, parts=parts)
+    pool.node.set_quota(pool.space, 4096 * SLOT)
+    for first in range(0, 4096, 512):
+        assert pool.put([*range(first, first + 512)], part=1) == 512
+    assert pool.put([10_000], part=0) == 1
+    assert held(pool) <= 4096 * SLOT
+
+
+def test_what_goes_next_is_known_also_where_a_quota_decides(make_pool) -> None:
+    pool = make_pool(slabs=8)
+    other = other_space(pool)
+    put_each(pool, range(100, 108), space=other)
+    pool.node.set_quota(pool.space, 8 * SLOT)
+    put_each(pool, range(6))
+    whole, own = pool.node.next_victims(pool.tenant, 3)
+    assert (whole.place, whole.held) == ((SLOT, b""), 14)
+    assert whole.free == pytest.approx(1 - 14 / 32)
+    assert [block.key for block in whole.blocks] == [pool.keys([n]) for n in (100, 101, 102)]
+    assert (own.place, own.held, own.free) == ((SLOT, pool.space.base), 6, 0.25)
+    assert [block.key for block in own.blocks] == [pool.keys([n]) for n in (0, 1, 2)]
+
+
+def test_usage_says_who_has_what(make_pool) -> None:
+    pool = make_pool(slabs=8)
+    other = other_space(pool)
+    pool.node.set_quota(other, 3 * SLOT)
+    put_each(pool, range(2))
+    put_each(pool, range(10, 15), space=other)
+    assert pool.node.usage(pool.tenant) == {
+        "part_bytes": 32 * SLOT,
+        "used_bytes": 5 * SLOT,
+        "namespaces": {
+            pool.space.base.hex(): {"held_bytes": 2 * SLOT, "quota_bytes": 0},
+            other.base.hex(): {"held_bytes": 3 * SLOT, "quota_bytes": 3 * SLOT},
+        },
+    }
+
+
+# ---- settings --------------------------------------------------------------------------------------
+
+
+def test_quotas_are_bytes_or_shares() -> None:
+    assert quota_bytes(0, 1000) == 0
+    assert quota_bytes(300, 1000) == 300
+    assert quota_bytes(300, 1000, 0.5) == 150
+    assert quota_bytes(0.25, 1000, 0.5) == 250
+    assert quota_bytes(1.0, 1000) == 1000
+    assert quota_bytes(1e-9, 1000) == 1, "0 would be none"
+
+
+def test_quotas_that_cannot_be() -> None:
+    for name, wrong in itertools.product(
+        ("dram_quota", "ssd_quota"), (-1, -0.5, 1.5, float("nan"), float("inf"))
+    ):
+        with pytest.raises(InvalidRequest, match=name):
+            SettingsChange(**{name: wrong}).checked()
+        odd = SettingsChange(**{name: wrong}).apply(DEFAULT_SETTINGS)
+        assert getattr(odd.known_here(1), name) == 0
+    for right in (0, 1, 1 << 50, 0.001, 1.0):
+        assert SettingsChange(dram_quota=right, ssd_quota=right).checked()
+
+
+def test_a_wish_counts_where_there_is_no_quota() -> None:
+    small = SettingsChange(dram_quota=0.1).apply(DEFAULT_SETTINGS)
+    large = SettingsChange(dram_quota=0.5, ssd_quota=7).apply(DEFAULT_SETTINGS)
+    assert small.filled(large) == SettingsChange(dram_quota=0.1, ssd_quota=7).apply(
+        DEFAULT_SETTINGS
+    )

@@ -1,0 +1,232 @@
+"""What the doctor says of machines that are made up of a few files."""
+
+import errno
+import io
+import json
+import os
+import resource
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvpool import cli
+from kvpool.errors import Unavailable
+from kvpool.status import doctor
+from kvpool.status.doctor import BAD, NOTE, OK, Finding, Machine, examine, routes, show
+
+MEMINFO = "MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\nHugePages_Free:        0\n"
+
+
+def machine(root: Path, files: dict[str, str] | None = None, **settings) -> Machine:
+    for name, text in ({"proc/meminfo": MEMINFO} | (files or {})).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    settings.setdefault("environ", {})
+    settings.setdefault("locked_limit", lambda: 8 << 20)
+    settings.setdefault("cores", lambda: 12)
+    return Machine(root, **settings)
+
+
+def port(
+    device: str = "mlx5_0", *, state: str = "4: ACTIVE", layer: str = "InfiniBand", **more: str
+):
+    place = f"sys/class/infiniband/{device}/ports/1"
+    files = {f"{place}/state": state, f"{place}/link_layer": layer, f"{place}/rate": "400 Gb/sec"}
+    for gid, kind in more.items():
+        files[f"{place}/gid_attrs/types/{gid.removeprefix('gid')}"] = kind
+    return files | {"dev/infiniband/uverbs0": ""}
+
+
+def of(findings: list[Finding], topic: str) -> list[Finding]:
+    return [finding for finding in findings if finding.topic == topic]
+
+
+def test_a_plain_machine_is_fine(tmp_path):
+    found = examine(machine=machine(tmp_path, {"dev/shm/x": ""}))
+    assert {finding.state for finding in found} == {OK, NOTE}
+    assert [finding.topic for finding in found if finding.state == NOTE] == ["huge pages"]
+    assert "12 may be used" in of(found, "cores")[0].found
+    assert of(found, "memory")[0].found == "8 GiB of 16 GiB are free"
+    assert "no device" in of(found, "RDMA")[0].found
+    assert "none" in of(found, "GPU")[0].found
+
+
+@pytest.mark.parametrize(
+    ("setting", "state"),
+    [
+        ("always within_size advise [never] deny force", NOTE),
+        ("always within_size [advise] never deny force", OK),
+        ("[always] within_size advise never deny force", OK),
+        ("always within_size advise never [deny] force", NOTE),
+    ],
+)
+def test_huge_pages(tmp_path, setting, state):
+    files = {"sys/kernel/mm/transparent_hugepage/shmem_enabled": setting}
+    (found,) = of(examine(machine=machine(tmp_path, files)), "huge pages")
+    assert found.state == state
+    assert ("echo advise" in found.remedy) == (state == NOTE)
+
+
+@pytest.mark.parametrize(
+    ("files", "states", "says"),
+    [
+        (port(), [OK], "mlx5_0:1, InfiniBand, 400 Gb/sec"),
+        (port(state="1: DOWN"), [NOTE], "1: DOWN"),
+        (port(layer="Ethernet", gid0="IB/RoCE v1", gid3="RoCE v2"), [OK], "3 (RoCE v2)"),
+        (port(layer="Ethernet", gid0="IB/RoCE v1"), [BAD], "no RoCE v2 address"),
+        (port(layer="Ethernet"), [BAD], "GIDs none"),
+        (port() | port("mlx5_1"), [OK, OK], "mlx5_1:1"),
+    ],
+    ids=["ib", "down", "roce", "v1", "no gid", "two"],
+)
+def test_rdma_devices(tmp_path, files, states, says):
+    found = of(examine(machine=machine(tmp_path, files)), "RDMA")
+    assert [finding.state for finding in found] == states
+    assert says in found[-1].found
+
+
+def test_rdma_devices_that_nobody_may_open(tmp_path):
+    files = {name: text for name, text in port().items() if "uverbs" not in name}
+    found = of(examine(machine=machine(tmp_path, files)), "RDMA")
+    assert [finding.state for finding in found] == [BAD, OK]
+    assert "ib_uverbs" in found[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("rdma", "limit", "state"),
+    [
+        (False, 8 << 20, OK),
+        (True, 8 << 20, BAD),
+        (True, resource.RLIM_INFINITY, OK),
+        (False, resource.RLIM_INFINITY, OK),
+    ],
+)
+def test_locked_memory_matters_to_rdma(tmp_path, rdma, limit, state):
+    here = machine(tmp_path, port() if rdma else {}, locked_limit=lambda: limit)
+    (found,) = of(examine(machine=here), "locked memory")
+    assert (found.state, bool(found.remedy)) == (state, state == BAD)
+
+
+@pytest.mark.parametrize(
+    ("environ", "state"),
+    [
+        ({}, OK),
+        ({"UCX_TLS": "^tcp"}, OK),
+        ({"UCX_TLS": "rc,sm"}, OK),
+        ({"UCX_TLS": "tcp,sm"}, BAD),
+        ({"UCX_TLS": "all"}, BAD),
+        ({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}, OK),
+        ({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"}, BAD),
+    ],
+)
+def test_ucxs_tcp_lane_is_open_to_strangers(tmp_path, monkeypatch, environ, state):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.3")
+    (found,) = of(examine(machine=machine(tmp_path, environ=environ)), "NIXL")
+    assert found.state == state
+    assert "nixl-cu12 1.2.3" in found.found
+
+
+@pytest.mark.parametrize(("rdma", "state"), [(False, OK), (True, NOTE)])
+def test_nixl_is_missed_where_it_would_be_of_use(tmp_path, monkeypatch, rdma, state):
+    monkeypatch.setattr(doctor, "NIXL_PACKAGE", "no-such-package-of-ours")
+    (found,) = of(examine(machine=machine(tmp_path, port() if rdma else {})), "NIXL")
+    assert (found.state, bool(found.remedy)) == (state, rdma)
+
+
+def test_gpus(tmp_path):
+    files = {
+        f"proc/driver/nvidia/gpus/0000:0{n}:00.0/information": f"Model: \t\t NVIDIA H200\nIRQ: {n}"
+        for n in range(2)
+    }
+    found = of(examine(machine=machine(tmp_path, files)), "GPU")
+    assert [finding.found for finding in found] == [
+        "NVIDIA H200 at 0000:00:00.0",
+        "NVIDIA H200 at 0000:01:00.0",
+    ]
+
+
+def test_folders_for_disks(tmp_path, monkeypatch):
+    here = machine(tmp_path)
+    good, refuses = tmp_path / "good", tmp_path / "refuses"
+    good.mkdir()
+    refuses.mkdir()
+    real = os.open
+
+    def scripted(path, flags, *rest, **more):
+        if flags & os.O_DIRECT and str(path).startswith(str(refuses)):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        # The folder may lie where there is no O_DIRECT; whether it works there is not the question.
+        return real(path, flags & ~os.O_DIRECT, *rest, **more)
+
+    monkeypatch.setattr(os, "open", scripted)
+    paths = [str(good), str(refuses), str(tmp_path / "absent")]
+    found = examine(paths, here)[-3:]
+    assert [finding.state for finding in found] == [OK, BAD, BAD]
+    assert "O_DIRECT does not work (Invalid argument)" in found[1].found
+    assert "No such file" in found[2].found
+    assert list(good.iterdir()) == list(refuses.iterdir()) == [], "nothing is left behind"
+
+
+def record(name: str, *urls: str) -> dict:
+    return {"node": name, "transports": [{"url": url, "metadata": ""} for url in urls]}
+
+
+def test_nixl_where_both_have_it():
+    nodes = [
+        record("c", "tcp://c:1"),
+        record("a", "tcp://a:1", "nixl://a:2"),
+        record("b", "tcp://b:1", "nixl://b:2"),
+        record("d"),
+    ]
+    by_nixl = {"node": "b", "transport": "nixl", "url": "nixl://b:2", "otherwise": "tcp://b:1"}
+    by_tcp = {"node": "c", "transport": "tcp", "url": "tcp://c:1", "otherwise": ""}
+    not_at_all = {"node": "d", "transport": "none", "url": "", "otherwise": ""}
+    assert routes({"node": "a", "nodes": nodes}) == [by_nixl, by_tcp, not_at_all]
+    ours = routes({"node": "c", "nodes": nodes})
+    assert [(pair["node"], pair["url"]) for pair in ours] == [
+        ("a", "tcp://a:1"),
+        ("b", "tcp://b:1"),
+        ("d", ""),
+    ]
+    assert routes({"node": "x", "nodes": []}) == []
+
+
+def test_what_is_shown():
+    out = io.StringIO()
+    findings = [Finding("a [b]", BAD, "it is [broken]", "mend it")]
+    show(findings, [], Console(file=out, width=100))
+    assert "Other nodes" not in out.getvalue()
+    for text in ("a [b]", "bad", "it is [broken]", "mend it"):
+        assert text in out.getvalue()
+    pairs = [{"node": "n", "transport": "nixl", "url": "nixl://n:2", "otherwise": "tcp://n:1"}]
+    show(findings, pairs, Console(file=out, width=100))
+    assert "nixl://n:2" in out.getvalue()
+    assert "tcp://n:1" in out.getvalue()
+
+
+def test_the_command(monkeypatch):
+    def nobody(socket, tenant):
+        raise Unavailable("no daemon [here]")
+
+    monkeypatch.setattr(cli, "_client", nobody)
+    monkeypatch.setattr(doctor, "examine", lambda paths: [Finding("x", OK, f"looked at {paths}")])
+    done = CliRunner().invoke(cli.app, ["doctor", "--path", "/a", "--path", "/b", "--json"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == {
+        "findings": [
+            {"topic": "x", "state": "ok", "found": "looked at ['/a', '/b']", "remedy": ""},
+            {
+                "topic": "other nodes",
+                "state": "ok",
+                "found": "not known: no daemon [here]",
+                "remedy": "",
+            },
+        ],
+        "peers": [],
+    }
+    assert "no daemon [here]" in CliRunner().invoke(cli.app, ["doctor"]).stdout
+    monkeypatch.setattr(doctor, "examine", lambda paths: [Finding("x", BAD, "broken")])
+    assert CliRunner().invoke(cli.app, ["doctor"]).exit_code == 1

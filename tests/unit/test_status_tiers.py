@@ -1,0 +1,129 @@
+"""What `kvpool tiers` says of codecs."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvpool.status.tiers import show_tiers, tier_rows
+
+DISK: dict[str, Any] = {
+    "path": "/disk[0]",
+    "state": "serving",
+    "error": "",
+    "size_bytes": 1 << 30,
+    "segment_bytes": 1 << 30,
+    "entries_max": 1000,
+    "direct": True,
+    "used_bytes": 3 << 20,
+    "blocks": 4,
+    "raw_bytes": 4 << 20,
+    "stored_bytes": 3 << 20,
+    "codec_error": "",
+    "writing_bytes": 0,
+    "written_bytes": 3 << 20,
+    "written_blocks": 4,
+    "read_blocks": 0,
+    "read_bytes": 0,
+    "write_errors": 0,
+    "read_errors": 0,
+    "mismatches": 0,
+    "packed_blocks": 3,
+    "unpacked_blocks": 1,
+    "undecoded_blocks": 0,
+}
+
+
+USAGE: dict[str, Any] = {
+    "where": "",
+    "part_bytes": 512 << 20,
+    "used_bytes": 3 << 20,
+    "namespaces": {
+        "ab" * 16: {"held_bytes": 2 << 20, "quota_bytes": 5 << 20},
+        "cd" * 16: {"held_bytes": 1 << 20, "quota_bytes": 0},
+    },
+}
+
+
+def stats(**disk: Any) -> dict[str, Any]:
+    return {
+        "tenants": {"red": {"segment_bytes": 1, "blocks": 0, "space": {"bytes_used": 0}}},
+        "counters": dict.fromkeys(("leased_bytes", "committed_bytes", "checksum_mismatches"), 0),
+        "engines": {"followed": [], "error": ""},
+        "usage": {"dram": [USAGE], "ssd": [USAGE | {"where": "/disk[0]"}]},
+        "tiers": {
+            "device": [],
+            "remote": [],
+            "ssd": [DISK | disk],
+            **dict.fromkeys(("over_budget_blocks", "once_used_blocks", "dropped_writes"), 0),
+        },
+    }
+
+
+def shown(**disk: Any) -> str:
+    out = io.StringIO()
+    show_tiers(stats(**disk), "red", Console(file=out, width=200))
+    return out.getvalue()
+
+
+def test_what_a_tenant_and_its_namespaces_have_is_told() -> None:
+    lines = [line.split() for line in shown().splitlines()]
+    for tier in (["dram"], ["ssd", "/disk[0]"]):
+        assert ["tenant", "red", *tier, "3", "MiB", "512", "MiB"] in lines
+        assert ["namespace", "ab" * 6, *tier, "2", "MiB", "5", "MiB"] in lines
+        assert ["namespace", "cd" * 6, *tier, "1", "MiB"] in lines
+    memory, disk = tier_rows(stats(), "red")
+    assert (memory["usage"], disk["usage"]["where"]) == (USAGE, "/disk[0]")
+    closed = stats()
+    closed["usage"]["ssd"] = []
+    assert tier_rows(closed, "red")[-1]["usage"] is None
+
+
+def test_how_much_a_codec_saves_is_told() -> None:
+    text = shown()
+    assert "/disk[0] holds 4 MiB of blocks in 3 MiB (1.33 to 1)" in text
+    assert "3 were written smaller and 1 were not worth it" in text
+    assert "decoded" not in text
+    row = tier_rows(stats(), "red")[-1]
+    assert (row["raw_bytes"], row["stored_bytes"], row["packed_blocks"]) == (4 << 20, 3 << 20, 3)
+
+
+@pytest.mark.parametrize("raw", [3 << 20, (3 << 20) - 4000, 0])
+def test_nothing_is_said_where_nothing_is_packed(raw: int) -> None:
+    stored = (3 << 20) * bool(raw)
+    assert "holds" not in shown(
+        packed_blocks=0, unpacked_blocks=0, raw_bytes=raw, stored_bytes=stored
+    )
+
+
+def test_packed_blocks_of_an_earlier_life_are_told_of() -> None:
+    assert "1.33 to 1" in shown(packed_blocks=0, unpacked_blocks=0)
+
+
+def test_what_is_wrong_with_a_codec_is_told() -> None:
+    assert "2 blocks could not be decoded" in shown(undecoded_blocks=2)
+    assert "/disk[0]: no blosc2" in shown(codec_error="no blosc2")
+
+
+def test_object_storage_is_a_tier_and_tells_what_ails_it() -> None:
+    said = stats()
+    store = dict.fromkeys(("used_bytes", "blocks", "read_bytes", "written_bytes", "mismatches"), 0)
+    said["tiers"]["remote"] = [
+        store
+        | {
+            "path": "s3://bucket/[x]",
+            "state": "failing",
+            "error": "it is away",
+            "size_bytes": 1 << 30,
+            "read_errors": 2,
+            "write_errors": 3,
+            "stale_blocks": 1,
+        }
+    ]
+    row = tier_rows(said, "red")[-1]
+    assert (row["tier"], row["where"], row["errors"]) == ("remote", "s3://bucket/[x]", 5)
+    out = io.StringIO()
+    show_tiers(said, "red", Console(file=out, width=200))
+    assert "s3://bucket/[x] is failing: it is away" in out.getvalue()
+    assert "1 block not found in the object named for it" in out.getvalue()

@@ -1,0 +1,77 @@
+"""Background transfers give way, and not for ever."""
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from kvpool.transfer import precedence
+from kvpool.transfer.precedence import Precedence
+
+
+class Told(threading.Condition):
+    """Says when somebody is about to wait: it holds the lock from then until it waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        self.entered.set()
+        return super().wait_for(predicate, timeout)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    told = Told()
+    monkeypatch.setattr(precedence, "threading", SimpleNamespace(Condition=lambda: told))
+    return told
+
+
+def test_nobody_waits_for_nothing(told: Told) -> None:
+    ways = Precedence()
+    with ways.urgent():
+        pass
+    ways.give_way(60)
+    assert not told.entered.is_set()
+
+
+def test_a_background_transfer_waits_for_the_last_urgent_one(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precedence, "PIECE_WAIT_S", 60.0)
+    ways = Precedence()
+    happened: list[str] = []
+
+    def background() -> None:
+        ways.give_way(60)
+        happened.append("background")
+
+    thread = threading.Thread(target=background)
+    with ways.urgent():
+        with ways.urgent():
+            thread.start()
+            assert told.entered.wait(60)
+        happened.append("one has ended")
+    thread.join(60)
+    assert happened == ["one has ended", "background"]
+
+
+@pytest.mark.parametrize(("piece_wait_s", "left_s"), [(0.001, 60.0), (60.0, 0.001)])
+def test_it_gets_on_all_the_same(
+    piece_wait_s: float, left_s: float, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precedence, "PIECE_WAIT_S", piece_wait_s)
+    ways = Precedence()
+    with ways.urgent():
+        ways.give_way(left_s)
+    assert told.entered.is_set()
+
+
+def test_an_urgent_transfer_that_fails_stands_in_nobodys_way(told: Told) -> None:
+    ways = Precedence()
+    with pytest.raises(ZeroDivisionError), ways.urgent():
+        raise ZeroDivisionError
+    ways.give_way(60)
+    assert not told.entered.is_set()
