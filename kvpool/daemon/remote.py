@@ -21,7 +21,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress, filterfalse, groupby, repeat
 from typing import Any, NamedTuple, Protocol
 
 from kvpool import wire
@@ -163,12 +164,15 @@ class Flight:
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """One part of a block that is not here, and who may have it."""
+    """Blocks of one part that are not here, in the order of their chain, and who may have all of them.
+
+    tried: who was asked for them already.
+    """
 
     table: PartTable
-    key: bytes
-    candidates: list[Candidate]
-    tried: set[bytes] = field(default_factory=set)
+    keys: list[bytes]
+    candidates: Sequence[Candidate]
+    tried: frozenset[bytes] = frozenset()
 
 
 class Remote:
@@ -196,7 +200,7 @@ class Remote:
         self._clock = clock
         self._negative = NegativeMemory(NEGATIVE_MAX, NEGATIVE_S)
         self._remembered = Remembered(REMEMBERED_MAX)
-        self._flights: dict[tuple[PartTable, bytes], list[Flight]] = {}
+        self._flights: dict[PartTable, dict[bytes, tuple[Flight, ...]]] = {}
         self._flying: dict[Flight, None] = {}
         self._tickets = 0
         self.counters = {
@@ -265,17 +269,20 @@ class Remote:
         # to be had, what the next one lacks is fetched too. Others are asked when disks do not have it all,
         # or did not deliver.
         for _ in range(ROUNDS_MAX):
-            there, declined = Choice(self._usable(tables, keys, located), {})
+            there, declined = Choice(here, {})
+            if located:
+                there = self._usable(tables, keys, located)
             if asked or there == len(keys):
                 there, declined = self._choose(tables, keys, here, located, recompute)
             if there < len(keys) and not asked:
                 asked = True
-                for elsewhere in await asyncio.gather(
-                    self._locate(namespace, tables, keys, there, deadline),
-                    self._in_store(namespace, tables, keys, deadline, prefix=True),
-                ):
-                    for key, entries in elsewhere.items():
-                        located.setdefault(key, []).extend(entries)
+                nodes = self._locate(namespace, tables, keys, there, deadline)
+                if self._beyond.any:
+                    store = self._in_store(namespace, tables, keys, deadline, prefix=True)
+                    for elsewhere in await asyncio.gather(nodes, store):
+                        _add(located, elsewhere)
+                else:
+                    _add(located, await nodes)
                 there, declined = self._choose(tables, keys, here, located, recompute)
             if recompute is not None:
                 keys = keys[:there]  # decided once: what is declined now is not considered again
@@ -322,15 +329,11 @@ class Remote:
             except (Unavailable, TimeoutError):
                 self.counters["lookups_failed"] += 1
         stored = await self._in_store(namespace, tables, missing, deadline, prefix=False)
-        for key, entries in stored.items():
-            located[key] = [*located.get(key, ()), *entries]
+        _add(located, stored)
         candidates = _Candidates()
-        wants = [
-            Want(table, key, candidates(located[key], table.part))
-            for table in tables
-            for key in keys
-            if key not in table.blocks and key in located
-        ]
+        wants: list[Want] = []
+        for table in tables:
+            wants += _wants(table, filter(located.__contains__, keys), located, candidates)
         await self._fetch(wants, deadline)
 
     def _choose(
@@ -354,7 +357,7 @@ class Remote:
             return [one for one in found if not self._lacks(table, key, one.incarnation, now)]
 
         def awaited(table: PartTable, key: bytes) -> list[bytes]:
-            flights = self._flights.get((table, key), ())
+            flights = self._flights.get(table, {}).get(key, ())
             return [flight.incarnation for flight in flights if not flight.background]
 
         return choose(
@@ -378,9 +381,9 @@ class Remote:
                 continue
             table = parts[0][0]
             most = max(1, TRIAL_BYTES // table.spec.nbytes)
-            wants = [Want(table, key, []) for other, key in parts[:most] if other is table]
+            keys = [key for other, key in parts[:most] if other is table]
             self.counters["trials"] += self._begin(
-                table, incarnation, wants, now, now + TRIAL_S, SECONDARY, background=False
+                table, incarnation, keys, now, now + TRIAL_S, SECONDARY, background=False
             )
 
     async def _complete(
@@ -440,12 +443,7 @@ class Remote:
     async def fetch_up(self, table: PartTable, keys: Sequence[bytes], wait_s: float) -> None:
         """Bring blocks of a table from this node's tiers below memory into it. Ends by `wait_s`."""
         located = self._on_disks([table], keys)
-        candidates = _Candidates()
-        wants = [
-            Want(table, key, candidates(located[key], table.part))
-            for key in keys
-            if key not in table.blocks and key in located
-        ]
+        wants = _wants(table, filter(located.__contains__, keys), located, _Candidates())
         if wants:
             await self._fetch(wants, self._clock() + wait_s)
 
@@ -460,21 +458,17 @@ class Remote:
     ) -> None:
         """Bring these blocks here from one node, to be kept as `origin` says. Ends by `wait_s`."""
         deadline = self._clock() + wait_s
-        wants = [
-            Want(table, key, [Candidate(incarnation, TIERS["dram"])])
-            for table in tables
-            for key in keys
-            if key not in table.blocks
-        ]
+        only = [Candidate(incarnation, TIERS["dram"])]
+        wants = [Want(table, list(_lacking(table.blocks, keys)), only) for table in tables]
         await self._fetch(wants, deadline, origin, background=True)
 
     # ---- who has what --------------------------------------------------------------------------------
 
     def _on_disks(
         self, tables: Sequence[PartTable], keys: Sequence[bytes]
-    ) -> dict[bytes, list[Entry]]:
+    ) -> dict[bytes, Sequence[Entry]]:
         """What of these keys lies below memory on this node: on disks, or in spare device memory."""
-        located: dict[bytes, list[Entry]] = {}
+        located: dict[bytes, Sequence[Entry]] = {}
         for incarnation, lower in self._local.items():
             masks: dict[bytes, int] = {}
             for table in tables:
@@ -482,8 +476,7 @@ class Remote:
                 for held in lower.held(table):
                     for key in filter(held.__contains__, keys):
                         masks[key] = masks.get(key, 0) | bit
-            for key, mask in masks.items():
-                located.setdefault(key, []).append(Entry(incarnation, TIERS["dram"], mask))
+            _add(located, _entries(masks, incarnation, TIERS["dram"]))
         return located
 
     def _lives(self, incarnation: bytes) -> bool:
@@ -501,7 +494,7 @@ class Remote:
         deadline: float,
         *,
         prefix: bool,
-    ) -> dict[bytes, list[Entry]]:
+    ) -> dict[bytes, Sequence[Entry]]:
         """What of these keys lies in object storage."""
         if not keys or not self._beyond.any:
             return {}
@@ -512,7 +505,7 @@ class Remote:
         except (Unavailable, TimeoutError):
             self.counters["lookups_failed"] += 1
             return {}
-        return {key: [Entry(STORE, TIERS["remote"], mask)] for key, mask in masks.items()}
+        return _entries(masks, STORE, TIERS["remote"])
 
     async def locate(
         self, namespace: NamespaceState, keys: Sequence[bytes], *, engines: bool = False
@@ -526,8 +519,7 @@ class Remote:
             raise Unavailable("this node has no directory: give it one with --directory")
         entries = await directory.locate(namespace.directory_digest, len(namespace.tables), keys)
         self._remembered.learn(namespace.directory_digest, keys, entries)
-        living = self._living_only(namespace, keys, entries)
-        return living if engines else [[*filter(_may_be_had, found)] for found in living]
+        return self._living_only(namespace, keys, entries, engines=engines)
 
     async def _locate(
         self,
@@ -536,7 +528,7 @@ class Remote:
         keys: Sequence[bytes],
         here: int,
         deadline: float,
-    ) -> dict[bytes, list[Entry]]:
+    ) -> dict[bytes, Sequence[Entry]]:
         """Living replicas of the keys that matter: what comes after `here`, and the windows before it."""
         if not self._neighbours.living:
             return {}
@@ -545,7 +537,7 @@ class Remote:
             return await self._ask_all(namespace, tables, keys, wait_s)
         windows = [table.spec.window_blocks * table.spec.stride for table in tables]
         first = max(0, here - max(windows, default=0))
-        located: dict[bytes, list[Entry]] = {}
+        located: dict[bytes, Sequence[Entry]] = {}
         try:
             async with asyncio.timeout(wait_s):
                 for at in range(first, len(keys), LOOKUP_KEYS):
@@ -565,12 +557,29 @@ class Remote:
         return located
 
     def _living_only(
-        self, namespace: NamespaceState, keys: Sequence[bytes], entries: Sequence[Sequence[Entry]]
+        self,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        entries: Sequence[Sequence[Entry]],
+        *,
+        engines: bool = True,
     ) -> list[list[Entry]]:
+        """Neighbours of which the same is known get the same list."""
         living = self._neighbours.living
-        kept = []
+        kept: list[list[Entry]] = []
+        last: Sequence[Entry] | None = None
         for key, found in zip(keys, entries, strict=True):
-            kept.append([entry for entry in found if entry.incarnation in living])
+            if found == last:  # of neighbours in a chain mostly the same is known
+                kept.append(kept[-1])
+            else:
+                kept.append(
+                    [
+                        entry
+                        for entry in found
+                        if entry.incarnation in living and (engines or _may_be_had(entry))
+                    ]
+                )
+            last = found
             if len(kept[-1]) != len(found):
                 for entry in found:
                     if entry.incarnation not in living:
@@ -583,7 +592,7 @@ class Remote:
         tables: Sequence[PartTable],
         keys: Sequence[bytes],
         wait_s: float,
-    ) -> dict[bytes, list[Entry]]:
+    ) -> dict[bytes, Sequence[Entry]]:
         """Without a directory: each peer says how much of the prefix it could give."""
         now = self._clock()
         question = wire.Ask(
@@ -601,11 +610,14 @@ class Remote:
             *(self._ask(incarnation, url, question, wait_s) for incarnation, url in asked)
         )
         mask = sum(1 << table.part for table in tables)
-        located: dict[bytes, list[Entry]] = {}
-        for (incarnation, _), count in zip(asked, answers, strict=True):
-            entry = Entry(incarnation, TIERS["dram"], mask)
-            for key in keys[:count]:
-                located.setdefault(key, []).append(entry)
+        located: dict[bytes, Sequence[Entry]] = {}
+        reach = sorted(zip(answers, [incarnation for incarnation, _ in asked], strict=True))
+        first = 0
+        for at, (end, _) in enumerate(reach):
+            if end > first:  # all keys up to this one have the same entries, as one object
+                having = [Entry(incarnation, TIERS["dram"], mask) for _, incarnation in reach[at:]]
+                located.update(dict.fromkeys(keys[first:end], having))
+                first = end
         return located
 
     async def _ask(self, incarnation: bytes, url: str, question: wire.Ask, wait_s: float) -> int:
@@ -648,15 +660,12 @@ class Remote:
     ) -> list[Want]:
         """What is not here of a prefix, in the order of the chain, part by part. direct: see `pull`."""
         candidates = _Candidates()
-        wants = []
+        wants: list[Want] = []
         for table in tables:
-            beside = self._local[DEVICE].held(table) if direct else ()
-            here = AnyOf((table.blocks, *beside))
-            wants += [
-                Want(table, key, candidates(located.get(key, ()), table.part))
-                for key in needed(table.spec, keys)
-                if key not in here
-            ]
+            keys_needed = needed(table.spec, keys)
+            if direct:
+                keys_needed = _lacking(AnyOf(self._local[DEVICE].held(table)), keys_needed)
+            wants += _wants(table, keys_needed, located, candidates)
         return wants
 
     def _lacks(self, table: PartTable, key: bytes, incarnation: bytes, now: float) -> bool:
@@ -679,27 +688,36 @@ class Remote:
         what did not come.
         """
         for want in wants:
-            self.counters["joined"] += (want.table, want.key) in self._flights
+            flying = self._flights.get(want.table)
+            if flying:
+                self.counters["joined"] += sum(map(flying.__contains__, want.keys))
         while True:
             self.node.settle()
             arrived: dict[PartTable, list[bytes]] = {}
+            left: list[Want] = []
             for want in wants:
-                if want.key in want.table.blocks:
-                    arrived.setdefault(want.table, []).append(want.key)
-            if kept is not None:
-                for table, keys in arrived.items():
-                    self._keep(table, keys, kept)
-            wants = [
-                want
-                for want in wants
-                if want.key not in want.table.blocks and not want.table.namespace.retired
-            ]
+                here = want.table.blocks
+                if not here.keys().isdisjoint(want.keys):
+                    came = arrived.setdefault(want.table, [])
+                    came += filter(here.__contains__, want.keys)
+                    want.keys = _lacking(here, want.keys)
+                if want.keys and not want.table.namespace.retired:
+                    left.append(want)
+            wants = left
             now = self._clock()
             if not wants or now >= deadline:
                 return wants
-            self._launch(wants, now, deadline, origin, background)
+            if kept is not None:
+                for table, keys in arrived.items():
+                    self._keep(table, keys, kept)
+            wants = self._launch(wants, now, deadline, origin, background)
             flights = dict.fromkeys(
-                flight for want in wants for flight in self._flights.get((want.table, want.key), ())
+                flight
+                for want in wants
+                if (flying := self._flights.get(want.table))
+                for ahead in dict.fromkeys(map(flying.get, want.keys))
+                if ahead is not None
+                for flight in ahead
             )
             if not flights:
                 return wants
@@ -715,7 +733,7 @@ class Remote:
         """End transfers all of whose blocks have come on another way."""
         self.node.settle()
         for flight in flights:
-            if not flight.task.done() and all(key in flight.table.blocks for key in flight.keys):
+            if not flight.task.done() and all(map(flight.table.blocks.__contains__, flight.keys)):
                 flight.task.cancel()
                 self.counters["called_off"] += 1
 
@@ -726,51 +744,112 @@ class Remote:
         deadline: float,
         origin: Origin,
         background: bool,
-    ) -> None:
-        """Begin a transfer for whatever has none, or only such as take too long."""
-        by_table: dict[PartTable, list[tuple[Want, list[Candidate]]]] = {}
+    ) -> list[Want]:
+        """Begin a transfer for whatever has none, or only such as take too long.
+
+        Returns the same wants, cut by who was asked for them.
+        """
+        waiting: list[Want] = []
+        ready: dict[PartTable, list[tuple[Want, Sequence[Candidate]]]] = {}
         for want in wants:
-            flights = self._flights.get((want.table, want.key), ())
-            # What gives way to everything else is nothing to wait for.
-            ahead = [flight for flight in flights if background or not flight.background]
-            if len(flights) >= RIVALS_MAX or any(flight.hedge_at > now for flight in ahead):
-                continue
-            for flight in ahead:
-                if not flight.late:
-                    flight.late = True
-                    self.peers.slow(flight.incarnation, now)
-            flying = {flight.incarnation for flight in ahead}
-            candidates = [
-                candidate
-                for candidate in want.candidates
-                if candidate.incarnation not in want.tried
-                and candidate.incarnation not in flying
-                and self._lives(candidate.incarnation)
-                and not self._lacks(want.table, want.key, candidate.incarnation, now)
-            ]
-            if candidates:
-                by_table.setdefault(want.table, []).append((want, candidates))
-        for table, found in by_table.items():
-            assignments = plan(
-                [candidates for _, candidates in found],
-                table.spec.nbytes,
-                self.peers,
-                now,
-                slice_bytes=SLICE_BYTES,
-            )
-            most = max(1, ORDER_BYTES // table.spec.nbytes)
-            for incarnation, indices in assignments:
-                for at in range(0, len(indices), most):
-                    chosen = [found[index][0] for index in indices[at : at + most]]
-                    for want in chosen:
-                        want.tried.add(incarnation)
-                    self._begin(table, incarnation, chosen, now, deadline, origin, background)
+            for some, ahead in self._by_flights(want):
+                askable = self._askable(some, ahead, now, background)
+                if askable:
+                    ready.setdefault(want.table, []).append((some, askable))
+                else:
+                    waiting.append(some)
+        for table, found in ready.items():
+            waiting += self._ask_for(table, found, now, deadline, origin, background)
+        return waiting
+
+    def _by_flights(self, want: Want) -> list[tuple[Want, tuple[Flight, ...]]]:
+        """A want in runs of blocks that are on the same flights, with these."""
+        flying = self._flights.get(want.table)
+        if not flying or flying.keys().isdisjoint(want.keys):
+            return [(want, ())]
+        found = []
+        for ahead, keys in groupby(want.keys, lambda key: flying.get(key, ())):
+            found.append((replace(want, keys=list(keys)), ahead))
+        return found
+
+    def _askable(
+        self, want: Want, flights: Sequence[Flight], now: float, background: bool
+    ) -> Sequence[Candidate]:
+        """Who may be asked for these blocks now, beside the flights that they are on."""
+        # What gives way to everything else is nothing to wait for.
+        ahead = [flight for flight in flights if background or not flight.background]
+        if len(flights) >= RIVALS_MAX or any(flight.hedge_at > now for flight in ahead):
+            return ()
+        for flight in ahead:
+            if not flight.late:
+                flight.late = True
+                self.peers.slow(flight.incarnation, now)
+        flying = {flight.incarnation for flight in ahead}
+        return [
+            candidate
+            for candidate in want.candidates
+            if candidate.incarnation not in want.tried
+            and candidate.incarnation not in flying
+            and self._lives(candidate.incarnation)
+        ]
+
+    def _ask_for(
+        self,
+        table: PartTable,
+        found: Sequence[tuple[Want, Sequence[Candidate]]],
+        now: float,
+        deadline: float,
+        origin: Origin,
+        background: bool,
+    ) -> list[Want]:
+        """Begin transfers of blocks of one table that these candidates may be asked for."""
+        keys: list[bytes] = []
+        candidates: list[Sequence[Candidate]] = []
+        of: list[Want] = []
+        for want, askable in found:
+            keys += want.keys
+            candidates += self._having(table, want.keys, askable, now)
+            of += repeat(want, len(want.keys))
+        assignments = plan(candidates, table.spec.nbytes, self.peers, now, slice_bytes=SLICE_BYTES)
+        most = max(1, ORDER_BYTES // table.spec.nbytes)
+        asked: list[bytes | None] = [None] * len(keys)
+        for incarnation, indices in assignments:
+            for index in indices:
+                asked[index] = incarnation
+            for at in range(0, len(indices), most):
+                order = [keys[index] for index in indices[at : at + most]]
+                self._begin(table, incarnation, order, now, deadline, origin, background)
+        if len(assignments) == 1 and len(assignments[0].indices) == len(keys):
+            return [replace(want, tried=want.tried | {incarnation}) for want, _ in found]
+        # Each want is cut where another one was asked, so that who was tried is right for all of its blocks.
+        cut: list[Want] = []
+        for (want, incarnation), group in groupby(
+            zip(keys, of, asked, strict=True), lambda one: one[1:]
+        ):
+            tried = want.tried if incarnation is None else want.tried | {incarnation}
+            cut.append(Want(table, [key for key, _, _ in group], want.candidates, tried))
+        return cut
+
+    def _having(
+        self,
+        table: PartTable,
+        keys: Sequence[bytes],
+        candidates: Sequence[Candidate],
+        now: float,
+    ) -> Iterable[Sequence[Candidate]]:
+        """For each key, those of the candidates that were not found to lack it."""
+        if not self._negative:
+            return repeat(candidates, len(keys))
+        return [
+            [one for one in candidates if not self._lacks(table, key, one.incarnation, now)]
+            for key in keys
+        ]
 
     def _begin(
         self,
         table: PartTable,
         incarnation: bytes,
-        wants: Sequence[Want],
+        keys: Sequence[bytes],
         now: float,
         deadline: float,
         origin: Origin,
@@ -779,11 +858,11 @@ class Remote:
         """Whether the transfer began: there may be too many."""
         if len(self._flying) >= FLIGHTS_MAX:
             return False
-        nbytes = len(wants) * table.spec.nbytes
+        nbytes = len(keys) * table.spec.nbytes
         flight = Flight(
             table,
             incarnation,
-            [want.key for want in wants],
+            keys,
             now + self.peers.hedge_after_s(incarnation, nbytes),
             background,
         )
@@ -791,10 +870,14 @@ class Remote:
         url = "" if local else self._neighbours.living[incarnation].url
         seconds = max(deadline - now, FLIGHT_S)
         self._flying[flight] = None
-        for key in flight.keys:
-            rivals = self._flights.setdefault((table, key), [])
-            self.counters["rivals"] += bool(rivals)
-            rivals.append(flight)
+        flying = self._flights.setdefault(table, {})
+        if flying.keys().isdisjoint(keys):
+            flying.update(dict.fromkeys(keys, (flight,)))
+        else:
+            for key in keys:
+                rivals = flying.get(key, ())
+                self.counters["rivals"] += bool(rivals)
+                flying[key] = (*rivals, flight)
         # A task of its own: the transfer outlives whoever asked first, for others who wait for it.
         flight.task = asyncio.get_running_loop().create_task(
             self._fly(flight, url, seconds, OWN if local else origin)
@@ -804,11 +887,13 @@ class Remote:
 
     def _landed(self, flight: Flight, task: asyncio.Task[None]) -> None:
         self._flying.pop(flight, None)
+        flying = self._flights[flight.table]
         for key in flight.keys:
-            flights = self._flights[flight.table, key]
-            flights.remove(flight)
-            if not flights:
-                del self._flights[flight.table, key]
+            flights = flying.pop(key)
+            if len(flights) > 1:
+                flying[key] = tuple(other for other in flights if other is not flight)
+        if not flying:
+            del self._flights[flight.table]
         crash_if_failed(task)
 
     async def _fly(self, flight: Flight, url: str, seconds: float, origin: Origin) -> None:
@@ -832,18 +917,12 @@ class Remote:
             # This returns, raises or is cancelled only when nothing writes to the rows any more, so
             # that what did not arrive can be given back.
             pulled = await self._bring(flight, url, reservation, seconds)
-            came = [i for i, s in zip(indices, pulled.status, strict=True) if s == PRESENT]
-            checksums = b"".join(
-                [
-                    checksum
-                    for checksum, status in zip(
-                        split_keys(pulled.checksums), pulled.status, strict=True
-                    )
-                    if status == PRESENT
-                ]
-            )
-            if came:
-                node.commit(holder, ticket, checksums, came, origin)
+            if pulled.status.count(PRESENT) == len(keys):
+                node.commit(holder, ticket, pulled.checksums, None, origin)
+            elif PRESENT in pulled.status:
+                here = [status == PRESENT for status in pulled.status]
+                checksums = b"".join(compress(split_keys(pulled.checksums), here))
+                node.commit(holder, ticket, checksums, list(compress(indices, here)), origin)
         except KvpoolError as error:
             self._failed(flight, nbytes, str(error))
             return
@@ -883,11 +962,12 @@ class Remote:
     def _note(self, flight: Flight, keys: Sequence[bytes], pulled: wire.Pulled) -> None:
         """Learn from a transfer that has ended by itself."""
         table, incarnation, now = flight.table, flight.incarnation, self._clock()
-        for key, status in zip(keys, pulled.status, strict=True):
-            if status in {0, MISMATCH}:
-                self._remembered.forget(table.namespace.directory_digest, [key], incarnation)
-                self._negative.add(table.namespace.digest, table.part, key, incarnation, now)
         came, mismatches = pulled.status.count(PRESENT), pulled.status.count(MISMATCH)
+        if came < len(keys):
+            for key, status in zip(keys, pulled.status, strict=True):
+                if status in {0, MISMATCH}:
+                    self._remembered.forget(table.namespace.directory_digest, [key], incarnation)
+                    self._negative.add(table.namespace.digest, table.part, key, incarnation, now)
         counters = self.node.counters
         counters.pulled_blocks += came
         counters.pulled_bytes += came * table.spec.nbytes
@@ -945,7 +1025,8 @@ class _Candidates:
         self._found: list[Candidate] = []
 
     def __call__(self, entries: Sequence[Entry], part: int) -> list[Candidate]:
-        if self._last == (part, entries):
+        last_part, last = self._last
+        if last_part == part and (last is entries or last == entries):
             return self._found
         tiers: dict[bytes, int] = {}
         for entry in filter(_may_be_had, entries):
@@ -957,13 +1038,57 @@ class _Candidates:
         return self._found
 
 
-def _strike_out(located: dict[bytes, list[Entry]], lacking: Sequence[Want]) -> None:
+def _wants(
+    table: PartTable,
+    keys: Iterable[bytes],
+    located: Mapping[bytes, Sequence[Entry]],
+    candidates: _Candidates,
+) -> list[Want]:
+    """Those of these keys that a table lacks: runs of neighbours that the same sources may have."""
+    wants: list[Want] = []
+    known: Sequence[Entry] | None = None
+    for key in _lacking(table.blocks, keys):
+        entries = located.get(key, ())
+        if entries is not known:
+            known = entries
+            found = candidates(entries, table.part)
+            if not wants or found is not wants[-1].candidates:
+                wants.append(Want(table, [], found))
+        wants[-1].keys.append(key)
+    return wants
+
+
+def _entries(
+    masks: Mapping[bytes, int], incarnation: bytes, tier: int
+) -> dict[bytes, Sequence[Entry]]:
+    """What a source has, as a directory would say it. Keys with the same mask share their entries."""
+    by_mask = {mask: [Entry(incarnation, tier, mask)] for mask in set(masks.values())}
+    return {key: by_mask[mask] for key, mask in masks.items()}
+
+
+def _lacking(held: Container[bytes], keys: Iterable[bytes]) -> list[bytes]:
+    """Those of the keys that are not there."""
+    return list(filterfalse(held.__contains__, keys))
+
+
+def _add(located: dict[bytes, Sequence[Entry]], more: Mapping[bytes, Sequence[Entry]]) -> None:
+    """Merge what is known of further sources. Keys may share their entries, which nobody changes."""
+    if not located:
+        located.update(more)
+        return
+    for key, entries in more.items():
+        known = located.get(key)
+        located[key] = [*known, *entries] if known else entries
+
+
+def _strike_out(located: dict[bytes, Sequence[Entry]], lacking: Sequence[Want]) -> None:
     """Nobody could deliver these: do not count on them any more."""
     for want in lacking:
         bit = 1 << want.table.part
-        located[want.key] = [
-            entry._replace(mask=entry.mask & ~bit) for entry in located.get(want.key, ())
-        ]
+        for key in want.keys:
+            located[key] = [
+                entry._replace(mask=entry.mask & ~bit) for entry in located.get(key, ())
+            ]
 
 
 def _held(tables: Sequence[PartTable], key: bytes) -> bool:

@@ -122,13 +122,18 @@ def somewhere(
     whole sets.
     """
     by_mask: dict[int, list[bytes]] = {}
+    last: object = None
+    having: list[bytes] = []
     for key, known in zip(keys, entries, strict=True):
-        mask = 0
-        for incarnation, _, bits in known:
-            if lives(incarnation):
-                mask |= bits
-        if mask:
-            by_mask.setdefault(mask, []).append(key)
+        if known is not last:
+            last = known
+            mask = 0
+            for incarnation, _, bits in known:
+                if lives(incarnation):
+                    mask |= bits
+            having = by_mask.setdefault(mask, [])
+        having.append(key)
+    by_mask.pop(0, None)
     found = []
     for part, has in zip(parts, local, strict=True):
         there = set(filter(has.__contains__, keys))

@@ -489,8 +489,9 @@ def plan(
     current: Candidate | None = None
     indices: list[int] = []
     left = 0
+    having: object = None  # candidates that `current` is one of: neighbours mostly share theirs
     for index, candidates in enumerate(wanted):
-        if left and current in candidates:
+        if left and (candidates is having or current in candidates):
             indices.append(index)
             left -= 1
             continue
@@ -500,6 +501,7 @@ def plan(
         current = _fastest(candidates, options, nbytes * per_slice, peers, now)
         if current is None:
             continue
+        having = candidates
         option = options[current.incarnation]
         # Peers of last resort get one block at a time: the next one may be elsewhere too.
         take = 1 if option.rank else per_slice

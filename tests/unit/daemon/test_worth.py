@@ -361,6 +361,7 @@ def test_there_is_one_trial_at_a_time() -> None:
         for _ in range(5):
             world.now += TRIAL_S
             assert await world.pull(300, price(100 * MIB)) == 0
+            await world.moved.wait()
         assert world.remote.counters["trials"] == len(world.asked) == 1
         world.gate.set()
         await world.settle()
