@@ -1,6 +1,6 @@
 """kvpool beside what a user would take instead: one run, one machine, in turns, warm, medians.
 
-    .venv/bin/python bench/peers.py [--quick] [--json FILE] [--only PART] [--docs]
+    .venv/bin/python bench/peers.py [--quick] [--json FILE] [--docs]
 
 kvpool       shm: one node, put, get, `contains` and `match`. tcp: acquired from another node's daemon, copied
              out, released; `pull` is the same without the copy out. nixl: the same over NIXL
@@ -17,7 +17,7 @@ with the reason; so is who cannot be had here. Checks that need them are then "n
 
 Beside FILE come FILE.md and FILE.png. `--docs` puts both into docs/performance.md.
 
-The peers live in .venv-peers, which scripts/peers-venv makes on the first run. Parts: race, copies.
+The peers live in .venv-peers, which scripts/peers-venv makes on the first run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +52,6 @@ from peers_results import (
     MIDDLE_MANY,
     SMALL,
     Results,
-    Samples,
     Shape,
     between_marks,
     checks,
@@ -64,7 +62,6 @@ from peers_results import (
 from kvpool.client import Client
 from kvpool.testing.servers.etcd import Etcd, free_port
 from kvpool.testing.servers.find import find_server
-from kvpool.types import NamespaceRecord
 
 HERE = Path(__file__).resolve().parent
 PEERS_PYTHON = REPO / ".venv-peers" / "bin" / "python"
@@ -480,145 +477,6 @@ def out(results: Results, name: str, why: str) -> None:
     results.drop(name, why)
 
 
-# ---- a decode node that waits, while copies are made --------------------------------------------------
-
-COPY_LOAD = """
-import itertools, sys, threading, time
-import numpy as np
-from kvpool.client import Client
-from kvpool.types import NamespaceRecord
-a, b = (Client(path, connect=True) for path in sys.argv[1:3])
-record = NamespaceRecord.simple("copied", block_bytes=1 << 20, block_tokens=16)
-here, there = a.open(record), b.open(record)
-blocks = np.random.default_rng(1).integers(0, 255, (32, 1 << 20), dtype=np.uint8)
-reading = threading.Thread(target=sys.stdin.readline, daemon=True)
-reading.start()
-waiting, copied = [], 0
-for number in itertools.count():
-    keys = np.random.default_rng([number, time.time_ns()]).bytes(16 * 32)
-    a.put(here, keys, blocks, copies=2)
-    waiting.append(keys)
-    while len(waiting) == 4 and reading.is_alive():
-        if b.contains(there, waiting[0]).all():
-            a.remove(here, waiting[0])
-            b.remove(there, waiting.pop(0))
-            copied += 32
-            if copied == 32:
-                print("running", flush=True)
-        else:
-            time.sleep(0.002)
-    if not reading.is_alive():
-        break
-for keys in waiting:
-    a.remove(here, keys)
-    b.remove(there, keys)
-print(copied, flush=True)
-"""
-
-
-def pulls_beside_copies(report: Report, results: Results, etcd: str) -> None:
-    """The p99 of pulling 64 KiB x 64, idle and while the owner's new blocks are copied to the same node.
-
-    The load keeps up to 128 MiB waiting for their second copy, so that copies are made as fast as the
-    daemons do that: at the pace they have by default (`copy_bandwidth`), and in the full run at none, too.
-    """
-    print("a pull of 64 KiB x 64 while copies are made", flush=True)
-    worst = None
-    for pace in ("",) if report.quick else ("", "100GiB"):
-        flags = ("--copy-bandwidth", pace) if pace else ()
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-bench-")))
-            try:
-                a, b = joined(stack, folder, etcd, f"copies{pace}", *flags)
-                idle, loaded, rate = beside_copies(report, a, b)
-            except (OutError, SystemExit, OSError, RuntimeError) as error:
-                out(results, "kvpool copies", str(error))
-                break
-        ratio = loaded.percentile(0.99) / idle.percentile(0.99)
-        report.row(
-            "pull beside copies" + ("" if pace == "" else ", unpaced"),
-            idle_p50_ms=1e3 * idle.percentile(0.5),
-            idle_p99_ms=1e3 * idle.percentile(0.99),
-            loaded_p50_ms=1e3 * loaded.percentile(0.5),
-            loaded_p99_ms=1e3 * loaded.percentile(0.99),
-            copied_gb_s=rate,
-            ratio=ratio,
-            pulls=len(loaded.seconds),
-        )
-        if not pace:
-            worst = ratio
-    if worst is None:
-        why = results.absent["kvpool copies"]
-        report.not_run("decode_p99_under_copies", why, at_most=1.5)
-    else:
-        report.check("decode_p99_under_copies", worst, at_most=1.5)
-
-
-def beside_copies(report: Report, a: Daemon, b: Daemon) -> tuple[Samples, Samples, float]:
-    """Idle pulls, loaded pulls, GB/s copied meanwhile."""
-    nbytes, n = MIDDLE
-    rounds, pulls = (3, 70) if report.quick else (10, 100)
-    idle, loaded = Samples(), Samples()
-    copied, copying_s = 0, 0.0
-    with Client(a.socket, connect=True) as owner, Client(b.socket, connect=True) as puller:
-        record = NamespaceRecord.simple("pulled", block_bytes=nbytes, block_tokens=16)
-        there, here = owner.open(record), puller.open(record)
-        blocks = np.random.default_rng(2).integers(0, 255, (n, nbytes), dtype=np.uint8)
-        keys = np.random.default_rng(3).bytes(16 * n)
-        owner.put(there, keys, blocks)
-        owner.pin(there, keys, "hard")
-
-        def pull() -> float:
-            puller.remove(here, keys)
-            start = time.perf_counter()
-            if puller.pull(here, keys, wait_s=30.0) != n:
-                raise OutError("a pull brought less than there is")
-            return time.perf_counter() - start
-
-        for _ in range(10):
-            pull()
-        for _ in range(rounds):
-            idle.add([pull() for _ in range(pulls)], 0)
-            with copy_load(a, b) as stop:
-                start = time.perf_counter()
-                loaded.add([pull() for _ in range(pulls)], 0)
-                copying_s += time.perf_counter() - start
-                copied += stop()
-        out_bytes = np.empty_like(blocks)
-        if not puller.get_into(here, keys, out_bytes).all() or (out_bytes != blocks).any():
-            raise OutError("wrong bytes")
-    return idle, loaded, copied * MIB / 1e9 / copying_s
-
-
-@contextlib.contextmanager
-def copy_load(a: Daemon, b: Daemon) -> Iterator[Callable[[], int]]:
-    """Runs the load; the function stops it and tells how many MiB were copied."""
-    load = subprocess.Popen(
-        [sys.executable, "-c", COPY_LOAD, a.socket, b.socket],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    watchdog = threading.Timer(ANSWER_S, load.kill)
-    watchdog.start()
-    try:
-        assert load.stdout is not None
-        if load.stdout.readline() != "running\n":
-            raise OutError("no copies are made")
-
-        def stop() -> int:
-            told, _ = load.communicate("stop\n")
-            if load.returncode:
-                raise OutError("the load ended early")
-            return int(told) - 32
-
-        yield stop
-    finally:
-        watchdog.cancel()
-        load.kill()
-        load.wait()
-
-
 # ---- what comes of it --------------------------------------------------------------------------------
 
 
@@ -653,18 +511,17 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds; ends within a minute")
     parser.add_argument("--json", metavar="FILE", help="write rows and checks here")
-    parser.add_argument("--only", default="", help="run only the parts with this in their name")
     parser.add_argument(
         "--docs", action="store_true", help="put the result into docs/performance.md"
     )
     arguments = parser.parse_args()
-    if arguments.docs and (arguments.only or not arguments.json):
-        parser.error("--docs needs --json and all parts")
+    if arguments.docs and not arguments.json:
+        parser.error("--docs needs --json")
     if arguments.json:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
     report, results = Report(arguments.quick, arguments.json), Results()
     make_environment()
-    taken = seconds(lambda: run_parts(report, results, arguments.only))
+    taken = seconds(lambda: run(report, results))
     report.row("run", seconds=round(taken, 1), cores=os.cpu_count() or 0, absent=results.absent)
     report.finish()
     if arguments.json:
@@ -674,13 +531,10 @@ def main() -> int:
                    for name, why in results.absent.items()))  # fmt: skip
 
 
-def run_parts(report: Report, results: Results, only: str) -> None:
+def run(report: Report, results: Results) -> None:
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder, Etcd(Path(folder)) as etcd:
-        if only in "race":
-            race(report, results, etcd.url)
-            judge(report, results)
-        if only in "copies":
-            pulls_beside_copies(report, results, etcd.url)
+        race(report, results, etcd.url)
+    judge(report, results)
 
 
 def judge(report: Report, results: Results) -> None:
