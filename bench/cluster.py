@@ -10,6 +10,7 @@ expiry  a node with a million blocks dies: the longest that anything else is hel
 etcd    three members, the leader killed: how long joins and drains take
 many    sixty-four members: how soon all of them see a change
 pull    the whole remote path, beside one plain stream of as many bytes
+follow  a prompt that is followed while it is put in chunks, beside a pull when all of it is there
 waiting a pull that somebody waits for, while the same two nodes make copies as fast as they can
 idle    a working set larger than one node: what of it is found, with and without the others' memory
 """
@@ -558,6 +559,87 @@ while not stop.is_set():
 """
 
 
+# ---- follow ------------------------------------------------------------------------------------------
+
+
+def follow(report: Report) -> None:
+    """512 MiB in 16 chunks, put on a as an engine's prefill does: how soon after the last one b has all."""
+    nbytes, n, chunks, every_s = 1 << 20, 512, 16, 0.1
+    rounds = 3 if report.quick else 8
+    size = n // chunks
+    print("a prompt that is followed while it is computed, and one that is pulled when it is there")
+    with (
+        cluster(nodes=2, memory="1280MiB") as running,
+        ExitStack() as stack,
+    ):
+        at_a, at_b = (stack.enter_context(x.client(timeout_s=WAIT_S)) for x in running.nodes)
+        there, here = (open_as(client, "followed", nbytes) for client in (at_a, at_b))
+        data = np.zeros((size, nbytes), np.uint8)
+        wait_until(lambda: at_b.stats()["cluster"]["others"] == 1, "they know each other")
+        times: dict[str, list[float]] = {"follow": [], "unnamed": [], "pull": [], "chunk": []}
+        put_s = []
+
+        def prefill(keys: list[bytes]) -> float:
+            """Put them chunk by chunk; when the last one was there."""
+            for at in range(0, n, size):
+                time.sleep(every_s)
+                begun = time.perf_counter()
+                at_a.put(there, keys[at : at + size], data)
+                put_s.append(time.perf_counter() - begun)
+            return time.perf_counter()
+
+        for number in range(rounds + 1):
+            for kind in ("follow", "unnamed", "pull"):
+                keys = keys_of(20, [number << 12 | len(kind) << 20 | at for at in range(n)])
+                ended: list[tuple[int, float]] = []
+
+                def run(keys: list[bytes] = keys, kind: str = kind) -> None:
+                    source = "a" if kind == "follow" else ""
+                    found = at_b.follow(here, keys, wait_s=WAIT_S, source=source)
+                    ended.append((found, time.perf_counter()))
+
+                follower = threading.Thread(target=run)
+                if kind != "pull":
+                    follower.start()
+                last = prefill(keys)
+                if kind == "pull":
+                    wait_until(lambda: settled(at_a), "all is announced")
+                    last = time.perf_counter()
+                    ended.append((at_b.pull(here, keys, wait_s=WAIT_S), time.perf_counter()))
+                else:
+                    follower.join()
+                assert ended[0][0] == n, f"{ended[0][0]} of {n} blocks came"
+                if number:  # the first is for warmth
+                    times[kind].append(ended[0][1] - last)
+                at_b.remove(here, keys)
+                begun = time.perf_counter()
+                assert at_b.pull(here, keys[:size], wait_s=WAIT_S) == size
+                if number:
+                    times["chunk"].append(time.perf_counter() - begun)
+                at_b.remove(here, keys[:size])
+                at_a.remove(there, keys)
+        report.row(
+            "from the last commit, ms",
+            follow=1e3 * median(times["follow"]),
+            slowest=1e3 * max(times["follow"]),
+            without_a_name=1e3 * median(times["unnamed"]),
+            pull_of_all=1e3 * median(times["pull"]),
+            pull_of_the_last_chunk=1e3 * median(times["chunk"]),
+            put_of_a_chunk=1e3 * median(put_s),
+        )
+        follows = at_b.stats()["follows"]
+        report.row(
+            "in all",
+            follows=follows["ended"],
+            questions=follows["questions"],
+            lookups=follows["lookups"],
+            lag_ms=1e3 * follows["lag_s"],
+        )
+        report.check(
+            "follow_vs_pull_end", median(times["follow"]) / median(times["pull"]), at_most=0.2
+        )
+
+
 def copied(client: Client) -> int:
     """Bytes that other nodes took from this one."""
     return int(client.stats()["copies"]["accepted_bytes"])
@@ -687,6 +769,7 @@ PARTS = {
     "etcd": etcd,
     "many": many,
     "pull": pull,
+    "follow": follow,
     "waiting": waiting,
     "idle": idle,
 }

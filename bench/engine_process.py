@@ -4,8 +4,9 @@
 process it would spin on the interpreter lock while a load runs. Ends when its standard input does, so
 that it outlives nobody.
 
-    in   {"prompt": [ids], "max_tokens": n}
-    out  {"ready": true} once, then {"ttft_ms", "total_ms", "cached_tokens", "tokens"} for each prompt
+    in   {"prompt": [ids], "max_tokens": n, "params": kv_transfer_params or null}
+    out  {"ready": true} once, then {"ttft_ms", "total_ms", "cached_tokens", "tokens", "first_at"} for each
+         prompt; first_at: when its first token came, in seconds of the machine's monotonic clock
 """
 
 from __future__ import annotations
@@ -45,21 +46,26 @@ async def serve(settings: dict[str, Any], answers: TextIO) -> None:
         print(json.dumps({"ready": True}), file=answers)
         while line := await asyncio.to_thread(sys.stdin.readline):
             asked = json.loads(line)
+            params = asked["params"]
             sampling = SamplingParams(
-                max_tokens=asked["max_tokens"], temperature=0, ignore_eos=True
+                max_tokens=asked["max_tokens"],
+                temperature=0,
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": params} if params else None,
             )
             prompt = TokensPrompt(prompt_token_ids=asked["prompt"])
             first = None
-            begun = time.perf_counter()
+            begun = time.monotonic()
             output: Any = None
             async for output in engine.generate(prompt, sampling, str(next(numbers))):  # noqa: B007
-                first = first or time.perf_counter()
-            ended = time.perf_counter()
+                first = first or time.monotonic()
+            ended = time.monotonic()
             answer = {
                 "ttft_ms": 1000 * ((first or ended) - begun),
                 "total_ms": 1000 * (ended - begun),
                 "cached_tokens": output.num_cached_tokens,
                 "tokens": list(output.outputs[0].token_ids),
+                "first_at": first or ended,
             }
             print(json.dumps(answer), file=answers)
     finally:

@@ -45,6 +45,7 @@ class Answer:
     total_ms: float
     cached_tokens: int
     tokens: list[int]
+    first_at: float
 
 
 class Child:
@@ -147,6 +148,7 @@ class EngineProcess:
         folder: Path,
         transfer: dict[str, Any] | None = None,
         kv_bytes: int = 128 << 20,
+        step_tokens: int = 4096,
         **environment: str,
     ) -> None:
         settings = {
@@ -157,7 +159,7 @@ class EngineProcess:
                 "enforce_eager": True,
                 "kv_cache_memory_bytes": kv_bytes,
                 "max_model_len": 4096,
-                "max_num_batched_tokens": 4096,
+                "max_num_batched_tokens": step_tokens,
                 "seed": 0,
             },
             "transfer": transfer,
@@ -169,8 +171,24 @@ class EngineProcess:
         self._child.line(START_S)
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        self._child.tell(json.dumps({"prompt": list(prompt), "max_tokens": max_tokens}))
+        self.begin(prompt, max_tokens)
+        return self.answer()
+
+    def begin(
+        self, prompt: Sequence[int], max_tokens: int, params: dict[str, Any] | None = None
+    ) -> None:
+        """Ask, and go on. params: the request's `kv_transfer_params`."""
+        asked = {"prompt": list(prompt), "max_tokens": max_tokens, "params": params}
+        self._child.tell(json.dumps(asked))
+
+    def answer(self) -> Answer:
+        """To what was asked first of what has no answer yet."""
         return Answer(**json.loads(self._child.line(ANSWER_S)))
+
+    def kill(self) -> None:
+        """SIGKILL, all of its processes."""
+        os.killpg(self._child.process.pid, signal.SIGKILL)
+        self._child.process.wait()
 
     def measure(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """`ask`, awake: right after a prompt too short for any cache, so that what an engine pays

@@ -11,7 +11,8 @@ A second part has each way copy all the time beside an engine that does nothing 
 tells how much longer its multiplications take: what copies cost the one for whom they are made.
 
 A third part copies rows between a segment of device memory and the pool's, as the daemon's device process
-does.
+does. A fourth loads blocks from rows of device memory, as an engine does that has attached to the daemon's,
+beside a plain copy on the device.
 
 The checks are about the strategy that the plugin uses. Without a GPU everything runs on the CPU device:
 that shows that the bytes are right and says nothing of speed, so there are no checks then.
@@ -37,6 +38,7 @@ from kvpool.engine_plugins.vllm.device import (
     Strategy,
     strategy_for,
 )
+from kvpool.engine_plugins.vllm.layout import DeviceSlots
 from kvpool.storage.gpu import DeviceSegment, register
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -239,6 +241,55 @@ def segment_rows(report: Report, device: Any) -> None:
         )
 
 
+def near_rows(report: Report, shape: Shape, device: Any) -> None:
+    """Scattered rows of device memory to scattered blocks on the same device."""
+    import torch
+
+    on_gpu = device.type == "cuda"
+    moved = (64 if on_gpu else 4) * MIB // shape.block_bytes
+    rng = np.random.default_rng(7)
+    blocks, rows = (rng.permutation(4 * moved)[:moved] for _ in range(2))
+    whole = DeviceSegment.create(str(device), 4 * moved, shape.block_bytes)
+    content = rng.integers(0, 256, (moved, shape.block_bytes), np.uint8)
+    whole.table[torch.from_numpy(rows).to(device)] = torch.from_numpy(content).to(device)
+    slots = DeviceSlots(whole.table, shape.block_bytes)
+    layers = [
+        torch.zeros((4 * moved, shape.piece_bytes), dtype=torch.uint8, device=device)
+        for _ in range(shape.pieces)
+    ]
+    segments = PinnedSegments(device)
+    source = torch.empty((moved, shape.block_bytes), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    module = torch.get_device_module(device)
+
+    def plain() -> None:
+        target.copy_(source)
+        event = module.Event()
+        event.record()
+        event.synchronize()
+
+    used = strategy_for(device)
+    ways = {"staged": STAGED} if used is STAGED else {"staged": STAGED, "kernel": used}
+    loads: list[Callable[[], None]] = []
+    for way, strategy in ways.items():
+        pages = DevicePages(layers, segments, strategy=strategy)
+        for layer in layers:
+            layer.zero_()
+        pages.from_slots(slots, rows, blocks)
+        found = np.concatenate([layer.cpu().numpy()[blocks] for layer in layers], axis=1)
+        assert np.array_equal(found, content), f"{way} loaded wrong bytes"
+        loads.append(lambda pages=pages: pages.from_slots(slots, rows, blocks))  # type: ignore[misc]
+    times = in_turns(51 if on_gpu else 3, plain, *loads)
+    for way, seconds in zip(["memcpy", *ways], times, strict=True):
+        report.row(
+            f"near {shape.name} {way}",
+            load_gb_s=content.nbytes / 1e9 / median(seconds),
+            load_ratio=median(times[0]) / median(seconds),
+        )
+    segments.close()
+    whole.close()
+
+
 def prove(
     way: str,
     pages: DevicePages,
@@ -282,6 +333,9 @@ def main() -> int:
             measure(report, shape, device, name)
     if arguments.only in "segment":
         segment_rows(report, device)
+    if arguments.only in "near":
+        for shape in SHAPES:
+            near_rows(report, shape, device)
     return report.finish()
 
 

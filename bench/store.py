@@ -17,13 +17,20 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from harness import Daemon, Report, daemon, in_turns, median, parse_arguments, percentile, seconds
+from xxhash import xxh3_128_digest
 
-from kvpool.client import Client
+from kvpool.buffers import Source
+from kvpool.client import HASH_IN_THREAD_BYTES, Client
+from kvpool.transfer.base import Deadline
+from kvpool.transfer.fetching import GROUP_BYTES
+from kvpool.transfer.stream import Stream
 from kvpool.types import Namespace, NamespaceRecord
 
 MIB = 1 << 20
@@ -388,12 +395,138 @@ def idle(report: Report, one: Daemon) -> None:
     report.check("idle_rss_mb", resident / 1024, at_most=120)
 
 
+# ---- checksums ---------------------------------------------------------------------------------------
+
+
+def timed(rounds: int, *works: Callable[[], Any]) -> list[tuple[float, float]]:
+    """Of each work the median seconds, and the CPU seconds of this process, all its threads."""
+    spent: list[list[tuple[float, float]]] = [[] for _ in works]
+    for number in range(rounds + 3):
+        for index in range(len(works)) if number % 2 else reversed(range(len(works))):
+            cpu = time.process_time()
+            taken = seconds(works[index])
+            if number >= 3:
+                spent[index].append((taken, time.process_time() - cpu))
+    return [(median([s for s, _ in each]), median([c for _, c in each])) for each in spent]
+
+
+def checksums(report: Report) -> None:
+    """What checksums cost: the very copies, with and without the hashing that the store does beside them.
+
+    Put: one numpy copy of a batch into rows of a table, and xxh3-128 of the source in a second thread (after
+    the copy for a small batch), as the client has it. Pull: a TCP stream into rows, each group hashed when it has been received, as a
+    mover has it. Disk: the same with `preadv` of a file that is in the page cache, a disk without equal.
+    There is no way to switch checksums off in the store; "without" exists here only.
+    """
+    print("checksums, GB/s and CPU seconds a GB")
+    rng = np.random.default_rng(4)
+    rounds = 15 if report.quick else 51
+    with ThreadPoolExecutor(1) as hasher, tempfile.TemporaryFile() as file:
+        for nbytes, n in ((16 << 10, 64), (64 << 10, 64), (1 << 20, 32), (4 << 20, 8)):
+            size = nbytes * n
+            source = rng.integers(0, 255, (n, nbytes), dtype=np.uint8)
+            held = Source(source, n, nbytes)
+            table = np.zeros((RESIDENT_BYTES // nbytes, nbytes), dtype=np.uint8)
+            places = itertools.cycle(np.split(rng.permutation(len(table)), len(table) // n))
+            file.seek(0)
+            file.write(source)
+            file.flush()
+            group = max(1, GROUP_BYTES // nbytes)
+            expected = held.checksums(range(n))
+
+            def copy() -> None:
+                table[next(places)] = source
+
+            def put() -> None:
+                if size < HASH_IN_THREAD_BYTES:
+                    copy()
+                    held.checksums(range(n))
+                    return
+                hashing = hasher.submit(held.checksums, range(n))
+                copy()
+                hashing.result()
+
+            def groups(fill: Callable[[list[Any], int], None], *, hashed: bool) -> None:
+                rows = next(places)
+                for low in range(0, n, group):
+                    views = [table[row].data for row in rows[low : low + group]]
+                    fill(views, low)
+                    if hashed:
+                        found = b"".join(map(xxh3_128_digest, views))
+                        assert found == expected[16 * low : 16 * (low + len(views))]
+
+            def read(views: list[Any], low: int) -> None:
+                assert os.preadv(file.fileno(), views, low * nbytes) == sum(map(len, views))
+
+            with served_bytes(source) as receive:
+                pairs = {
+                    "put": timed(rounds, copy, put),
+                    "pull": timed(
+                        rounds,
+                        lambda: groups(receive, hashed=False),
+                        lambda: groups(receive, hashed=True),
+                    ),
+                    "disk": timed(
+                        rounds,
+                        lambda: groups(read, hashed=False),
+                        lambda: groups(read, hashed=True),
+                    ),
+                }
+            ((alone, _),) = timed(rounds, lambda: held.checksums(range(n)))
+            for what, ((without, cpu_without), (with_, cpu_with)) in pairs.items():
+                report.row(
+                    f"{what} {nbytes >> 10} KiB x {n}",
+                    without=size / without / 1e9,
+                    with_checksums=size / with_ / 1e9,
+                    ratio=without / with_,
+                    cpu_without=cpu_without / size * 1e9,
+                    cpu_with=cpu_with / size * 1e9,
+                    hashing_alone=size / alone / 1e9,
+                )
+
+
+SOURCE_SENDER = """
+import socket, sys
+size = int(sys.argv[1])
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+peer, _ = listener.accept()
+data = bytearray(size)
+peer.recv_into(data, size, socket.MSG_WAITALL)
+while peer.recv(1):
+    peer.sendall(data)
+"""
+
+
+@contextlib.contextmanager
+def served_bytes(source: Any) -> Iterator[Callable[[list[Any], int], None]]:
+    """A function that fills views from a process that sends these bytes over TCP, again and again."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SOURCE_SENDER, str(source.nbytes)], stdout=subprocess.PIPE, text=True
+    ) as sender:
+        assert sender.stdout is not None
+        with socket.create_connection(("127.0.0.1", int(sender.stdout.readline()))) as sock:
+            sock.sendall(source)
+            stream = Stream(sock, Deadline(600))
+
+            def receive(views: list[Any], low: int) -> None:
+                if low == 0:
+                    sock.sendall(b"g")
+                stream.receive_into([view.cast("B") for view in views])
+
+            yield receive
+
+
 def main() -> int:
     report, arguments = parse_arguments(__doc__ or "")
 
     def wanted(part: str) -> bool:
         return arguments.only in part
 
+    if wanted("checksums"):
+        checksums(report)
+    if arguments.only == "checksums":  # which take no daemons
+        return report.finish()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-bench-")))
         a = stack.enter_context(daemon(folder, "a", "1GiB", "--listen", "tcp://127.0.0.1:0"))

@@ -133,7 +133,7 @@ class Slots:
     @property
     def device_table(self) -> Any:
         """The device memory, a uint8 tensor of shape (rows, stride): `device_table[device_rows]`."""
-        assert self._device is not None, "these slots are in the segment"
+        assert self._device is not None, "these slots are in the segment, or others are attached"
         return self._device.table(self.stride)
 
     @property
@@ -161,9 +161,10 @@ class Lease:
     deadline: `time.monotonic()` of this process after which the bytes may be somebody else's.
     slots: by part number.
     device: the device memory that some of the slots are in, or None.
+    life: of that memory, also where only others are attached to it; 0: all slots are in the segment.
     """
 
-    __slots__ = ("_client", "blocks", "deadline", "device", "slots", "token")
+    __slots__ = ("_client", "blocks", "deadline", "device", "life", "slots", "token")
 
     def __init__(
         self,
@@ -173,6 +174,7 @@ class Lease:
         deadline: float,
         slots: dict[int, Slots],
         device: DeviceMemory | None = None,
+        life: int = 0,
     ) -> None:
         self._client = client
         self.token = token
@@ -180,6 +182,7 @@ class Lease:
         self.deadline = deadline
         self.slots = slots
         self.device = device
+        self.life = life
 
     @property
     def valid(self) -> bool:
@@ -295,6 +298,7 @@ class Client:
         self._pid = os.getpid()
         self._idle: deque[Connection] = deque()
         self._open = 0  # connections, idle ones included
+        self._long: set[Connection] = set()  # those with a request that may take long
         self._connections_max = connections_max
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
@@ -340,6 +344,8 @@ class Client:
             except KvpoolError:
                 pass  # they come back with the end of this process
         self._closed = True
+        for connection in list(self._long):
+            connection.shut()
         with self._lock:
             self._close_idle()
         if self._hasher is not None:
@@ -449,6 +455,7 @@ class Client:
         wait_s: float = 0.0,
         recompute: Recompute | None = None,
         device: DeviceMemory | None = None,
+        life: int = 0,
     ) -> Lease | None:
         """A lease on the longest usable prefix of `keys`; None if there is none.
 
@@ -460,11 +467,14 @@ class Client:
             for. None: all that there is is brought.
         device: of `attach_device`: what lies there is leased there (`Slots.device_rows`), and is not brought
             into memory for it. Once its process has died the lease is on memory only.
+        life: the same for a caller that is not attached, in the name of those who will `join` the lease and all
+            are: `DeviceMemory.life` of theirs. The slots there are theirs to read.
         """
         packed = pack_keys(keys)
         if not packed:
             return None
-        life = device.life if device is not None and device.alive else 0
+        if device is not None:
+            life = device.life if device.alive else 0
         chosen = list(parts) if parts else []
         price = _price(recompute)
         return self._acquire(
@@ -474,6 +484,7 @@ class Client:
             ),
             wait_s,
             device=device,
+            life=life,
         )
 
     def join(
@@ -498,12 +509,14 @@ class Client:
         except Unavailable:
             return None
 
-    def attach_device(self) -> DeviceMemory | None:
+    def attach_device(self, on: Any = None) -> DeviceMemory | None:
         """Map this tenant's part of the daemon's spare device memory, to read there by leases (`acquire`).
 
         None where the daemon has none that serves now, or is away. It stays mapped until it is closed; when
         its process has died (`DeviceMemory.alive`), attach anew. Needs torch, and to see the same device.
-        Raises `SegmentError` where it cannot be mapped.
+
+        on: the torch device that it has to be on; None: any that is seen here.
+        Raises `SegmentError` where it cannot be mapped, or is on another device than `on`, which is not touched.
         """
         from kvpool.device_memory import DeviceMemory
 
@@ -519,7 +532,7 @@ class Client:
             return None
         finally:
             self._closed_one()
-        return None if view is None else DeviceMemory(welcome.device, welcome.life, view)
+        return None if view is None else DeviceMemory(welcome.device, welcome.life, view, on)
 
     def release(self, lease: Lease) -> None:
         """Stop reading. Never raises: a lease whose release is lost ends at its deadline."""
@@ -806,18 +819,57 @@ class Client:
         *,
         wait_s: float = 1.0,
         recompute: Recompute | None = None,
+        life: int = 0,
     ) -> int:
         """Bring blocks into memory here, from disks and other nodes; how many of the prefix are then.
 
-        recompute: as for `acquire`.
+        recompute, life: as for `acquire`; what is in that device memory counts as here.
         """
         packed = pack_keys(keys)
         if not packed:
             return 0
         price = _price(recompute)
         return int(
-            self._ask_ns(ns, lambda number: wire.Pull(number, packed, wait_s, price), wait_s).value
+            self._ask_ns(
+                ns, lambda number: wire.Pull(number, packed, wait_s, price, life), wait_s
+            ).value
         )
+
+    def follow(
+        self,
+        ns: Namespace,
+        keys: Keys,
+        *,
+        wait_s: float,
+        source: str = "",
+        parts: Sequence[int] | None = None,
+    ) -> int:
+        """Bring a prompt's blocks here while another node's engine computes them; how many are usable then.
+
+        Returns when all of the prompt is here, or after `wait_s` (the daemon's `lease_s_max` at most) with
+        what has come by then: never an error because a node was lost. What comes is held until it returns,
+        so `acquire` soon. It takes one of this client's connections for so long; `close`, from another
+        thread, calls it off.
+
+        source: the name of the node where the prompt is computed; without it the directory is asked who has
+            its beginning. parts: only these; None: all.
+        Raises `Unavailable` when the daemon is away, or called off, and `LimitExceeded` when it follows too
+        many prompts already.
+        """
+        packed = pack_keys(keys)
+        if not packed:
+            return 0
+        with self._request() as connection:
+            message = wire.Follow(
+                self._number(connection, ns), packed, wait_s, source, list(parts or ())
+            )
+            self._long.add(connection)
+            try:
+                if self._closed:
+                    raise Unavailable("this client is closed")
+                return int(connection.ask(message, self.timeout_s + wait_s).value)
+            finally:
+                self._long.discard(connection)
 
     def reset(self, ns: Namespace) -> None:
         """This engine's weights are new: nothing that was stored under the namespace is found any more.
@@ -978,6 +1030,7 @@ class Client:
         wait_s: float,
         nbytes: int = 0,
         device: DeviceMemory | None = None,
+        life: int = 0,
     ) -> Lease | None:
         try:
             with self._request() as connection:
@@ -985,7 +1038,7 @@ class Client:
                 sent = time.monotonic()
                 connection.be_patient(nbytes)
                 answer = connection.ask(make(number), self.timeout_s + wait_s)
-                return self._lease(connection, answer, sent, device)
+                return self._lease(connection, answer, sent, device, life)
         except Unavailable:
             return None
 
@@ -995,13 +1048,17 @@ class Client:
         answer: wire.Leased,
         sent: float,
         device: DeviceMemory | None,
+        life: int = 0,
     ) -> Lease | None:
-        """`answer.lease_s` counts from when the daemon was asked; counted from before that, it is safe."""
+        """`answer.lease_s` counts from when the daemon was asked; counted from before that, it is safe.
+
+        life: what the caller may be given slots of without reading them itself.
+        """
         if not answer.token:
             return None
         if not answer.life:
             device = None
-        elif device is None or device.life != answer.life:
+        elif answer.life != (life if device is None else device.life):
             connection.tell(wire.Release([answer.token]))
             return None
         slots = {
@@ -1017,7 +1074,8 @@ class Client:
             )
             for part in answer.parts
         }
-        return Lease(self, answer.token, answer.blocks, sent + answer.lease_s, slots, device)
+        deadline = sent + answer.lease_s
+        return Lease(self, answer.token, answer.blocks, deadline, slots, device, answer.life)
 
     def _send_reserve(
         self,

@@ -104,6 +104,11 @@ class DaemonConfig:
     policy: eviction policy, by name; empty: the default one.
     listen: URLs on which peers may pull from this node, such as tcp://127.0.0.1:7070. None by default.
     advertise: the URLs that peers are told to use instead, one for each of `listen`.
+    rails: for each of `listen`, which network cards of other nodes its own one reaches best: a name; "-": no
+        matter.
+    bind_source: connect to others from the address of the network card that was chosen for it, rather than
+        from what this machine's routes say.
+    probe_s: how often nodes that nothing is pulled from are asked for the time that an answer takes; 0: never.
     peers: URLs of the nodes that blocks are pulled from, where no membership names them.
     cluster, cluster_secret: peers must agree on both. Without a secret only loopback is listened on.
     join: the etcd that keeps the membership, etcd://HOST:PORT[,HOST:PORT...], etcds:// with TLS. Empty:
@@ -150,6 +155,9 @@ class DaemonConfig:
     policy: str = ""
     listen: tuple[str, ...] = ()
     advertise: tuple[str, ...] = ()
+    rails: tuple[str, ...] = ()
+    bind_source: bool = False
+    probe_s: float = 10.0
     peers: tuple[str, ...] = ()
     cluster: str = "kvpool"
     cluster_secret: str = field(default="", repr=False)
@@ -317,6 +325,14 @@ def _urls(value: object, name: str) -> tuple[str, ...]:
     return urls
 
 
+def _rails(value: object, name: str) -> tuple[str, ...]:
+    """Names; "-" is none."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise ConfigError(f'{name} = {value!r}: a list of names such as "a,b"')
+    return tuple("" if item == "-" else _word(item, name) for item in items)
+
+
 def _labels(value: object, name: str) -> dict[str, str]:
     """A table, or "zone=a,rack=7"."""
     if isinstance(value, str):
@@ -449,6 +465,9 @@ _PARSERS: dict[str, Any] = {
     "policy": _text,
     "listen": _urls,
     "advertise": _urls,
+    "rails": _rails,
+    "bind_source": _switch,
+    "probe_s": lambda value, name: 0.0 if value in {0, "0"} else _seconds(value, name),
     "peers": _urls,
     "cluster": _word,
     "cluster_secret": _secret,
@@ -489,7 +508,8 @@ _PARSERS: dict[str, Any] = {
     "lease_s_max": _seconds,
 }
 SETTINGS = tuple(_PARSERS)
-FLAGS = {"peers": "peer", "labels": "label"}  # flags that are repeated have the singular
+# Flags that are repeated have the singular.
+FLAGS = {"peers": "peer", "labels": "label", "rails": "rail"}
 
 
 def load(
@@ -519,6 +539,8 @@ def load(
             values[key] = _parse(key, value, f"--{FLAGS.get(key, key).replace('_', '-')}")
     if values.get("advertise") and len(values["advertise"]) != len(values.get("listen", ())):
         raise ConfigError("advertise: one URL for each of listen")
+    if values.get("rails") and len(values["rails"]) != len(values.get("listen", ())):
+        raise ConfigError('rails: one name for each of listen; "-" for none')
     if values.get("remote") and not (values.get("join") or values.get("data_dir")):
         raise ConfigError(
             "remote: a node without join must remember the epochs of namespaces by itself, or it took old "

@@ -236,6 +236,13 @@ class Connection:
             self._spin_pause -= (self._spin_pause - SPIN_PAUSE_MIN + 7) // 8
             return data
 
+    def shut(self) -> None:
+        """End it under whoever waits for an answer. Any thread."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended
+
     def close(self) -> None:
         self.sock.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from kvpool.errors import SegmentError
 from kvpool.life import LifeView
 from kvpool.storage.gpu import DeviceSegment
 
@@ -19,8 +20,10 @@ class DeviceMemory:
     has ended: `Lease.check` says so.
     """
 
-    def __init__(self, handle: bytes, life: int, view: LifeView) -> None:
-        """Raises `SegmentError` where the memory cannot be mapped, as on another device."""
+    def __init__(self, handle: bytes, life: int, view: LifeView, on: Any = None) -> None:
+        """Raises `SegmentError` where the memory cannot be mapped, or is not on the torch device `on`."""
+        if on is not None and not DeviceSegment.lies_on(handle, on):
+            raise SegmentError(f"the daemon's device memory is on another device than {on}")
         self.life = life
         self._view = view
         self._segment: DeviceSegment | None = DeviceSegment.attach(handle)

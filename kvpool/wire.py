@@ -55,7 +55,9 @@ whose first element is its type number:
     45    Ask                daemon → daemon      Done: blocks of the prefix that are there
     46    Corrupt            daemon → daemon      none
     47    Offer              daemon → daemon      Bytes: one byte a key, 1 where the peer has it now
+    48    Await              daemon → daemon      Bytes: a mask of parts a key, when there is news
     50    FollowEvents       client → daemon      Done: 1 if they are followed; or none
+    51    Follow             client → daemon      Done: blocks now here
     55    Readable           daemon → daemon      answers a Fetch over NIXL
     56    Describe           daemon → daemon      Bytes: what NIXL needs to read here
     57    Taken              daemon → daemon      none
@@ -68,7 +70,7 @@ whose first element is its type number:
     66    Lent               control → mover
     67    Return             mover → control      none
     68    AskPeer            control → mover      the peer's answer to what it was asked
-    69    StopOrder          control → worker     none; the order's answer then comes early
+    69    StopOrder          control ↔ worker     none; the order's answer then comes early
     70    DiskStart          control → disk       DiskReady
     71    DiskReady          disk → control
     72    ScanDisk           control → disk       Scanned
@@ -322,12 +324,14 @@ class Pull(Message, tag=25):
 
     `recompute`: seconds that the client takes to compute the first block, and how many more each further one
     takes than the one before it. What would take longer to bring is left out. None: not known, bring all.
+    `life`: of the device memory that the client's engine reads by itself: what is there counts as here; 0: none.
     """
 
     ns: int
     keys: bytes
     wait_s: float
     recompute: tuple[float, float] | None = None
+    life: int = 0
 
 
 class Grant(Message, tag=26):
@@ -567,6 +571,22 @@ class Offer(Message, tag=47):
     deadline_s: float
 
 
+class Await(Message, tag=48):
+    """What is in memory here of these blocks? Asked again and again while an engine here computes them.
+
+    Answered at once where any part is here that `known` lacks, else as soon as one is committed, or with
+    `wait_s` over. `known`, and the answer: for each key the parts, bit p of byte p // 8, all of one length.
+    `node`: who asks.
+    """
+
+    node: str
+    tenant: str
+    digest: bytes
+    keys: bytes
+    known: bytes
+    wait_s: float
+
+
 class Readable(Message, tag=55):
     """A `Fetch` over NIXL: where to read the blocks, which stay until a `Taken`, or the `Fetch`'s deadline.
 
@@ -607,8 +627,24 @@ class FollowEvents(Message, tag=50):
     groups: list[int] = []
 
 
+class Follow(Message, tag=51):
+    """Bring a prompt's blocks here while an engine elsewhere computes them, until `wait_s` is over.
+
+    `source`: the node of that engine, or empty where that is not known. `parts`: empty means all.
+    """
+
+    ns: int
+    keys: bytes
+    wait_s: float
+    source: str = ""
+    parts: list[int] = []
+
+
 class MoverStart(Message, tag=60):
-    """First frame on a mover's control channel: who it is and where it listens (empty: nowhere)."""
+    """First frame on a mover's control channel: who it is and where it listens (empty: nowhere).
+
+    `waits_max`: questions to peers that wait (`Await`) at a time.
+    """
 
     cluster: str
     node: str
@@ -617,6 +653,7 @@ class MoverStart(Message, tag=60):
     listen: list[str]
     connections_max: int
     inflight_bytes_max: int
+    waits_max: int = 16
 
 
 class MoverReady(Message, tag=61):
@@ -693,12 +730,12 @@ class AskPeer(Message, tag=68):
     """Ask the peer at `url`, for at most `deadline_s`."""
 
     url: str
-    question: Ask | Offer
+    question: Ask | Offer | Await
     deadline_s: float
 
 
 class StopOrder(Message, tag=69):
-    """End what was ordered as `request`: nobody waits for it."""
+    """End what was ordered as `request`: nobody waits for it. From a mover: what it asked, without an answer."""
 
     request: int
 
@@ -1039,6 +1076,7 @@ ClientMessage = (
     | PinBlocks
     | Scrub
     | FollowEvents
+    | Follow
 )
 DaemonMessage = Welcome | Error | Done | Reserved | Leased | Bytes | Stored | Opened
 PeerMessage = (
@@ -1049,6 +1087,7 @@ PeerMessage = (
     | Fetched
     | Ask
     | Offer
+    | Await
     | Corrupt
     | Readable
     | Describe
@@ -1068,6 +1107,7 @@ MoverMessage = (
     | Return
     | Ask
     | Offer
+    | Await
     | AskPeer
     | StopOrder
     | Corrupt

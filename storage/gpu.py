@@ -77,10 +77,18 @@ def register(memory: mmap.mmap) -> None:
         )
 
 
-def _uuid(device: int) -> str:
+def _uuid(device: Any) -> str:
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _decoded(handle: bytes) -> _CudaHandle | _CpuHandle:
+    try:
+        found: _CudaHandle | _CpuHandle = _handles.decode(handle)
+    except msgspec.DecodeError as error:
+        raise SegmentError(f"this is no handle of a device segment: {error}") from None
+    return found
 
 
 def _runs(source: Index, target: Index) -> Iterator[tuple[int, int, int]]:
@@ -186,13 +194,19 @@ class DeviceSegment:
             )
         )
 
+    @staticmethod
+    def lies_on(handle: bytes, device: Any) -> bool:
+        """Whether a handle's segment is on this very torch device. Maps nothing, so that no other device is
+        touched. Raises `SegmentError` if the handle is none."""
+        found = _decoded(handle)
+        if isinstance(found, _CpuHandle):
+            return bool(device.type == "cpu")
+        return bool(device.type == "cuda" and _uuid(device) == found.device)
+
     @classmethod
     def attach(cls, handle: bytes) -> Self:
         """Map another process's segment. Raises `SegmentError` if it is gone or the handle is none."""
-        try:
-            found = _handles.decode(handle)
-        except msgspec.DecodeError as error:
-            raise SegmentError(f"this is no handle of a device segment: {error}") from None
+        found = _decoded(handle)
         if isinstance(found, _CpuHandle):
             return cls._attach_cpu(found)
         import torch

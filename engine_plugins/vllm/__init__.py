@@ -7,6 +7,7 @@ torch; vLLM imports `connector` when a configuration names `KvpoolConnector`.
     scheduler.py   scheduler half: lookups, leases, pins; no I/O except the client's
     pulls.py       blocks of other nodes, asked for beside the engine's steps
     worker.py      worker half: copies between the paged KV and the pool's slots
+    attachment.py  a rank's hold on the daemon's spare device memory
     events.py      where the engine tells of its own cache, for the daemon
     plan.py        messages between the halves; which blocks to load, save and pin (pure)
     layout.py      byte views of the paged KV, gather and scatter on the host

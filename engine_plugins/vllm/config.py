@@ -48,6 +48,7 @@ class PluginConfig:
     request_timeout_s: deadline of the workers' requests (join, reserve, commit).
     pull_wait_s: the longest that a request waits for blocks of other nodes; 0: none are asked for.
     pulls_max: how many requests ask for them at a time.
+    follows_max: how many wait at a time for a prompt that is being computed elsewhere (`following.py`).
     load_mode: `auto` loads synchronously when the engine has one cache group and a rank's share of
         the hit is at most `sync_load_bytes`; `sync` is impossible with several cache groups, since
         vLLM has no way to report a failed synchronous load there.
@@ -56,6 +57,8 @@ class PluginConfig:
     resave_s: a block that was offered to the pool is not offered again for so long.
     prefill_tokens_per_s: how fast the engine computes prompts; 0: measured, with what depends on their
         length. What computing brings sooner than disks or other nodes is not waited for.
+    attach_device: whether blocks in the daemon's spare device memory are read there, if it is on the engine's
+        own device; else they are brought into memory first.
     """
 
     socket: str | None = None
@@ -69,12 +72,14 @@ class PluginConfig:
     request_timeout_s: float = 1.0
     pull_wait_s: float = 1.0
     pulls_max: int = 8
+    follows_max: int = 8
     load_mode: LoadMode = LoadMode.AUTO
     sync_load_bytes: int = 32 << 20
     min_load_blocks: int = 1
     pin_share: float = PIN_SHARE_MAX
     resave_s: float = 60.0
     prefill_tokens_per_s: float = 0.0
+    attach_device: bool = True
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "lookup_timeout_s", "request_timeout_s"):
@@ -85,8 +90,9 @@ class PluginConfig:
                 raise ConfigError(f"{_where(name)} must be at least 0 seconds")
         if not 0 <= self.prefill_tokens_per_s < math.inf:
             raise ConfigError(f"{_where('prefill_tokens_per_s')} must be at least 0, and finite")
-        if not 1 <= self.pulls_max <= PULLS_MAX:
-            raise ConfigError(f"{_where('pulls_max')} must be at least 1 and at most {PULLS_MAX}")
+        for name in ("pulls_max", "follows_max"):
+            if not 1 <= getattr(self, name) <= PULLS_MAX:
+                raise ConfigError(f"{_where(name)} must be at least 1 and at most {PULLS_MAX}")
         if self.sync_load_bytes < 0:
             raise ConfigError(f"{_where('sync_load_bytes')} must be at least 0")
         if self.min_load_blocks < 1:
@@ -129,6 +135,10 @@ def _typed(name: str, value: object, cls: type[PluginConfig]) -> object:
         except ValueError:
             known = ", ".join(type(default))
             raise ConfigError(f"{_where(name)} is {value!r}; it must be one of {known}") from None
+    if isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"{_where(name)} must be true or false, not {value!r}")
     if isinstance(default, str):
         if isinstance(value, (str, int)) and not isinstance(value, bool):
             return str(value)

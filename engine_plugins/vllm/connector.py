@@ -36,13 +36,20 @@ from vllm.version import __version__ as vllm_version
 
 from kvpool.client import Client
 from kvpool.engine_plugins.vllm import namespace
+from kvpool.engine_plugins.vllm.attachment import Attachment
 from kvpool.engine_plugins.vllm.codecs import CodecPages, HeadLayout, head_layout
 from kvpool.engine_plugins.vllm.config import Codec, LoadMode, PluginConfig
 from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
 from kvpool.engine_plugins.vllm.events import publisher
 from kvpool.engine_plugins.vllm.layout import HostPages, Pages, byte_rows
 from kvpool.engine_plugins.vllm.metrics import Counters
-from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport, StepDone, StepPlan
+from kvpool.engine_plugins.vllm.plan import (
+    GroupRule,
+    RankReport,
+    StepDone,
+    StepPlan,
+    common_life,
+)
 from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
 from kvpool.engine_plugins.vllm.pulls import Pulls
 from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
@@ -133,23 +140,26 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                 new_epoch=lambda: uuid.uuid4().hex,
             )
 
-    def _make_client(self, timeout_s: float) -> Client:
+    def _make_client(self, timeout_s: float, connections_max: int = 16) -> Client:
         return Client(
             self._config.socket,
             tenant=self._config.tenant,
             token=self._config.token,
             instance=str(self._kv_transfer_config.engine_id),
             timeout_s=timeout_s,
+            connections_max=connections_max,
         )
 
     def _make_pulls(self) -> Pulls | None:
         config = self._config
         if not config.pull_wait_s:
             return None
+        threads = config.pulls_max + config.follows_max
         return Pulls(
-            self._make_client(config.request_timeout_s),
-            ThreadPoolExecutor(config.pulls_max, thread_name_prefix="kvpool-pull"),
+            self._make_client(config.request_timeout_s, connections_max=threads),
+            ThreadPoolExecutor(threads, thread_name_prefix="kvpool-pull"),
             most=config.pulls_max,
+            follows_max=config.follows_max,
             wait_s=config.pull_wait_s,
             clock=time.monotonic,
         )
@@ -241,6 +251,11 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
         # Mapping the segment takes longer than any load: not in the first one.
         self._client.warm()
+        attachment = None
+        if self._config.attach_device and self._kv_transfer_config.is_kv_consumer:
+            thread = ThreadPoolExecutor(1, "kvpool-attach", initializer=thread_setup)
+            attachment = Attachment(lambda: self._client.attach_device(device), thread)
+            attachment.begin()
         self._segments = segments
         self._worker = WorkerHalf(
             self._client,
@@ -251,6 +266,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             thread_setup=thread_setup,
             counters=counters,
             timer=None if not first else HostTimer() if on_host else DeviceTimer(module),
+            attachment=attachment,
         )
 
     def get_handshake_metadata(self) -> KvpoolHandshake | None:
@@ -262,14 +278,19 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._learn([one.report for one in metadata.values() if isinstance(one, KvpoolHandshake)])
 
     def _learn(self, reports: Sequence[RankReport]) -> None:
-        """Collect the ranks' reports; when all are there, the namespace is known."""
+        """Collect the ranks' reports; when all are there, the namespace is known.
+
+        Later ones tell of the device memory that the ranks are attached to.
+        """
         scheduler = self._scheduler
         assert scheduler is not None
         self._reports.update({report.rank: report for report in reports})
         ranks = self._vllm_config.parallel_config.world_size
-        if scheduler.ready or len(self._reports) < ranks:
+        if len(self._reports) < ranks:
             return
-        scheduler.set_namespace(self._record)
+        scheduler.use_device(common_life(self._reports.values()))
+        if not scheduler.ready:
+            scheduler.set_namespace(self._record)
 
     def _record(self, epoch: str) -> NamespaceRecord:
         versions = {"python": platform.python_version(), "vllm": vllm_version}

@@ -6,6 +6,9 @@ write into and read from the pool's segment itself, which is registered with the
     kernel  one kernel reads and writes the segment over the bus by itself (`device_kernel.py`)
     staged  blocks pass through a staging tensor on the device, gathered and scattered there by one kernel
             a layer, and cross the bus in one copy for each slot, or run of slots that lie together
+
+What lies in the daemon's memory on the same device is read there, and crosses no bus: by the same kernel, or
+gathered into the staging tensor by one more.
 """
 
 from __future__ import annotations
@@ -106,8 +109,8 @@ class Paged:
             for size, layer in zip(sizes, layers, strict=True)
         )
         self.unit = WORD if wide else 1
-        self._dtype = torch.int64 if wide else torch.uint8
-        self.layers = [layer.view(self._dtype) for layer in layers]
+        self.dtype = torch.int64 if wide else torch.uint8
+        self.layers = [layer.view(self.dtype) for layer in layers]
         self.spans = [(start // self.unit, stop // self.unit) for start, stop in spans(sizes)]
         self.nbytes = sum(sizes)
         self.device = layers[0].device
@@ -127,7 +130,7 @@ class Paged:
 
         if self._staging is None:
             shape = (max(1, self._chunk_bytes // self.nbytes), self.spans[-1][1])
-            self._staging = torch.empty(shape, dtype=self._dtype, device=self.device)
+            self._staging = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self._staging[:rows]
 
     @cached_property
@@ -149,17 +152,10 @@ class Paged:
 
 
 Copy = Callable[[Paged, Index, Any, Index], None]
-"""Copies between blocks of the layers and as many rows of a segment (a pinned uint8 tensor).
+"""Copies between blocks of the layers and as many rows of a segment (a uint8 tensor, pinned or on the device).
 
 On the current stream, without waiting.
 """
-
-
-class Strategy(NamedTuple):
-    """One way to move blocks."""
-
-    store: Copy
-    load: Copy
 
 
 def _store_staged(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
@@ -201,6 +197,26 @@ def _runs(paged: Paged, staging: Any, segment: Any, rows: Index) -> Iterator[tup
             yield staged[at:end], segment[row : row + end - at]
 
 
+def _load_near(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
+    import torch
+
+    index, source = paged.index(blocks), paged.index(rows)
+    units = segment.view(paged.dtype)[:, : paged.spans[-1][1]]
+    for chunk in paged.chunks(len(blocks)):
+        staging = paged.staging(len(blocks[chunk]))
+        torch.index_select(units, 0, source[chunk], out=staging)
+        for layer, (start, stop) in zip(paged.layers, paged.spans, strict=True):
+            layer[index[chunk]] = staging[:, start:stop]
+
+
+class Strategy(NamedTuple):
+    """One way to move blocks. near: to load them from rows of memory on the same device."""
+
+    store: Copy
+    load: Copy
+    near: Copy = _load_near
+
+
 STAGED = Strategy(_store_staged, _load_staged)
 
 
@@ -239,13 +255,15 @@ class DevicePages:
         self._strategy = strategy or strategy_for(self._paged.device)
 
     def to_slots(self, blocks: Index, slots: SlotTable, rows: Index, ready: Any = None) -> None:
-        self._copy(self._strategy.store, blocks, slots, rows, ready)
+        self._copy(self._strategy.store, blocks, self._segments.tensor(slots.table), rows, ready)
 
     def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any = None) -> None:
-        self._copy(self._strategy.load, blocks, slots, rows, ready)
+        if isinstance(slots.table, np.ndarray):
+            self._copy(self._strategy.load, blocks, self._segments.tensor(slots.table), rows, ready)
+        else:
+            self._copy(self._strategy.near, blocks, slots.table, rows, ready)
 
-    def _copy(self, copy: Copy, blocks: Index, slots: SlotTable, rows: Index, ready: Any) -> None:
-        segment = self._segments.tensor(slots.table)
+    def _copy(self, copy: Copy, blocks: Index, segment: Any, rows: Index, ready: Any) -> None:
         with self._module.stream(self._stream):
             if ready is not None:
                 ready.wait(self._stream)

@@ -1,10 +1,10 @@
-"""A kernel that moves blocks between paged KV and the pool's pinned segment by itself: a `Strategy`.
+"""A kernel that moves blocks between paged KV and the pool's segments by itself: a `Strategy`.
 
 One launch moves all blocks of all layers, whatever their sizes: pieces of a few KiB, as tensor parallelism
 leaves them, go as fast as large ones. Few programs fill the bus; more would take multiprocessors away from
 the engine and bring nothing.
 
-Needs triton, and memory that is registered with the driver.
+Needs triton, and memory that the device can reach: registered with the driver, or its own.
 """
 
 from __future__ import annotations
@@ -87,4 +87,4 @@ def _load(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
     _launch(paged, blocks, segment, rows, store=False)
 
 
-KERNEL = Strategy(_store, _load)
+KERNEL = Strategy(_store, _load, _load)

@@ -8,7 +8,7 @@ a block, and beside one busy thread each time costs a switch interval.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +26,19 @@ class SlotTable(Protocol):
     """Slots of one size in the pool's segment, as `kvpool.client.Slots` gives them."""
 
     @property
-    def table(self) -> Bytes:
-        """The segment as rows, of which each slot is one."""
+    def table(self) -> Any:
+        """The segment as rows, of which each slot is one: an array."""
 
     @property
     def nbytes(self) -> int:
         """Bytes used of each row."""
+
+
+class DeviceSlots(NamedTuple):
+    """A `SlotTable` in the daemon's device memory, to be read only. table: a tensor on the engine's device."""
+
+    table: Any
+    nbytes: int
 
 
 class Pages(Protocol):
@@ -46,7 +53,7 @@ class Pages(Protocol):
         """
 
     def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any) -> None:
-        """Copy the segment's `rows` into the blocks `blocks`; done when it returns.
+        """Copy the `rows` of the segment, or of device memory, into the blocks `blocks`; done when it returns.
 
         ready: the same; behind it nothing of earlier steps touches the blocks.
         """
@@ -107,13 +114,14 @@ class HostPages:
 
     def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any = None) -> None:
         assert slots.nbytes == self.nbytes
+        table = np.asarray(slots.table)  # device memory is the host's here, and a tensor
         if (direct := straight_runs(rows, blocks)) is not None:
             for at, to, count in direct:
                 for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
-                    layer[to : to + count] = slots.table[at : at + count, start:stop]
+                    layer[to : to + count] = table[at : at + count, start:stop]
             return
-        for chunk in self._chunks(len(blocks), slots.table.shape[1]):
-            whole = self._take(slots.table, rows[chunk])
+        for chunk in self._chunks(len(blocks), table.shape[1]):
+            whole = self._take(table, rows[chunk])
             for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
                 layer[blocks[chunk]] = whole[:, start:stop]
 

@@ -123,6 +123,8 @@ class RankReport:
 
     groups: for each stored group, its layers as (name, bytes a block).
     backends: attention backend of each layer.
+    life: of the daemon's spare device memory, if the rank is attached to it and computes on that very
+        device; else 0. The one field that changes: then the rank reports anew.
     """
 
     rank: int
@@ -131,6 +133,7 @@ class RankReport:
     isa: str
     groups: list[list[tuple[str, int]]]
     backends: dict[str, str]
+    life: int = 0
 
 
 @dataclass
@@ -169,6 +172,12 @@ class StepDone:
 
 
 # --- rules --------------------------------------------------------------------------------------
+
+
+def common_life(reports: Iterable[RankReport]) -> int:
+    """The life of the device memory that every rank reads by itself; 0: there is no such."""
+    lives = {report.life for report in reports}
+    return lives.pop() if len(lives) == 1 else 0
 
 
 def block_key(block_hash: bytes) -> bytes:

@@ -14,15 +14,19 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvpool.engine_plugins.vllm.following import Following
 from kvpool.engine_plugins.vllm.plan import Quiet
 from kvpool.errors import KvpoolError
-from kvpool.types import Namespace, NamespaceRecord, Recompute
+from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, Recompute
 
 if TYPE_CHECKING:
     from kvpool.client import Client
 
 OTHERS_S = 5.0
 """How long a node that was alone is taken to be alone: requests ask no round trip for nothing."""
+FOLLOW_TURN_S = 1.0
+"""A daemon follows a prompt for a limited time. One that gives up sooner than this has a reason, and is not asked
+again."""
 IDLE_S = 0.001
 """How long a step in which nothing runs waits for a pull, so that the engine does not spin."""
 
@@ -31,15 +35,20 @@ IDLE_S = 0.001
 class Pull:
     """One request's wait for blocks of other nodes.
 
-    start: chain index of the first key. begun: when the request was looked up.
+    start: chain index of the first key. begun: when the request was looked up. wait_s: how long it waits.
+    following: where the keys' blocks are being computed.
     recompute: the price of computing the keys' blocks instead, where it is known.
+    life: of the device memory that the engine reads by itself: what is there needs not be brought.
     future: the usable blocks of the keys, once a thread was free to ask. answered: when it had them.
     """
 
     start: int
     keys: bytes
     begun: float
+    wait_s: float
+    following: Following | None = None
     recompute: Recompute | None = None
+    life: int = 0
     future: Future[int] | None = None
     answered: float | None = None
 
@@ -48,7 +57,8 @@ class Pulls:
     """Asks for pulls, a bounded number at a time. For the scheduling thread only.
 
     client: for the threads only; it may wait longer than the scheduling thread's.
-    threads: as many as `most`. wait_s: how long a request waits, for a free thread included.
+    most: pulls at a time, and follows_max as many prompts that are followed; threads: as many as both.
+    wait_s: how long a request waits, for a free thread included, unless it says so itself (`Following`).
     """
 
     def __init__(
@@ -57,6 +67,7 @@ class Pulls:
         threads: Executor,
         *,
         most: int,
+        follows_max: int,
         wait_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -65,6 +76,7 @@ class Pulls:
         self._wait_s = wait_s
         self._clock = clock
         self._free = threading.Semaphore(most)
+        self._free_to_follow = threading.Semaphore(follows_max)
         self._namespace: Future[Namespace] | None = None
         self._alone_until = self._known_until = 0.0
         self._quiet = Quiet()
@@ -73,12 +85,25 @@ class Pulls:
         """Open the namespace, in its present epoch, for all pulls that begin later."""
         self._namespace = self._threads.submit(self._open, record)
 
-    def begin(self, start: int, keys: bytes, recompute: Recompute | None = None) -> Pull | None:
-        """Begin to bring a prefix here; None where nobody could have it, or pulls were in vain of late."""
+    def begin(
+        self,
+        start: int,
+        keys: bytes,
+        recompute: Recompute | None = None,
+        life: int = 0,
+        following: Following | None = None,
+    ) -> Pull | None:
+        """Begin to bring a prefix here; None where nobody could have it, or pulls were in vain of late.
+
+        following: it is being computed, perhaps on this very node: then it is waited for, whatever it costs.
+        """
         now = self._clock()
-        if now < self._alone_until or self._quiet.holds(now):
+        if following is not None:
+            pull = Pull(start, keys, now, following.follow_s, following)
+        elif now < self._alone_until or self._quiet.holds(now):
             return None
-        pull = Pull(start, keys, now, recompute)
+        else:
+            pull = Pull(start, keys, now, self._wait_s, None, recompute, life)
         self._ask(pull, now)
         return pull
 
@@ -87,7 +112,7 @@ class Pulls:
         now = self._clock()
         self._ask(pull, now)
         answered = pull.future is not None and pull.future.done()
-        return answered or now >= pull.begun + self._wait_s
+        return answered or now >= pull.begun + pull.wait_s
 
     def blocks(self, pull: Pull) -> int | None:
         """How many blocks of an ended pull's keys are here; None when that was not heard in time."""
@@ -101,9 +126,10 @@ class Pulls:
         The time that it took; not what the engine took to ask about it.
         """
         answered = pull.answered
-        taken = self._wait_s if answered is None else min(answered - pull.begun, self._wait_s)
-        in_vain = not gained and taken >= self._wait_s / 2
-        self._quiet.note(self._clock(), failed=in_vain)
+        taken = pull.wait_s if answered is None else min(answered - pull.begun, pull.wait_s)
+        if pull.following is None:
+            in_vain = not gained and taken >= pull.wait_s / 2
+            self._quiet.note(self._clock(), failed=in_vain)
         return taken
 
     def wait(self, pulls: Iterable[Pull]) -> None:
@@ -113,18 +139,19 @@ class Pulls:
             wait(futures, IDLE_S, FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Wait for what runs (each has a deadline), drop what waits, close the client."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """Call off what is followed, wait for what runs (each has a deadline), drop what waits."""
         self._client.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _ask(self, pull: Pull, now: float) -> None:
         """Hand a pull to a thread, if one is free and there is time left."""
-        left = pull.begun + self._wait_s - now
-        if pull.future is not None or left <= 0 or not self._free.acquire(blocking=False):
+        left = pull.begun + pull.wait_s - now
+        free = self._free if pull.following is None else self._free_to_follow
+        if pull.future is not None or left <= 0 or not free.acquire(blocking=False):
             return
         assert self._namespace is not None, "a namespace is entered before anything is looked up"
         pull.future = self._threads.submit(self._pull, self._namespace, pull, left)
-        pull.future.add_done_callback(lambda _: self._free.release())
+        pull.future.add_done_callback(lambda _: free.release())
 
     # --- on a thread of the pool ----------------------------------------------------------------
 
@@ -137,14 +164,29 @@ class Pulls:
         """The usable blocks of the keys afterwards; 0 where the daemon does not say."""
         blocks = 0
         try:
-            if not self._alone():
+            if pull.following is not None:
+                blocks = self._follow(opened.result(), pull, pull.following.source, wait_s)
+            elif not self._alone():
                 blocks = self._client.pull(
-                    opened.result(), pull.keys, wait_s=wait_s, recompute=pull.recompute
+                    *(opened.result(), pull.keys),
+                    wait_s=wait_s,
+                    recompute=pull.recompute,
+                    life=pull.life,
                 )
         except KvpoolError:
             pass  # the request computes, after what may have been a long wait: see `note`
         pull.answered = self._clock()
         return blocks
+
+    def _follow(self, namespace: Namespace, pull: Pull, source: str, wait_s: float) -> int:
+        now = self._clock()
+        ends = now + wait_s
+        while True:
+            asked = now
+            blocks = self._client.follow(namespace, pull.keys, wait_s=ends - now, source=source)
+            now = self._clock()
+            if len(pull.keys) == blocks * KEY_BYTES or now - asked < FOLLOW_TURN_S or now >= ends:
+                return blocks
 
     def _alone(self) -> bool:
         """Whether memory is all there is, as the daemon said within the last `OTHERS_S`."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
 from kvpool.engine_plugins.vllm.events import Publisher, part_groups
+from kvpool.engine_plugins.vllm.following import Following, following
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import (
     GroupRule,
@@ -39,7 +40,7 @@ from kvpool.engine_plugins.vllm.plan import (
     plan_save,
 )
 from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
-from kvpool.errors import KvpoolError, StaleEpoch
+from kvpool.errors import InvalidRequest, KvpoolError, StaleEpoch
 from kvpool.prefill import PrefillFit, StepWork
 from kvpool.types import Namespace, NamespaceRecord, Recompute
 
@@ -77,6 +78,7 @@ class RequestState:
         request waits for them once, and once more each time it starts anew.
     limit: chain index from which on nothing is loaded any more, since a load from there failed.
         An engine asks again after a failed load; without this it would fail for ever.
+    following: the prompt is being computed elsewhere. Once: what a preempted request lacks is pulled.
     local: chain index up to which the engine itself had blocks at the last question.
     saved: chain index up to which blocks were offered to the pool, loaded from it, or dropped.
     """
@@ -86,6 +88,7 @@ class RequestState:
     pull: Pull | None = None
     pulled: int = -1
     limit: int | None = None
+    following: Following | None = None
     local: int = 0
     saved: int = 0
 
@@ -161,6 +164,7 @@ class SchedulerHalf:
         self._clock = clock
         self._make_record: Callable[[str], NamespaceRecord] | None = None
         self._namespace: Namespace | None = None
+        self._life = 0
         self._rank_bytes = 0
         self._epoch = config.epoch
         self._generation = 0
@@ -231,6 +235,10 @@ class SchedulerHalf:
         self._weights = self._client.generation(namespace)
         self._plan.opening = Opening(self._generation, namespace.record, self._weights)
 
+    def use_device(self, life: int) -> None:
+        """From now on all ranks read the daemon's device memory of this life by themselves; 0: not all, or none."""
+        self._life = life
+
     def bind_pool(self, block_pool: Any) -> None:
         """The engine's own block pool, in which saves pin their blocks."""
         self._pool = block_pool
@@ -238,7 +246,12 @@ class SchedulerHalf:
     # --- lookups ------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        self._requests[request.request_id] = RequestState(request)
+        self._requests[request.request_id] = state = RequestState(request)
+        try:
+            state.following = following(request.kv_transfer_params)
+        except InvalidRequest as error:
+            self.counters.add(bad_requests=1)
+            log.warning("request %s is not followed: %s", request.request_id, error)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens that the pool can add to the engine's own hit, and whether beside other steps.
@@ -289,6 +302,8 @@ class SchedulerHalf:
             return False
         if lookup.lease is None:
             return True
+        if lookup.lease.life not in (0, self._life):
+            return False  # the ranks could not read all of it any more
         return lookup.lease.deadline - self._clock() >= self._config.lease_s / 2
 
     def _look_up(self, state: RequestState) -> Lookup:
@@ -313,7 +328,9 @@ class SchedulerHalf:
         begun = self._clock()
         lease = None
         try:
-            lease = self._client.acquire(self._namespace, keys, lease_s=self._config.lease_s)
+            lease = self._client.acquire(
+                self._namespace, keys, lease_s=self._config.lease_s, life=self._life
+            )
         except KvpoolError:
             # Refused, for want of quota say: the request computes, and the count shows it.
             self.counters.add(failed_lookups=1)
@@ -336,10 +353,12 @@ class SchedulerHalf:
             return
         end = self._end(state)
         keys = pack(state.request.block_hashes[lookup.start : end])
-        state.pull = self._pulls.begin(lookup.start, keys, self._recompute(lookup.start, end))
+        price = self._recompute(lookup.start, end)
+        followed = state.following if state.pulled < 0 else None
+        state.pull = self._pulls.begin(lookup.start, keys, price, self._life, followed)
         if state.pull is not None:
             state.pulled = lookup.preemptions
-            self.counters.add(pulls=1)
+            self.counters.add(pulls=1, follows=followed is not None)
 
     def _recompute(self, start: int, end: int) -> Recompute | None:
         """The price of computing blocks of a chain, as configured or as measured; None: not known yet."""

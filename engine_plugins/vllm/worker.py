@@ -13,13 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.engine_plugins.vllm.layout import Pages
+from kvpool.engine_plugins.vllm.attachment import Attachment
+from kvpool.engine_plugins.vllm.layout import DeviceSlots, Pages
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
@@ -34,9 +35,11 @@ from kvpool.engine_plugins.vllm.plan import (
 from kvpool.engine_plugins.vllm.steps import StepTimer
 from kvpool.errors import KvpoolError, LeaseLost, StaleEpoch
 from kvpool.types import Namespace
+from kvpool.wire import NO_ROW
 
 if TYPE_CHECKING:
     from kvpool.client import Client, Lease, Slots
+    from kvpool.device_memory import DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class WorkerHalf:
     counters: what the worker counts in; its own unless pages count too.
     record_ready: an event behind all that the engine has queued on its device, or None on a host.
     timer: for forward passes; None where another rank of the pipeline stage measures them.
+    attachment: to the daemon's device memory, taken over; None where blocks are not read there.
     """
 
     def __init__(
@@ -78,9 +82,11 @@ class WorkerHalf:
         thread_setup: Callable[[], None] | None = None,
         counters: Counters | None = None,
         timer: StepTimer | None = None,
+        attachment: Attachment | None = None,
     ) -> None:
         self._client = client
-        self.report = report
+        self._attachment = attachment
+        self.report = replace(report, life=attachment.life) if attachment is not None else report
         self._pages = make_pages()
         self._load_pages = make_pages()
         self._save_pages = make_pages()
@@ -91,7 +97,7 @@ class WorkerHalf:
         self._save_thread = _thread("kvpool-save", thread_setup)
         self._loads: dict[Future[bool], LoadJob] = {}
         self._saves: dict[Future[Saved], SaveJob] = {}
-        self._openings: list[Future[None]] = []
+        self._chores: list[Future[None]] = []
         self._generation = 0
         self._namespace: Namespace | None = None
         self._unheard: set[int] = set()
@@ -112,12 +118,13 @@ class WorkerHalf:
     def start_loads(self, plan: StepPlan) -> None:
         """Start the step's loads; synchronous ones have ended when this returns."""
         ready = self._record_ready() if plan.loads else None
+        device = None if self._attachment is None else self._attachment.memory
         for job in plan.loads:
             if not job.sync:
-                future = self._load_thread.submit(self._load, job, self._load_pages, ready)
+                future = self._load_thread.submit(self._load, job, self._load_pages, ready, device)
                 self._loads[future] = job
                 continue
-            if not self._load(job, self._pages, ready):
+            if not self._load(job, self._pages, ready, device):
                 self._unheard.add(job.job)
                 self._failed_blocks |= job.block_ids()
                 self._done.failed_loads.add(job.job)
@@ -137,7 +144,7 @@ class WorkerHalf:
         if plan.want_report:
             self._done.reports = [self.report]
         if plan.opening is not None:
-            self._openings.append(self._save_thread.submit(self._open, plan.opening))
+            self._chores.append(self._save_thread.submit(self._open, plan.opening))
         if plan.saves and not self._unheard:
             ready = self._record_ready()
             for job in plan.saves:
@@ -179,8 +186,10 @@ class WorkerHalf:
             if saved is Saved.OUTDATED:
                 self._done.outdated.add(job.generation)
         self._collect_passes()
-        while self._openings and self._openings[0].done():
-            self._openings.pop(0).result()
+        if self._attachment is not None:
+            self._attend(self._attachment)
+        while self._chores and self._chores[0].done():
+            self._chores.pop(0).result()
         if not self._done:
             return None
         done, self._done = self._done, StepDone()
@@ -196,36 +205,57 @@ class WorkerHalf:
             self._passes.popleft()
             self._done.steps[step] = seconds, 1
 
+    def _attend(self, attachment: Attachment) -> None:
+        """Look after the daemon's device memory, and report anew when it is another one."""
+        ended = attachment.look()
+        if ended is not None:
+            # Behind all loads that were begun with it. None begins any more, and synchronous ones have ended.
+            self._chores.append(self._load_thread.submit(ended.close))
+        if attachment.life != self.report.life:
+            self.report = replace(self.report, life=attachment.life)
+            self._done.reports = [self.report]
+
     def close(self) -> None:
         """Wait for copies that run (each has a deadline), drop those that wait, stop the threads."""
         for thread in (self._load_thread, self._save_thread):
             thread.shutdown(wait=True, cancel_futures=True)
+        if self._attachment is not None:
+            self._attachment.close()
 
     # --- on the load thread, or the engine's for synchronous loads ------------------------------
 
-    def _load(self, job: LoadJob, pages: Sequence[Pages], ready: Any) -> bool:
+    def _load(
+        self, job: LoadJob, pages: Sequence[Pages], ready: Any, device: DeviceMemory | None
+    ) -> bool:
         """Copy leased slots into the request's blocks. False: nothing of it may be used."""
         begun = time.monotonic()
         try:
-            self._copy_in(job, pages, ready)
+            self._copy_in(job, pages, ready, device)
         except KvpoolError:
             self.counters.add(failed_loads=1)
             return False
         self.counters.add(loads=1, load_seconds=time.monotonic() - begun)
         return True
 
-    def _copy_in(self, job: LoadJob, pages: Sequence[Pages], ready: Any) -> None:
-        """Copy all groups. Raises `LeaseLost` when any of the bytes may be stale."""
+    def _copy_in(
+        self, job: LoadJob, pages: Sequence[Pages], ready: Any, device: DeviceMemory | None
+    ) -> None:
+        """Copy all groups. Raises `LeaseLost` when any of the bytes may be stale.
+
+        device: the daemon's memory that the rank was attached to when the load was begun.
+        """
         wanted = [position for position, group in enumerate(job.groups) if group.block_ids]
-        lease = self._client.join(job.token, parts=[self._first_part + each for each in wanted])
+        parts = [self._first_part + each for each in wanted]
+        lease = self._client.join(job.token, parts=parts, device=device)
         if lease is None:
-            raise LeaseLost("the daemon no longer knows the lease, or is away")
+            raise LeaseLost("the lease or its device memory is gone, or the daemon is away")
         try:
+            lease.check()  # what is known to be gone is not even touched
             for position in wanted:
                 slots = lease.slots[self._first_part + position]
                 self._copy_group(job.groups[position], slots, pages[position], ready)
-            # The copies are complete here, on accelerators too; only now does the clock say
-            # whether the slots were still ours while they ran.
+            # The copies are complete here, on accelerators too; only now do the clock, and the life of
+            # the device memory's owner, say whether the slots were still ours while they ran.
             lease.check()
         finally:
             if job.sync:
@@ -235,11 +265,27 @@ class WorkerHalf:
 
     def _copy_group(self, group: GroupLoad, slots: Slots, pages: Pages, ready: Any) -> None:
         skip = group.first - slots.first // group.stride
-        rows = slots.rows[skip : skip + len(group.block_ids)]
-        if skip < 0 or len(rows) != len(group.block_ids):
+        some = slice(skip, skip + len(group.block_ids))
+        rows, blocks = slots.rows[some], np.asarray(group.block_ids, np.int64)
+        if skip < 0 or len(rows) != len(blocks):
             raise LeaseLost("the lease does not cover the blocks that the engine needs")
-        pages.from_slots(slots, rows, np.asarray(group.block_ids, np.int64), ready)
-        self.counters.add(loaded_blocks=len(rows), loaded_bytes=len(rows) * pages.nbytes)
+        near = 0
+        if slots.device_rows is None:
+            pages.from_slots(slots, rows, blocks, ready)
+        else:
+            device_rows = slots.device_rows[some]
+            there = device_rows != NO_ROW
+            near = int(there.sum())
+            on_device = DeviceSlots(slots.device_table, slots.nbytes)
+            pages.from_slots(on_device, device_rows[there], blocks[there], ready)
+            if near < len(rows):
+                pages.from_slots(slots, rows[~there], blocks[~there], ready)
+        self.counters.add(
+            loaded_blocks=len(rows),
+            loaded_bytes=len(rows) * pages.nbytes,
+            device_blocks=near,
+            device_bytes=near * pages.nbytes,
+        )
 
     # --- on the save thread ---------------------------------------------------------------------
 

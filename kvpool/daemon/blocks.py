@@ -33,6 +33,8 @@ class Limits:
     grant_bytes_per_holder: int = 64 << 20
     grant_share: float = 1 / 16  # of the segment, all holders together
     steal_tries: int = 8  # cold blocks looked at to find a slab that can be emptied
+    waiters_max: int = 128  # questions of peers that wait for blocks to be committed here
+    waiters_per_peer_max: int = 32
 
 
 class Block(msgspec.Struct, gc=False, eq=False):

@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -20,6 +21,7 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.blocks import NamespaceState, Tenant
 from kvpool.daemon.node import Node
 from kvpool.daemon.remote import Living
+from kvpool.daemon.surroundings import Surroundings
 from kvpool.daemon.tasks import Tasks
 from kvpool.errors import (
     ConfigError,
@@ -31,8 +33,10 @@ from kvpool.errors import (
 from kvpool.placement.announcer import Announcer
 from kvpool.placement.directory import TIERS, Directory, Entry
 from kvpool.placement.membership import Membership, Standing
+from kvpool.placement.rails import Card, Route, route
 from kvpool.placement.records import (
     DEFAULT_SETTINGS,
+    NIXL,
     DrainProgress,
     NamespaceEntry,
     NamespaceSettings,
@@ -45,7 +49,7 @@ from kvpool.placement.records import (
     new_incarnation,
     plain,
 )
-from kvpool.placement.sources import DeadIncarnations, Peers
+from kvpool.placement.sources import DeadIncarnations, Link, Peers
 from kvpool.types import PartSpec, plain_parts
 
 log = logging.getLogger("kvpool.daemon")
@@ -70,6 +74,8 @@ class Cluster:
     called with what an operator wants of this node, when that changes. entered: called with each namespace
     that is in a new epoch. configured: called with each whose settings have changed. keep_epoch: makes that and its settings outlive this process, where no
     membership does.
+    surroundings: of this node's machine. path_to: by which way the node at a URL is pulled from at present; both
+    set before `start`.
     """
 
     def __init__(
@@ -100,6 +106,8 @@ class Cluster:
         self.lost_nodes: list[Callable[[], None]] = []
         self.drain: Callable[[bool], None] = lambda _: None
         self.lower_tiers: Callable[[], Sequence[TierRecord]] = tuple
+        self.surroundings = Surroundings()
+        self.path_to: Callable[[str], str] = lambda url: url
         self.lost = 0
         self._clock = clock
         self._directory = directory
@@ -107,7 +115,9 @@ class Cluster:
         self._announced_as: bytes | None = self.own
         self._static = {_stand_in(url): _static_peer(url) for url in config.peers}
         self._living: dict[bytes, Living] = dict(self._static)
-        self._nixl: dict[str, str] = {}
+        self._by_url: dict[str, NodeRecord] = {}
+        self._routes: dict[str, tuple[NodeRecord, Route]] = {}  # and of which record each was made
+        self._cards: list[Card] = []
         self._dead = DeadIncarnations()
         self._view = View()
         self._transports: tuple[TransportRecord, ...] = ()
@@ -122,8 +132,11 @@ class Cluster:
     # ---- life ----------------------------------------------------------------------------------------
 
     async def start(self, urls: Sequence[str]) -> None:
-        """Join. `urls`: where this node's movers listen. Raises what the membership raises."""
-        self._transports = tuple(TransportRecord(url) for url in self.config.advertise or urls)
+        """Join. `urls`: where this node's movers listen, in the order of the configuration.
+
+        Raises what the membership raises.
+        """
+        self._describe_ways(urls)
         await self.membership.start()
         self.membership.watch(self._look)
         self.membership.on_lost(self._lose)
@@ -134,6 +147,20 @@ class Cluster:
             for tier, held in self.holdings.items():
                 self._begin_to_announce(self._told, tier, held)
         self._tasks.begin(self._run())
+
+    def _describe_ways(self, urls: Sequence[str]) -> None:
+        """What others are told of how to reach this node, and what it knows of its own network cards."""
+        told = self.config.advertise or urls
+        rails = self.config.rails or [""] * len(urls)
+        transports = []
+        for url, shown, rail in zip(urls, told, rails, strict=True):
+            nic = self.surroundings.nic(url)
+            numa, net = (-1, "") if nic is None else (nic.numa, nic.net)
+            transports.append(TransportRecord(shown, numa=numa, rail=rail, net=net))
+            if not url.startswith(NIXL):
+                address = "" if nic is None else urlsplit(url).hostname or ""
+                self._cards.append(Card(address, numa, rail, net))
+        self._transports = tuple(transports)
 
     def announce(self, tier: int, held: Holdings) -> None:
         """There is one tier more to announce."""
@@ -417,7 +444,7 @@ class Cluster:
         """The membership has news."""
         before, self._view = self._view, self.membership.view
         living = dict(self._static)
-        nixl: dict[str, str] = {}
+        by_url: dict[str, NodeRecord] = {}
         for record in self._view.nodes.values():
             incarnation = record.incarnation_bytes
             if (
@@ -427,15 +454,23 @@ class Cluster:
                 and (url := record.url)
             ):
                 living[incarnation] = Living(record, url)
-                nixl[url] = record.nixl_url
-                self.peers.met(incarnation, record.labels)
+                by_url[url] = record
         for incarnation in self._living.keys() - living.keys():
             self.peers.gone(incarnation)
+        # After those that have gone: one of these may be such a node again.
+        for record in by_url.values():
+            self.peers.met(
+                record.incarnation_bytes,
+                record.labels,
+                place=(record.node, record.url),
+                same_host=bool(record.host) and record.host == self.surroundings.host,
+            )
         self._dead.seen(
             {self.own, *(record.incarnation_bytes for record in self._view.nodes.values())}
         )
         self._living = living
-        self._nixl = nixl
+        self._by_url = by_url
+        self._routes = {url: known for url, known in self._routes.items() if url in by_url}
         if self._view.namespaces is not before.namespaces:
             self._look_at_namespaces()
         wanted = self.config.node in self._view.drains
@@ -453,9 +488,25 @@ class Cluster:
             if epochs:
                 self._apply(epochs[-1], entry)
 
-    def nixl_url(self, url: str) -> str:
-        """Where NIXL reads from the node at this URL; empty: it has no NIXL, or is not known."""
-        return self._nixl.get(url, "")
+    def route(self, url: str) -> Route | None:
+        """All ways to the node that is known by this URL; None: nothing is known of it but that."""
+        record = self._by_url.get(url)
+        if record is None:
+            return None
+        known = self._routes.get(url)
+        if known is None or _reached_otherwise(known[0], record):
+            numa, bind_source = self.surroundings.numa, self.config.bind_source
+            known = record, route(self._cards, numa, record, bind_source=bind_source)
+            self._routes[url] = known
+        return known[1]
+
+    def links(self) -> list[Link]:
+        """What this node expects of pulling from each other one."""
+        now = self._clock()
+        return [
+            self.peers.link(incarnation, living.record.node, now, self.path_to(living.url))
+            for incarnation, living in self._living.items()
+        ]
 
     # ---- ourselves -----------------------------------------------------------------------------------
 
@@ -474,6 +525,8 @@ class Cluster:
             __version__,
             wire.PROTOCOL_VERSION,
             self.progress,
+            self.surroundings.host,
+            self.surroundings.numa,
         )
 
     async def tell(self) -> None:
@@ -610,6 +663,7 @@ class Cluster:
             "peers": [node.url for node in self._static.values()],
             "drains": sorted(self._view.drains),
             "namespaces": [plain(entry) for _, entry in sorted(self._view.namespaces.items())],
+            "links": [plain(link) for link in self.links()],
             "directory": self._announcing(),
             "leases_lost": self.lost,
             "swept": self.swept,
@@ -623,6 +677,15 @@ class Cluster:
             return None
         worst = {"connected": min, "settled": min, "lag_s": max}
         return {name: worst.get(name, sum)(stats[name] for stats in every) for name in every[0]}
+
+
+def _reached_otherwise(old: NodeRecord, new: NodeRecord) -> bool:
+    """Whether the ways to a node may have changed."""
+    return (old.incarnation, old.transports, old.numa) != (
+        new.incarnation,
+        new.transports,
+        new.numa,
+    )
 
 
 def _incarnations(view: View) -> set[str]:

@@ -81,6 +81,7 @@ class Drainer:
         cluster, node = self.cluster, self.node
         log.warning("node %s is being drained", cluster.config.node)
         cluster.state = NodeState.DRAINING
+        node.awaited.end_peers()  # nothing new is stored here
         total = sum(rules.block_count() for rules in (node, *self._tiers.rules()))
         await self._progress(DrainProgress(blocks_total=total), force=True)
         # What was read more than once goes first, in case not all finds room.

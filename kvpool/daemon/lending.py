@@ -5,17 +5,21 @@ Event loop only. Bytes go from segment to segment through the movers; here is on
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from kvpool import wire
-from kvpool.daemon.blocks import Holder, NamespaceState, PartTable
+from kvpool.daemon.blocks import Holder, NamespaceState, PartTable, directory_digest
+from kvpool.daemon.masks import pack_masks, unpack_masks, width_of
 from kvpool.daemon.node import Node
-from kvpool.errors import InvalidRequest, NamespaceMismatch, Unavailable
+from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch, Unavailable
 from kvpool.types import KEY_BYTES, split_keys
 
 LEND_WAIT_SHARE = 0.5  # of the time a peer has: longest wait for this node's disks
+AWAIT_KEYS_MAX = 1024  # in one question of what is committed here
+AWAIT_S_MAX = 10.0  # for its answer
 
 
 class Below(Protocol):
@@ -33,7 +37,7 @@ class Lender:
 
     may_serve: whether this node is a member, as far as it can know; peers are refused while it is not.
     stale: told of blocks that a peer wanted and that are not here: the directory may say otherwise.
-    take: what to do about an `Offer`.
+    take: what to do about an `Offer`. stores: whether anything new may come.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Lender:
         may_serve: Callable[[], bool] = lambda: True,
         stale: Callable[[NamespaceState, list[bytes]], None] = lambda *_: None,
         take: Callable[[wire.Offer], Awaitable[wire.Bytes]] | None = None,
+        stores: Callable[[], bool] = lambda: True,
     ) -> None:
         self.node = node
         self._below = below
@@ -52,6 +57,7 @@ class Lender:
         self._may_serve = may_serve
         self._stale = stale
         self._take = take
+        self._stores = stores
 
     def asked(self, question: wire.Ask) -> wire.Done:
         """How many blocks of the prefix a peer could pull from here."""
@@ -59,6 +65,8 @@ class Lender:
         namespace = self._known(question.tenant, question.digest)
         if namespace is None:
             return wire.Done(0)
+        if not all(0 <= part < len(namespace.tables) for part in question.parts):
+            raise InvalidRequest(f"parts {question.parts[:8]}: this node's namespace has others")
         return wire.Done(self._below.reach(namespace, question.parts, question.keys))
 
     async def offered(self, offer: wire.Offer) -> wire.Bytes:
@@ -67,6 +75,50 @@ class Lender:
         if self._take is None:
             raise Unavailable("this node takes no offers: it is in no cluster")
         return await self._take(offer)
+
+    async def awaited(self, question: wire.Await) -> wire.Bytes:
+        """What is in memory of these blocks, once that is more than the peer knows, or when it is late.
+
+        A namespace need not be known here yet. Raises `LimitExceeded` when too many wait.
+        """
+        self._check_standing()
+        keys, width = split_keys(question.keys), width_of(question.keys, question.known)
+        if len(keys) > AWAIT_KEYS_MAX:
+            raise LimitExceeded(f"at most {AWAIT_KEYS_MAX} blocks are waited for in one question")
+        known = unpack_masks(question.known, width)
+        name = directory_digest(question.tenant, question.digest)
+        every = (1 << 8 * width) - 1
+
+        def here() -> list[int]:
+            _, masks = self.node.masks(name, keys)
+            return [mask & every for mask in masks] or [0] * len(keys)
+
+        def ended() -> bool:
+            namespace = self.node.by_directory(name)
+            return not self._stores() or (namespace is not None and namespace.retired)
+
+        wait_s = min(question.wait_s, AWAIT_S_MAX) if question.wait_s > 0 else 0.0
+        deadline = self._clock() + wait_s
+        masks = here()
+        while not _news(masks, known) and self._clock() < deadline and not ended():
+            await self._one_more(question.node, name, keys, deadline)
+            self._check_standing()
+            masks = here()
+        return wire.Bytes(pack_masks(masks, width))
+
+    async def _one_more(
+        self, peer: str, name: bytes, keys: Sequence[bytes], deadline: float
+    ) -> None:
+        """Until some part of any of these is committed, or the deadline."""
+        came = asyncio.Event()
+        waiter = self.node.awaited.add(peer, name, keys, came.set)
+        try:
+            async with asyncio.timeout(deadline - self._clock()):
+                await came.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.node.awaited.remove(waiter)
 
     def lend(self, request: wire.Lend) -> wire.Lent | Coroutine[Any, Any, wire.Lent]:
         """Lease what is here of the wanted blocks to a mover, until `give_back`.
@@ -157,3 +209,7 @@ class Lender:
     def _known(self, tenant: str, digest: bytes) -> NamespaceState | None:
         found = self.node.tenants.get(tenant)
         return None if found is None else found.namespaces.get(digest)
+
+
+def _news(masks: Sequence[int], known: Sequence[int]) -> bool:
+    return any(mask & ~stated for mask, stated in zip(masks, known, strict=True))

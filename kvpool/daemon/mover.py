@@ -15,13 +15,14 @@ import threading
 import msgspec
 
 from kvpool import wire
-from kvpool.daemon.worker import Control, Jobs, WorkerProcess, run_worker
+from kvpool.daemon.worker import Control, Jobs, OwedAnswer, WorkerProcess, run_worker
 from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.transfer import scheme_of, transport_for
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits, Transport
 from kvpool.wire import (
     Ask,
     AskPeer,
+    Await,
     Bytes,
     Corrupt,
     Done,
@@ -63,6 +64,9 @@ class ControlSource:
             raise ProtocolError(f"a question was answered with a {type(answer).__name__}")
         return answer
 
+    def awaited(self, question: Await) -> OwedAnswer:
+        return self._control.begin(question)
+
     def corrupt(self, report: Corrupt) -> None:
         self._control.send(report, 0)
 
@@ -75,6 +79,8 @@ class Mover(WorkerProcess):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         self._jobs = Jobs("kvpool-pull", PULL_THREADS_MAX, self.control)
+        # Questions that wait have threads of their own, so that no pull waits for them.
+        self._waits: Jobs | None = None
         self._transports: dict[str, Transport] = {}
         self._lock = threading.Lock()
         self._start: MoverStart | None = None
@@ -86,13 +92,17 @@ class Mover(WorkerProcess):
                 if not heard and isinstance(message, Lent) and message.token:
                     self.control.send(Return(message.token), 0)
             case PullBlocks() | AskPeer():
-                self._jobs.add(
+                waits = isinstance(message, AskPeer) and isinstance(message.question, Await)
+                jobs = self._waits if waits and self._waits is not None else self._jobs
+                jobs.add(
                     request,
                     message.deadline_s,
                     lambda stop, deadline: self._run_job(message, stop, deadline),
                 )
             case StopOrder():
                 self._jobs.stop(message.request)
+                if self._waits is not None:
+                    self._waits.stop(message.request)
             case wire.AttachSegment():
                 self.answer(request, lambda: self.attach(message))
             case MoverStart():
@@ -102,6 +112,7 @@ class Mover(WorkerProcess):
 
     def _begin(self, start: MoverStart) -> Message:
         self._start = start
+        self._waits = Jobs("kvpool-wait", start.waits_max, self.control)
         return MoverReady([self._transport(url).listen(url) for url in start.listen])
 
     def _run_job(self, order: PullBlocks | AskPeer, stop: Stop, deadline: Deadline) -> Message:

@@ -11,14 +11,16 @@ from typing import Any, Protocol
 
 from kvpool import wire
 from kvpool.config import DaemonConfig
-from kvpool.daemon.nixl import NixlPath
+from kvpool.daemon.paths import Paths
 from kvpool.daemon.workers import RESTARTS_MAX, START_S, Keeper, Worker
 from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
+from kvpool.placement.rails import Route
 from kvpool.segment import Segment
 from kvpool.transfer import scheme_of
 
 INFLIGHT_BYTES_MAX = 1 << 30  # lent to peers at a time, by one mover
 OFFERS_MAX = 32  # taken up at a time, through one mover
+WAITS_MAX = 64  # questions to peers that wait, at a time, by one mover
 
 
 class Rules(Protocol):
@@ -43,6 +45,10 @@ class Rules(Protocol):
         """Take what is wanted of the offered blocks. Ends by the offer's deadline. Raises `KvpoolError`."""
         ...
 
+    def awaited(self, question: wire.Await) -> Coroutine[Any, Any, wire.Bytes]:
+        """What is in memory of some blocks, once there is news. Raises `KvpoolError`."""
+        ...
+
     def corrupt(self, report: wire.Corrupt) -> None:
         """A peer got these blocks from here, and they did not match their checksums."""
         ...
@@ -62,6 +68,8 @@ class MoverProcess(Worker):
         self._loans: set[str] = set()
         self._taking: set[asyncio.Task[None]] = set()
         self._lending: set[asyncio.Task[None]] = set()
+        self._awaiting: set[asyncio.Task[None]] = set()
+        self._awaited: dict[int, asyncio.Task[None]] = {}  # of these, by the mover's request
         self.urls: list[str] = []
 
     @property
@@ -81,6 +89,7 @@ class MoverProcess(Worker):
                 listen=self._listen,
                 connections_max=config.peers_max,
                 inflight_bytes_max=INFLIGHT_BYTES_MAX,
+                waits_max=WAITS_MAX,
             ),
             START_S,
         )
@@ -98,6 +107,13 @@ class MoverProcess(Worker):
                 else:
                     full = LimitExceeded(f"{OFFERS_MAX} offers are being taken up here already")
                     self._channel.send(wire.error_message(full), request)
+            case wire.Await():
+                task = self._later(self._movers.source.awaited(message), request, self._awaiting)
+                self._awaited[request] = task
+                task.add_done_callback(lambda _: self._awaited.pop(request, None))
+            case wire.StopOrder():
+                if message.request in self._awaited:
+                    self._awaited[message.request].cancel()
             case wire.Return():
                 if message.token in self._loans:
                     self._loans.remove(message.token)
@@ -134,12 +150,13 @@ class MoverProcess(Worker):
         work: Coroutine[Any, Any, wire.Lent | wire.Bytes],
         request: int,
         tasks: set[asyncio.Task[None]],
-    ) -> None:
+    ) -> asyncio.Task[None]:
         """Send what this comes to, if the mover lives then."""
         task = self._loop.create_task(self._answer(work, request))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         task.add_done_callback(lambda _: work.close())  # it may be cancelled before it begins
+        return task
 
     async def _answer(
         self, work: Coroutine[Any, Any, wire.Lent | wire.Bytes], request: int
@@ -158,7 +175,7 @@ class MoverProcess(Worker):
         for token in self._loans:
             self._movers.source.give_back(token)
         self._loans.clear()
-        for task in (*self._taking, *self._lending):
+        for task in (*self._taking, *self._lending, *self._awaiting):
             task.cancel()
 
 
@@ -166,18 +183,19 @@ class Movers:
     """All movers of a daemon.
 
     The URLs that peers pull from are shared out among them; orders go to the one with the fewest.
-    `source`: the rules; set before `start`.
+    `source`: the rules. `route`: all ways to a peer, by the URL that it is known by. Both are set before `start`.
     """
 
     def __init__(self, config: DaemonConfig, incarnation: str, source: Rules | None = None) -> None:
         self.config = config
         self.incarnation = incarnation
         self.segments: dict[int, Segment] = {}
-        self.nixl_url: Callable[[str], str] = lambda _: ""  # of a peer, by its tcp:// URL
+        self.route: Callable[[str], Route | None] = lambda _: None
         self._source = source
         self._keepers: list[Keeper[MoverProcess]] = []
         self._nixl_keeper: Keeper[MoverProcess] | None = None
-        self.nixl: NixlPath | None = None
+        self._listening: list[tuple[Keeper[MoverProcess], list[int]]] = []  # which of `listen`
+        self._paths: Paths | None = None
 
     @property
     def source(self) -> Rules:
@@ -190,14 +208,29 @@ class Movers:
 
     @property
     def urls(self) -> list[str]:
-        """Where peers can pull from, with the ports that were really taken."""
-        return [url for mover in self._running(self._all) for url in mover.urls]
+        """Where peers can pull from, with the ports that were really taken, in the order of `listen`."""
+        return [
+            url
+            for _, url in sorted(
+                (index, url)
+                for keeper, indices in self._listening
+                if keeper.worker is not None and keeper.worker.alive
+                for index, url in zip(indices, keeper.worker.urls, strict=True)
+            )
+        ]
+
+    @property
+    def paths(self) -> Paths:
+        """By which way each peer is pulled from."""
+        assert self._paths is not None, "start first"
+        return self._paths
 
     async def start(self) -> None:
         """Start all of them. Raises `ConfigError` for a URL that cannot be served; then none runs."""
         count = self.config.movers
-        nixl = [url for url in self.config.listen if scheme_of(url) == "nixl"]
-        others = [url for url in self.config.listen if url not in nixl]
+        pulls = {"tcp": self._pull_by_tcp}
+        nixl = [at for at, url in enumerate(self.config.listen) if scheme_of(url) == "nixl"]
+        others = [at for at in range(len(self.config.listen)) if at not in nixl]
         for number in range(count):
             keeper = self._keeper(others[number::count], RESTARTS_MAX)
             await self._start(keeper)
@@ -206,15 +239,9 @@ class Movers:
             # It ends itself when a peer is lost in the middle of a read, however often that happens.
             self._nixl_keeper = self._keeper(nixl, None)
             await self._start(self._nixl_keeper)
-            self.nixl = NixlPath(
-                self._pull_by_nixl,
-                self._pull_by_tcp,
-                self._nixl_url,
-                asyncio.get_running_loop().time,
-            )
-
-    def _nixl_url(self, url: str) -> str:
-        return self.nixl_url(url)  # set after the start
+            pulls["nixl"] = self._pull_by_nixl
+        clock = asyncio.get_running_loop().time
+        self._paths = Paths(pulls, self._ask, self.route, clock)
 
     async def _start(self, keeper: Keeper[MoverProcess]) -> None:
         try:
@@ -223,12 +250,16 @@ class Movers:
             await self.stop()
             raise
 
-    def _keeper(self, listen: list[str], restarts_max: int | None) -> Keeper[MoverProcess]:
+    def _keeper(self, indices: list[int], restarts_max: int | None) -> Keeper[MoverProcess]:
+        listen = [self.config.listen[index] for index in indices]
+
         def began(mover: MoverProcess) -> None:
             # A later one takes the ports that this one was given, which peers know by now.
             listen[:] = mover.urls or listen
 
-        return Keeper(lambda: MoverProcess(self, listen), began, restarts_max=restarts_max)
+        keeper = Keeper(lambda: MoverProcess(self, listen), began, restarts_max=restarts_max)
+        self._listening.append((keeper, indices))
+        return keeper
 
     async def attach_segment(self, segment_id: int, segment: Segment) -> None:
         """Have all movers map a segment, later ones too. It must stay open until `stop`."""
@@ -242,9 +273,7 @@ class Movers:
         Raises `Unavailable` when no mover runs or the one that did it died, `LimitExceeded` when too
         much is under way, and `InvalidRequest` for an order that can never work.
         """
-        if self.nixl is not None:
-            return await self.nixl.pull(order)
-        return await self._pull_by_tcp(order)
+        return await self.paths.pull(order)
 
     async def _pull_by_tcp(self, order: wire.PullBlocks) -> wire.Pulled:
         return await self._pull_by(self._least_busy(), order)
@@ -263,13 +292,15 @@ class Movers:
 
     async def ask(self, order: wire.AskPeer) -> wire.Done | wire.Bytes:
         """A peer's answer to a question. Raises as `pull`, and what the peer reports."""
+        return await self.paths.ask(order)
+
+    async def _ask(self, order: wire.AskPeer) -> wire.Done | wire.Bytes:
         answer = await self._least_busy().order(order, order.deadline_s)
         assert isinstance(answer, (wire.Done, wire.Bytes))
         return answer
 
     @property
     def _all(self) -> list[Keeper[MoverProcess]]:
-        """That for NIXL is the last one, so that its URLs are."""
         return [*self._keepers, *([self._nixl_keeper] if self._nixl_keeper is not None else [])]
 
     @staticmethod
@@ -281,6 +312,10 @@ class Movers:
         if not running:
             raise Unavailable("no mover process runs at the moment")
         return min(running, key=lambda mover: mover.busy)
+
+    def nixl_stats(self) -> dict[str, Any] | None:
+        """None where this node has no NIXL."""
+        return None if self._nixl_keeper is None else self.paths.nixl_stats()
 
     def stats(self) -> list[dict[str, Any]]:
         return [
@@ -299,4 +334,5 @@ class Movers:
         """End all mover processes and wait for their death. Idempotent."""
         await asyncio.gather(*[keeper.stop() for keeper in self._all])
         self._keepers.clear()
+        self._listening.clear()
         self._nixl_keeper = None

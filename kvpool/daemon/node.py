@@ -260,6 +260,7 @@ class Node(Space):
             if table.garbage:
                 self._garbage[table] = None
         self.counters.epochs_ended += 1
+        self.awaited.end(living.directory_digest)
         if len(epochs) > EPOCHS_KEPT:
             self._by_directory.pop(epochs.pop(0).directory_digest, None)
         generation = max(generation, living.generation)

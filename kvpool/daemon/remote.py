@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, filterfalse, groupby, repeat
@@ -43,6 +44,7 @@ from kvpool.placement.directory import TIERS, Directory, Entry
 from kvpool.placement.prefix import AnyOf, needed, somewhere, usable
 from kvpool.placement.records import NodeRecord
 from kvpool.placement.sources import (
+    HEDGE_TIMES,
     TRIAL_S,
     Candidate,
     NegativeMemory,
@@ -402,9 +404,7 @@ class Remote:
                 self._keep(table, needed(table.spec, keys), kept)
             return await self._fetch(wants, deadline, kept=kept)
         finally:
-            holder = self._holder(namespace.tenant.name)
-            for token in kept:
-                self.node.release(holder, token)
+            self.let_go(namespace.tenant.name, kept)
 
     def _keep(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> None:
         """Lease what is here of these blocks, for as long as the rest of their prefix is being fetched."""
@@ -461,6 +461,58 @@ class Remote:
         only = [Candidate(incarnation, TIERS["dram"])]
         wants = [Want(table, list(_lacking(table.blocks, keys)), only) for table in tables]
         await self._fetch(wants, deadline, origin, background=True)
+
+    # ---- for follows ---------------------------------------------------------------------------------
+
+    async def look(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        wait_s: float,
+    ) -> dict[bytes, Sequence[Entry]]:
+        """Who has what of these keys: tiers below memory, the directory's nodes, object storage. Ends by `wait_s`."""
+        deadline = self._clock() + wait_s / LOOKUP_SHARE
+        self.node.settle()
+        located = self._on_disks(tables, keys)
+        looks = [self._in_store(namespace, tables, keys, deadline, prefix=False)]
+        if self._neighbours.directory is not None:
+            looks.append(self._locate(namespace, tables, keys, 0, deadline))
+        for elsewhere in await asyncio.gather(*looks):
+            _add(located, elsewhere)
+        return located
+
+    def wants(self, some: Mapping[PartTable, Mapping[bytes, Sequence[Entry]]]) -> list[Want]:
+        """Blocks that are to be brought, and by whom, for each part."""
+        candidates = _Candidates()
+        return [
+            want
+            for table, located in some.items()
+            for want in _wants(table, located, located, candidates)
+        ]
+
+    async def bring(self, wants: Sequence[Want], deadline: float) -> Sequence[Want]:
+        """Have transfers bring these; what did not come by the deadline."""
+        return await self._fetch(wants, deadline)
+
+    def expected_s(self, wants: Sequence[Want]) -> float:
+        """How long that may take before something is wrong: see `Peers.hedge_after_s`."""
+        nbytes: Counter[bytes] = Counter()
+        for want in wants:
+            for candidate in want.candidates[:1]:
+                nbytes[candidate.incarnation] += len(want.keys) * want.table.spec.nbytes
+        found = [self.peers.hedge_after_s(one, much) for one, much in nbytes.items()]
+        return HEDGE_TIMES * max(found, default=0.0)
+
+    def hold(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> None:
+        """Have what is here of these blocks stay until `let_go`. kept: takes the tokens for that."""
+        self._keep(table, keys, kept)
+
+    def let_go(self, tenant: str, kept: Sequence[str]) -> None:
+        """These blocks may go again."""
+        holder = self._holder(tenant)
+        for token in kept:
+            self.node.release(holder, token)
 
     # ---- who has what --------------------------------------------------------------------------------
 
@@ -858,6 +910,7 @@ class Remote:
         """Whether the transfer began: there may be too many."""
         if len(self._flying) >= FLIGHTS_MAX:
             return False
+        keys = list(dict.fromkeys(keys))  # an engine, or a peer, may have named one twice
         nbytes = len(keys) * table.spec.nbytes
         flight = Flight(
             table,

@@ -39,16 +39,19 @@ from kvpool.daemon.devices import DeviceTier, check_environment
 from kvpool.daemon.draining import Drainer
 from kvpool.daemon.engines import Engines, zmq_subscribe
 from kvpool.daemon.expiry import Expiry
+from kvpool.daemon.follows import Follows
 from kvpool.daemon.joining import open_directory, open_membership
 from kvpool.daemon.lending import Lender
 from kvpool.daemon.movers import Movers
 from kvpool.daemon.node import Node
+from kvpool.daemon.probing import Prober
 from kvpool.daemon.processes import peer_pid, peer_pidfd, peer_uid
 from kvpool.daemon.remote import NOT_NODES, STORE, Remote
 from kvpool.daemon.requests import parse_change, parse_parts, parse_wish, rows
 from kvpool.daemon.shelf import TableRecord
 from kvpool.daemon.space import OWN, Origin
 from kvpool.daemon.store_tier import StoreTier
+from kvpool.daemon.surroundings import look_around
 from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers import Tiers
 from kvpool.errors import (
@@ -131,6 +134,7 @@ class Server:
         self.movers: Movers
         self.cluster: Cluster
         self.remote: Remote
+        self.follows: Follows
         self.tiers: Tiers
         self.store: StoreTier
         self.device: DeviceTier | None = None
@@ -164,6 +168,7 @@ class Server:
             wire.PinBlocks: self._pin_blocks,
             wire.Scrub: self._scrub,
             wire.FollowEvents: self._follow_events,
+            wire.Follow: self._follow,
             wire.Configure: self._configure,
         }
 
@@ -171,7 +176,12 @@ class Server:
         """Rules of a tier, with nothing in it."""
         return Node(
             make_policy=lambda capacity: make_policy(self._policy, capacity, costs),
-            limits=Limits(lease_s_max=self.config.lease_s_max),
+            limits=Limits(
+                lease_s_max=self.config.lease_s_max,
+                waiters_max=max(
+                    1, self.config.peers_max // 2
+                ),  # the other connections are for pulls
+            ),
             incarnation=self.incarnation,
         )
 
@@ -197,6 +207,9 @@ class Server:
                 random.Random(self.incarnation),
             )
             await self.movers.start()
+            self.cluster.path_to = self.movers.paths.path
+            if self.config.join:
+                self.cluster.surroundings = look_around()
             for segment_id, tenant in enumerate(self.segments):
                 await self.movers.attach_segment(segment_id, self.segments[tenant])
             await self._enter_cluster()
@@ -245,6 +258,7 @@ class Server:
         self.remote = Remote(
             node, self.movers, self.cluster, self.tiers, self.store, peers, clock, self.device
         )
+        self.follows = Follows(node, self.remote, self.movers, self.cluster, clock, config.node)
         self.copies = Copies(node, self.cluster, self.remote, self.movers, clock)
         self.expiry = Expiry(lambda: (node, *self._rules_below()), self._ttl_s, clock)
         self._drainer = Drainer(node, self.cluster, self.copies, self.tiers, clock)
@@ -269,7 +283,7 @@ class Server:
         )
         self.cluster.entered += [self.engines.enter, self.store.enter]
         self.cluster.lost_nodes.append(self.copies.repair)
-        self.movers.nixl_url = self.cluster.nixl_url
+        self.movers.route = self.cluster.route
         self.movers.source = Lender(
             node,
             self.remote,
@@ -277,6 +291,7 @@ class Server:
             may_serve=self.cluster.may_serve,
             stale=self.cluster.stale,
             take=self.copies.take,
+            stores=lambda: self.cluster.state is NodeState.SERVING,
         )
 
     async def _enter_cluster(self) -> None:
@@ -287,6 +302,9 @@ class Server:
             self.copies.replicate(),
             self.copies.forward(),
             self.expiry.run(),
+            Prober(self.movers, self.cluster, self.remote.peers, self.clock).run(
+                self.config.probe_s
+            ),
             self._reclaim_garbage(),
         ):
             self._tasks.begin(work)
@@ -368,6 +386,7 @@ class Server:
             await self.engines.close()
         if hasattr(self, "cluster"):
             await self._drainer.close()
+            await self.follows.close()
             self.remote.close()
             await self.store.close()
             await self.cluster.close()
@@ -673,7 +692,7 @@ class Server:
         usable = self.remote.match(namespace, m.parts, m.keys, direct=direct)
         return usable * KEY_BYTES == len(m.keys)
 
-    def _direct(self, m: wire.Acquire) -> DeviceTier | None:
+    def _direct(self, m: wire.Acquire | wire.Pull) -> DeviceTier | None:
         """The spare device memory, if it is what the client has attached to and reads by itself."""
         device = self.device
         return device if device is not None and m.life and m.life == device.life else None
@@ -780,8 +799,10 @@ class Server:
         stats["connections"] = self._connections
         stats["refused_connections"] = self.refused
         stats["movers"] = self.movers.stats()
-        stats["nixl"] = None if self.movers.nixl is None else self.movers.nixl.stats()
+        stats["nixl"] = self.movers.nixl_stats()
+        stats["paths"] = self.movers.paths.stats()
         stats["remote"] = self.remote.stats()
+        stats["follows"] = self.follows.stats()
         stats["copies"] = self.copies.stats()
         device = [] if self.device is None else [self.device.stats()]
         stats["tiers"] = {**self.tiers.stats(), "remote": self.store.stats(), "device": device}
@@ -798,7 +819,16 @@ class Server:
     async def _pull(self, holder: Holder, m: wire.Pull) -> wire.Done:
         namespace = self._namespace(holder, m.ns, m.keys)
         wait_s = min(m.wait_s, self.config.lease_s_max)
-        return wire.Done(await self.remote.pull(namespace, [], m.keys, wait_s, _recompute(m)))
+        direct = self._direct(m) is not None
+        recompute = _recompute(m)
+        return wire.Done(
+            await self.remote.pull(namespace, [], m.keys, wait_s, recompute, direct=direct)
+        )
+
+    async def _follow(self, holder: Holder, m: wire.Follow) -> wire.Done:
+        namespace = self._namespace(holder, m.ns, m.keys)
+        wait_s = min(m.wait_s, self.config.lease_s_max)
+        return wire.Done(await self.follows.follow(namespace, m.parts, m.keys, wait_s, m.source))
 
     def _follow_events(self, holder: Holder, m: wire.FollowEvents) -> wire.Done:
         namespace = self.node.namespace(holder.tenant, m.ns)

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from kvpool.daemon.awaited import Awaited
 from kvpool.daemon.blocks import (
     PIN_HARD,
     PIN_NONE,
@@ -59,6 +60,7 @@ class Space:
         self._journal: list[tuple[int, PartTable, Any]] = []
         self._changed: list[tuple[NamespaceState, Sequence[bytes]]] | None = None
         self._notify: Callable[[], object] = lambda: None
+        self.awaited = Awaited(limits.waiters_max, limits.waiters_per_peer_max)
         self._classes: list[SlotClass] = []  # of all tenants, oldest first; never shorter
         self._garbage_left = 0  # blocks of ended epochs that the put under way may give back still
         self._garbage: dict[PartTable, None] = {}  # tables with blocks of an ended epoch
@@ -120,6 +122,8 @@ class Space:
             slot_class.insert(new)
         self._refresh_ancestors(slot_class, new)
         self._tell(table.namespace, keys)
+        if self.awaited:
+            self.awaited.came(table.namespace.directory_digest, keys)
 
     @staticmethod
     def _depths(table: PartTable, keys: Sequence[bytes], parents: Sequence[bytes]) -> Iterable[int]:

@@ -42,6 +42,39 @@ NICE = 10
 _PR_SET_PDEATHSIG = 1
 
 
+class OwedAnswer:
+    """An answer of control's that is still to come: an `Owed`."""
+
+    def __init__(self, control: Control, request: int) -> None:
+        self._control = control
+        self._request = request
+        try:
+            self._fd = os.eventfd(0, os.EFD_CLOEXEC)
+        except OSError as error:
+            raise Unavailable(f"no descriptor is left to wait with: {error.strerror}") from None
+        self._answer: wire.Message = wire.Done()
+
+    def put(self, answer: wire.Message) -> None:
+        """It has come. Not after `close`."""
+        self._answer = answer
+        os.eventfd_write(self._fd, 1)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def result(self) -> wire.Bytes:
+        answer = self._answer
+        if isinstance(answer, wire.Error):
+            raise from_code(answer.code, answer.message)
+        if not isinstance(answer, wire.Bytes):
+            raise ProtocolError(f"a question was answered with a {type(answer).__name__}")
+        return answer
+
+    def close(self) -> None:
+        self._control.drop(self._request)
+        os.close(self._fd)
+
+
 class Control:
     """The worker's end of the control channel. Thread-safe.
 
@@ -52,7 +85,7 @@ class Control:
         self._sock = sock
         self._write_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._waiting: dict[int, queue.SimpleQueue[wire.Message]] = {}
+        self._waiting: dict[int, queue.SimpleQueue[wire.Message] | OwedAnswer] = {}
         self._last_request = 0
 
     def send(self, message: wire.Message, request: int) -> None:
@@ -67,8 +100,7 @@ class Control:
         """The answer to a request of ours. Raises what control answers, and `Unavailable`."""
         answers: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
         with self._lock:
-            # 0 is for what wants no answer; 32 bits outlast what can be waiting at a time.
-            self._last_request = request = self._last_request % 0xFFFFFFFF + 1
+            request = self._next_request()
             self._waiting[request] = answers
         self.send(message, request)
         try:
@@ -82,6 +114,26 @@ class Control:
         if isinstance(answer, wire.Error):
             raise from_code(answer.code, answer.message)
         return answer
+
+    def begin(self, message: wire.Message) -> OwedAnswer:
+        """Ask what may take long to be answered. Whoever has the result closes it. Raises `Unavailable`."""
+        with self._lock:
+            request = self._next_request()
+            owed = self._waiting[request] = OwedAnswer(self, request)
+        self.send(message, request)
+        return owed
+
+    def drop(self, request: int) -> None:
+        """Nobody waits for this answer any more; control is told, unless it has come."""
+        with self._lock:
+            waiting = self._waiting.pop(request, None) is not None
+        if waiting:
+            self.send(wire.StopOrder(request), 0)
+
+    def _next_request(self) -> int:
+        """With the lock. 0 is for what wants no answer; 32 bits outlast what can be waiting at a time."""
+        self._last_request = self._last_request % 0xFFFFFFFF + 1
+        return self._last_request
 
     def answered(self, request: int, answer: wire.Message) -> bool:
         """Hand an answer to the thread that waits for it; False when nobody does any more."""

@@ -45,10 +45,17 @@ class TierRecord(msgspec.Struct, frozen=True):
 
 
 class TransportRecord(msgspec.Struct, frozen=True):
-    """How peers reach a node: a URL whose scheme names the transport, and what that transport needs."""
+    """How peers reach a node: a URL whose scheme names the transport, and what that transport needs.
+
+    numa: the NUMA node of the network card; -1: not known. rail: of the cards that reach each other without
+    crossing to another switch, as an operator names it. net: the network that the card is in, ADDRESS/BITS.
+    """
 
     url: str
     metadata: str = ""
+    numa: int = -1
+    rail: str = ""
+    net: str = ""
 
 
 class DrainProgress(msgspec.Struct, frozen=True):
@@ -70,6 +77,8 @@ class NodeRecord(msgspec.Struct, frozen=True):
     incarnation: 16 hex digits, chosen at random for each life; another one after the lease was lost.
     protocol: the wire protocol spoken (`kvpool.wire.PROTOCOL_VERSION`); version: of the package.
     labels: where it stands, `zone` and `rack`, and anything else.
+    host: what all nodes on one machine have in common; empty: not known. numa: the NUMA node of its memory;
+    -1: not known, or several.
     """
 
     node: str
@@ -81,6 +90,8 @@ class NodeRecord(msgspec.Struct, frozen=True):
     version: str = ""
     protocol: int = 0
     drain: DrainProgress | None = None
+    host: str = ""
+    numa: int = -1
 
     @property
     def incarnation_bytes(self) -> bytes:

@@ -4,7 +4,8 @@ The caller tells what it sees (`Peers.started`, `finished`, `failed`, `slow`) an
 (`plan`) and when to lose patience (`Peers.hedge_after_s`). Times are seconds of one monotonic clock, sizes
 are bytes. Event loop only: nothing here is safe to share among threads, and nothing here waits.
 
-A peer is one life of a node, known by its incarnation: a restarted node has no past. It is
+A peer is one life of a node, known by its incarnation. A restarted node is trusted anew, and taken for half
+as fast or slow as it was: how far it is and over what it is reached has hardly changed. A peer is
 
     trusted ───failed──▶ suspended: not asked for 0.2 s, doubling to 10 s      ──┐ then on probation: one
        ▲ └─────slow────▶ suspected: asked only where nobody else has the block ──┤ request at a time
@@ -18,36 +19,43 @@ forget the oldest first.
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvpool.placement.directory import TIERS, Entry
+from kvpool.placement.distance import (
+    DECAY,
+    OLD_S,
+    PRIORS,
+    Distance,
+    Network,
+    distance_between,
+    kept,
+)
 
 BACKOFF_S, BACKOFF_S_MAX = 0.2, 10.0
 SUSPECT_S = 3.0
 PROBE_S = 5.0
 """A request on probation that has not ended by then is given up for lost: another may be made."""
 
-LATENCY_S, BYTES_S = 0.001, 1e9
-"""What is assumed of a peer at distance 1 before anything was measured of any."""
-DECAY = 0.8
-"""What a measurement leaves of the weight of all earlier ones."""
 STALE_S = 30.0
 """After so long without a request, an estimate is half what was measured, half what is assumed."""
 SMALL_BYTES = 256 << 10
 """Requests up to this size tell of latency, larger ones of bandwidth."""
 BYTES_S_MIN = 1e6
 
-TRIAL_S = 10.0
+TRIAL_S = OLD_S
 """A source that nothing was loaded from for so long is tried once in a while: see `Peers.begin_trial`."""
 
 HEDGE_TIMES = 4.0
 HEDGE_S_MIN, HEDGE_S_MAX = 0.05, 0.3
 
-SAME_RACK, SAME_ZONE, UNKNOWN_DISTANCE, OTHER_ZONE = 1.0, 1.5, 2.0, 3.0
 JITTER = 0.15
 """Peers whose estimates differ by less are taken in turns."""
 
@@ -95,23 +103,29 @@ class Forecast(NamedTuple):
     shares: dict[bytes, list[tuple[int, int]]]
 
 
-class Typical:
-    """What peers are like at distance 1, from all transfers: assumed of those that were not asked lately.
+class Link(msgspec.Struct, frozen=True):
+    """What one node expects of pulling from another, for others to read: routers, operators.
 
-    A fixed assumption below what the network does would keep the peer that was asked first the only one.
+    latency_s: to the first byte; bytes_s: after it. latency_age_s, bytes_age_s: since each was measured;
+        None: it never was, and is what nodes at this distance are taken for. inflight_bytes: asked of it and
+        not answered yet. path: the URL by which it is pulled from, mostly.
     """
 
-    __slots__ = ("latency_s", "measured_at", "measured_bytes", "measured_s")
+    node: str
+    incarnation: str
+    distance: Distance
+    latency_s: float
+    bytes_s: float
+    latency_age_s: float | None = None
+    bytes_age_s: float | None = None
+    inflight_bytes: int = 0
+    path: str = ""
 
-    def __init__(self) -> None:
-        self.latency_s = LATENCY_S
-        self.measured_bytes = 0.0
-        self.measured_s = 0.0
-        self.measured_at = 0.0
-
-    @property
-    def per_byte(self) -> float:
-        return self.measured_s / self.measured_bytes if self.measured_bytes else 1 / BYTES_S
+    def load_s(self, nbytes: int, tier: int = TIERS["dram"]) -> float:
+        """How long it takes until so much more has come from that tier of the node's."""
+        first_s, per_byte = _TIER_EXTRA.get(tier, _NO_EXTRA)
+        waiting = (self.inflight_bytes + nbytes) / self.bytes_s
+        return self.latency_s + first_s + waiting + nbytes * per_byte
 
 
 class PeerHealth:
@@ -119,7 +133,9 @@ class PeerHealth:
 
     inflight_bytes: asked of it from here and not answered. failures: in a row.
     declined: parts of blocks not loaded from it, since computing them is sooner.
-    loaded_at, tried_at: when its bandwidth was measured last, and when that was last begun for its own sake.
+    heard_at, loaded_at: when its latency and its bandwidth were measured last; probed_at, tried_at: when that
+        was last begun for its own sake.
+    place: the node's name and URL; empty: not known.
     suspended_until, suspected_until: in the past when not 0: on probation.
     """
 
@@ -130,49 +146,60 @@ class PeerHealth:
         "distance",
         "failed",
         "failures",
+        "heard_at",
         "inflight_bytes",
         "last_error",
         "latency_s",
         "loaded_at",
-        "measured_at",
         "measured_bytes",
         "measured_s",
+        "network",
+        "place",
+        "probe_failures",
         "probe_until",
+        "probed_at",
+        "probes",
         "running",
         "slow",
         "suspected_until",
         "suspended_until",
         "tried_at",
-        "typical",
     )
 
-    def __init__(self, typical: Typical) -> None:
-        self.typical = typical
-        self.distance = UNKNOWN_DISTANCE
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.distance = Distance.UNKNOWN
+        self.place = ("", "")
         self.latency_s = 0.0  # 0: not measured
         self.measured_bytes = 0.0  # of large transfers, older ones weighing less
         self.measured_s = 0.0
-        self.measured_at = 0.0
         self.inflight_bytes = 0
         self.running = 0
         self.failures = 0
         self.suspended_until = 0.0
         self.suspected_until = 0.0
         self.probe_until = 0.0
-        self.loaded_at = self.tried_at = -math.inf
+        self.heard_at = self.loaded_at = self.probed_at = self.tried_at = -math.inf
         self.asked = self.failed = self.slow = self.bytes_done = self.declined = 0
+        self.probes = self.probe_failures = 0
         self.last_error = ""
 
     def expected(self, now: float) -> tuple[float, float]:
         """Seconds to the first byte, and seconds a byte after it, for one request on an idle peer."""
-        trust = STALE_S / (STALE_S + max(0.0, now - self.measured_at))
-        per_byte = self.distance * self.typical.per_byte
+        latency_s, per_byte = self.network.assumed(self.distance)
         if self.measured_bytes:
-            per_byte += trust * (self.measured_s / self.measured_bytes - per_byte)
-        latency_s = self.typical.latency_s * self.distance
+            measured = self.measured_s / self.measured_bytes
+            per_byte += _trust(now - self.loaded_at) * (measured - per_byte)
         if self.latency_s:
-            latency_s += trust * (self.latency_s - latency_s)
+            latency_s += _trust(now - self.heard_at) * (self.latency_s - latency_s)
         return latency_s, min(per_byte, 1 / BYTES_S_MIN)
+
+    def inherit(self, past: PeerHealth) -> None:
+        """It is the same node as this one was, in a new life: what was measured is that much older."""
+        self.latency_s = past.latency_s
+        self.heard_at = past.heard_at - STALE_S
+        self.measured_bytes, self.measured_s = past.measured_bytes, past.measured_s
+        self.loaded_at = past.loaded_at - STALE_S
 
     def suspended(self, now: float) -> bool:
         """Whether it may not be asked at all: in back-off, or its one request on probation is under way."""
@@ -206,40 +233,38 @@ class PeerHealth:
         """
         if seconds <= 0:
             return
-        self.measured_at = now
-        latency_s, typical = self.latency_s, self.typical
-        if nbytes <= SMALL_BYTES or seconds < latency_s:
-            self.latency_s = latency_s * DECAY + seconds * (1 - DECAY) if latency_s else seconds
-            if not alone:
-                of_one = seconds / self.distance
-                typical.latency_s = typical.latency_s * DECAY + of_one * (1 - DECAY)
+        if nbytes <= SMALL_BYTES or seconds < self.latency_s:
+            self.hear(seconds, now, alone=alone)
         if nbytes > SMALL_BYTES:
-            first_s = self.latency_s or typical.latency_s * self.distance
+            first_s = self.latency_s or self.network.assumed(self.distance)[0]
             transfer_s = max(seconds - first_s, seconds / 10)
-            keep = _kept(self.measured_bytes, now - self.loaded_at, nbytes)
+            keep = kept(self.measured_bytes, now - self.loaded_at, nbytes)
             self.loaded_at = now
             self.measured_bytes = self.measured_bytes * keep + nbytes
             self.measured_s = self.measured_s * keep + transfer_s
-            if alone:
-                return
-            keep = _kept(typical.measured_bytes, now - typical.measured_at, nbytes)
-            typical.measured_bytes = typical.measured_bytes * keep + nbytes
-            typical.measured_s = typical.measured_s * keep + transfer_s / self.distance
-            typical.measured_at = now
+            if not alone:
+                self.network.measure(self.distance, nbytes, transfer_s, now)
+
+    def hear(self, seconds: float, now: float, *, alone: bool = False) -> None:
+        """The first byte of an answer took so long. alone: as for `measure`."""
+        # What was measured long ago, or in the node's last life, counts no more than what is seen now.
+        keep = DECAY if now - self.heard_at < STALE_S else DECAY / 2
+        self.latency_s = self.latency_s * keep + seconds * (1 - keep) if self.latency_s else seconds
+        self.heard_at = now
+        if not alone:
+            self.network.hear(self.distance, seconds)
 
 
-def _kept(measured_bytes: float, age_s: float, nbytes: int) -> float:
-    """The share of all earlier transfers' weight that one of so many bytes leaves."""
-    if age_s < TRIAL_S or measured_bytes <= nbytes:
-        return DECAY
-    return DECAY * nbytes / measured_bytes
+def _trust(age_s: float) -> float:
+    """How much of an estimate is what was measured so long ago; the rest is what is assumed."""
+    return STALE_S / (STALE_S + max(0.0, age_s))
 
 
 class Peers:
     """All peers that this node has pulled from lately, by incarnation.
 
     labels: of this node. rng: spreads ties, so that a cluster's readers do not all choose the same peer.
-    capacity: how many peers are remembered. apart: sources that are no nodes: from them nothing is learnt
+    capacity: how many peers are remembered, and how many nodes between two lives. apart: sources that are no nodes: from them nothing is learnt
     about nodes, nor the reverse.
 
     Every request that `started` ends in exactly one of `finished`, `failed` and `stopped`; an end
@@ -257,8 +282,9 @@ class Peers:
         self._labels = dict(labels)
         self._capacity = capacity
         self._peers: OrderedDict[bytes, PeerHealth] = OrderedDict()
-        self._typical = Typical()
-        self._apart = {incarnation: Typical() for incarnation in apart}
+        self._past: OrderedDict[tuple[str, str], PeerHealth] = OrderedDict()
+        self._network = Network()
+        self._apart = {incarnation: Network() for incarnation in apart}
         self.rng = rng
 
     def __len__(self) -> int:
@@ -270,15 +296,37 @@ class Peers:
 
     def stranger(self, incarnation: bytes) -> PeerHealth:
         """What is assumed of a source that nothing, or nothing lately, is known of."""
-        return PeerHealth(self._apart.get(incarnation, self._typical))
+        return PeerHealth(self._apart.get(incarnation, self._network))
 
-    def met(self, incarnation: bytes, labels: Mapping[str, str]) -> None:
-        """A peer's labels are these. Tell again when they change; without them it is at 2.0."""
-        self._known(incarnation).distance = distance_between(self._labels, labels)
+    def met(
+        self,
+        incarnation: bytes,
+        labels: Mapping[str, str],
+        *,
+        place: tuple[str, str] = ("", ""),
+        same_host: bool = False,
+    ) -> None:
+        """A peer's labels are these. Tell again when they change; without them nobody knows how far it is.
+
+        place: the node's name and URL. What was learnt of an incarnation that was there and is `gone` is
+            half believed of this one, if it is as far away.
+        """
+        peer = self._known(incarnation)
+        peer.distance = distance_between(self._labels, labels, same_host=same_host)
+        if place != peer.place:
+            peer.place = place
+            past = self._past.pop(place, None)
+            if past is not None and past.distance is peer.distance and not peer.measured:
+                peer.inherit(past)
 
     def gone(self, incarnation: bytes) -> None:
         """This incarnation is dead. Idempotent."""
-        self._peers.pop(incarnation, None)
+        peer = self._peers.pop(incarnation, None)
+        if peer is not None and peer.measured and peer.place[0]:
+            self._past[peer.place] = peer
+            self._past.move_to_end(peer.place)
+            if len(self._past) > self._capacity:
+                self._past.popitem(last=False)
 
     def started(self, incarnation: bytes, nbytes: int, now: float) -> None:
         """A request for so much is on its way to it."""
@@ -375,13 +423,55 @@ class Peers:
         peer.tried_at = now
         return True
 
-    def distance(self, incarnation: bytes) -> float:
-        """How much longer a pull from there counts than one from the same rack.
+    def to_probe(
+        self, incarnations: Iterable[bytes], now: float, after_s: float, count: int
+    ) -> list[bytes]:
+        """Up to so many of these whose latency nobody has measured for `after_s`, the longest ago first.
 
-        1.0 in the same rack, 1.5 in the same zone, 3.0 in another zone, 2.0 where labels do not say.
+        Those that are asked something just now tell by themselves, and those in back-off are left alone.
+        They count as probed: see `probed` and `probe_failed`.
         """
+        due: list[tuple[float, float, bytes, PeerHealth]] = []
+        for incarnation in incarnations:
+            peer = self._known(incarnation)
+            last = max(peer.heard_at, peer.probed_at)
+            if now - last >= after_s and not (peer.running or peer.suspended(now)):
+                due.append((last, self.rng.random(), incarnation, peer))
+        chosen = heapq.nsmallest(count, due, key=lambda one: one[:2])
+        for *_, peer in chosen:
+            peer.probed_at = now
+        return [incarnation for _, _, incarnation, _ in chosen]
+
+    def probed(self, incarnation: bytes, seconds: float, now: float) -> None:
+        """A probe was answered after so long. Says nothing of whether its blocks can be had."""
+        peer = self._known(incarnation)
+        peer.probes += 1
+        peer.hear(seconds, now)
+
+    def probe_failed(self, incarnation: bytes) -> None:
+        """A probe was not answered. Counted, and no more: whom real requests reach is trusted."""
+        self._known(incarnation).probe_failures += 1
+
+    def link(self, incarnation: bytes, node: str, now: float, path: str = "") -> Link:
+        """What is expected of pulling from a peer."""
+        peer = self._peers.get(incarnation) or self.stranger(incarnation)
+        latency_s, per_byte = peer.expected(now)
+        return Link(
+            node,
+            incarnation.hex(),
+            peer.distance,
+            latency_s,
+            1 / per_byte,
+            now - peer.heard_at if peer.latency_s else None,
+            now - peer.loaded_at if peer.measured_bytes else None,
+            peer.inflight_bytes,
+            path,
+        )
+
+    def distance(self, incarnation: bytes) -> Distance:
+        """How far it is, by the labels of both."""
         peer = self._peers.get(incarnation)
-        return UNKNOWN_DISTANCE if peer is None else peer.distance
+        return Distance.UNKNOWN if peer is None else peer.distance
 
     def hedge_after_s(self, incarnation: bytes, nbytes: int) -> float:
         """How long to wait for this much from it before somebody else is asked as well.
@@ -391,7 +481,7 @@ class Peers:
         before `started`.
         """
         peer = self._peers.get(incarnation) or self.stranger(incarnation)
-        latency_s, per_byte = peer.expected(peer.measured_at)
+        latency_s, per_byte = peer.expected(-math.inf)  # as measured, however long ago
         transfer_s = (peer.inflight_bytes + nbytes) * per_byte
         times = HEDGE_TIMES * (latency_s + transfer_s)
         return max(HEDGE_S_MIN, min(times, HEDGE_S_MAX + transfer_s))
@@ -404,9 +494,12 @@ class Peers:
             out.append(
                 {
                     "incarnation": incarnation.hex(),
-                    "distance": peer.distance,
+                    "distance": peer.distance.value,
                     "latency_ms": latency_s * 1e3,
                     "bytes_s": 1 / per_byte,
+                    "measured": peer.measured,
+                    "probes": peer.probes,
+                    "probe_failures": peer.probe_failures,
                     "inflight_bytes": peer.inflight_bytes,
                     "running": peer.running,
                     "asked": peer.asked,
@@ -438,17 +531,6 @@ class Peers:
         peer.inflight_bytes = max(0, peer.inflight_bytes - asked) if peer.running else 0
 
 
-def distance_between(ours: Mapping[str, str], theirs: Mapping[str, str]) -> float:
-    """See `Peers.distance`. Racks are names within a zone; a cluster may have racks and no zones."""
-    zone, other_zone = ours.get("zone"), theirs.get("zone")
-    if zone and other_zone and zone != other_zone:
-        return OTHER_ZONE
-    rack = ours.get("rack")
-    if rack and rack == theirs.get("rack") and zone == other_zone:
-        return SAME_RACK
-    return SAME_ZONE if zone and other_zone else UNKNOWN_DISTANCE
-
-
 class _Option:
     """A peer while a plan is made. `rank`: 0 fine, 1 last resort, 2 not to be asked."""
 
@@ -459,7 +541,7 @@ class _Option:
         # When what it has to do is done, if it were given nothing more, and what a request adds to that.
         self.ends_at = peer.inflight_bytes * self.per_byte
         self.fixed = latency_s
-        self.stretch = stretch * peer.distance
+        self.stretch = stretch * PRIORS[peer.distance].reluctance
         self.rank = 2 if peer.suspended(now) else int(peer.suspected(now))
         self.indices: list[int] = []
 

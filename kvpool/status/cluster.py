@@ -74,6 +74,9 @@ def show_nodes(cluster: Mapping[str, Any], console: Console | None = None) -> No
     if nodes:
         console.print()
         _print_nodes(cluster, console, versions_differ=not alike)
+    if cluster.get("links"):
+        console.print()
+        _print_links(cluster["links"], console)
     console.print()
     for line in (*_drain_lines(cluster), *_peer_lines(cluster), directory_text(cluster)):
         console.print(line)
@@ -129,6 +132,28 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
         table.add_row(*cells)
     for column in table.columns:
         column.no_wrap = column.header not in {"labels", "address"}
+        column.overflow = "fold"
+    console.print(table)
+
+
+def _print_links(links: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """What this node expects of pulling from each other one."""
+    table = make_table("Pulling from others", "node", "away", ">answer", ">rate", "", "by")
+    for link in sorted(links, key=lambda link: str(link["node"])):
+        unmeasured = [
+            what
+            for what, age in (("answer", "latency_age_s"), ("rate", "bytes_age_s"))
+            if link[age] is None
+        ]
+        table.add_row(
+            link["node"],
+            link["distance"],
+            f"{link['latency_s'] * 1e3:.1f} ms",
+            f"{size_text(link['bytes_s'])}/s",
+            Text(f"{' and '.join(unmeasured)} not measured" if unmeasured else "", style="dim"),
+            link["path"],
+        )
+    for column in table.columns:
         column.overflow = "fold"
     console.print(table)
 

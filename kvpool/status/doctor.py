@@ -28,6 +28,7 @@ STYLES = {OK: "green", NOTE: "yellow", BAD: "red"}
 NIXL_PACKAGE = "nixl-cu12"
 SECTOR = 4096
 PORT_STATE_ACTIVE = "4: ACTIVE"
+NOT_BY_NIXL = "NIXL has failed lately, or is slower (kvpool status)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ def examine(paths: Sequence[str] = (), machine: Machine | None = None) -> list[F
         _locked(machine, bool(devices)),
         _nixl(machine, bool(devices)),
         *_gpus(machine),
+        *_cards(machine),
         *(_direct(path) for path in paths),
     ]
 
@@ -231,6 +233,19 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         yield Finding("GPU", OK, f"{model.strip() or 'unknown model'} at {folder.name}")
 
 
+def _cards(machine: Machine) -> Iterator[Finding]:
+    """Network cards of which it is known where they are: the others, loopback and bridges, do not matter."""
+    for card in machine.folder("sys/class/net"):
+        place = f"sys/class/net/{card.name}"
+        node = machine.read(f"{place}/device/numa_node")
+        if not node:
+            continue
+        speed = machine.read(f"{place}/speed")
+        where = f"NUMA node {node}" if node != "-1" else "NUMA node not known"
+        rate = f"{speed} Mb/s" if speed.isdigit() else "no link"
+        yield Finding("network card", OK, f"{card.name}: {where}, {rate}")
+
+
 def _direct(path: str) -> Finding:
     """Whether a file there can be written and read without the page cache."""
     topic = f"disk at {path}"
@@ -276,11 +291,12 @@ def _no_direct(topic: str, error: OSError) -> Finding:
 
 
 def routes(cluster: Mapping[str, Any]) -> list[dict[str, str]]:
-    """How this node pulls from each other one: `node`, `transport`, `url`, and `otherwise`, what takes over.
+    """How this node pulls from each other one: `node`, `transport`, `url`, `otherwise`, what takes over, `note`.
 
-    cluster: as `Client.cluster` tells it.
+    cluster: as `Client.cluster` tells it. By which way that is at present, it says itself.
     """
     own = cluster["node"]
+    paths = {link["incarnation"]: link["path"] for link in cluster.get("links", ())}
 
     def urls(record: Mapping[str, Any]) -> tuple[str, str]:
         listed = [transport["url"] for transport in record["transports"]]
@@ -295,13 +311,17 @@ def routes(cluster: Mapping[str, Any]) -> list[dict[str, str]]:
             continue
         nixl, other = urls(record)
         by_nixl = we_have_nixl and bool(nixl) and bool(other)
-        url = nixl if by_nixl else other
+        default = nixl if by_nixl else other
+        url = paths.get(record["incarnation"], default)
+        listed = [transport["url"] for transport in record["transports"]]
+        rest = [one for one in listed if one not in {nixl, url.partition("?")[0]}]
         found.append(
             {
                 "node": name,
                 "transport": url.partition("://")[0] or "none",
                 "url": url,
-                "otherwise": other if by_nixl else "",
+                "otherwise": ", ".join(rest),
+                "note": NOT_BY_NIXL if by_nixl and url != nixl else "",
             }
         )
     return found
@@ -329,8 +349,10 @@ def show(
         )
     console.print(table)
     if pairs:
-        peers = make_table("Other nodes", "node", "pulled from by", "at", "where that fails")
+        peers = make_table("Other nodes", "node", "pulled from by", "at", "where that fails", "")
         for pair in pairs:
-            peers.add_row(*(escape(pair[key]) for key in ("node", "transport", "url", "otherwise")))
+            peers.add_row(
+                *(escape(pair[key]) for key in ("node", "transport", "url", "otherwise", "note"))
+            )
         console.print()
         console.print(peers)

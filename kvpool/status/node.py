@@ -116,6 +116,7 @@ _NIXL: Entries = (
         ),
         True,
     ),
+    ("left to TCP, which is faster there", (("slower", "pulls"),), True),
 )
 
 _COPIES: Entries = (
@@ -164,6 +165,7 @@ def show(
         _counters("Since the start, all tenants", stats["counters"], _COUNTERS),
         _movers(stats["movers"]),
         _nixl(stats.get("nixl")),
+        _ways(stats.get("paths")),
         _peers(remote["peers"], names),
         _counters("Other nodes, since the start", remote, _REMOTE) if _any(remote) else None,
         _counters("Copies, since the start", copies, _COPIES) if _any(copies) else None,
@@ -307,18 +309,51 @@ def _nixl(nixl: Mapping[str, Any] | None) -> Table | None:
     return table
 
 
+def _ways(paths: Mapping[str, Any] | None) -> Table | None:
+    """Of the peers to which there are several."""
+    peers = {} if paths is None else paths["peers"]
+    several = {url: peer for url, peer in sorted(peers.items()) if len(peer["ways"]) > 1}
+    if not several:
+        return None
+    table = make_table("Ways to peers", "peer", "as a rule", "way", ">pulls", ">bytes", "")
+    for url, peer in several.items():
+        for at, way in enumerate(peer["ways"]):
+            rests = f"rests for {way['rests_s']:.1f} s: {way['reason']}" if way["reason"] else ""
+            table.add_row(
+                "" if at else url,
+                "" if at else peer["usual"],
+                way["url"],
+                f"{way['pulls']:,}",
+                size_text(way["bytes"]),
+                Text(rests, style="yellow"),
+            )
+    for column in table.columns:
+        column.overflow = "fold"
+    return table
+
+
 def _peers(peers: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Table | None:
     asked = [one for one in peers if one["asked"]]
     if not asked:
         return None
     table = make_table(
-        "Peers", "node", "state", ">asked", ">failed", ">slow", ">latency", ">rate", ">bytes"
+        "Peers",
+        "node",
+        "away",
+        "state",
+        ">asked",
+        ">failed",
+        ">slow",
+        ">latency",
+        ">rate",
+        ">bytes",
     )
     table.add_column("last error", overflow="fold")
     named = [(_peer_name(one, names), one) for one in asked]
     for name, one in sorted(named, key=lambda pair: pair[0]):
         table.add_row(
             name,
+            one["distance"],
             _health(one),
             f"{one['asked']:,}",
             f"{one['failed']:,}",

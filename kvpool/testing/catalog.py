@@ -9,24 +9,21 @@ import asyncio
 import hashlib
 import itertools
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import InvalidRequest
 from kvpool.placement.catalog import LOCATION_BYTES, PACK, Catalog
 from kvpool.placement.directory import BATCH_MAX
+from kvpool.testing.views import TwoViews
 
 NAMESPACE = b"namespace-digest"
 OTHER = b"digest-of-another"[:16]
 LONG_S = 1000.0
 PATIENCE_S = 20.0
-
-Test = Callable[[Catalog, Catalog], Awaitable[None]]
 
 
 def key_of(number: int) -> bytes:
@@ -62,25 +59,8 @@ _calls: st.SearchStrategy[tuple[Any, ...]] = st.one_of(
 )
 
 
-class CatalogContract:
-    """Inherit, and say how to open one."""
-
-    def views(self) -> AbstractAsyncContextManager[tuple[Catalog, Catalog]]:
-        """Two ends of one empty catalog, closed at the end. They may be the same object."""
-        raise NotImplementedError
-
-    async def lose(self, catalog: Catalog) -> None:
-        """Have it lose everything."""
-        raise NotImplementedError
-
-    def run(self, test: Test) -> None:
-        """Run a test on fresh views, on the event loop that the daemon uses."""
-
-        async def main() -> None:
-            async with self.views() as (one, other):
-                await test(one, other)
-
-        uvloop.run(main())
+class CatalogContract(TwoViews[Catalog]):
+    """See `TwoViews`, and `DirectoryContract` for an example."""
 
     def test_an_empty_catalog_knows_nothing(self) -> None:
         async def test(one: Catalog, _: Catalog) -> None:
@@ -149,6 +129,7 @@ class CatalogContract:
         suppress_health_check=[
             HealthCheck.differing_executors,
             HealthCheck.function_scoped_fixture,
+            HealthCheck.too_slow,
         ],
     )
     def test_any_calls_in_any_order(self, calls: list[tuple[Any, ...]]) -> None:

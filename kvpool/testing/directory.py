@@ -17,25 +17,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import InvalidRequest, Unavailable
 from kvpool.placement.directory import BATCH_MAX, TAGS, TIERS, Directory, Entry
+from kvpool.testing.views import TwoViews
 
 NAMESPACE = b"namespace-digest"
 OTHER = b"digest-of-another"[:16]
 PARTS = 10
 GPU, DRAM, SSD = TIERS["gpu"], TIERS["dram"], TIERS["ssd"]
 ENTRIES_KEPT = 64  # at least so many of a block are kept
-
-Test = Callable[[Directory, Directory], Awaitable[None]]
 
 
 def key_of(number: int) -> bytes:
@@ -99,25 +96,8 @@ sweeps = st.tuples(st.just("sweep"), st.sets(st.sampled_from(NODES)), st.integer
 losses = st.tuples(st.just("lose"))
 
 
-class DirectoryContract:
-    """Inherit, and say how to open one."""
-
-    def views(self) -> AbstractAsyncContextManager[tuple[Directory, Directory]]:
-        """Two ends of one empty directory, closed at the end. They may be the same object."""
-        raise NotImplementedError
-
-    async def lose(self, directory: Directory) -> None:
-        """Have it lose everything."""
-        raise NotImplementedError
-
-    def run(self, test: Test) -> None:
-        """Run a test on fresh views, on the event loop that the daemon uses."""
-
-        async def main() -> None:
-            async with self.views() as (one, other):
-                await test(one, other)
-
-        uvloop.run(main())
+class DirectoryContract(TwoViews[Directory]):
+    """See the module, and `TwoViews`."""
 
     # ---- publish and locate ---------------------------------------------------------------------------
 
@@ -450,6 +430,7 @@ class DirectoryContract:
         suppress_health_check=[
             HealthCheck.differing_executors,
             HealthCheck.function_scoped_fixture,
+            HealthCheck.too_slow,
         ],
     )
     def test_any_calls_in_any_order(self, operations: list[tuple[Any, ...]]) -> None:

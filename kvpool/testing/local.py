@@ -237,6 +237,16 @@ class LocalCluster:
         for node in self.nodes:
             node.stop()
 
+    def wait_acquainted(self) -> None:
+        """Wait until each daemon knows of all others. Raises `RuntimeError` when that takes too long."""
+        deadline = time.monotonic() + START_S
+        for node in self.nodes:
+            with node.client(connect=True) as client:
+                while client.stats()["cluster"]["others"] < len(self.nodes) - 1:
+                    if time.monotonic() > deadline:
+                        raise RuntimeError(f"node {node.name} does not see all others")
+                    time.sleep(0.01)
+
     @property
     def directory_url(self) -> str:
         return self.redis.url if self._directory is None else self._directory
@@ -292,6 +302,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvpool-cluster-") as folder:
         try:
             with LocalCluster(Path(folder)) as cluster:
+                cluster.wait_acquainted()
                 print(f"etcd   {cluster.etcd.url}")
                 print(f"redis  {cluster.directory_url}")
                 for node in cluster.nodes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import socket
 import subprocess
 import sys
@@ -65,6 +66,9 @@ class MoverTransport:
         self._limits = limits
         self._lock = threading.Lock()
         self._answers: dict[int, queue.SimpleQueue[Message]] = {}
+        self._bells: dict[
+            int, int
+        ] = {}  # descriptors that tell of the end of a question that waits
         self._last = 0
         self._ended = False
         ours, theirs = socket.socketpair()
@@ -184,6 +188,13 @@ class MoverTransport:
             case wire.Lend() | wire.Ask() | wire.Offer():
                 # In a thread, since a test may have it wait.
                 threading.Thread(target=self._answer, args=(request, message)).start()
+            case wire.Await():
+                threading.Thread(target=self._answer_later, args=(request, message)).start()
+            case wire.StopOrder():
+                with self._lock:
+                    bell = self._bells.get(message.request)
+                    if bell is not None:
+                        os.eventfd_write(bell, 1)
             case wire.Return():
                 self._source.give_back(message.token)
             case wire.Corrupt():
@@ -204,6 +215,30 @@ class MoverTransport:
             answer = wire.error_message(error)
         with self._lock:
             self._send(answer, request)
+
+    def _answer_later(self, request: int, question: wire.Await) -> None:
+        """Answer when the source does, unless the mover says that nobody waits any more."""
+        answer: Message | None = None
+        bell = os.eventfd(0)
+        with self._lock:
+            self._bells[request] = bell
+        try:
+            owed = self._source.awaited(question)
+            try:
+                both = select.poll()
+                both.register(owed.fileno(), select.POLLIN)
+                both.register(bell, select.POLLIN)
+                if owed.fileno() in dict(both.poll(ANSWER_S * 1000)):
+                    answer = owed.result()
+            finally:
+                owed.close()
+        except KvpoolError as error:
+            answer = wire.error_message(error)
+        with self._lock:
+            del self._bells[request]
+            if answer is not None:
+                self._send(answer, request)
+        os.close(bell)
 
     def close(self) -> None:
         """End the process and wait for it. Idempotent."""

@@ -30,6 +30,7 @@ JOIN_S = 20.0
 
 Way = Literal["up", "down"]
 """up: what whoever connected says; down: what the server answers."""
+Ending = Literal["close", "reset", "hold"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class Fault:
     half_close: this way is ended after what was sent, while the other one goes on.
     flip: one bit of the byte at this offset of each connection's way is turned over; once a connection.
     flip_every: one bit is turned over in every so many bytes after `flip`'s offset.
+    stop: so many bytes of each connection's way arrive and not one more; then comes the `ending`: both ways
+        are closed, or reset, or nothing more of this way arrives until another fault is set.
     """
 
     delay_s: float = 0.0
@@ -54,6 +57,14 @@ class Fault:
     half_close: Way | None = None
     flip: tuple[Way, int] | None = None
     flip_every: int = 0
+    stop: tuple[Way, int] | None = None
+    ending: Ending = "close"
+
+    def left(self, flow: _Flow) -> int:
+        """Bytes of a flow that may still arrive."""
+        if self.stop is None or self.stop[0] != flow.way:
+            return HELD_BYTES_MAX
+        return max(0, self.stop[1] - flow.passed)
 
 
 BOTH: frozenset[Way] = frozenset({"up", "down"})
@@ -70,6 +81,7 @@ class _Flow:
         self.held: deque[tuple[float, bytes]] = deque()  # due, bytes
         self.held_bytes = 0
         self.seen = 0  # bytes read so far: the offset of the next one
+        self.passed = 0  # bytes delivered so far
         self.over = False  # the source has ended
         self.closed = False  # and the target was told
 
@@ -79,7 +91,8 @@ class Proxy:
 
     target: host and port of the server, or a function that says them at each new connection. host: where
         it listens itself.
-    connections: how many were accepted so far. carried: bytes delivered, both ways.
+    connections: how many were accepted so far. delivered: bytes, by way. stopped: set when a connection
+        came to the `stop` of the fault, since that was set.
     """
 
     def __init__(
@@ -92,7 +105,8 @@ class Proxy:
         self._listener.setblocking(False)
         self.address: tuple[str, int] = self._listener.getsockname()
         self.connections = 0
-        self.carried = 0
+        self.delivered: dict[Way, int] = {"up": 0, "down": 0}
+        self.stopped = threading.Event()
         self._fault = NOTHING
         self._room = 0.0  # bytes that may be delivered now, where that is limited
         self._filled_at = time.monotonic()
@@ -102,7 +116,13 @@ class Proxy:
         self._woken.setblocking(False)
         self._closing = False
         self._cutting = False
+        self._cut = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpool-proxy", daemon=True)
+
+    @property
+    def carried(self) -> int:
+        """Bytes delivered, both ways."""
+        return sum(self.delivered.values())
 
     @property
     def url(self) -> str:
@@ -115,13 +135,16 @@ class Proxy:
 
     def set(self, fault: Fault = NOTHING) -> None:
         """Do this from now on. Any thread."""
+        self.stopped.clear()
         self._fault = fault
         self._wake.send(b"x")
 
     def cut(self) -> None:
-        """End the connections that there are, once. Any thread."""
+        """End the connections that there are, once; returns when that is done. Any thread."""
+        self._cut.clear()
         self._cutting = True
         self._wake.send(b"x")
+        assert self._cut.wait(JOIN_S), "the proxy does not run"
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -162,6 +185,7 @@ class Proxy:
                 if self._fault.refuse or self._cutting:
                     self._cutting = False
                     self._end_all()
+                    self._cut.set()
                 for pair in list(self._pairs):
                     self._carry(pair)
         finally:
@@ -208,6 +232,11 @@ class Proxy:
             for flow in pair:
                 self._read(flow)
                 self._write(flow)
+                if not self._fault.left(flow):
+                    self.stopped.set()
+                    if self._fault.ending != "hold":
+                        self._end(pair)
+                        return
         except OSError:
             self._end(pair)
             return
@@ -237,17 +266,19 @@ class Proxy:
         if target is None or flow.way in fault.hold:
             return
         while flow.held and flow.held[0][0] <= time.monotonic():
-            if fault.bytes_s and self._room < 1:
+            left = fault.left(flow)
+            if not left or (fault.bytes_s and self._room < 1):
                 return
             due, data = flow.held[0]
             try:
-                sent = target.send(data[: int(self._room)] if fault.bytes_s else data)
+                sent = target.send(data[: min(left, int(self._room)) if fault.bytes_s else left])
             except BlockingIOError:
                 return
             if fault.bytes_s:
                 self._room -= sent
+            flow.passed += sent
             flow.held_bytes -= sent
-            self.carried += sent
+            self.delivered[flow.way] += sent
             if sent < len(data):
                 flow.held[0] = (due, data[sent:])
                 return
@@ -280,7 +311,11 @@ class Proxy:
             if not flow.over and flow.held_bytes < HELD_BYTES_MAX:
                 wanted[flow.source] = wanted.get(flow.source, 0) | selectors.EVENT_READ
             due = flow.held and flow.held[0][0] <= time.monotonic()
-            held = flow.way in self._fault.hold or (self._fault.bytes_s and self._room < 1)
+            held = (
+                flow.way in self._fault.hold
+                or not self._fault.left(flow)
+                or (self._fault.bytes_s and self._room < 1)
+            )
             if due and flow.target is not None and not held:
                 wanted[flow.target] = wanted.get(flow.target, 0) | selectors.EVENT_WRITE
         for sock in {sock for flow in pair for sock in (flow.source, flow.target) if sock}:
@@ -298,7 +333,8 @@ class Proxy:
         for sock in {sock for flow in pair for sock in (flow.source, flow.target) if sock}:
             if sock in self._selector.get_map():
                 self._selector.unregister(sock)
-            _reset(sock) if self._fault.refuse else sock.close()
+            broken = self._fault.refuse or (self._fault.stop and self._fault.ending == "reset")
+            _reset(sock) if broken else sock.close()
 
     def _end_all(self) -> None:
         for pair in list(self._pairs):

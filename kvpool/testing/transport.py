@@ -11,6 +11,8 @@ the transport or its checksums say.
 from __future__ import annotations
 
 import mmap
+import os
+import queue
 import random
 import threading
 from array import array
@@ -21,7 +23,7 @@ import msgspec
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvpool.errors import ConfigError, InvalidRequest, KvpoolError, Unavailable
+from kvpool.errors import ConfigError, InvalidRequest, KvpoolError, LimitExceeded, Unavailable
 from kvpool.transfer import transport_for
 from kvpool.transfer.base import (
     ABSENT,
@@ -29,6 +31,7 @@ from kvpool.transfer.base import (
     MISMATCH,
     MISSING,
     Identity,
+    Owed,
     Stop,
     TransferLimits,
     Transport,
@@ -38,6 +41,7 @@ from kvpool.wire import (
     NO_ROW,
     Ask,
     AskPeer,
+    Await,
     Bytes,
     Corrupt,
     Done,
@@ -55,6 +59,36 @@ def asking(url: str, keys: bytes) -> AskPeer:
     return AskPeer(url, Ask("default", DIGEST, [], keys), 30.0)
 
 
+def awaiting(url: str, keys: bytes, wait_s: float = 30.0) -> AskPeer:
+    known = bytes(len(keys) // 16)
+    return AskPeer(url, Await("reader", "default", DIGEST, keys, known, wait_s), wait_s + 30.0)
+
+
+class ScriptedAnswer:
+    """An answer that a test gives when it likes: an `Owed`."""
+
+    def __init__(self, closed: threading.Semaphore) -> None:
+        self._fd = os.eventfd(0)
+        self._closed = closed
+        self._answer: Bytes | KvpoolError = Bytes(b"")
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def give(self, answer: Bytes | KvpoolError) -> None:
+        self._answer = answer
+        os.eventfd_write(self._fd, 1)
+
+    def result(self) -> Bytes:
+        if isinstance(self._answer, KvpoolError):
+            raise self._answer
+        return self._answer
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self._closed.release()
+
+
 class ScriptedSource:
     """The rules of an owner, for tests: blocks in a dict, loans counted. Thread-safe."""
 
@@ -67,6 +101,8 @@ class ScriptedSource:
         self.reports: list[Corrupt] = []
         self.offers: list[Offer] = []
         self.error: KvpoolError | None = None
+        self.waiting: queue.SimpleQueue[tuple[Await, ScriptedAnswer]] = queue.SimpleQueue()
+        self.closed = threading.Semaphore(0)  # released when nobody waits for one of them any more
         self.hold: threading.Event | None = None  # lend waits for it
         self.entered = threading.Event()  # set when lend is called
         self._lock = threading.Lock()
@@ -108,6 +144,13 @@ class ScriptedSource:
             self.offers.append(question)
             return Bytes(bytes(key in self.blocks for key in keys))
         return Done(next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys)))
+
+    def awaited(self, question: Await) -> Owed:
+        if self.error is not None:
+            raise self.error
+        owed = ScriptedAnswer(self.closed)
+        self.waiting.put((question, owed))
+        return owed
 
     def corrupt(self, report: Corrupt) -> None:
         with self._lock:
@@ -297,6 +340,51 @@ class TransportContract:
             # and the connection goes on
             assert reader.transport.pull(order(url, 4096, keys[:1], [0]), Stop()).status == b"\1"
 
+    def test_a_row_that_holds_another_block_by_now(self) -> None:
+        """The rules lend what was there before: its bytes are another block's, of the same length."""
+        with self.pair() as (owner, reader, url, data):
+            old = owner.source.blocks[key_of(2)]
+            owner.source.put(key_of(77), old[0], data[9])
+            keys = [key_of(n) for n in (1, 2, 77, 3)]
+            pulled = reader.transport.pull(order(url, 4096, keys, [0, 1, 2, 3]), Stop())
+            assert list(pulled.status) == [ARRIVED, MISMATCH, ARRIVED, ARRIVED]
+            assert pulled.checksums[16:32] == bytes(16)
+            assert [reader.block(row, 4096, 4096) for row in (0, 2, 3)] == [
+                data[n] for n in (1, 9, 3)
+            ]
+            assert owner.source.wait_for_report()
+            del owner.source.blocks[key_of(2)]
+            pulled = reader.transport.pull(order(url, 4096, keys, [0, 1, 2, 3]), Stop())
+            assert list(pulled.status) == [ARRIVED, ABSENT, ARRIVED, ARRIVED]
+            assert owner.source.wait_until_returned()
+
+    def test_checksums_that_are_off(self) -> None:
+        with self.pair() as (owner, reader, url, data):
+            for number, checksum in ((1, bytes(16)), (3, xxh3_128_digest(data[4]))):
+                owner.source.blocks[key_of(number)] = (3 * number + 1, checksum)
+            keys = [key_of(n) for n in range(5)]
+            pulled = reader.transport.pull(order(url, 4096, keys, list(range(5))), Stop())
+            assert list(pulled.status) == [ARRIVED, MISMATCH, ARRIVED, MISMATCH, ARRIVED]
+            assert [reader.block(n, 4096, 4096) for n in (0, 2, 4)] == [data[n] for n in (0, 2, 4)]
+            assert owner.source.wait_until_returned()
+
+    @pytest.mark.parametrize(
+        "stride_and_rows", [(4095, 0), (1, 0), (4096, 1 << 20)], ids=["short", "tiny", "outside"]
+    )
+    def test_a_loan_of_the_wrong_length_or_place(self, stride_and_rows: tuple[int, int]) -> None:
+        """What the rules lend does not fit what was asked for: nobody's bytes go out, the loan comes back."""
+        with self.pair() as (owner, reader, url, data):
+            right = dict(owner.source.blocks)
+            owner.source.stride, further = stride_and_rows
+            owner.source.blocks = {k: (row + further, c) for k, (row, c) in right.items()}
+            pulled = reader.transport.pull(order(url, 4096, [key_of(1)], [0]), Stop())
+            assert pulled.status == bytes([MISSING])
+            assert pulled.error
+            assert owner.source.wait_until_returned()
+            owner.source.stride, owner.source.blocks = 4096, right
+            assert reader.transport.pull(order(url, 4096, [key_of(1)], [0]), Stop()).status == b"\1"
+            assert reader.block(0, 4096, 4096) == data[1]
+
     def test_ten_thousand_small_blocks(self) -> None:
         with self.pair(4096, 10_000, size=128 << 20) as (owner, reader, url, data):
             rows = list(range(20_000, 30_000))
@@ -369,6 +457,63 @@ class TransportContract:
             )
             assert reader.transport.ask(AskPeer(url, offer, 30.0), Stop()) == Bytes(b"\1\0\1")
             assert owner.source.offers == [offer]
+
+    def test_a_question_that_waits_for_its_answer(self) -> None:
+        with self.pair() as (owner, reader, url, _):
+            wanted = awaiting(url, key_of(3) + key_of(77))
+            answers: list[Done | Bytes] = []
+
+            def ask() -> None:
+                answers.append(reader.transport.ask(wanted, Stop()))
+
+            thread = threading.Thread(target=ask)
+            thread.start()
+            question, owed = owner.source.waiting.get(timeout=30)
+            assert question == wanted.question
+            # Others do not wait for it.
+            pulled = reader.transport.pull(order(url, 4096, [key_of(1)], [0]), Stop())
+            assert pulled.status == b"\1"
+            assert reader.transport.ask(asking(url, key_of(1)), Stop()) == Done(1)
+            assert not answers
+            owed.give(Bytes(b"\1\0"))
+            thread.join()
+            assert answers == [Bytes(b"\1\0")]
+            assert owner.source.closed.acquire(timeout=30)
+
+    def test_a_question_that_waits_and_is_refused(self) -> None:
+        with self.pair() as (owner, reader, url, _):
+            owner.source.error = LimitExceeded("too many wait here")
+            with pytest.raises(LimitExceeded, match="too many"):
+                reader.transport.ask(awaiting(url, key_of(1)), Stop())
+            owner.source.error = None
+            refused = threading.Thread(
+                target=lambda: owner.source.waiting.get(timeout=30)[1].give(
+                    InvalidRequest("no such mask")
+                )
+            )
+            refused.start()
+            with pytest.raises(InvalidRequest, match="no such mask"):
+                reader.transport.ask(awaiting(url, key_of(1)), Stop())
+            refused.join()
+
+    def test_a_question_that_nobody_waits_for_any_more_ends_at_its_owner(self) -> None:
+        with self.pair() as (owner, reader, url, _):
+            stop = Stop()
+            calls: list[KvpoolError] = []
+
+            def ask() -> None:
+                try:
+                    reader.transport.ask(awaiting(url, key_of(1)), stop)
+                except KvpoolError as error:
+                    calls.append(error)
+
+            thread = threading.Thread(target=ask)
+            thread.start()
+            owner.source.waiting.get(timeout=30)
+            stop.set()
+            thread.join()
+            assert isinstance(calls[0], Unavailable)
+            assert owner.source.closed.acquire(timeout=30)
 
     def test_nobody_there(self) -> None:
         with self.pair() as (owner, reader, url, _):

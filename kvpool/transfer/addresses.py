@@ -26,6 +26,12 @@ def parse(url: str) -> tuple[str, int]:
     return host, port
 
 
+def split_source(url: str) -> tuple[str, str]:
+    """A URL to connect to, and the address to do so from: tcp://HOST:PORT?source=ADDRESS. Empty: any."""
+    target, _, source = url.partition("?source=")
+    return target, source
+
+
 def url_of(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 

@@ -33,6 +33,7 @@ from kvpool.wire import (
     KEYS_MAX,
     Ask,
     AskPeer,
+    Await,
     Bytes,
     Corrupt,
     Done,
@@ -83,6 +84,22 @@ class TransferLimits:
     idle_s: float = 60.0
 
 
+class Owed(Protocol):
+    """An answer that is still to come. One thread; whoever has it closes it."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once the answer is there."""
+        ...
+
+    def result(self) -> Bytes:
+        """The answer, once it is there. Raises `KvpoolError` when that is what was answered."""
+        ...
+
+    def close(self) -> None:
+        """Nobody waits for it any more. Never raises."""
+        ...
+
+
 class Source(Protocol):
     """Where a transport gets the slots that peers ask for: the rules, seen from a mover."""
 
@@ -102,6 +119,10 @@ class Source(Protocol):
 
         Raises `KvpoolError` when there is none.
         """
+        ...
+
+    def awaited(self, question: Await) -> Owed:
+        """The same for a question that may have to wait, until `wait_s` is over. Does not block itself."""
         ...
 
     def corrupt(self, report: Corrupt) -> None:

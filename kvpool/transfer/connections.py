@@ -7,7 +7,7 @@ import threading
 import time
 
 from kvpool.errors import Unavailable
-from kvpool.transfer.addresses import parse, resolve
+from kvpool.transfer.addresses import parse, resolve, split_source
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import greet
 from kvpool.transfer.stream import Stream, Unreachable
@@ -41,19 +41,25 @@ class Connections:
             stream.close()
 
     def connect(self, url: str, deadline: Deadline, stop: Stop) -> Stream:
-        """A new connection, introduced. The caller owns it.
+        """A new connection, introduced. The caller owns it. A `?source=` in the URL is where it comes from.
 
         Raises `Unavailable`, `NotAuthenticated`, `ProtocolError` or `ConfigError` (for the URL).
         """
-        host, port = parse(url)
+        target, source = split_source(url)
+        host, port = parse(target)
         soon = deadline.sooner(self._limits.connect_s)
         failure = f"{url} has no address"
         for family, address in resolve(host, port, soon, stop):
-            stream = Stream(socket.socket(family, socket.SOCK_STREAM), soon)
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM)
+            except OSError as error:  # out of descriptors, or no such family on this machine
+                failure = f"{url} cannot be reached: {error.strerror}"
+                continue
+            stream = Stream(sock, soon)
             try:
                 stop.register(stream.shut)
                 try:
-                    stream.connect(address)
+                    stream.connect(address, source)
                     greet(stream, self._identity)
                     return stream
                 finally:

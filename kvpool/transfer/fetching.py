@@ -14,8 +14,9 @@ from kvpool.transfer.precedence import Precedence
 from kvpool.transfer.stream import IOV_MAX, Stream
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
 from kvpool.wire import (
-    FRAME_BYTES_MAX,
+    KEYS_MAX,
     Ask,
+    Await,
     Bytes,
     Corrupt,
     Done,
@@ -33,6 +34,8 @@ M = TypeVar("M", bound=Message)
 # Received and then hashed at a time: small enough to be in cache still, large enough that neither the
 # calls nor the wake-ups count.
 GROUP_BYTES = 1 << 20
+# The longest answer there can be: a flag, a checksum and a row (over NIXL) for each key, or metadata.
+ANSWER_BYTES_MAX = KEYS_MAX * (1 + CHECKSUM_BYTES + 4) + (64 << 10)
 
 
 def fetch(
@@ -96,7 +99,7 @@ def fetch(
         stream.send(Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)), 0)
 
 
-def ask(stream: Stream, question: Ask | Offer) -> Done | Bytes:
+def ask(stream: Stream, question: Ask | Offer | Await) -> Done | Bytes:
     """The peer's answer to a question. Raises as `fetch` does."""
     if isinstance(question, Ask):
         return exchange(stream, question, 1, Done)
@@ -114,7 +117,7 @@ class Refused(Exception):
 def exchange(stream: Stream, message: Message, request: int, kind: type[M]) -> M:
     """Send a request and return its answer, of the given kind."""
     stream.send(message, request)
-    number, payload = stream.receive(FRAME_BYTES_MAX)
+    number, payload = stream.receive(ANSWER_BYTES_MAX)
     answer = decode_peer(payload)
     if number != request:
         raise ProtocolError(f"the peer answered request {number} instead of {request}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -63,8 +64,11 @@ def greet(stream: Stream, us: Identity) -> PeerChallenge:
     return challenge
 
 
-def admit(stream: Stream, us: Identity) -> PeerHello:
-    """Let a daemon introduce itself that connected to us, and return what it said. Raises as `greet`."""
+def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None) -> PeerHello:
+    """Let a daemon introduce itself that connected to us, and return what it said. Raises as `greet`.
+
+    known: called when it has proved who it is, before it is told so.
+    """
     request, payload = stream.receive(HELLO_BYTES_MAX)
     hello = decode_peer(payload)
     if not isinstance(hello, PeerHello):
@@ -86,6 +90,7 @@ def admit(stream: Stream, us: Identity) -> PeerHello:
         raise ProtocolError("a PeerChallenge is answered with a PeerProof")
     if not hmac.compare_digest(shown.proof, _proof(us.secret, b"connects", hello, challenge)):
         raise NotAuthenticated("wrong proof: give all daemons of a cluster the same cluster secret")
+    known()
     stream.send(Done(), request)
     return hello
 

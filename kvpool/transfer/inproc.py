@@ -5,6 +5,8 @@ A memcpy stands for the network. Addresses are `inproc://NAME`, known to the who
 
 from __future__ import annotations
 
+import os
+import select
 import threading
 
 from xxhash import xxh3_128_digest
@@ -15,6 +17,7 @@ from kvpool.transfer.base import (
     Deadline,
     Identity,
     Outcome,
+    Owed,
     Source,
     Stop,
     TransferLimits,
@@ -23,7 +26,7 @@ from kvpool.transfer.base import (
 )
 from kvpool.transfer.memory import Memory
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
-from kvpool.wire import AskPeer, Bytes, Corrupt, Done, Lend, PullBlocks, Pulled
+from kvpool.wire import AskPeer, Await, Bytes, Corrupt, Done, Lend, PullBlocks, Pulled
 
 _served: dict[str, InprocTransport] = {}
 _lock = threading.Lock()
@@ -62,7 +65,10 @@ class InprocTransport:
         return outcome.finish()
 
     def ask(self, order: AskPeer, stop: Stop) -> Done | Bytes:
-        return self._peer(order.url).source.asked(order.question)
+        source = self._peer(order.url).source
+        if isinstance(order.question, Await):
+            return _wait_for(source.awaited(order.question), Deadline(order.deadline_s), stop)
+        return source.asked(order.question)
 
     def close(self) -> None:
         with _lock:
@@ -124,3 +130,29 @@ class InprocTransport:
         finally:
             if lent.token:
                 peer.source.give_back(lent.token)
+
+
+def _wait_for(owed: Owed, deadline: Deadline, stop: Stop) -> Bytes:
+    """A peer's answer that is still to come."""
+    bell = os.eventfd(0)
+
+    def ring() -> None:
+        os.eventfd_write(bell, 1)
+
+    try:
+        stop.register(ring)
+        try:
+            both = select.poll()
+            both.register(bell, select.POLLIN)
+            both.register(owed.fileno(), select.POLLIN)
+            ready = dict(both.poll(deadline.left() * 1000))
+        finally:
+            stop.unregister(ring)
+        if owed.fileno() in ready:
+            return owed.result()
+        raise Unavailable(
+            "the question was cancelled" if ready else "the peer did not answer in time"
+        )
+    finally:
+        owed.close()
+        os.close(bell)

@@ -17,6 +17,7 @@ from kvpool.types import KEY_BYTES, split_keys
 from kvpool.wire import (
     KEYS_MAX,
     Ask,
+    Await,
     Corrupt,
     Fetch,
     Fetched,
@@ -28,6 +29,8 @@ from kvpool.wire import (
 )
 
 CORRUPT_S = 5.0  # to look at blocks that a peer found wrong
+AWAIT_S_MAX = 60.0  # whatever a peer says that it would wait
+AWAIT_LATE_S = 5.0  # for control's answer, beyond that
 REQUEST_BYTES_MAX = KEYS_MAX * KEY_BYTES + (64 << 10)
 
 
@@ -106,6 +109,8 @@ class Conversation:
             self._send_blocks(request, message)
         elif isinstance(message, (Ask, Offer)):
             self._answer(request, message)
+        elif isinstance(message, Await):
+            self._answer_later(request, message)
         elif isinstance(message, Corrupt):
             self._report(message)
         else:
@@ -119,6 +124,25 @@ class Conversation:
             answer = encode(self._source.asked(question), request)
         except KvpoolError as error:
             answer = encode(error_message(error), request)
+        stream.send_buffers([memoryview(answer)])
+
+    def _answer_later(self, request: int, question: Await) -> None:
+        """Answer when there is something to say. A peer that has gone meanwhile ends the question."""
+        stream = self._stream
+        stream.deadline = Deadline(min(question.wait_s, AWAIT_S_MAX) + AWAIT_LATE_S)
+        try:
+            owed = self._source.awaited(question)
+        except KvpoolError as error:
+            stream.send(error_message(error), request)
+            return
+        try:
+            stream.wait_beside(owed.fileno())
+            try:
+                answer = encode(owed.result(), request)
+            except KvpoolError as error:
+                answer = encode(error_message(error), request)
+        finally:
+            owed.close()
         stream.send_buffers([memoryview(answer)])
 
     def _report(self, report: Corrupt) -> None:

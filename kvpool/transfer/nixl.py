@@ -56,7 +56,7 @@ from kvpool.transfer.stream import Stream
 from kvpool.transfer.tcp import TcpTransport
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, split_keys
 from kvpool.wire import (
-    FRAME_BYTES_MAX,
+    HELLO_BYTES_MAX,
     AskPeer,
     Bytes,
     Corrupt,
@@ -220,7 +220,7 @@ class _Conversation(Conversation):
 
     def _wait_until_taken(self) -> None:
         while True:
-            request, payload = self._stream.receive(FRAME_BYTES_MAX)
+            request, payload = self._stream.receive(HELLO_BYTES_MAX)
             message = decode_peer(payload)
             if isinstance(message, Taken):
                 return

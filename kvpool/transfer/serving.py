@@ -15,13 +15,19 @@ from kvpool.transfer.memory import Memory
 from kvpool.transfer.precedence import Precedence
 from kvpool.transfer.stream import Stream
 
-BACKLOG = 128
+BACKLOG = 1024  # a SYN that finds no room is sent again a second later, which costs a peer its pull
 RESOLVE_S = 10.0
 ACCEPT_PAUSE_S = 0.1  # when the machine is out of descriptors
+LEAVE_S = 1.0  # for the thread of a connection that was ended
 
 
 class Server:
-    """Listens, and serves each peer's connection in a thread of its own."""
+    """Listens, and serves each peer's connection in a thread of its own.
+
+    When there are as many connections as there may be, a new one takes the place of the one that has been
+    longest without saying who it is; without such a one it is refused. So who fills the house with connections
+    that say nothing keeps nobody out who can prove to be of the cluster.
+    """
 
     def __init__(
         self,
@@ -41,7 +47,9 @@ class Server:
         self._budgets = Budgets.of(limits.inflight_bytes_max)
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
+        self._left = threading.Condition(self._lock)  # a connection has ended
         self._streams: set[Stream] = set()
+        self._strangers: dict[Stream, None] = {}  # those not admitted yet, in the order of arrival
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
 
@@ -111,10 +119,11 @@ class Server:
 
     def _welcome(self, stream: Stream) -> None:
         with self._lock:
-            full = len(self._streams) >= self._limits.connections_max or self._closing.is_set()
-            if not full:
+            welcome = self._has_room() and not self._closing.is_set()
+            if welcome:
                 self._streams.add(stream)
-        if full:
+                self._strangers[stream] = None
+        if not welcome:
             stream.close()
             return
         try:
@@ -122,11 +131,28 @@ class Server:
         except RuntimeError:  # the machine has no thread left
             with self._lock:
                 self._streams.discard(stream)
+                self._strangers.pop(stream, None)
             stream.close()
+
+    def _has_room(self) -> bool:
+        """Whether one more connection may be had, if need be in a stranger's place. Within the lock."""
+        limit = self._limits.connections_max
+        if len(self._streams) < limit:
+            return True
+        first = next(iter(self._strangers), None)
+        if first is None:
+            return False
+        del self._strangers[first]
+        first.shut()
+        return self._left.wait_for(lambda: len(self._streams) < limit, LEAVE_S)
+
+    def _no_stranger(self, stream: Stream) -> None:
+        with self._lock:
+            self._strangers.pop(stream, None)
 
     def _serve(self, stream: Stream) -> None:
         try:
-            admit(stream, self._identity)
+            admit(stream, self._identity, lambda: self._no_stranger(stream))
             conversation = self._converse(
                 stream, self._memory, self._source, self._limits, self._budgets, self._precedence
             )
@@ -141,5 +167,7 @@ class Server:
         finally:
             with self._lock:
                 self._streams.discard(stream)
+                self._strangers.pop(stream, None)
                 self._threads.discard(threading.current_thread())
+                self._left.notify_all()
             stream.close()

@@ -51,10 +51,13 @@ class Stream:
         self.deadline = deadline
         self.idle_since = 0.0
 
-    def connect(self, address: tuple[Any, ...]) -> None:
-        """Raises `Unreachable`, also when that is only known because time is up, or after `shut`."""
+    def connect(self, address: tuple[Any, ...], source: str = "") -> None:
+        """From an address of this machine's, or any. Raises `Unreachable`, also when that is only known because
+        time is up, or after `shut`."""
         self._arm()
         try:
+            if source:
+                self._sock.bind((source, 0))
             self._sock.connect(address)
         except OSError as error:
             late = isinstance(error, BlockingIOError)
@@ -131,6 +134,18 @@ class Stream:
             raise self._mapped(error) from None
         if not ready:
             raise Unavailable(f"the peer did not answer within {self.deadline.seconds:g} s")
+
+    def wait_beside(self, fd: int) -> None:
+        """Sleep until `fd` is readable. Raises as the others do, also when the peer says anything meanwhile."""
+        both = select.poll()
+        both.register(fd, select.POLLIN)
+        both.register(self._sock, select.POLLIN | select.POLLRDHUP)
+        ready = dict(both.poll(self.deadline.left() * 1000))
+        if fd in ready:
+            return
+        if ready:
+            raise Closed("the peer did not wait for its answer")
+        raise Unavailable(f"there was no answer for the peer within {self.deadline.seconds:g} s")
 
     def _receive_some(self, buffers: Sequence[memoryview]) -> int:
         try:

@@ -44,6 +44,7 @@ BYTES = {
     "large",
     "several",
     "waits",
+    "row_that_holds",
 }
 """What differs between lanes; what is said over the control connection has been tested above."""
 

@@ -1,11 +1,14 @@
 """TCP against peers that are slow, wrong, hostile or dying: always an answer, never a wrong block."""
 
+import itertools
+import os
+import resource
 import select
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from xxhash import xxh3_128_digest
@@ -394,6 +397,95 @@ def test_no_more_connections_than_allowed(owner: tuple[Side, tuple[str, int]]) -
         stream.send(fetch(), 3)
         assert stream.receive(1 << 20)[0] == 3
         sock.close()
+
+
+@pytest.fixture
+def patient() -> Iterator[tuple[Side, tuple[str, int]]]:
+    """An owner that lets strangers think for as long as they like; four connections at most."""
+    side = Side(URL, limits=TransferLimits(connections_max=4, hello_s=300.0))
+    side.source.stride = NBYTES
+    for number, block in enumerate(BLOCKS):
+        side.source.put(key_of(number), number, block)
+    url = side.transport.listen(URL)
+    yield side, ("127.0.0.1", int(url.rpartition(":")[2]))
+    side.transport.close()
+
+
+def served(sock: socket.socket, stream: Stream) -> bool:
+    """Whether all blocks come over this connection."""
+    stream.send(fetch(), 3)
+    expected = answer(3)
+    got = bytearray(len(expected))
+    stream.receive_into([memoryview(got)])
+    return bytes(got) == expected
+
+
+def test_strangers_keep_nobody_out(patient: tuple[Side, tuple[str, int]]) -> None:
+    """They say nothing, or half of something: who came first goes when somebody else comes."""
+    side, address = patient
+    hello = wire.encode(wire.PeerHello(wire.PROTOCOL_VERSION, "test", "n", b"n" * 32), 1)
+    with ExitStack() as stack:
+        known = introduced(address)
+        stack.callback(known[0].close)
+        for turn in range(20):
+            stranger = stack.enter_context(socket.create_connection(address, 30))
+            stranger.sendall(hello[:turn])
+        for _ in range(3):
+            sock, stream = introduced(address)
+            stack.callback(sock.close)
+            assert served(sock, stream)
+        assert served(*known), "it has been let in, so it stays"
+        with socket.create_connection(address, 30) as one_too_many:
+            assert closed_by_peer(one_too_many), "four are known: none of them has to go"
+        assert served(*known)
+    assert side.source.wait_until_returned()
+
+
+def test_the_stranger_who_came_first_goes(patient: tuple[Side, tuple[str, int]]) -> None:
+    _, address = patient
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(4)]
+        sock, _ = introduced(address)
+        stack.callback(sock.close)
+        assert closed_by_peer(strangers[0])
+        for stranger in strangers[1:]:
+            stream = Stream(stranger, Deadline(30))
+            stranger.setblocking(True)
+            greet(stream, PEER)  # it has only now made up its mind
+            assert served(stranger, stream)
+
+
+def test_a_reader_without_descriptors_says_so_and_goes_on(
+    owner: tuple[Side, tuple[str, int]], reader: Side
+) -> None:
+    _, address = owner
+    url = f"tcp://127.0.0.1:{address[1]}"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 9, hard)
+        )
+        with pytest.raises(OSError, match="Too many open files"):
+            taken += (os.dup(0) for _ in itertools.count())
+        pulled = pull(reader, url)
+        assert pulled.status == bytes([MISSING]) * 4
+        assert "Too many open files" in pulled.error
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert pull(reader, url).status == b"\1" * 4
+
+
+def test_more_bytes_than_an_answer_has_are_nobodys(reader: Side) -> None:
+    """What follows is not taken for the next answer: the connection is not used again."""
+    scripts = [say(lambda r: answer(r) + answer(r), close=False), say(answer, close=False)]
+    with scripted(*scripts) as url:
+        for _ in range(2):
+            pulled = pull(reader, url)
+            assert (pulled.status, pulled.error) == (b"\1" * 4, "")
+            assert [reader.block(row, NBYTES, NBYTES) for row in (0, 2, 4, 6)] == BLOCKS
 
 
 def test_listening_to_the_world_takes_a_secret() -> None:

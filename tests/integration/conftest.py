@@ -1,6 +1,7 @@
 """Real daemons in processes of their own, each with its socket in a fresh folder."""
 
 import contextlib
+import itertools
 import os
 import secrets
 import select
@@ -19,6 +20,7 @@ import pytest
 
 from kvpool import wire
 from kvpool.client import Client
+from kvpool.testing.s3 import Proxy
 
 MIB = 1 << 20
 START_S = 30.0  # generous: the machine may be busy
@@ -224,6 +226,28 @@ def start(folder: Path) -> Iterator[Start]:
 def daemon(start: Start) -> Daemon:
     """One daemon with 32 MiB."""
     return start()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[tuple[str, int]]:
+    """A server of the S3 protocol, moto's: its host and port. Tests have buckets of their own."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield server.get_host_and_port()
+    server.stop()
+
+
+_buckets = itertools.count()
+
+
+@pytest.fixture
+def proxy(s3: tuple[str, int]) -> Iterator[Proxy]:
+    """Before that server, with a new bucket."""
+    with Proxy(s3) as proxy:
+        proxy.make_bucket(f"bucket-{next(_buckets)}")
+        yield proxy
 
 
 @pytest.fixture

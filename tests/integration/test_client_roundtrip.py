@@ -375,7 +375,11 @@ def test_more_than_fits_is_told_and_the_first_are_there(client):
 @settings(
     max_examples=120,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.data_too_large,
+        HealthCheck.too_slow,
+    ],
 )
 @given(data=st.data())
 def test_any_shapes(client, data):

@@ -108,6 +108,7 @@ def start_cluster(servers, folder: Path) -> Iterator[Callable[..., LocalCluster]
         (folder / name).mkdir()
         cluster = LocalCluster(folder / name, name=name, **(given | settings))
         begun.append(cluster.__enter__())
+        cluster.wait_acquainted()
         return cluster
 
     yield begin
@@ -137,20 +138,20 @@ def nodes_by_name(described: dict) -> dict[str, dict]:
     return {record["node"]: record for record in described["nodes"]}
 
 
-def wait_for_nodes(until, kvpool: Commands, node: LocalNode, names: Iterable[str]) -> None:
-    until(
-        lambda: sorted(nodes_by_name(kvpool.json(node, "nodes"))) == sorted(names),
-        what=f"{node.socket} sees {names}",
-    )
+def wait_for_nodes(until, node: LocalNode, names: Iterable[str]) -> None:
+    """Until a node sees these and no others. A client asks: a command takes half a second to start."""
+    with Client(node.socket, timeout_s=RUN_S) as client:
+        until(
+            lambda: sorted(nodes_by_name(client.cluster())) == sorted(names),
+            what=f"{node.socket} sees {names}",
+        )
 
 
 # ---- what is shown -------------------------------------------------------------------------------------
 
 
-def test_nodes_as_each_of_them_sees_them(cluster, kvpool, until):
+def test_nodes_as_each_of_them_sees_them(cluster, kvpool):
     a, b = cluster.nodes
-    for node in cluster.nodes:
-        wait_for_nodes(until, kvpool, node, "ab")
     done = kvpool(a, "nodes")
     assert (done.status, done.err) == (0, "")
     lines = done.out.splitlines()
@@ -175,7 +176,7 @@ def test_where_blocks_are(cluster, at_a, kvpool, until):
     put(at_a, range(3))
     with b.client(connect=True) as at_b:
         at_b.open(RECORD)
-        until(lambda: kvpool(b, "locate", key(2).hex()).status == 0, what="b is told")
+        until(lambda: at_b.locate([key(2)]), what="b is told")
     done = kvpool(b, "locate", key(0).hex(), key(1).hex().upper(), "--namespace", DIGEST[:5])
     assert (done.status, done.err) == (0, "")
     rows = [line.split() for line in done.out.splitlines()[1:]]
@@ -194,7 +195,7 @@ def test_peers_are_shown_by_name(cluster, at_a, at_b, kvpool, until):
     until(lambda: at_b.pull(ns, keys_of(range(4)), wait_s=5) == 4, what="b has pulled")
     text = kvpool(cluster.node("b"), "status").out
     peers = text[text.index("\nPeers") :].splitlines()
-    assert peers[3].split()[:2] == ["a", "well"]
+    assert peers[3].split()[:3] == ["a", "host", "well"]
     assert "4 blocks pulled" in text
     assert f"cluster {cluster.name}  1 other node to pull from" in text
 
@@ -237,14 +238,15 @@ def test_a_fence_has_engines_open_a_namespace_again(cluster, at_a, kvpool, until
     put(at_a, range(2))
     ns = at_a.open(RECORD)
     # By the other node, where nobody has opened it.
-    until(lambda: kvpool.json(b, "namespaces"), what="b knows the namespace")
+    with b.client() as at_b:
+        until(lambda: at_b.cluster()["namespaces"], what="b knows the namespace")
     done = kvpool(b, "reset", DIGEST, "--fence")
     assert (done.status, done.err) == (0, "")
     assert "until they open it again" in done.out
 
     def fenced() -> bool:
-        (row,) = kvpool.json(a, "namespaces")
-        return (row["epoch"], row["fence"]) == (1, 1)
+        (entry,) = at_a.cluster()["namespaces"]
+        return (entry["epoch"], entry["fence"]) == (1, 1)
 
     until(fenced, what="a hears of it")
     assert f"fenced at this epoch: {DIGEST[:12]}" in kvpool(a, "namespaces").out
@@ -263,7 +265,7 @@ def test_copies_are_made(cluster, at_a, at_b, kvpool, until):
     assert (done.status, done.err) == (0, "")
 
     def holders() -> list[set[str]]:
-        found = kvpool.json(a, "locate", *(key(n).hex() for n in range(3)))
+        found = at_a.locate(keys_of(range(3)))
         return [{replica["node"] for replica in block["replicas"]} for block in found]
 
     until(lambda: holders() == [{"a", "b"}] * 3, 30, what="two copies of each")
@@ -311,7 +313,6 @@ def test_a_drained_node_has_left_nothing_behind(cluster, at_a, at_b, kvpool, unt
     a, b = cluster.nodes
     put(at_a, range(40))
     at_b.open(RECORD)
-    wait_for_nodes(until, kvpool, b, "ab")
     lease = at_a.acquire(at_a.open(RECORD), [key(0)], lease_s=RUN_S)
     assert lease is not None
     with kvpool.begin(b, "drain", "a") as process:
@@ -324,7 +325,7 @@ def test_a_drained_node_has_left_nothing_behind(cluster, at_a, at_b, kvpool, unt
         out, _ = process.communicate(timeout=RUN_S)
     assert process.returncode == 0
     assert out.startswith("a is drained and has left the cluster: 40 blocks that only it held were")
-    wait_for_nodes(until, kvpool, b, "b")
+    wait_for_nodes(until, b, "b")
     assert "a is drained and not here" in kvpool(b, "nodes").out
     text = kvpool(a, "nodes").out
     assert "this node is not a member (out): it was drained and has left" in text
@@ -333,7 +334,7 @@ def test_a_drained_node_has_left_nothing_behind(cluster, at_a, at_b, kvpool, unt
     assert kvpool(b, "drain", "a").out.startswith("a is not in the cluster")
     done = kvpool(b, "drain", "a", "--cancel")
     assert (done.status, "a is no longer drained" in done.out) == (0, True)
-    wait_for_nodes(until, kvpool, b, "ab")
+    wait_for_nodes(until, b, "ab")
     assert kvpool.json(b, "nodes")["drains"] == []
 
 
@@ -353,14 +354,13 @@ def test_a_drain_that_finds_no_place_says_so(start_cluster, kvpool, until):
         assert "7 blocks that only it holds found no other place" in err
         assert "`kvpool drain a --cancel`" in err
         assert kvpool(a, "drain", "a", "--cancel").status == 0
-        wait_for_nodes(until, kvpool, a, "a")
+        wait_for_nodes(until, a, "a")
         assert client.match(client.open(RECORD), keys_of(range(7))) == 7
 
 
 def test_an_interrupted_wait_leaves_the_drain_going(cluster, at_a, kvpool, until):
     b = cluster.node("b")
     put(at_a, range(3))
-    wait_for_nodes(until, kvpool, b, "ab")
     lease = at_a.acquire(at_a.open(RECORD), [key(0)], lease_s=RUN_S)
     assert lease is not None
     with kvpool.begin(b, "drain", "a") as process:
@@ -376,10 +376,11 @@ def test_an_interrupted_wait_leaves_the_drain_going(cluster, at_a, kvpool, until
     assert done.status == 1
     assert "a is not drained after 0 s (3 of 3 blocks looked at" in done.err
     assert kvpool(b, "drain", "a", "--cancel").status == 0
-    until(
-        lambda: nodes_by_name(kvpool.json(b, "nodes"))["a"]["state"] == "serving",
-        what="a serves again",
-    )
+    with b.client() as at_b:
+        until(
+            lambda: nodes_by_name(at_b.cluster())["a"]["state"] == "serving",
+            what="a serves again",
+        )
     assert nodes_by_name(kvpool.json(b, "nodes"))["a"]["drain"] is None
     lease.release()
 
@@ -464,7 +465,7 @@ def test_flags_of_a_cluster_and_where_passwords_stay(folder, servers, start, cle
             KVPOOL_NODE="node-2",
         )
         kvpool = Commands(clean_environ(folder))
-        wait_for_nodes(until, kvpool, in_a_variable, ["node-1", "node-2"])
+        wait_for_nodes(until, in_a_variable, ["node-1", "node-2"])
         said = ""
         for node in (in_a_variable, beside_it):
             until(

@@ -199,6 +199,7 @@ def test_any_values_of_the_right_types(apart, data):
             st.builds(wire.Remove, number, keys),
             st.builds(wire.Pin, number, keys, st.one_of(texts, st.just("soft"), st.just("hard"))),
             st.builds(wire.Pull, number, keys, seconds),
+            st.builds(wire.Follow, number, keys, st.floats(max_value=0.01), texts, parts),
             st.builds(wire.Grant, number, number, number),
             st.builds(wire.Store, number, number, st.binary(max_size=12), keys, keys, number),
             st.builds(wire.GiveBack, number, st.binary(max_size=12)),
@@ -225,7 +226,9 @@ FUZZED: dict = {}
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     payload=st.one_of(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client
-from kvpool.errors import LeaseLost
+from kvpool.errors import LeaseLost, SegmentError
 from kvpool.status.tiers import tier_rows
 from kvpool.types import NamespaceRecord
 from kvpool.wire import NO_ROW
@@ -488,6 +488,40 @@ def test_another_process_of_the_instance_joins_the_lease(direct):
     assert content(joined) == [block(n) for n in range(32)]
     joined.release()
     worker.close()
+
+
+def test_one_who_is_not_attached_acquires_in_the_name_of_those_who_are(direct):
+    """As an engine's scheduler does for its ranks."""
+    life = direct.memory.life
+    with direct.daemon.client(connect=True, instance="direct") as scheduler:
+        ns = scheduler.open(RECORD)
+        lease = scheduler.acquire(ns, keys_of(range(32)), life=life)
+        assert (lease.blocks, lease.life, lease.device) == (32, life, None)
+        assert direct_rows(lease) == 32
+        joined = direct.client.join(lease.token, device=direct.memory)
+        assert content(joined) == [block(n) for n in range(32)]
+        assert joined.life == life
+        joined.release()
+        lease.release()
+        assert scheduler.acquire(ns, keys_of(range(32)), life=life + 1) is None
+        assert scheduler.acquire(ns, keys_of(range(32))) is None
+
+
+def test_a_pull_counts_what_is_on_the_device_for_those_who_read_it_there(direct):
+    life = direct.memory.life
+    pull = direct.client.pull
+    assert pull(direct.ns, keys_of(range(32)), wait_s=WAIT_S, life=life) == 32
+    assert direct.in_memory(range(32)) == direct.device["read_blocks"] == 0
+    assert pull(direct.ns, keys_of(range(8)), wait_s=WAIT_S, life=life + 1) == 8
+    assert direct.in_memory(range(32)) == 8
+
+
+def test_memory_on_another_device_is_not_attached_to(direct):
+    memory = direct.client.attach_device(direct.memory.device)
+    assert memory.life == direct.memory.life
+    memory.close()
+    with pytest.raises(SegmentError, match="another device"):
+        direct.client.attach_device(torch.device("meta"))
 
 
 def test_a_reset_ends_what_is_read_on_the_device(direct):

@@ -48,6 +48,8 @@ class Rules:
         self.reports: list[wire.Corrupt] = []
         self.error: KvpoolError | None = None
         self.returned = asyncio.Event()
+        self.committed = asyncio.Event()
+        self.awaiting = 0
 
     def lend(self, request: wire.Lend) -> wire.Lent:
         if self.error is not None:
@@ -78,6 +80,14 @@ class Rules:
         if self.error is not None:
             raise self.error
         return wire.Bytes(b"\1" * (len(offer.keys) // 16))
+
+    async def awaited(self, question: wire.Await) -> wire.Bytes:
+        self.awaiting += 1
+        try:
+            await self.committed.wait()
+        finally:
+            self.awaiting -= 1
+        return wire.Bytes(b"\1" * (len(question.keys) // 16))
 
     def corrupt(self, report: wire.Corrupt) -> None:
         self.reports.append(report)
@@ -303,6 +313,50 @@ def test_a_killed_owner_returns_its_loans_and_keeps_its_address() -> None:
             assert not gone(reading)
             pulled = await reader.movers.pull(order(url, list(range(COUNT)), list(range(COUNT))))
             assert pulled.status == b"\1" * COUNT
+
+    run(scenario())
+
+
+def await_of(url: str, number: int) -> wire.AskPeer:
+    question = wire.Await("node1", "default", b"d" * 16, key_of(number), b"\0", 30.0)
+    return wire.AskPeer(url, question, 40.0)
+
+
+def test_questions_that_wait_keep_nothing_from_going_on() -> None:
+    """More of them than there are threads for pulls; those that are cancelled end at the owner too."""
+
+    async def scenario() -> None:
+        async with daemons({"listen": (LISTEN,)}, {}) as (owner, reader):
+            data = owner.put(7, 3)
+            url = owner.movers.urls[0]
+            asking = [asyncio.create_task(reader.movers.ask(await_of(url, n))) for n in range(40)]
+            await until(lambda: owner.rules.awaiting == 40)
+            async with asyncio.timeout(20):
+                pulled = await reader.movers.pull(order(url, [7], [5]))
+            assert (pulled.status, reader.block(5)) == (b"\1", data)
+            for task in asking[:30]:
+                task.cancel()
+            await asyncio.gather(*asking[:30], return_exceptions=True)
+            await until(lambda: owner.rules.awaiting == 10)
+            assert not any(task.done() for task in asking[30:])
+            owner.rules.committed.set()
+            assert await asyncio.gather(*asking[30:]) == [wire.Bytes(b"\1")] * 10
+            await until(lambda: owner.rules.awaiting == 0)
+
+    run(scenario())
+
+
+def test_questions_that_wait_end_with_either_mover() -> None:
+    async def scenario() -> None:
+        async with daemons({"listen": (LISTEN,)}, {}) as (owner, reader):
+            for killed in (owner, reader):
+                asking = asyncio.create_task(reader.movers.ask(await_of(owner.movers.urls[0], 1)))
+                await until(lambda: owner.rules.awaiting == 1)
+                os.kill(killed.movers.stats()[0]["pid"], signal.SIGKILL)
+                with pytest.raises(Unavailable):
+                    await asking
+                await until(lambda: owner.rules.awaiting == 0)
+                await until(lambda one=killed: one.movers.stats()[0]["alive"])
 
     run(scenario())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import numpy as np
 import obstore
 import pytest
 import xxhash
-from moto.server import ThreadedMotoServer
 from obstore.store import from_url
 
 from kvpool.errors import ConfigError, Unavailable
@@ -44,22 +42,6 @@ LIMITS = RemoteLimits(
     backoff_s=0.0,
     failures_max=1000,
 )
-BUCKETS = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[tuple[str, int]]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    yield server.get_host_and_port()
-    server.stop()
-
-
-@pytest.fixture
-def proxy(s3: tuple[str, int]) -> Iterator[Proxy]:
-    with Proxy(s3) as made:
-        made.make_bucket(f"bucket-{next(BUCKETS)}")
-        yield made
 
 
 def opened(proxy: Proxy, node: bytes = NODE, limits: RemoteLimits = LIMITS) -> RemoteStore:

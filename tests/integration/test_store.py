@@ -1,20 +1,14 @@
 """A lone daemon with object storage: what it wrote is found again, and what cannot work is told at once."""
 
-import itertools
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-from moto.server import ThreadedMotoServer
 
-from kvpool.testing.s3 import Proxy
 from kvpool.types import NamespaceRecord
 
 NBYTES = 64 << 10
 RECORD = NamespaceRecord.simple("store", block_bytes=NBYTES, block_tokens=16)
 BLOCKS = 40
 LONG_S = 20.0
-BUCKETS = itertools.count()
 
 
 def key(number):
@@ -26,21 +20,6 @@ KEYS = [key(number) for number in range(BLOCKS)]
 
 def block(number):
     return np.random.default_rng(number).bytes(NBYTES)
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[tuple[str, int]]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    yield server.get_host_and_port()
-    server.stop()
-
-
-@pytest.fixture
-def proxy(s3) -> Iterator[Proxy]:
-    with Proxy(s3) as made:
-        made.make_bucket(f"alone-{next(BUCKETS)}")
-        yield made
 
 
 @pytest.fixture(params=["s3", "file"])

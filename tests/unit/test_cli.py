@@ -125,7 +125,7 @@ STATS = {
         "peers": [
             {
                 "incarnation": "b" * 16,
-                "distance": 1.0,
+                "distance": "rack",
                 "latency_ms": 1.25,
                 "bytes_s": 200 << 20,
                 "inflight_bytes": 0,
@@ -235,6 +235,28 @@ def test_what_went_over_nixl_and_what_had_to_go_over_tcp():
     loud = shown(STATS | {"nixl": nixl | failed | {"last_error": "nixl://b:2: it [broke]"}})
     assert "2 pulls, 50 blocks, 4 pulls soon after" in line_with(loud, "went on over TCP")
     assert "it [broke]" in line_with(loud, "last reason")
+
+
+def test_what_went_over_tcp_since_that_is_faster():
+    nixl = {"pulls": 7, "blocks": 300, "bytes": 3 << 30, "slower": 5, "last_error": ""}
+    text = shown(STATS | {"nixl": nixl})
+    assert "5 pulls" in line_with(text, "left to TCP")
+
+
+def test_ways_to_peers_where_there_are_several():
+    def way(url: str, **more):
+        return {"url": url, "pulls": 3, "bytes": 1 << 20, "rests_s": 0.0, "reason": ""} | more
+
+    rests = way("tcp://10.1.0.2:1", rests_s=1.5, reason="no route [at all]")
+    one = {"usual": "tcp", "bytes_s": 1e9, "others": {}, "ways": [way("tcp://10.0.0.2:1")]}
+    paths = {"changed_card": 0, "peers": {"tcp://10.0.0.2:1": one}}
+    assert "Ways to peers" not in shown(STATS | {"paths": paths})
+    two = one | {"ways": [*one["ways"], rests]}
+    text = shown(STATS | {"paths": {"peers": {"tcp://10.0.0.2:1": two}}})
+    assert "Ways to peers" in text
+    assert "1 MiB" in line_with(text, "tcp://10.0.0.2:1")
+    assert "rests for 1.5 s" in text
+    assert "[at all]" in text
 
 
 def test_trouble_is_shown_when_there_is_any():
@@ -449,6 +471,27 @@ def test_the_nodes_of_a_cluster_on_a_narrow_terminal():
     assert "lag 0.2 s, 12 queued" in text
     assert text.count("host-2") == 1
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_is_expected_of_pulling_from_others():
+    link = {
+        "node": "host-2",
+        "incarnation": "b" * 16,
+        "distance": "zone",
+        "latency_s": 0.00125,
+        "bytes_s": 200 << 20,
+        "latency_age_s": 2.0,
+        "bytes_age_s": None,
+        "inflight_bytes": 0,
+        "path": "nixl://10.0.0.2:7071",
+    }
+    text = printed(show_nodes, CLUSTER | {"links": [link]}, width=120)
+    words = line_with(text, "nixl://10.0.0.2:7071")
+    assert "zone" in words
+    assert "1.2 ms" in words
+    assert "200 MiB/s" in words
+    assert "rate not measured" in words
+    assert "Pulling from others" not in printed(show_nodes, CLUSTER)
 
 
 def test_versions_are_shown_where_they_differ():
@@ -1201,7 +1244,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     args = (
         f"serve --config {file} --socket /s --memory 1MiB --policy lru"
         " --listen tcp://a:1 --listen tcp://b:2"
-        " --advertise tcp://x:1 --advertise tcp://y:2 --peer tcp://c:3 --movers 2 --data-dir /d"
+        " --advertise tcp://x:1 --advertise tcp://y:2 --rail r0 --rail - --bind-source --probe-s 3 --peer tcp://c:3 --movers 2 --data-dir /d"
         " --node n --cluster k --join etcds://u@e:1 --join-ca /1 --join-cert /2 --join-key /3"
         " --directory rediss://r:1 --directory-ca /4 --directory-cert /5 --directory-key /6"
         " --label zone=a --label rack=7 --no-forward --member-ttl-s 9 --directory-timeout-s 0.25"
@@ -1218,6 +1261,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert config.listen == ("tcp://a:1", "tcp://b:2")
     assert config.advertise == ("tcp://x:1", "tcp://y:2")
     assert config.peers == ("tcp://c:3",)
+    assert (config.rails, config.bind_source, config.probe_s) == (("r0", ""), True, 3)
     assert (config.movers, config.data_dir, config.node, config.cluster) == (2, "/d", "n", "k")
     assert (config.join, config.directory) == ("etcds://u@e:1", "rediss://r:1")
     assert (config.join_ca, config.join_cert, config.join_key) == ("/1", "/2", "/3")
@@ -1235,8 +1279,8 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert config.device == DeviceConfig("cuda:0", 8 << 30)
     secrets = {"cluster_secret", "join_password", "directory_password", "operator_token"}
     given = {word[2:].replace("-", "_") for word in args.split() if word.startswith("--")}
-    given -= {"config", "peer", "label", "no_forward", "no_events"}
-    given |= {"peers", "labels", "forward", "events"}
+    given -= {"config", "peer", "label", "rail", "no_forward", "no_events"}
+    given |= {"peers", "labels", "rails", "forward", "events"}
     assert given | secrets | {"tenants", "clients_max"} == set(SETTINGS)
     result = CliRunner().invoke(cli.app, ["serve", "--clients-max", "7", "--forward"])
     assert result.exit_code == 0, result.output

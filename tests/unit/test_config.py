@@ -81,6 +81,9 @@ memory = "40%"
 policy = "lru"
 listen = ["tcp://127.0.0.1:7070", "tcp://[::1]:7071"]
 advertise = ["tcp://outside:1", "tcp://outside:2"]
+rails = ["r0", "r1"]
+bind_source = true
+probe_s = 2.5
 peers = ["tcp://other:7070"]
 cluster = "c"
 cluster_secret = "hush hush hush hush"
@@ -132,6 +135,9 @@ memory = "50%"
         policy="lru",
         listen=("tcp://127.0.0.1:7070", "tcp://[::1]:7071"),
         advertise=("tcp://outside:1", "tcp://outside:2"),
+        rails=("r0", "r1"),
+        bind_source=True,
+        probe_s=2.5,
         peers=("tcp://other:7070",),
         cluster="c",
         cluster_secret="hush hush hush hush",
@@ -185,6 +191,9 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
         "policy": "lru",
         "listen": "tcp://a:1, tcp://b:2",
         "advertise": "tcp://c:1,tcp://c:2",
+        "rails": "r0,-",
+        "bind_source": "1",
+        "probe_s": "0",
         "peers": "",
         "cluster": "c",
         "cluster_secret": "hush hush hush hush",
@@ -230,6 +239,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
     assert config.listen == ("tcp://a:1", "tcp://b:2")
     assert config.advertise == ("tcp://c:1", "tcp://c:2")
     assert config.peers == ()
+    assert (config.rails, config.bind_source, config.probe_s) == (("r0", ""), True, 0.0)
     assert config.ssd == (DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30))
     assert config.device == DeviceConfig("cpu", 2 << 20)
     assert (config.ssd_bytes_per_day, config.ssd_flush_s, config.ssd_drain_s) == (0, 0.0, 0.0)
@@ -588,3 +598,19 @@ def test_a_tenants_part_of_the_disks_can_come_from_the_file(tmp_path):
         '[tenants.a]\nmemory = "1GiB"\nssd = "30%"\n[tenants.b]\nmemory = 4096\nssd = "2GiB"',
     )
     assert [tenant.ssd for tenant in config.tenants] == [0.3, 2 << 30]
+
+
+@pytest.mark.parametrize(
+    ("rails", "message"),
+    [
+        (["a"], "one name for each of listen"),
+        (["a", "b", "c"], "one name for each of listen"),
+        (["a", ""], "--rail"),
+        (["a", "a b"], "--rail"),
+        (7, "--rail"),
+    ],
+)
+def test_rails_are_names_one_for_each_address(rails, message):
+    flags = {"listen": ["tcp://a:1", "tcp://b:2"], "rails": rails}
+    with pytest.raises(ConfigError, match=message):
+        load(flags=flags, environ={})

@@ -171,7 +171,8 @@ def test_folders_for_disks(tmp_path, monkeypatch):
 
 
 def record(name: str, *urls: str) -> dict:
-    return {"node": name, "transports": [{"url": url, "metadata": ""} for url in urls]}
+    transports = [{"url": url, "metadata": ""} for url in urls]
+    return {"node": name, "incarnation": name * 16, "transports": transports}
 
 
 def test_nixl_where_both_have_it():
@@ -181,10 +182,17 @@ def test_nixl_where_both_have_it():
         record("b", "tcp://b:1", "nixl://b:2"),
         record("d"),
     ]
-    by_nixl = {"node": "b", "transport": "nixl", "url": "nixl://b:2", "otherwise": "tcp://b:1"}
-    by_tcp = {"node": "c", "transport": "tcp", "url": "tcp://c:1", "otherwise": ""}
-    not_at_all = {"node": "d", "transport": "none", "url": "", "otherwise": ""}
-    assert routes({"node": "a", "nodes": nodes}) == [by_nixl, by_tcp, not_at_all]
+    names = ("node", "transport", "url", "otherwise", "note")
+
+    def described(*rows: tuple[str, ...]) -> list[dict]:
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    by_nixl = ("b", "nixl", "nixl://b:2", "tcp://b:1", "")
+    by_tcp, not_at_all = ("c", "tcp", "tcp://c:1", "", ""), ("d", "none", "", "", "")
+    assert routes({"node": "a", "nodes": nodes}) == described(by_nixl, by_tcp, not_at_all)
+    links = [{"incarnation": "b" * 16, "path": "tcp://b:1"}]
+    not_by_it = ("b", "tcp", "tcp://b:1", "", doctor.NOT_BY_NIXL)
+    assert routes({"node": "a", "nodes": nodes, "links": links})[0] == described(not_by_it)[0]
     ours = routes({"node": "c", "nodes": nodes})
     assert [(pair["node"], pair["url"]) for pair in ours] == [
         ("a", "tcp://a:1"),
@@ -194,6 +202,30 @@ def test_nixl_where_both_have_it():
     assert routes({"node": "x", "nodes": []}) == []
 
 
+def test_the_other_cards_are_what_is_left_when_one_fails():
+    nodes = [record("a", "tcp://a:1"), record("b", "tcp://b:1", "tcp://b:2", "tcp://b:3")]
+    links = [{"incarnation": "b" * 16, "path": "tcp://b:2?source=10.0.0.1"}]
+    (pair,) = routes({"node": "a", "nodes": nodes, "links": links})
+    assert (pair["url"], pair["otherwise"]) == ("tcp://b:2?source=10.0.0.1", "tcp://b:1, tcp://b:3")
+    assert pair["note"] == ""
+
+
+def test_network_cards_and_where_they_are(tmp_path):
+    place = "sys/class/net"
+    files = {
+        f"{place}/eth0/device/numa_node": "1",
+        f"{place}/eth0/speed": "100000",
+        f"{place}/eth1/device/numa_node": "-1",
+        f"{place}/eth1/speed": "-1",
+        f"{place}/lo/mtu": "65536",
+    }
+    found = of(examine(machine=machine(tmp_path, files)), "network card")
+    assert [finding.found for finding in found] == [
+        "eth0: NUMA node 1, 100000 Mb/s",
+        "eth1: NUMA node not known, no link",
+    ]
+
+
 def test_what_is_shown():
     out = io.StringIO()
     findings = [Finding("a [b]", BAD, "it is [broken]", "mend it")]
@@ -201,7 +233,15 @@ def test_what_is_shown():
     assert "Other nodes" not in out.getvalue()
     for text in ("a [b]", "bad", "it is [broken]", "mend it"):
         assert text in out.getvalue()
-    pairs = [{"node": "n", "transport": "nixl", "url": "nixl://n:2", "otherwise": "tcp://n:1"}]
+    pairs = [
+        {
+            "node": "n",
+            "transport": "nixl",
+            "url": "nixl://n:2",
+            "otherwise": "tcp://n:1",
+            "note": "x",
+        }
+    ]
     show(findings, pairs, Console(file=out, width=100))
     assert "nixl://n:2" in out.getvalue()
     assert "tcp://n:1" in out.getvalue()

@@ -6,11 +6,15 @@ What tests want to know behind the client's back goes over etcd's own JSON gatew
 from __future__ import annotations
 
 import base64
+import fcntl
+import functools
 import json
+import os
 import random
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -30,17 +34,34 @@ STARTS_MAX = 5  # with other ports each time: another process may have taken one
 PORTS = range(20000, 32000)  # below those that the kernel gives to outgoing connections
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has now, and that no outgoing connection will be given."""
+    """A port of 127.0.0.1 that nobody has now, and that no outgoing connection will be given.
+
+    No process of this user is given the same one as long as this process lives: tests run beside others.
+    """
     for _ in range(1000):
         port = random.choice(PORTS)
+        if port in _given:
+            continue
         with socket.socket() as probe:
             try:
+                fcntl.lockf(_claims(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-            return port
+        _given.add(port)
+        return port
     raise Unavailable(f"no free port between {PORTS.start} and {PORTS.stop}")
+
+
+@functools.cache
+def _claims() -> int:
+    """A file with a byte for each port, which is locked by the process that was given the port."""
+    path = Path(tempfile.gettempdir()) / f"kvpool-ports-{os.getuid()}"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 class Member:

@@ -229,6 +229,7 @@ class Client:
                 world.contents.block(world.digest, answer.epoch, key, part, nbytes)[1]
                 for _, key, _ in group
             )
+            world.committing(answer.epoch, part, [key for _, key, _ in group])
             indices = b"" if len(groups) == 1 else wire.pack_rows([index for index, _, _ in group])
             done = await self._ask(wire.Commit(ticket, checksums, indices, copies), 0.0, session)
             assert isinstance(done.message, wire.Done)
@@ -303,6 +304,7 @@ class Client:
             parent,
             copies,
         )
+        world.committing(epoch, part, keys)
         try:
             answer = await self._ask(message, 0.0, session, epoch)
         except (PoolFull, StaleEpoch):
@@ -371,6 +373,36 @@ class Client:
         if reading is not None:
             await self._finish(session, reading)
         return leased.blocks
+
+    async def follow(self, keys: Sequence[bytes], wait_s: float, source: str) -> None:
+        """Follow a prompt to its end, then read what has come of it."""
+        session, number, _ = await self._connected()
+        life, world = session.life, self.world
+        answer = await self._ask(
+            wire.Follow(number, b"".join(keys), wait_s, source), wait_s, session
+        )
+        done = answer.message
+        assert isinstance(done, wire.Done)
+        world.count("follows")
+        world.count("blocks followed", done.value)
+        world.count("follows of all", done.value == len(keys))
+        if done.value > world.ever(keys):
+            raise Violation(
+                f"{life.name} has followed {done.value} blocks, and {world.ever(keys)} were committed"
+            )
+        expected = world.expected(keys) if wait_s >= 0.3 else 0
+        if done.value < expected:
+            raise Violation(f"{life.name} has followed {done.value} blocks of {expected}")
+        await self.get(keys, 0.0, 0.5)
+
+    async def prefill(self, keys: Sequence[bytes], parent: bytes, pause_s: float) -> None:
+        """Put a prompt chunk by chunk, as an engine computes it."""
+        at, step = 0, max(spec.stride for spec in self.world.record.parts)
+        while at < len(keys):
+            end = at + step * self.rng.choice((1, 1, 2))
+            await asyncio.sleep(pause_s * self.rng.random())
+            await self.put(keys[at:end], keys[at - 1] if at else parent, 0)
+            at = end
 
     def _read(
         self, life: Life, answer: Answer, keys: Sequence[bytes], asked_at: float

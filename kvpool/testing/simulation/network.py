@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ABSENT, PRESENT, MISMATCH, MISSING = range(4)  # `Pulled.status`
 RIVAL_S_MIN = 0.05  # no peer is given up for slow sooner
 RIVALS_MAX = 2
+LATE_S = 0.001  # for an answer that waits for nothing but its time
 
 
 class Network:
@@ -261,7 +262,7 @@ class Carrier:
 
     def asked(
         self,
-        question: wire.Ask | wire.Offer,
+        question: wire.Ask | wire.Offer | wire.Await,
         answer: asyncio.Future[wire.Done | wire.Bytes],
     ) -> None:
         def settle(task: asyncio.Task[wire.Bytes]) -> None:
@@ -279,6 +280,12 @@ class Carrier:
             if isinstance(question, wire.Offer):
                 task = self.world.loop.create_task(self._take(question))
                 task.add_done_callback(settle)
+                return
+            if isinstance(question, wire.Await):
+                task = self.world.loop.create_task(self._await(question))
+                task.add_done_callback(settle)
+                # Its connection ended: so does the question.
+                answer.add_done_callback(lambda _: task.cancel())
                 return
             try:
                 done = self.source.asked(question)
@@ -303,6 +310,31 @@ class Carrier:
                 if mask >> table.part & 1 and (block is None or block.secondary):
                     raise Violation(f"{self.life.name} takes {key[:4].hex()}, and does not keep it")
         return taken
+
+    async def _await(self, question: wire.Await) -> wire.Bytes:
+        """Answer what was asked, by the time that was given, and with nothing that is not committed."""
+        began, stood_still = self.world.now(), self.life.stood_still()
+        answer = await self.source.awaited(question)
+        standing = self.life.membership.standing(self.world.now())
+        if standing not in {Standing.MEMBER, Standing.AWAY}:
+            raise Violation(f"{self.life.name} answers a peer, and is {standing.value}")
+        taken = self.world.now() - began - (self.life.stood_still() - stood_still)
+        if taken > question.wait_s + LATE_S:
+            raise Violation(
+                f"{self.life.name} answers a question of {question.wait_s} s in {taken}"
+            )
+        tables = {
+            table.part: table
+            for epochs in self.life.server.node.tenants[question.tenant].epochs.values()
+            for namespace in epochs
+            if namespace.digest == question.digest
+            for table in namespace.tables
+        }
+        for key, mask in zip(split_keys(question.keys), answer.data, strict=True):
+            for part, table in tables.items():
+                if mask >> part & 1 and key not in table.blocks:
+                    raise Violation(f"{self.life.name} tells of {key[:4].hex()}, and has it not")
+        return answer
 
     def report(self, report: wire.Corrupt) -> None:
         self._to_control(self.source.corrupt, report)

@@ -125,6 +125,7 @@ class Plan:
     remove: float = 0.0
     pin: float = 0.0
     quota: float = 0.0
+    follow: float = 0.0
     actions: dict[str, int] = field(default_factory=dict)
     fault_gap_s: float = 1.0
     disks: Disks | None = None
@@ -151,6 +152,10 @@ class Plan:
     def with_quotas(self) -> Plan:
         """Operators change how much the namespace may hold. Not where several copies are wanted of all."""
         return replace(self, quota=0.03 if self.replicas == 1 else 0.0)
+
+    def with_follows(self, rng: random.Random) -> Plan:
+        """Clients follow prompts, in half of the seeds."""
+        return replace(self, follow=rng.choice((0.0, 0.0, 0.1, 0.3)))
 
     @property
     def size(self) -> int:

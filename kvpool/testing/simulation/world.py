@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.daemon import copies, remote, shelf, tiers
+from kvpool.daemon import copies, following, follows, remote, shelf, tiers
 from kvpool.daemon.blocks import PIN_NONE
 from kvpool.daemon.node import Node
 from kvpool.errors import KvpoolError
@@ -107,6 +107,8 @@ class World:
         self._healed_at = 0.0
         self._client_tasks: list[asyncio.Task[None]] = []
         self._put: dict[tuple[int, int, bytes], float] = {}
+        self._tried: dict[tuple[int, int], set[bytes]] = {}  # by epoch and part
+        self._follows = random.Random(f"{seed}/follows")
         self._disturbed = False  # something was removed on purpose
         self._repaired = (
             False  # a node was lost after the last fault: all copies were looked at again
@@ -190,6 +192,19 @@ class World:
         """These were committed somewhere, or were there already."""
         for key in keys:
             self._put.setdefault((epoch, part, key), self.now())
+
+    def committing(self, epoch: int, part: int, keys: Iterable[bytes]) -> None:
+        """These may be committed somewhere from now on."""
+        self._tried.setdefault((epoch, part), set()).update(keys)
+
+    def ever(self, keys: Sequence[bytes]) -> int:
+        """How many of these anybody can have, of one epoch, if all that was ever put is still there."""
+        parts = range(len(self.record.parts))
+        epochs = {epoch for epoch, _ in self._tried}
+        return max(
+            (self._usable(keys, [self._tried.get((e, p), set()) for p in parts]) for e in epochs),
+            default=0,
+        )
 
     def expected(self, keys: Sequence[bytes]) -> int:
         """How many of these must be found, where nothing ever goes wrong or away."""
@@ -322,6 +337,9 @@ class World:
 
     def _operate(self) -> None:
         rng, plan = self.rng, self.plan
+        if plan.follow and self._follows.random() < plan.follow:
+            self._follow_a_prompt(self._follows)
+            return
         at = rng.randrange(len(self.clients))
         client = self.clients[at]
         if rng.random() < plan.client_dies:
@@ -330,6 +348,18 @@ class World:
             self._new_client(client.node, client.instance)
             return
         self.spawn_client(client, self._draw_work(client))
+
+    def _follow_a_prompt(self, rng: random.Random) -> None:
+        """An engine computes a prompt, perhaps, while another one's node follows it."""
+        chain = rng.choice(self.chains)
+        keys = chain[: 2 * rng.randint(1, max(1, len(chain) // 2))]
+        follower, engine = rng.choice(self.clients), rng.choice(self.clients)
+        if rng.random() < 0.7:
+            pause_s = rng.choice((0.001, 0.02, 0.2))
+            self.spawn_client(engine, engine.prefill(keys, b"", pause_s))
+        source = rng.choice(("", "", engine.node.name, rng.choice([*self.nodes, "nobody"])))
+        wait_s = rng.choice((0.05, 0.3, 1.0, 1.0, 3.0))
+        self.spawn_client(follower, follower.follow(keys, wait_s, source))
 
     def _draw_work(self, client: Client) -> Coroutine[Any, Any, Any]:
         rng, plan = self.rng, self.plan
@@ -770,6 +800,8 @@ class World:
                 for namespace in epochs
                 for table in namespace.tables
             )
+            if node.awaited or life.server.follows.stats()["under_way"]:
+                return f"{life.name} has follows of nobody"
             if node.lease_count or tenant.granted_bytes:
                 return f"{life.name} has {node.lease_count} leases and grants of nobody"
             if tenant.allocator.bytes_used != blocks:
@@ -810,6 +842,8 @@ _DISKS: Constants = (
 _SMALL_BATCHES: Constants = (
     (remote, "SLICE_BYTES", 256),
     (remote, "LOOKUP_KEYS", 3),
+    (following, "WINDOW_KEYS", 3),
+    (follows, "FETCHES_MAX", 2),
     (copies, "OFFER_KEYS", 4),
     (copies, "WALK", 16),
     (shelf, "SCAN_ENTRIES", 5),
@@ -844,12 +878,16 @@ def run_seed(
     *,
     disks: bool = True,
     quotas: bool = False,
+    follow: bool = True,
 ) -> Result:
     """Live one seed from beginning to end.
 
-    tell: hears every event. disks: see `Plan.draw`. quotas: with quotas of the namespace, too.
+    tell: hears every event. disks: see `Plan.draw`. quotas: with quotas of the namespace, too. follow: False:
+    nobody follows prompts, where half of the seeds have some who do; all else is then as if there were none.
     """
     plan = Plan.draw(random.Random(f"{seed}/plan"), disks=disks)
+    if follow:
+        plan = plan.with_follows(random.Random(f"{seed}/follow"))
     if quotas:
         plan = plan.with_quotas()
     gc.disable()

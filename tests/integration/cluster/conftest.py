@@ -45,6 +45,7 @@ SETTINGS = {
     "ssd_codec",
     "write_remote",
 }  # what a namespace is opened with
+PAUSE_S = 0.005
 WAIT_S = 20.0  # for another node's blocks, where they have to come
 
 
@@ -193,6 +194,11 @@ class Seat:
         """The records of the nodes, by name, as this one sees them."""
         return {record["node"]: record for record in self.client.cluster()["nodes"]}
 
+    @property
+    def lives(self) -> dict[str, str]:
+        """The incarnations of the nodes, by name, as this one sees them."""
+        return {name: record["incarnation"] for name, record in self.members.items()}
+
     def close(self) -> None:
         self.client.close()
 
@@ -200,8 +206,8 @@ class Seat:
 class Load:
     """Readers and writers in threads, while a test does something to the cluster.
 
-    Each call of `work` is one operation; `AssertionError` (a wrong read) ends the test, `KvpoolError` is
-    counted. slowest_s: of all operations.
+    Each call of `work` is one operation, with a pause after it, in which daemons have the machine;
+    `AssertionError` (a wrong read) ends the test, `KvpoolError` is counted. slowest_s: of all operations.
     """
 
     def __init__(self, *work: Callable[[int], None]) -> None:
@@ -223,12 +229,12 @@ class Load:
                 work(turn)
             except KvpoolError as error:
                 self.failures.append(error)
-                self._stop.wait(0.01)
             except AssertionError as error:
                 self.wrong.append(error)
                 return
             self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
             self.done[at] += 1
+            self._stop.wait(PAUSE_S)
 
     def __enter__(self) -> Self:
         for thread in self._threads:
@@ -272,8 +278,13 @@ class World(LocalCluster):
         return seats
 
     def until_all_see(self, seats: list[Seat]) -> None:
-        names = {seat.name for seat in seats}
-        wait_until(lambda: all(names == set(seat.members) for seat in seats), 30, "all are members")
+        """Until all nodes, each of which has a seat here, know all of them as who they are now."""
+
+        def seen() -> bool:
+            lives = {seat.name: seat.incarnation for seat in seats}
+            return all(seat.lives == lives for seat in seats)
+
+        wait_until(seen, 30, "all are members")
 
 
 Start = Callable[..., World]

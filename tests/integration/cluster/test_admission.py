@@ -94,7 +94,7 @@ def test_two_daemons_with_one_incarnation_are_never_both_members(world, until):
     second = world.make("c", program=program(SAME_INCARNATION))
     said = refusal(second)
     assert "incarnation 00000000000000aa of node 'c' is in use by node 'b'" in said
-    assert set(world.seat("a").members) == {"a", "b"}
+    world.until_all_see([world.seat("a"), world.seat("b")])
     first.stop()
 
 
@@ -219,6 +219,7 @@ def test_nodes_whose_clocks_are_minutes_off_are_like_any_other(world, numbers, u
     for node in nodes:
         node.wait_ready()
     seats = [a, *(world.seat(node.name) for node in nodes)]
+    world.until_all_see(seats)
     parts = [numbers(20) for _ in seats]
     for seat, some in zip(seats, parts, strict=True):
         seat.put(some)

@@ -124,6 +124,7 @@ def test_old_blocks_stay_misses_after_restarts_and_for_nodes_that_join_later(
     until(lambda: restarted.announced)
     assert late.read(some) == 5
     again = world.seat("b", record("restarts"))
+    world.until_all_see([restarted, again, late])
     again.version = 1
     assert again.read(some[:5]) == 5
     epochs = {n["digest"]: n["epoch"] for n in again.client.cluster()["namespaces"]}

@@ -1,5 +1,6 @@
 """The proxy does what it is asked to, and nothing else: other tests rely on it."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -165,3 +166,32 @@ def test_no_more_than_so_much_arrives_in_a_second(proxy, connect, until):
     proxy.set()
     sock.sendall(b"after")
     assert receive(sock, 5) == b"after"
+
+
+@pytest.mark.parametrize("ending", ["close", "reset"])
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("offset", [0, 1, 100_000])
+def test_so_many_bytes_arrive_and_then_the_connection_ends(proxy, connect, ending, way, offset):
+    proxy.set(Fault(stop=(way, offset), ending=ending))
+    for _ in range(2):
+        got = b""
+        with contextlib.suppress(ConnectionError):
+            sock = connect()
+            sock.sendall(SENT)
+        with contextlib.suppress(ConnectionError):
+            got = receive(sock, len(SENT))
+        assert proxy.stopped.wait(20)
+        assert got == SENT[: len(got)]
+        assert len(got) <= offset
+
+
+def test_so_many_bytes_arrive_and_then_nothing_more(proxy, connect):
+    proxy.set(Fault(stop=("down", 6), ending="hold"))
+    sock = connect()
+    sock.sendall(b"before and after")
+    assert receive(sock, 6) == b"before"
+    assert proxy.stopped.wait(20)
+    assert silence(sock)
+    proxy.set()
+    assert not proxy.stopped.is_set()
+    assert receive(sock, 10) == b" and after"

@@ -3,26 +3,22 @@
 A real S3 protocol server (moto's), behind a proxy that fails in the ways that stores fail.
 """
 
-import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import obstore
 import pytest
-from moto.server import ThreadedMotoServer
 from obstore.store import S3Store
 
-from kvpool.testing.s3 import NOTHING, Answer, Proxy, every
+from kvpool.testing.s3 import NOTHING, Answer, every
 
 NBYTES = 32 << 10
 MEMORY_BLOCKS = 128  # of each node here
 LONG_S, SHORT_S = 20.0, 1.0
-BUCKETS = itertools.count()
 
 
 def keys_of(numbers):
@@ -31,21 +27,6 @@ def keys_of(numbers):
 
 def block(number):
     return np.random.default_rng([0, 0, number]).bytes(NBYTES)
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[tuple[str, int]]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    yield server.get_host_and_port()
-    server.stop()
-
-
-@pytest.fixture
-def proxy(s3) -> Iterator[Proxy]:
-    with Proxy(s3) as made:
-        made.make_bucket(f"bucket-{next(BUCKETS)}")
-        yield made
 
 
 @pytest.fixture
@@ -99,6 +80,12 @@ def fetch(seat, listed, wait_s=LONG_S):
 def tier(seat):
     (found,) = seat.stats["tiers"]["remote"]
     return found
+
+
+def found_failing(seat, listed):
+    """Whether the node knows that the store fails. It learns that from reads which come as far as the store."""
+    assert fetch(seat, listed, SHORT_S) == 0
+    return tier(seat)["state"] == "failing"
 
 
 def objects(proxy):
@@ -156,7 +143,7 @@ def test_faults_are_misses_in_time_and_the_node_serves_on(world, stored, until, 
         begun = time.monotonic()
         assert fetch(b, some, SHORT_S) == 0
         assert time.monotonic() - begun < LONG_S, "by its deadline, on a busy machine too"
-        until(lambda: tier(b)["state"] == "failing")
+        until(lambda some=some: found_failing(b, some), 30)
         assert tier(b)["error"]
         fresh = list(numbers(4))
         assert b.put(fresh) == 4 and b.read(fresh) == 4
@@ -189,8 +176,7 @@ def test_a_store_that_went_and_came_back(world, stored, until, proxy, numbers):
     _, b, listed = stored
     bereave(world, b, until)
     proxy.go_down()
-    assert fetch(b, listed, SHORT_S) == 0
-    until(lambda: tier(b)["state"] == "failing")
+    until(lambda: found_failing(b, listed), 30)
     fresh = list(numbers(4))
     assert b.put(fresh) == 4 and b.read(fresh) == 4
     proxy.come_up()

@@ -16,6 +16,7 @@ from kvpool.testing.local import LocalCluster
 def main() -> None:
     folder, nodes = Path(sys.argv[1]), int(sys.argv[2])
     with LocalCluster(folder, nodes=nodes, memory="128MiB") as cluster:
+        cluster.wait_acquainted()
         found = [
             {"name": node.name, "socket": node.socket, "pid": node.pid} for node in cluster.nodes
         ]

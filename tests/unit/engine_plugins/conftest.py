@@ -27,12 +27,29 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartKind, Recompute, pack_keys
+from kvpool.wire import NO_ROW
+
+
+class FakeDevice:
+    """The daemon's device memory, in one life. `rows`: what is in it."""
+
+    def __init__(self, life: int, stride: int = 1 << 16) -> None:
+        self.life = life
+        self.alive = True
+        self.closed = False
+        self.array = np.zeros((256, stride), np.uint8)
+        self.rows: dict[tuple[bytes, int, bytes], int] = {}
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class FakeSlots:
     def __init__(self, table: np.ndarray, rows: Sequence[int], nbytes: int, first: int) -> None:
         self.table, self.nbytes, self.first = table, nbytes, first
         self.rows = np.asarray(rows, np.int64)
+        self.device_rows: np.ndarray | None = None
+        self.device_table: np.ndarray | None = None
 
 
 class FakeLease:
@@ -41,8 +58,15 @@ class FakeLease:
     ) -> None:
         self.pool, self.token, self.blocks, self.slots = pool, token, blocks, slots
         self.deadline = pool.clock() + 10.0
+        self.device: FakeDevice | None = None
+
+    @property
+    def life(self) -> int:
+        return 0 if self.device is None else self.device.life
 
     def check(self) -> None:
+        if self.device is not None and not self.device.alive:
+            raise LeaseLost("the fake device is dead")
         if self.pool.clock() > self.deadline or self.token not in self.pool.leases:
             raise LeaseLost(self.token)
 
@@ -83,12 +107,15 @@ class FakePool:
         self.elsewhere: set[tuple[bytes, bytes]] = set()
         self.pulls: list[float] = []
         self.prices: list[Recompute | None] = []
+        self.follows: list[tuple[float, str]] = []
         self.resets: list[bytes] = []
         self.opened: list[NamespaceRecord] = []
         self.present: dict[bytes, int] = {}  # generations of weights, by namespace
         self.generations: dict[bytes, int] = {}
         self.silent = False
         self.followed: list[tuple[bytes, str, str, str, list[int]]] = []
+        self.device: FakeDevice | None = None
+        self.lives: list[int] = []  # of the device, that were acquired and pulled with
         self.clock: Callable[[], float] = time.monotonic
         self._tokens = itertools.count()
 
@@ -123,8 +150,29 @@ class FakePool:
     def stats(self) -> dict[str, Any]:
         return {"sources": bool(self.others)}
 
+    def lift(self, ns: Namespace, part: int, keys: Any) -> None:
+        """Move what is in memory to the device."""
+        assert self.device is not None
+        for key in _split(keys):
+            name = (ns.digest, part, key)
+            above = self.device.rows[name] = len(self.device.rows)
+            row = self.rows.pop(name)
+            self.device.array[above] = self.table[row]
+            self.table[row] = 0xEE
+            self.rows[b"lifted", above, key] = row  # its number is used up
+
+    def _direct(self, life: int) -> FakeDevice | None:
+        self.lives.append(life)
+        return self.device if self.device is not None and life == self.device.life else None
+
     def pull(
-        self, ns: Namespace, keys: Any, *, wait_s: float, recompute: Recompute | None = None
+        self,
+        ns: Namespace,
+        keys: Any,
+        *,
+        wait_s: float,
+        recompute: Recompute | None = None,
+        life: int = 0,
     ) -> int:
         """Everything that is elsewhere comes at once; nothing when away."""
         self.pulls.append(wait_s)
@@ -136,12 +184,21 @@ class FakePool:
             if (ns.digest, key) in self.elsewhere:
                 for part in range(len(ns.parts)):
                     self.rows.setdefault((ns.digest, part, key), len(self.rows))
-        return self._usable(ns, split)
+        return self._usable(ns, split, self._direct(life))
 
-    def _has(self, ns: Namespace, part: int, key: bytes) -> bool:
-        return (ns.digest, part, key) in self.rows
+    def follow(self, ns: Namespace, keys: Any, *, wait_s: float, source: str = "") -> int:
+        """As `pull`: what an engine elsewhere has computed by the time that the test lets this run."""
+        self.follows.append((wait_s, source))
+        blocks = self.pull(ns, keys, wait_s=wait_s)
+        self.pulls.pop()
+        self.prices.pop()
+        return blocks
 
-    def _usable(self, ns: Namespace, keys: list[bytes]) -> int:
+    def _has(self, ns: Namespace, part: int, key: bytes, device: FakeDevice | None = None) -> bool:
+        name = (ns.digest, part, key)
+        return name in self.rows or (device is not None and name in device.rows)
+
+    def _usable(self, ns: Namespace, keys: list[bytes], device: FakeDevice | None) -> int:
         def needed(part: int, end: int) -> list[int]:
             spec = ns.parts[part]
             own = list(range(spec.stride - 1, end, spec.stride))
@@ -149,33 +206,46 @@ class FakePool:
 
         for end in range(len(keys), 0, -1):
             if all(end % spec.stride == 0 for spec in ns.parts) and all(
-                self._has(ns, part, keys[index])
+                self._has(ns, part, keys[index], device)
                 for part in range(len(ns.parts))
                 for index in needed(part, end)
             ):
                 return end
         return 0
 
-    def acquire(self, ns: Namespace, keys: Any, **_: Any) -> FakeLease | None:
+    def acquire(self, ns: Namespace, keys: Any, *, life: int = 0, **_: Any) -> FakeLease | None:
         self.acquires += 1
         split = _split(keys)
-        blocks = 0 if self.away else self._usable(ns, split)
+        device = self._direct(life)
+        blocks = 0 if self.away else self._usable(ns, split, device)
         if not blocks:
             return None
-        slots = {}
+        slots, near = {}, False
         for part, spec in enumerate(ns.parts):
             own = list(range(spec.stride - 1, blocks, spec.stride))
             if spec.kind is PartKind.WINDOW:
                 own = own[-spec.window_blocks :]
-            rows = [self.rows[ns.digest, part, split[index]] for index in own]
+            names = [(ns.digest, part, split[index]) for index in own]
+            above = {} if device is None else device.rows
+            rows = [NO_ROW if name in above else self.rows[name] for name in names]
             slots[part] = FakeSlots(self.table, rows, spec.nbytes, own[0] - spec.stride + 1)
+            if device is not None and NO_ROW in rows:
+                near = True
+                slots[part].device_rows = np.array([above.get(name, NO_ROW) for name in names])
+                slots[part].device_table = device.array
         token = f"lease-{next(self._tokens)}"
         self.leases[token] = FakeLease(self, token, blocks, slots)
+        self.leases[token].device = device if near else None
         self.holds[token] = 1
         return self.leases[token]
 
-    def join(self, token: str, *, parts: Sequence[int] | None = None) -> FakeLease | None:
+    def join(
+        self, token: str, *, parts: Sequence[int] | None = None, device: FakeDevice | None = None
+    ) -> FakeLease | None:
         if self.away or token not in self.leases:
+            return None
+        life = self.leases[token].life
+        if life and (device is None or device.life != life):
             return None
         self.holds[token] += 1
         return self.leases[token]
@@ -227,6 +297,13 @@ class ByHand(Executor):
         future: Future[Any] = Future()
         self.waiting.append((future, lambda: work(*arguments, **options)))
         return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if not cancel_futures:
+            self.run()
+        for future, _ in self.waiting:
+            future.cancel()
+        self.waiting.clear()
 
     def run(self) -> None:
         """What was submitted, in order."""

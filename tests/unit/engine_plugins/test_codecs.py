@@ -20,7 +20,7 @@ import torch
 from kvpool.engine_plugins.vllm.codecs import CodecPages, HeadLayout, head_layout
 from kvpool.engine_plugins.vllm.config import Codec
 from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
-from kvpool.engine_plugins.vllm.layout import HostPages, Pages, byte_rows
+from kvpool.engine_plugins.vllm.layout import DeviceSlots, HostPages, Pages, byte_rows
 from kvpool.engine_plugins.vllm.metrics import COUNTERS
 from kvpool.errors import ConfigError
 
@@ -390,11 +390,14 @@ def test_the_streams_path_makes_the_same_bytes(codec: Codec, chunk_bytes: int) -
     assert np.array_equal(tables[0].table, tables[1].table)
     on_host.from_slots(tables[0], rows, blocks)
     expected = [layer.read() for layer in layers]
-    for layer in layers:
-        layer.paged.zero_()
-    on_device.from_slots(tables[1], rows, blocks)
-    for layer, values in zip(layers, expected, strict=True):
-        assert torch.equal(layer.read()[blocks], values[blocks])
+    near = DeviceSlots(torch.from_numpy(tables[1].table), on_device.nbytes)
+    ways = [(on_device, tables[1]), (on_device, near), (on_host, near)]
+    for part, slots in ways:  # the last two as from the daemon's device memory
+        for layer in layers:
+            layer.paged.zero_()
+        part.from_slots(slots, rows, blocks)
+        for layer, values in zip(layers, expected, strict=True):
+            assert torch.equal(layer.read()[blocks], values[blocks])
     segments.close()
 
 

@@ -27,6 +27,11 @@ def test_values_take_the_settings_types() -> None:
     assert config.socket == "/s"
 
 
+def test_what_is_on_can_be_switched_off() -> None:
+    assert PluginConfig().attach_device
+    assert not PluginConfig.from_extra({"attach_device": False}).attach_device
+
+
 def test_it_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         PluginConfig().lease_s = 1.0  # type: ignore[misc]
@@ -49,6 +54,8 @@ def test_it_is_frozen() -> None:
         ({"pull_wait_s": -1}, "at least 0"),
         ({"pulls_max": 0}, "at least 1"),
         ({"pulls_max": 1000}, "at most 16"),
+        ({"attach_device": "no"}, "true or false"),
+        ({"attach_device": 0}, "true or false"),
         ({"socket": 5}, "must be a string"),
         ({"tenant": None}, "must be a string"),
     ],

@@ -25,7 +25,9 @@ from kvpool.engine_plugins.vllm.device import (  # noqa: E402
     Strategy,
     strategy_for,
 )
+from kvpool.engine_plugins.vllm.layout import DeviceSlots, HostPages  # noqa: E402
 from kvpool.errors import SegmentError  # noqa: E402
+from kvpool.storage.gpu import DeviceSegment  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -86,6 +88,46 @@ def test_bytes_go_where_they_belong(
         wanted[blocks] = each[blocks]
         assert np.array_equal(layer.cpu().numpy(), wanted)
     segments.close()
+
+
+@pytest.mark.parametrize("sizes", [(64, 128), (24, 7), (8, 8 * 1100, 16)])
+@pytest.mark.parametrize("gap", [0, 8])
+@pytest.mark.parametrize("chunk_bytes", [1, 400, 1 << 20])
+def test_rows_on_the_same_device_go_where_they_belong(
+    way: tuple[Strategy, Any], sizes: tuple[int, ...], gap: int, chunk_bytes: int
+) -> None:
+    strategy, on = way
+    content = np.random.default_rng(4).integers(0, 256, (ROWS, sum(sizes) + gap), np.uint8)
+    table = torch.from_numpy(content.copy()).to(on)
+    blocks, rows = np.array([3, 11, 4, 0, 7]), np.array([19, 2, 3, 4, 2])
+    layers = [torch.zeros((BLOCKS, size), dtype=torch.uint8, device=on) for size in sizes]
+    segments = PinnedSegments(on)
+    pages = DevicePages(layers, segments, chunk_bytes, strategy)
+    pages.from_slots(DeviceSlots(table, sum(sizes)), rows, blocks)
+    pages.from_slots(DeviceSlots(table, sum(sizes)), rows[:0], blocks[:0])
+    ends = np.cumsum(sizes)
+    for layer, end, size in zip(layers, ends, sizes, strict=True):
+        wanted = np.zeros((BLOCKS, size), np.uint8)
+        wanted[blocks] = content[rows, end - size : end]
+        assert np.array_equal(layer.cpu().numpy(), wanted)
+    assert np.array_equal(table.cpu().numpy(), content)
+    segments.close()
+
+
+@pytest.mark.parametrize("rows", [[5, 2, 9], list(range(4, 14))])
+def test_device_memory_that_is_the_hosts(rows: list[int]) -> None:
+    """As the daemon has it on the CPU device, which is a tensor."""
+    segment = DeviceSegment.create("cpu", ROWS, 96)
+    content = np.random.default_rng(5).integers(0, 256, (ROWS, 96), np.uint8)
+    segment.table[:] = torch.from_numpy(content)
+    layers = [np.zeros((BLOCKS, size), np.uint8) for size in (64, 16)]
+    blocks = np.arange(1, 1 + len(rows))
+    HostPages(layers).from_slots(DeviceSlots(segment.table, 80), np.array(rows), blocks)
+    for layer, start, stop in zip(layers, (0, 64), (64, 80), strict=True):
+        wanted = np.zeros_like(layer)
+        wanted[blocks] = content[rows, start:stop]
+        assert np.array_equal(layer, wanted)
+    segment.close()
 
 
 def test_layers_with_gaps_between_blocks(way: tuple[Strategy, Any]) -> None:

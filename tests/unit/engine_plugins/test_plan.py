@@ -13,6 +13,7 @@ from kvpool.engine_plugins.vllm.plan import (
     RankReport,
     StepDone,
     block_key,
+    common_life,
     pack,
     plan_load,
     plan_save,
@@ -30,6 +31,15 @@ def test_the_key_is_the_end_of_the_hash() -> None:
     digest = bytes(range(32))
     assert block_key(digest) == digest[16:]
     assert pack([digest, digest]) == digest[16:] * 2
+
+
+@pytest.mark.parametrize(
+    ("lives", "common"),
+    [([7], 7), ([0], 0), ([7, 7, 7], 7), ([7, 0], 0), ([7, 8], 0), ([0, 0], 0), ([], 0)],
+)
+def test_device_memory_is_used_when_all_ranks_have_the_same(lives: list[int], common: int) -> None:
+    reports = [RankReport(rank, "cpu", "L", "", [], {}, life) for rank, life in enumerate(lives)]
+    assert common_life(reports) == common
 
 
 def test_a_load_fills_the_blocks_behind_the_engines_own() -> None:

@@ -34,7 +34,7 @@ def clock() -> Clock:
 
 
 def make(pool: Any, threads: Any, clock: Clock, most: int = 2) -> Pulls:
-    pulls = Pulls(pool, threads, most=most, wait_s=WAIT_S, clock=clock)
+    pulls = Pulls(pool, threads, most=most, follows_max=most, wait_s=WAIT_S, clock=clock)
     pulls.enter(RECORD)
     return pulls
 
@@ -99,6 +99,20 @@ def test_others_are_not_counted_for_every_pull(pool: Any, threads: Any, clock: C
         assert pulls.ended(pull)
     assert len(asked) == 1
     assert len(pool.pulls) == 10
+
+
+def test_what_the_engine_reads_on_the_device_needs_not_be_brought(
+    pulls: Pulls, pool: Any, threads: Any, pool_types: Any
+) -> None:
+    pool.device = pool_types.FakeDevice(7)
+    names = keys(1)
+    with pool.reserve(ns := pool.open(RECORD), names) as reservation:
+        pool.commit(reservation)
+    pool.lift(ns, 0, names)
+    found = [pulls.begin(0, names, life=life) for life in (7, 0)]
+    threads.run()
+    assert [pulls.blocks(pull) for pull in found if pull] == [4, 0]
+    assert pool.lives == [7, 0]
 
 
 def test_no_more_than_so_many_ask_at_a_time(pulls: Pulls, pool: Any, threads: Any) -> None:

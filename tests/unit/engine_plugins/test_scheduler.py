@@ -69,6 +69,7 @@ class Harness:
                 pool,
                 threads,
                 most=config.pulls_max,
+                follows_max=config.follows_max,
                 wait_s=config.pull_wait_s,
                 clock=lambda: self.now,
             )
@@ -98,7 +99,15 @@ class Harness:
     def store_elsewhere(self, hashes: Iterable[bytes]) -> None:
         self.pool.elsewhere.update((self.ns.digest, block_key(each)) for each in hashes)
 
-    def request(self, name: str, blocks: int, *, extra_tokens: int = 1, first: int = 0) -> Any:
+    def request(
+        self,
+        name: str,
+        blocks: int,
+        *,
+        extra_tokens: int = 1,
+        first: int = 0,
+        params: dict[str, Any] | None = None,
+    ) -> Any:
         request = SimpleNamespace(
             request_id=name,
             block_hashes=[bytes([first + i]) * 32 for i in range(blocks)],
@@ -107,6 +116,7 @@ class Harness:
             num_computed_tokens=0,
             num_preemptions=0,
             skip_reading_prefix_cache=False,
+            kv_transfer_params=params,
         )
         self.half.on_new_request(request)
         return request
@@ -229,6 +239,79 @@ def test_a_refused_lookup_is_a_miss(harness: Harness) -> None:
     harness.pool.acquire = refuse
     assert harness.half.matched_tokens(harness.request("r", 4), 0) == (0, False)
     assert harness.half.counters.take()["failed_lookups"] == 1
+
+
+# --- the daemon's device memory
+
+
+@pytest.fixture
+def lifted(pool: Any, block_pool: Any, pool_types: Any) -> Harness:
+    """A node that holds the blocks 2 to 4 of a request's in device memory only."""
+    harness = Harness(pool, block_pool, load_mode="async")
+    pool.device = pool_types.FakeDevice(7)
+    hashes = harness.request("first", 8).block_hashes
+    harness.store(hashes[:5])
+    pool.lift(harness.ns, 0, pack(hashes[2:5]))
+    return harness
+
+
+@pytest.mark.parametrize(("life", "blocks"), [(7, 5), (0, 2), (8, 2)])
+def test_blocks_on_the_device_are_leased_in_the_ranks_name(
+    lifted: Harness, life: int, blocks: int
+) -> None:
+    lifted.half.use_device(life)
+    request = lifted.request("r", 8)
+    assert lifted.half.matched_tokens(request, 0) == (blocks * TOKENS, True)
+    assert lifted.pool.lives == [life]
+    (lease,) = lifted.pool.leases.values()
+    assert (lease.device is None) == (life != 7)
+
+
+@pytest.mark.parametrize("now", [0, 8])
+def test_a_lookup_is_repeated_when_a_rank_is_not_attached_any_more(
+    lifted: Harness, now: int
+) -> None:
+    lifted.half.use_device(7)
+    request = lifted.request("r", 8)
+    assert lifted.half.matched_tokens(request, 0) == (5 * TOKENS, True)
+    lifted.half.use_device(now)
+    for _ in range(5):
+        assert lifted.half.matched_tokens(request, 0) == (2 * TOKENS, True)
+    assert lifted.pool.acquires == 2
+    (lease,) = lifted.pool.leases.values()
+    assert lease.device is None
+
+
+def test_a_lookup_of_memory_alone_outlives_the_device(lifted: Harness) -> None:
+    request = lifted.request("r", 8)
+    for life in (7, 0, 8):
+        lifted.half.use_device(life)
+        assert lifted.half.matched_tokens(request, 0)[1]
+        if life == 7:
+            lifted.pool.lives.clear()
+            request = lifted.request("other", 2)  # its two blocks are in memory
+            assert lifted.half.matched_tokens(request, 0) == (2 * TOKENS, True)
+    assert lifted.pool.lives == [7]
+
+
+def test_what_is_on_the_device_is_not_waited_for(
+    pool: Any, block_pool: Any, threads: Any, pool_types: Any
+) -> None:
+    pool.others = 1
+    harness = Harness(pool, block_pool, load_mode="async", threads=threads)
+    pool.device = pool_types.FakeDevice(7)
+    harness.half.use_device(7)
+    request = harness.request("r", 8)
+    harness.store(request.block_hashes[:5])
+    pool.lift(harness.ns, 0, pack(request.block_hashes[:5]))
+    harness.store_elsewhere(request.block_hashes[5:7])
+    assert harness.half.matched_tokens(request, 0) == (None, False)
+    threads.run()
+    assert harness.half.matched_tokens(request, 0) == (7 * TOKENS, True)
+    assert pool.lives == [7, 7, 7]  # the lookup, the pull, the lookup after it
+    whole = harness.request("whole", 5)
+    assert harness.half.matched_tokens(whole, 0) == (5 * TOKENS, True)
+    assert len(pool.pulls) == 1
 
 
 # --- blocks of other nodes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvpool.engine_plugins.vllm.attachment import Attachment
 from kvpool.engine_plugins.vllm.layout import HostPages
 from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
@@ -37,6 +39,7 @@ class Rank:
         single_group: bool = False,
         seed: int = 0,
         timer: Any = None,
+        attachment: Attachment | None = None,
     ) -> None:
         random = np.random.default_rng(seed)
         self.full = [random.integers(0, 256, (BLOCKS, size), np.uint8) for size in (16, 8)]
@@ -48,6 +51,7 @@ class Rank:
             single_group=single_group,
             record_ready=lambda: None,
             timer=timer,
+            attachment=attachment,
         )
         self.step(StepPlan(opening=Opening(1, RECORD, 0)))
 
@@ -228,6 +232,179 @@ def test_closing_ends_the_threads(pool: Any, stored: list[Rank]) -> None:
         rank.half.close()
         with pytest.raises(RuntimeError):
             rank.half._load_thread.submit(print)
+
+
+# --- the daemon's device memory
+
+
+class Hold(Attachment):
+    """Attached to what the test says; what it lets go of is closed by the rank."""
+
+    def __init__(self, device: Any, threads: Any) -> None:
+        super().__init__(lambda: self.given, threads)
+        self.given = self.memory = device
+
+
+@pytest.fixture
+def device(pool: Any, stored: list[Rank], pool_types: Any) -> Any:
+    """Device memory that holds blocks 1 and 3 of all parts of both ranks, which are in memory no more."""
+    pool.device = pool_types.FakeDevice(7)
+    ns = pool.open(RECORD)
+    for part in range(4):
+        pool.lift(ns, part, KEYS[48:] if part % 2 else KEYS[16:32] + KEYS[48:])
+    return pool.device
+
+
+def near(pool: Any) -> Any:
+    lease = pool.acquire(pool.open(RECORD), KEYS, life=7)
+    assert lease is not None
+    assert lease.life == 7
+    return lease
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_load_gathers_from_memory_and_from_the_device(
+    pool: Any, stored: list[Rank], device: Any, threads: Any, sync: bool
+) -> None:
+    lease = near(pool)
+    for rank, writer in enumerate(stored):
+        reader = Rank(pool, rank, seed=50, attachment=Hold(device, threads))
+        results = reader.step(load(lease.token, sync=sync))
+        assert results == LoadResults(set() if sync else {"r"}, set(), set())
+        assert reader.half.take_done() == StepDone(loads={9: 1})
+        for mine, theirs in zip(reader.full, writer.full, strict=True):
+            assert np.array_equal(mine[6:10], theirs[2:6])
+        assert np.array_equal(reader.window[0][1], writer.window[0][5])
+        tally = reader.half.counters.take()
+        assert (tally["loaded_blocks"], tally["loaded_bytes"]) == (5, 4 * 24 + 8)
+        assert (tally["device_blocks"], tally["device_bytes"]) == (3, 2 * 24 + 8)
+    assert pool.holds == {lease.token: 1}
+
+
+def test_a_load_of_a_part_of_what_is_leased_takes_the_right_rows(
+    pool: Any, stored: list[Rank], device: Any, threads: Any
+) -> None:
+    """As after the engine has computed a block since the lookup."""
+    lease = near(pool)
+    reader = Rank(pool, 0, seed=50, attachment=Hold(device, threads))
+    groups = [GroupLoad(1, 1, [6, 7, 8]), GroupLoad(1, 3, [1])]
+    reader.step(StepPlan(loads=[LoadJob(9, "r", lease.token, False, groups)]))
+    assert reader.half.take_done() == StepDone(loads={9: 1})
+    assert np.array_equal(reader.full[0][6:9], stored[0].full[0][3:6])
+
+
+@pytest.mark.parametrize("single_group", [False, True])
+def test_device_memory_that_dies_under_a_load_fails_all_of_it(
+    pool: Any, stored: list[Rank], device: Any, threads: Any, single_group: bool
+) -> None:
+    lease = near(pool)
+    reader = Rank(pool, single_group=single_group, attachment=Hold(device, threads))
+    pages = reader.half._load_pages[1]
+    copy = pages.from_slots
+
+    def die(*arguments: Any) -> None:
+        device.alive = False
+        copy(*arguments)
+
+    pages.from_slots = die  # type: ignore[method-assign]
+    results = reader.step(load(lease.token))
+    if single_group:
+        assert results.failed_blocks == {1, 6, 7, 8, 9}
+    else:
+        assert results.failed_requests == {"r"}
+    done = reader.half.take_done()
+    assert done is not None
+    assert done.failed_loads == {9}
+    assert pool.holds == {lease.token: 1}
+    tally = reader.half.counters.take()
+    assert tally["failed_loads"] == 1
+    assert "loads" not in tally
+
+
+def test_dead_device_memory_is_not_touched(
+    pool: Any, stored: list[Rank], device: Any, threads: Any
+) -> None:
+    lease = near(pool)
+    reader = Rank(pool, single_group=True, attachment=Hold(device, threads))
+    device.alive = False
+    lease.slots[0].device_table = None
+    assert reader.step(load(lease.token)).failed_blocks == {1, 6, 7, 8, 9}
+
+
+@pytest.mark.parametrize("attached", [None, 8])
+def test_a_lease_on_memory_that_the_rank_has_not_is_a_failed_load(
+    pool: Any, stored: list[Rank], device: Any, threads: Any, pool_types: Any, attached: int | None
+) -> None:
+    lease = near(pool)
+    hold = None if attached is None else Hold(pool_types.FakeDevice(attached), threads)
+    reader = Rank(pool, single_group=True, attachment=hold)
+    assert reader.step(load(lease.token)).failed_blocks == {1, 6, 7, 8, 9}
+    assert pool.holds == {lease.token: 1}
+
+
+def test_a_rank_tells_of_each_life_once(
+    pool: Any, device: Any, threads: Any, pool_types: Any
+) -> None:
+    hold = Hold(device, threads)
+    rank = Rank(pool, attachment=hold)
+    assert rank.half.report.life == 7
+    assert rank.half.take_done() is None
+    device.alive, hold.given = False, pool_types.FakeDevice(8)
+    done = rank.half.take_done()
+    assert done is not None
+    assert [report.life for report in done.reports] == [0]
+    assert rank.half.take_done() is None
+    threads.run()
+    done = rank.half.take_done()
+    assert done is not None
+    assert [report.life for report in done.reports] == [8]
+    assert done.reports == [rank.half.report]
+    assert rank.half.take_done() is None
+
+
+def test_device_memory_is_closed_behind_the_loads_that_read_it(
+    pool: Any, stored: list[Rank], device: Any, threads: Any
+) -> None:
+    lease = near(pool)
+    reader = Rank(pool, attachment=Hold(device, threads))
+    begun, go_on, seen = threading.Event(), threading.Event(), []
+    pages = reader.half._load_pages[1]
+    copy = pages.from_slots
+
+    def slow(*arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        seen.append(device.closed)
+        copy(*arguments)
+
+    pages.from_slots = slow  # type: ignore[method-assign]
+    reader.half.start_loads(load(lease.token))
+    assert begun.wait(30)
+    device.alive = False
+    reader.half.take_done()
+    (closing,) = reader.half._chores
+    reader.half._save_thread.submit(int).result(30)
+    go_on.set()
+    closing.result(30)
+    reader.half.close()
+    assert seen == [False]
+    assert device.closed
+
+
+def test_dead_device_memory_is_closed(pool: Any, device: Any, threads: Any) -> None:
+    rank = Rank(pool, attachment=Hold(device, threads))
+    device.alive = False
+    rank.half.take_done()
+    for chore in rank.half._chores:
+        chore.result(10)
+    assert device.closed
+    rank.half.close()
+
+
+def test_closing_lets_go_of_device_memory(pool: Any, device: Any, threads: Any) -> None:
+    rank = Rank(pool, attachment=Hold(device, threads))
+    rank.half.close()
+    assert device.closed
 
 
 # --- forward passes

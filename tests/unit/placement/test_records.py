@@ -173,6 +173,13 @@ def test_an_epoch_makes_another_digest(digest: bytes, epoch: int) -> None:
     assert len({made, digest, epoch_digest(digest, epoch + 1)}) == 3
 
 
+def test_a_record_of_before_there_were_cards_is_read_as_one_that_says_nothing_of_them() -> None:
+    old = b'{"node":"a","incarnation":"' + b"ab" * 8 + b'","transports":[{"url":"tcp://a:1"}]}'
+    record = decode_record(old, NodeRecord, "here")
+    assert record.transports == (TransportRecord("tcp://a:1", "", -1, "", ""),)
+    assert (record.host, record.numa) == ("", -1)
+
+
 def test_where_a_node_is_asked_and_where_nixl_reads_from_it():
     def urls(*listed: str) -> tuple[str, str]:
         record = NodeRecord("a", "ab" * 8, transports=tuple(map(TransportRecord, listed)))

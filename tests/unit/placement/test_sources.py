@@ -528,23 +528,26 @@ def test_a_large_transfer_that_is_quick_tells_of_latency_too() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "distance"),
     [
-        ({"zone": "a", "rack": "1"}, {"zone": "a", "rack": "1"}, 1.0),
-        ({"zone": "a", "rack": "1"}, {"zone": "a", "rack": "2"}, 1.5),
-        ({"zone": "a", "rack": "1"}, {"zone": "a"}, 1.5),
-        ({"zone": "a", "rack": "1"}, {"zone": "b", "rack": "1"}, 3.0),
-        ({"zone": "a", "rack": "1"}, {"rack": "1"}, 2.0),
-        ({"rack": "1"}, {"rack": "1"}, 1.0),
-        ({"rack": "1"}, {"rack": "2"}, 2.0),
-        ({}, {}, 2.0),
+        ({"zone": "a", "rack": "1"}, {"zone": "a", "rack": "1"}, "rack"),
+        ({"zone": "a", "rack": "1"}, {"zone": "a", "rack": "2"}, "zone"),
+        ({"zone": "a", "rack": "1"}, {"zone": "a"}, "zone"),
+        ({"zone": "a", "rack": "1"}, {"zone": "b", "rack": "1"}, "far"),
+        ({"zone": "a", "rack": "1"}, {"rack": "1"}, "unknown"),
+        ({"rack": "1"}, {"rack": "1"}, "rack"),
+        ({"rack": "1"}, {"rack": "2"}, "unknown"),
+        ({"shelf": "1"}, {"shelf": "1"}, "unknown"),
+        ({}, {}, "unknown"),
     ],
 )
 def test_distance_is_what_labels_say(
-    ours: dict[str, str], theirs: dict[str, str], distance: float
+    ours: dict[str, str], theirs: dict[str, str], distance: str
 ) -> None:
     peers = Peers(ours, random.Random(1))
-    assert peers.distance(P) == 2.0
+    assert peers.distance(P) == "unknown"
     peers.met(P, theirs)
     assert peers.distance(P) == distance
+    peers.met(P, theirs, same_host=True)
+    assert peers.distance(P) == "host"
 
 
 def test_peers_are_bounded_and_ends_without_a_start_are_harmless() -> None:

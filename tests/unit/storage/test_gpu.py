@@ -85,7 +85,7 @@ def test_an_engine_in_another_process_shares_the_memory(segment: DeviceSegment) 
         input=f"{segment.export().hex()}\n{segment.export().hex()}\n",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert engine.returncode == 0, engine.stderr

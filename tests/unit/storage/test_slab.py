@@ -267,10 +267,10 @@ def test_after_the_last_class_lengths_share_or_are_refused() -> None:
 def test_costs_do_not_depend_on_the_size_of_the_segment() -> None:
     """Rows of a slab are not listed one by one: 64 of them in 1 TiB cost no more than elsewhere."""
     slab = SlabAllocator(1 << 40)
-    began = time.perf_counter()
+    began = time.process_time()
     rows = slab.alloc(64, 64)
     slab.free(64, rows)
-    assert time.perf_counter() - began < 0.1
+    assert time.process_time() - began < 0.1
 
 
 def test_stats_are_plain_values() -> None:

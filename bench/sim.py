@@ -1,0 +1,224 @@
+"""How soon does the first token come, under kvpool's scheduler and under those of others?
+
+The simulator replays a trace on 16 engines that compute prompts, LLaMA-3-70B on 8 A800 each, with a pool of
+50 M tokens over their nodes. Every policy has the same pool, the same estimates and the same engines; only
+the decision differs, and the queue: others send requests at once to the engine of their choice, where they
+wait in the order of arrival. `kvpool/fifo` is our policy with requests in the order of arrival and whole.
+
+*Load* is the share of what the engines can do that the trace's work is over an infinite cache. The trace is
+played faster or slower for it, so that it is the same for every policy. The trace tells times in steps of
+3 s; a seed puts each arrival somewhere within its step. Judged is the second half of the trace, beginning
+with an empty pool; constants were chosen on the first half (`--half 1` shows it). Ratios are means over seeds.
+
+`bound`: one central queue in the order of arrival, over an infinite cache that has every block as soon as it
+was asked for, whose loads cost nothing.
+
+`pool_hit_vs_ideal`: hits over the whole trace at load 0.8 with 16 separate nodes, and events that reach the
+scheduler's index 50 ms late, beside an infinite cache.
+
+A decision is timed too: 64 engines, 1 M blocks, prompts of 12 k tokens in blocks of 16.
+
+    python bench/sim.py [--quick] [--json FILE] [--trace FILE] [--half 1|2] [--wide]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from statistics import mean
+from typing import Any
+
+from harness import Report, percentile
+
+from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
+from kvpool.scheduler.index import PrefixIndex
+from kvpool.scheduler.policies import POLICIES, make_policy
+from kvpool.scheduler.situation import Cluster, Situation, Traffic
+from kvpool.scheduler.values import Engine, Request, Role
+from kvpool.simulator.bound import central_queue, scale_for
+from kvpool.simulator.cluster import Shape, Simulation
+from kvpool.simulator.report import spread, summary
+from kvpool.simulator.speeds import Speeds, load_hardware, load_model
+from kvpool.simulator.traces import Entry, arrivals, ideal_hits, read_trace
+
+TRACE = Path(__file__).resolve().parents[1] / "../shared/traces/conversation_trace.jsonl"
+LOAD, HEAVY = 0.8, 0.92
+OURS, OURS_FIFO = "kvpool", "kvpool/fifo"
+BASELINES = [name for name in POLICIES if name != OURS]
+QUICK_BASELINES = ["mooncake-global", "dynamo"]
+"""The two that were best on the first half."""
+BOUND = "bound"
+WIDE_LOADS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+WIDE_LINKS = (5e9, 25e9, 100e9)
+
+Rows = dict[str, list[dict[str, float]]]
+
+
+def played(entries: list[Entry], shape: Shape, load: float, seed: int) -> list[Request]:
+    """The requests at this load, by this seed."""
+    requests = arrivals(entries, seed)
+    scale = scale_for(requests, shape.speeds, shape.prefill, shape.step_tokens, load)
+    return arrivals(entries, seed, scale)
+
+
+def simulate(requests: list[Request], shape: Shape, name: str) -> dict[str, Any]:
+    policy, _, queue = name.partition("/")
+    own = replace(shape, policy=policy, fifo=queue == "fifo")
+    began = time.process_time()
+    simulation = Simulation(own, requests)
+    found = summary(own, simulation, simulation.run())
+    return {**found, "cpu_s": time.process_time() - began}
+
+
+def compare(
+    report: Report, entries: list[Entry], shape: Shape, load: float, names: list[str], seeds: int
+) -> Rows:
+    """Times to first token of each policy at one load, a row a seed; the bound among them."""
+    found: Rows = {name: [] for name in (BOUND, *names)}
+    for seed in range(seeds):
+        own = replace(shape, seed=seed)
+        requests = played(entries, own, load, seed)
+        ttft_s = central_queue(requests, own.speeds, own.prefill, own.step_tokens)
+        found[BOUND].append(spread(ttft_s))
+        for name in names:
+            result = simulate(requests, own, name)
+            found[name].append(result["ttft_s"])
+            report.row(
+                f"{name}, load {load:g}",
+                load=load,
+                seed=seed,
+                policy=name,
+                **result["ttft_s"],
+                hit=result["hit"],
+                busy=result["busy"],
+                pulled=result["pulled_blocks"],
+                estimate_error=result["estimate_error"]["prefill"],
+                cpu_s=result["cpu_s"],
+            )
+    for name, spreads in found.items():
+        report.row(f"{name}, load {load:g}, mean", load=load, policy=name, **means(spreads))
+    return found
+
+
+def means(spreads: list[dict[str, float]]) -> dict[str, float]:
+    return {key: mean(each[key] for each in spreads) for key in spreads[0]}
+
+
+def best(found: Rows, key: str) -> float:
+    """Of the baselines that ran."""
+    return min(means(found[name])[key] for name in BASELINES if found.get(name))
+
+
+def judge(report: Report, entries: list[Entry], shape: Shape, seeds: int) -> None:
+    baselines = QUICK_BASELINES if report.quick else BASELINES
+    normal = compare(report, entries, shape, LOAD, [OURS, OURS_FIFO, *baselines], seeds)
+    ours, fifo, bound = (means(normal[name]) for name in (OURS, OURS_FIFO, BOUND))
+    for key in ("mean", "p90"):
+        report.check(f"ttft_{key}_vs_best", ours[key] / best(normal, key), at_most=0.85)
+    heavy_ones = QUICK_BASELINES[:1] if report.quick else baselines
+    heavy = compare(report, entries, shape, HEAVY, [OURS, *heavy_ones], seeds)
+    ratio = means(heavy[OURS])["mean"] / best(heavy, "mean")
+    report.check("ttft_mean_vs_best_heavy", ratio, at_most=0.5)
+    report.check("ttft_p99_vs_fifo", ours["p99"] / fifo["p99"], at_most=1.1)
+    report.check("fifo_vs_bound", fifo["mean"] / bound["mean"], at_most=1.03)
+
+
+def judge_hits(report: Report, entries: list[Entry], shape: Shape) -> None:
+    requests = played(entries, shape, LOAD, 0)
+    asked = sum(len(request.keys) for request in requests)
+    ideal = sum(ideal_hits(requests)) / asked
+    found = simulate(requests, shape, OURS)
+    report.row("hits, whole trace", ideal=ideal, hit=found["hit"], cpu_s=found["cpu_s"])
+    report.check("pool_hit_vs_ideal", found["hit"] / ideal, at_least=0.97)
+
+
+def wide(report: Report, entries: list[Entry], shape: Shape) -> None:
+    """Ours beside the best of the quick baselines: loads, links, and estimates that are off."""
+    for link in WIDE_LINKS:
+        for load in WIDE_LOADS:
+            own = replace(shape, network_bytes_s=link)
+            versus(report, entries, own, load, f"{link / 1e9:g} GB/s, load {load:g}")
+    versus(report, entries, replace(shape, noise=0.3), LOAD, "estimates with 30 % noise")
+    versus(report, entries, replace(shape, shared=False), LOAD, "no pulling between nodes")
+
+
+def versus(report: Report, entries: list[Entry], shape: Shape, load: float, label: str) -> None:
+    requests = played(entries, shape, load, shape.seed)
+    ours = simulate(requests, shape, OURS)["ttft_s"]["mean"]
+    theirs = {n: simulate(requests, shape, n)["ttft_s"]["mean"] for n in QUICK_BASELINES}
+    report.row(label, ours=ours, **theirs, ratio=ours / min(theirs.values()))
+
+
+def decisions(report: Report, rounds: int) -> None:
+    """Time of one decision, its look into the index included; hashing the prompt is not."""
+    engines, index = decision_cluster()
+    fit = StepEstimate((0.004, 1e-4, 1e-9))
+    loads = {"dram": LoadEstimate(1e-4, 2e11), "peer": LoadEstimate(1e-3, 9e10)}
+    kinds = {"engine": KindEstimates(fit, fit, loads, 2048, 16, 16 * 327_680)}
+    cluster = Cluster(kinds, {e.tiers[0]: e.node for e in engines}, Traffic())
+    rng = Random(0)
+    policy = make_policy(OURS)
+    times = []
+    for number in range(rounds):
+        # A prompt whose parts lie on different nodes: what conversations that moved look like.
+        keys = []
+        for run in range(3):
+            at = rng.randrange(64), rng.randrange(60) * 250
+            keys += [key(at[0], at[1] + offset) for offset in range(250)]
+            if number % 2:
+                index.add(engines[(number + run) % 64].gpu, keys[:200])
+        request = Request(number, keys, 12_000, 300, 0.0)
+        began = time.perf_counter()
+        match = index.match(keys, 0.0)
+        policy.choose(Situation(request, match, engines, cluster, rng, 0.0))
+        times.append(1e3 * (time.perf_counter() - began))
+    figures = {"p50_ms": percentile(times, 0.5), "p99_ms": percentile(times, 0.99)}
+    report.row("decision", engines=64, blocks=len(index), prompt_blocks=750, **figures)
+
+
+def key(node: int, block: int) -> bytes:
+    return node.to_bytes(8) + block.to_bytes(8)
+
+
+def decision_cluster() -> tuple[list[Engine], PrefixIndex]:
+    index = PrefixIndex()
+    engines = []
+    for number in range(64):
+        name = f"node-{number}"
+        tiers = (f"dram:{name}",)
+        engines.append(Engine(name, name, Role.PREFILL, "engine", f"gpu:{name}", tiers, 1 << 20))
+        index.join(f"gpu:{name}", pool=False)
+        index.join(f"dram:{name}", pool=True)
+        index.add(f"dram:{name}", [key(number, block) for block in range(15_625)])
+    return engines, index
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one seed, the two best baselines")
+    parser.add_argument("--json", metavar="FILE", help="write rows and checks there")
+    parser.add_argument("--trace", type=Path, default=Path(os.environ.get("KVPOOL_TRACE", TRACE)))
+    parser.add_argument("--half", type=int, choices=(1, 2), default=2, help="of the trace")
+    parser.add_argument("--wide", action="store_true", help="loads, links and noise as well")
+    options = parser.parse_args()
+    if not options.trace.is_file():
+        raise SystemExit(f"there is no trace at {options.trace}; name one with --trace")
+    entries = read_trace(options.trace)
+    middle = len(entries) // 2
+    half = entries[:middle] if options.half == 1 else entries[middle:]
+    report = Report(options.quick, options.json)
+    shape = Shape(Speeds(load_hardware("a800x8"), load_model("llama-3-70b")))
+    judge(report, half, shape, seeds=1 if options.quick else 3)
+    judge_hits(report, entries, shape)
+    decisions(report, 200 if options.quick else 2000)
+    if options.wide:
+        wide(report, half, shape)
+    raise SystemExit(report.finish())
+
+
+if __name__ == "__main__":
+    main()

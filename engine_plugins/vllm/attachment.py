@@ -1,0 +1,95 @@
+"""One rank's hold on the daemon's spare device memory, through the lives of the process that owns it.
+
+Mapping it takes a round trip and the driver's time, so a thread does it beside the engine's steps. While there
+is none the rank reads through memory, as it does where the daemon has none.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, wait
+from typing import TYPE_CHECKING
+
+from kvpool.engine_plugins.vllm.plan import Quiet
+from kvpool.errors import KvpoolError
+
+if TYPE_CHECKING:
+    from kvpool.device_memory import DeviceMemory
+
+log = logging.getLogger("kvpool.vllm")
+
+REFUSED_S = 600.0
+"""The pause after memory that is there could not be mapped: mostly it is another device's, and stays so."""
+
+
+class Attachment:
+    """For the engine's thread of one rank.
+
+    attach: maps the memory; None where there is none now. Raises `KvpoolError` where there is some that this
+        rank cannot map. Runs in `thread`, one at a time.
+    """
+
+    def __init__(
+        self,
+        attach: Callable[[], DeviceMemory | None],
+        thread: Executor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.memory: DeviceMemory | None = None
+        self._attach = attach
+        self._thread = thread
+        self._clock = clock
+        self._trying: Future[DeviceMemory | None] | None = None
+        self._quiet = Quiet()
+        self._refused_until = 0.0
+
+    @property
+    def life(self) -> int:
+        """Of the memory; 0: there is none."""
+        return 0 if self.memory is None else self.memory.life
+
+    def look(self) -> DeviceMemory | None:
+        """Take what was mapped since, and try anew where it is time to. Asked at every step.
+
+        Memory whose owner has died is given back, to be closed when nobody reads there any more.
+        """
+        ended = None
+        if self.memory is not None and not self.memory.alive:
+            ended, self.memory = self.memory, None
+        if self._trying is not None and self._trying.done():
+            self.memory, self._trying = self._outcome(self._trying), None
+        now = self._clock()
+        paused = self._quiet.holds(now) or now < self._refused_until
+        if self.memory is None and self._trying is None and not paused:
+            self._trying = self._thread.submit(self._attach)
+        return ended
+
+    def begin(self) -> None:
+        """Try for the first time, and wait for the end of that."""
+        self.look()
+        assert self._trying is not None
+        wait([self._trying])
+        self.look()
+
+    def _outcome(self, tried: Future[DeviceMemory | None]) -> DeviceMemory | None:
+        now = self._clock()
+        try:
+            memory = tried.result()
+        except KvpoolError as error:
+            self._refused_until = now + REFUSED_S
+            log.warning("the daemon's device memory is read through the host's: %s", error)
+            return None
+        # Memory that ends as soon as it is mapped is none either: it is not to be tried at every step.
+        self._quiet.note(now, failed=memory is None or not memory.alive)
+        return memory
+
+    def close(self) -> None:
+        """Let go of it. Nobody reads there any more."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._trying is not None and not self._trying.cancelled():
+            self.memory = self._outcome(self._trying)
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None

@@ -1,0 +1,36 @@
+"""What a request may say of its prompt: that another engine computes it now, which is worth waiting for.
+
+    kv_transfer_params={"kvpool": {"follow_s": 30, "source": "node-a"}}
+
+The engine that decodes gets the request while the other one still computes the prompt, and its node brings
+the blocks one by one as they are committed there: at the end only the last ones are still to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from kvpool.errors import InvalidRequest
+
+FOLLOW_S_MAX = 600.0
+
+
+class Following(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """follow_s: how long the prompt is waited for at most. source: name of the node where it is computed, if known."""
+
+    follow_s: Annotated[float, msgspec.Meta(gt=0, le=FOLLOW_S_MAX)]
+    source: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
+def following(params: Mapping[str, object] | None) -> Following | None:
+    """What a request's `kv_transfer_params` say; None: nothing. Raises `InvalidRequest`."""
+    given = (params or {}).get("kvpool")
+    if given is None:
+        return None
+    try:
+        return msgspec.convert(given, Following)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f'kv_transfer_params["kvpool"]: {error}') from None

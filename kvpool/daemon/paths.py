@@ -1,0 +1,446 @@
+"""By which way each peer is pulled from: over NIXL or TCP, and between which network cards.
+
+The ways to a peer come in groups of those that are as good as each other (`placement/rails.py` ranks them),
+NIXL before TCP. One group is used as a rule, at first the best one. A way that fails rests, for longer and
+longer, and what it did not bring is brought by the next one, over TCP at last. Now and then a pull goes by
+another group, and what is clearly faster for this peer becomes the rule (as `transfer/streams.py` does with
+connections). Event loop only. The bytes are moved by mover processes, NIXL's by one of its own
+(`transfer/nixl.py` says why).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvpool import wire
+from kvpool.errors import KvpoolError, Unavailable
+from kvpool.placement.rails import Route, Way
+from kvpool.transfer import scheme_of
+from kvpool.transfer.base import ARRIVED, MISMATCH, MISSING
+from kvpool.types import CHECKSUM_BYTES, split_keys
+
+DEADLINE_SHARE = 0.5  # of a pull's time: the rest is for the next way, should it be needed
+ATTEMPT_S, ATTEMPT_BYTES_S = 5.0, 100e6  # a path that is slower than this is not worth waiting for
+REST_S, REST_S_MAX = 1.0, 60.0  # after a failure; doubling
+PEERS_MAX = 1024  # of which is remembered what was learnt
+TRIES_MAX = 4  # ways that one pull, or one question, goes by
+LEARN_BYTES = 4 << 20  # a smaller pull tells of latency, which is alike
+EXPLORE_EVERY, EXPLORE_EVERY_MAX = 16, 256  # pulls; doubling while the others are much slower
+SAMPLES_MIN = 3
+BETTER, MUCH_WORSE = 1.1, 0.5
+WEIGHT = 0.25  # of a new comparison
+RECENT = 0.5  # of a new pull by the usual group
+NIXL, TCP = "nixl", "tcp"
+
+Pull = Callable[[wire.PullBlocks], Awaitable[wire.Pulled]]
+Ask = Callable[[wire.AskPeer], Awaitable[wire.Done | wire.Bytes]]
+Group = tuple[str, int]
+"""Scheme and rank."""
+
+
+@dataclass(slots=True)
+class WayState:
+    """What is known of one way. until: when it is used again; failures: in a row. busy: bytes asked for."""
+
+    group: Group
+    until: float = 0.0
+    failures: int = 0
+    reason: str = ""
+    busy: int = 0
+    pulls: int = 0
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Comparison:
+    """How often as fast as the usual group another one was. speed: the last one seen, bytes a second."""
+
+    samples: int = 0
+    gain: float = 0.0
+    speed: float = 0.0
+
+
+@dataclass(slots=True)
+class Peer:
+    """What is known of the ways to one peer. No I/O."""
+
+    incarnation: str = ""
+    seen: Route | None = None
+    ways: dict[str, WayState] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)  # the best one by its records first
+    usual: Group = ("", 0)
+    speed: float = 0.0  # of the last pulls by the usual group; 0: of none yet
+    others: dict[Group, Comparison] = field(default_factory=dict)
+    pulls: int = 0  # that could be learnt from, since one went by another group
+    every: int = EXPLORE_EVERY
+    turn: int = 0
+
+    def see(self, route: Route, schemes: Mapping[str, object]) -> None:
+        """These ways there are now. A new life of the peer has failed at nothing yet."""
+        if route is self.seen:
+            return
+        self.seen = route
+        ways = {
+            way.url: (scheme, way.rank) for way in route.ways if (scheme := _scheme(way)) in schemes
+        }
+        if route.incarnation != self.incarnation:
+            self.incarnation = route.incarnation
+            for state in self.ways.values():
+                state.until, state.failures = 0.0, 0
+        if {url: state.group for url, state in self.ways.items()} == ways:
+            return
+        self.ways = {url: self.ways.get(url) or WayState(group) for url, group in ways.items()}
+        for url, group in ways.items():
+            self.ways[url].group = group
+        best, *_ = self.groups or [self.usual]
+        self.groups = sorted(set(ways.values()), key=lambda group: (group[0] != NIXL, group[1]))
+        # What was found to be faster than the best one stays the rule while it is there.
+        if self.usual == best or self.usual not in self.groups:
+            self._use(self.groups[0])
+
+    def _use(self, group: Group) -> None:
+        self.usual, self.speed, self.every = group, 0.0, EXPLORE_EVERY
+        self.others.clear()
+
+    def order(self, nbytes: int, now: float, *, background: bool) -> list[str]:
+        """By which ways to try so many bytes, one after the other: at least one."""
+        first = self.usual
+        if nbytes >= LEARN_BYTES and not background and self.speed:
+            first = self._turn(now)
+        usable = [url for url, state in self.ways.items() if state.until <= now]
+        usable.sort(key=lambda url: self._preference(url, first))
+        # NIXL is met over TCP: where that has failed, so would this.
+        tcp = next((at for at, url in enumerate(usable) if self.ways[url].group[0] == TCP), None)
+        if tcp is None:
+            usable += self._least_resting(TCP)
+        else:
+            usable = [
+                url for at, url in enumerate(usable) if at < tcp or self.ways[url].group[0] == TCP
+            ]
+        return usable[:TRIES_MAX]
+
+    def order_questions(self, now: float) -> list[str]:
+        """By which ways to ask, which is over TCP."""
+        usable = [
+            url for url, state in self.ways.items() if state.until <= now and state.group[0] == TCP
+        ]
+        usable.sort(key=lambda url: self._preference(url, self.usual))
+        return (usable or self._least_resting(TCP))[:TRIES_MAX]
+
+    def _preference(self, url: str, first: Group) -> tuple[bool, bool, int, int]:
+        group = self.ways[url].group
+        return group != first, group != self.usual, self.groups.index(group), self.ways[url].busy
+
+    def _least_resting(self, scheme: str) -> list[str]:
+        listed = [url for url, state in self.ways.items() if state.group[0] == scheme]
+        return sorted(listed, key=lambda url: self.ways[url].until)[:1]
+
+    def _turn(self, now: float) -> Group:
+        """The usual group, or another one whose turn it is to be compared with it."""
+        self.pulls += 1
+        if self.pulls < self.every:
+            return self.usual
+        others = [
+            group
+            for group in self.groups
+            if group != self.usual
+            and any(s.group == group and s.until <= now for s in self.ways.values())
+        ]
+        if not others:
+            return self.usual
+        self.pulls = 0
+        self.turn += 1
+        return others[self.turn % len(others)]
+
+    def learn(self, url: str, nbytes: int, seconds: float) -> None:
+        """All of a pull that was not in the background came this way.
+
+        Another group is compared with the pulls just before, so that a network that changes between two tries
+        looks neither better nor worse.
+        """
+        if nbytes < LEARN_BYTES or seconds <= 0 or url not in self.ways:
+            return
+        group, speed = self.ways[url].group, nbytes / seconds
+        if group == self.usual:
+            self.speed = self.speed + RECENT * (speed - self.speed) if self.speed else speed
+            return
+        if not self.speed:
+            return
+        seen = self.others.setdefault(group, Comparison())
+        seen.samples += 1
+        seen.gain += max(WEIGHT, 1 / seen.samples) * (speed / self.speed - seen.gain)
+        seen.speed = speed
+        if seen.samples < SAMPLES_MIN:
+            return
+        if seen.gain > BETTER:
+            self._use(group)
+        elif all(one.gain < MUCH_WORSE for one in self.others.values()):
+            self.every = min(2 * self.every, EXPLORE_EVERY_MAX)
+        else:
+            self.every = EXPLORE_EVERY
+
+    def failed(self, url: str, reason: str, now: float) -> None:
+        """A way failed: it rests."""
+        state = self.ways.get(url)
+        if state is None or now < state.until:
+            return  # what was under way when it failed before tells nothing new
+        state.until = now + min(REST_S * 2.0 ** min(state.failures, 16), REST_S_MAX)
+        state.failures += 1
+        state.reason = reason
+
+    def well(self, url: str) -> None:
+        """A way works."""
+        if (state := self.ways.get(url)) is not None:
+            state.until, state.failures = 0.0, 0
+
+    def resting(self, scheme: str, now: float) -> dict[str, str]:
+        """Why, by URL."""
+        return {
+            url: state.reason
+            for url, state in self.ways.items()
+            if state.group[0] == scheme and now < state.until
+        }
+
+
+class Paths:
+    """Pulls and questions, each by the way that is best for its peer at the time.
+
+    pulls: how to pull, by scheme: `tcp`, and `nixl` where this node has it. They return or raise only when
+    nothing writes to an order's rows any more, so that one may follow the other. ask: how to ask, over TCP.
+    route: all ways to the peer that is known by a URL; None: there is no other than that.
+    """
+
+    def __init__(
+        self,
+        pulls: Mapping[str, Pull],
+        ask: Ask,
+        route: Callable[[str], Route | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._pulls = pulls
+        self._ask = ask
+        self._route = route
+        self._clock = clock
+        self._peers: OrderedDict[str, Peer] = OrderedDict()
+        self.counters = {
+            "pulls": 0,
+            "blocks": 0,
+            "bytes": 0,
+            "failed_over": 0,
+            "failed_over_blocks": 0,
+            "rested": 0,
+            "slower": 0,
+        }
+        self.changed_card = 0
+        self.last_error = ""
+
+    def path(self, url: str) -> str:
+        """By which way a peer is pulled from at present, mostly."""
+        peer = self._peers.get(url)
+        if peer is None:  # to look is no use of it
+            peer = Peer()
+        peer.see(self._all_ways(url), self._pulls)
+        return peer.order(0, self._clock(), background=True)[0]
+
+    async def pull(self, order: wire.PullBlocks) -> wire.Pulled:
+        """As `Movers.pull`."""
+        peer = self._peer(order.url)
+        started = self._clock()
+        count = len(order.rows) // 4
+        urls = peer.order(count * order.nbytes, started, background=order.background)
+        ways = [(url, peer.ways[url]) for url in urls]  # there may be others before this has ended
+        self._note_choice(peer, ways[0][1], started)
+        whole: wire.Pulled | None = None
+        left = list(range(count))
+        for at, (url, state) in enumerate(ways):
+            seconds = self._clock() - started
+            if whole is not None:
+                if seconds >= order.deadline_s:
+                    break
+                self._note_failure(ways[at - 1][1], len(left))
+            part = order if whole is None else _cut(order, left, seconds)
+            last = at + 1 == len(ways)
+            try:
+                came = await self._try(peer, part, url, state, last=last)
+            except KvpoolError as error:
+                if whole is None or set(whole.status) == {MISSING}:
+                    raise
+                return msgspec.structs.replace(whole, error=str(error))
+            whole = came if whole is None else _merged(whole, left, came)
+            if not came.error:
+                return whole
+            if not last:
+                left = [i for i, s in enumerate(whole.status) if s in {MISSING, MISMATCH}]
+                if not left:
+                    return msgspec.structs.replace(whole, error="")
+        assert whole is not None, "there is always one way"
+        return whole
+
+    async def ask(self, order: wire.AskPeer) -> wire.Done | wire.Bytes:
+        """As `Movers.ask`."""
+        peer = self._peer(order.url)
+        started = self._clock()
+        ways = peer.order_questions(started)
+        for at, url in enumerate(ways):
+            left_s = order.deadline_s - (self._clock() - started)
+            question = msgspec.structs.replace(order, url=url, deadline_s=left_s)
+            try:
+                answer = await self._ask(question)
+            except Unavailable as error:
+                peer.failed(url, str(error), self._clock())
+                out_of_time = self._clock() - started >= order.deadline_s
+                if at + 1 == len(ways) or out_of_time:
+                    raise
+            else:
+                peer.well(url)
+                return answer
+        raise AssertionError("there is always one way")
+
+    def _peer(self, url: str) -> Peer:
+        peer = self._peers.setdefault(url, Peer())
+        self._peers.move_to_end(url)
+        peer.see(self._all_ways(url), self._pulls)
+        while len(self._peers) > PEERS_MAX:
+            self._peers.popitem(last=False)
+        return peer
+
+    def _all_ways(self, url: str) -> Route:
+        return self._route(url) or Route("", (Way(url, 0),))
+
+    async def _try(
+        self, peer: Peer, order: wire.PullBlocks, url: str, state: WayState, *, last: bool
+    ) -> wire.Pulled:
+        """What came by one way. `error` says why not all did; the last way may raise."""
+        count = len(order.rows) // 4
+        nbytes = count * order.nbytes
+        nixl = state.group[0] == NIXL
+        seconds = order.deadline_s
+        if not last:
+            seconds = min(seconds * DEADLINE_SHARE, ATTEMPT_S + nbytes / ATTEMPT_BYTES_S)
+        started = self._clock()
+        state.busy += nbytes
+        try:
+            pulled = await self._pulls[state.group[0]](
+                msgspec.structs.replace(order, url=url, deadline_s=seconds)
+            )
+        except KvpoolError as error:
+            if nixl or isinstance(error, Unavailable):
+                self._failed(peer, url, str(error))
+            if last or not (nixl or isinstance(error, Unavailable)):
+                raise
+            nothing = bytes([MISSING]) * count, bytes(CHECKSUM_BYTES * count)
+            return wire.Pulled(*nothing, self._clock() - started, str(error))
+        finally:
+            state.busy -= nbytes
+        came = pulled.status.count(ARRIVED)
+        state.pulls += 1
+        state.nbytes += came * order.nbytes
+        if nixl:
+            self.counters["pulls"] += 1
+            self.counters["blocks"] += came
+            self.counters["bytes"] += came * order.nbytes
+        error_text = pulled.error
+        if nixl and not error_text and MISMATCH in pulled.status:
+            # The owner's copy may be broken, or this path. TCP tells: it is the owner's then as well.
+            error_text = f"{pulled.status.count(MISMATCH)} blocks do not match their checksums"
+        if error_text:
+            self._failed(peer, url, error_text)
+            return msgspec.structs.replace(pulled, error=error_text)
+        peer.well(url)
+        if not order.background:
+            peer.learn(url, came * order.nbytes, pulled.seconds)
+        return pulled
+
+    def _failed(self, peer: Peer, url: str, reason: str) -> None:
+        if scheme_of(url) == NIXL:
+            self.last_error = f"{url}: {reason}"
+        peer.failed(url, reason, self._clock())
+
+    def _note_choice(self, peer: Peer, way: WayState, now: float) -> None:
+        """Count why a pull does not go over NIXL where the peer has it."""
+        if peer.groups[0][0] == NIXL and way.group[0] != NIXL:
+            reason = "rested" if peer.resting(NIXL, now) else "slower"
+            self.counters[reason] += 1
+
+    def _note_failure(self, way: WayState, blocks: int) -> None:
+        """Count that another way has to bring what this one did not."""
+        if way.group[0] == NIXL:
+            self.counters["failed_over"] += 1
+            self.counters["failed_over_blocks"] += blocks
+        else:
+            self.changed_card += 1
+
+    def stats(self) -> dict[str, Any]:
+        """For `kvpool stats`: each peer by the URL that it is known by."""
+        now = self._clock()
+        return {
+            "changed_card": self.changed_card,
+            "peers": {
+                url: {
+                    "usual": peer.usual[0],
+                    "bytes_s": peer.speed,
+                    "others": {
+                        f"{scheme} {rank}": {"bytes_s": seen.speed, "gain": seen.gain}
+                        for (scheme, rank), seen in peer.others.items()
+                    },
+                    "ways": [
+                        {
+                            "url": way,
+                            "pulls": state.pulls,
+                            "bytes": state.nbytes,
+                            "rests_s": max(0.0, state.until - now),
+                            "reason": state.reason if now < state.until else "",
+                        }
+                        for way, state in peer.ways.items()
+                    ],
+                }
+                for url, peer in self._peers.items()
+            },
+        }
+
+    def nixl_stats(self) -> dict[str, Any]:
+        """For `kvpool stats`. rested: pulls that went over TCP since the last one over NIXL had failed; slower:
+        since NIXL is slower there."""
+        now = self._clock()
+        resting = [peer.resting(NIXL, now) for peer in self._peers.values()]
+        return {
+            **self.counters,
+            "resting": {url: reason for one in resting for url, reason in one.items()},
+            "last_error": self.last_error,
+        }
+
+
+def _scheme(way: Way) -> str:
+    """TCP stands for all that is not NIXL: the movers tell those apart."""
+    return NIXL if scheme_of(way.url) == NIXL else TCP
+
+
+def _cut(order: wire.PullBlocks, indices: Sequence[int], seconds: float) -> wire.PullBlocks:
+    """The order for these blocks alone, in the time that is left."""
+    keys = split_keys(order.keys)
+    rows = array("I", order.rows)
+    return msgspec.structs.replace(
+        order,
+        keys=b"".join([keys[index] for index in indices]),
+        rows=array("I", [rows[index] for index in indices]).tobytes(),
+        deadline_s=order.deadline_s - seconds,
+    )
+
+
+def _merged(first: wire.Pulled, indices: Sequence[int], second: wire.Pulled) -> wire.Pulled:
+    """What two attempts have brought; the second one was for these blocks."""
+    status, checksums = bytearray(first.status), bytearray(first.checksums)
+    for at, index in enumerate(indices):
+        status[index] = second.status[at]
+        checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES] = second.checksums[
+            at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES
+        ]
+    return wire.Pulled(
+        bytes(status), bytes(checksums), first.seconds + second.seconds, second.error
+    )

@@ -1,0 +1,122 @@
+"""How long things take, learnt from how long they took. No I/O, no clock.
+
+Three questions, each with a fit of its own: how long an engine computes a prompt, how long blocks take to
+reach it from a tier or a peer, how long a token takes to decode. All start from what is assumed of an
+engine's kind, and forget slowly. Each remembers how wrong it was. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.prefill import PrefillFit, StepWork
+
+REFRESH = 32
+"""Coefficients are solved for after so many more steps; that takes 0.2 ms."""
+WARM, SAMPLE = 256, 8
+"""After so many steps, one of so many teaches the fit; all of them count in its error."""
+KEEP = 0.98
+"""What a transfer leaves of the weight of all earlier ones."""
+ERROR_WEIGHT = 0.02
+PRIOR_WEIGHT = 2.0
+"""In transfers: how many it takes to outweigh what was assumed."""
+
+
+@dataclass(slots=True)
+class Error:
+    """How far estimates were off, as shares of what things took. Recent ones count more.
+
+    mean: of the absolute value. bias: with the sign; above 0, too long was expected.
+    """
+
+    mean: float = 0.0
+    bias: float = 0.0
+    count: int = 0
+
+    def note(self, expected_s: float, took_s: float) -> None:
+        off = (expected_s - took_s) / max(took_s, 1e-9)
+        self.count += 1
+        weight = max(ERROR_WEIGHT, 1 / self.count)
+        self.mean += weight * (abs(off) - self.mean)
+        self.bias += weight * (off - self.bias)
+
+
+class StepEstimate:
+    """Seconds of an engine's steps: a + b x tokens + c x attended tokens, as `PrefillFit` has it.
+
+    For prefill, tokens are those that are computed, and each attends to those before it. For decode, each
+    request is one token, and attends to its whole context: the same three terms.
+    """
+
+    def __init__(self, assumed: tuple[float, float, float]) -> None:
+        """assumed: a, b and c, until steps were seen."""
+        self._fit = PrefillFit()
+        self._coefficients = assumed
+        self._unused = 0
+        self.error = Error()
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        """Seconds a step, a token, and a token attended to."""
+        return self._coefficients
+
+    def observe(self, tokens: int, attended: float, deepest: int, seconds: float) -> None:
+        """A step took so long."""
+        self.error.note(self.step_s(tokens, attended), seconds)
+        if self.error.count > WARM and self.error.count % SAMPLE:
+            return
+        self._fit.observe(StepWork(tokens, attended, deepest), seconds)
+        self._unused += 1
+        if self._unused >= REFRESH:
+            self._unused = 0
+            self._coefficients = self._fit.coefficients
+
+    def step_s(self, tokens: int, attended: float) -> float:
+        """Seconds of one step."""
+        a, b, c = self._coefficients
+        return a + b * tokens + c * attended
+
+    def prefill_s(self, start: int, end: int, step_tokens: int) -> float:
+        """Seconds to compute tokens `start` to `end` of a prompt, in steps of so many tokens."""
+        a, b, c = self._coefficients
+        tokens = end - start
+        return a * max(1, -(-tokens // step_tokens)) + b * tokens + c * tokens * (start + end) / 2
+
+
+class LoadEstimate:
+    """Seconds to bring bytes from one kind of place: latency + seconds a byte x bytes ahead and own.
+
+    Bytes that were under way on the same link when it began count as ahead, so that a busy link is told
+    from a slow one.
+    """
+
+    def __init__(self, latency_s: float, bytes_s: float) -> None:
+        """What is assumed until transfers were seen."""
+        self._latency_s = latency_s
+        self._weight = PRIOR_WEIGHT
+        self._per_byte = 1 / bytes_s
+        self.error = Error()
+
+    def seconds(self, nbytes: float, ahead: float = 0.0) -> float:
+        if nbytes <= 0:
+            return 0.0
+        return self._latency_s + (nbytes + ahead) * self._per_byte
+
+    def observe(self, nbytes: float, ahead: float, seconds: float) -> None:
+        """A transfer took so long; `ahead` as it was when it began. Latency stays as assumed."""
+        self.error.note(self.seconds(nbytes, ahead), seconds)
+        self._weight = self._weight * KEEP + 1
+        seen = max(seconds - self._latency_s, 0.0) / (nbytes + ahead)
+        self._per_byte += (seen - self._per_byte) / self._weight
+
+
+@dataclass(slots=True)
+class KindEstimates:
+    """Of engines of one kind. loads: by tier of the own node (`dram`, `ssd`), and `peer`."""
+
+    prefill: StepEstimate
+    decode: StepEstimate
+    loads: dict[str, LoadEstimate]
+    step_tokens: int
+    block_tokens: int
+    block_bytes: int

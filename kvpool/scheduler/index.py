@@ -1,0 +1,245 @@
+"""Who holds which prefix: engines' own caches, and the pool's tiers on each node. No I/O, no clock.
+
+Holders are named by the caller, as `gpu:engine-3` or `dram:node-1`. Each has a bit, and a key maps to
+the bits of those that hold it, so that one walk along a chain finds the longest prefix of every holder
+at once: `alive &= mask`, and whoever drops out has its length. That is O(blocks + holders), whatever the
+index holds: 750 blocks take about 0.1 ms.
+
+What was sent to an engine is *expected* there until its events tell of it: `expect` covers the gap, and
+says when the blocks will be ready, for whoever would rather wait than compute them again.
+
+All of it is a hint. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from heapq import heappop, heappush
+from itertools import islice
+from typing import NamedTuple
+
+EXPECTED_MAX = 1 << 20
+"""Blocks that are expected at the same time, at most; the first to expire give way."""
+FORGET_BATCH = 4096
+"""Keys of a holder that is gone that one change to the index forgets."""
+LAG_WEIGHT = 0.1
+
+
+class Expected(NamedTuple):
+    """A block that an engine is computing. holder: of the engine's cache; ready_at: an estimate."""
+
+    bit: int
+    ready_at: float
+    until: float
+
+
+class Match(NamedTuple):
+    """What is known of one prompt's prefix, in blocks.
+
+    lengths: of each holder that has any; for engines, with what is expected there. reach: how much of it
+    the pool could deliver, block by block from whoever has it. coming: how far it will reach when what is
+    being computed is there, and `ready_at` when that is.
+    """
+
+    lengths: dict[str, int]
+    reach: int
+    coming: int
+    ready_at: float
+
+
+class _Holder:
+    __slots__ = ("bit", "heard_at", "keys", "lag_s", "name", "pool")
+
+    def __init__(self, name: str, bit: int, *, pool: bool) -> None:
+        self.name = name
+        self.bit = bit
+        self.pool = pool
+        self.keys: set[Hashable] = set()
+        self.heard_at = -math.inf
+        self.lag_s = 0.0
+
+
+class PrefixIndex:
+    """About 250 bytes a key and holder."""
+
+    def __init__(self) -> None:
+        self._masks: dict[Hashable, int] = {}
+        self._expected: dict[Hashable, Expected] = {}
+        self._expiries: list[tuple[float, int, Hashable]] = []
+        self._calls = 0
+        self._holders: dict[str, _Holder] = {}
+        self._by_bit: dict[int, _Holder] = {}
+        self._live = 0  # bits of all holders
+        self._pool = 0  # bits of those that others can pull from
+        self._gone: list[
+            _Holder
+        ] = []  # their bits are not given again before all their keys are forgotten
+        self._free_bits: list[int] = []
+
+    def __len__(self) -> int:
+        """How many keys somebody holds."""
+        return len(self._masks)
+
+    def join(self, name: str, *, pool: bool) -> None:
+        """A holder appears, with nothing. pool: others can pull from it; an engine's cache is its own.
+
+        One that is there begins anew: whatever it held is gone at once.
+        """
+        self.leave(name)
+        bit = self._free_bits.pop() if self._free_bits else len(self._by_bit)
+        holder = _Holder(name, 1 << bit, pool=pool)
+        self._holders[name] = self._by_bit[holder.bit] = holder
+        self._live |= holder.bit
+        if pool:
+            self._pool |= holder.bit
+
+    def leave(self, name: str) -> None:
+        """A holder is gone. Its keys count no more at once, and are forgotten little by little."""
+        holder = self._holders.pop(name, None)
+        if holder is None:
+            return
+        self._live &= ~holder.bit
+        self._pool &= ~holder.bit
+        self._gone.append(holder)
+        # What it was sent will not come. That is a few thousand blocks at most, not all that it held.
+        self._expected = {
+            k: found for k, found in self._expected.items() if found.bit != holder.bit
+        }
+
+    def add(
+        self, name: str, keys: Iterable[Hashable], *, told_at: float = 0.0, now: float = 0.0
+    ) -> None:
+        """The holder has these. told_at: when it said so, by its own account; for `lag_s`."""
+        holder = self._heard(name, told_at, now)
+        bit, masks = holder.bit, self._masks
+        get = masks.get
+        for key in keys:
+            masks[key] = get(key, 0) | bit
+            holder.keys.add(key)
+
+    def discard(
+        self, name: str, keys: Iterable[Hashable], *, told_at: float = 0.0, now: float = 0.0
+    ) -> None:
+        """The holder has these no more. Unknown ones are passed over."""
+        self._drop(self._heard(name, told_at, now), keys)
+
+    def expect(
+        self, name: str, keys: Sequence[Hashable], ready: Sequence[float], until: float
+    ) -> None:
+        """The engine with this cache was sent these, and will have each of them at its time.
+
+        Not believed after `until`: by then its events have told of them, or it failed.
+        """
+        bit = self._holders[name].bit
+        expected, expiries = self._expected, self._expiries
+        for key, ready_at in zip(keys, ready, strict=True):
+            expected[key] = Expected(bit, ready_at, until)
+            self._calls += 1
+            heappush(expiries, (until, self._calls, key))
+        while len(expiries) > EXPECTED_MAX:
+            self._expire()
+
+    def unexpect(self, name: str, keys: Iterable[Hashable]) -> None:
+        """They will not come from there after all."""
+        bit = self._holders[name].bit
+        for key in keys:
+            found = self._expected.get(key)
+            if found is not None and found.bit == bit:
+                del self._expected[key]
+
+    def match(self, keys: Sequence[Hashable], now: float) -> Match:
+        """The longest prefix of every holder. O(blocks + holders that have any)."""
+        expiries = self._expiries
+        while expiries and expiries[0][0] <= now:
+            self._expire()
+        drops: list[tuple[int, int]] = []
+        alive, pool = self._live, self._pool
+        get = self._masks.get
+        reach = -1
+        end = len(keys)
+        expected = self._expected.get if self._expected else None
+        for position, key in enumerate(keys):
+            mask = get(key, 0)
+            if reach < 0 and not mask & pool:
+                reach = position
+            if expected is not None and (coming := expected(key)) is not None:
+                mask |= coming.bit
+            still = alive & mask
+            if still != alive:
+                drops.append((alive ^ still, position))
+                alive = still
+                if not alive and reach >= 0:
+                    end = position
+                    break
+        drops.append((alive, end))
+        if reach < 0:
+            reach = len(keys)
+        lengths: dict[str, int] = {}
+        for mask, length in drops:
+            if length:
+                self._name(mask, length, lengths)
+        return Match(lengths, reach, *self._coming(keys, reach))
+
+    def freshness(self, name: str, now: float) -> tuple[float, float]:
+        """Seconds since the holder was last heard of, and how late its word mostly comes."""
+        holder = self._holders[name]
+        return now - holder.heard_at, holder.lag_s
+
+    def _name(self, mask: int, length: int, lengths: dict[str, int]) -> None:
+        while mask:
+            bit = mask & -mask
+            lengths[self._by_bit[bit].name] = length
+            mask ^= bit
+
+    def _coming(self, keys: Sequence[Hashable], reach: int) -> tuple[int, float]:
+        expected, masks, pool = self._expected, self._masks, self._pool
+        ready_at = -math.inf
+        if not expected:
+            return reach, ready_at
+        for position in range(reach, len(keys)):
+            key = keys[position]
+            if masks.get(key, 0) & pool:
+                continue
+            found = expected.get(key)
+            if found is None:
+                return position, ready_at
+            ready_at = max(ready_at, found.ready_at)
+        return len(keys), ready_at
+
+    def _heard(self, name: str, told_at: float, now: float) -> _Holder:
+        holder = self._holders[name]
+        holder.heard_at = now
+        holder.lag_s += LAG_WEIGHT * (now - told_at - holder.lag_s)
+        self._forget_some()
+        return holder
+
+    def _drop(self, holder: _Holder, keys: Iterable[Hashable]) -> None:
+        bit, masks, held = holder.bit, self._masks, holder.keys
+        for key in keys:
+            if key in held:
+                held.remove(key)
+                left = masks[key] & ~bit
+                if left:
+                    masks[key] = left
+                else:
+                    del masks[key]
+
+    def _expire(self) -> None:
+        until, _, key = heappop(self._expiries)
+        found = self._expected.get(key)
+        if found is not None and found.until <= until:
+            del self._expected[key]
+
+    def _forget_some(self) -> None:
+        budget = FORGET_BATCH
+        while self._gone and budget:
+            holder = self._gone[-1]
+            batch = list(islice(holder.keys, budget))
+            self._drop(holder, batch)
+            budget -= len(batch)
+            if holder.keys:
+                return
+            self._gone.pop()
+            del self._by_bit[holder.bit]
+            self._free_bits.append(holder.bit.bit_length() - 1)

@@ -1,0 +1,29 @@
+"""kvpool's own policy: the earliest first token, over all that the pool and the engines can do."""
+
+from __future__ import annotations
+
+from kvpool.scheduler.policies.base import Choice, Stateless, cheapest
+from kvpool.scheduler.situation import Situation
+from kvpool.scheduler.values import Engine, Outlook
+
+MOVING = 2.0
+"""What a second of pulling weighs beside a second of waiting: links and memory are others' too."""
+
+
+class EarliestToken(Stateless):
+    """The engine with the earliest estimated first token; requests wait in the scheduler.
+
+    Loading and queueing overlap, links that are busy count, and blocks that another engine is computing
+    are waited for where that is sooner than computing them again.
+    """
+
+    sends_at_once = False
+
+    def choose(self, situation: Situation) -> Choice:
+        def outlook(engine: Engine) -> Outlook:
+            found = situation.outlook(engine, waiting=True)
+            if not found.pulled:
+                return found
+            return found._replace(cost=found.cost + MOVING * found.load_s)
+
+        return cheapest(map(outlook, situation.distinct()), situation.rng)

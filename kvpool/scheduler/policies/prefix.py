@@ -1,0 +1,100 @@
+"""Policies of other routers that weigh the prefix against the load."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from kvpool.scheduler.policies.base import Choice, Stateless, by_cost
+from kvpool.scheduler.situation import Situation
+from kvpool.scheduler.values import Engine
+
+REMEMBERED_MAX = 1 << 20
+"""Blocks whose way the approximate policy remembers; the least recent are forgotten."""
+
+
+class ApproximatePrefix:
+    """SGLang's gateway, `cache_aware`, with the defaults of its Python arguments.
+
+    It knows only what it sent where. When requests in flight are imbalanced, max - min > 64 and
+    max > 1.5 x min, the engine with the fewest; else, when more than 0.3 of the prompt was seen, the
+    engine that was sent the longest prefix last; else the one with the fewest.
+    """
+
+    sends_at_once = True
+
+    def __init__(self, *, threshold: float = 0.3, absolute: int = 64, relative: float = 1.5):
+        self._threshold = threshold
+        self._absolute = absolute
+        self._relative = relative
+        self._sent: OrderedDict[Hashable, str] = OrderedDict()
+
+    def choose(self, situation: Situation) -> Choice:
+        loads = [engine.prefills for engine in situation.engines]
+        most, least = max(loads), min(loads)
+        name = None
+        if not (most - least > self._absolute and most > self._relative * least):
+            matched = 0
+            for key in situation.request.keys:
+                if key not in self._sent:
+                    break
+                matched += 1
+                name = self._sent[key]
+            if matched <= self._threshold * len(situation.request.keys):
+                name = None
+        if name in {engine.name for engine in situation.engines}:
+            return by_cost(situation, lambda engine: float(engine.name != name))
+        return by_cost(situation, lambda engine: float(engine.prefills))
+
+    def sent(self, situation: Situation, engine: Engine) -> None:
+        for key in situation.request.keys:
+            self._sent[key] = engine.name
+            self._sent.move_to_end(key)
+        while len(self._sent) > REMEMBERED_MAX:
+            self._sent.popitem(last=False)
+
+
+class DynamoLinear(Stateless):
+    """Dynamo's `kv` router mode with its default weights: blocks to compute + blocks in use.
+
+    cost = max((queued tokens + prompt) / block - credit, 0) + active blocks, with a credit of 1 for
+    each block in the engine's cache, 0.75 in its host's memory and 0.25 on its disk. For prefill
+    engines active blocks are those of the prompts in flight, this one's among them. Its shared-cache
+    credit is off by default, as here.
+    """
+
+    sends_at_once = True
+    credits = (1.0, 0.75, 0.25)
+
+    def choose(self, situation: Situation) -> Choice:
+        return by_cost(
+            situation, lambda e: self.adjusted_prefill(situation, e) + active_blocks(situation, e)
+        )
+
+    def adjusted_prefill(self, situation: Situation, engine: Engine) -> float:
+        lengths = situation.match.lengths
+        block = situation.kind(engine).block_tokens
+        raw = (engine.queued_tokens + situation.request.tokens) / block
+        have = credit = 0.0
+        for holder, weight in zip((engine.gpu, *engine.tiers), self.credits, strict=False):
+            length = lengths.get(holder, 0)
+            if length > have:
+                credit += weight * (length - have)
+                have = length
+        return max(raw - credit, 0.0)
+
+
+class LMetric(DynamoLinear):
+    """Dynamo's `lmetric` policy: the product, so that there is no weight to tune."""
+
+    def choose(self, situation: Situation) -> Choice:
+        return by_cost(
+            situation,
+            lambda e: self.adjusted_prefill(situation, e) * (active_blocks(situation, e) + 1),
+        )
+
+
+def active_blocks(situation: Situation, engine: Engine) -> float:
+    """Blocks in use on an engine if the request went there."""
+    block = situation.kind(engine).block_tokens
+    return engine.prompt_blocks + engine.context_tokens / block + len(situation.request.keys)

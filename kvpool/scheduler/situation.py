@@ -1,0 +1,190 @@
+"""What a policy sees when it chooses an engine: a request, its match, the engines, what things take.
+
+`Situation.outlook` says what would become of the request on one engine, and is the same for every
+policy: policies differ in what they compare. It decides between loading and computing: of the prefixes
+that end where a faster place ends, the one with the earliest first token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from random import Random
+
+from kvpool.scheduler.estimates import KindEstimates
+from kvpool.scheduler.index import Match
+from kvpool.scheduler.values import Engine, Outlook, Request
+
+
+class Traffic:
+    """Until when the links of each node are busy with pulls that were ordered. A hint, like all here."""
+
+    def __init__(self) -> None:
+        self.into: dict[str, float] = {}
+        self._out: dict[str, float] = {}
+
+    def add(self, source: str, target: str, seconds: float, now: float) -> None:
+        """A pull was ordered that would keep an idle link busy for so long."""
+        for busy, node in ((self._out, source), (self.into, target)):
+            busy[node] = max(busy.get(node, 0.0), now) + seconds
+
+    def ahead_s(self, source: str, target: str, now: float) -> float:
+        """Until a pull that is ordered now would have the link to itself."""
+        busy_until = max(self._out.get(source, 0.0), self.into.get(target, 0.0))
+        return max(0.0, busy_until - now)
+
+    def out_s(self, source: str, now: float) -> float:
+        return max(0.0, self._out.get(source, 0.0) - now)
+
+
+@dataclass(slots=True)
+class Cluster:
+    """What is known of the cluster as a whole. nodes: of each holder that others can pull from."""
+
+    kinds: Mapping[str, KindEstimates]
+    nodes: Mapping[str, str]
+    traffic: Traffic
+
+
+@dataclass
+class Situation:
+    """One request before its decision.
+
+    engines: those that may compute it, at least one. promised: when those are free that requests before
+    this one wait for, by their names.
+    """
+
+    request: Request
+    match: Match
+    engines: Sequence[Engine]
+    cluster: Cluster
+    rng: Random
+    now: float
+    promised: Mapping[str, float] = field(default_factory=dict)
+    _prefills: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    @cached_property
+    def longest(self) -> int:
+        """How much of the prefix one node of the pool has at most."""
+        nodes = self.cluster.nodes
+        return max((n for holder, n in self.match.lengths.items() if holder in nodes), default=0)
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """The nodes that have so much of it."""
+        nodes, longest = self.cluster.nodes, self.longest
+        lengths = self.match.lengths.items()
+        return [nodes[holder] for holder, n in lengths if n == longest and holder in nodes]
+
+    def source_for(self, engine: Engine) -> str | None:
+        """From which other node to pull: of those with the longest prefix, the least busy one."""
+        traffic, now = self.cluster.traffic, self.now
+        best, best_s = None, math.inf
+        for node in self.sources:
+            if node == engine.node:
+                continue
+            busy_s = traffic.out_s(node, now)
+            if busy_s < best_s:
+                best, best_s = node, busy_s
+                if not busy_s:
+                    break
+        return best
+
+    def kind(self, engine: Engine) -> KindEstimates:
+        return self.cluster.kinds[engine.kind]
+
+    def prefill_s(self, engine: Engine, cached: int) -> float:
+        """To compute what is behind so many blocks; at least the last token."""
+        known = self._prefills.get((engine.kind, cached))
+        if known is None:
+            kind = self.kind(engine)
+            tokens = self.request.tokens
+            start = min(cached * kind.block_tokens, tokens - 1)
+            known = kind.prefill.prefill_s(start, tokens, kind.step_tokens)
+            self._prefills[engine.kind, cached] = known
+        return known
+
+    def own(self, engine: Engine) -> int:
+        """How much of the prefix the engine and its node hold themselves."""
+        get = self.match.lengths.get
+        return max(get(engine.gpu, 0), *[get(tier, 0) for tier in engine.tiers])
+
+    def free_at(self, engine: Engine) -> float:
+        return self.promised.get(engine.name, engine.free_at)
+
+    def distinct(self) -> list[Engine]:
+        """Of engines that differ only in when they are free, the first; of any others, all.
+
+        What they and their nodes hold of the prefix is what they differ in. So a decision looks
+        closely at a few engines, however many there are.
+        """
+        get = self.match.lengths.get
+        busy_until, promised, now = self.cluster.traffic.into, self.promised, self.now
+        first: dict[tuple[object, ...], tuple[float, Engine]] = {}
+        for engine in self.engines:
+            name = engine.name
+            free_at = promised.get(name, engine.free_at)
+            starts = max(free_at, busy_until.get(engine.node, 0.0), now)
+            group = (engine.kind, get(engine.gpu), *map(get, engine.tiers))
+            found = first.get(group)
+            if found is None or starts < found[0]:
+                first[group] = starts, engine
+        return [engine for _, engine in first.values()]
+
+    def outlook(self, engine: Engine, *, waiting: bool = False) -> Outlook:
+        """What would become of the request on this engine; its cost is the time to first token.
+
+        waiting: whether to wait for blocks that another engine is computing, where that is sooner.
+        """
+        kind, match, now = self.kind(engine), self.match, self.now
+        waits = max(0.0, self.free_at(engine) - now)
+        have = gpu = match.lengths.get(engine.gpu, 0)
+        prefill_s = self.prefill_s(engine, have)
+        best = Outlook(engine, have, 0, 0, None, 0.0, waits, prefill_s, waits + prefill_s)
+        load_s = 0.0
+        for tier in engine.tiers:
+            length = match.lengths.get(tier, 0)
+            if length > have:
+                load_s += kind.loads[tier_name(tier)].seconds((length - have) * kind.block_bytes)
+                have = length
+                best = self._better(best, have, have - gpu, 0, None, load_s)
+        peer = kind.loads["peer"]
+        if match.reach > have and (source := self.source_for(engine)) is not None:
+            pulled = match.reach - have
+            ahead_s = self.cluster.traffic.ahead_s(source, engine.node, now)
+            pull_s = load_s + ahead_s + peer.seconds(pulled * kind.block_bytes)
+            best = self._better(best, match.reach, match.reach - gpu, pulled, source, pull_s)
+        if waiting and match.coming > max(match.reach, have):
+            pulled = match.coming - have
+            pull_s = peer.seconds(pulled * kind.block_bytes) + load_s
+            later_s = max(0.0, match.ready_at - now) + pull_s
+            kept = best
+            best = self._better(best, match.coming, match.coming - gpu, pulled, None, later_s)
+            if best is not kept:
+                best = best._replace(pending=True, load_s=pull_s)
+        return best
+
+    def _better(
+        self,
+        best: Outlook,
+        cached: int,
+        loaded: int,
+        pulled: int,
+        source: str | None,
+        load_s: float,
+    ) -> Outlook:
+        """The one of the two with the earlier first token."""
+        engine = best.engine
+        starts_s = max(0.0, self.free_at(engine) - self.now, load_s)
+        prefill_s = self.prefill_s(engine, cached)
+        ttft_s = starts_s + prefill_s
+        if ttft_s >= best.cost:
+            return best
+        return Outlook(engine, cached, loaded, pulled, source, load_s, starts_s, prefill_s, ttft_s)
+
+
+def tier_name(holder: str) -> str:
+    """`dram` of `dram:node-1`."""
+    return holder.partition(":")[0]

@@ -1,0 +1,99 @@
+"""`kvpool sim`: a trace, some policies, a table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from kvpool.errors import InvalidRequest
+from kvpool.scheduler.values import Request
+from kvpool.simulator.bound import scale_for
+from kvpool.simulator.cluster import Shape, Simulation
+from kvpool.simulator.report import show, summary
+from kvpool.simulator.traces import Entry, arrivals, generate, read_trace
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SHAPE_PREFIX = "gen:"
+
+
+def requests_of(trace: str, shape: Shape, *, load: float, limit: int, rate: float) -> list[Request]:
+    """The requests of a trace file, or of `gen:SHAPE`, as they are to arrive.
+
+    load: of the engines that compute prompts, as a share of what they can do over an infinite cache; 0
+    leaves the trace's own times. limit: so many requests at most; 0 for all.
+    """
+    entries = _entries(trace, shape, limit, rate)
+    requests = arrivals(entries, shape.seed)
+    if not load:
+        return requests
+    engines = shape.prefill + shape.mixed
+    scale = scale_for(requests, shape.speeds, engines, shape.step_tokens, load)
+    return arrivals(entries, shape.seed, scale)
+
+
+def _entries(trace: str, shape: Shape, limit: int, rate: float) -> list[Entry]:
+    if trace.startswith(SHAPE_PREFIX):
+        return generate(trace.removeprefix(SHAPE_PREFIX), limit or 2000, shape.seed, rate)
+    path = Path(trace)
+    if not path.is_file():
+        raise InvalidRequest(f"there is no trace at {trace}")
+    entries = read_trace(path, shape.block_tokens)
+    return entries[:limit] if limit else entries
+
+
+def run(
+    requests: Sequence[Request],
+    shape: Shape,
+    policies: Sequence[str],
+    console: Console,
+    *,
+    ttft_slo_s: float = math.inf,
+    tpot_slo_s: float = math.inf,
+) -> list[dict[str, Any]]:
+    """Simulate each policy, print the table, return its rows.
+
+    The objectives are what is counted; whether requests are refused for them is in the shape's settings.
+    """
+    rows = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        for name in policies:
+            task = progress.add_task(name, total=len(requests))
+            # A name with /fifo: its requests wait in the order in which they came.
+            policy, _, queue = name.partition("/")
+            own = replace(shape, policy=policy, fifo=queue == "fifo")
+            simulation = Simulation(own, requests)
+            outcomes = simulation.run(_shown_in(progress, task))
+            row = summary(own, simulation, outcomes, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
+            rows.append(row)
+            progress.remove_task(task)
+    show(rows, console)
+    return rows
+
+
+def _shown_in(progress: Progress, task: TaskID) -> Callable[[int], None]:
+    return lambda done: progress.update(task, completed=done)
+
+
+def write_rows(rows: Sequence[dict[str, Any]], path: str) -> None:
+    Path(path).write_text(json.dumps({"rows": rows}, indent=2) + "\n")

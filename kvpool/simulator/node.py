@@ -1,0 +1,68 @@
+"""A node's tiers, and an engine's own cache: which blocks are there, under the real eviction policies."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from kvpool.storage.eviction import Costs, EvictionPolicy, Lru, make_policy
+
+
+class Block:
+    """A block in a tier, as its eviction policy knows it."""
+
+    __slots__ = ("copy", "depth", "freq", "ident", "queue")
+
+    def __init__(self, key: Hashable, depth: int, *, copy: bool) -> None:
+        self.ident = key
+        self.depth = depth
+        self.copy = copy
+        self.freq = 0
+        self.queue = 0
+
+
+class Tier:
+    """Blocks of one size. Copies of what other nodes keep are evicted before all else, as daemons do."""
+
+    def __init__(self, capacity: int, policy: str, costs: Costs | None = None) -> None:
+        """capacity: in blocks; 0 holds nothing."""
+        self.capacity = capacity
+        self.held: dict[Hashable, Block] = {}
+        self._policy: EvictionPolicy = make_policy(policy, max(1, capacity), costs)
+        self._copies = Lru(1)  # its capacity bounds nothing
+
+    def prefix(self, keys: Sequence[Hashable], start: int = 0) -> int:
+        """How far the chain goes on here from there, as a length of the whole."""
+        held = self.held
+        for position in range(start, len(keys)):
+            if keys[position] not in held:
+                return position
+        return len(keys)
+
+    def touch(self, keys: Sequence[Hashable]) -> None:
+        """They were read, from the head on. Those that are not here are passed over."""
+        held = self.held
+        blocks = [held[key] for key in keys if key in held]
+        self._policy.touch([block for block in blocks if not block.copy])
+        self._copies.touch([block for block in blocks if block.copy])
+
+    def put(
+        self, keys: Sequence[Hashable], depth: int, *, copy: bool = False
+    ) -> tuple[list[Hashable], list[tuple[Hashable, int]]]:
+        """Store a run of a chain, the first of which has `depth` blocks before it.
+
+        What is new here, and what was evicted for it, with its depth.
+        """
+        held = self.held
+        new = [
+            Block(key, depth + number, copy=copy)
+            for number, key in enumerate(keys)
+            if key not in held
+        ][: self.capacity]
+        evicted: list[tuple[Hashable, int]] = []
+        for _ in range(len(held) + len(new) - self.capacity):
+            victim: Block = self._copies.pop() or self._policy.pop()  # type: ignore[assignment]
+            del held[victim.ident]
+            evicted.append((victim.ident, victim.depth))
+        (self._copies if copy else self._policy).insert(new)
+        held.update((block.ident, block) for block in new)
+        return [block.ident for block in new], evicted

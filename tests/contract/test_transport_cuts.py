@@ -1,0 +1,429 @@
+"""TCP and NIXL, cut at each kind of place, held up, restarted: never a wrong byte, never a loan that stays."""
+
+import functools
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from xxhash import xxh3_128_digest
+
+from kvpool import wire
+from kvpool.testing.mover import MoverSide
+from kvpool.testing.proxy import Ending, Fault, Proxy, Way
+from kvpool.testing.transport import DIGEST, Side, key_of, order
+from kvpool.transfer.base import ARRIVED, MISSING, Stop, TransferLimits
+from kvpool.transfer.fetching import GROUP_BYTES
+
+SECRET = b"a secret for this file"
+LIMITS = TransferLimits(connections_max=8)  # so that one left behind by each cut would be noticed
+SHAPES = {"small": (4096, 16), "in groups": (100_001, 16)}  # bytes of a block, blocks
+
+
+class Frames:
+    """How long the frames of a pull are, from what `wire` says of them."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        version, nonce, proof = wire.PROTOCOL_VERSION, bytes(32), bytes(32)
+        keys = bytes(16 * count)
+        self.hello = self.size(wire.PeerHello(version, "test", "node", nonce))
+        self.challenge = self.size(wire.PeerChallenge(version, "node", "incarnation", nonce, proof))
+        self.proof = self.size(wire.PeerProof(proof))
+        self.done = self.size(wire.Done())
+        self.fetch = self.size(wire.Fetch("default", DIGEST, 0, nbytes, keys, 60.0))
+        self.fetched = self.size(wire.Fetched(b"\1" * count, bytes(16 * count)))
+        self.nbytes, self.count = nbytes, count
+
+    @staticmethod
+    def size(message: wire.Message) -> int:
+        return len(wire.encode(message, 1))
+
+    @property
+    def met(self) -> int:
+        """What the owner says before it is asked for blocks."""
+        return self.challenge + self.done
+
+    @property
+    def body(self) -> int:
+        """Where the blocks' bytes begin."""
+        return self.met + self.fetched
+
+    @property
+    def down(self) -> int:
+        return self.body + self.nbytes * self.count
+
+    @property
+    def up(self) -> int:
+        return self.hello + self.proof + self.fetch
+
+    def places(self) -> dict[str, tuple[Way, int]]:
+        """Each kind of place in which a connection can end before all has come."""
+        asked, body, nbytes = self.hello + self.proof, self.body, self.nbytes
+        group = max(1, GROUP_BYTES // nbytes) * nbytes
+        down = {
+            "before the first byte": 0,
+            "in a length": 2,
+            "in the challenge": self.challenge // 2,
+            "after the challenge": self.challenge,
+            "in the admission": self.met - 1,
+            "after the handshake": self.met,
+            "in the answer's length": self.met + 3,
+            "in the answer's number": self.met + 6,
+            "in what is present": self.met + 12,
+            "in a checksum": body - 16 * 3 - 7,
+            "before the header's last byte": body - 1,
+            "after the header": body,
+            "in the first block": body + nbytes // 2,
+            "between two blocks": body + nbytes,
+            "in the middle of a vector": body + 7 * nbytes + 1,
+            "near a group's end": body + min(group, nbytes * (self.count - 1)) - 1,
+            "after a group": body + min(group, nbytes * (self.count - 1)),
+            "before the last byte": self.down - 1,
+        }
+        up = {
+            "before the hello": 0,
+            "in the hello's length": 3,
+            "in the hello": self.hello - 5,
+            "after the hello": self.hello,
+            "in the proof": self.hello + self.proof // 2,
+            "after the proof": asked,
+            "in the request's length": asked + 1,
+            "in the wanted keys": asked + 60,
+            "before the request's last byte": self.up - 1,
+            "after the request": self.up,
+        }
+        return {
+            **{name: ("down", at) for name, at in down.items()},
+            **{name: ("up", at) for name, at in up.items()},
+        }
+
+
+FRAMES = Frames(*SHAPES["in groups"])
+PLACES = [
+    pytest.param(shape, way, offset, id=f"{shape}-{name}")
+    for shape, (nbytes, count) in SHAPES.items()
+    for name, (way, offset) in Frames(nbytes, count).places().items()
+]
+HALF_WAY = [  # after the handshake, which a known connection has behind it
+    place
+    for place in PLACES
+    if place.values[2] > (FRAMES.met if place.values[1] == "down" else FRAMES.hello + FRAMES.proof)
+]
+
+
+@functools.cache
+def block(life: int, number: int, nbytes: int) -> bytes:
+    return random.Random(f"{life} {number}").randbytes(nbytes)
+
+
+class Link:
+    """An owner, a proxy before it, a reader: and what the reader has to have after a pull."""
+
+    scheme = "tcp"
+
+    def __init__(self, proxy: Proxy, nbytes: int, count: int) -> None:
+        self.proxy = proxy
+        self.frames = Frames(nbytes, count)
+        self.nbytes, self.count = nbytes, count
+        self.keys = [key_of(number) for number in range(count)]
+        self.rows = [3 * number + 2 for number in reversed(range(count))]  # scattered, backwards
+        self.life = 0
+        self.size = 3 * (count + 1) * nbytes
+        self.owner = self.begin()
+        self.reader = Side(self.url, secret=SECRET, size=self.size)
+        self.untouched = b"\xee" * self.size
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.proxy.address[0]}:{self.proxy.address[1]}"
+
+    def make_owner(self) -> Side:
+        return Side(self.url, secret=SECRET, limits=LIMITS, size=self.size)
+
+    def begin(self) -> Side:
+        """A life of the owner, with bytes that no other one had."""
+        self.life += 1
+        owner = self.make_owner()
+        owner.source.stride = self.nbytes
+        for number, key in enumerate(self.keys):
+            owner.source.put(key, 2 * number, self.data(number))
+        listening = owner.transport.listen(f"{self.scheme}://127.0.0.1:0")
+        self.port = int(listening.rpartition(":")[2])
+        return owner
+
+    def restart(self) -> None:
+        """The owner ends, with all that is under way; another one begins."""
+        self.owner.transport.close()
+        assert not self.owner.source.loans
+        self.owner = self.begin()
+
+    def data(self, number: int, life: int | None = None) -> bytes:
+        return block(life or self.life, number, self.nbytes)
+
+    def pull(self, deadline_s: float = 30.0, **changes: object) -> wire.Pulled:
+        """A pull into memory that is known, of which nothing but the order's rows is touched."""
+        self.reader.bytes[:] = self.untouched
+        wanted = order(
+            self.url, self.nbytes, self.keys, self.rows, deadline_s=deadline_s, **changes
+        )
+        return self.reader.transport.pull(wanted, Stop())
+
+    def block(self, index: int) -> bytes:
+        return self.reader.block(self.rows[index], self.nbytes, self.nbytes)
+
+    def check(self, pulled: wire.Pulled, life: int | None = None) -> int:
+        """How many blocks came; what is said to be here is right, and nothing else was written to."""
+        for index, status in enumerate(pulled.status):
+            checksum = pulled.checksums[16 * index : 16 * index + 16]
+            if status == ARRIVED:
+                assert self.block(index) == self.data(index, life)
+                assert checksum == xxh3_128_digest(self.data(index, life))
+            else:
+                assert (status, checksum) == (MISSING, bytes(16))
+        for row in set(range(max(self.rows) + 2)) - set(self.rows):
+            assert self.reader.block(row, self.nbytes, self.nbytes) == b"\xee" * self.nbytes
+        return pulled.status.count(ARRIVED)
+
+    def check_all_is_well(self) -> None:
+        """Nothing is lent any more, nothing writes to the rows any more, and the next pull brings all."""
+        before = self.reader.bytes[:]
+        self.proxy.set()
+        assert self.owner.source.wait_until_returned()
+        assert self.reader.bytes[:] == before
+        pulled = self.pull()
+        assert (self.check(pulled), pulled.error) == (self.count, "")
+        assert self.owner.source.wait_until_returned()
+
+    def close(self) -> None:
+        self.reader.transport.close()
+        self.owner.transport.close()
+
+
+class NixlLink(Link):
+    """The owner is a mover process; only what is said goes through the proxy, bytes go by themselves."""
+
+    scheme = "nixl"
+
+    def make_owner(self) -> Side:
+        return MoverSide(self.url, secret=SECRET, limits=LIMITS, size=1 << 20)
+
+
+@contextmanager
+def linked(kind: type[Link], nbytes: int, count: int) -> Iterator[Link]:
+    port = [0]
+    with Proxy(lambda: ("127.0.0.1", port[0])) as proxy:
+
+        class Here(kind):  # type: ignore[misc, valid-type]
+            def begin(self) -> Side:
+                owner: Side = super().begin()
+                port[0] = self.port
+                return owner
+
+        link = Here(proxy, nbytes, count)
+        try:
+            yield link
+        finally:
+            link.close()
+
+
+@pytest.fixture(scope="module")
+def links() -> Iterator[dict[str, Link]]:
+    """One for each shape, for tests that leave them well."""
+    small, large = SHAPES.values()
+    with linked(Link, *small) as one, linked(Link, *large) as other:
+        yield dict(zip(SHAPES, (one, other), strict=True))
+
+
+def drop_idle(link: Link) -> None:
+    """The next pull begins with a handshake."""
+    link.proxy.cut()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_places_are_where_they_are_said_to_be(links: dict[str, Link], shape: str) -> None:
+    link = links[shape]
+    drop_idle(link)
+    before = link.proxy.carried
+    assert link.check(link.pull()) == link.count
+    drop_idle(link)  # what arrived has been counted then
+    assert link.proxy.carried - before == link.frames.up + link.frames.down
+
+
+@pytest.mark.parametrize("ending", ["close", "reset"])
+@pytest.mark.parametrize(("shape", "way", "offset"), PLACES)
+def test_a_new_connection_that_is_cut(
+    links: dict[str, Link], shape: str, way: Way, offset: int, ending: Ending
+) -> None:
+    link = links[shape]
+    drop_idle(link)
+    link.proxy.set(Fault(stop=(way, offset), ending=ending))
+    pulled = link.pull()
+    assert pulled.error
+    came = link.check(pulled)
+    whole = (offset - link.frames.body) // link.nbytes if way == "down" else 0
+    assert came <= max(0, whole)
+    link.check_all_is_well()
+
+
+@pytest.mark.parametrize("ending", ["close", "reset"])
+@pytest.mark.parametrize(("shape", "way", "offset"), HALF_WAY)
+def test_a_known_connection_that_is_cut(
+    links: dict[str, Link], shape: str, way: Way, offset: int, ending: Ending
+) -> None:
+    """The second pull over it; then all comes over another connection."""
+    link = links[shape]
+    drop_idle(link)
+    assert link.check(link.pull()) == link.count
+    said = link.frames.down - link.frames.met if way == "down" else link.frames.fetch
+    link.proxy.set(Fault(stop=(way, offset + said), ending=ending))
+    pulled = link.pull()
+    assert link.proxy.stopped.is_set()
+    assert (link.check(pulled), pulled.error) == (link.count, "")
+    link.check_all_is_well()
+
+
+@pytest.mark.parametrize(
+    ("way", "offset"),
+    [
+        ("down", 60),
+        ("down", FRAMES.body - 20),
+        ("down", FRAMES.body + 7 * FRAMES.nbytes + 1),
+        ("up", FRAMES.hello + 9),
+        ("up", FRAMES.up - 3),
+    ],
+)
+def test_a_peer_that_falls_silent_costs_its_deadline(
+    links: dict[str, Link], way: Way, offset: int
+) -> None:
+    """What it says stops arriving, or what it is told: nobody hears of it, and the connection stays."""
+    link = links["in groups"]
+    drop_idle(link)
+    link.proxy.set(Fault(stop=(way, offset), ending="hold"))
+    pulled = link.pull(deadline_s=0.2)
+    assert pulled.error
+    assert link.check(pulled) < link.count
+    link.check_all_is_well()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_reader_that_takes_little_at_a_time_costs_its_deadline(
+    links: dict[str, Link], background: bool
+) -> None:
+    """Both sides give up: the reader has what came until then, and the owner its loan."""
+    link = links["in groups"]
+    drop_idle(link)
+    link.proxy.set(Fault(bytes_s=1 << 20))  # for 1.6 MB
+    pulled = link.pull(deadline_s=0.3, background=background)
+    assert pulled.error
+    assert link.check(pulled) < link.count
+    assert link.owner.source.wait_until_returned(), "before anything is well again"
+    link.check_all_is_well()
+
+
+def test_a_pull_over_several_connections_that_are_all_cut() -> None:
+    with linked(Link, 1 << 20, 16) as link:
+        link.proxy.set(Fault(stop=("down", link.frames.met + (3 << 20))))
+        pulled = link.pull()
+        assert link.proxy.connections > 1
+        assert pulled.error
+        assert 0 < link.check(pulled) < link.count
+        link.check_all_is_well()
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+def test_a_peer_that_is_restarted_in_the_middle(known: bool) -> None:
+    """Its next life has other bytes: nothing is put together from both."""
+    with linked(Link, *SHAPES["in groups"]) as link:
+        met = link.frames.met
+        if known:
+            assert link.check(link.pull()) == link.count
+            met = link.frames.down
+        half = met + link.frames.fetched + 12 * link.nbytes + 1000
+        link.proxy.set(Fault(stop=("down", half), ending="hold"))
+        pulls: list[wire.Pulled] = []
+        thread = threading.Thread(target=lambda: pulls.append(link.pull()))
+        thread.start()
+        assert link.proxy.stopped.wait(30)
+        link.restart()
+        link.proxy.cut()
+        if known:
+            link.proxy.set()
+        thread.join()
+        if known:
+            assert (link.check(pulls[0]), pulls[0].error) == (link.count, "")
+        else:
+            assert pulls[0].error
+            assert 0 < link.check(pulls[0], life=1) <= 12
+        link.check_all_is_well()
+
+
+def test_a_peer_that_is_restarted_and_whose_next_life_is_cut_as_well() -> None:
+    """What had arrived of the first life is overwritten by then, so it has not arrived any more."""
+    with linked(Link, *SHAPES["in groups"]) as link:
+        assert link.check(link.pull()) == link.count
+        second = link.frames.down + link.frames.fetched  # where the second answer's blocks begin
+        link.proxy.set(Fault(stop=("down", second + 12 * link.nbytes), ending="hold"))
+        pulls: list[wire.Pulled] = []
+        thread = threading.Thread(target=lambda: pulls.append(link.pull()))
+        thread.start()
+        assert link.proxy.stopped.wait(30)
+        link.restart()
+        link.proxy.set(Fault(stop=("down", link.frames.body + 3 * link.nbytes + 50)))
+        thread.join()
+        assert pulls[0].error
+        assert link.check(pulls[0]) == 0
+        link.check_all_is_well()
+
+
+# ---- NIXL: what is said goes through the proxy -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nixl_link() -> Iterator[Link]:
+    pytest.importorskip(
+        "nixl_cu12", reason="NIXL is not installed: pip install --no-deps nixl-cu12"
+    )
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("UCX_TLS", "tcp")
+        environ.setenv("UCX_NET_DEVICES", "lo")
+        with linked(NixlLink, *SHAPES["small"]) as link:
+            assert link.check(link.pull()) == link.count  # they meet
+            yield link
+
+
+READABLE = Frames.size(
+    wire.Readable(b"\1" * 16, bytes(256), bytes(64), 1 << 62, 4096, "node/incarnation", 1)
+)
+
+
+@pytest.mark.parametrize("ending", ["close", "reset"])
+@pytest.mark.parametrize(
+    ("way", "after_handshake"),
+    [
+        *[("down", at) for at in (-1, 0, 3, 20, 200, READABLE - 20)],
+        *[("up", at) for at in (-1, 0, 3, 60)],
+    ],
+)
+def test_nixl_whose_conversation_is_cut(
+    nixl_link: Link, way: Way, after_handshake: int, ending: Ending
+) -> None:
+    link, frames = nixl_link, nixl_link.frames
+    drop_idle(link)
+    at = after_handshake + (frames.met if way == "down" else frames.hello + frames.proof)
+    link.proxy.set(Fault(stop=(way, at), ending=ending))
+    pulled = link.pull()
+    assert pulled.error
+    assert link.check(pulled) == 0
+    link.check_all_is_well()
+
+
+@pytest.mark.parametrize("ending", ["close", "reset"])
+def test_nixl_whose_last_word_is_cut(nixl_link: Link, ending: Ending) -> None:
+    """The owner never hears that its blocks were taken, but that the connection has ended."""
+    link, frames = nixl_link, nixl_link.frames
+    drop_idle(link)
+    link.proxy.set(Fault(stop=("up", frames.up + 4), ending=ending))
+    pulled = link.pull()
+    assert link.check(pulled) == link.count
+    link.check_all_is_well()

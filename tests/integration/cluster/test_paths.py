@@ -1,0 +1,129 @@
+"""Several network cards: each a loopback address, what is said to it goes through a proxy of its own."""
+
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvpool.placement.sources import Link
+from kvpool.testing.proxy import BOTH, Fault, Proxy
+from kvpool.testing.servers.etcd import free_port
+
+SILENT = Fault(silent=True, hold=BOTH)
+LISTENS_ON = "127.0.0.2"
+
+
+@pytest.fixture
+def cards(start_cluster):
+    """Proxies before both cards of a, a seat there, and one at b, which has cards on the same rails."""
+    targets = []
+    with Proxy(lambda: targets[0]) as first, Proxy(lambda: targets[1]) as second:
+        world = start_cluster(nodes=0, environ={"KVPOOL_PROBE_S": "0"})
+        rails = ("--rail", "r0", "--rail", "r1")
+        other = f"tcp://{LISTENS_ON}:{free_port()}"
+        shown = {"KVPOOL_ADVERTISE": f"{first.url},{second.url}"}
+        a = world.make("a", "--listen", other, *rails, environ=shown)
+        targets += [(urlsplit(url).hostname, urlsplit(url).port) for url in (a.url, other)]
+        b = world.make("b", "--listen", "tcp://127.0.0.3:0", *rails, "--bind-source")
+        for node in (a, b):
+            node.start()
+        yield first, second, *world.seats()
+
+
+def ways(seat, first) -> dict[str, dict]:
+    """From b to a: by URL."""
+    return {way["url"]: way for way in seat.stats["paths"]["peers"][first.url]["ways"]}
+
+
+def link(seat) -> dict:
+    """To the only other node."""
+    (found,) = seat.client.cluster()["links"]
+    return found
+
+
+def test_what_one_card_cannot_bring_the_other_one_does(cards, numbers, until):
+    first, second, a, b = cards
+    record = b.members["a"]
+    assert [(t["url"], t["rail"]) for t in record["transports"]] == [
+        (first.url, "r0"),
+        (second.url, "r1"),
+    ]
+    assert [t["net"] for t in record["transports"]] == ["127.0.0.0/8"] * 2
+    assert link(b)["distance"] == "host"
+
+    def move(count: int, wait_s: float = 20.0) -> int:
+        some = numbers(count)
+        a.put(some)
+        until(lambda: a.announced)
+        return b.read(some, wait_s=wait_s)
+
+    # Each rail has its pair; the two are as good as each other, and across them is worse.
+    assert move(40) == 40
+    by_rail = [f"{first.url}?source=127.0.0.1", f"{second.url}?source=127.0.0.3"]
+    across = [f"{first.url}?source=127.0.0.3", f"{second.url}?source=127.0.0.1"]
+    assert list(ways(b, first)) == by_rail + across
+    assert link(b)["path"] == by_rail[0]
+
+    # The first card answers no more: the second one brings the rest, within the time of the same read.
+    first.set(SILENT)
+    assert move(30, wait_s=8.0) == 30
+    seen = ways(b, first)
+    assert seen[by_rail[0]]["rests_s"] > 0
+    assert seen[by_rail[1]]["pulls"] >= 1
+    assert b.stats["paths"]["changed_card"] >= 1
+    peer = next(p for p in b.stats["remote"]["peers"] if p["node"] == "a")
+    assert peer["suspended_s"] == 0, "the node is well"
+    first.set()
+
+    # Questions and pulls from then on go by the second one at once, until the first one is tried again.
+    def by_the_first() -> bool:
+        before = ways(b, first)[by_rail[0]]["pulls"]
+        assert move(5) == 5
+        return ways(b, first)[by_rail[0]]["pulls"] > before
+
+    until(by_the_first, 90)
+
+
+def test_what_was_learnt_of_a_node_outlives_its_restart(start_cluster, numbers, until):
+    world = start_cluster(nodes=2, environ={"KVPOOL_PROBE_S": "0"}, labels={"b": "zone=z,rack=1"})
+    a, b = world.seats()
+    assert link(b)["bytes_age_s"] is link(b)["latency_age_s"] is None
+    some = numbers(40)
+    a.put(some)
+    until(lambda: a.announced)
+    assert b.read(some) == 40
+    before = link(b)
+    assert before["bytes_age_s"] is not None
+    assert Link(**before).load_s(64 << 20) > 0
+    labels = b.members["b"]["labels"]
+    a.close()
+    world.node("a").restart()
+    until(
+        lambda: (
+            {one["incarnation"] for one in b.client.cluster()["links"]} - {before["incarnation"]}
+        )
+    )
+    after = link(b)
+    assert after["incarnation"] != before["incarnation"]
+    assert after["bytes_age_s"] > before["bytes_age_s"], "older than it is: half believed"
+    world.node("b").restart()
+    assert world.seat("b").members["b"]["labels"] == labels == {"zone": "z", "rack": "1"}
+
+
+def test_nodes_that_nothing_is_pulled_from_are_asked_how_long_an_answer_takes(start_cluster, until):
+    world = start_cluster(nodes=2, environ={"KVPOOL_PROBE_S": "0.1"})
+    a, b = world.seats()
+    for seat in (a, b):
+        until(lambda seat=seat: link(seat)["latency_age_s"] is not None)
+        (peer,) = (p for p in seat.stats["remote"]["peers"] if p["node"])
+        assert peer["probes"] >= 1
+        assert (peer["asked"], peer["failed"]) == (0, 0)
+        assert link(seat)["bytes_age_s"] is None
+    # One that stops answering is counted, and nothing else.
+    world.node("b").kill()
+    until(
+        lambda: (
+            not a.client.cluster()["links"]
+            or any(p["probe_failures"] for p in a.stats["remote"]["peers"])
+        )
+    )
+    assert all(p["suspended_s"] == 0 for p in a.stats["remote"]["peers"])

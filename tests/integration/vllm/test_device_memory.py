@@ -1,0 +1,186 @@
+"""Blocks that lie in the daemon's spare device memory are read there. The device is the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Oracle = Callable[..., list[list[int]]]
+
+DEVICE = ("--device", "cpu=16MiB")
+
+
+@pytest.fixture(scope="module")
+def asked(kit: Any) -> list[list[int]]:
+    return kit.prompts(4)
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle, asked: list[list[int]]) -> list[list[int]]:
+    return oracle("llama", asked)
+
+
+def device(daemon: Any) -> dict[str, Any]:
+    (found,) = daemon.client.stats()["tiers"]["device"]
+    return found
+
+
+@contextmanager
+def run_daemon(kit: Any, folder: Path, socket: str | None = None) -> Iterator[Any]:
+    """A daemon whose device memory serves."""
+    folder.mkdir()
+    with kit.run_daemon(folder, socket=socket, more=DEVICE) as daemon:
+        kit.until(lambda: device(daemon)["state"] == "serving", "the device memory serves")
+        yield daemon
+
+
+def blocks_of(kit: Any, asked: list[list[int]]) -> int:
+    return sum(len(prompt) // kit.BLOCK for prompt in asked)
+
+
+def lift(kit: Any, engine: Any, daemon: Any, asked: list[list[int]]) -> None:
+    """Have the prompts' blocks in device memory, and nowhere else."""
+    blocks = blocks_of(kit, asked)
+    for _ in range(2):  # the first time they are computed, the second time they are read
+        engine.generate(asked)
+        engine.forget()
+    kit.until(lambda: device(daemon)["blocks"] >= blocks, "what was read is on the device")
+    kit.until(lambda: daemon.leases() == 0, "nothing is held")
+    daemon.client.evict(tier="dram")
+
+
+def test_an_engine_reads_the_daemons_device_memory(
+    kit: Any,
+    llama: Path,
+    tmp_path: Path,
+    expected: list[list[int]],
+    asked: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"load_mode": "async", "resave_s": 0}
+    with run_daemon(kit, tmp_path / "first") as daemon:
+        path = daemon.socket
+        with kit.run_engine(llama, path, settings) as engine:
+            lift(kit, engine, daemon, asked)
+            reads_it_there(kit, engine, daemon, asked, expected)
+            a_block_that_is_given_up_while_it_is_read(kit, engine, daemon, asked, expected)
+            lift(kit, engine, daemon, asked)
+            a_daemon_that_dies_under_a_load(kit, engine, daemon, asked, expected, monkeypatch)
+            with run_daemon(kit, tmp_path / "second", socket=path) as second:
+                the_next_daemon_is_attached_to(kit, engine, second, asked, expected)
+                engine.assert_nothing_held(second)
+
+
+def reads_it_there(
+    kit: Any, engine: Any, daemon: Any, asked: list[list[int]], expected: list[list[int]]
+) -> None:
+    before = engine.metric("loaded_blocks")
+    assert engine.metric("device_blocks") == 0
+    outputs = engine.generate(asked)
+    assert [output.tokens for output in outputs] == expected
+    assert all(
+        output.cached >= kit.hit(len(prompt)) for output, prompt in zip(outputs, asked, strict=True)
+    )
+    loaded = engine.metric("loaded_blocks") - before
+    assert loaded >= sum(kit.hit(len(prompt)) // kit.BLOCK for prompt in asked)
+    assert engine.metric("device_blocks") == loaded
+    assert engine.metric("device_bytes") * engine.metric("loaded_blocks") == (
+        engine.metric("loaded_bytes") * loaded
+    )
+    assert device(daemon)["read_blocks"] == 0, "nothing was brought through memory"
+    assert device(daemon)["leased_blocks"] >= loaded
+    assert engine.metric("failed_loads") == 0
+    engine.forget()
+
+
+def a_block_that_is_given_up_while_it_is_read(
+    kit: Any, engine: Any, daemon: Any, asked: list[list[int]], expected: list[list[int]]
+) -> None:
+    """It is held for its readers."""
+    half, before = engine.worker, engine.metric("device_blocks")
+    daemon.client.evict(tier="dram")
+    held = []
+
+    def evict_first(group: Any, slots: Any, pages: Any, ready: Any) -> None:
+        daemon.client.evict(tier="device")
+        held.append(device(daemon)["used_bytes"])
+        type(half)._copy_group(half, group, slots, pages, ready)
+
+    half._copy_group = evict_first
+    outputs = engine.generate(asked)
+    del half._copy_group
+    assert [output.tokens for output in outputs] == expected
+    assert engine.metric("device_blocks") > before
+    assert engine.metric("failed_loads") == 0
+    assert held[0] > 0
+    engine.forget()
+    daemon.client.evict(tier="device")
+    kit.until(lambda: device(daemon)["used_bytes"] == 0, "what was held came back")
+
+
+def a_daemon_that_dies_under_a_load(
+    kit: Any,
+    engine: Any,
+    daemon: Any,
+    asked: list[list[int]],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is copied from memory that may be somebody else's by then is not used."""
+    half, copied = engine.worker, []
+    memory = half._attachment.memory
+
+    def kill_first(group: Any, slots: Any, pages: Any, ready: Any) -> None:
+        if not copied:
+            daemon.kill()
+            kit.until(lambda: not memory.alive, "the death of the device process is known")
+            slots.device_table[:] = 0x5A
+        copied.append(1)
+        type(half)._copy_group(half, group, slots, pages, ready)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(half, "_copy_group", kill_first)
+        outputs = engine.generate(asked)
+    assert [output.tokens for output in outputs] == expected
+    assert copied == [1], "the other loads had no lease to join"
+    assert engine.metric("failed_loads") == len(asked)
+    assert half.report.life == 0
+    assert engine.connector._scheduler._life == 0
+    engine.forget()
+    assert [output.tokens for output in engine.generate(asked)] == expected
+    assert engine.metric("failed_loads") == len(asked)
+    engine.forget()
+
+
+def the_next_daemon_is_attached_to(
+    kit: Any, engine: Any, daemon: Any, asked: list[list[int]], expected: list[list[int]]
+) -> None:
+    before = engine.metric("device_blocks")
+    # Attached, saved anew, read, copied up: not before the back-offs are over.
+    while not engine.connector._scheduler._life or device(daemon)["blocks"] < blocks_of(kit, asked):
+        assert [output.tokens for output in engine.generate(asked)] == expected
+        engine.forget()
+    daemon.client.evict(tier="dram")
+    assert [output.tokens for output in engine.generate(asked)] == expected
+    assert engine.metric("device_blocks") > before
+
+
+def test_an_engine_that_is_told_not_to_reads_through_memory(
+    kit: Any, llama: Path, tmp_path: Path, expected: list[list[int]], asked: list[list[int]]
+) -> None:
+    settings = {"attach_device": False}
+    with (
+        run_daemon(kit, tmp_path / "d") as daemon,
+        kit.run_engine(llama, daemon, settings) as engine,
+    ):
+        lift(kit, engine, daemon, asked)
+        before = engine.metric("loaded_blocks")
+        outputs = engine.generate(asked)
+        assert [output.tokens for output in outputs] == expected
+        assert engine.metric("loaded_blocks") > before
+        assert engine.metric("device_blocks") == 0
+        assert device(daemon)["read_blocks"] > 0

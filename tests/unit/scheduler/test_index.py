@@ -1,0 +1,113 @@
+"""The prefix index, against a model that keeps a set of keys for each holder."""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvpool.scheduler.index import PrefixIndex
+
+HOLDERS = {"gpu:a": False, "gpu:b": False, "dram:a": True, "dram:b": True}
+CHAIN = [f"block-{number}" for number in range(8)]
+KEYS = st.lists(st.sampled_from(CHAIN), max_size=5, unique=True)
+holder = st.sampled_from(sorted(HOLDERS))
+
+
+def run_length(keys: list[str], held: set[str]) -> int:
+    return next((number for number, key in enumerate(keys) if key not in held), len(keys))
+
+
+class IndexMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.held: dict[str, set[str]] = {}
+        self.expected: dict[str, tuple[str, float, float]] = {}
+        self.now = 0.0
+        for name, pool in HOLDERS.items():
+            self.index.join(name, pool=pool)
+            self.held[name] = set()
+
+    @rule(name=holder, keys=KEYS)
+    def add(self, name: str, keys: list[str]) -> None:
+        self.index.add(name, keys)
+        self.held[name] |= set(keys)
+
+    @rule(name=holder, keys=KEYS)
+    def discard(self, name: str, keys: list[str]) -> None:
+        self.index.discard(name, keys)
+        self.held[name] -= set(keys)
+
+    @rule(name=holder)
+    def begin_anew(self, name: str) -> None:
+        self.index.join(name, pool=HOLDERS[name])
+        self.held[name] = set()
+        self.expected = {k: found for k, found in self.expected.items() if found[0] != name}
+
+    @rule(name=st.sampled_from(["gpu:a", "gpu:b"]), keys=KEYS, lasts=st.integers(1, 5))
+    def expect(self, name: str, keys: list[str], lasts: int) -> None:
+        ready = [self.now + 0.1 * number for number in range(len(keys))]
+        self.index.expect(name, keys, ready, self.now + lasts)
+        for key, ready_at in zip(keys, ready, strict=True):
+            self.expected[key] = (name, ready_at, self.now + lasts)
+
+    @rule(name=st.sampled_from(["gpu:a", "gpu:b"]), keys=KEYS)
+    def unexpect(self, name: str, keys: list[str]) -> None:
+        self.index.unexpect(name, keys)
+        for key in keys:
+            if key in self.expected and self.expected[key][0] == name:
+                del self.expected[key]
+
+    @rule(seconds=st.integers(1, 3))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        self.expected = {k: found for k, found in self.expected.items() if found[2] > self.now}
+
+    @invariant()
+    def match_is_right(self) -> None:
+        for keys in (CHAIN, CHAIN[:3], CHAIN[2:5], ["unknown"], []):
+            found = self.index.match(keys, self.now)
+            lengths = {}
+            for name, held in self.held.items():
+                coming = {key for key, (who, _, _) in self.expected.items() if who == name}
+                if length := run_length(keys, held | coming):
+                    lengths[name] = length
+            assert found.lengths == lengths
+            pool = self.held["dram:a"] | self.held["dram:b"]
+            reach = run_length(keys, pool)
+            assert found.reach == reach
+            coming_to = run_length(keys, pool | set(self.expected))
+            assert found.coming == coming_to
+            waits_for = [self.expected[k][1] for k in keys[reach:coming_to] if k not in pool]
+            assert found.ready_at == max(waits_for, default=float("-inf"))
+
+    @invariant()
+    def nothing_is_kept_that_nobody_holds(self) -> None:
+        self.index.add(
+            "dram:a", []
+        )  # what a holder that is gone had is forgotten with the next change
+        assert len(self.index) == len(set().union(*self.held.values()))
+
+
+IndexMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+TestIndex = IndexMachine.TestCase
+
+
+def test_freshness_tells_silence_and_lag() -> None:
+    index = PrefixIndex()
+    index.join("gpu:a", pool=False)
+    for when in range(100):
+        index.add("gpu:a", [when], told_at=when - 0.2, now=when)
+    silent_s, lag_s = index.freshness("gpu:a", 109.0)
+    assert silent_s == 10.0
+    assert abs(lag_s - 0.2) < 1e-3
+
+
+def test_bits_of_those_that_are_gone_are_used_again() -> None:
+    index = PrefixIndex()
+    for life in range(200):
+        index.join("gpu:a", pool=False)
+        index.add("gpu:a", [f"{life}-{number}" for number in range(3)])
+        index.add("gpu:a", [])
+    assert len(index) == 3
+    assert index.match(["199-0", "199-1"], 0.0).lengths == {"gpu:a": 2}
+    assert index.match(["198-0"], 0.0).lengths == {}

@@ -1,0 +1,193 @@
+"""What each policy chooses, from its formula worked out by hand."""
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
+from kvpool.scheduler.index import PrefixIndex
+from kvpool.scheduler.policies import POLICIES, Policy, make_policy
+from kvpool.scheduler.policies.prefix import ApproximatePrefix
+from kvpool.scheduler.situation import Cluster, Situation, Traffic
+from kvpool.scheduler.values import Engine, Request, Role
+
+BLOCK = 100
+BLOCK_BYTES = 1_000_000
+COMPUTE_S = 0.1  # a block
+PULL_S, LOAD_S = 0.02, 0.01
+
+
+class World:
+    """Engines a, b and c, each on its node, and what they hold."""
+
+    def __init__(self, *, pull_s: float = PULL_S) -> None:
+        self.index = PrefixIndex()
+        self.engines: dict[str, Engine] = {}
+        for name in "abc":
+            gpu, dram = f"gpu:{name}", f"dram:{name}"
+            self.engines[name] = Engine(name, name, Role.PREFILL, "k", gpu, (dram,), 1 << 20)
+            self.index.join(gpu, pool=False)
+            self.index.join(dram, pool=True)
+        loads = {
+            "dram": LoadEstimate(0.0, BLOCK_BYTES / LOAD_S),
+            "peer": LoadEstimate(0.0, BLOCK_BYTES / pull_s),
+        }
+        step = StepEstimate((0.0, COMPUTE_S / BLOCK, 0.0))
+        kinds = {"k": KindEstimates(step, step, loads, 2048, BLOCK, BLOCK_BYTES)}
+        nodes = {f"dram:{name}": name for name in self.engines}
+        self.cluster = Cluster(kinds, nodes, Traffic())
+
+    def hold(self, name: str, blocks: int, tier: str = "dram") -> None:
+        self.index.add(f"{tier}:{name}", range(blocks))
+
+    def situation(self, blocks: int = 10, *, now: float = 0.0, session: object = None) -> Situation:
+        request = Request("r", range(blocks), blocks * BLOCK, 10, now, session=session)
+        match = self.index.match(request.keys, now)
+        engines = list(self.engines.values())
+        return Situation(request, match, engines, self.cluster, Random(1), now)
+
+    def chosen(self, policy: str | Policy, **asked: Any) -> str:
+        found = make_policy(policy) if isinstance(policy, str) else policy
+        return found.choose(self.situation(**asked)).best.engine.name
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_chooses_one_of_the_engines_and_explains(name: str) -> None:
+    world = World()
+    world.hold("b", 4)
+    policy = make_policy(name)
+    situation = world.situation()
+    choice = policy.choose(situation)
+    assert choice.best.engine in situation.engines
+    assert choice.best.engine.name in [o.engine.name for o in choice.candidates]
+    assert choice.best.cost == min(o.cost for o in choice.candidates)
+    policy.sent(situation, choice.best.engine)
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="round-robin"):
+        make_policy("best")
+
+
+def test_round_robin_takes_turns_and_a_session_stays() -> None:
+    world = World()
+    policy = make_policy("round-robin")
+    assert [world.chosen(policy) for _ in range(4)] == ["a", "b", "c", "a"]
+    by_session = [{world.chosen("session-hash", session=s) for _ in range(3)} for s in range(30)]
+    assert all(len(engines) == 1 for engines in by_session)
+    assert set().union(*by_session) == {"a", "b", "c"}
+
+
+def test_a_session_moves_only_if_its_engine_goes() -> None:
+    world = World()
+    before = {s: world.chosen("session-hash", session=s) for s in range(50)}
+    del world.engines["b"]
+    after = {s: world.chosen("session-hash", session=s) for s in range(50)}
+    assert all(after[s] == before[s] for s in before if before[s] != "b")
+
+
+def test_least_loaded_counts_tokens() -> None:
+    world = World()
+    world.engines["a"].queued_tokens = 300
+    world.engines["b"].queued_tokens = 100
+    world.engines["c"].queued_tokens = 200
+    assert world.chosen("least-loaded") == "b"
+
+
+def test_approximate_prefix_goes_by_what_it_sent_unless_imbalanced() -> None:
+    world = World()
+    policy = ApproximatePrefix()
+    world.engines["a"].prefills = 1  # b and c have fewer
+    policy.sent(world.situation(4), world.engines["a"])
+    assert world.chosen(policy, blocks=10) == "a"  # 4 of 10 are more than 0.3
+    assert world.chosen(policy, blocks=14) != "a"  # 4 of 14 are less
+    world.engines["a"].prefills = 65
+    assert world.chosen(policy, blocks=10) != "a"  # 65 - 0 > 64, and 65 > 1.5 x 0
+
+
+def test_dynamo_adds_blocks_to_compute_and_blocks_in_use() -> None:
+    world = World()
+    world.hold("a", 6, "gpu")  # credit 6: 10 - 6 + 10 = 14
+    world.hold("b", 6)  # credit 0.75 x 6: 5.5 + 10 = 15.5
+    assert world.chosen("dynamo") == "a"
+    world.engines["a"].queued_tokens = 200  # 2 blocks more: 16
+    assert world.chosen("dynamo") == "b"
+    costs = {
+        o.engine.name: o.cost for o in make_policy("dynamo").choose(world.situation()).candidates
+    }
+    assert costs == {"a": 16.0, "b": 15.5, "c": 20.0}
+
+
+def test_lmetric_multiplies() -> None:
+    world = World()
+    world.hold("a", 8, "gpu")
+    world.engines["a"].prompt_blocks = 30
+    found = make_policy("lmetric").choose(world.situation())
+    assert {o.engine.name: o.cost for o in found.candidates} == {"a": 82.0, "b": 110.0, "c": 110.0}
+
+
+def test_mooncake_adds_up_queue_transfer_and_prefill() -> None:
+    world = World()
+    world.hold("a", 6)
+    world.engines["a"].free_at = 0.5
+    found = make_policy("mooncake-global").choose(world.situation())
+    costs = {o.engine.name: pytest.approx(o.cost) for o in found.candidates}
+    assert costs == {"a": 0.5 + 0.4, "b": 6 * PULL_S + 0.4, "c": 6 * PULL_S + 0.4}
+    assert found.best.source == "a"
+    local = make_policy("mooncake-local").choose(world.situation())
+    costs = {o.engine.name: pytest.approx(o.cost) for o in local.candidates}
+    assert costs == {"a": 0.9, "b": 1.0, "c": 1.0}
+
+
+def test_ours_pulls_while_it_queues() -> None:
+    world = World()
+    world.hold("a", 6)
+    outlook = world.situation().outlook(world.engines["b"])
+    assert (outlook.cached, outlook.pulled, outlook.source) == (6, 6, "a")
+    assert outlook.ttft_s == pytest.approx(6 * PULL_S + 0.4)
+    world.engines["b"].free_at = 1.0
+    assert world.situation().outlook(world.engines["b"]).ttft_s == pytest.approx(1.4)
+
+
+def test_what_loads_slower_than_it_computes_is_computed() -> None:
+    world = World(pull_s=0.15)
+    world.hold("a", 6)
+    outlook = world.situation().outlook(world.engines["b"])
+    assert (outlook.cached, outlook.pulled) == (0, 0)
+    assert outlook.ttft_s == pytest.approx(1.0)
+    world.engines["b"].free_at = 2.0  # there is time to load meanwhile
+    assert world.situation().outlook(world.engines["b"]).cached == 6
+
+
+def test_a_busy_link_counts_and_another_source_is_taken() -> None:
+    world = World()
+    world.hold("a", 6)
+    world.cluster.traffic.add("a", "c", 5.0, 0.0)
+    assert world.situation().outlook(world.engines["b"]).pulled == 0
+    world.hold("c", 6)
+    world.cluster.traffic.add("c", "a", 0.01, 0.0)
+    assert world.situation().outlook(world.engines["b"]).source == "c"
+
+
+def test_blocks_that_are_being_computed_are_waited_for_where_that_is_sooner() -> None:
+    world = World()
+    world.index.expect("gpu:a", range(8), [0.05 * n for n in range(1, 9)], 10.0)
+    world.engines["a"].free_at = 5.0
+    situation = world.situation()
+    waiting = situation.outlook(world.engines["b"], waiting=True)
+    assert waiting.pending
+    assert waiting.ttft_s == pytest.approx(0.4 + 8 * PULL_S + 0.2)
+    world.index.expect("gpu:a", range(8), [3.0] * 8, 10.0)
+    assert not world.situation().outlook(world.engines["b"], waiting=True).pending
+
+
+def test_engines_that_are_alike_are_looked_at_once() -> None:
+    world = World()
+    world.hold("a", 6)
+    world.engines["b"].free_at = 0.2
+    assert [e.name for e in world.situation().distinct()] == ["a", "c"]
+    alone = make_policy("kvpool").choose(world.situation())
+    every = [world.situation().outlook(e, waiting=True).ttft_s for e in world.engines.values()]
+    assert alone.best.ttft_s == pytest.approx(min(every))

@@ -1,0 +1,74 @@
+"""The order of what waits, against sorting, and that nobody starves."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvpool.errors import ConfigError
+from kvpool.scheduler.queue import FIFO, SIZE_AWARE, QueueRule, RequestQueue, Waiting
+from kvpool.scheduler.values import Request
+
+SIZES = st.floats(0.01, 50.0)
+ITEMS = st.lists(st.tuples(SIZES, st.floats(0.0, 100.0), st.integers(0, 2)), max_size=30)
+
+
+def waiting(ident: int, size_s: float, arrived_s: float = 0.0, priority: int = 0) -> Waiting:
+    return Waiting(Request(ident, (), 1, 1, arrived_s, priority=priority), size_s)
+
+
+@given(ITEMS, st.lists(st.integers(0, 29), max_size=10))
+def test_order_is_that_of_sorting(
+    items: list[tuple[float, float, int]], removed: list[int]
+) -> None:
+    rule = QueueRule(cap_s=5.0, aging=0.2, begun=0.5)
+    queue = RequestQueue(rule)
+    for ident, (size_s, arrived_s, priority) in enumerate(items):
+        queue.add(waiting(ident, size_s, arrived_s, priority))
+    for ident in removed:
+        queue.remove(ident)
+    left = [number for number in range(len(items)) if number not in removed]
+    left.sort(key=lambda n: (-items[n][2], min(items[n][0], 5.0) + 0.2 * items[n][1]))
+    assert [item.request.ident for item in queue.first(100)] == left
+    assert len(queue) == len(left)
+    assert queue.size_s == pytest.approx(sum(items[n][0] for n in left), abs=1e-6)
+
+
+@given(st.lists(SIZES, min_size=1, max_size=20))
+def test_fifo_is_by_arrival(sizes: list[float]) -> None:
+    queue = RequestQueue(FIFO)
+    for ident, size_s in enumerate(sizes):
+        queue.add(waiting(ident, size_s, float(ident)))
+    assert [item.request.ident for item in queue.first(100)] == list(range(len(sizes)))
+
+
+@given(SIZES, SIZES, st.booleans())
+def test_nobody_is_overtaken_for_ever(large: float, small: float, begun: bool) -> None:
+    rule = SIZE_AWARE
+    limit_s = rule.cap_s / rule.aging
+    first = rule.key(large, 0.0, begun=False)
+    later = rule.key(small, limit_s + 0.001, begun=begun)
+    assert first < later
+
+
+def test_the_shorter_goes_first_and_what_was_begun_before_its_equals() -> None:
+    queue = RequestQueue(SIZE_AWARE)
+    queue.add(waiting(1, 2.0))
+    queue.add(waiting(2, 0.5))
+    begun = waiting(3, 1.0)
+    begun.done = 512
+    queue.add(begun)
+    assert [item.request.ident for item in queue.first(3)] == [3, 2, 1]
+
+
+def test_what_goes_ahead_is_counted() -> None:
+    queue = RequestQueue(SIZE_AWARE)
+    for ident, size_s in enumerate((0.5, 1.0, 2.0)):
+        queue.add(waiting(ident, size_s))
+    assert queue.ahead_s(1.5, Request(9, (), 1, 1, 0.0)) == 1.5
+    assert queue.ahead_s(1.5, Request(9, (), 1, 1, 0.0, priority=1)) == 0.0
+
+
+@pytest.mark.parametrize("wrong", [(-1, 0.1, 0.5), (1, 0, 0.5), (1, 0.1, 1.5)])
+def test_wrong_rules_are_refused(wrong: tuple[float, float, float]) -> None:
+    with pytest.raises(ConfigError):
+        QueueRule(*wrong)

@@ -1,0 +1,254 @@
+"""The scheduler: when orders are given, what waits, what is refused, and that the books balance."""
+
+import math
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings as profile
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvpool.errors import InvalidRequest
+from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
+from kvpool.scheduler.index import PrefixIndex
+from kvpool.scheduler.policies import make_policy
+from kvpool.scheduler.queue import FIFO, QueueRule
+from kvpool.scheduler.scheduler import Scheduler, Settings
+from kvpool.scheduler.situation import Cluster, Traffic
+from kvpool.scheduler.values import Engine, Order, Request, Role
+
+BLOCK, STEP = 16, 64
+TOKEN_S = 0.01
+SJF = QueueRule(cap_s=1000.0, aging=1e-6, begun=1.0)
+WHOLE = Settings(queue=SJF, segment_s=0.0)
+
+
+def cluster(
+    prefill: int = 2,
+    decode: int = 0,
+    *,
+    policy: str = "kvpool",
+    settings: Settings = WHOLE,
+    capacity: int = 1000,
+) -> tuple[Scheduler, list[Engine], PrefixIndex]:
+    index = PrefixIndex()
+    engines = []
+    for number in range(prefill + decode):
+        role = Role.PREFILL if number < prefill else Role.DECODE
+        name = f"{number}"
+        engines.append(Engine(name, name, role, "k", f"gpu:{name}", (f"dram:{name}",), capacity))
+        index.join(f"gpu:{name}", pool=False)
+        index.join(f"dram:{name}", pool=True)
+    loads = {"dram": LoadEstimate(0.0, 1e12), "peer": LoadEstimate(0.0, 1e12)}
+    prefill_step, decode_step = StepEstimate((0.0, TOKEN_S, 0.0)), StepEstimate((0.01, 0.001, 0.0))
+    kinds = {"k": KindEstimates(prefill_step, decode_step, loads, STEP, BLOCK, 1000)}
+    nodes = {f"dram:{e.name}": e.node for e in engines}
+    view = Cluster(kinds, nodes, Traffic())
+    scheduler = Scheduler(engines, view, index, make_policy(policy), Random(0), settings)
+    return scheduler, engines, index
+
+
+def prompt(ident: int, tokens: int, arrived_s: float = 0.0, output_tokens: int = 10) -> Request:
+    keys = [(ident, number) for number in range(-(-tokens // BLOCK))]
+    return Request(ident, keys, tokens, output_tokens, arrived_s)
+
+
+def idents(orders: list[Order]) -> list[object]:
+    return [order.request.ident for order in orders]
+
+
+def test_a_policy_of_others_sends_at_once() -> None:
+    scheduler, engines, _ = cluster(1, policy="least-loaded")
+    for ident in range(5):
+        scheduler.submit(prompt(ident, 100), 0.0)
+    assert idents(scheduler.poll(0.0)) == [0, 1, 2, 3, 4]
+    assert engines[0].queued_tokens == 500
+    assert engines[0].free_at == pytest.approx(5.0)
+    assert scheduler.wake_at() == math.inf
+
+
+def test_ours_keeps_requests_until_an_engine_has_room_and_the_shortest_goes_first() -> None:
+    scheduler, engines, _ = cluster(1)
+    for ident, tokens in enumerate((200, 300, 100)):
+        scheduler.submit(prompt(ident, tokens), 0.0)
+    assert idents(scheduler.poll(0.0)) == [2]
+    assert scheduler.poll(0.5) == []
+    assert scheduler.wake_at() == pytest.approx(1.0 - WHOLE.ahead_s)
+    assert idents(scheduler.poll(0.99)) == [0]
+    scheduler.computed(engines[0], 2, 1.0)
+    assert engines[0].free_at == pytest.approx(3.0)
+    assert scheduler.waiting == 1
+
+
+def test_in_order_of_arrival_if_the_rule_says_so() -> None:
+    scheduler, _, _ = cluster(1, settings=Settings(queue=FIFO, segment_s=0.0))
+    for ident, tokens in enumerate((300, 200, 100)):
+        scheduler.submit(prompt(ident, tokens, ident / 10), ident / 10)
+    assert idents(scheduler.poll(0.5)) == [0]
+
+
+def test_a_long_prompt_goes_in_segments_between_which_short_ones_come() -> None:
+    scheduler, engines, index = cluster(
+        1, settings=Settings(queue=SJF, segment_s=2 * STEP * TOKEN_S)
+    )
+    scheduler.submit(prompt(1, 1000), 0.0)
+    (first,) = scheduler.poll(0.0)
+    assert (first.end, first.last) == (2 * STEP, False)
+    scheduler.submit(prompt(2, 50, 0.1), 0.1)
+    assert scheduler.poll(0.1) == []
+    index.add("gpu:0", first.request.keys[: 2 * STEP // BLOCK])
+    scheduler.computed(engines[0], 1, 1.28)
+    assert idents(scheduler.poll(1.28)) == [2]
+    scheduler.computed(engines[0], 2, 1.78)
+    ends = []
+    now = 1.78
+    while orders := scheduler.poll(now):
+        (order,) = orders
+        assert order.outlook.cached * BLOCK == (ends[-1] if ends else 2 * STEP)
+        ends.append(order.end)
+        now += order.outlook.prefill_s
+        index.add("gpu:0", order.request.keys[: order.end // BLOCK])
+        scheduler.computed(engines[0], 1, now)
+    assert ends[-1] == 1000
+    assert all(end % BLOCK == 0 for end in ends[:-1])
+    assert now == pytest.approx(1000 * TOKEN_S + 0.5, rel=0.01)
+
+
+def test_what_is_being_computed_is_waited_for() -> None:
+    scheduler, engines, index = cluster(2)
+    first = prompt(1, 1600)
+    scheduler.submit(first, 0.0)
+    (order,) = scheduler.poll(0.0)
+    again = Request(2, [*first.keys, (2, 0)], 1616, 10, 15.0)
+    scheduler.submit(again, 15.0)  # a second before the first one is done
+    assert scheduler.poll(15.0) == []
+    index.add(f"dram:{order.outlook.engine.name}", first.keys)
+    scheduler.computed(order.outlook.engine, 1, 16.0)
+    (second,) = scheduler.poll(16.0)
+    assert second.outlook.cached == 100
+    assert engines[0].prefills + engines[1].prefills == 1
+
+
+def test_without_memory_to_decode_in_a_prompt_is_not_begun() -> None:
+    scheduler, engines, _ = cluster(2, 1, capacity=250)
+    scheduler.submit(prompt(1, 100), 0.0)
+    scheduler.submit(prompt(2, 150), 0.0)
+    (order,) = scheduler.poll(0.0)
+    assert order.decode is engines[2]
+    assert engines[2].context_tokens == 110
+    scheduler.computed(order.outlook.engine, 1, 1.0)
+    assert scheduler.poll(1.0) == []
+    scheduler.finished(1)
+    assert idents(scheduler.poll(1.5)) == [2]
+
+
+def test_what_cannot_be_in_time_is_refused_with_a_reason() -> None:
+    settings = Settings(queue=FIFO, segment_s=0.0, ttft_slo_s=2.5, queue_max=3)
+    scheduler, _, _ = cluster(1, settings=settings)
+    assert scheduler.submit(prompt(1, 200), 0.0) is None
+    refused = scheduler.submit(prompt(2, 100, 0.1), 0.1)
+    assert refused is not None
+    assert "too late" in refused.reason
+    assert refused.retry_after_s == pytest.approx(0.5)
+    assert scheduler.submit(prompt(3, 40, 0.1), 0.1) is None
+    assert scheduler.submit(prompt(4, 1, 0.1), 0.1) is None
+    full = scheduler.submit(prompt(5, 1, 0.1), 0.1)
+    assert full is not None
+    assert "full" in full.reason
+
+
+def test_tokens_that_would_come_too_slowly_are_refused() -> None:
+    settings = Settings(queue=FIFO, segment_s=0.0, tpot_slo_s=0.0125)
+    scheduler, _, _ = cluster(1, 1, settings=settings, policy="least-loaded")
+    assert scheduler.submit(prompt(1, 100), 0.0) is None
+    assert scheduler.submit(prompt(2, 100), 0.0) is None
+    scheduler.poll(0.0)
+    refused = scheduler.submit(prompt(3, 100), 0.0)
+    assert refused is not None
+    assert "slowly" in refused.reason
+
+
+def test_nothing_is_changed_by_asking() -> None:
+    scheduler, engines, _ = cluster(2)
+    before = [repr(engine) for engine in engines]
+    assert len(scheduler.explain(prompt(1, 100), 0.0).candidates) == 1  # both are alike
+    assert [repr(engine) for engine in engines] == before
+    assert scheduler.poll(0.0) == []
+
+
+def test_somebody_must_compute() -> None:
+    with pytest.raises(InvalidRequest):
+        cluster(0, 1)
+
+
+class Books(RuleBasedStateMachine):
+    """Whatever happens, the engines' counts are those of the orders that are out."""
+
+    @rule(
+        policy=st.sampled_from(["kvpool", "mooncake-global", "dynamo"]),
+        segment_s=st.sampled_from([0.0, 1.0]),
+    )
+    @precondition(lambda self: not hasattr(self, "scheduler"))
+    def begin(self, policy: str, segment_s: float) -> None:
+        settings = Settings(segment_s=segment_s)
+        self.scheduler, self.engines, _ = cluster(2, 2, policy=policy, settings=settings)
+        self.now, self.count = 0.0, 0
+        self.out: list[Order] = []
+        self.decoding: dict[object, Order] = {}
+        self.begun: dict[object, Engine | None] = {}
+
+    @rule(tokens=st.integers(1, 400))
+    @precondition(lambda self: hasattr(self, "scheduler"))
+    def submit(self, tokens: int) -> None:
+        self.count += 1
+        assert self.scheduler.submit(prompt(self.count, tokens, self.now), self.now) is None
+
+    @rule(seconds=st.floats(0.0, 5.0))
+    @precondition(lambda self: hasattr(self, "scheduler"))
+    def poll(self, seconds: float) -> None:
+        self.now += seconds
+        for order in self.scheduler.poll(self.now):
+            self.out.append(order)
+            known = self.begun.setdefault(order.request.ident, order.decode)
+            assert known is order.decode
+
+    @rule(data=st.data())
+    @precondition(lambda self: getattr(self, "out", None))
+    def compute(self, data: st.DataObject) -> None:
+        order = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
+        self.scheduler.computed(order.outlook.engine, order.request.ident, self.now)
+        if order.last:
+            self.decoding[order.request.ident] = order
+
+    @rule(data=st.data())
+    @precondition(lambda self: getattr(self, "decoding", None))
+    def finish(self, data: st.DataObject) -> None:
+        ident = data.draw(st.sampled_from(sorted(self.decoding)))
+        del self.decoding[ident], self.begun[ident]
+        self.scheduler.finished(ident)
+
+    @rule(data=st.data())
+    @precondition(lambda self: getattr(self, "count", 0))
+    def abandon(self, data: st.DataObject) -> None:
+        ident = data.draw(st.integers(1, self.count))
+        self.scheduler.abandoned(ident, self.now)
+        self.out = [order for order in self.out if order.request.ident != ident]
+        self.decoding.pop(ident, None)
+        self.begun.pop(ident, None)
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for engine in self.engines:
+            mine = [order for order in self.out if order.outlook.engine is engine]
+            assert engine.prefills == len(mine)
+            assert (engine.queued_tokens > 0) == bool(mine)
+            assert engine.prompt_blocks == sum(len(order.request.keys) for order in mine)
+            reserved = [i for i, decode in self.begun.items() if decode is engine]
+            assert engine.decodes == len(reserved)
+            assert (engine.context_tokens > 0) == bool(reserved)
+
+
+Books.TestCase.settings = profile(max_examples=25, stateful_step_count=25, deadline=None)
+TestBooks = Books.TestCase

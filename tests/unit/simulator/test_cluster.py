@@ -1,0 +1,166 @@
+"""Whole runs: the same by seed, nothing lost, what is told is what is there."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from kvpool.errors import ConfigError
+from kvpool.scheduler.policies import POLICIES
+from kvpool.scheduler.scheduler import Settings
+from kvpool.scheduler.values import Request
+from kvpool.simulator.bound import central_queue, scale_for
+from kvpool.simulator.cluster import Outcome, Shape, Simulation
+from kvpool.simulator.node import Tier
+from kvpool.simulator.report import summary
+from kvpool.simulator.speeds import Speeds, load_hardware, load_model
+from kvpool.simulator.traces import arrivals, generate, ideal_hits
+
+SPEEDS = Speeds(load_hardware("a800x8"), load_model("llama-3-70b"))
+SMALL = Shape(SPEEDS, prefill=3, pool_tokens=3_000_000)
+
+
+def requests(count: int = 150, load: float = 0.7, shape: str = "multi-turn") -> list[Request]:
+    entries = generate(shape, count, seed=3)
+    timed = arrivals(entries, 3)
+    return arrivals(entries, 3, scale_for(timed, SPEEDS, SMALL.prefill, 2048, load))
+
+
+REQUESTS = requests()
+
+
+def run(shape: Shape, asked: Sequence[Request] = REQUESTS) -> tuple[Simulation, list[Outcome]]:
+    simulation = Simulation(shape, asked)
+    return simulation, simulation.run()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_gets_its_first_token_under_every_policy(policy: str) -> None:
+    _, outcomes = run(replace(SMALL, policy=policy))
+    assert [o.request for o in outcomes] == list(REQUESTS)
+    assert all(o.ttft_s is not None and o.ttft_s > 0 for o in outcomes)
+
+
+def test_a_seed_is_a_run() -> None:
+    shape = replace(SMALL, policy="random")
+    assert run(shape)[1] == run(shape)[1]
+    assert run(shape)[1] != run(replace(shape, seed=1))[1]
+    assert run(SMALL)[1] == run(SMALL)[1]
+
+
+def test_hits_are_ideal_where_there_is_room_and_time() -> None:
+    slow = requests(load=0.05)
+    _, outcomes = run(SMALL, slow)
+    hits = [o.hit_blocks for o in outcomes]
+    ideal = ideal_hits(slow)
+    # A block of which a later turn makes more is not there yet while its own request computes it.
+    assert sum(hits) >= 0.97 * sum(ideal)
+    assert all(hit <= most for hit, most in zip(hits, ideal, strict=True))
+
+
+def test_without_load_a_first_token_takes_its_prefill() -> None:
+    few = requests(count=40, load=0.02)
+    _, outcomes = run(SMALL, few)
+    bound = central_queue(few, SPEEDS, 3, 2048)
+    for outcome, least in zip(outcomes, bound, strict=True):
+        assert outcome.ttft_s is not None
+        # Loads cost something, and a prompt that overlaps its predecessor's a hit.
+        assert least * 0.999 <= outcome.ttft_s < 1.3 * least + 0.3
+
+
+@pytest.mark.parametrize("ssd_tokens", [0, 400_000])
+@pytest.mark.parametrize("policy", ["kvpool", "random"])
+def test_in_the_end_the_index_says_what_is_there(policy: str, ssd_tokens: int) -> None:
+    shape = replace(SMALL, policy=policy, pool_tokens=150_000, ssd_tokens=ssd_tokens)
+    simulation, _ = run(shape)
+    now = simulation.timeline.now + 1e6
+    for request in REQUESTS:
+        lengths = simulation._index.match(request.keys, now).lengths
+        for name, node in simulation._nodes.items():
+            tiers = {"gpu": node.gpu, "dram": node.dram, "ssd": node.ssd}
+            for tier, held in tiers.items():
+                expected = held.prefix(request.keys) if held.capacity else 0
+                assert lengths.get(f"{tier}:{name}", 0) == expected
+    held = {name: {*n.dram.held, *n.ssd.held} for name, n in simulation._nodes.items()}
+    for key in {key for request in REQUESTS for key in request.keys}:
+        bits = sum(n.bit for name, n in simulation._nodes.items() if key in held[name])
+        assert simulation._held.get(key, 0) == bits
+
+
+def test_nodes_that_do_not_share_pull_nothing_and_hit_less() -> None:
+    together = run(replace(SMALL, policy="random"))[1]
+    apart = run(replace(SMALL, policy="random", shared=False))[1]
+    assert sum(o.pulled_blocks for o in together) > 0
+    assert sum(o.pulled_blocks for o in apart) == 0
+    assert sum(o.hit_blocks for o in apart) < 0.8 * sum(o.hit_blocks for o in together)
+
+
+def test_short_ones_first_is_better_on_the_mean() -> None:
+    asked = requests(count=400, load=0.9, shape="agent")
+    sized = summary(SMALL, *run(SMALL, asked))["ttft_s"]
+    shape = replace(SMALL, fifo=True)
+    fifo = summary(shape, *run(shape, asked))["ttft_s"]
+    assert sized["mean"] < fifo["mean"]
+
+
+@pytest.mark.parametrize("counts", [(3, 2, 0), (0, 0, 3), (1, 1, 1)])
+def test_answers_are_decoded_on_engines_of_either_kind(counts: tuple[int, int, int]) -> None:
+    prefill, decode, mixed = counts
+    simulation, outcomes = run(replace(SMALL, prefill=prefill, decode=decode, mixed=mixed))
+    for outcome in outcomes:
+        assert outcome.done_s is not None
+        assert outcome.ttft_s is not None
+        tokens = outcome.request.output_tokens
+        if tokens > 1:
+            # No step is shorter than reading the weights.
+            least_s = SPEEDS.decode_coefficients[0] * (tokens - 1)
+            assert outcome.done_s - outcome.ttft_s >= least_s * 0.999
+    assert simulation.finished == len(REQUESTS)
+
+
+def test_refusals_are_told_and_what_is_taken_keeps_its_promise() -> None:
+    asked = requests(count=300, load=2.0)
+    settings = Settings(ttft_slo_s=2.0)
+    shape = replace(SMALL, settings=settings)
+    simulation, outcomes = run(shape, asked)
+    refused = [o for o in outcomes if o.rejected]
+    assert 0 < len(refused) < len(outcomes)
+    taken = summary(shape, simulation, outcomes, ttft_slo_s=2.0)
+    everything = summary(SMALL, *run(SMALL, asked), ttft_slo_s=2.0)
+    assert taken["ttft_s"]["p90"] < everything["ttft_s"]["p90"]
+    assert taken["rejected"] == len(refused)
+
+
+def test_a_shape_must_make_sense() -> None:
+    with pytest.raises(ConfigError):
+        replace(SMALL, prefill=0)
+    with pytest.raises(ConfigError):
+        replace(SMALL, decode=-1)
+    with pytest.raises(ConfigError):
+        replace(SMALL, lag_s=-1.0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.booleans()), max_size=30),
+    st.sampled_from(["a2q", "lru"]),
+)
+def test_a_tier_never_has_more_than_its_capacity_and_copies_go_first(
+    puts: list[tuple[int, int, bool]], policy: str
+) -> None:
+    tier = Tier(8, policy)
+    present: dict[int, bool] = {}
+    for first, count, copy in puts:
+        keys = list(range(first, first + count))
+        new, evicted = tier.put(keys, 0, copy=copy)
+        assert new == [key for key in keys if key not in present]
+        copies_before = sum(present.values())
+        gone = [key for key, _ in evicted]
+        assert sum(present[key] for key in gone) == min(len(gone), copies_before)
+        for key in gone:
+            del present[key]
+        present.update(dict.fromkeys(new, copy))
+        assert set(tier.held) == set(present)
+        assert len(present) <= 8
