@@ -27,11 +27,15 @@ LAG_WEIGHT = 0.1
 
 
 class Expected(NamedTuple):
-    """A block that an engine is computing. holder: of the engine's cache; ready_at: an estimate."""
+    """A block that an engine is computing. bit: of the engine's cache. ready_at: an estimate.
+
+    tier: bit of the tier that it is in for certain, once the engine has answered.
+    """
 
     bit: int
     ready_at: float
     until: float
+    tier: int = 0
 
 
 class Match(NamedTuple):
@@ -103,8 +107,9 @@ class PrefixIndex:
         self._pool &= ~holder.bit
         self._gone.append(holder)
         # What it was sent will not come. That is a few thousand blocks at most, not all that it held.
+        bit = holder.bit
         self._expected = {
-            k: found for k, found in self._expected.items() if found.bit != holder.bit
+            key: found for key, found in self._expected.items() if bit not in (found.bit, found.tier)
         }
 
     def add(
@@ -140,6 +145,17 @@ class PrefixIndex:
         while len(expiries) > EXPECTED_MAX:
             self._expire()
 
+    def arrived(self, name: str, tier: str, keys: Iterable[Hashable]) -> None:
+        """The engine with this cache has answered: what was expected of these is in that tier, too.
+
+        Events say the same, later; until then, or until the expectation ends, this is believed.
+        """
+        bit, tier_bit = self._holders[name].bit, self._holders[tier].bit
+        for key in keys:
+            found = self._expected.get(key)
+            if found is not None and found.bit == bit:
+                self._expected[key] = found._replace(tier=tier_bit)
+
     def unexpect(self, name: str, keys: Iterable[Hashable]) -> None:
         """They will not come from there after all."""
         bit = self._holders[name].bit
@@ -161,10 +177,10 @@ class PrefixIndex:
         expected = self._expected.get if self._expected else None
         for position, key in enumerate(keys):
             mask = get(key, 0)
+            if expected is not None and (coming := expected(key)) is not None:
+                mask |= coming.bit | coming.tier
             if reach < 0 and not mask & pool:
                 reach = position
-            if expected is not None and (coming := expected(key)) is not None:
-                mask |= coming.bit
             still = alive & mask
             if still != alive:
                 drops.append((alive ^ still, position))
@@ -204,6 +220,8 @@ class PrefixIndex:
             found = expected.get(key)
             if found is None:
                 return position, ready_at
+            if found.tier & pool:
+                continue
             ready_at = max(ready_at, found.ready_at)
         return len(keys), ready_at
 

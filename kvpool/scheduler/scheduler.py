@@ -133,9 +133,8 @@ class Scheduler:
             return orders
         if not self._news and now < self._looks_at:
             return orders
-        orders = self._orders(now)
+        orders, self._looks_at = self._orders(now)
         self._news = False
-        self._looks_at = now + self._next_look_s(now)
         return orders
 
     def wake_at(self) -> float:
@@ -146,6 +145,8 @@ class Scheduler:
         """The engine has computed its order for this request."""
         sent = self._take_back(engine, ident, now)
         self._news = True
+        keys = sent.order.request.keys
+        self._index.arrived(engine.gpu, engine.tiers[0], keys[sent.order.outlook.cached :])
         if sent.order.last:
             return
         item = self._begun.pop(ident)
@@ -220,23 +221,25 @@ class Scheduler:
         early_s = self._settings.ahead_s + min(outlook.load_s, self._settings.prefetch_s)
         return engine.free_at <= now + early_s
 
-    def _next_look_s(self, now: float) -> float:
-        """Until the next engine that is busy is about to be free."""
+    def _next_free_at(self, now: float) -> float:
+        """When the next engine that is busy is about to be free."""
         ahead_s = self._settings.ahead_s
-        busy = [e.free_at - ahead_s - now for e in self._engines if e.free_at > now + ahead_s]
+        busy = [e.free_at - ahead_s for e in self._engines if e.free_at > now + ahead_s]
         return min(busy, default=math.inf)
 
-    def _orders(self, now: float) -> list[Order]:
-        """For each of the first requests in the queue, in order: send it, if its engine has room.
+    def _orders(self, now: float) -> tuple[list[Order], float]:
+        """What is sent now, and when to look again if nothing happens.
 
-        Others wait for engines that are better for them: these are promised to them, and what comes
-        behind them finds these engines busy for as long.
+        Each of the first requests in the queue, in order, is sent if its engine has room. Others wait for
+        engines that are better for them: these are promised to them, and what comes behind them finds
+        these engines busy for as long.
         """
         orders: list[Order] = []
         settings = self._settings
         soon = now + settings.ahead_s + settings.prefetch_s
         room = {e.name for e in self._engines if e.free_at <= soon}
         promised: dict[str, float] = {}
+        looks_at = math.inf
         for item in list(self._queue.first(settings.look_ahead)):
             if not room:
                 break
@@ -256,7 +259,10 @@ class Scheduler:
             else:
                 promised[name] = now + best.starts_s + best.prefill_s
                 room.discard(name)
-        return orders
+                if best.pending:
+                    # No report tells that blocks are there: the index does, soon after they are.
+                    looks_at = min(looks_at, now + max(best.starts_s - best.load_s, MATCH_S))
+        return orders, min(looks_at, self._next_free_at(now))
 
     def _reservable(self, item: Waiting) -> bool:
         """Whether a decode engine has the memory, or holds it already."""

@@ -86,6 +86,7 @@ class Outcome:
     rejected: str = ""
     ttft_s: float | None = None
     done_s: float | None = None
+    decoded: bool = False
     orders: int = 0
     hit_blocks: int = 0
     pulled_blocks: int = 0
@@ -95,7 +96,7 @@ class Outcome:
     def tpot_s(self) -> float | None:
         """Seconds a token after the first one; None where it was not decoded."""
         tokens = self.request.output_tokens - 1
-        if self.done_s is None or self.ttft_s is None or not tokens:
+        if not self.decoded or self.done_s is None or self.ttft_s is None:
             return None
         return (self.done_s - self.ttft_s) / tokens
 
@@ -357,7 +358,9 @@ class Simulation:
         self._network.start(nbytes, links, lambda: target.decode(entry))
 
     def decoded(self, engine: SimulatedEngine, decode: Decode) -> None:
-        self._finish(self._outcomes[decode.ident].request)
+        outcome = self._outcomes[decode.ident]
+        outcome.decoded = True
+        self._finish(outcome.request)
 
     def _reported(self, engine: Engine, order: Order) -> None:
         self._scheduler.computed(engine, order.request.ident, self.timeline.now)

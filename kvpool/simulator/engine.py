@@ -92,6 +92,7 @@ class SimulatedEngine:
         self._burst = 0  # how many steps are under way in one go; 0: the engine is idle
         self._chunks: list[tuple[Prefill, int]] = []  # and the prompts in them
         self._version = 0
+        self._ending = False
         self.busy_s = 0.0
 
     def submit(self, prefill: Prefill) -> None:
@@ -124,6 +125,8 @@ class SimulatedEngine:
 
     def _wake(self) -> None:
         """There is something new for the next step, which begins when the one that runs has ended."""
+        if self._ending:
+            return
         if not self._burst:
             self._begin()
         elif self._burst > 1:
@@ -201,6 +204,7 @@ class SimulatedEngine:
         self._steps += self._burst
         self._context += self._burst * len(self._decodes)
         self._burst = 0
+        self._ending = True  # what others are told now may come back here
         chunks, self._chunks = self._chunks, []
         for prefill, end in chunks:
             self._advance(prefill, end)
@@ -210,8 +214,8 @@ class SimulatedEngine:
             self._context -= decode.tokens
             self._around.decoded(self, decode)
         self._ask()
-        if not self._burst:
-            self._begin()
+        self._ending = False
+        self._begin()
 
     def _advance(self, prefill: Prefill, end: int) -> None:
         request, block = prefill.order.request, self._block_tokens

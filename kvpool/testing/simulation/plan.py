@@ -154,8 +154,8 @@ class Plan:
         return replace(self, quota=0.03 if self.replicas == 1 else 0.0)
 
     def with_follows(self, rng: random.Random) -> Plan:
-        """Clients follow prompts, in half of the seeds."""
-        return replace(self, follow=rng.choice((0.0, 0.0, 0.1, 0.3)))
+        """Clients follow prompts, in two of five seeds."""
+        return replace(self, follow=rng.choice((0.0, 0.0, 0.0, 0.05, 0.2)))
 
     @property
     def size(self) -> int:

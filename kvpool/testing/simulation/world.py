@@ -883,7 +883,7 @@ def run_seed(
     """Live one seed from beginning to end.
 
     tell: hears every event. disks: see `Plan.draw`. quotas: with quotas of the namespace, too. follow: False:
-    nobody follows prompts, where half of the seeds have some who do; all else is then as if there were none.
+    nobody follows prompts, where two of five seeds have some who do; all else is then as if there were none.
     """
     plan = Plan.draw(random.Random(f"{seed}/plan"), disks=disks)
     if follow:

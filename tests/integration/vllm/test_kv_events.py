@@ -262,6 +262,10 @@ class Publisher:
     def publish(self, *events: Any) -> None:
         self._publisher.publish(KVEventBatch(ts=time.time(), events=list(events)))
 
+    def flush(self) -> None:
+        """Wait until all of it was sent and is in the buffer: a thread of the publisher's does that."""
+        self._publisher._event_queue.join()
+
     def close(self) -> None:
         self._publisher.shutdown()
 
@@ -317,6 +321,7 @@ def test_a_buffer_that_is_too_short(folder: Path) -> None:
     publisher = Publisher(folder, buffer_steps=2)
     for each in range(10):
         publisher.publish(stored(each))
+    publisher.flush()
     listener = Listener(publisher.source)
     try:
         holds(listener, 8, 9)

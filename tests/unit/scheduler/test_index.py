@@ -22,6 +22,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = PrefixIndex()
         self.held: dict[str, set[str]] = {}
         self.expected: dict[str, tuple[str, float, float]] = {}
+        self.arrived: set[str] = set()  # of what is expected
         self.now = 0.0
         for name, pool in HOLDERS.items():
             self.index.join(name, pool=pool)
@@ -37,8 +38,12 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.discard(name, keys)
         self.held[name] -= set(keys)
 
-    @rule(name=holder)
+    @rule(name=st.sampled_from(["a", "b"]))
     def begin_anew(self, name: str) -> None:
+        for tier in ("gpu", "dram"):
+            self.begin_tier_anew(f"{tier}:{name}")
+
+    def begin_tier_anew(self, name: str) -> None:
         self.index.join(name, pool=HOLDERS[name])
         self.held[name] = set()
         self.expected = {k: found for k, found in self.expected.items() if found[0] != name}
@@ -49,6 +54,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.expect(name, keys, ready, self.now + lasts)
         for key, ready_at in zip(keys, ready, strict=True):
             self.expected[key] = (name, ready_at, self.now + lasts)
+            self.arrived.discard(key)
 
     @rule(name=st.sampled_from(["gpu:a", "gpu:b"]), keys=KEYS)
     def unexpect(self, name: str, keys: list[str]) -> None:
@@ -57,6 +63,13 @@ class IndexMachine(RuleBasedStateMachine):
             if key in self.expected and self.expected[key][0] == name:
                 del self.expected[key]
 
+    @rule(name=st.sampled_from(["a", "b"]), keys=KEYS)
+    def arrive(self, name: str, keys: list[str]) -> None:
+        self.index.arrived(f"gpu:{name}", f"dram:{name}", keys)
+        self.arrived |= {
+            k for k in keys if k in self.expected and self.expected[k][0] == f"gpu:{name}"
+        }
+
     @rule(seconds=st.integers(1, 3))
     def wait(self, seconds: int) -> None:
         self.now += seconds
@@ -64,15 +77,20 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def match_is_right(self) -> None:
+        self.arrived &= set(self.expected)
         for keys in (CHAIN, CHAIN[:3], CHAIN[2:5], ["unknown"], []):
             found = self.index.match(keys, self.now)
             lengths = {}
             for name, held in self.held.items():
-                coming = {key for key, (who, _, _) in self.expected.items() if who == name}
+                # On the engine itself when it is expected there, in its node's memory when it answered.
+                gpu = name.replace("dram", "gpu")
+                coming = {key for key, (who, _, _) in self.expected.items() if who == gpu}
+                if name != gpu:
+                    coming &= self.arrived
                 if length := run_length(keys, held | coming):
                     lengths[name] = length
             assert found.lengths == lengths
-            pool = self.held["dram:a"] | self.held["dram:b"]
+            pool = self.held["dram:a"] | self.held["dram:b"] | self.arrived
             reach = run_length(keys, pool)
             assert found.reach == reach
             coming_to = run_length(keys, pool | set(self.expected))
