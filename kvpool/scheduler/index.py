@@ -109,7 +109,9 @@ class PrefixIndex:
         # What it was sent will not come. That is a few thousand blocks at most, not all that it held.
         bit = holder.bit
         self._expected = {
-            key: found for key, found in self._expected.items() if bit not in (found.bit, found.tier)
+            key: found
+            for key, found in self._expected.items()
+            if bit not in (found.bit, found.tier)
         }
 
     def add(

@@ -18,7 +18,7 @@ from itertools import islice
 
 from kvpool.errors import ConfigError
 from kvpool.scheduler.index import Match
-from kvpool.scheduler.values import Request
+from kvpool.scheduler.values import Engine, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,14 @@ SIZE_AWARE = QueueRule(cap_s=3.0, aging=0.1, begun=0.25)
 class Waiting:
     """A request in the queue. done: tokens of its prompt that were computed by its orders so far.
 
-    match: as the index had it at `matched_at`, for whoever asks again soon.
+    running: the engine that computes the segment before `done`, while it does: what comes behind keeps
+    its place in the queue. match: as the index had it at `matched_at`, for whoever asks again soon.
     """
 
     request: Request
     size_s: float
     done: int = 0
+    running: Engine | None = None
     match: Match | None = None
     matched_at: float = 0.0
 
@@ -83,6 +85,10 @@ class RequestQueue:
         self._keys[number] = entry
         self._numbers[request.ident] = number
         self.size_s += item.size_s
+
+    def get(self, ident: object) -> Waiting:
+        """The one of this request; a KeyError if it does not wait."""
+        return self._items[self._numbers[ident]]
 
     def remove(self, ident: object) -> Waiting | None:
         """It waits no more; None if it did not."""

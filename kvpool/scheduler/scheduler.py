@@ -51,7 +51,7 @@ class Settings:
     """
 
     queue: QueueRule = SIZE_AWARE
-    segment_s: float = 2.0
+    segment_s: float = 0.5
     ahead_s: float = 0.02
     prefetch_s: float = 0.5
     orders_max: int = 4
@@ -104,13 +104,12 @@ class Scheduler:
         self._sent: dict[str, OrderedDict[Hashable, _Sent]] = {
             e.name: OrderedDict() for e in engines
         }
-        self._begun: dict[Hashable, Waiting] = {}  # of which an order is under way and more follow
         self._news = False  # something came since the last poll
         self._looks_at = math.inf
 
     @property
     def waiting(self) -> int:
-        """Requests that wait here."""
+        """Requests that wait here, or of which a part does."""
         return len(self._queue)
 
     def submit(self, request: Request, now: float) -> Rejection | None:
@@ -149,11 +148,8 @@ class Scheduler:
         self._index.arrived(engine.gpu, engine.tiers[0], keys[sent.order.outlook.cached :])
         if sent.order.last:
             return
-        item = self._begun.pop(ident)
-        item.done = sent.order.end
-        item.match = None
-        item.size_s = self._size_s(item.request, item.done)
-        self._queue.add(item)
+        item = self._queue.get(ident)
+        item.running = item.match = None
 
     def finished(self, ident: Hashable) -> None:
         """The request has its last token, or was given up: its reservation ends."""
@@ -166,7 +162,6 @@ class Scheduler:
     def abandoned(self, ident: Hashable, now: float) -> None:
         """The request is no more: its orders failed, or its client left. Unknown ones are passed over."""
         self._queue.remove(ident)
-        self._begun.pop(ident, None)
         for engine in self._engines:
             sent = self._sent[engine.name].get(ident)
             if sent is not None:
@@ -240,9 +235,15 @@ class Scheduler:
         room = {e.name for e in self._engines if e.free_at <= soon}
         promised: dict[str, float] = {}
         looks_at = math.inf
-        for item in list(self._queue.first(settings.look_ahead)):
+        for item in list(self._queue.first(settings.look_ahead + len(self._engines))):
             if not room:
                 break
+            if item.running is not None:
+                # It will want to go on where it is. Those before it may come in between.
+                engine = item.running
+                promised[engine.name] = engine.free_at + item.size_s
+                room.discard(engine.name)
+                continue
             if not self._reservable(item):
                 continue
             if now - item.matched_at > MATCH_S or item.match is None:
@@ -282,7 +283,8 @@ class Scheduler:
         if not last:
             prefill_s = kind.prefill.prefill_s(start, end, kind.step_tokens)
             best = best._replace(prefill_s=prefill_s)
-            self._begun[request.ident] = item
+            rest_s = self._size_s(request, end)
+            self._queue.add(Waiting(request, rest_s, end, engine))
         order = Order(request, best, end, last, self._reserve(request), choice.candidates)
         self._sent[engine.name][request.ident] = _Sent(order, end - start, best.prefill_s)
         engine.prefills += 1

@@ -11,6 +11,7 @@ NEW = 6  # a step of two processes that wait for one another takes long on two c
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # the two ranks spin, on cores that others want too
 def test_two_ranks_save_and_load(kit: Any, llama: Path, daemon: Any) -> None:
     """Compared with itself: the sums of two ranks round otherwise than those of one."""
     asked = kit.prompts(6, [700, 100])
