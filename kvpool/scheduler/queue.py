@@ -68,7 +68,6 @@ class RequestQueue:
         self._keys: dict[int, tuple[int, float, int]] = {}
         self._numbers: dict[object, int] = {}
         self._next = 0
-        self.size_s = 0.0  # of all that wait
 
     def __len__(self) -> int:
         return len(self._order)
@@ -84,7 +83,6 @@ class RequestQueue:
         self._items[number] = item
         self._keys[number] = entry
         self._numbers[request.ident] = number
-        self.size_s += item.size_s
 
     def get(self, ident: object) -> Waiting:
         """The one of this request; a KeyError if it does not wait."""
@@ -97,9 +95,7 @@ class RequestQueue:
             return None
         entry = self._keys.pop(number)
         del self._order[bisect_left(self._order, entry)]
-        item = self._items.pop(number)
-        self.size_s = max(0.0, self.size_s - item.size_s) if self._order else 0.0
-        return item
+        return self._items.pop(number)
 
     def first(self, count: int) -> Iterator[Waiting]:
         """The first so many, in order. The queue must not change meanwhile."""

@@ -52,7 +52,7 @@ class Settings:
 
     queue: QueueRule = SIZE_AWARE
     segment_s: float = 0.5
-    ahead_s: float = 0.02
+    ahead_s: float = 0.005
     prefetch_s: float = 0.5
     orders_max: int = 4
     look_ahead: int = 16
@@ -345,6 +345,3 @@ class Scheduler:
         engine.prompt_blocks -= len(sent.order.request.keys)
         engine.free_at = now + sum(other.prefill_s for other in self._sent[engine.name].values())
         return sent
-
-
-__all__ = ["Order", "Outlook", "Scheduler", "Settings"]

@@ -71,18 +71,18 @@ def summary(
 
 
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """A table of runs, for people."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("policy")
+    """A table of runs, for people: mean and quantiles of TTFT, p90 of TPOT, what was refused (429)."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("policy", no_wrap=True)
     decoded = any(row["tpot_s"] for row in rows)
-    names = ["TTFT mean", "p50", "p90", "p99", *(["TPOT p90"] if decoded else [])]
-    for name in (*names, "hit", "pulled", "busy", "refused", "within SLO"):
+    names = ["TTFT s", "p50", "p90", "p99", *(["TPOT ms"] if decoded else [])]
+    for name in (*names, "hit", "pulled", "busy", "429", "in SLO"):
         table.add_column(name, justify="right")
     for row in rows:
-        ttft = [f"{row['ttft_s'][name]:.2f} s" for name in ("mean", "p50", "p90", "p99")]
+        ttft = [f"{row['ttft_s'][name]:.2f}" for name in ("mean", "p50", "p90", "p99")]
         tpot = []
         if decoded:
-            tpot = [f"{1e3 * row['tpot_s']['p90']:.1f} ms" if row["tpot_s"] else ""]
+            tpot = [f"{1e3 * row['tpot_s']['p90']:.1f}" if row["tpot_s"] else ""]
         table.add_row(
             row["policy"],
             *ttft,

@@ -9,8 +9,8 @@ from kvpool.scheduler.values import Engine, Outlook
 BALANCING_THRESHOLD = 1.0
 """How many times longer the best prefix elsewhere must be before a transfer is planned.
 
-The paper gives no value ("adjusted manually"). 1.0 plans one whenever somebody has more, and was the
-best of 1, 1.5, 2, 4 and 10 on the first half of the conversation trace.
+The paper gives no value ("adjusted manually"). 1.0 plans one whenever somebody has more: with a pool that
+is much faster than computing, no higher value can pay.
 """
 
 

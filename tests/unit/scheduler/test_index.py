@@ -129,3 +129,15 @@ def test_bits_of_those_that_are_gone_are_used_again() -> None:
     assert len(index) == 3
     assert index.match(["199-0", "199-1"], 0.0).lengths == {"gpu:a": 2}
     assert index.match(["198-0"], 0.0).lengths == {}
+
+
+def test_blocks_that_arrived_are_not_waited_for() -> None:
+    index = PrefixIndex()
+    index.join("gpu:a", pool=False)
+    index.join("dram:a", pool=True)
+    index.expect("gpu:a", ["x", "y", "z"], [1.0, 7.0, 3.0], 10.0)
+    index.arrived("gpu:a", "dram:a", ["y"])
+    found = index.match(["x", "y", "z"], 0.0)
+    assert (found.reach, found.coming, found.ready_at) == (0, 3, 3.0)
+    index.arrived("gpu:a", "dram:a", ["x"])
+    assert index.match(["x", "y", "z"], 0.0).reach == 2

@@ -183,6 +183,18 @@ def test_blocks_that_are_being_computed_are_waited_for_where_that_is_sooner() ->
     assert not world.situation().outlook(world.engines["b"], waiting=True).pending
 
 
+def test_nobody_pulls_from_its_own_node() -> None:
+    world = World()
+    world.hold("a", 2)
+    world.hold("b", 8)
+    world.index.discard("dram:b", [0])  # an odd one: what it has is no prefix
+    world.hold("c", 2)
+    situation = world.situation()
+    assert {situation.source_for(engine) for engine in situation.engines} <= {"a", "c"}
+    assert situation.source_for(world.engines["a"]) == "c"
+    assert situation.source_for(world.engines["c"]) == "a"
+
+
 def test_engines_that_are_alike_are_looked_at_once() -> None:
     world = World()
     world.hold("a", 6)

@@ -74,7 +74,7 @@ def test_ours_keeps_requests_until_an_engine_has_room_and_the_shortest_goes_firs
     assert idents(scheduler.poll(0.0)) == [2]
     assert scheduler.poll(0.5) == []
     assert scheduler.wake_at() == pytest.approx(1.0 - WHOLE.ahead_s)
-    assert idents(scheduler.poll(0.99)) == [0]
+    assert idents(scheduler.poll(0.996)) == [0]
     scheduler.computed(engines[0], 2, 1.0)
     assert engines[0].free_at == pytest.approx(3.0)
     assert scheduler.waiting == 1
@@ -112,6 +112,18 @@ def test_a_long_prompt_goes_in_segments_between_which_short_ones_come() -> None:
     assert ends[-1] == 1000
     assert all(end % BLOCK == 0 for end in ends[:-1])
     assert now == pytest.approx(1000 * TOKEN_S + 0.5, rel=0.01)
+
+
+def test_between_segments_only_shorter_ones_come() -> None:
+    settings = Settings(queue=SJF, segment_s=2 * STEP * TOKEN_S)
+    scheduler, engines, _ = cluster(1, settings=settings)
+    scheduler.submit(prompt(1, 400), 0.0)
+    (first,) = scheduler.poll(0.0)
+    scheduler.submit(prompt(2, 800, 0.1), 0.1)
+    just_before_its_end = first.outlook.prefill_s - WHOLE.ahead_s / 2
+    assert scheduler.poll(just_before_its_end) == []
+    scheduler.computed(engines[0], 1, first.outlook.prefill_s)
+    assert idents(scheduler.poll(first.outlook.prefill_s)) == [1]
 
 
 def test_what_is_being_computed_is_waited_for() -> None:
