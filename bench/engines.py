@@ -165,7 +165,7 @@ class EngineProcess:
             "transfer": transfer,
         }
         command = [str(VLLM_PYTHON), str(ROOT / "bench/engine_process.py"), json.dumps(settings)]
-        self._child = Child(name, command, folder, **ENVIRONMENT, **environment)
+        self._child = Child(name, command, folder, **(ENVIRONMENT | environment))
 
     def wait_ready(self) -> None:
         self._child.line(START_S)

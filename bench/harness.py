@@ -76,7 +76,9 @@ class Report:
             )
         if self.json_path:
             document = {"rows": self.rows, "checks": self.checks}
-            Path(self.json_path).write_text(json.dumps(document, indent=2) + "\n")
+            path = Path(self.json_path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(document, indent=2) + "\n")
         return 0
 
 

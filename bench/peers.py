@@ -517,8 +517,6 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.docs and not arguments.json:
         parser.error("--docs needs --json")
-    if arguments.json:
-        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
     report, results = Report(arguments.quick, arguments.json), Results()
     make_environment()
     taken = seconds(lambda: run(report, results))

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 OTHERS_S = 5.0
 """How long a node that was alone is taken to be alone: requests ask no round trip for nothing."""
-FOLLOW_TURN_S = 1.0
-"""A daemon follows a prompt for a limited time. One that gives up sooner than this has a reason, and is not asked
-again."""
+FOLLOW_TURN_S = 5.0
+"""How long a daemon is asked to follow a prompt at a time: then it is seen whether the request still waits."""
+GIVES_UP_S = 1.0
+"""A daemon that gives up sooner than this, and than it was asked to, has a reason, and is not asked again."""
 IDLE_S = 0.001
 """How long a step in which nothing runs waits for a pull, so that the engine does not spin."""
+FOLLOW_IDLE_S = 0.005
+"""The same where all that it waits for is computed elsewhere, which takes longer. New requests wait as long."""
 
 
 @dataclass(eq=False)
@@ -40,6 +43,7 @@ class Pull:
     recompute: the price of computing the keys' blocks instead, where it is known.
     life: of the device memory that the engine reads by itself: what is there needs not be brought.
     future: the usable blocks of the keys, once a thread was free to ask. answered: when it had them.
+    dropped: nobody waits for it any more.
     """
 
     start: int
@@ -51,6 +55,7 @@ class Pull:
     life: int = 0
     future: Future[int] | None = None
     answered: float | None = None
+    dropped: bool = False
 
 
 class Pulls:
@@ -134,9 +139,11 @@ class Pulls:
 
     def wait(self, pulls: Iterable[Pull]) -> None:
         """Wait a moment for any of these. For steps in which nothing else runs."""
-        futures = [pull.future for pull in pulls if pull.future is not None]
-        if futures:
-            wait(futures, IDLE_S, FIRST_COMPLETED)
+        asked = [(pull, pull.future) for pull in pulls if pull.future is not None]
+        if asked:
+            follows = all(pull.following is not None for pull, _ in asked)
+            seconds = FOLLOW_IDLE_S if follows else IDLE_S
+            wait([future for _, future in asked], seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
         """Call off what is followed, wait for what runs (each has a deadline), drop what waits."""
@@ -181,12 +188,15 @@ class Pulls:
     def _follow(self, namespace: Namespace, pull: Pull, source: str, wait_s: float) -> int:
         now = self._clock()
         ends = now + wait_s
-        while True:
-            asked = now
-            blocks = self._client.follow(namespace, pull.keys, wait_s=ends - now, source=source)
+        blocks = 0
+        while now < ends and not pull.dropped:
+            asked, turn_s = now, min(FOLLOW_TURN_S, ends - now)
+            blocks = self._client.follow(namespace, pull.keys, wait_s=turn_s, source=source)
             now = self._clock()
-            if len(pull.keys) == blocks * KEY_BYTES or now - asked < FOLLOW_TURN_S or now >= ends:
-                return blocks
+            whole = len(pull.keys) == blocks * KEY_BYTES
+            if whole or now - asked < min(GIVES_UP_S, turn_s):
+                break
+        return blocks
 
     def _alone(self) -> bool:
         """Whether memory is all there is, as the daemon said within the last `OTHERS_S`."""

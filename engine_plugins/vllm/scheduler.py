@@ -401,6 +401,12 @@ class SchedulerHalf:
         )
         return state.lookup
 
+    @staticmethod
+    def _drop_pull(state: RequestState) -> None:
+        if state.pull is not None:
+            state.pull.dropped = True
+            state.pull = None
+
     def _preemptions(self, state: RequestState) -> int:
         return int(state.request.num_preemptions)
 
@@ -598,6 +604,7 @@ class SchedulerHalf:
         if state is None:
             return
         self._drop_lookup(state)
+        self._drop_pull(state)
         if not self._engine.saves or not self._usable:
             return
         whole = self._whole(state, request.num_computed_tokens)
@@ -621,7 +628,8 @@ class SchedulerHalf:
         self._offered.clear()
         for state in self._requests.values():
             self._drop_lookup(state)
-            state.pull, state.pulled = None, -1
+            self._drop_pull(state)
+            state.pulled = -1
             state.limit = None
             state.saved = 0
         if self._loads or self._pool.get_num_free_blocks() < len(self._pool.blocks) - 1:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from kvpool.engine_plugins.vllm.following import FOLLOW_S_MAX, Following, following
-from kvpool.engine_plugins.vllm.pulls import FOLLOW_TURN_S, Pulls
+from kvpool.engine_plugins.vllm.pulls import FOLLOW_TURN_S, GIVES_UP_S, Pull, Pulls
 from kvpool.errors import InvalidRequest, LimitExceeded
 from kvpool.types import NamespaceRecord, PartSpec
 from tests.unit.engine_plugins.test_scheduler import TOKENS, Harness
@@ -66,7 +67,7 @@ def test_a_request_waits_for_the_prompt_that_is_being_computed(
     harness.store_elsewhere(request.block_hashes[2:])
     threads.run()
     assert harness.half.matched_tokens(request, 0) == (8 * TOKENS, True)
-    assert harness.pool.follows == [(30.0, "a")]
+    assert harness.pool.follows == [(FOLLOW_TURN_S, "a")]
     assert harness.pool.pulls == []
     counted = harness.half.counters.take()
     assert (counted["pulls"], counted["follows"], counted["pulled_blocks"]) == (1, 1, 6)
@@ -133,32 +134,59 @@ def test_what_is_not_understood_is_counted_and_the_request_served(
     assert harness.half.counters.take()["bad_requests"] == 1
 
 
-def turns(pool: Any, takes_s: float, refuses: bool = False) -> tuple[int, list[float]]:
-    """A prompt of four blocks, of which two come, at a daemon that follows for `takes_s` at a time."""
+@pytest.mark.parametrize("how", ["aborted", "reset"])
+def test_nothing_is_followed_for_a_request_that_has_gone(
+    harness: Harness, threads: Any, how: str
+) -> None:
+    request = harness.request("r", 8, params=PARAMS)
+    assert harness.half.matched_tokens(request, 0) == (None, False)
+    if how == "aborted":
+        harness.half.request_finished(request, [[]], completed=False)
+    else:
+        harness.half.reset()
+    threads.run()
+    assert harness.pool.follows == []
+
+
+def turns(
+    pool: Any, takes_s: float, refuses: bool = False, drop_at: int = 0
+) -> tuple[int, list[float]]:
+    """A prompt of four blocks, of which two come, at a daemon that follows for `takes_s` at a time.
+
+    drop_at: the turn in which the request ends.
+    """
     now = [100.0]
     asked: list[float] = []
+    begun: list[Pull] = []
 
     def follow(ns: Any, keys: bytes, *, wait_s: float, source: str) -> int:
         asked.append(wait_s)
         now[0] += takes_s
         if refuses:
             raise LimitExceeded("it follows too many already")
+        if len(asked) == drop_at:
+            begun[0].dropped = True
         return 2
 
     pool.follow = follow
     with ThreadPoolExecutor(1) as thread:
         pulls = Pulls(pool, thread, most=1, follows_max=1, wait_s=WAIT_S, clock=lambda: now[0])
         pulls.enter(RECORD)
+        gate = threading.Event()
+        thread.submit(gate.wait)
         pull = pulls.begin(0, bytes(64), following=Following(10.0))
         assert pull is not None
+        begun.append(pull)
+        gate.set()
         assert pull.future is not None
         return pull.future.result(), asked
 
 
-def test_a_daemon_that_follows_for_a_shorter_time_is_asked_again(pool: Any) -> None:
-    assert turns(pool, 4.0) == (2, [10.0, 6.0, 2.0])
+def test_a_daemon_is_asked_again_for_as_long_as_the_request_waits(pool: Any) -> None:
+    assert turns(pool, 4.0) == (2, [FOLLOW_TURN_S, FOLLOW_TURN_S, 2.0])
+    assert turns(pool, 4.0, drop_at=1) == (2, [FOLLOW_TURN_S])
 
 
 def test_a_daemon_that_gives_up_at_once_is_not_asked_again(pool: Any) -> None:
-    assert turns(pool, FOLLOW_TURN_S / 2) == (2, [10.0])
-    assert turns(pool, 0.0, refuses=True) == (0, [10.0])
+    assert turns(pool, GIVES_UP_S / 2) == (2, [FOLLOW_TURN_S])
+    assert turns(pool, 0.0, refuses=True) == (0, [FOLLOW_TURN_S])
