@@ -144,7 +144,7 @@ class DaemonConfig:
     movers: processes that move bytes.
     data_dir: where the node keeps what outlives it; empty: nothing is kept.
     node: this node's name.
-    clients_max, peers_max: open connections.
+    clients_max, peers_max: open connections; those of peers in each mover process.
     engines_max: engines whose KV events are followed.
     lease_s_max: the longest lease.
     """
@@ -278,6 +278,15 @@ def _seconds(value: object, name: str) -> float:
     return number
 
 
+def _seconds_or_none(value: object, name: str) -> float:
+    """Seconds, or 0: not at all."""
+    try:
+        none = not isinstance(value, bool) and float(value) == 0  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        none = False
+    return 0.0 if none else _seconds(value, name)
+
+
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or "\0" in value:
         raise ConfigError(f"{name} = {value!r}: a text")
@@ -330,7 +339,8 @@ def _rails(value: object, name: str) -> tuple[str, ...]:
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)):
         raise ConfigError(f'{name} = {value!r}: a list of names such as "a,b"')
-    return tuple("" if item == "-" else _word(item, name) for item in items)
+    names = [_text(item, name).strip() for item in items]
+    return tuple("" if item == "-" else _word(item, name) for item in names)
 
 
 def _labels(value: object, name: str) -> dict[str, str]:
@@ -400,7 +410,7 @@ def _write_mode(value: object, name: str) -> str:
 
 def _bytes(value: object, name: str) -> int:
     """Bytes, or 0."""
-    return 0 if value in {0, "0"} else _bandwidth(value, name)
+    return 0 if value in (0, "0") else _bandwidth(value, name)
 
 
 def _remote(value: object, name: str) -> str:
@@ -467,7 +477,7 @@ _PARSERS: dict[str, Any] = {
     "advertise": _urls,
     "rails": _rails,
     "bind_source": _switch,
-    "probe_s": lambda value, name: 0.0 if value in {0, "0"} else _seconds(value, name),
+    "probe_s": _seconds_or_none,
     "peers": _urls,
     "cluster": _word,
     "cluster_secret": _secret,
@@ -492,8 +502,8 @@ _PARSERS: dict[str, Any] = {
     "ssd": _disks,
     "ssd_write": _write_mode,
     "ssd_bytes_per_day": _bytes,
-    "ssd_drain_s": lambda value, name: 0.0 if value in {0, "0"} else _seconds(value, name),
-    "ssd_flush_s": lambda value, name: 0.0 if value in {0, "0"} else _seconds(value, name),
+    "ssd_drain_s": _seconds_or_none,
+    "ssd_flush_s": _seconds_or_none,
     "remote": _remote,
     "remote_bytes_max": _storage_bytes,
     "remote_instance_credentials": _switch,

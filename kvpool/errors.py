@@ -14,6 +14,7 @@
     ├── SegmentError             the memory or the file of a segment cannot be had
     ├── AlreadyRunning           another daemon holds the socket or the data directory
     ├── Unavailable              the daemon or a peer cannot be reached, or did not answer in time
+    │   └── Declined             a peer answered, and that it cannot at present
     └── ClusterUnavailable       this node answers, but what it needs of its cluster does not
 
 A miss is never an error, and neither is a block that is there already. A broken invariant is not in
@@ -110,6 +111,12 @@ class Unavailable(KvpoolError):
     """The daemon or a peer cannot be reached or did not answer in time. Recompute; retry later."""
 
     code = "unavailable"
+
+
+class Declined(Unavailable):
+    """A peer was reached, and answered that it cannot at present. Another way to it would hear the same."""
+
+    code = "declined"
 
 
 class ClusterUnavailable(KvpoolError):

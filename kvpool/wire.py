@@ -119,7 +119,7 @@ import msgspec
 
 from kvpool.errors import KvpoolError, ProtocolError, from_code
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 HEADER = struct.Struct("<II")
 FRAME_BYTES_MAX = 16 << 20
 HELLO_BYTES_MAX = 64 << 10  # what a connection may send before it has introduced itself
@@ -689,13 +689,15 @@ class Pulled(Message, tag=64):
     """`status`: one byte a key: 0 absent there, 1 here and verified, 2 checksum mismatch, 3 not arrived.
 
     `checksums`: 16 bytes a key, zeros unless status is 1. When this is sent, nothing writes to the rows
-    any more. `error`: why the transfer ended early, or empty.
+    any more. `error`: why the transfer ended early, or empty. `refused`: that is what the peer answered, by this
+    way as by any other.
     """
 
     status: bytes
     checksums: bytes
     seconds: float
     error: str = ""
+    refused: bool = False
 
 
 class Lend(Message, tag=65):
@@ -727,11 +729,12 @@ class Return(Message, tag=67):
 
 
 class AskPeer(Message, tag=68):
-    """Ask the peer at `url`, for at most `deadline_s`."""
+    """Ask the peer at `url`, for at most `deadline_s`. `background`: a late answer says nothing of the way."""
 
     url: str
     question: Ask | Offer | Await
     deadline_s: float
+    background: bool = False
 
 
 class StopOrder(Message, tag=69):

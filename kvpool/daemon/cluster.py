@@ -156,7 +156,9 @@ class Cluster:
         for url, shown, rail in zip(urls, told, rails, strict=True):
             nic = self.surroundings.nic(url)
             numa, net = (-1, "") if nic is None else (nic.numa, nic.net)
-            transports.append(TransportRecord(shown, numa=numa, rail=rail, net=net))
+            # Behind address translation the card's network is not the one that others see.
+            seen = net if urlsplit(shown).hostname == urlsplit(url).hostname else ""
+            transports.append(TransportRecord(shown, numa=numa, rail=rail, net=seen))
             if not url.startswith(NIXL):
                 address = "" if nic is None else urlsplit(url).hostname or ""
                 self._cards.append(Card(address, numa, rail, net))
@@ -495,8 +497,14 @@ class Cluster:
             return None
         known = self._routes.get(url)
         if known is None or _reached_otherwise(known[0], record):
-            numa, bind_source = self.surroundings.numa, self.config.bind_source
-            known = record, route(self._cards, numa, record, bind_source=bind_source)
+            found = route(
+                self._cards,
+                self.surroundings.numa,
+                record,
+                host=self.surroundings.host,
+                bind_source=self.config.bind_source,
+            )
+            known = record, found
             self._routes[url] = known
         return known[1]
 
@@ -681,10 +689,11 @@ class Cluster:
 
 def _reached_otherwise(old: NodeRecord, new: NodeRecord) -> bool:
     """Whether the ways to a node may have changed."""
-    return (old.incarnation, old.transports, old.numa) != (
+    return (old.incarnation, old.transports, old.numa, old.host) != (
         new.incarnation,
         new.transports,
         new.numa,
+        new.host,
     )
 
 

@@ -23,7 +23,7 @@ from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, ProtocolEr
 from kvpool.placement.directory import TIERS, Entry
 from kvpool.types import split_keys
 
-FOLLOWS_MAX = 64
+FOLLOWS_MAX, FOLLOWS_PER_TENANT_MAX = 64, 48
 QUESTIONS_PER_PEER_MAX = 32  # that wait; further ones are asked again and again instead
 QUESTION_S = 1.0  # an owner answers by then, with news or without
 ANSWER_S = 0.5  # for its answer to arrive, beyond that: then it is taken for gone
@@ -71,6 +71,7 @@ class Follows:
         self._carrier = carrier
         self._name = name
         self._running: dict[_Follow, None] = {}
+        self._of_tenant: Counter[str] = Counter()  # of those that run
         self._held: Counter[str] = Counter()  # bytes, by tenant
         self._asking: Counter[bytes] = Counter()  # questions that wait, by incarnation
         self._ending: set[asyncio.Task[Any]] = set()
@@ -110,8 +111,12 @@ class Follows:
         """
         if not wait_s > 0:
             raise InvalidRequest(f"a wait of {wait_s} seconds")
-        if len(self._running) >= FOLLOWS_MAX:
-            raise LimitExceeded(f"{FOLLOWS_MAX} prompts are followed on this node already")
+        tenant = namespace.tenant.name
+        if len(self._running) >= FOLLOWS_MAX or self._of_tenant[tenant] >= FOLLOWS_PER_TENANT_MAX:
+            raise LimitExceeded(
+                f"{len(self._running)} prompts are followed on this node already, "
+                f"{self._of_tenant[tenant]} of them for tenant {tenant!r}"
+            )
         deadline = self.clock() + wait_s
         chain = Chain(self.node.tables_of(namespace, parts), split_keys(packed))
         if chain.nbytes:
@@ -133,12 +138,14 @@ class Follows:
             deadline -= min(LAST_SHARE * wait_s, LAST_S_MAX)
         one = _Follow(self, namespace, chain, source, deadline, holds=holds)
         self._running[one] = None
+        self._of_tenant[tenant.name] += 1
         self._held[tenant.name] += nbytes * holds
         try:
             await one.run()
         finally:
             one.end()
             del self._running[one]
+            self._of_tenant[tenant.name] -= 1
             self._held[tenant.name] -= nbytes * holds
             self.counters["ended"] += 1
             self.counters["whole"] += chain.whole
@@ -171,8 +178,12 @@ class Follows:
         known: Sequence[int],
         wait_s: float,
     ) -> asyncio.Task[Told]:
-        """As `ask`; without waiting where as many questions wait at this peer as may."""
-        if self._asking[incarnation] >= QUESTIONS_PER_PEER_MAX:
+        """As `ask`; without waiting where as many questions wait at this peer as may.
+
+        Nor at one on probation: the answer shows at once what it is worth, and nobody else asks it before.
+        """
+        peer = self.remote.peers.get(incarnation)
+        if self._asking[incarnation] >= QUESTIONS_PER_PEER_MAX or (peer and peer.on_probation):
             wait_s = 0.0
         work = self.ask(incarnation, namespace, window, known, wait_s)
         task = asyncio.get_running_loop().create_task(work)
@@ -341,10 +352,14 @@ class _Follow:
 
     def _regroup(self) -> None:
         """As few leases as there are tables."""
-        fresh: list[str] = []
-        for table, keys in zip(self._chain.tables, self._chain.needed, strict=True):
-            self._all.remote.hold(table, keys, fresh)
-        self._all.remote.let_go(self._namespace.tenant.name, self._kept)
+        remote, fresh = self._all.remote, list[str]()
+        held = [
+            remote.hold(table, keys, fresh)
+            for table, keys in zip(self._chain.tables, self._chain.needed, strict=True)
+        ]
+        if not all(held):
+            fresh, self._kept = self._kept, fresh  # the old ones hold more
+        remote.let_go(self._namespace.tenant.name, self._kept)
         self._kept = fresh
 
     # ---- what is to be done ------------------------------------------------------------------------------
@@ -357,7 +372,9 @@ class _Follow:
         course = self._course
         whom = course.choose(self._named(), self._all.may_ask, now)
         repeat = self._repeat and now >= course.ask_at
-        if self._question is not None and (repeat or whom != self._asked):
+        # A peer that may not be asked now is not chosen: its own question may be why.
+        other = whom is not None and whom != self._asked
+        if self._question is not None and (repeat or other):
             self._all.call_off(self._question)
             self._question = None
         # What the directory knows of the beginning comes first: it also says who else has it.

@@ -39,6 +39,7 @@ from kvpool.wire import (
 )
 
 PULL_THREADS_MAX = 16
+COPY_THREADS_MAX = 4
 ASK_S_MAX = 10.0  # for control to answer what a peer asked
 
 
@@ -79,7 +80,9 @@ class Mover(WorkerProcess):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         self._jobs = Jobs("kvpool-pull", PULL_THREADS_MAX, self.control)
-        # Questions that wait have threads of their own, so that no pull waits for them.
+        # Copies in the background and questions that wait have threads of their own, so that no pull waits
+        # for them.
+        self._copies = Jobs("kvpool-copy", COPY_THREADS_MAX, self.control)
         self._waits: Jobs | None = None
         self._transports: dict[str, Transport] = {}
         self._lock = threading.Lock()
@@ -92,23 +95,28 @@ class Mover(WorkerProcess):
                 if not heard and isinstance(message, Lent) and message.token:
                     self.control.send(Return(message.token), 0)
             case PullBlocks() | AskPeer():
-                waits = isinstance(message, AskPeer) and isinstance(message.question, Await)
-                jobs = self._waits if waits and self._waits is not None else self._jobs
-                jobs.add(
+                self._jobs_for(message).add(
                     request,
                     message.deadline_s,
                     lambda stop, deadline: self._run_job(message, stop, deadline),
                 )
             case StopOrder():
-                self._jobs.stop(message.request)
-                if self._waits is not None:
-                    self._waits.stop(message.request)
+                for jobs in (self._jobs, self._copies, self._waits):
+                    if jobs is not None:
+                        jobs.stop(message.request)
             case wire.AttachSegment():
                 self.answer(request, lambda: self.attach(message))
             case MoverStart():
                 self.answer(request, lambda: self._begin(message))
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is not for a mover")
+
+    def _jobs_for(self, order: PullBlocks | AskPeer) -> Jobs:
+        """Whose threads do it."""
+        if isinstance(order, PullBlocks):
+            return self._copies if order.background else self._jobs
+        waits = isinstance(order.question, Await) and order.question.wait_s > 0
+        return self._waits if waits and self._waits is not None else self._jobs
 
     def _begin(self, start: MoverStart) -> Message:
         self._start = start

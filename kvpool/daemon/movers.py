@@ -6,6 +6,7 @@ Event loop only. When a mover dies, what it had borrowed is given back.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
@@ -194,7 +195,8 @@ class Movers:
         self._source = source
         self._keepers: list[Keeper[MoverProcess]] = []
         self._nixl_keeper: Keeper[MoverProcess] | None = None
-        self._listening: list[tuple[Keeper[MoverProcess], list[int]]] = []  # which of `listen`
+        # Of each mover which of `listen`, and where that was last.
+        self._listening: list[tuple[Keeper[MoverProcess], list[int], list[str]]] = []
         self._paths: Paths | None = None
 
     @property
@@ -213,11 +215,28 @@ class Movers:
             url
             for _, url in sorted(
                 (index, url)
-                for keeper, indices in self._listening
+                for keeper, indices, _ in self._listening
                 if keeper.worker is not None and keeper.worker.alive
                 for index, url in zip(indices, keeper.worker.urls, strict=True)
             )
         ]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The same, with those of movers that have died and are being started again."""
+        return [
+            url
+            for _, url in sorted(
+                (index, url)
+                for _, indices, listen in self._listening
+                for index, url in zip(indices, listen, strict=True)
+            )
+        ]
+
+    @property
+    def idle(self) -> bool:
+        """Whether a question now would wait for nothing but its answer."""
+        return any(mover.busy == 0 for mover in self._running(self._keepers))
 
     @property
     def paths(self) -> Paths:
@@ -241,7 +260,7 @@ class Movers:
             await self._start(self._nixl_keeper)
             pulls["nixl"] = self._pull_by_nixl
         clock = asyncio.get_running_loop().time
-        self._paths = Paths(pulls, self._ask, self.route, clock)
+        self._paths = Paths(pulls, self._ask, self.route, clock, random.Random(self.incarnation))
 
     async def _start(self, keeper: Keeper[MoverProcess]) -> None:
         try:
@@ -258,7 +277,7 @@ class Movers:
             listen[:] = mover.urls or listen
 
         keeper = Keeper(lambda: MoverProcess(self, listen), began, restarts_max=restarts_max)
-        self._listening.append((keeper, indices))
+        self._listening.append((keeper, indices, listen))
         return keeper
 
     async def attach_segment(self, segment_id: int, segment: Segment) -> None:

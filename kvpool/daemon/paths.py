@@ -4,14 +4,16 @@ The ways to a peer come in groups of those that are as good as each other (`plac
 NIXL before TCP. One group is used as a rule, at first the best one. A way that fails rests, for longer and
 longer, and what it did not bring is brought by the next one, over TCP at last. Now and then a pull goes by
 another group, and what is clearly faster for this peer becomes the rule (as `transfer/streams.py` does with
-connections). Event loop only. The bytes are moved by mover processes, NIXL's by one of its own
+connections). What a peer refuses it refuses by all ways. Event loop only. The bytes are moved by mover processes, NIXL's by one of its own
 (`transfer/nixl.py` says why).
 """
 
 from __future__ import annotations
 
+import math
+import random
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +21,10 @@ from typing import Any
 import msgspec
 
 from kvpool import wire
-from kvpool.errors import KvpoolError, Unavailable
+from kvpool.errors import Declined, KvpoolError, LimitExceeded, Unavailable
 from kvpool.placement.rails import Route, Way
 from kvpool.transfer import scheme_of
+from kvpool.transfer.addresses import split_source
 from kvpool.transfer.base import ARRIVED, MISMATCH, MISSING
 from kvpool.types import CHECKSUM_BYTES, split_keys
 
@@ -32,6 +35,11 @@ PEERS_MAX = 1024  # of which is remembered what was learnt
 TRIES_MAX = 4  # ways that one pull, or one question, goes by
 LEARN_BYTES = 4 << 20  # a smaller pull tells of latency, which is alike
 EXPLORE_EVERY, EXPLORE_EVERY_MAX = 16, 256  # pulls; doubling while the others are much slower
+EXPLORE_TIMES, EXPLORE_S_MIN = (
+    4.0,
+    0.1,
+)  # as long as the usual group would take: what a try may cost
+CARRIED_S = 10.0  # of what a way has carried half counts after this, among equals
 SAMPLES_MIN = 3
 BETTER, MUCH_WORSE = 1.1, 0.5
 WEIGHT = 0.25  # of a new comparison
@@ -46,15 +54,30 @@ Group = tuple[str, int]
 
 @dataclass(slots=True)
 class WayState:
-    """What is known of one way. until: when it is used again; failures: in a row. busy: bytes asked for."""
+    """What is known of one way.
+
+    source, target: the card at either end; source is empty where the machine's routes choose. place: at random,
+    among equals. until: when it is used again; failures: in a row. carried: bytes asked for up to now, old ones
+    counting less, as of `carried_at`.
+    """
 
     group: Group
+    source: str
+    target: str
+    place: float
     until: float = 0.0
     failures: int = 0
     reason: str = ""
-    busy: int = 0
     pulls: int = 0
     nbytes: int = 0
+    carried: float = 0.0
+    carried_at: float = 0.0
+
+    def load(self, now: float) -> float:
+        return self.carried * math.exp2((self.carried_at - now) / CARRIED_S)
+
+    def carry(self, nbytes: int, now: float) -> None:
+        self.carried, self.carried_at = self.load(now) + nbytes, now
 
 
 @dataclass(slots=True)
@@ -68,8 +91,13 @@ class Comparison:
 
 @dataclass(slots=True)
 class Peer:
-    """What is known of the ways to one peer. No I/O."""
+    """What is known of the ways to one peer. No I/O.
 
+    busy: bytes asked for by each of its cards. ours: by each of this node's, of all peers.
+    """
+
+    ours: Counter[str] = field(default_factory=Counter)
+    busy: Counter[str] = field(default_factory=Counter)
     incarnation: str = ""
     seen: Route | None = None
     ways: dict[str, WayState] = field(default_factory=dict)
@@ -81,8 +109,8 @@ class Peer:
     every: int = EXPLORE_EVERY
     turn: int = 0
 
-    def see(self, route: Route, schemes: Mapping[str, object]) -> None:
-        """These ways there are now. A new life of the peer has failed at nothing yet."""
+    def see(self, route: Route, schemes: Mapping[str, object], draw: Callable[[], float]) -> None:
+        """These ways there are now. A new life of the peer has failed at nothing yet. draw: below 1, at random."""
         if route is self.seen:
             return
         self.seen = route
@@ -95,9 +123,12 @@ class Peer:
                 state.until, state.failures = 0.0, 0
         if {url: state.group for url, state in self.ways.items()} == ways:
             return
-        self.ways = {url: self.ways.get(url) or WayState(group) for url, group in ways.items()}
+        before, self.ways = self.ways, {}
         for url, group in ways.items():
-            self.ways[url].group = group
+            target, source = split_source(url)
+            state = before.get(url) or WayState(group, source, target, draw())
+            state.group = group
+            self.ways[url] = state
         best, *_ = self.groups or [self.usual]
         self.groups = sorted(set(ways.values()), key=lambda group: (group[0] != NIXL, group[1]))
         # What was found to be faster than the best one stays the rule while it is there.
@@ -108,13 +139,17 @@ class Peer:
         self.usual, self.speed, self.every = group, 0.0, EXPLORE_EVERY
         self.others.clear()
 
-    def order(self, nbytes: int, now: float, *, background: bool) -> list[str]:
-        """By which ways to try so many bytes, one after the other: at least one."""
-        first = self.usual
-        if nbytes >= LEARN_BYTES and not background and self.speed:
-            first = self._turn(now)
+    def order(self, nbytes: int, now: float, *, background: bool) -> tuple[list[str], bool]:
+        """By which ways to try so many bytes, one after the other: at least one.
+
+        And whether the first one is only tried, since it is its turn to be compared with the usual group.
+        """
         usable = [url for url, state in self.ways.items() if state.until <= now]
-        usable.sort(key=lambda url: self._preference(url, first))
+        usable.sort(key=lambda url: self._preference(url, now))
+        group = self.usual
+        if nbytes >= LEARN_BYTES and not background and self.speed:
+            group = self._turn(now)
+        explored = [url for url in usable if self.ways[url].group == group][:1]
         # NIXL is met over TCP: where that has failed, so would this.
         tcp = next((at for at, url in enumerate(usable) if self.ways[url].group[0] == TCP), None)
         if tcp is None:
@@ -123,19 +158,41 @@ class Peer:
             usable = [
                 url for at, url in enumerate(usable) if at < tcp or self.ways[url].group[0] == TCP
             ]
-        return usable[:TRIES_MAX]
+        if not explored or group == self.usual:
+            return usable[:TRIES_MAX], False
+        others = [url for url in usable if url not in explored]
+        if all(self.ways[url].group[0] != TCP for url in others):
+            others += explored  # when its short time was all that it lacked
+        return (explored + others)[:TRIES_MAX], True
 
     def order_questions(self, now: float) -> list[str]:
         """By which ways to ask, which is over TCP."""
         usable = [
             url for url, state in self.ways.items() if state.until <= now and state.group[0] == TCP
         ]
-        usable.sort(key=lambda url: self._preference(url, self.usual))
+        usable.sort(key=lambda url: self._preference(url, now))
         return (usable or self._least_resting(TCP))[:TRIES_MAX]
 
-    def _preference(self, url: str, first: Group) -> tuple[bool, bool, int, int]:
-        group = self.ways[url].group
-        return group != first, group != self.usual, self.groups.index(group), self.ways[url].busy
+    def _preference(self, url: str, now: float) -> tuple[bool, int, int, float, float]:
+        """The usual group first; of equals the one with the least under way, then that did the least."""
+        state = self.ways[url]
+        busy = max(self.busy[state.target], self.ours[state.source] if state.source else 0)
+        at = self.groups.index(state.group)
+        return state.group != self.usual, at, busy, state.load(now), state.place
+
+    def begin(self, state: WayState, nbytes: int, now: float) -> None:
+        """So much is asked for by this way."""
+        state.carry(nbytes, now)
+        self._add(state, nbytes)
+
+    def end(self, state: WayState, nbytes: int) -> None:
+        self._add(state, -nbytes)
+
+    def _add(self, state: WayState, nbytes: int) -> None:
+        for counter, card in ((self.busy, state.target), (self.ours, state.source)):
+            counter[card] += nbytes
+            if not counter[card]:
+                del counter[card]
 
     def _least_resting(self, scheme: str) -> list[str]:
         listed = [url for url, state in self.ways.items() if state.group[0] == scheme]
@@ -170,8 +227,15 @@ class Peer:
         if group == self.usual:
             self.speed = self.speed + RECENT * (speed - self.speed) if self.speed else speed
             return
-        if not self.speed:
-            return
+        if self.speed:
+            self._compare(group, speed)
+
+    def explored_in_vain(self, group: Group) -> None:
+        """Another group than the usual one failed, or took far too long."""
+        if group != self.usual and self.speed:
+            self._compare(group, 0.0)
+
+    def _compare(self, group: Group, speed: float) -> None:
         seen = self.others.setdefault(group, Comparison())
         seen.samples += 1
         seen.gain += max(WEIGHT, 1 / seen.samples) * (speed / self.speed - seen.gain)
@@ -213,7 +277,8 @@ class Paths:
 
     pulls: how to pull, by scheme: `tcp`, and `nixl` where this node has it. They return or raise only when
     nothing writes to an order's rows any more, so that one may follow the other. ask: how to ask, over TCP.
-    route: all ways to the peer that is known by a URL; None: there is no other than that.
+    route: all ways to the peer that is known by a URL; None: there is no other than that. rng: spreads readers
+    over ways that are as good as each other.
     """
 
     def __init__(
@@ -222,11 +287,14 @@ class Paths:
         ask: Ask,
         route: Callable[[str], Route | None],
         clock: Callable[[], float],
+        rng: random.Random,
     ) -> None:
         self._pulls = pulls
         self._ask = ask
         self._route = route
         self._clock = clock
+        self._rng = rng
+        self._ours: Counter[str] = Counter()
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         self.counters = {
             "pulls": 0,
@@ -244,17 +312,20 @@ class Paths:
         """By which way a peer is pulled from at present, mostly."""
         peer = self._peers.get(url)
         if peer is None:  # to look is no use of it
-            peer = Peer()
-        peer.see(self._all_ways(url), self._pulls)
-        return peer.order(0, self._clock(), background=True)[0]
+            peer = Peer(self._ours)
+        peer.see(self._all_ways(url), self._pulls, self._rng.random)
+        urls, _ = peer.order(0, self._clock(), background=True)
+        return urls[0]
 
     async def pull(self, order: wire.PullBlocks) -> wire.Pulled:
         """As `Movers.pull`."""
         peer = self._peer(order.url)
         started = self._clock()
         count = len(order.rows) // 4
-        urls = peer.order(count * order.nbytes, started, background=order.background)
+        nbytes = count * order.nbytes
+        urls, tried = peer.order(nbytes, started, background=order.background)
         ways = [(url, peer.ways[url]) for url in urls]  # there may be others before this has ended
+        tried_s = max(EXPLORE_S_MIN, EXPLORE_TIMES * nbytes / peer.speed) if tried else 0.0
         self._note_choice(peer, ways[0][1], started)
         whole: wire.Pulled | None = None
         left = list(range(count))
@@ -267,13 +338,15 @@ class Paths:
             part = order if whole is None else _cut(order, left, seconds)
             last = at + 1 == len(ways)
             try:
-                came = await self._try(peer, part, url, state, last=last)
+                came = await self._try(
+                    peer, part, url, state, last=last, tried_s=0.0 if at else tried_s
+                )
             except KvpoolError as error:
                 if whole is None or set(whole.status) == {MISSING}:
                     raise
                 return msgspec.structs.replace(whole, error=str(error))
             whole = came if whole is None else _merged(whole, left, came)
-            if not came.error:
+            if not came.error or came.refused:
                 return whole
             if not last:
                 left = [i for i, s in enumerate(whole.status) if s in {MISSING, MISMATCH}]
@@ -289,11 +362,19 @@ class Paths:
         ways = peer.order_questions(started)
         for at, url in enumerate(ways):
             left_s = order.deadline_s - (self._clock() - started)
+            if at + 1 < len(ways):
+                # A card that swallows all leaves time for the next one, but a peer may wait as it was asked to.
+                waits_s = order.question.wait_s if isinstance(order.question, wire.Await) else 0.0
+                left_s = min(left_s, waits_s + max(0.0, left_s - waits_s) * DEADLINE_SHARE)
             question = msgspec.structs.replace(order, url=url, deadline_s=left_s)
             try:
                 answer = await self._ask(question)
+            except Declined:
+                peer.well(url)
+                raise
             except Unavailable as error:
-                peer.failed(url, str(error), self._clock())
+                if not order.background:
+                    peer.failed(url, str(error), self._clock())
                 out_of_time = self._clock() - started >= order.deadline_s
                 if at + 1 == len(ways) or out_of_time:
                     raise
@@ -303,41 +384,71 @@ class Paths:
         raise AssertionError("there is always one way")
 
     def _peer(self, url: str) -> Peer:
-        peer = self._peers.setdefault(url, Peer())
+        if url not in self._peers:
+            self._forget_gone()
+            self._peers[url] = Peer(self._ours)
+        peer = self._peers[url]
         self._peers.move_to_end(url)
-        peer.see(self._all_ways(url), self._pulls)
+        peer.see(self._all_ways(url), self._pulls, self._rng.random)
         while len(self._peers) > PEERS_MAX:
             self._peers.popitem(last=False)
         return peer
+
+    def _forget_gone(self) -> None:
+        """Those that were members and are not any more."""
+        for url, peer in list(self._peers.items()):
+            if peer.incarnation and self._route(url) is None:
+                del self._peers[url]
 
     def _all_ways(self, url: str) -> Route:
         return self._route(url) or Route("", (Way(url, 0),))
 
     async def _try(
-        self, peer: Peer, order: wire.PullBlocks, url: str, state: WayState, *, last: bool
+        self,
+        peer: Peer,
+        order: wire.PullBlocks,
+        url: str,
+        state: WayState,
+        *,
+        last: bool,
+        tried_s: float,
     ) -> wire.Pulled:
-        """What came by one way. `error` says why not all did; the last way may raise."""
+        """What came by one way. `error` says why not all did; the last way may raise.
+
+        tried_s: for so long it is only tried; 0: it is the one to use.
+        """
         count = len(order.rows) // 4
         nbytes = count * order.nbytes
         nixl = state.group[0] == NIXL
         seconds = order.deadline_s
         if not last:
             seconds = min(seconds * DEADLINE_SHARE, ATTEMPT_S + nbytes / ATTEMPT_BYTES_S)
+            seconds = min(seconds, tried_s or seconds)
         started = self._clock()
-        state.busy += nbytes
+
+        def failed(reason: str) -> None:
+            # What is slow beside others, or gives way to them, is not broken.
+            late = self._clock() - started >= seconds
+            if not (late and (order.background or tried_s)):
+                self._failed(peer, url, reason)
+            if tried_s:
+                peer.explored_in_vain(state.group)
+
+        peer.begin(state, nbytes, started)
         try:
             pulled = await self._pulls[state.group[0]](
                 msgspec.structs.replace(order, url=url, deadline_s=seconds)
             )
         except KvpoolError as error:
-            if nixl or isinstance(error, Unavailable):
-                self._failed(peer, url, str(error))
+            # What is too much for our own mover for NIXL may not be for the others.
+            if isinstance(error, Unavailable) or (nixl and not isinstance(error, LimitExceeded)):
+                failed(str(error))
             if last or not (nixl or isinstance(error, Unavailable)):
                 raise
             nothing = bytes([MISSING]) * count, bytes(CHECKSUM_BYTES * count)
             return wire.Pulled(*nothing, self._clock() - started, str(error))
         finally:
-            state.busy -= nbytes
+            peer.end(state, nbytes)
         came = pulled.status.count(ARRIVED)
         state.pulls += 1
         state.nbytes += came * order.nbytes
@@ -345,12 +456,15 @@ class Paths:
             self.counters["pulls"] += 1
             self.counters["blocks"] += came
             self.counters["bytes"] += came * order.nbytes
+        if pulled.refused:
+            peer.well(url)
+            return pulled
         error_text = pulled.error
         if nixl and not error_text and MISMATCH in pulled.status:
             # The owner's copy may be broken, or this path. TCP tells: it is the owner's then as well.
             error_text = f"{pulled.status.count(MISMATCH)} blocks do not match their checksums"
         if error_text:
-            self._failed(peer, url, error_text)
+            failed(error_text)
             return msgspec.structs.replace(pulled, error=error_text)
         peer.well(url)
         if not order.background:
@@ -378,6 +492,7 @@ class Paths:
 
     def stats(self) -> dict[str, Any]:
         """For `kvpool stats`: each peer by the URL that it is known by."""
+        self._forget_gone()
         now = self._clock()
         return {
             "changed_card": self.changed_card,
@@ -442,5 +557,9 @@ def _merged(first: wire.Pulled, indices: Sequence[int], second: wire.Pulled) -> 
             at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES
         ]
     return wire.Pulled(
-        bytes(status), bytes(checksums), first.seconds + second.seconds, second.error
+        bytes(status),
+        bytes(checksums),
+        first.seconds + second.seconds,
+        second.error,
+        second.refused,
     )

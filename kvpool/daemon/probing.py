@@ -6,7 +6,8 @@ them and slots from what is cached, for a number that is only needed where the n
 wanted. Then it is measured by the first pull, which the priors of its distance and what was measured of nodes
 as far away are good enough to choose; and where computing seems sooner, by `Peers.begin_trial`.
 
-A probe that fails changes nothing but a counter. Event loop only.
+A probe that fails changes nothing but a counter, and while this node's movers have something to do there is
+none: it would tell how long it waits for them. Event loop only.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ PROBE_S = 2.0
 NO_NAMESPACE = bytes(16)
 
 
+class Asking(Carrier, Protocol):
+    """`Movers`."""
+
+    @property
+    def idle(self) -> bool: ...
+
+
 class Others(Protocol):
     """Who else there is: `Cluster`."""
 
@@ -38,7 +46,7 @@ class Prober:
     """See the module. clock: seconds, as the event loop's."""
 
     def __init__(
-        self, carrier: Carrier, others: Others, peers: Peers, clock: Callable[[], float]
+        self, carrier: Asking, others: Others, peers: Peers, clock: Callable[[], float]
     ) -> None:
         self._carrier = carrier
         self._others = others
@@ -56,6 +64,8 @@ class Prober:
 
     async def round(self, unheard_s: float) -> None:
         """Ask a few of those that were not heard of for so long. Ends by its deadline."""
+        if not self._carrier.idle:
+            return
         living = self._others.living
         chosen = self._peers.to_probe(living, self._clock(), unheard_s, PROBES_MAX)
         await asyncio.gather(*(self._probe(one, living[one].url) for one in chosen))
@@ -64,7 +74,7 @@ class Prober:
         question = wire.Ask(DEFAULT_TENANT, NO_NAMESPACE, [], b"")
         started = self._clock()
         try:
-            await self._carrier.ask(wire.AskPeer(url, question, PROBE_S))
+            await self._carrier.ask(wire.AskPeer(url, question, PROBE_S, background=True))
         except KvpoolError:
             self._peers.probe_failed(incarnation)
             return

@@ -318,7 +318,7 @@ class Remote:
             raise InvalidRequest(f"a wait of {wait_s} seconds")
         deadline = self._clock() + wait_s
         self.node.settle()
-        tables = [namespace.tables[part] for part in parts] if parts else namespace.tables
+        tables = self.node.tables_of(namespace, parts)
         keys = split_keys(packed)
         located = self._on_disks(tables, keys)
         missing = [key for key in keys if key not in located and not _held(tables, key)]
@@ -406,8 +406,11 @@ class Remote:
         finally:
             self.let_go(namespace.tenant.name, kept)
 
-    def _keep(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> None:
-        """Lease what is here of these blocks, for as long as the rest of their prefix is being fetched."""
+    def _keep(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> bool:
+        """Lease what is here of these blocks, for as long as the rest of their prefix is being fetched.
+
+        False: there are too many leases.
+        """
         namespace = table.namespace
         holder = self._holder(namespace.tenant.name)
         try:
@@ -421,9 +424,10 @@ class Remote:
                 scattered=True,
             )
         except LimitExceeded:
-            return  # very many pulls at a time: then without
+            return False  # very many pulls at a time: then without
         if lease is not None:
             kept.append(lease.token)
+        return True
 
     def reach(self, namespace: NamespaceState, parts: Sequence[int], packed: bytes) -> int:
         """The usable blocks of a prefix that are here, in memory or on disks."""
@@ -504,9 +508,12 @@ class Remote:
         found = [self.peers.hedge_after_s(one, much) for one, much in nbytes.items()]
         return HEDGE_TIMES * max(found, default=0.0)
 
-    def hold(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> None:
-        """Have what is here of these blocks stay until `let_go`. kept: takes the tokens for that."""
-        self._keep(table, keys, kept)
+    def hold(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> bool:
+        """Have what is here of these blocks stay until `let_go`; whether it could be had.
+
+        kept: takes the tokens for that.
+        """
+        return self._keep(table, keys, kept)
 
     def let_go(self, tenant: str, kept: Sequence[str]) -> None:
         """These blocks may go again."""
@@ -604,7 +611,7 @@ class Remote:
             rest = [key for key in keys[first:] if key not in located]
             remembered = self._remembered.recall(namespace.directory_digest, rest)
             self.counters["lookups_remembered"] += any(remembered)
-            living = self._living_only(namespace, rest, remembered)
+            living = self._living_only(namespace, rest, remembered, engines=False)
             located.update(zip(rest, living, strict=True))
         return located
 
@@ -614,7 +621,7 @@ class Remote:
         keys: Sequence[bytes],
         entries: Sequence[Sequence[Entry]],
         *,
-        engines: bool = True,
+        engines: bool,
     ) -> list[list[Entry]]:
         """Neighbours of which the same is known get the same list."""
         living = self._neighbours.living
@@ -677,7 +684,8 @@ class Remote:
         self.peers.started(incarnation, 0, started)
         try:
             answer = await self._carrier.ask(wire.AskPeer(url, question, wait_s))
-        except NamespaceMismatch:
+        except (NamespaceMismatch, asyncio.CancelledError):
+            self.peers.stopped(incarnation, 0)
             raise
         except KvpoolError as error:
             self.peers.failed(incarnation, self._clock(), error=error, asked=0)
@@ -785,7 +793,9 @@ class Remote:
         """End transfers all of whose blocks have come on another way."""
         self.node.settle()
         for flight in flights:
-            if not flight.task.done() and all(map(flight.table.blocks.__contains__, flight.keys)):
+            if flight.task.done() or flight.task.cancelling():
+                continue
+            if all(map(flight.table.blocks.__contains__, flight.keys)):
                 flight.task.cancel()
                 self.counters["called_off"] += 1
 

@@ -296,7 +296,7 @@ class Server:
 
     async def _enter_cluster(self) -> None:
         """Become a member, and begin what a member does beside its requests."""
-        await self.cluster.start(self.movers.urls)
+        await self.cluster.start(self.movers.addresses)
         self.tiers.begin()
         for work in (
             self.copies.replicate(),
@@ -678,8 +678,8 @@ class Server:
     ) -> wire.Leased | Coroutine[Any, Any, wire.Leased]:
         namespace = self._namespace(holder, m.ns, m.keys)
         asked_at = self.clock()
-        if m.scattered and m.life:
-            raise InvalidRequest("a scattered acquire is not for device memory")
+        if m.scattered and (m.life or len(m.parts) != 1):
+            raise InvalidRequest("a scattered acquire is of one part, and not for device memory")
         if m.wait_s > 0 and self.remote.active and not self._all_here(namespace, m):
             return self._acquire_with_pull(holder, namespace, m, asked_at)
         return self._acquire_now(holder, namespace, m, asked_at)
@@ -687,7 +687,7 @@ class Server:
     def _all_here(self, namespace: NamespaceState, m: wire.Acquire) -> bool:
         """Whether all that is asked for is where its reader reads it."""
         if m.scattered:
-            return len(m.parts) == 1 and 0 not in self.node.contains(namespace, m.parts[0], m.keys)
+            return 0 not in self.node.contains(namespace, m.parts[0], m.keys)
         direct = self._direct(m) is not None
         usable = self.remote.match(namespace, m.parts, m.keys, direct=direct)
         return usable * KEY_BYTES == len(m.keys)

@@ -152,6 +152,7 @@ class Jobs:
         self._crew = Crew(name, threads)
         self._lock = threading.Lock()
         self._stops: dict[int, Stop] = {}
+        self._queued: set[int] = set()  # of these, those that no thread has begun
 
     def add(
         self, request: int, deadline_s: float, job: Callable[[Stop, Deadline], wire.Message]
@@ -160,13 +161,20 @@ class Jobs:
         stop, deadline = Stop(), Deadline(deadline_s)
         with self._lock:
             self._stops[request] = stop
+            self._queued.add(request)
         self._crew.submit(lambda: self._run(request, job, stop, deadline))
 
     def stop(self, request: int) -> None:
-        """Nobody waits for this one any more."""
+        """Nobody waits for this one any more. Answered at once where it has not begun."""
         with self._lock:
             stop = self._stops.get(request)
-        if stop is not None:
+            queued = request in self._queued
+            if queued:
+                self._queued.remove(request)
+                del self._stops[request]
+        if queued:
+            self._control.send(wire.error_message(Unavailable("it was called off")), request)
+        elif stop is not None:
             stop.set()
 
     def _run(
@@ -176,6 +184,10 @@ class Jobs:
         stop: Stop,
         deadline: Deadline,
     ) -> None:
+        with self._lock:
+            if request not in self._queued:
+                return  # called off
+            self._queued.remove(request)
         try:
             answer = job(stop, deadline)
         except KvpoolError as error:

@@ -96,11 +96,13 @@ class Network:
     def __init__(self) -> None:
         self._at = {distance: Typical() for distance in Distance}
         self._all = Typical()  # in multiples of the priors
+        # From the priors on: one answer, perhaps a late one, does not speak for all distances.
+        self._all.latency_s = 1.0
 
     def assumed(self, distance: Distance) -> tuple[float, float]:
         """Seconds to the first byte, and seconds a byte after it."""
         typical, prior = self._at[distance], PRIORS[distance]
-        latency_s = typical.latency_s or prior.latency_s * (self._all.latency_s or 1.0)
+        latency_s = typical.latency_s or prior.latency_s * self._all.latency_s
         per_byte = typical.per_byte or (self._all.per_byte or 1.0) / prior.bytes_s
         return latency_s, per_byte
 

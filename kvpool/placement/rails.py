@@ -9,8 +9,11 @@ routed more often than labels say.
 
 from __future__ import annotations
 
+import ipaddress
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from kvpool.placement.records import NIXL, NodeRecord, TransportRecord
 
@@ -46,15 +49,21 @@ class Card(NamedTuple):
 
 
 def route(
-    cards: Sequence[Card], numa: int, node: NodeRecord, *, bind_source: bool = False
+    cards: Sequence[Card],
+    numa: int,
+    node: NodeRecord,
+    *,
+    host: str = "",
+    bind_source: bool = False,
 ) -> Route:
     """How to pull from a node. Its URLs for NIXL come first, since UCX chooses cards by itself.
 
-    cards, numa: of this node, and where its memory is. bind_source: connections are bound to our card's
-        address; else this machine's routes choose that, and of each pair only the other end counts.
+    cards, numa: of this node, and where its memory is. host: this machine; what another one calls loopback is
+        not the node there. bind_source: connections are bound to our card's address; else this machine's
+        routes choose that, and of each pair only the other end counts.
     """
-    ranked: list[tuple[int, int, Way]] = []
-    listed = node.transports[:WAYS_MAX]
+    ranked: list[_Pair] = []
+    listed = _reachable(node, host)[:WAYS_MAX]
     for number, other in enumerate(listed):
         if other.url.startswith(NIXL):
             continue
@@ -62,15 +71,62 @@ def route(
         if bind_source:
             for rank, address in pairs:
                 if address:
-                    ranked.append((rank, number, Way(f"{other.url}?source={address}", rank)))
+                    way = Way(f"{other.url}?source={address}", rank)
+                    ranked.append(_Pair(way, number, address))
         if not (bind_source and any(address for _, address in pairs)):
             rank = min(pairs)[0] if pairs else _rank(Card(""), -1, other, node.numa)
-            ranked.append((rank, number, Way(other.url, rank)))
+            ranked.append(_Pair(Way(other.url, rank), number, ""))
     nixl = [Way(other.url, 0) for other in listed if other.url.startswith(NIXL)]
-    ways: dict[str, Way] = {}
-    for _, _, way in sorted(ranked):
-        ways.setdefault(way.url, way)  # several of our cards may have one address
-    return Route(node.incarnation, tuple([*nixl, *ways.values()][:WAYS_MAX]))
+    best: dict[str, _Pair] = {}
+    for pair in sorted(ranked, key=lambda pair: (pair.way.rank, pair.number)):
+        best.setdefault(pair.way.url, pair)  # several of our cards may have one address
+    ways = _spread(list(best.values()), WAYS_MAX - len(nixl))
+    return Route(node.incarnation, (*nixl, *ways))
+
+
+class _Pair(NamedTuple):
+    """number: of the other node's card, as it lists them. source: the address of ours."""
+
+    way: Way
+    number: int
+    source: str
+
+
+def _spread(pairs: list[_Pair], count: int) -> list[Way]:
+    """The first ones. Of those as good as each other, each card at either end comes once before any twice."""
+    left = list(pairs)
+    ways: list[Way] = []
+    theirs: Counter[int] = Counter()
+    ours: Counter[str] = Counter()
+    rank = -1
+    while left and len(ways) < count:
+        if left[0].way.rank != rank:
+            rank = left[0].way.rank
+            theirs.clear()
+            ours.clear()
+        equals = [pair for pair in left if pair.way.rank == rank]
+        chosen = min(equals, key=lambda pair: (theirs[pair.number], ours[pair.source]))
+        left.remove(chosen)
+        theirs[chosen.number] += 1
+        ours[chosen.source] += 1
+        ways.append(chosen.way)
+    return ways
+
+
+def _reachable(node: NodeRecord, host: str) -> list[TransportRecord]:
+    """Those that are not loopback on another machine; all, should none be left to ask at."""
+    if not host or not node.host or host == node.host:
+        return list(node.transports)
+    found = [one for one in node.transports if not _is_loopback(one.url)]
+    return found if any(not one.url.startswith(NIXL) for one in found) else list(node.transports)
+
+
+def _is_loopback(url: str) -> bool:
+    try:
+        host = urlsplit(url).hostname
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _rank(card: Card, numa: int, other: TransportRecord, other_numa: int) -> int:

@@ -107,11 +107,6 @@ class NodeRecord(msgspec.Struct, frozen=True):
         """Where it is asked, and pulled from by default; empty: nowhere."""
         return next((url for url in self.urls if not url.startswith(NIXL)), "")
 
-    @property
-    def nixl_url(self) -> str:
-        """Where it is pulled from by those that have NIXL too; empty: it has none."""
-        return next((url for url in self.urls if url.startswith(NIXL)), "")
-
 
 class NamespaceSettings(msgspec.Struct, frozen=True):
     """How a namespace's blocks are kept. None of it changes what is read, only whether it is found.

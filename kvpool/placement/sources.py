@@ -393,7 +393,10 @@ class Peers:
 
         Says nothing about the peer: when it was too slow, that is for `slow` to say.
         """
-        self._ended(self._known(incarnation), asked)
+        peer = self._known(incarnation)
+        self._ended(peer, asked)
+        if not peer.running:
+            peer.probe_until = 0.0  # nothing is under way any more that could show what it is worth
 
     def slow(self, incarnation: bytes, now: float) -> None:
         """A request has not been answered by `hedge_after_s`: somebody else is asked too."""

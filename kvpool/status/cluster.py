@@ -114,13 +114,15 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
         cells: list[str | Text] = [
             Text(f"* {record['node']}", style="bold")
             if record["incarnation"] == own
-            else f"  {record['node']}",
+            else escape(f"  {record['node']}"),
             _state(record, wanted=record["node"] in cluster["drains"]),
             record["incarnation"][:INCARNATION_SHOWN],
         ]
         if labelled:
-            cells.append(", ".join(f"{k}={v}" for k, v in sorted(record["labels"].items())))
-        cells.append(", ".join(transport["url"] for transport in record["transports"]) or "none")
+            labels = (f"{k}={v}" for k, v in sorted(record["labels"].items()))
+            cells.append(escape(", ".join(labels)))
+        urls = ", ".join(transport["url"] for transport in record["transports"])
+        cells.append(escape(urls) or "none")
         cells += [
             used_text(by_name[name]["used_bytes"], by_name[name]["capacity_bytes"])
             if name in by_name
@@ -146,12 +148,12 @@ def _print_links(links: Sequence[Mapping[str, Any]], console: Console) -> None:
             if link[age] is None
         ]
         table.add_row(
-            link["node"],
+            escape(link["node"]),
             link["distance"],
             f"{link['latency_s'] * 1e3:.1f} ms",
             f"{size_text(link['bytes_s'])}/s",
             Text(f"{' and '.join(unmeasured)} not measured" if unmeasured else "", style="dim"),
-            link["path"],
+            escape(link["path"]),
         )
     for column in table.columns:
         column.overflow = "fold"
@@ -320,7 +322,7 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
             "" if hidden else f"{row['blocks']:,}",
             "" if hidden else size_text(row["bytes"]),
         ]
-        table.add_row(*([row["tenant"]] if several else []), *cells)
+        table.add_row(*([escape(row["tenant"])] if several else []), *cells)
     for column in table.columns:
         column.no_wrap = column.header != "fields"
         column.overflow = "fold"
@@ -351,7 +353,7 @@ def show_replicas(found: Sequence[Mapping[str, Any]], console: Console | None = 
             table.add_row(
                 block["key"],
                 block["namespace"][:DIGEST_SHOWN],
-                replica["node"],
+                escape(replica["node"]),
                 replica["tier"],
                 Text(f"{replica['parts']} of {block['parts']}", style="" if whole else "yellow"),
             )

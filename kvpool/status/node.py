@@ -293,7 +293,7 @@ def _movers(movers: list[Mapping[str, Any]]) -> Table:
             str(one["orders"]),
             str(one["loans"]),
             Text(str(one["restarts"]), style="yellow" if one["restarts"] else ""),
-            "\n".join(one["listening"]) or "nowhere",
+            escape("\n".join(one["listening"])) or "nowhere",
         )
     return table
 
@@ -320,9 +320,9 @@ def _ways(paths: Mapping[str, Any] | None) -> Table | None:
         for at, way in enumerate(peer["ways"]):
             rests = f"rests for {way['rests_s']:.1f} s: {way['reason']}" if way["reason"] else ""
             table.add_row(
-                "" if at else url,
+                "" if at else escape(url),
                 "" if at else peer["usual"],
-                way["url"],
+                escape(way["url"]),
                 f"{way['pulls']:,}",
                 size_text(way["bytes"]),
                 Text(rests, style="yellow"),
@@ -352,7 +352,7 @@ def _peers(peers: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Tabl
     named = [(_peer_name(one, names), one) for one in asked]
     for name, one in sorted(named, key=lambda pair: pair[0]):
         table.add_row(
-            name,
+            escape(name),
             one["distance"],
             _health(one),
             f"{one['asked']:,}",

@@ -37,7 +37,7 @@ def make_table(title: str, *columns: str) -> Table:
     )
     for name in columns:
         table.add_column(
-            name.removeprefix(">"), justify="right" if name.startswith(">") else "left"
+            escape(name.removeprefix(">")), justify="right" if name.startswith(">") else "left"
         )
     return table
 

@@ -23,7 +23,14 @@ import msgspec
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvpool.errors import ConfigError, InvalidRequest, KvpoolError, LimitExceeded, Unavailable
+from kvpool.errors import (
+    ConfigError,
+    Declined,
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    Unavailable,
+)
 from kvpool.transfer import transport_for
 from kvpool.transfer.base import (
     ABSENT,
@@ -438,6 +445,7 @@ class TransportContract:
             pulled = reader.transport.pull(order(url, 4096, [key_of(1)], [0]), Stop())
             assert pulled.status == bytes([MISSING])
             assert "other sizes" in pulled.error
+            assert pulled.refused
             with pytest.raises(InvalidRequest, match="other sizes"):
                 reader.transport.ask(asking(url, key_of(1)), Stop())
             owner.source.error = None
@@ -521,8 +529,10 @@ class TransportContract:
             pulled = reader.transport.pull(order(url, 4096, [key_of(1)], [0]), Stop())
             assert pulled.status == bytes([MISSING])
             assert url in pulled.error
-            with pytest.raises(Unavailable):
+            assert not pulled.refused
+            with pytest.raises(Unavailable) as raised:
                 reader.transport.ask(asking(url, key_of(1)), Stop())
+            assert not isinstance(raised.value, Declined)
 
     def test_cancelled_before_it_began(self) -> None:
         with self.pair() as (owner, reader, url, _):

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
+from kvpool.errors import Declined, InvalidRequest, KvpoolError, LimitExceeded, Unavailable
 from kvpool.transfer.memory import Memory
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
 from kvpool.wire import (
@@ -45,6 +45,7 @@ from kvpool.wire import (
 )
 
 ABSENT, ARRIVED, MISMATCH, MISSING = 0, 1, 2, 3  # `Pulled.status`, a byte a key
+REFUSALS = (InvalidRequest, LimitExceeded)  # of a sound order: a peer's answers alone
 
 DEADLINE_S_MAX = 600.0  # no transfer is worth waiting longer for
 
@@ -252,12 +253,18 @@ class Outcome:
         self.checksums[at : at + len(checksums)] = checksums
         self.status[first : first + count] = bytes([ARRIVED]) * count
 
-    def finish(self, error: KvpoolError | None = None) -> Pulled:
+    def finish(
+        self,
+        error: KvpoolError | None = None,
+        refusals: tuple[type[KvpoolError], ...] = (*REFUSALS, Declined),
+    ) -> Pulled:
+        """refusals: errors that are the peer's answer, and say nothing against the way to it."""
         return Pulled(
             bytes(self.status),
             bytes(self.checksums),
             time.monotonic() - self._started,
             "" if error is None else str(error),
+            isinstance(error, refusals),
         )
 
 

@@ -17,7 +17,7 @@ IDLE_MAX = 64
 
 
 class Connections:
-    """Idle connections by URL, newest first. Thread-safe; connecting is done outside of the lock."""
+    """Idle connections by URL, newest last. Thread-safe; connecting is done outside of the lock."""
 
     def __init__(self, identity: Identity, limits: TransferLimits) -> None:
         self._identity = identity
@@ -30,10 +30,9 @@ class Connections:
         """An idle connection to this peer that looks alive, or None."""
         while True:
             with self._lock:
-                idle = self._idle.get(url)
-                if not idle:
+                if url not in self._idle:
                     return None
-                stream = idle.pop()
+                stream = self._pop(url, -1)
             # Nothing is due on an idle connection: what can be read is its end, or nonsense.
             old = time.monotonic() - stream.idle_since > self._limits.idle_s
             if not old and not stream.readable():
@@ -73,15 +72,31 @@ class Connections:
         raise Unavailable(failure)
 
     def give(self, url: str, stream: Stream) -> None:
-        """Keep a connection on which nothing is under way."""
+        """Keep a connection on which nothing is under way. Where there are too many, the longest idle one goes."""
         stream.idle_since = time.monotonic()
+        surplus: Stream | None = stream
         with self._lock:
-            full = sum(map(len, self._idle.values())) >= IDLE_MAX
-            idle = self._idle.setdefault(url, [])
-            if not (self._closed or full or len(idle) >= IDLE_PER_PEER_MAX):
-                idle.append(stream)
-                return
-        stream.close()
+            if not self._closed:
+                self._idle.setdefault(url, []).append(stream)
+                surplus = self._surplus(url)
+        if surplus is not None:
+            surplus.close()
+
+    def _surplus(self, url: str) -> Stream | None:
+        """What is one too many, of this peer's or of all."""
+        if len(self._idle[url]) > IDLE_PER_PEER_MAX:
+            return self._pop(url, 0)
+        if sum(map(len, self._idle.values())) <= IDLE_MAX:
+            return None
+        # Else those of nodes that have left would keep out all others for ever.
+        return self._pop(min(self._idle, key=lambda each: self._idle[each][0].idle_since), 0)
+
+    def _pop(self, url: str, index: int) -> Stream:
+        idle = self._idle[url]
+        stream = idle.pop(index)
+        if not idle:
+            del self._idle[url]
+        return stream
 
     def close(self) -> None:
         with self._lock:

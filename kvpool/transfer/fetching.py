@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from xxhash import xxh3_128_digest
 
-from kvpool.errors import ProtocolError, Unavailable, from_code
+from kvpool.errors import Declined, ProtocolError, Unavailable, from_code
 from kvpool.transfer.base import MISMATCH, Outcome, Stop
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.precedence import Precedence
@@ -111,7 +111,11 @@ class Refused(Exception):
 
     def __init__(self, error: Error) -> None:
         super().__init__(error.message)
-        self.error = from_code(error.code, error.message)
+        # Not to be taken for a peer that cannot be reached.
+        unavailable = error.code == Unavailable.code
+        self.error = (
+            Declined(error.message) if unavailable else from_code(error.code, error.message)
+        )
 
 
 def exchange(stream: Stream, message: Message, request: int, kind: type[M]) -> M:

@@ -38,6 +38,7 @@ from kvpool.errors import KvpoolError, ProtocolError, Unavailable
 from kvpool.transfer.addresses import is_loopback, parse, resolve
 from kvpool.transfer.base import (
     MISMATCH,
+    REFUSALS,
     Deadline,
     Identity,
     Outcome,
@@ -140,7 +141,8 @@ class NixlTransport:
                 end = min(first + step, len(outcome.status))
                 self._fetch(order, first, end, outcome, deadline, stop)
         except KvpoolError as error:
-            return outcome.finish(error)
+            # One that is declined may be so for want of NIXL at the other end: TCP tells.
+            return outcome.finish(error, REFUSALS)
         return outcome.finish()
 
     def _fetch(

@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import struct
+import tempfile
 from hashlib import sha256
 from pathlib import Path
 
@@ -28,10 +29,17 @@ def open_message(fields: dict | None = None, parts: list | None = None) -> wire.
     return wire.OpenNamespace(sha256(text).digest()[:16], text, PARTS if parts is None else parts)
 
 
+@contextlib.contextmanager
+def disk():
+    """Flags for one, so that there is something that blocks could be brought from."""
+    with tempfile.TemporaryDirectory(prefix="kvpool-disk-") as folder:
+        yield "--ssd", f"{folder}/disk=16MiB"
+
+
 @pytest.fixture(scope="module")
 def daemon(start_one):
     """One for all tests of this file: whatever one of them says, it serves the next."""
-    with start_one("--memory", "32MiB") as daemon:
+    with disk() as options, start_one("--memory", "32MiB", *options) as daemon:
         yield daemon
         assert daemon.stop() == 0
         assert daemon.stderr == "", "nothing that a client says is worth a line"
@@ -40,7 +48,7 @@ def daemon(start_one):
 @pytest.fixture
 def apart(start_one):
     """One for a test that leaves slots taken until its process, which is ours, ends."""
-    with start_one("--memory", "32MiB") as daemon:
+    with disk() as options, start_one("--memory", "32MiB", *options) as daemon:
         yield daemon
 
 
@@ -269,6 +277,17 @@ def test_keys_of_the_wrong_size(met, make, keys):
     answer = raw.ask(make(number, keys))
     assert answer.code == "invalid"
     assert "16" in answer.message
+
+
+@pytest.mark.parametrize("parts", [[], [0, 0], [0, 1], [98], [98, 99], [-1], [0, -1]])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_parts_that_there_are_not_are_brought_from_nowhere(met, parts, scattered):
+    raw, number = met
+    answer = raw.ask(wire.Acquire(number, KEY, parts, 1.0, wait_s=0.5, scattered=scattered))
+    if parts or scattered:
+        assert answer.code == "invalid"
+    else:
+        assert answer.token == ""
 
 
 def test_too_many_keys(met):

@@ -307,6 +307,7 @@ def test_a_killed_owner_returns_its_loans_and_keeps_its_address() -> None:
             pulled = await task
             assert ARRIVED not in pulled.status
             assert pulled.error
+            assert owner.movers.addresses == [url], "whether it runs at the moment or not"
             await until(lambda: owner.movers.stats()[0]["restarts"] == 1)
             await until(lambda: owner.movers.urls == [url])
             assert not owner.rules.loans

@@ -257,6 +257,32 @@ def test_ways_to_peers_where_there_are_several():
     assert "1 MiB" in line_with(text, "tcp://10.0.0.2:1")
     assert "rests for 1.5 s" in text
     assert "[at all]" in text
+    six = [way("tcp://[fd00::7]:1"), way("tcp://[fd00::8]:1")]
+    text = shown(STATS | {"paths": {"peers": {"tcp://[fd00::7]:1": one | {"ways": six}}}})
+    assert line_with(text, "[fd00::8]").split()[0] == "tcp://[fd00::8]:1"
+    assert line_with(text, "[fd00::7]").count("tcp://[fd00::7]:1") == 2
+
+
+def test_addresses_of_six_words_are_shown_whole():
+    url = "tcp://[fd00::7]:7070"
+    mover = STATS["movers"][0] | {"listening": [url]}
+    assert url in shown(STATS | {"movers": [mover]})
+    nodes = [node("host-1", "a", transports=[{"url": url}], labels={"rack": "7"})]
+    assert url in printed(show_nodes, CLUSTER | {"nodes": nodes}, width=200)
+    link = {
+        "node": url,
+        "incarnation": "b" * 16,
+        "distance": "zone",
+        "latency_s": 0.001,
+        "bytes_s": 1e9,
+        "latency_age_s": 2.0,
+        "bytes_age_s": None,
+        "inflight_bytes": 0,
+        "path": url,
+    }
+    assert printed(show_nodes, CLUSTER | {"links": [link]}, width=200).count(url) == 2
+    peer = STATS["remote"]["peers"][0] | {"node": url, "asked": 1}
+    assert url in shown(STATS | {"remote": STATS["remote"] | {"peers": [peer]}})
 
 
 def test_trouble_is_shown_when_there_is_any():

@@ -470,6 +470,11 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
         ("join_ca = []", "join_ca.*text"),
         ("member_ttl_s = 0", "member_ttl_s.*seconds"),
         ("member_ttl_s = 86401", "member_ttl_s.*seconds"),
+        ("probe_s = [1]", "probe_s.*seconds"),
+        ("probe_s = -1", "probe_s.*seconds"),
+        ("probe_s = false", "probe_s.*seconds"),
+        ("ssd_drain_s = {}", "ssd_drain_s.*seconds"),
+        ("ssd_bytes_per_day = [1]", "ssd_bytes_per_day"),
         ('directory_timeout_s = "long"', "directory_timeout_s.*seconds"),
         ("copies_max = 0", "1 to 64"),
         ("copies_max = 65", "1 to 64"),
@@ -598,6 +603,14 @@ def test_a_tenants_part_of_the_disks_can_come_from_the_file(tmp_path):
         '[tenants.a]\nmemory = "1GiB"\nssd = "30%"\n[tenants.b]\nmemory = 4096\nssd = "2GiB"',
     )
     assert [tenant.ssd for tenant in config.tenants] == [0.3, 2 << 30]
+
+
+def test_how_never_and_lists_of_names_may_be_written():
+    environ = {"KVPOOL_LISTEN": "tcp://a:1,tcp://b:2", "KVPOOL_RAILS": "a, -"}
+    assert load(environ=environ).rails == ("a", "")
+    for text in ("0", "0.0", "0e0"):
+        assert load(environ={"KVPOOL_PROBE_S": text}).probe_s == 0.0
+    assert load(flags={"probe_s": 0.0}, environ={}).probe_s == 0.0
 
 
 @pytest.mark.parametrize(

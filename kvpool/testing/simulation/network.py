@@ -92,6 +92,14 @@ class Carrier:
     def urls(self) -> list[str]:
         return [self.life.node.url]
 
+    @property
+    def addresses(self) -> list[str]:
+        return self.urls
+
+    @property
+    def idle(self) -> bool:
+        return not self._running
+
     def stats(self) -> list[dict[str, Any]]:
         return [{"orders": len(self._running), "loans": len(self._loans)}]
 

@@ -14,7 +14,7 @@ import pytest
 from kvpool import wire
 from kvpool.daemon import follows
 from kvpool.daemon.blocks import Limits, PartTable, directory_digest
-from kvpool.daemon.follows import FOLLOWS_MAX, Follows
+from kvpool.daemon.follows import Follows
 from kvpool.daemon.lending import AWAIT_S_MAX, Lender
 from kvpool.daemon.node import Node
 from kvpool.daemon.remote import Living, Remote
@@ -539,11 +539,12 @@ async def test_an_epoch_that_ends_ends_it() -> None:
 async def test_so_many_at_a_time_and_what_is_no_time() -> None:
     world = World()
     loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(world.follow(2, wait_s=1.0)) for _ in range(FOLLOWS_MAX)]
+    most = follows.FOLLOWS_PER_TENANT_MAX  # all are of one
+    tasks = [loop.create_task(world.follow(2, wait_s=1.0)) for _ in range(most)]
     await asyncio.sleep(0.1)
-    with pytest.raises(LimitExceeded, match=str(FOLLOWS_MAX)):
+    with pytest.raises(LimitExceeded, match=f"{most} of them"):
         await world.follow(2)
-    assert await asyncio.gather(*tasks) == [0] * FOLLOWS_MAX
+    assert await asyncio.gather(*tasks) == [0] * most
     assert await world.follow(2, wait_s=0.1) == 0
     for wait_s in (0.0, -1.0, float("nan")):
         with pytest.raises(InvalidRequest):

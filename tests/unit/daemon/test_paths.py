@@ -1,6 +1,7 @@
 """What goes by which way, against plain models: each block once, the failures counted, the faster way found."""
 
 import asyncio
+import random
 from array import array
 from itertools import pairwise
 
@@ -19,10 +20,17 @@ from kvpool.daemon.paths import (
     TRIES_MAX,
     Paths,
 )
-from kvpool.errors import InvalidRequest, KvpoolError, NamespaceMismatch, Unavailable
+from kvpool.errors import (
+    Declined,
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    NamespaceMismatch,
+    Unavailable,
+)
 from kvpool.placement.rails import Route, Way
 from kvpool.transfer.base import ABSENT, ARRIVED, MISMATCH, MISSING
-from kvpool.wire import Ask, AskPeer, Done, PullBlocks, Pulled
+from kvpool.wire import Ask, AskPeer, Await, Done, PullBlocks, Pulled
 
 TCP, NIXL = "tcp://a:1", "nixl://a:2"
 NBYTES = 100
@@ -64,6 +72,13 @@ class Clock:
         return self.now
 
 
+class AsListed(random.Random):
+    """Ties stand as records list them."""
+
+    def random(self) -> float:
+        return 0.0
+
+
 class Both:
     def __init__(self, *, nixl: bool = True) -> None:
         self.clock = Clock()
@@ -74,6 +89,7 @@ class Both:
             nobody_asks,
             {TCP: Route("a", ways)}.get,
             self.clock,
+            AsListed(),
         )
 
     def pull(self, count: int = 4, deadline_s: float = 8.0) -> Pulled:
@@ -235,7 +251,12 @@ LARGE = LEARN_BYTES
 class Host:
     """A peer with several ways: each answers, in its own time, or fails."""
 
-    def __init__(self, *ways: Way, schemes: tuple[str, ...] = ("nixl", "tcp")) -> None:
+    def __init__(
+        self,
+        *ways: Way,
+        schemes: tuple[str, ...] = ("nixl", "tcp"),
+        rng: random.Random | None = None,
+    ) -> None:
         self.clock = Clock()
         self.incarnation = "a"
         self.ways = ways
@@ -243,21 +264,29 @@ class Host:
         self.asked: list[AskPeer] = []
         self.bytes_s: dict[str, float] = {}
         self.errors: dict[str, KvpoolError] = {}
+        self.late_s: dict[str, float] = {}  # before an error
+        self.refusals: dict[str, str] = {}
+        self.gone = False
         self.statuses: dict[str, list[int]] = {}  # of the blocks 0, 1, …; ARRIVED unless said
         self.gate: asyncio.Event | None = None
         pulls = {"nixl": self._pull, "tcp": self._pull}
         self.paths = Paths(
-            {scheme: pulls[scheme] for scheme in schemes}, self._ask, self._route, self.clock
+            {scheme: pulls[scheme] for scheme in schemes},
+            self._ask,
+            self._route,
+            self.clock,
+            rng or AsListed(),
         )
 
     def _route(self, url: str) -> Route | None:
-        return Route(self.incarnation, self.ways) if url == TCP else None
+        return Route(self.incarnation, self.ways) if url == TCP and not self.gone else None
 
     async def _pull(self, order: PullBlocks) -> Pulled:
         self.orders.append(order)
         if self.gate is not None:
             await self.gate.wait()
         if error := self.errors.get(order.url):
+            self.clock.now += self.late_s.get(order.url, 0.0)
             raise error
         numbers = [int.from_bytes(order.keys[i : i + 16]) for i in range(0, len(order.keys), 16)]
         said = self.statuses.get(order.url)
@@ -265,7 +294,10 @@ class Host:
         seconds = status.count(ARRIVED) * order.nbytes / self.bytes_s.get(order.url, 1e9)
         self.clock.now += seconds
         error_text = "broke off" if MISSING in status else ""
-        return Pulled(status, sums_of(order.keys, status), seconds, error_text)
+        refusal = self.refusals.get(order.url, "")
+        return Pulled(
+            status, sums_of(order.keys, status), seconds, refusal or error_text, bool(refusal)
+        )
 
     async def _ask(self, order: AskPeer) -> Done:
         self.asked.append(order)
@@ -284,9 +316,15 @@ class Host:
 
         asyncio.run(pull_all())
 
-    def ask(self, deadline_s: float = 8.0) -> int:
-        question = AskPeer(TCP, Ask("default", b"d" * 16, [], b""), deadline_s)
-        return asyncio.run(self.paths.ask(question)).value
+    def ask(self, deadline_s: float = 8.0, wait_s: float | None = None, **settings) -> int:
+        question = Ask("default", b"d" * 16, [], b"")
+        if wait_s is not None:
+            question = Await("b", "default", b"d" * 16, b"", b"", wait_s)
+        return asyncio.run(self.paths.ask(AskPeer(TCP, question, deadline_s, **settings))).value
+
+    def resting(self) -> list[str]:
+        ways = self.paths.stats()["peers"][TCP]["ways"]
+        return [way["url"] for way in ways if way["rests_s"]]
 
     def went_by(self) -> list[str]:
         urls, self.orders = [order.url for order in self.orders], []
@@ -392,7 +430,7 @@ def test_over_tcp_is_the_last_resort_even_when_it_rests() -> None:
 
 def test_what_another_way_cannot_mend_is_raised_at_once_and_blames_no_way() -> None:
     for error in (NamespaceMismatch("other parts"), InvalidRequest("too many")):
-        host = Host(Way(A, 0), Way(B, 0))
+        host = Host(Way(A, 0), Way(B, 1))
         host.errors[A] = error
         with pytest.raises(type(error)):
             host.pull()
@@ -426,6 +464,151 @@ def test_cards_that_are_as_good_share_what_is_pulled_at_a_time() -> None:
     host = Host(Way(A, 0), Way(B, 0), Way(C, 1))
     asyncio.run(at_a_time(host))
     assert sorted(host.went_by()) == [A] * 3 + [B] * 3, "never the worse one"
+
+
+def test_cards_that_are_as_good_share_what_comes_one_after_the_other() -> None:
+    host = Host(Way(A, 0), Way(B, 0), Way(C, 1))
+    sizes = {A: 0, B: 0}
+    for number in range(20):
+        nbytes = 1_000_000 + 700_000 * (number % 3)
+        host.pull(nbytes)
+        (url,) = host.went_by()
+        sizes[url] += nbytes
+    assert abs(sizes[A] - sizes[B]) <= 2_400_000
+    host.clock.now += 3600  # what was long ago does not have to be made up for
+    host.ways = (Way(A, 0), Way(B, 0), Way("tcp://d:1", 0))
+    host.pull_often(9)
+    went = host.went_by()
+    assert {went.count(url) for url in went} == {3}
+
+
+def test_readers_begin_with_different_cards() -> None:
+    ways = [Way(A, 0), Way(B, 0), Way(C, 0)]
+    begun = set()
+    for seed in range(20):
+        host = Host(*ways, rng=random.Random(seed))
+        host.pull()
+        begun.update(host.went_by())
+    assert begun == {A, B, C}
+
+
+def test_no_card_at_either_end_is_used_twice_before_all_are_used_once() -> None:
+    """Ours are two, of which both ways to each of theirs are as good as each other."""
+    ends = [
+        (theirs, ours) for theirs in ("tcp://x:1", "tcp://y:1") for ours in ("10.0.0.1", "10.0.0.2")
+    ]
+    host = Host(*(Way(f"{theirs}?source={ours}", 0) for theirs, ours in ends))
+
+    async def at_a_time() -> list[set[str]]:
+        host.gate = asyncio.Event()
+        one = replace(order(1), nbytes=1000)
+        pulls = [asyncio.create_task(host.paths.pull(one)) for _ in range(2)]
+        await asyncio.sleep(0)
+        cards = [set(end) for end in zip(*(o.url.split("?") for o in host.orders), strict=True)]
+        host.gate.set()
+        await asyncio.gather(*pulls)
+        return cards
+
+    assert [len(cards) for cards in asyncio.run(at_a_time())] == [2, 2]
+
+
+def test_what_a_peer_refuses_is_asked_by_no_other_way_and_no_way_rests() -> None:
+    host = Host(Way(A, 0), Way(B, 1))
+    host.statuses[A], host.refusals[A] = [MISSING], "not a member"
+    pulled = host.pull()
+    assert (pulled.error, list(pulled.status)) == ("not a member", [MISSING])
+    assert host.went_by() == [A]
+    assert host.resting() == []
+    host.errors[A] = Declined("takes no offers")
+    with pytest.raises(Declined):
+        host.ask()
+    assert [one.url for one in host.asked] == [A]
+    assert host.resting() == []
+
+
+def test_a_refusal_after_another_way_broke_off_is_what_is_said() -> None:
+    host = Host(Way(NIXL, 0), Way(A, 0), Way(B, 1))
+    host.statuses = {NIXL: [ARRIVED, MISSING], A: [MISSING, MISSING]}
+    host.refusals[A] = "not a member"
+    pulled = host.pull(count=2)
+    assert (list(pulled.status), pulled.error) == ([ARRIVED, MISSING], "not a member")
+    assert host.went_by() == [NIXL, A]
+    assert host.resting() == [NIXL]
+
+
+def test_what_is_too_much_for_our_own_mover_for_nixl_goes_over_tcp_and_blames_nobody() -> None:
+    host = Host(Way(NIXL, 0), Way(A, 0))
+    host.errors[NIXL] = LimitExceeded("4096 orders are under way")
+    assert host.pull().status == bytes([ARRIVED])
+    assert host.went_by() == [NIXL, A]
+    assert host.resting() == []
+
+
+def test_what_gives_way_to_others_may_be_late_without_blame() -> None:
+    for background in (False, True):
+        host = Host(Way(A, 0), Way(B, 1))
+        host.errors[A], host.late_s[A] = Unavailable("late"), 500.0
+        assert host.pull(background=background).status == bytes([ARRIVED])
+        assert host.went_by() == [A, B]
+        assert host.resting() == ([] if background else [A])
+        if background:
+            host.late_s[A] = 0.0
+            host.pull(background=True)
+            assert host.resting() == [A], "refused at once"
+        host.errors = {B: Unavailable("late"), A: Unavailable("late")}
+        host.clock.now += REST_S_MAX
+        with pytest.raises(Unavailable):
+            host.ask(background=background)
+        assert bool(host.resting()) is not background
+
+
+def test_a_question_leaves_time_for_the_next_card_but_a_peer_may_wait_as_asked() -> None:
+    host = Host(Way(A, 0), Way(B, 1))
+    for deadline_s, wait_s, share_s in ((8.0, None, 4.0), (8.0, 6.0, 7.0), (3.0, 5.0, 3.0)):
+        host.ask(deadline_s, wait_s)
+        assert host.asked[-1].deadline_s == share_s
+    alone = Host(Way(A, 0))
+    alone.ask(8.0, 6.0)
+    assert alone.asked[-1].deadline_s == 8.0
+
+
+def test_members_that_have_gone_are_forgotten() -> None:
+    host = Host(Way(A, 0), Way(B, 0))
+    host.pull()
+    assert set(host.paths.stats()["peers"]) == {TCP}
+    host.gone = True
+    asyncio.run(host.paths.pull(replace(order(1), url="tcp://stranger:1")))
+    assert set(host.paths.stats()["peers"]) == {"tcp://stranger:1"}
+
+
+def test_what_fails_when_it_is_tried_is_tried_less_and_less_often_for_a_short_time() -> None:
+    host = Host(Way(NIXL, 0), Way(A, 1), Way(B, 1))
+    host.bytes_s = {NIXL: 1e8, A: 1e8, B: 1e8}
+    for url in (A, B):
+        host.errors[url], host.late_s[url] = Unavailable("late"), 1.0
+    host.pull_often(20 * EXPLORE_EVERY_MAX)
+    tries = [at for at, one in enumerate(host.orders) if one.url != NIXL]
+    assert all(host.orders[at + 1].url == NIXL for at in tries), "one of them, then the usual way"
+    pauses = [after - before - 1 for before, after in pairwise(tries)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == EXPLORE_EVERY_MAX
+    given = {round(host.orders[at].deadline_s, 6) for at in tries}
+    assert given == {round(4 * LARGE / 1e8, 6)}
+    assert host.resting() == [], "slow is not broken"
+
+
+def test_a_try_that_fails_goes_on_by_the_usual_way_and_comes_again_at_the_end() -> None:
+    host = Host(Way(NIXL, 0), Way(A, 0))
+    host.pull_often(EXPLORE_EVERY - 1)
+    host.went_by()
+    host.errors = {A: Unavailable("reset"), NIXL: Unavailable("reset")}
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            host.pull(LARGE)
+        if (went := host.went_by())[0] == A:
+            break
+        host.clock.now += REST_S_MAX
+    assert went == [A, NIXL, A]
 
 
 speeds = st.floats(1e7, 1e10)
@@ -498,8 +681,8 @@ def test_questions_go_over_tcp_by_the_next_card_where_one_fails() -> None:
     assert host.ask() == 7
     assert host.ask() == 7
     assert [(one.url, one.deadline_s) for one in host.asked] == [
-        (A, 8.0),
-        (A, 8.0),
+        (A, 4.0),
+        (A, 4.0),
         (B, 7.0),
         (B, 8.0),
     ]

@@ -31,6 +31,7 @@ class World:
         self.asked: list[wire.AskPeer] = []
         self.errors: dict[str, Exception] = {}
         self.takes_s = 0.002
+        self.idle = True
         self.prober = Prober(self, self, self.peers, lambda: self.now)
 
     async def pull(self, order: wire.PullBlocks) -> wire.Pulled:
@@ -81,6 +82,15 @@ def test_none_is_only_counted(error: Exception) -> None:
     assert world.round() == [], "no sooner than the others"
 
 
+def test_while_there_is_something_to_do_nobody_is_asked() -> None:
+    world = World(2)
+    world.idle = False
+    assert world.round() == []
+    world.idle = True
+    assert len(world.round()) == 2
+    assert all(order.background for order in world.asked), "a late answer blames no way"
+
+
 def test_a_node_alone_asks_nobody() -> None:
     assert World(0).round() == []
 
@@ -99,7 +109,7 @@ def test_it_goes_on_until_it_is_ended_and_not_at_all_if_it_is_not_to() -> None:
                 done.set()
             return wire.Done(0)
 
-        carrier = SimpleNamespace(ask=ask, pull=world.pull)
+        carrier = SimpleNamespace(ask=ask, pull=world.pull, idle=True)
         prober = Prober(carrier, world, world.peers, lambda: float(next(ticks)))
         task = asyncio.create_task(prober.run(1e-3))
         await done.wait()

@@ -60,7 +60,7 @@ SECOND = TransportRecord("tcp://10.1.0.6:1", numa=1, net=NETS[1])
 def test_a_node_tells_where_it_and_its_cards_are_in_every_life() -> None:
     async def run() -> None:
         labels = {"zone": "z", "rack": "r", "shelf": "7"}
-        shown = ("tcp://out:1", "nixl://out:2", "tcp://out:3", "tcp://out:4")
+        shown = ("tcp://out:1", "nixl://out:2", "tcp://10.1.0.5:3", "tcp://out:4")
         a = make(
             StaticCluster("kvpool"), labels=labels, advertise=shown, rails=("r0", "", "r1", "")
         )
@@ -69,9 +69,9 @@ def test_a_node_tells_where_it_and_its_cards_are_in_every_life() -> None:
             record = a.record()
             assert (record.labels, record.host, record.numa) == (labels, "host-a", 1)
             assert record.transports == (
-                TransportRecord("tcp://out:1", "", 0, "r0", NETS[0]),
-                TransportRecord("nixl://out:2", "", 0, "", NETS[0]),
-                TransportRecord("tcp://out:3", "", 1, "r1", NETS[1]),
+                TransportRecord("tcp://out:1", "", 0, "r0", ""),
+                TransportRecord("nixl://out:2", "", 0, "", ""),
+                TransportRecord("tcp://10.1.0.5:3", "", 1, "r1", NETS[1]),
                 TransportRecord("tcp://out:4"),
             )
             before = record.incarnation

@@ -68,6 +68,13 @@ def measure(
             peers.finished(incarnation, nbytes, seconds, now)
 
 
+def test_one_late_answer_does_not_speak_for_all_distances() -> None:
+    peers = peers_at(Distance.RACK, Distance.FAR)
+    peers.probed(P, 100 * PRIORS[Distance.RACK].latency_s, 0.0)
+    assumed = peers.link(Q, "n", 0.0).latency_s
+    assert PRIORS[Distance.FAR].latency_s < assumed < 30 * PRIORS[Distance.FAR].latency_s
+
+
 def chosen(peers: Peers, incarnations: list[bytes], nbytes: int, now: float) -> bytes:
     (one,) = plan([[Candidate(inc, DRAM) for inc in incarnations]], nbytes, peers, now)
     return one.incarnation

@@ -122,6 +122,38 @@ def test_each_rail_of_a_host_reaches_its_own() -> None:
     ]
 
 
+def test_each_card_comes_once_before_any_comes_twice() -> None:
+    for here, there in ((2, 2), (2, 3), (3, 2), (4, 3)):
+        ours = [Card(f"10.0.0.{n}") for n in range(here)]
+        theirs = [TransportRecord(f"tcp://b:{n}") for n in range(there)]
+        ways = route(ours, -1, record(theirs), bind_source=True).ways
+        assert len(set(ways)) == here * there
+        for at, count in ((0, there), (1, here)):
+            cards = [way.url.split("?")[at] for way in ways]
+            seen: list[int] = []
+            for number, card in enumerate(cards):
+                seen.append(cards[:number].count(card))
+            first_again = next((n for n, before in enumerate(seen) if before), len(seen))
+            both = max(here, there)
+            assert len(set(cards[:both])) == count, "all of them, as soon as that can be"
+            assert first_again >= min(count, first_again)
+
+
+def test_what_another_machine_calls_loopback_is_not_that_machine() -> None:
+    loopback = [TransportRecord(f"tcp://{host}:1") for host in ("127.0.0.1", "127.8.0.1", "[::1]")]
+    reached = TransportRecord("tcp://10.0.0.2:1")
+    rdma = TransportRecord("nixl://localhost:2")
+    node = NodeRecord("b", "ab" * 8, transports=(*loopback, reached, rdma), host="h1")
+
+    def urls(host: str, node: NodeRecord = node) -> set[str]:
+        return {way.url for way in route([], -1, node, host=host).ways}
+
+    assert urls("h2") == {reached.url}
+    assert len(urls("h1")) == len(urls("")) == 5
+    alone = NodeRecord("b", "ab" * 8, transports=tuple(loopback), host="h1")
+    assert len(urls("h2", alone)) == 3, "as good as none, but there is always one"
+
+
 def test_ways_are_bounded() -> None:
     ours = [Card(f"10.0.0.{n}") for n in range(40)]
     theirs = [TransportRecord(f"tcp://b:{n}") for n in range(40)]

@@ -180,12 +180,11 @@ def test_a_record_of_before_there_were_cards_is_read_as_one_that_says_nothing_of
     assert (record.host, record.numa) == ("", -1)
 
 
-def test_where_a_node_is_asked_and_where_nixl_reads_from_it():
-    def urls(*listed: str) -> tuple[str, str]:
-        record = NodeRecord("a", "ab" * 8, transports=tuple(map(TransportRecord, listed)))
-        return record.url, record.nixl_url
+def test_where_a_node_is_asked():
+    def url(*listed: str) -> str:
+        return NodeRecord("a", "ab" * 8, transports=tuple(map(TransportRecord, listed))).url
 
-    assert urls() == ("", "")
-    assert urls("tcp://a:1", "tcp://a:2") == ("tcp://a:1", "")
-    assert urls("nixl://a:3", "tcp://a:1") == ("tcp://a:1", "nixl://a:3")
-    assert urls("nixl://a:3") == ("", "nixl://a:3")
+    assert url() == ""
+    assert url("tcp://a:1", "tcp://a:2") == "tcp://a:1"
+    assert url("nixl://a:3", "tcp://a:1") == "tcp://a:1"
+    assert url("nixl://a:3") == ""
