@@ -266,7 +266,10 @@ class Follower:
     def _catch_up(self, *, failed: bool) -> None:
         """After a replay: tell what waited, and see whether another one is needed."""
         waiting = self._let_go()
-        while waiting and self._next is not None and waiting[0].seq <= self._next:
+        # Nothing was replayed, and something was heard: it was sent since, or by an earlier life. In the first
+        # case it is in the next replay.
+        unclear = bool(waiting) and self._next == 0 and not (failed or self._came)
+        while waiting and not unclear and self._next is not None and waiting[0].seq <= self._next:
             batch = waiting.pop(0)
             if batch.seq == self._next:
                 self._accept(batch)
@@ -277,7 +280,7 @@ class Follower:
         if not self._doubt:
             self._wanted = None
         elif self._futile < FUTILE_MAX:
-            for batch in waiting:
+            for batch in waiting if not unclear else ():
                 self._hold_back(batch)
             self._wanted = self._last()
         else:
@@ -304,12 +307,13 @@ class Follower:
     def _hold_back(self, batch: Batch) -> None:
         if self._again:
             return  # perhaps of another life than what waits already; another replay follows in any case
+        other = self._waiting.get(batch.seq)
+        if other is not None:
+            # Two lives have sent the same number: what waits may be of both, which another replay tells.
+            self._again = other.at != batch.at
+            return
         room = WAITING_BYTES_MAX - self._waiting_bytes
-        if (
-            len(self._waiting) < WAITING_MAX
-            and batch.nbytes <= room
-            and batch.seq not in self._waiting
-        ):
+        if len(self._waiting) < WAITING_MAX and batch.nbytes <= room:
             self._waiting[batch.seq] = batch
             self._waiting_bytes += batch.nbytes
 

@@ -199,6 +199,25 @@ with_failures = st.lists(
 
 @settings(max_examples=500)
 @example([("serve", None), ("step", [("store", 0)]), ("restart", None), ("step", []), ("step", [])])
+@example(
+    [
+        *(("step", []), ("restart", None), ("serve", None), ("bring", 1), ("early", 2)),
+        *(("serve", None), ("step", [("store", 0)]), ("step", [])),
+    ]
+)
+@example(
+    [
+        *(
+            ("step", []),
+            ("restart", None),
+            ("serve", None),
+            ("bring", 1),
+            ("early", 2),
+            ("deliver", 1),
+        ),
+        *(("serve", None), ("step", [("store", 0)]), ("step", []), ("lose", None)),
+    ]
+)
 @given(anything)
 def test_with_replays_of_all_nothing_is_ever_missing(program: list[tuple[str, Any]]) -> None:
     """Whatever is lost, doubled, exchanged or restarted: in the end it is what the engine holds."""
