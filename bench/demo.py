@@ -114,7 +114,8 @@ def run(folder: Path, console: Console) -> list[Row]:
         a.restart()
         wait_until_announced(a.socket)
         console.print("starting engine 2 on node b, which has seen no prompt ...")
-        transfer = kvpool_transfer(b.socket, pull_wait_s=PULL_WAIT_S)
+        # On a busy machine, computing so short a prompt may be sooner than bringing it: then it would be computed.
+        transfer = kvpool_transfer(b.socket, pull_wait_s=PULL_WAIT_S, prefill_tokens_per_s=1.0)
         with EngineProcess("engine-2", model, folder, transfer) as engine:
             engine.wait_ready()
             engine.ask(prompt(WARM_SEED + 1, max(PROMPT_TOKENS)), NEW_TOKENS)

@@ -45,6 +45,7 @@ from kvpool.errors import (
     LimitExceeded,
     PoolFull,
     ProtocolError,
+    SegmentError,
     StaleEpoch,
     Unavailable,
     UnknownReservation,
@@ -532,7 +533,14 @@ class Client:
             return None
         finally:
             self._closed_one()
-        return None if view is None else DeviceMemory(welcome.device, welcome.life, view, on)
+        if view is None:
+            return None
+        try:
+            return DeviceMemory(welcome.device, welcome.life, view, on)
+        except SegmentError:
+            if view.alive:
+                raise
+            return None  # its process has died meanwhile, and the memory with it
 
     def release(self, lease: Lease) -> None:
         """Stop reading. Never raises: a lease whose release is lost ends at its deadline."""

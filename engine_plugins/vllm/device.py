@@ -17,6 +17,7 @@ import ctypes
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -29,58 +30,100 @@ from kvpool.errors import SegmentError
 WORD = 8
 
 
-class PinnedSegments:
-    """The pool's segments as torch tensors, registered with the CUDA driver at first sight.
+class _Mapping:
+    """One segment as it is mapped here: all of it, in one array. users: copies under way."""
 
-    Shared by a worker's threads. A segment stays registered until `close`: its mapping lives as
-    long as the client does, and registering costs a walk over every page.
+    def __init__(self, whole: np.ndarray) -> None:
+        self.whole = whole
+        self.users = 0
+        self._tensors: dict[tuple[int, ...], Any] = {}
+
+    def tensor(self, table: np.ndarray) -> Any:
+        """Rows of it as a tensor over the same memory."""
+        import torch
+
+        key = (table.ctypes.data, *table.shape)
+        if key not in self._tensors:
+            memory = (ctypes.c_ubyte * table.nbytes).from_address(table.ctypes.data)
+            flat = torch.frombuffer(memory, dtype=torch.uint8)
+            self._tensors[key] = flat.view(*table.shape)
+        return self._tensors[key]
+
+
+class PinnedSegments:
+    """The pool's segments as torch tensors, registered with the CUDA driver as a whole at first sight.
+
+    Shared by a worker's threads. Registering costs a walk over every page, so a segment stays registered. A
+    daemon that was restarted has another one, often at the very address of the old one: that is given up when
+    the last copy in it has ended, since its memory is not free before.
     """
 
     def __init__(self, device: Any) -> None:
         self._register = device.type == "cuda"
         self._lock = threading.Lock()
-        self._tensors: dict[tuple[int, int, int], Any] = {}
-        self._pinned: dict[int, int] = {}
+        self._mappings: list[_Mapping] = []  # the newest last
 
-    def tensor(self, table: Any) -> Any:
-        """The rows of `table` as a tensor over the same memory. Raises `SegmentError`."""
-        import torch
-
-        address, size = table.ctypes.data, table.nbytes
-        key = (address, *table.shape)
+    def tensor(self, table: np.ndarray) -> Any:
+        """The rows of `table` as a tensor, until another segment is used. Raises `SegmentError`."""
         with self._lock:
-            if key not in self._tensors:
-                if self._register and self._pinned.get(address, 0) < size:
-                    self._pin(address, size)
-                memory = (ctypes.c_ubyte * size).from_address(address)
-                flat = torch.frombuffer(memory, dtype=torch.uint8)
-                self._tensors[key] = flat.view(*table.shape)
-            return self._tensors[key]
+            return self._of(table).tensor(table)
 
-    def _pin(self, address: int, size: int) -> None:
+    @contextmanager
+    def using(self, table: np.ndarray) -> Iterator[Any]:
+        """The same, for certain until the end of the block: what was begun in it must have ended."""
+        with self._lock:
+            mapping = self._of(table)
+            mapping.users += 1
+        try:
+            yield mapping.tensor(table)
+        finally:
+            with self._lock:
+                mapping.users -= 1
+                self._give_up_old()
+
+    def _of(self, table: np.ndarray) -> _Mapping:
+        # A view's base is the array of the whole: numpy keeps no chains of views.
+        whole = table.base if isinstance(table.base, np.ndarray) else table
+        for mapping in self._mappings:
+            if mapping.whole is whole:
+                return mapping
+        if self._register:
+            self._pin(whole)
+        self._mappings.append(_Mapping(whole))
+        self._give_up_old()
+        return self._mappings[-1]
+
+    def _give_up_old(self) -> None:
+        for mapping in self._mappings[:-1]:
+            if not mapping.users:
+                self._unpin(mapping.whole)
+                self._mappings.remove(mapping)
+
+    @staticmethod
+    def _pin(whole: np.ndarray) -> None:
         import torch
 
-        runtime = torch.cuda.cudart()
-        if address in self._pinned:
-            runtime.cudaHostUnregister(address)
-        code = int(runtime.cudaHostRegister(address, size, 0))
+        address, size = whole.ctypes.data, whole.nbytes
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         if code:
             _forget_error()
             raise SegmentError(
                 f"the CUDA driver refused to register {size} bytes of the pool's segment "
                 f"(cudaHostRegister: {code}): raise the limit on locked memory (ulimit -l)"
             )
-        self._pinned[address] = size
+
+    def _unpin(self, whole: np.ndarray) -> None:
+        import torch
+
+        if self._register:
+            torch.cuda.cudart().cudaHostUnregister(whole.ctypes.data)
 
     def close(self) -> None:
         """Unregister everything. Call before the client unmaps its segments."""
-        import torch
-
         with self._lock:
-            for address in self._pinned:
-                torch.cuda.cudart().cudaHostUnregister(address)
-            self._pinned.clear()
-            self._tensors.clear()
+            for mapping in self._mappings:
+                self._unpin(mapping.whole)
+            self._mappings.clear()
 
 
 def _forget_error() -> None:
@@ -145,10 +188,10 @@ class Paged:
         return torch.tensor(rows, dtype=torch.int64).to(self.device)
 
     def index(self, numbers: Index) -> Any:
-        """The same on the device, by the time that the current stream has come so far."""
+        """The same on the device. Copied when this returns: the numbers may go."""
         import torch
 
-        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self.device, non_blocking=True)
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self.device)
 
 
 Copy = Callable[[Paged, Index, Any, Index], None]
@@ -255,11 +298,13 @@ class DevicePages:
         self._strategy = strategy or strategy_for(self._paged.device)
 
     def to_slots(self, blocks: Index, slots: SlotTable, rows: Index, ready: Any = None) -> None:
-        self._copy(self._strategy.store, blocks, self._segments.tensor(slots.table), rows, ready)
+        with self._segments.using(slots.table) as segment:
+            self._copy(self._strategy.store, blocks, segment, rows, ready)
 
     def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any = None) -> None:
         if isinstance(slots.table, np.ndarray):
-            self._copy(self._strategy.load, blocks, self._segments.tensor(slots.table), rows, ready)
+            with self._segments.using(slots.table) as segment:
+                self._copy(self._strategy.load, blocks, segment, rows, ready)
         else:
             self._copy(self._strategy.near, blocks, slots.table, rows, ready)
 

@@ -161,10 +161,14 @@ def the_next_daemon_is_attached_to(
     kit: Any, engine: Any, daemon: Any, asked: list[list[int]], expected: list[list[int]]
 ) -> None:
     before = engine.metric("device_blocks")
-    # Attached, saved anew, read, copied up: not before the back-offs are over.
-    while not engine.connector._scheduler._life or device(daemon)["blocks"] < blocks_of(kit, asked):
+
+    def used() -> bool:
         assert [output.tokens for output in engine.generate(asked)] == expected
         engine.forget()
+        attached = engine.connector._scheduler._life
+        return bool(attached) and device(daemon)["blocks"] >= blocks_of(kit, asked)
+
+    kit.until(used, "attached, saved anew, read, copied up: when the back-offs are over")
     daemon.client.evict(tier="dram")
     assert [output.tokens for output in engine.generate(asked)] == expected
     assert engine.metric("device_blocks") > before
