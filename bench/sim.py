@@ -46,7 +46,7 @@ from kvpool.simulator.bound import central_queue, scale_for
 from kvpool.simulator.cluster import Shape, Simulation
 from kvpool.simulator.report import spread, summary
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
-from kvpool.simulator.traces import Entry, arrivals, ideal_hits, read_trace
+from kvpool.simulator.traces import STEP_S, Entry, arrivals, ideal_hits, read_trace
 
 TRACE = Path(__file__).resolve().parents[1] / "../shared/traces/conversation_trace.jsonl"
 LOAD, HEAVY = 0.8, 0.92
@@ -66,9 +66,9 @@ Rows = dict[str, list[dict[str, float]]]
 
 def played(entries: list[Entry], shape: Shape, load: float, seed: int) -> list[Request]:
     """The requests at this load, by this seed."""
-    requests = arrivals(entries, seed)
+    requests = arrivals(entries, seed, step_s=STEP_S)
     scale = scale_for(requests, shape.speeds, shape.prefill, shape.step_tokens, load)
-    return arrivals(entries, seed, scale)
+    return arrivals(entries, seed, scale, step_s=STEP_S)
 
 
 def simulate(requests: list[Request], shape: Shape, name: str) -> dict[str, Any]:

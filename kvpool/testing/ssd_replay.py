@@ -109,7 +109,13 @@ class Recording:
 
 
 def _apply(data: bytearray, write: Write) -> None:
-    data[write.at : write.at + len(write.data)] = write.data
+    _put(data, write.at, write.data)
+
+
+def _put(data: bytearray, at: int, piece: bytes) -> None:
+    """As a file has it: a write behind its end leaves a hole, which reads as zeros."""
+    data.extend(bytes(max(0, at - len(data))))
+    data[at : at + len(piece)] = piece
 
 
 def _image(there: dict[str, bytearray], writes: list[Write]) -> dict[str, bytearray]:
@@ -122,8 +128,7 @@ def _image(there: dict[str, bytearray], writes: list[Write]) -> dict[str, bytear
 def _tear(image: dict[str, bytearray], write: Write, dice: random.Random) -> None:
     for at in range(0, len(write.data), SECTOR):
         if dice.random() < 0.5:
-            piece = write.data[at : at + SECTOR]
-            image[write.file][write.at + at : write.at + at + len(piece)] = piece
+            _put(image[write.file], write.at + at, write.data[at : at + SECTOR])
 
 
 def inspect_image(
@@ -173,7 +178,13 @@ def record(
         for write in recording.writes:
             if write.file == file:
                 _apply(whole, write)
-        assert bytes(whole) == (store / file).read_bytes(), f"the record of {file} is not complete"
+        there = (store / file).read_bytes()
+        differs = next(
+            (at for at, (x, y) in enumerate(zip(whole, there, strict=False)) if x != y), -1
+        )
+        assert bytes(whole) == there, (
+            f"the record of {file} is not complete: {len(whole)} and {len(there)} bytes, differing from {differs} on"
+        )
     return recording
 
 

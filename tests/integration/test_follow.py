@@ -12,7 +12,7 @@ from kvpool.types import NamespaceRecord
 
 NBYTES = 64 << 10
 RECORD = NamespaceRecord.simple("followed", block_bytes=NBYTES, block_tokens=16)
-FOLLOWS_MAX = 64
+FOLLOWS_MAX = 48  # of one tenant
 
 
 def keys_of(numbers) -> list[bytes]:
@@ -115,7 +115,7 @@ def test_a_client_that_closes_gets_its_thread_back(daemon, client):
         assert isinstance(Follower(other, range(3), wait_s=50.0).result(), Unavailable)
 
 
-def test_more_than_a_node_follows_are_refused(daemon, client):
+def test_more_than_a_tenant_may_follow_are_refused(daemon, client):
     raws = [daemon.raw() for _ in range(2)]
     number = None
     for raw in raws:

@@ -131,6 +131,23 @@ def test_bits_of_those_that_are_gone_are_used_again() -> None:
     assert index.match(["198-0"], 0.0).lengths == {}
 
 
+def test_what_a_holder_that_left_was_sent_is_passed_over() -> None:
+    index = PrefixIndex()
+    index.join("gpu:a", pool=False)
+    index.join("gpu:b", pool=False)
+    index.join("dram:a", pool=True)
+    index.expect("gpu:a", ["x"], [1.0], 10.0)
+    index.expect("gpu:b", ["y"], [1.0], 10.0)
+    index.leave("gpu:a")
+    index.expect("gpu:a", ["z"], [1.0], 10.0)
+    index.arrived("gpu:a", "dram:a", ["x"])
+    index.unexpect("gpu:a", ["x"])
+    assert [index.match([key], 0.0).coming for key in "xyz"] == [0, 1, 0]
+    index.leave("dram:a")
+    index.arrived("gpu:b", "dram:a", ["y"])
+    assert index.match(["y"], 0.0).lengths == {"gpu:b": 1}
+
+
 def test_blocks_that_arrived_are_not_waited_for() -> None:
     index = PrefixIndex()
     index.join("gpu:a", pool=False)

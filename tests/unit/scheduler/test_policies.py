@@ -120,10 +120,18 @@ def test_dynamo_adds_blocks_to_compute_and_blocks_in_use() -> None:
     assert costs == {"a": 16.0, "b": 15.5, "c": 20.0}
 
 
+def test_blocks_that_are_in_use_already_are_not_counted_again() -> None:
+    world = World()
+    world.engines["a"].blocks = dict.fromkeys(range(6), 2)  # 6 + 10 - 6 in use
+    world.engines["b"].blocks = dict.fromkeys(range(20, 24), 1)  # 4 + 10
+    found = make_policy("dynamo").choose(world.situation())
+    assert {o.engine.name: o.cost for o in found.candidates} == {"a": 20.0, "b": 24.0, "c": 20.0}
+
+
 def test_lmetric_multiplies() -> None:
     world = World()
     world.hold("a", 8, "gpu")
-    world.engines["a"].prompt_blocks = 30
+    world.engines["a"].blocks = dict.fromkeys(range(100, 130), 1)
     found = make_policy("lmetric").choose(world.situation())
     assert {o.engine.name: o.cost for o in found.candidates} == {"a": 82.0, "b": 110.0, "c": 110.0}
 
@@ -139,6 +147,10 @@ def test_mooncake_adds_up_queue_transfer_and_prefill() -> None:
     local = make_policy("mooncake-local").choose(world.situation())
     costs = {o.engine.name: pytest.approx(o.cost) for o in local.candidates}
     assert costs == {"a": 0.9, "b": 1.0, "c": 1.0}
+    world.engines["a"].free_at = 10.0
+    elsewhere = make_policy("mooncake-local").choose(world.situation()).best
+    # It was not chosen for that, but the pool delivers all the same.
+    assert (elsewhere.pulled, elsewhere.prefill_s) == (6, pytest.approx(0.4))
 
 
 def test_ours_pulls_while_it_queues() -> None:
@@ -193,6 +205,17 @@ def test_nobody_pulls_from_its_own_node() -> None:
     assert {situation.source_for(engine) for engine in situation.engines} <= {"a", "c"}
     assert situation.source_for(world.engines["a"]) == "c"
     assert situation.source_for(world.engines["c"]) == "a"
+
+
+def test_a_busy_link_is_nothing_to_a_prompt_that_pulls_nothing() -> None:
+    world = World()
+    world.engines["a"].free_at, world.engines["c"].free_at = 0.2, 0.3
+    world.cluster.traffic.add("a", "b", 5.0, 0.0)
+    assert world.chosen("kvpool") == "b"
+    world.hold("a", 6)
+    world.hold("b", 6)
+    world.hold("c", 6)
+    assert world.chosen("kvpool") == "b"
 
 
 def test_engines_that_are_alike_are_looked_at_once() -> None:

@@ -30,6 +30,7 @@ def test_order_is_that_of_sorting(
     left.sort(key=lambda n: (-items[n][2], min(items[n][0], 5.0) + 0.2 * items[n][1]))
     assert [item.request.ident for item in queue.first(100)] == left
     assert len(queue) == len(left)
+    assert queue.total_s == pytest.approx(sum(items[n][0] for n in left))
 
 
 @given(st.lists(SIZES, min_size=1, max_size=20))

@@ -1,6 +1,7 @@
 """The scheduler: when orders are given, what waits, what is refused, and that the books balance."""
 
 import math
+from collections import Counter
 from random import Random
 
 import hypothesis.strategies as st
@@ -30,16 +31,19 @@ def cluster(
     policy: str = "kvpool",
     settings: Settings = WHOLE,
     capacity: int = 1000,
+    load_bytes_s: float = 1e12,
+    tiers: bool = True,
 ) -> tuple[Scheduler, list[Engine], PrefixIndex]:
     index = PrefixIndex()
     engines = []
     for number in range(prefill + decode):
         role = Role.PREFILL if number < prefill else Role.DECODE
         name = f"{number}"
-        engines.append(Engine(name, name, role, "k", f"gpu:{name}", (f"dram:{name}",), capacity))
+        own = (f"dram:{name}",) if tiers else ()
+        engines.append(Engine(name, name, role, "k", f"gpu:{name}", own, capacity))
         index.join(f"gpu:{name}", pool=False)
         index.join(f"dram:{name}", pool=True)
-    loads = {"dram": LoadEstimate(0.0, 1e12), "peer": LoadEstimate(0.0, 1e12)}
+    loads = {"dram": LoadEstimate(0.0, load_bytes_s), "peer": LoadEstimate(0.0, 1e12)}
     prefill_step, decode_step = StepEstimate((0.0, TOKEN_S, 0.0)), StepEstimate((0.01, 0.001, 0.0))
     kinds = {"k": KindEstimates(prefill_step, decode_step, loads, STEP, BLOCK, 1000)}
     nodes = {f"dram:{e.name}": e.node for e in engines}
@@ -178,6 +182,113 @@ def test_tokens_that_would_come_too_slowly_are_refused() -> None:
     refused = scheduler.submit(prompt(3, 100), 0.0)
     assert refused is not None
     assert "slowly" in refused.reason
+    assert refused.retry_after_s == pytest.approx(10 * (0.01 + 3 * 0.001))
+
+
+def test_what_was_computed_and_is_gone_is_not_computed_in_segments_for_ever() -> None:
+    settings = Settings(queue=SJF, segment_s=2 * STEP * TOKEN_S)
+    scheduler, engines, index = cluster(1, settings=settings)
+    scheduler.submit(prompt(1, 1000), 0.0)
+    (first,) = scheduler.poll(0.0)
+    assert first.end == 2 * STEP
+    for holder in ("gpu:0", "dram:0"):
+        index.join(holder, pool=holder.startswith("dram"))
+    scheduler.computed(engines[0], 1, 1.28)
+    (second,) = scheduler.poll(1.28)
+    assert (second.outlook.cached, second.end, second.last) == (0, 1000, True)
+
+
+def test_what_fits_no_decode_engine_is_refused() -> None:
+    scheduler, _, _ = cluster(1, 2, capacity=250)
+    assert scheduler.submit(prompt(1, 240), 0.0) is None
+    refused = scheduler.submit(prompt(2, 241), 0.0)
+    assert refused is not None
+    assert refused.retry_after_s == math.inf
+    assert idents(scheduler.poll(0.0)) == [1]
+
+
+def test_smaller_ones_do_not_take_the_memory_that_a_larger_one_waits_for() -> None:
+    settings = Settings(queue=FIFO, segment_s=0.0)
+    scheduler, _, _ = cluster(6, 2, capacity=250, settings=settings)
+    for ident, tokens in enumerate((100, 110, 190, 100, 45)):
+        scheduler.submit(prompt(ident, tokens), 0.0)
+    orders = scheduler.poll(0.0)
+    # 2 lacks memory on both, and keeps the one with more of it; 3 fits beside 1, and then 4 nowhere.
+    assert idents(orders) == [0, 1, 3]
+    kept = orders[0].decode
+    assert [order.decode is kept for order in orders] == [True, False, False]
+    assert kept is not None
+    scheduler.computed(orders[0].outlook.engine, 0, 1.0)
+    scheduler.finished(0)
+    (order,) = scheduler.poll(1.0)
+    assert (order.request.ident, order.decode) == (2, kept)
+
+
+def test_the_next_look_is_early_enough_to_load_meanwhile() -> None:
+    scheduler, _, index = cluster(1, load_bytes_s=1e5)
+    scheduler.submit(prompt(1, 100), 0.0)
+    scheduler.poll(0.0)
+    loaded = prompt(2, 330)
+    index.add("dram:0", loaded.keys[:20])  # 0.2 s to load, 3.2 s to compute
+    scheduler.submit(loaded, 0.0)
+    now, orders = 0.0, scheduler.poll(0.0)
+    for _ in range(3):
+        if not orders:
+            now = scheduler.wake_at()
+            orders = scheduler.poll(now)
+    assert idents(orders) == [2]
+    assert now == pytest.approx(1.0 - 0.2 - WHOLE.ahead_s)
+
+
+def test_until_the_blocks_are_there_that_one_waits_for_its_engine_computes_others() -> None:
+    scheduler, engines, _ = cluster(2, settings=Settings(queue=FIFO, segment_s=0.0))
+    first = prompt(1, 1600)
+    scheduler.submit(first, 0.0)
+    (order,) = scheduler.poll(0.0)
+    busy = order.outlook.engine
+    busy.free_at = 100.0
+    scheduler.submit(Request(2, [*first.keys, (2, 0)], 1616, 10, 15.0), 15.0)
+    for ident, tokens in ((3, 50), (4, 80), (5, 20)):
+        scheduler.submit(prompt(ident, tokens, 15.0), 15.0)
+    # There is 1 s until 2 can begin: not enough for 4 after 3.
+    orders = [order for now in (15.0, 15.496) for order in scheduler.poll(now)]
+    assert idents(orders) == [3, 5]
+    assert {order.outlook.engine.name for order in orders} == {e.name for e in engines} - {
+        busy.name
+    }
+
+
+def test_reports_about_what_is_no_more_are_passed_over() -> None:
+    scheduler, engines, index = cluster(1)
+    scheduler.submit(prompt(1, 100), 0.0)
+    scheduler.poll(0.0)
+    scheduler.abandoned(1, 0.5)
+    scheduler.computed(engines[0], 1, 1.0)
+    scheduler.finished(1)
+    assert (engines[0].prefills, engines[0].queued_tokens) == (0, 0)
+    index.leave("gpu:0")
+    scheduler.submit(prompt(2, 100), 1.0)
+    assert idents(scheduler.poll(1.0)) == [2]
+    scheduler.computed(engines[0], 2, 2.0)
+
+
+def test_an_engine_needs_no_tiers() -> None:
+    scheduler, engines, _ = cluster(1, tiers=False, policy="mooncake-global")
+    scheduler.submit(prompt(1, 100), 0.0)
+    assert idents(scheduler.poll(0.0)) == [1]
+    scheduler.computed(engines[0], 1, 1.0)
+    assert engines[0].prefills == 0
+
+
+def test_a_block_of_two_prompts_is_one_block() -> None:
+    scheduler, engines, _ = cluster(1, policy="dynamo")
+    first = prompt(1, 100)
+    for ident in (1, 2):
+        scheduler.submit(Request(ident, first.keys, 100, 10, 0.0), 0.0)
+    scheduler.poll(0.0)
+    assert engines[0].blocks == dict.fromkeys(first.keys, 2)
+    scheduler.computed(engines[0], 1, 1.0)
+    assert engines[0].blocks == dict.fromkeys(first.keys, 1)
 
 
 def test_nothing_is_changed_by_asking() -> None:
@@ -256,7 +367,7 @@ class Books(RuleBasedStateMachine):
             mine = [order for order in self.out if order.outlook.engine is engine]
             assert engine.prefills == len(mine)
             assert (engine.queued_tokens > 0) == bool(mine)
-            assert engine.prompt_blocks == sum(len(order.request.keys) for order in mine)
+            assert engine.blocks == Counter(k for order in mine for k in order.request.keys)
             reserved = [i for i, decode in self.begun.items() if decode is engine]
             assert engine.decodes == len(reserved)
             assert (engine.context_tokens > 0) == bool(reserved)

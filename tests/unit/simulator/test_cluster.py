@@ -12,7 +12,7 @@ from kvpool.scheduler.policies import POLICIES
 from kvpool.scheduler.scheduler import Settings
 from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import central_queue, scale_for
-from kvpool.simulator.cluster import Outcome, Shape, Simulation
+from kvpool.simulator.cluster import Outcome, Shape, Simulation, _Node
 from kvpool.simulator.node import Tier
 from kvpool.simulator.report import summary
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
@@ -87,6 +87,35 @@ def test_in_the_end_the_index_says_what_is_there(policy: str, ssd_tokens: int) -
     for key in {key for request in REQUESTS for key in request.keys}:
         bits = sum(n.bit for name, n in simulation._nodes.items() if key in held[name])
         assert simulation._held.get(key, 0) == bits
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 4), st.booleans()), max_size=20))
+def test_a_node_has_what_is_in_memory_or_on_disk(puts: list[tuple[int, int, bool]]) -> None:
+    shape = replace(SMALL, prefill=1, eviction="lru", pool_tokens=4 * 512, ssd_tokens=4 * 512)
+    simulation = Simulation(shape, [])
+    (node,) = simulation._nodes.values()
+    for first, count, copy in puts:
+        # Some of them may be on disk, and are in both then.
+        simulation._put(node, range(first, first + count), 0, copy=copy)
+        there = {*node.dram.held, *node.ssd.held}
+        assert simulation._held == dict.fromkeys(there, node.bit)
+
+
+def test_what_is_read_from_disk_stays_longer_there() -> None:
+    node = _Node("a", 0, replace(SMALL, eviction="lru"), 1, 2)
+    node.ssd.put(["x", "y"], 0)
+    node.dram.put(["y"], 1)
+    node.read(["x", "y"])  # y from memory
+    node.ssd.put(["z"], 0)
+    assert set(node.ssd.held) == {"x", "z"}
+
+
+def test_an_order_takes_its_time() -> None:
+    (alone,) = REQUESTS[:1]
+    ttft_s = [run(replace(SMALL, order_s=order_s), [alone])[1][0].ttft_s for order_s in (0.0, 0.25)]
+    assert ttft_s[0] is not None
+    assert ttft_s[1] == pytest.approx(ttft_s[0] + 0.25)
 
 
 def test_nodes_that_do_not_share_pull_nothing_and_hit_less() -> None:

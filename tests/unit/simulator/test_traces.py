@@ -14,6 +14,7 @@ from kvpool.simulator.traces import (
     generate,
     ideal_hits,
     read_trace,
+    step_of,
     write_trace,
 )
 
@@ -56,15 +57,23 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
 
 def test_arrivals_are_within_their_steps_and_the_same_by_seed() -> None:
     entries = [Entry(10.0 + STEP_S * (n // 4), 100, 1, (n,)) for n in range(40)]
-    requests = arrivals(entries, seed=7)
+    requests = arrivals(entries, seed=7, step_s=STEP_S)
     assert [r.arrived_s for r in requests] == sorted(r.arrived_s for r in requests)
     for request in requests:
         step_s = entries[request.ident].timestamp_s - 10.0
         assert step_s <= request.arrived_s < step_s + STEP_S
-    assert requests == arrivals(entries, seed=7)
-    assert requests != arrivals(entries, seed=8)
-    longer = arrivals(entries, seed=7, scale=2.0)
+    assert requests == arrivals(entries, seed=7, step_s=STEP_S)
+    assert requests != arrivals(entries, seed=8, step_s=STEP_S)
+    longer = arrivals(entries, seed=7, scale=2.0, step_s=STEP_S)
     assert [r.arrived_s for r in longer] == pytest.approx([2 * r.arrived_s for r in requests])
+
+
+def test_exact_times_stay_as_they_are() -> None:
+    exact = [Entry(when, 100, 1, (1,)) for when in (1.0, 1.25, 7.5)]
+    stepped = [Entry(when, 100, 1, (1,)) for when in (0.0, 3.0, 3.0)]
+    assert (step_of(exact), step_of(stepped)) == (0.0, STEP_S)
+    requests = arrivals(exact, seed=7, step_s=step_of(exact))
+    assert [r.arrived_s for r in requests] == [0.0, 0.25, 6.5]
 
 
 @pytest.mark.parametrize("shape", GENERATORS)
