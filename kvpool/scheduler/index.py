@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from heapq import heappop, heappush
-from itertools import islice
 from typing import NamedTuple
 
 EXPECTED_MAX = 1 << 20
@@ -53,13 +52,14 @@ class Match(NamedTuple):
 
 
 class _Holder:
-    __slots__ = ("bit", "heard_at", "keys", "lag_s", "name", "pool")
+    __slots__ = ("bit", "expected", "heard_at", "keys", "lag_s", "name", "pool")
 
     def __init__(self, name: str, bit: int, *, pool: bool) -> None:
         self.name = name
         self.bit = bit
         self.pool = pool
         self.keys: set[Hashable] = set()
+        self.expected: set[Hashable] = set()  # in this engine's cache, or in this tier
         self.heard_at = -math.inf
         self.lag_s = 0.0
 
@@ -107,12 +107,8 @@ class PrefixIndex:
         self._pool &= ~holder.bit
         self._gone.append(holder)
         # What it was sent will not come. That is a few thousand blocks at most, not all that it held.
-        bit = holder.bit
-        self._expected = {
-            key: found
-            for key, found in self._expected.items()
-            if bit not in (found.bit, found.tier)
-        }
+        for key in list(holder.expected):
+            self._expect_no_more(key)
 
     def add(
         self, name: str, keys: Iterable[Hashable], *, told_at: float = 0.0, now: float = 0.0
@@ -136,12 +132,19 @@ class PrefixIndex:
     ) -> None:
         """The engine with this cache was sent these, and will have each of them at its time.
 
-        Not believed after `until`: by then its events have told of them, or it failed.
+        Not believed after `until`: by then its events have told of them, or it failed. Of one that has
+        left nothing is expected.
         """
-        bit = self._holders[name].bit
+        holder = self._holders.get(name)
+        if holder is None:
+            return
+        bit = holder.bit
         expected, expiries = self._expected, self._expiries
         for key, ready_at in zip(keys, ready, strict=True):
+            if key in expected:
+                self._expect_no_more(key)
             expected[key] = Expected(bit, ready_at, until)
+            holder.expected.add(key)
             self._calls += 1
             heappush(expiries, (until, self._calls, key))
         while len(expiries) > EXPECTED_MAX:
@@ -150,21 +153,25 @@ class PrefixIndex:
     def arrived(self, name: str, tier: str, keys: Iterable[Hashable]) -> None:
         """The engine with this cache has answered: what was expected of these is in that tier, too.
 
-        Events say the same, later; until then, or until the expectation ends, this is believed.
+        Events say the same, later; until then, or until the expectation ends, this is believed. Where
+        either has left meanwhile, it is passed over.
         """
-        bit, tier_bit = self._holders[name].bit, self._holders[tier].bit
+        holder, tier_holder = self._holders.get(name), self._holders.get(tier)
+        if holder is None or tier_holder is None:
+            return
         for key in keys:
-            found = self._expected.get(key)
-            if found is not None and found.bit == bit:
-                self._expected[key] = found._replace(tier=tier_bit)
+            if key in holder.expected:
+                self._expected[key] = self._expected[key]._replace(tier=tier_holder.bit)
+                tier_holder.expected.add(key)
 
     def unexpect(self, name: str, keys: Iterable[Hashable]) -> None:
-        """They will not come from there after all."""
-        bit = self._holders[name].bit
+        """They will not come from there after all. Of one that has left nothing is expected anyway."""
+        holder = self._holders.get(name)
+        if holder is None:
+            return
         for key in keys:
-            found = self._expected.get(key)
-            if found is not None and found.bit == bit:
-                del self._expected[key]
+            if key in holder.expected:
+                self._expect_no_more(key)
 
     def match(self, keys: Sequence[Hashable], now: float) -> Match:
         """The longest prefix of every holder. O(blocks + holders that have any)."""
@@ -235,28 +242,37 @@ class PrefixIndex:
         return holder
 
     def _drop(self, holder: _Holder, keys: Iterable[Hashable]) -> None:
-        bit, masks, held = holder.bit, self._masks, holder.keys
+        had = [key for key in dict.fromkeys(keys) if key in holder.keys]
+        holder.keys.difference_update(had)
+        self._unmark(holder.bit, had)
+
+    def _unmark(self, bit: int, keys: Iterable[Hashable]) -> None:
+        masks = self._masks
         for key in keys:
-            if key in held:
-                held.remove(key)
-                left = masks[key] & ~bit
-                if left:
-                    masks[key] = left
-                else:
-                    del masks[key]
+            left = masks[key] & ~bit
+            if left:
+                masks[key] = left
+            else:
+                del masks[key]
 
     def _expire(self) -> None:
         until, _, key = heappop(self._expiries)
         found = self._expected.get(key)
         if found is not None and found.until <= until:
-            del self._expected[key]
+            self._expect_no_more(key)
+
+    def _expect_no_more(self, key: Hashable) -> None:
+        found = self._expected.pop(key)
+        self._by_bit[found.bit].expected.discard(key)
+        if found.tier:
+            self._by_bit[found.tier].expected.discard(key)
 
     def _forget_some(self) -> None:
         budget = FORGET_BATCH
         while self._gone and budget:
             holder = self._gone[-1]
-            batch = list(islice(holder.keys, budget))
-            self._drop(holder, batch)
+            batch = [holder.keys.pop() for _ in range(min(budget, len(holder.keys)))]
+            self._unmark(holder.bit, batch)
             budget -= len(batch)
             if holder.keys:
                 return

@@ -48,6 +48,7 @@ class Waiting:
 
     running: the engine that computes the segment before `done`, while it does: what comes behind keeps
     its place in the queue. match: as the index had it at `matched_at`, for whoever asks again soon.
+    decode: the engine that keeps memory for it, once it was the first that lacked any.
     """
 
     request: Request
@@ -56,6 +57,7 @@ class Waiting:
     running: Engine | None = None
     match: Match | None = None
     matched_at: float = 0.0
+    decode: Engine | None = None
 
 
 class RequestQueue:
@@ -68,6 +70,8 @@ class RequestQueue:
         self._keys: dict[int, tuple[int, float, int]] = {}
         self._numbers: dict[object, int] = {}
         self._next = 0
+        self.total_s = 0.0
+        """Seconds of prefill that wait."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -83,6 +87,7 @@ class RequestQueue:
         self._items[number] = item
         self._keys[number] = entry
         self._numbers[request.ident] = number
+        self.total_s += item.size_s
 
     def get(self, ident: object) -> Waiting:
         """The one of this request; a KeyError if it does not wait."""
@@ -95,7 +100,10 @@ class RequestQueue:
             return None
         entry = self._keys.pop(number)
         del self._order[bisect_left(self._order, entry)]
-        return self._items.pop(number)
+        item = self._items.pop(number)
+        # An empty queue has no rounding errors left.
+        self.total_s = self.total_s - item.size_s if self._order else 0.0
+        return item
 
     def first(self, count: int) -> Iterator[Waiting]:
         """The first so many, in order. The queue must not change meanwhile."""

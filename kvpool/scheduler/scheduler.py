@@ -116,7 +116,7 @@ class Scheduler:
         """Take a request, or refuse it at once."""
         situation = self._situation(request, now)
         size_s = situation.prefill_s(self._engines[0], situation.match.reach)
-        refused = self._refused(situation, size_s)
+        refused = self._never_fits(request) or self._refused(situation, size_s)
         if refused is None:
             self._queue.add(Waiting(request, size_s))
             self._news = True
@@ -128,7 +128,8 @@ class Scheduler:
         if self._policy.sends_at_once:
             for item in list(self._queue.first(len(self._queue))):
                 situation = self._situation(item.request, now)
-                orders.append(self._send(item, self._policy.choose(situation), situation))
+                choice = self._policy.choose(situation)
+                orders.append(self._send(item, choice, situation, self._decoders))
             return orders
         if not self._news and now < self._looks_at:
             return orders
@@ -141,19 +142,24 @@ class Scheduler:
         return self._looks_at if self._queue else math.inf
 
     def computed(self, engine: Engine, ident: Hashable, now: float) -> None:
-        """The engine has computed its order for this request."""
+        """The engine has computed its order for this request. One that was abandoned is passed over."""
+        if ident not in self._sent[engine.name]:
+            return
         sent = self._take_back(engine, ident, now)
         self._news = True
         keys = sent.order.request.keys
-        self._index.arrived(engine.gpu, engine.tiers[0], keys[sent.order.outlook.cached :])
+        if engine.tiers:
+            self._index.arrived(engine.gpu, engine.tiers[0], keys[sent.order.outlook.cached :])
         if sent.order.last:
             return
         item = self._queue.get(ident)
         item.running = item.match = None
 
     def finished(self, ident: Hashable) -> None:
-        """The request has its last token, or was given up: its reservation ends."""
-        active = self._active.pop(ident)
+        """The request has its last token: its reservation ends. An unknown one is passed over."""
+        active = self._active.pop(ident, None)
+        if active is None:
+            return
         self._news = True
         if active.decode is not None:
             active.decode.decodes -= 1
@@ -167,8 +173,7 @@ class Scheduler:
             if sent is not None:
                 self._take_back(engine, ident, now)
                 self._index.unexpect(engine.gpu, sent.order.request.keys)
-        if ident in self._active:
-            self.finished(ident)
+        self.finished(ident)
 
     def explain(self, request: Request, now: float) -> Choice:
         """What would be chosen for a request, and from what; nothing is changed by asking."""
@@ -184,17 +189,24 @@ class Scheduler:
             min(done, request.tokens - 1), request.tokens, kind.step_tokens
         )
 
+    def _never_fits(self, request: Request) -> Rejection | None:
+        largest = max((e.capacity_tokens for e in self._decoders), default=math.inf)
+        if context_tokens(request) <= largest:
+            return None
+        return Rejection(request, "no decode engine is large enough for it", math.inf)
+
     def _refused(self, situation: Situation, size_s: float) -> Rejection | None:
         settings, request = self._settings, situation.request
         if len(self._queue) >= settings.queue_max:
-            return Rejection(request, "the queue is full", self._backlog_s(math.inf, situation))
+            wait_s = self._queue.total_s / len(self._engines)
+            return Rejection(request, "the queue is full", wait_s)
         if settings.tpot_slo_s < math.inf:
             decode = pick_decode(request, self._decoders, self._cluster.kinds, self._rng)
             if decode is not None and not (decode.fits and decode.tpot_s <= settings.tpot_slo_s):
                 why = (
                     "decode engines are full" if not decode.fits else "tokens would come too slowly"
                 )
-                return Rejection(request, why, context_tokens(request) * decode.tpot_s)
+                return Rejection(request, why, request.output_tokens * decode.tpot_s)
         if settings.ttft_slo_s < math.inf:
             soonest_s = min(situation.outlook(engine).ttft_s for engine in self._engines)
             over_s = soonest_s + self._backlog_s(size_s, situation) - settings.ttft_slo_s
@@ -213,27 +225,40 @@ class Scheduler:
         engine = outlook.engine
         if engine.prefills >= self._settings.orders_max:
             return False
-        early_s = self._settings.ahead_s + min(outlook.load_s, self._settings.prefetch_s)
-        return engine.free_at <= now + early_s
+        return engine.free_at - self._early_s(outlook) <= now
+
+    def _early_s(self, outlook: Outlook) -> float:
+        """How long before its engine is free an order is given."""
+        return self._settings.ahead_s + min(outlook.load_s, self._settings.prefetch_s)
 
     def _next_free_at(self, now: float) -> float:
-        """When the next engine that is busy is about to be free."""
+        """When the next engine that is busy may get an order, or is about to be free."""
         ahead_s = self._settings.ahead_s
-        busy = [e.free_at - ahead_s for e in self._engines if e.free_at > now + ahead_s]
-        return min(busy, default=math.inf)
+        before = ahead_s, ahead_s + self._settings.prefetch_s
+        wakes = (e.free_at - early_s for e in self._engines for early_s in before)
+        return min((at for at in wakes if at > now), default=math.inf)
 
     def _orders(self, now: float) -> tuple[list[Order], float]:
         """What is sent now, and when to look again if nothing happens.
 
         Each of the first requests in the queue, in order, is sent if its engine has room. Others wait for
         engines that are better for them: these are promised to them, and what comes behind them finds
-        these engines busy for as long.
+        these engines busy for as long. Until the blocks of a pending one are there, its engine may still
+        do what ends before.
+
+        The first for which no decode engine has the memory keeps one: what is behind it gets no memory
+        there, or smaller ones would take for ever what comes free.
         """
         orders: list[Order] = []
         settings = self._settings
-        soon = now + settings.ahead_s + settings.prefetch_s
-        room = {e.name for e in self._engines if e.free_at <= soon}
+        early_s = settings.ahead_s + settings.prefetch_s
+        room = {e.name for e in self._engines if e.free_at - early_s <= now}
         promised: dict[str, float] = {}
+        gaps: dict[
+            str, float
+        ] = {}  # until when engines are free for others than who is pending there
+        pending: dict[str, float] = {}  # when they have computed what goes there after that
+        decoders = self._decoders
         looks_at = math.inf
         for item in list(self._queue.first(settings.look_ahead + len(self._engines))):
             if not room:
@@ -244,52 +269,79 @@ class Scheduler:
                 promised[engine.name] = engine.free_at + item.size_s
                 room.discard(engine.name)
                 continue
-            if not self._reservable(item):
+            if not self._reservable(item, decoders):
+                if decoders is self._decoders:
+                    kept = item.decode = item.decode or self._emptiest(item.request)
+                    decoders = [e for e in decoders if e is not kept]
                 continue
             if now - item.matched_at > MATCH_S or item.match is None:
                 item.match, item.matched_at = self._index.match(item.request.keys, now), now
             situation = self._situation(item.request, now, item.match)
             situation.promised = promised
             choice = self._policy.choose(situation)
+            if now + choice.best.ttft_s > gaps.get(choice.best.engine.name, math.inf):
+                situation.promised = {**promised, **pending}
+                choice = self._policy.choose(situation)
             best = choice.best
             name = best.engine.name
-            if name in room and self._has_room(best, now) and not best.pending:
-                orders.append(self._send(item, choice, situation))
-                if best.engine.free_at > soon:
+            ends_at = now + best.ttft_s
+            if best.pending:
+                gaps[name] = min(gaps.get(name, math.inf), now + best.starts_s)
+                pending[name] = ends_at
+                # No report tells that blocks are there: the index does, soon after they are.
+                looks_at = min(looks_at, now + max(best.starts_s - best.load_s, MATCH_S))
+            elif ends_at > gaps.get(name, math.inf):
+                pending[name] = ends_at
+            elif name in room and self._has_room(best, now):
+                orders.append(self._send(item, choice, situation, decoders))
+                if best.engine.free_at - early_s > now:
                     room.discard(name)
             else:
-                promised[name] = now + best.starts_s + best.prefill_s
+                early_at = best.engine.free_at - self._early_s(best)
+                if early_at > now:
+                    looks_at = min(looks_at, early_at)
+                promised[name] = ends_at
                 room.discard(name)
-                if best.pending:
-                    # No report tells that blocks are there: the index does, soon after they are.
-                    looks_at = min(looks_at, now + max(best.starts_s - best.load_s, MATCH_S))
         return orders, min(looks_at, self._next_free_at(now))
 
-    def _reservable(self, item: Waiting) -> bool:
-        """Whether a decode engine has the memory, or holds it already."""
+    def _reservable(self, item: Waiting, decoders: Sequence[Engine]) -> bool:
+        """Whether one of these engines has the memory, or any holds it already."""
         if not self._decoders or item.request.ident in self._active:
             return True
         needed = context_tokens(item.request)
-        return any(e.context_tokens + needed <= e.capacity_tokens for e in self._decoders)
+        return any(e.context_tokens + needed <= e.capacity_tokens for e in decoders)
 
-    def _send(self, item: Waiting, choice: Choice, situation: Situation) -> Order:
+    def _emptiest(self, request: Request) -> Engine:
+        """Of the decode engines that are large enough, the one with the most memory free."""
+        needed = context_tokens(request)
+        large = [e for e in self._decoders if e.capacity_tokens >= needed]
+        return max(large, key=lambda e: e.capacity_tokens - e.context_tokens)
+
+    def _send(
+        self, item: Waiting, choice: Choice, situation: Situation, decoders: Sequence[Engine]
+    ) -> Order:
+        """decoders: those that may be reserved for it, if none is yet."""
         request, best, now = item.request, choice.best, situation.now
         engine = best.engine
         self._queue.remove(request.ident)
         kind = situation.kind(engine)
         start = min(best.cached * kind.block_tokens, request.tokens - 1)
-        end = self._segment_end(situation, engine, start)
+        # Where what was computed of it is gone, the next segment might be as long as that, and so for ever.
+        gone = best.cached * kind.block_tokens < item.done
+        end = request.tokens if gone else self._segment_end(situation, engine, start)
         last = end == request.tokens
         if not last:
             prefill_s = kind.prefill.prefill_s(start, end, kind.step_tokens)
             best = best._replace(prefill_s=prefill_s)
             rest_s = self._size_s(request, end)
             self._queue.add(Waiting(request, rest_s, end, engine))
-        order = Order(request, best, end, last, self._reserve(request), choice.candidates)
+        decode = self._reserve(request, decoders)
+        order = Order(request, best, end, last, decode, choice.candidates)
         self._sent[engine.name][request.ident] = _Sent(order, end - start, best.prefill_s)
         engine.prefills += 1
         engine.queued_tokens += end - start
-        engine.prompt_blocks += len(request.keys)
+        for key in request.keys:
+            engine.blocks[key] = engine.blocks.get(key, 0) + 1
         begins = max(engine.free_at, now)
         engine.free_at = begins + best.prefill_s
         self._expect(order, max(begins, now + best.starts_s), kind.block_tokens)
@@ -309,14 +361,15 @@ class Scheduler:
         step = kind.step_tokens
         one_s = kind.prefill.prefill_s(start, start + step, step)
         length = step * max(1, round(segment_s / one_s))
-        end = (start + length) // kind.block_tokens * kind.block_tokens
+        block = kind.block_tokens
+        end = max((start + length) // block * block, start + block)
         # What would be left is not worth an order of its own.
-        return tokens if tokens - end < length / 2 else max(end, start + 1)
+        return tokens if tokens - end < length / 2 else end
 
-    def _reserve(self, request: Request) -> Engine | None:
+    def _reserve(self, request: Request, decoders: Sequence[Engine]) -> Engine | None:
         active = self._active.get(request.ident)
         if active is None:
-            found = pick_decode(request, self._decoders, self._cluster.kinds, self._rng)
+            found = pick_decode(request, decoders, self._cluster.kinds, self._rng)
             active = _Active(request, found.engine if found is not None else None)
             self._active[request.ident] = active
             if active.decode is not None:
@@ -342,6 +395,9 @@ class Scheduler:
         sent = self._sent[engine.name].pop(ident)
         engine.prefills -= 1
         engine.queued_tokens -= sent.uncached
-        engine.prompt_blocks -= len(sent.order.request.keys)
+        for key in sent.order.request.keys:
+            engine.blocks[key] -= 1
+            if not engine.blocks[key]:
+                del engine.blocks[key]
         engine.free_at = now + sum(other.prefill_s for other in self._sent[engine.name].values())
         return sent

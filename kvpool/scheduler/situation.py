@@ -109,7 +109,7 @@ class Situation:
     def own(self, engine: Engine) -> int:
         """How much of the prefix the engine and its node hold themselves."""
         get = self.match.lengths.get
-        return max(get(engine.gpu, 0), *[get(tier, 0) for tier in engine.tiers])
+        return max(get(holder, 0) for holder in (engine.gpu, *engine.tiers))
 
     def free_at(self, engine: Engine) -> float:
         return self.promised.get(engine.name, engine.free_at)
@@ -121,12 +121,16 @@ class Situation:
         closely at a few engines, however many there are.
         """
         get = self.match.lengths.get
+        pullable = max(self.match.reach, self.match.coming)
         busy_until, promised, now = self.cluster.traffic.into, self.promised, self.now
         first: dict[tuple[object, ...], tuple[float, Engine]] = {}
         for engine in self.engines:
             name = engine.name
             free_at = promised.get(name, engine.free_at)
-            starts = max(free_at, busy_until.get(engine.node, 0.0), now)
+            starts = max(free_at, now)
+            busy = busy_until.get(engine.node, 0.0)
+            if busy > starts and self.own(engine) < pullable:
+                starts = busy
             group = (engine.kind, get(engine.gpu), *map(get, engine.tiers))
             found = first.get(group)
             if found is None or starts < found[0]:

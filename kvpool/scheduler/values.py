@@ -47,8 +47,8 @@ class Engine:
     prefix index knows its own cache, and its node's tiers from the fastest to the slowest.
 
     free_at: when it will have computed what was sent to it. queued_tokens: of prompts, uncached ones
-    only, until the first token. prefills: sent and not computed yet. prompt_blocks: of these, whole.
-    decodes, context_tokens: of requests that decode here or hold a reservation for it, each with its
+    only, until the first token. prefills: sent and not computed yet. blocks: of these, whole, each
+    with how many of them have it. decodes, context_tokens: of requests that decode here or hold a reservation for it, each with its
     whole context, of at most `capacity_tokens`.
     """
 
@@ -62,7 +62,7 @@ class Engine:
     free_at: float = 0.0
     queued_tokens: int = 0
     prefills: int = 0
-    prompt_blocks: int = 0
+    blocks: dict[Hashable, int] = field(default_factory=dict)
     decodes: int = 0
     context_tokens: int = 0
 
@@ -111,7 +111,10 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A request that is not taken: 429. retry_after_s: when it may fit, as far as one can tell."""
+    """A request that is not taken: 429.
+
+    retry_after_s: when it may fit, as far as one can tell; infinite if it never will.
+    """
 
     request: Request
     reason: str

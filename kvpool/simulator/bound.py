@@ -1,4 +1,5 @@
-"""What no scheduler can beat without putting requests out of order."""
+"""One central queue in the order of arrival over an ideal cache: what a scheduler that keeps to that order
+can hardly beat. A yardstick, not a proof: steps that compute parts of two prompts read the weights once."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ from kvpool.simulator.traces import BLOCK_TOKENS
 from kvpool.storage.eviction import Costs
 
 KIND = "engine"
-HOP_S = 0.001
-"""From an engine to the scheduler."""
+ORDER_TOKEN_S = 1e-7
+"""To hand over a token of a prompt, with each order for it."""
 LATENCY_S = {"dram": 0.0001, "ssd": 0.0005, "peer": 0.001}
 SOURCES_MAX = 4
 """From how many nodes one prompt's blocks are pulled, at most."""
@@ -47,7 +47,8 @@ class Shape:
     Without decode or mixed engines, requests end with their first token. pool_tokens: memory of all nodes
     that compute prompts, together; ssd_tokens the same of their disks. shared: whether nodes can pull
     from each other. network_bytes_s: instead of the profile's. lag_s: from an event to the scheduler's
-    index. noise: the standard deviation of the logarithm of a factor on estimated prefill times.
+    index. order_s: from the scheduler to an engine and back, each way, and more for each token that is
+    sent. noise: the standard deviation of the logarithm of a factor on estimated prefill times.
     """
 
     speeds: Speeds
@@ -65,6 +66,7 @@ class Shape:
     step_tokens: int = 2048
     block_tokens: int = BLOCK_TOKENS
     lag_s: float = 0.05
+    order_s: float = 0.001
     noise: float = 0.0
     seed: int = 0
 
@@ -73,8 +75,10 @@ class Shape:
             raise ConfigError("a cluster needs an engine that computes prompts")
         if min(self.prefill, self.decode, self.mixed, self.pool_tokens, self.ssd_tokens) < 0:
             raise ConfigError("counts and capacities cannot be negative")
-        if self.step_tokens < 1 or self.lag_s < 0 or self.noise < 0 or self.network_bytes_s < 0:
-            raise ConfigError("steps have tokens; lag, noise and bandwidth are not negative")
+        if min(self.lag_s, self.order_s, self.noise, self.network_bytes_s) < 0:
+            raise ConfigError("lag, the time of an order, noise and bandwidth are not negative")
+        if self.step_tokens < 1:
+            raise ConfigError("steps have tokens")
 
 
 @dataclass(slots=True)
@@ -90,7 +94,6 @@ class Outcome:
     orders: int = 0
     hit_blocks: int = 0
     pulled_blocks: int = 0
-    computed_tokens: int = 0
 
     @property
     def tpot_s(self) -> float | None:
@@ -143,16 +146,25 @@ class _Node:
                 return position
         return len(keys)
 
+    def read(self, keys: Sequence[Hashable]) -> None:
+        """They were read here, each from the fastest tier that has it."""
+        self.dram.touch(keys)
+        self.ssd.touch([key for key in keys if key not in self.dram.held])
+
 
 @dataclass(slots=True)
 class _Load:
-    """One source's part of what is loaded for a prompt: blocks `first` to `end` of its chain."""
+    """One source's part of what is loaded for a prompt: blocks `first` to `end` of its chain.
+
+    source: the other node, for pulls.
+    """
 
     first: int
     end: int
     kind: str
     nbytes: int
     links: tuple[Link, ...]
+    source: _Node | None = None
 
 
 class Simulation:
@@ -283,7 +295,8 @@ class Simulation:
             outcome.orders += 1
             outcome.engine = order.outlook.engine.name
             self._decode_at[order.request.ident] = order.decode
-            self._engines[outcome.engine].submit(Prefill(order))
+            sent_at = now + self._shape.order_s + order.request.tokens * ORDER_TOKEN_S
+            self.timeline.at(sent_at, self._engines[outcome.engine].submit, Prefill(order))
         wake_at = self._scheduler.wake_at()
         if now < wake_at < math.inf and wake_at != self._wakes_at:
             self._wakes_at = wake_at
@@ -304,7 +317,10 @@ class Simulation:
         loads = self._worth(engine, prefill, have, self._sources(node, keys, have))
         node.gpu.touch(keys[:have])
         end = loads[-1].end if loads else have
-        node.dram.touch(keys[:end])
+        node.read(keys[:end])
+        for load in loads:
+            if load.source is not None:
+                load.source.read(keys[load.first : load.end])
         outcome = self._outcomes[order.request.ident]
         if not outcome.hit_blocks and outcome.orders == 1:
             outcome.hit_blocks = end
@@ -339,14 +355,15 @@ class Simulation:
         order = prefill.order
         outcome = self._outcomes[order.request.ident]
         now = self.timeline.now
-        self.timeline.at(now + HOP_S, self._reported, engine.engine, order)
+        heard_at = now + self._shape.order_s
+        self.timeline.at(heard_at, self._reported, engine.engine, order)
         if not order.last:
             return
         request = order.request
         outcome.ttft_s = now - request.arrived_s
         decode = self._decode_at.pop(request.ident)
         if decode is None or request.output_tokens == 1:
-            self.timeline.at(now + HOP_S, self._finish, request)
+            self.timeline.at(heard_at, self._finish, request)
             return
         target = self._engines[decode.name]
         entry = Decode(request.ident, request.tokens + request.output_tokens, request.output_tokens)
@@ -388,7 +405,7 @@ class Simulation:
             links = [source.out, node.into, node.host]
             if any(key not in source.dram.held for key in keys[first:end]):
                 links.append(source.disk)
-            loads.append(_Load(first, end, "peer", nbytes, tuple(links)))
+            loads.append(_Load(first, end, "peer", nbytes, tuple(links), source))
         return loads
 
     def _local(self, node: _Node, keys: Sequence[Hashable], first: int, end: int) -> _Load:
@@ -464,15 +481,13 @@ class Simulation:
 
     def _demote(self, node: _Node, evicted: list[tuple[Hashable, int]]) -> list[Hashable]:
         """What memory gives up goes to the disks; what is gone from the node then."""
-        gone: list[Hashable] = []
+        moved: dict[Hashable, None] = {}  # in order, each once
         for key, depth in reversed(evicted):
             new, out = node.ssd.put([key], depth)
             victims = [victim for victim, _ in out]
             self._tell(f"ssd:{node.name}", new, victims)
-            gone += [victim for victim in victims if victim not in node.dram.held]
-            if not node.ssd.held.get(key):
-                gone.append(key)
-        return gone
+            moved.update(dict.fromkeys((key, *victims)))
+        return [key for key in moved if key not in node.dram.held and key not in node.ssd.held]
 
     def _tell(self, holder: str, new: Sequence[Hashable], gone: Sequence[Hashable]) -> None:
         if new or gone:

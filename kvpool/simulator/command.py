@@ -23,7 +23,7 @@ from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import scale_for
 from kvpool.simulator.cluster import Shape, Simulation
 from kvpool.simulator.report import show, summary
-from kvpool.simulator.traces import Entry, arrivals, generate, read_trace
+from kvpool.simulator.traces import Entry, arrivals, generate, read_trace, step_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,12 +38,13 @@ def requests_of(trace: str, shape: Shape, *, load: float, limit: int, rate: floa
     leaves the trace's own times. limit: so many requests at most; 0 for all.
     """
     entries = _entries(trace, shape, limit, rate)
-    requests = arrivals(entries, shape.seed)
+    step_s = 0.0 if trace.startswith(SHAPE_PREFIX) else step_of(entries)
+    requests = arrivals(entries, shape.seed, step_s=step_s)
     if not load:
         return requests
     engines = shape.prefill + shape.mixed
     scale = scale_for(requests, shape.speeds, engines, shape.step_tokens, load)
-    return arrivals(entries, shape.seed, scale)
+    return arrivals(entries, shape.seed, scale, step_s=step_s)
 
 
 def _entries(trace: str, shape: Shape, limit: int, rate: float) -> list[Entry]:

@@ -18,7 +18,7 @@ from kvpool.scheduler.values import Request
 
 BLOCK_TOKENS = 512
 STEP_S = 3.0
-"""The conversation trace tells arrival times in steps of so many seconds."""
+"""Mooncake's traces of real requests tell arrival times in steps of so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +65,23 @@ def _parse(line: str, where: str, block_tokens: int) -> Entry:
     return entry
 
 
-def arrivals(entries: Sequence[Entry], seed: int, scale: float = 1.0) -> list[Request]:
+def step_of(entries: Sequence[Entry]) -> float:
+    """In what steps a trace tells times: 3 s if all are multiples of that, 0 if times are exact."""
+    return 0.0 if any(entry.timestamp_s % STEP_S for entry in entries) else STEP_S
+
+
+def arrivals(
+    entries: Sequence[Entry], seed: int, scale: float = 1.0, *, step_s: float = 0.0
+) -> list[Request]:
     """The requests in the order in which they arrive, each somewhere within its step of the trace.
 
-    scale: 2 makes the trace twice as long, and halves the load.
+    scale: 2 makes the trace twice as long, and halves the load. step_s: of the trace's times; 0 where
+    these are exact.
     """
     rng = Random(seed)
     first = entries[0].timestamp_s
     timed = sorted(
-        ((entry.timestamp_s - first + rng.random() * STEP_S) * scale, number)
+        ((entry.timestamp_s - first + rng.random() * step_s) * scale, number)
         for number, entry in enumerate(entries)
     )
     return [

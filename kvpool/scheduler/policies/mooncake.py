@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.scheduler.policies.base import Choice, Stateless, cheapest
+from kvpool.scheduler.policies.base import Choice, Stateless, by_cost, cheapest
 from kvpool.scheduler.situation import Situation
 from kvpool.scheduler.values import Engine, Outlook
 
@@ -54,15 +54,16 @@ class MooncakeGlobal(Stateless):
 
 
 class MooncakeLocal(Stateless):
-    """The same without transfers: only what the engine's own node holds counts."""
+    """The same without transfers: only what the engine's own node holds counts.
+
+    The engine loads what it can all the same, so the queue is estimated as for every policy.
+    """
 
     sends_at_once = True
 
     def choose(self, situation: Situation) -> Choice:
-        def outlook(engine: Engine) -> Outlook:
-            own = situation.own(engine)
+        def cost(engine: Engine) -> float:
             queue_s = max(0.0, engine.free_at - situation.now)
-            prefill_s = situation.prefill_s(engine, own)
-            return Outlook(engine, own, 0, 0, None, 0.0, queue_s, prefill_s, queue_s + prefill_s)
+            return queue_s + situation.prefill_s(engine, situation.own(engine))
 
-        return cheapest(map(outlook, situation.engines), situation.rng)
+        return by_cost(situation, cost)

@@ -59,8 +59,8 @@ class DynamoLinear(Stateless):
 
     cost = max((queued tokens + prompt) / block - credit, 0) + active blocks, with a credit of 1 for
     each block in the engine's cache, 0.75 in its host's memory and 0.25 on its disk. For prefill
-    engines active blocks are those of the prompts in flight, this one's among them. Its shared-cache
-    credit is off by default, as here.
+    engines active blocks are those of the prompts in flight, this one's among them, each counted once
+    however many prompts have it. Its shared-cache credit is off by default, as here.
     """
 
     sends_at_once = True
@@ -97,4 +97,5 @@ class LMetric(DynamoLinear):
 def active_blocks(situation: Situation, engine: Engine) -> float:
     """Blocks in use on an engine if the request went there."""
     block = situation.kind(engine).block_tokens
-    return engine.prompt_blocks + engine.context_tokens / block + len(situation.request.keys)
+    new = sum(key not in engine.blocks for key in situation.request.keys)
+    return len(engine.blocks) + engine.context_tokens / block + new
