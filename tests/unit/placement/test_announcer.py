@@ -709,7 +709,8 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+# The same examples each time: there are some whose virtual time goes by in steps so small that they take minutes.
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.lists(steps, min_size=3, max_size=25),
     st.sampled_from([20, 150, 1 << 20]),
