@@ -113,9 +113,7 @@ class Blocks:
 
     def _write(self, slots: Any) -> None:
         n = len(slots)
-        offsets = (slots * self.nbytes).astype(np.uint64)
-        keys = self.keys[slots]
-        numbers = self.rows[:n]
+        offsets, keys, numbers = self._offsets(slots), self.keys[slots], self.rows[:n]
         batch = WriteBatch(
             table=self.table,
             nbytes=self.nbytes,
@@ -125,11 +123,18 @@ class Blocks:
             depths=np.zeros(n, np.uint32),
             pins=np.zeros(n, np.uint8),
             checksums=self.sums[:n],
-            source=self.source,
             rows=numbers,
+            **self._stored(numbers),
         )
         assert (self.store.write(batch, self.store.forget(offsets)) == DONE).all()
         self.held[slots] = numbers
+
+    def _offsets(self, slots: Any) -> Any:
+        return (slots * self.nbytes).astype(np.uint64)
+
+    def _stored(self, numbers: Any) -> dict[str, Any]:
+        """What is written of these rows, as fields of the batch."""
+        return {"source": self.source}
 
     def _passes(self, work: Callable[[Any], None]) -> None:
         chosen = self.dice.permutation(self.slots)[: PASS_BYTES // self.nbytes]
@@ -146,7 +151,7 @@ class Blocks:
         self._passes(self._read)
 
     def _read(self, slots: Any) -> None:
-        offsets = (slots * self.nbytes).astype(np.uint64)
+        offsets = self._offsets(slots)
         sums = self.sums[self.held[slots]]
         out = self.outs.get()
         statuses = self.store.read(
@@ -164,26 +169,9 @@ class PackedBlocks(Blocks):
         (self.length,) = {slot_bytes(one, nbytes) for one in stored}
         super().__init__(folder, nbytes, source)
 
-    def _write(self, slots: Any) -> None:
-        n = len(slots)
-        offsets, keys, numbers = self._offsets(slots), self.keys[slots], self.rows[:n]
+    def _stored(self, numbers: Any) -> dict[str, Any]:
         packed = pack(self.source, numbers, self.nbytes)
-        batch = WriteBatch(
-            table=self.table,
-            nbytes=self.nbytes,
-            offsets=offsets,
-            keys=keys,
-            parents=keys,
-            depths=np.zeros(n, np.uint32),
-            pins=np.zeros(n, np.uint8),
-            checksums=self.sums[:n],
-            source=packed.rows,
-            rows=numbers,
-            stored=packed.stored,
-            codec=BLOSC2,
-        )
-        assert (self.store.write(batch, self.store.forget(offsets)) == DONE).all()
-        self.held[slots] = numbers
+        return {"source": packed.rows, "stored": packed.stored, "codec": BLOSC2}
 
     def _offsets(self, slots: Any) -> Any:
         return (slots * self.length).astype(np.uint64)

@@ -8,7 +8,7 @@ from typing import TypeVar
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import Declined, ProtocolError, Unavailable, from_code
-from kvpool.transfer.base import MISMATCH, Outcome, Stop
+from kvpool.transfer.base import MISMATCH, Deadline, Outcome, Stop
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.precedence import Precedence
 from kvpool.transfer.stream import IOV_MAX, Stream
@@ -56,15 +56,7 @@ def fetch(
     keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
     answer = exchange(
         stream,
-        Fetch(
-            order.tenant,
-            order.digest,
-            order.part,
-            order.nbytes,
-            keys,
-            stream.deadline.left(),
-            order.background,
-        ),
+        fetch_message(order, keys, stream.deadline),
         first + 1,
         Fetched,
     )
@@ -97,6 +89,19 @@ def fetch(
                 wrong.append(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
     if wrong:
         stream.send(Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)), 0)
+
+
+def fetch_message(order: PullBlocks, keys: bytes, deadline: Deadline) -> Fetch:
+    """What is asked of an owner for these blocks of an order."""
+    return Fetch(
+        order.tenant,
+        order.digest,
+        order.part,
+        order.nbytes,
+        keys,
+        deadline.left(),
+        order.background,
+    )
 
 
 def ask(stream: Stream, question: Ask | Offer | Await) -> Done | Bytes:

@@ -48,7 +48,7 @@ from kvpool.transfer.base import (
     check_lent,
     check_order,
 )
-from kvpool.transfer.fetching import exchange
+from kvpool.transfer.fetching import exchange, fetch_message
 from kvpool.transfer.lending import Budgets, Conversation
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.nixl_agent import Agent, Pieces, Read
@@ -258,15 +258,7 @@ class _Fetch:
         keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
         answer = exchange(
             stream,
-            Fetch(
-                order.tenant,
-                order.digest,
-                order.part,
-                order.nbytes,
-                keys,
-                stream.deadline.left(),
-                order.background,
-            ),
+            fetch_message(order, keys, stream.deadline),
             first + 1,
             Readable,
         )
