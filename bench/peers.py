@@ -328,7 +328,7 @@ def kvpool_nixl(folder: Path, etcd: str, lane: str, variables: Mapping[str, str]
             f"nixl-{lane}",
             *("--listen", "nixl://127.0.0.1:0"),
             python=str(PEERS_PYTHON),
-            variables=variables,
+            variables={**variables, "KVPOOL_PULL_OVER": "nixl"},
         )
         options = {"socket_path": b.socket, "owner": a.socket, "over_nixl": True}
         return options, pids_of(a, b)

@@ -12,7 +12,7 @@ import re
 import socket
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ DEVICE_BYTES_MIN = 2 << 20
 WRITE_MODES = ("back", "through", "none")
 REMOTE_SCHEMES = ("s3", "gs", "az", "file")
 REMOTE_WRITE_MODES = ("back", "none")
+PULL_OVER = ("auto", "nixl", "tcp")
 REMOTE_BYTES_MIN = 64 << 20
 SOCKET_PATH_MAX = 107  # sockaddr_un
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -108,6 +109,8 @@ class DaemonConfig:
         matter.
     bind_source: connect to others from the address of the network card that was chosen for it, rather than
         from what this machine's routes say.
+    pull_over: by which transport peers are pulled from where there are several: "auto" (what is faster for the
+        pair), "nixl" or "tcp". The other one is what is left when that fails.
     probe_s: how often nodes that nothing is pulled from are asked for the time that an answer takes; 0: never.
     peers: URLs of the nodes that blocks are pulled from, where no membership names them.
     cluster, cluster_secret: peers must agree on both. Without a secret only loopback is listened on.
@@ -157,6 +160,7 @@ class DaemonConfig:
     advertise: tuple[str, ...] = ()
     rails: tuple[str, ...] = ()
     bind_source: bool = False
+    pull_over: str = "auto"
     probe_s: float = 10.0
     peers: tuple[str, ...] = ()
     cluster: str = "kvpool"
@@ -401,11 +405,14 @@ def _device(value: object, name: str) -> DeviceConfig:
     return DeviceConfig(device, size)
 
 
-def _write_mode(value: object, name: str) -> str:
-    text = _text(value, name)
-    if text not in WRITE_MODES:
-        raise ConfigError(f"{name} = {text!r}: one of {', '.join(WRITE_MODES)}")
-    return text
+def _one_of(words: tuple[str, ...]) -> Callable[[object, str], str]:
+    def parse(value: object, name: str) -> str:
+        text = _text(value, name)
+        if text not in words:
+            raise ConfigError(f"{name} = {text!r}: one of {', '.join(words)}")
+        return text
+
+    return parse
 
 
 def _bytes(value: object, name: str) -> int:
@@ -477,6 +484,7 @@ _PARSERS: dict[str, Any] = {
     "advertise": _urls,
     "rails": _rails,
     "bind_source": _switch,
+    "pull_over": _one_of(PULL_OVER),
     "probe_s": _seconds_or_none,
     "peers": _urls,
     "cluster": _word,
@@ -500,7 +508,7 @@ _PARSERS: dict[str, Any] = {
     "operator_token": _hidden,
     "tenants": _tenants,
     "ssd": _disks,
-    "ssd_write": _write_mode,
+    "ssd_write": _one_of(WRITE_MODES),
     "ssd_bytes_per_day": _bytes,
     "ssd_drain_s": _seconds_or_none,
     "ssd_flush_s": _seconds_or_none,

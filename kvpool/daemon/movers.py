@@ -260,7 +260,9 @@ class Movers:
             await self._start(self._nixl_keeper)
             pulls["nixl"] = self._pull_by_nixl
         clock = asyncio.get_running_loop().time
-        self._paths = Paths(pulls, self._ask, self.route, clock, random.Random(self.incarnation))
+        first = "" if self.config.pull_over == "auto" else self.config.pull_over
+        rng = random.Random(self.incarnation)
+        self._paths = Paths(pulls, self._ask, self.route, clock, rng, first)
 
     async def _start(self, keeper: Keeper[MoverProcess]) -> None:
         try:

@@ -93,7 +93,8 @@ class Comparison:
 class Peer:
     """What is known of the ways to one peer. No I/O.
 
-    busy: bytes asked for by each of its cards. ours: by each of this node's, of all peers.
+    busy: bytes asked for by each of its cards. ours: by each of this node's, of all peers. first: the scheme
+    that is to be used while it works, whatever is faster; empty: what is.
     """
 
     ours: Counter[str] = field(default_factory=Counter)
@@ -105,6 +106,7 @@ class Peer:
     usual: Group = ("", 0)
     speed: float = 0.0  # of the last pulls by the usual group; 0: of none yet
     others: dict[Group, Comparison] = field(default_factory=dict)
+    first: str = ""
     pulls: int = 0  # that could be learnt from, since one went by another group
     every: int = EXPLORE_EVERY
     turn: int = 0
@@ -130,7 +132,9 @@ class Peer:
             state.group = group
             self.ways[url] = state
         best, *_ = self.groups or [self.usual]
-        self.groups = sorted(set(ways.values()), key=lambda group: (group[0] != NIXL, group[1]))
+        self.groups = sorted(
+            set(ways.values()), key=lambda group: (group[0] != (self.first or NIXL), group[1])
+        )
         # What was found to be faster than the best one stays the rule while it is there.
         if self.usual == best or self.usual not in self.groups:
             self._use(self.groups[0])
@@ -201,7 +205,7 @@ class Peer:
     def _turn(self, now: float) -> Group:
         """The usual group, or another one whose turn it is to be compared with it."""
         self.pulls += 1
-        if self.pulls < self.every:
+        if self.pulls < self.every or self.first:
             return self.usual
         others = [
             group
@@ -227,7 +231,7 @@ class Peer:
         if group == self.usual:
             self.speed = self.speed + RECENT * (speed - self.speed) if self.speed else speed
             return
-        if self.speed:
+        if self.speed and not self.first:
             self._compare(group, speed)
 
     def explored_in_vain(self, group: Group) -> None:
@@ -278,7 +282,7 @@ class Paths:
     pulls: how to pull, by scheme: `tcp`, and `nixl` where this node has it. They return or raise only when
     nothing writes to an order's rows any more, so that one may follow the other. ask: how to ask, over TCP.
     route: all ways to the peer that is known by a URL; None: there is no other than that. rng: spreads readers
-    over ways that are as good as each other.
+    over ways that are as good as each other. first: as in `Peer`.
     """
 
     def __init__(
@@ -288,12 +292,14 @@ class Paths:
         route: Callable[[str], Route | None],
         clock: Callable[[], float],
         rng: random.Random,
+        first: str = "",
     ) -> None:
         self._pulls = pulls
         self._ask = ask
         self._route = route
         self._clock = clock
         self._rng = rng
+        self._first = first
         self._ours: Counter[str] = Counter()
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         self.counters = {
@@ -312,7 +318,7 @@ class Paths:
         """By which way a peer is pulled from at present, mostly."""
         peer = self._peers.get(url)
         if peer is None:  # to look is no use of it
-            peer = Peer(self._ours)
+            peer = Peer(self._ours, first=self._first)
         peer.see(self._all_ways(url), self._pulls, self._rng.random)
         urls, _ = peer.order(0, self._clock(), background=True)
         return urls[0]
@@ -386,7 +392,7 @@ class Paths:
     def _peer(self, url: str) -> Peer:
         if url not in self._peers:
             self._forget_gone()
-            self._peers[url] = Peer(self._ours)
+            self._peers[url] = Peer(self._ours, first=self._first)
         peer = self._peers[url]
         self._peers.move_to_end(url)
         peer.see(self._all_ways(url), self._pulls, self._rng.random)

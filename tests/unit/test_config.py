@@ -83,6 +83,7 @@ listen = ["tcp://127.0.0.1:7070", "tcp://[::1]:7071"]
 advertise = ["tcp://outside:1", "tcp://outside:2"]
 rails = ["r0", "r1"]
 bind_source = true
+pull_over = "nixl"
 probe_s = 2.5
 peers = ["tcp://other:7070"]
 cluster = "c"
@@ -137,6 +138,7 @@ memory = "50%"
         advertise=("tcp://outside:1", "tcp://outside:2"),
         rails=("r0", "r1"),
         bind_source=True,
+        pull_over="nixl",
         probe_s=2.5,
         peers=("tcp://other:7070",),
         cluster="c",
@@ -193,6 +195,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
         "advertise": "tcp://c:1,tcp://c:2",
         "rails": "r0,-",
         "bind_source": "1",
+        "pull_over": "tcp",
         "probe_s": "0",
         "peers": "",
         "cluster": "c",
@@ -240,6 +243,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
     assert config.advertise == ("tcp://c:1", "tcp://c:2")
     assert config.peers == ()
     assert (config.rails, config.bind_source, config.probe_s) == (("r0", ""), True, 0.0)
+    assert config.pull_over == "tcp"
     assert config.ssd == (DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30))
     assert config.device == DeviceConfig("cpu", 2 << 20)
     assert (config.ssd_bytes_per_day, config.ssd_flush_s, config.ssd_drain_s) == (0, 0.0, 0.0)
@@ -470,6 +474,7 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
         ("join_ca = []", "join_ca.*text"),
         ("member_ttl_s = 0", "member_ttl_s.*seconds"),
         ("member_ttl_s = 86401", "member_ttl_s.*seconds"),
+        ('pull_over = "rdma"', "auto, nixl, tcp"),
         ("probe_s = [1]", "probe_s.*seconds"),
         ("probe_s = -1", "probe_s.*seconds"),
         ("probe_s = false", "probe_s.*seconds"),

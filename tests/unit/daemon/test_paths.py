@@ -256,6 +256,7 @@ class Host:
         *ways: Way,
         schemes: tuple[str, ...] = ("nixl", "tcp"),
         rng: random.Random | None = None,
+        first: str = "",
     ) -> None:
         self.clock = Clock()
         self.incarnation = "a"
@@ -276,6 +277,7 @@ class Host:
             self._route,
             self.clock,
             rng or AsListed(),
+            first,
         )
 
     def _route(self, url: str) -> Route | None:
@@ -385,6 +387,27 @@ def test_a_card_that_failed_rests_and_is_used_again() -> None:
     host.clock.now += REST_S
     host.pull()
     assert host.went_by() == [A]
+
+
+@pytest.mark.parametrize("first", ["nixl", "tcp"])
+def test_an_operators_choice_holds_whatever_is_faster_and_the_other_is_for_when_it_fails(
+    first: str,
+) -> None:
+    chosen, other = (NIXL, A) if first == "nixl" else (A, NIXL)
+    host = Host(Way(A, 0), Way(NIXL, 0), first=first)
+    host.bytes_s = {chosen: 1e8, other: 1e9}
+    host.pull_often(10 * EXPLORE_EVERY)
+    assert set(host.went_by()) == {chosen}
+    assert host.paths.nixl_stats()["slower"] == 0
+    if first == "nixl":
+        for _ in range(5):
+            host.errors[NIXL] = Unavailable("gone")
+            host.pull(LARGE)
+            assert host.went_by() == [NIXL, A]
+            host.errors.clear()
+            host.clock.now += REST_S_MAX
+            host.pull(LARGE)
+            assert host.went_by() == [NIXL]
 
 
 def test_many_pulls_that_break_at_once_are_one_failure() -> None:
