@@ -40,6 +40,9 @@ def key_of(number: int) -> bytes:
 # ---- virtual time ------------------------------------------------------------------------------------
 
 
+TICK_S = 1e-9
+
+
 class JumpingSelector(selectors.DefaultSelector):
     """Where others would wait, time jumps."""
 
@@ -49,7 +52,9 @@ class JumpingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         assert timeout is not None, "everybody waits for somebody else"
-        self.now += max(0.0, timeout)
+        # Timers go off up to a nanosecond early. Who looks at the clock then and waits for the rest would do so
+        # for ever on a clock that stands still.
+        self.now += max(TICK_S, timeout)
         return super().select(0)
 
 
@@ -709,8 +714,7 @@ steps = st.one_of(
 )
 
 
-# The same examples each time: there are some whose virtual time goes by in steps so small that they take minutes.
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     st.lists(steps, min_size=3, max_size=25),
     st.sampled_from([20, 150, 1 << 20]),
