@@ -54,6 +54,7 @@ from kvpool.life import LifeView
 from kvpool.types import (
     DEFAULT_TENANT,
     KEY_BYTES,
+    EngineRecord,
     Keys,
     Namespace,
     NamespaceRecord,
@@ -306,8 +307,9 @@ class Client:
         self._waiting = 0
         self._daemon: DaemonState | None = None
         self._generations: dict[bytes, int] = {}  # of weights, by namespace
-        # The namespace whose engine publishes events, and what the daemon is told of them.
+        # The namespace whose engine publishes events, or takes requests, and what the daemon is told of that.
         self._events: tuple[bytes, Callable[[int], wire.FollowEvents]] | None = None
+        self._engine: tuple[bytes, Callable[[int], wire.AnnounceEngine]] | None = None
         self._tickets = itertools.count(1)
         self._finished: deque[str] = deque(maxlen=FINISHED_MAX)  # tokens of leases to release
         self._orphans: deque[tuple[str, wire.Message]] = deque(maxlen=1 << 16)
@@ -645,6 +647,24 @@ class Client:
         with self._request() as connection:
             return self._commit(connection, reservation, checksums, copies)
 
+    def written(self, reservation: Reservation, nbytes: int) -> None:
+        """The first `nbytes` bytes of each of its slots are written, and will not change until the commit.
+
+        Nodes that follow the prompt may fetch them meanwhile; a long commit, of many layers, then has little left
+        to be fetched. To be called with more and more bytes: once a layer, at most some hundred times a second.
+        A hint: a daemon that is away is no error. Raises `InvalidRequest` for bytes that a slot does not have.
+        """
+        if not 0 < nbytes <= reservation.slots.nbytes:
+            raise InvalidRequest(f"{nbytes} bytes are written of {reservation.slots.nbytes}")
+        if reservation._settled:
+            return
+        try:
+            with self._request() as connection:
+                if connection.daemon is reservation._daemon:
+                    connection.tell(wire.Progress(reservation._ticket, nbytes))
+        except Unavailable:
+            pass  # so are those who would have been told
+
     def abort(self, reservation: Reservation) -> None:
         """Give slots back unwritten. Never raises; nothing after a commit."""
         if reservation._settled:
@@ -896,7 +916,7 @@ class Client:
             answer = connection.ask(wire.Reset(number, generation), self.timeout_s + RESET_S)
             connection.daemon.renumber(ns.digest, answer.number)
             self._generations[ns.digest] = answer.generation
-            self._tell_events(connection, ns.digest, answer.number)
+            self._tell_engine(connection, ns.digest, answer.number)
         if not answer.current:
             raise StaleEpoch(
                 f"the weights of namespace {ns.digest.hex()} have changed more often elsewhere than "
@@ -937,6 +957,46 @@ class Client:
             return bool(self._ask_ns(ns, message).value)
         except Unavailable:
             return False
+
+    def announce_engine(self, ns: Namespace, engine: EngineRecord | None) -> bool:
+        """Tell all nodes of this process's engine, so that requests are sent to it; None: not any more.
+
+        That holds until this process ends. To a daemon that was started anew it is told again once the
+        namespace is used there: whoever uses it seldom says it again now and then, which is cheap. One
+        engine a client: another call takes the place of the one before.
+        False when the daemon is away. Raises `InvalidRequest` for what no engine can be, and `LimitExceeded`.
+        """
+
+        def message(number: int) -> wire.AnnounceEngine:
+            return wire.AnnounceEngine(number, engine)
+
+        self._engine = (ns.digest, message) if engine is not None else None
+        try:
+            self._ask_ns(ns, message)
+        except Unavailable:
+            return False
+        return True
+
+    # ---- for routers ---------------------------------------------------------------------------------
+
+    def engines(self) -> list[dict[str, Any]]:
+        """The engines of this tenant, on all nodes: see `wire.Engines`. Raises `Unavailable`."""
+        found: list[dict[str, Any]] = self._ask_json(wire.Engines())
+        return found
+
+    def prefixes(
+        self, digest: bytes, keys: Keys, *, wait_s: float = 0.05
+    ) -> dict[str, tuple[int, int]]:
+        """How much of a prefix each node could give, in blocks: from its memory, and from that and its disks.
+
+        What engines have in caches of their own is not counted. digest: of the namespace, which need not be
+        open here. wait_s: other nodes are left out when the directory takes longer. Nodes that have nothing
+        are left out. A hint: blocks come and go. Raises `Unavailable`.
+        """
+        message = wire.Prefixes(digest, pack_keys(keys), wait_s)
+        with self._request() as connection:
+            answer = connection.ask(message, self.timeout_s + wait_s)
+        return {node: (first, last) for node, (first, last) in json.loads(answer.data).items()}
 
     # ---- for operators -------------------------------------------------------------------------------
 
@@ -1199,14 +1259,14 @@ class Client:
         answer = connection.ask(message, self.timeout_s)
         connection.daemon.renumber(ns.digest, answer.number)
         self._generations[ns.digest] = answer.generation
-        self._tell_events(connection, ns.digest, answer.number)
+        self._tell_engine(connection, ns.digest, answer.number)
         return int(answer.number)
 
-    def _tell_events(self, connection: Connection, digest: bytes, number: int) -> None:
-        """A namespace was opened: if its engine publishes events, the daemon is to know it. Waits for nothing."""
-        events = self._events
-        if events is not None and events[0] == digest:
-            connection.tell(events[1](number))
+    def _tell_engine(self, connection: Connection, digest: bytes, number: int) -> None:
+        """A namespace was opened: the daemon is to know its engine, and what that publishes. Waits for nothing."""
+        for told in (self._events, self._engine):
+            if told is not None and told[0] == digest:
+                connection.tell(told[1](number))
 
     def _request(self) -> _Request:
         return _Request(self)

@@ -148,7 +148,7 @@ class DaemonConfig:
     data_dir: where the node keeps what outlives it; empty: nothing is kept.
     node: this node's name.
     clients_max, peers_max: open connections; those of peers in each mover process.
-    engines_max: engines whose KV events are followed.
+    engines_max: engines whose KV events are followed, and as many that are announced to routers.
     lease_s_max: the longest lease.
     """
 

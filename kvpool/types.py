@@ -88,6 +88,40 @@ class PartSpec:
             raise InvalidRequest("window_blocks is for parts of kind window, and at least 1 there")
 
 
+@dataclass(frozen=True, slots=True)
+class EngineRecord:
+    """An engine as its plugin announces it, for whoever sends it requests.
+
+    url: of its HTTP server, as others reach it. role: `both`, `prefill` or `decode`: what it is to be used for.
+    model: the name that it serves it by.
+    events, replay, topic: where it publishes KV events, as ZeroMQ connects from elsewhere; or empty.
+    groups: the cache groups that must hold a block, so that it counts as held; none: nothing is known of its cache.
+    hash_algorithm, none_hash: how its block hashes are made, in the engine's words, and what their chain begins
+        with, as hex digits. block_tokens: of a block of the chain; block_bytes: of one, all ranks together.
+    capacity_tokens: of its own cache. step_tokens: of a step. max_len: of prompt and answer.
+    follows_max: how many prompts it follows at a time while others compute them.
+    tenant, namespace: whose its blocks are, and their namespace's digest as hex digits; filled in by the daemon.
+    """
+
+    url: str
+    role: str = "both"
+    model: str = ""
+    events: str = ""
+    replay: str = ""
+    topic: str = ""
+    groups: tuple[int, ...] = ()
+    hash_algorithm: str = ""
+    none_hash: str = ""
+    block_tokens: int = 0
+    block_bytes: int = 0
+    capacity_tokens: int = 0
+    step_tokens: int = 0
+    max_len: int = 0
+    follows_max: int = 0
+    tenant: str = ""
+    namespace: str = ""
+
+
 def plain_parts(parts: Iterable[PartSpec]) -> list[tuple[int, str, int, int]]:
     """As messages and records carry them: [nbytes, kind, window, stride] each."""
     return [(part.nbytes, str(part.kind), part.window_blocks, part.stride) for part in parts]

@@ -55,12 +55,16 @@ whose first element is its type number:
     45    Ask                daemon → daemon      Done: blocks of the prefix that are there
     46    Corrupt            daemon → daemon      none
     47    Offer              daemon → daemon      Bytes: one byte a key, 1 where the peer has it now
-    48    Await              daemon → daemon      Bytes: a mask of parts a key, when there is news
+    48    Await              daemon → daemon      Bytes: masks of parts, and what is being written, when there is news
     50    FollowEvents       client → daemon      Done: 1 if they are followed; or none
     51    Follow             client → daemon      Done: blocks now here
+    53    AnnounceEngine     client → daemon      Done: 1 if it is announced; or none
+    54    Engines            client → daemon      Bytes: a JSON array
+    52    Progress           client → daemon      Done, or none
     55    Readable           daemon → daemon      answers a Fetch over NIXL
     56    Describe           daemon → daemon      Bytes: what NIXL needs to read here
     57    Taken              daemon → daemon      none
+    58    Prefixes           client → daemon      Bytes: a JSON object
     60    MoverStart         control → mover      MoverReady
     61    MoverReady         mover → control
     62    AttachSegment      control → mover      Done; carries a descriptor
@@ -118,13 +122,16 @@ from typing import Any
 import msgspec
 
 from kvpool.errors import KvpoolError, ProtocolError, from_code
+from kvpool.types import EngineRecord
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 HEADER = struct.Struct("<II")
 FRAME_BYTES_MAX = 16 << 20
 HELLO_BYTES_MAX = 64 << 10  # what a connection may send before it has introduced itself
 KEYS_MAX = 1 << 16  # keys in one request
 NO_ROW = 0xFFFFFFFF
+BEING_WRITTEN = struct.Struct("<QIIIQ")  # in answers to `Await`
+HEARD = struct.Struct("<QQ")  # in an `Await`
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -223,6 +230,17 @@ class Commit(Message, tag=13):
     checksums: bytes
     indices: bytes = b""
     copies: int = 0
+
+
+class Progress(Message, tag=52):
+    """The first `nbytes` bytes of each slot of this reservation are as they will be committed.
+
+    Peers who follow the prompt may pull them now. A promise that does not hold costs them a transfer: what they
+    have read is compared with the checksums at the commit.
+    """
+
+    ticket: int
+    nbytes: int
 
 
 class Abort(Message, tag=14):
@@ -499,7 +517,9 @@ class PeerProof(Message, tag=42):
 class Fetch(Message, tag=43):
     """Blocks of one part, wanted by `deadline_s` from now. `nbytes` must be the part's at the owner.
 
-    background: nobody waits for them: they come when nothing that is waited for is in the way.
+    background: nobody waits for them: they come when nothing that is waited for is in the way. `start`: the
+    first byte of each that is wanted. `stop`: the byte behind the last one, of blocks that are being written and
+    not committed (see `Await`); 0: they are committed, and all bytes from `start` on are wanted.
     """
 
     tenant: str
@@ -509,12 +529,14 @@ class Fetch(Message, tag=43):
     keys: bytes
     deadline_s: float
     background: bool = False
+    start: int = 0
+    stop: int = 0
 
 
 class Fetched(Message, tag=44):
-    """`present`: one byte a key. Then follow `nbytes` for each present key, in order.
+    """`present`: one byte a key. Then follow the wanted bytes of each present key, in order.
 
-    `checksums`: 16 bytes for each present key, as committed by the writer.
+    `checksums`: 16 bytes for each present key, as committed by the writer; zeros where it is not committed.
     """
 
     present: bytes
@@ -577,6 +599,11 @@ class Await(Message, tag=48):
     Answered at once where any part is here that `known` lacks, else as soon as one is committed, or with
     `wait_s` over. `known`, and the answer: for each key the parts, bit p of byte p // 8, all of one length.
     `node`: who asks.
+
+    With `heard` the answer also comes when more is written of blocks that are not committed, as their writer
+    says (`Progress`), and behind the masks it has for each run of such keys a `BEING_WRITTEN`: number of the
+    reservation, part, index of the first key, count of keys, bytes that are written of each. `heard`: for each
+    reservation that the asker was told of a `HEARD`: its number, and the bytes.
     """
 
     node: str
@@ -585,6 +612,7 @@ class Await(Message, tag=48):
     keys: bytes
     known: bytes
     wait_s: float
+    heard: bytes | None = None
 
 
 class Readable(Message, tag=55):
@@ -640,6 +668,34 @@ class Follow(Message, tag=51):
     parts: list[int] = []
 
 
+class AnnounceEngine(Message, tag=53):
+    """This client's engine takes requests: tell all nodes, as long as its process lives.
+
+    `engine`: null: not any more. One engine a client: another message takes the place of the one before.
+    """
+
+    ns: int
+    engine: EngineRecord | None
+
+
+class Engines(Message, tag=54):
+    """The engines of this tenant that were announced, on all nodes. For each: what was announced, `node`,
+    `incarnation`, `labels`, `host` of it, and whether it is on this machine (`here`).
+    """
+
+
+class Prefixes(Message, tag=58):
+    """How much of a prefix each node could give, by the directory, in blocks: `{node: [in memory, with disks]}`.
+
+    `digest`: of the namespace, without its epoch; this node need not have it open. `wait_s`: what does not
+    answer in that time is left out.
+    """
+
+    digest: bytes
+    keys: bytes
+    wait_s: float
+
+
 class MoverStart(Message, tag=60):
     """First frame on a mover's control channel: who it is and where it listens (empty: nowhere).
 
@@ -670,7 +726,10 @@ class AttachSegment(Message, tag=62):
 
 
 class PullBlocks(Message, tag=63):
-    """Fetch blocks from the peer at `url` straight into reserved rows of a segment. `background`: see `Fetch`."""
+    """Fetch blocks from the peer at `url` straight into reserved rows of a segment.
+
+    `background`, `start`, `stop`: see `Fetch`. The bytes before `start` are in the rows already.
+    """
 
     url: str
     tenant: str
@@ -683,11 +742,14 @@ class PullBlocks(Message, tag=63):
     rows: bytes
     deadline_s: float
     background: bool = False
+    start: int = 0
+    stop: int = 0
 
 
 class Pulled(Message, tag=64):
     """`status`: one byte a key: 0 absent there, 1 here and verified, 2 checksum mismatch, 3 not arrived.
 
+    What is not committed yet (`stop`) cannot be verified: 1 is here as it came, and its checksum zeros.
     `checksums`: 16 bytes a key, zeros unless status is 1. When this is sent, nothing writes to the rows
     any more. `error`: why the transfer ended early, or empty. `refused`: that is what the peer answered, by this
     way as by any other.
@@ -701,7 +763,7 @@ class Pulled(Message, tag=64):
 
 
 class Lend(Message, tag=65):
-    """A peer wants these: lease them to the mover for `deadline_s`."""
+    """A peer wants these: lease them to the mover for `deadline_s`. `stop`: see `Fetch`."""
 
     tenant: str
     digest: bytes
@@ -709,6 +771,7 @@ class Lend(Message, tag=65):
     nbytes: int
     keys: bytes
     deadline_s: float
+    stop: int = 0
 
 
 class Lent(Message, tag=66):
@@ -1056,6 +1119,7 @@ ClientMessage = (
     | OpenNamespace
     | Reserve
     | Commit
+    | Progress
     | Abort
     | Acquire
     | Join
@@ -1080,6 +1144,9 @@ ClientMessage = (
     | Scrub
     | FollowEvents
     | Follow
+    | AnnounceEngine
+    | Engines
+    | Prefixes
 )
 DaemonMessage = Welcome | Error | Done | Reserved | Leased | Bytes | Stored | Opened
 PeerMessage = (

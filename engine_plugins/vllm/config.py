@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -13,6 +14,7 @@ from kvpool.types import DEFAULT_TENANT
 
 PIN_SHARE_MAX = 0.1
 PULLS_MAX = 16
+_URL = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
 CODEC_VERSION = 1
 """Changes with the bytes that codecs.py makes of the same KV."""
 
@@ -23,6 +25,14 @@ class LoadMode(StrEnum):
     AUTO = "auto"
     ASYNC = "async"
     SYNC = "sync"
+
+
+class EngineRole(StrEnum):
+    """What routers use the engine for. Whether it loads and saves is vLLM's `kv_role`."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 class Codec(StrEnum):
@@ -57,6 +67,8 @@ class PluginConfig:
     resave_s: a block that was offered to the pool is not offered again for so long.
     prefill_tokens_per_s: how fast the engine computes prompts; 0: measured, with what depends on their
         length. What computing brings sooner than disks or other nodes is not waited for.
+    url: of the engine's HTTP server as routers reach it, `http://HOST:PORT`; None: they are not told of it.
+    engine_role: what they use it for: `both`, `prefill` or `decode`.
     attach_device: whether blocks in the daemon's spare device memory are read there, if it is on the engine's
         own device; else they are brought into memory first.
     """
@@ -80,8 +92,15 @@ class PluginConfig:
     resave_s: float = 60.0
     prefill_tokens_per_s: float = 0.0
     attach_device: bool = True
+    url: str | None = None
+    engine_role: EngineRole = EngineRole.BOTH
 
     def __post_init__(self) -> None:
+        if self.url is not None and not _URL.fullmatch(self.url):
+            raise ConfigError(
+                f"{_where('url')} must be http://HOST:PORT, where routers reach this engine's server, "
+                f"not {self.url!r}"
+            )
         for name in ("lease_s", "lookup_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_where(name)} must be more than 0 seconds")

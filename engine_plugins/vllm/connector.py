@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -50,6 +51,7 @@ from kvpool.engine_plugins.vllm.plan import (
     StepPlan,
     common_life,
 )
+from kvpool.engine_plugins.vllm.presence import engine_record
 from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
 from kvpool.engine_plugins.vllm.pulls import Pulls
 from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
@@ -135,6 +137,14 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     saves=transfer.is_kv_producer,
                     stages=parallel.pipeline_parallel_size,
                     events=publisher(vllm_config.kv_events_config, parallel.data_parallel_index),
+                    record=engine_record(
+                        vllm_config,
+                        self._config,
+                        self._rules,
+                        hash_tokens=_hash_tokens(kv_cache_config),
+                        none_hash=_none_hash(vllm_config.cache_config.prefix_caching_hash_algo),
+                        blocks=kv_cache_config.num_blocks,
+                    ),
                 ),
                 pulls=self._make_pulls() if transfer.is_kv_consumer else None,
                 new_epoch=lambda: uuid.uuid4().hex,
@@ -434,6 +444,12 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvpoolPromMetrics:
         return KvpoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _none_hash(algorithm: str) -> bytes:
+    """What chains of block hashes begin with; vLLM computes it only after it has made the connector."""
+    hash_of = get_hash_fn_by_name(algorithm)
+    return bytes(hash_of(kv_cache_utils.resolve_none_hash_seed(hash_of)))
 
 
 def _hash_tokens(kv_cache_config: Any) -> int:

@@ -49,6 +49,22 @@ def publisher(config: Any, rank: int) -> Publisher | None:
     return Publisher(endpoint, replay or "", config.topic)
 
 
+def reachable(config: Any, rank: int, host: str | None) -> Publisher:
+    """The same as others on the network connect to it, at the host at which the engine is reached.
+
+    Empty where nothing is published that could be followed. ipc:// is good on this machine only.
+    """
+    found = publisher(config, rank)
+    if found is None:
+        return Publisher("")
+    at = f"[{host}]" if host and ":" in host else host
+    return Publisher(
+        found.endpoint.replace("//127.0.0.1:", f"//{at}:"),
+        found.replay.replace("//127.0.0.1:", f"//{at}:"),
+        found.topic,
+    )
+
+
 def part_groups(rules: Sequence[GroupRule], ranks: int) -> list[int]:
     """The group, in the events' numbers, of each part: the scheduler's events stand for all ranks."""
     return [rule.group for rule in rules] * ranks

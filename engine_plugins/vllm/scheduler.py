@@ -17,7 +17,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
@@ -39,10 +39,11 @@ from kvpool.engine_plugins.vllm.plan import (
     plan_load,
     plan_save,
 )
+from kvpool.engine_plugins.vllm.presence import Presence
 from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
 from kvpool.errors import InvalidRequest, KvpoolError, StaleEpoch
 from kvpool.prefill import PrefillFit, StepWork
-from kvpool.types import Namespace, NamespaceRecord, Recompute
+from kvpool.types import EngineRecord, Namespace, NamespaceRecord, Recompute
 
 if TYPE_CHECKING:
     from kvpool.client import Client, Lease
@@ -124,7 +125,7 @@ class Engine:
 
     hash_tokens: tokens of a block of the chain. blocks: how many blocks the engine's cache has.
     single_group: whether failed synchronous loads can be reported. events: of its own cache.
-    stages: of its pipeline.
+    stages: of its pipeline. record: what routers are told of it; None: nothing.
     """
 
     rules: Sequence[GroupRule]
@@ -136,6 +137,7 @@ class Engine:
     saves: bool = True
     stages: int = 1
     events: Publisher | None = None
+    record: EngineRecord | None = None
 
 
 class SchedulerHalf:
@@ -165,7 +167,7 @@ class SchedulerHalf:
         self._make_record: Callable[[str], NamespaceRecord] | None = None
         self._namespace: Namespace | None = None
         self._life = 0
-        self._rank_bytes = 0
+        self._rank_bytes = self._block_bytes = 0
         self._epoch = config.epoch
         self._generation = 0
         self._weights = -1
@@ -183,6 +185,7 @@ class SchedulerHalf:
         self._last_step = 0
         self._prefill = PrefillFit()
         self._ended: list[Lease] = []
+        self._presence: Presence | None = None
         self._offered = Offered(engine.blocks * OFFERED_PER_BLOCK, config.resave_s)
         self.pins = PinBudget(max(1, int(engine.blocks * config.pin_share)))
         self.counters = Counters()
@@ -216,8 +219,25 @@ class SchedulerHalf:
         self._shut = False
         parts = namespace.parts[: len(self._engine.rules)]
         self._rank_bytes = sum(part.nbytes // part.stride for part in parts)
+        self._block_bytes = sum(part.nbytes // part.stride for part in namespace.parts)
         if self._engine.events is not None:
             self._tell_events(namespace, self._engine.events)
+        if self._engine.record is not None and self._presence is None:
+            self._presence = Presence(self._announce)
+            self._presence.begin()
+
+    def _announce(self) -> None:
+        """Have routers told of this engine, in the namespace that it is in. In the thread of `Presence`."""
+        namespace, record = self._namespace, self._engine.record
+        assert namespace is not None and record is not None  # noqa: PT018  (the thread begins with both)
+        self._client.announce_engine(namespace, replace(record, block_bytes=self._block_bytes))
+
+    def _withdraw(self) -> None:
+        assert self._namespace is not None
+        try:
+            self._client.announce_engine(self._namespace, None)
+        except KvpoolError as error:
+            log.warning("routers are told of this engine until its process ends: %s", error)
 
     def _tell_events(self, namespace: Namespace, events: Publisher) -> None:
         """Have the daemon follow what the engine tells of its own cache. The client repeats that itself."""
@@ -682,6 +702,9 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """Release every lease. Loads that run fail or end by their deadline."""
+        if self._presence is not None:
+            self._presence.end()
+            self._withdraw()
         if self._engine.events is not None and self._namespace is not None:
             self._tell_events(self._namespace, Publisher(""))
         self._release_ended()

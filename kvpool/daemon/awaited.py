@@ -1,13 +1,13 @@
 """Who waits for which blocks to be committed here. No I/O, no clock.
 
-The rules tell of commits (`Node.awaited`): one look at a set for each batch of a namespace that somebody
+The rules tell of commits (`Node.awaited`), and of what is written before them: one look at a set for each batch of a namespace that somebody
 waits for, one look at a dictionary for each of its blocks, and nothing where nobody waits.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import LimitExceeded
@@ -17,13 +17,15 @@ from kvpool.errors import LimitExceeded
 class Waiter:
     """One who waits for any of some blocks. Made and ended by `Awaited` only.
 
-    wake: called with the first commit, and at most once; it only makes a note.
+    wake: called with the first commit, and at most once; it only makes a note. early: also when more of them is
+    written that is not committed.
     """
 
     who: str | None
     name: bytes
     keys: Sequence[bytes]
     wake: Callable[[], None]
+    early: bool = False
     woken: bool = False
 
 
@@ -49,11 +51,18 @@ class Awaited:
         return len(self._waiters)
 
     def add(
-        self, who: str | None, name: bytes, keys: Sequence[bytes], wake: Callable[[], None]
+        self,
+        who: str | None,
+        name: bytes,
+        keys: Sequence[bytes],
+        wake: Callable[[], None],
+        *,
+        early: bool = False,
     ) -> Waiter:
         """Have `wake` called when any part of any of these blocks is committed; until `remove`.
 
-        who: the node that asks; None: this one, which counts its own elsewhere. Raises `LimitExceeded`.
+        who: the node that asks; None: this one, which counts its own elsewhere. early: see `Waiter`. Raises
+        `LimitExceeded`.
         """
         if who is not None:
             if self._by_peer[who] >= self._most_of_one:
@@ -63,7 +72,7 @@ class Awaited:
             if self._by_peer.total() >= self._most:
                 raise LimitExceeded(f"{self._most} questions of peers wait here already, the limit")
             self._by_peer[who] += 1
-        waiter = Waiter(who, name, keys, wake)
+        waiter = Waiter(who, name, keys, wake, early)
         self._waiters[waiter] = None
         waiting = self._waiting.setdefault(name, {})
         for key in keys:
@@ -91,12 +100,22 @@ class Awaited:
 
     def came(self, name: bytes, keys: Sequence[bytes]) -> None:
         """Parts of these blocks were committed."""
+        for waiter in self._of(name, keys):
+            _wake(waiter)
+
+    def wrote(self, name: bytes, keys: Sequence[bytes]) -> None:
+        """More is written of these blocks."""
+        for waiter in self._of(name, keys):
+            if waiter.early:
+                _wake(waiter)
+
+    def _of(self, name: bytes, keys: Sequence[bytes]) -> Iterator[Waiter]:
+        """Who waits for any of these."""
         waiting = self._waiting.get(name)
         if waiting is None or waiting.keys().isdisjoint(keys):
             return
         for key in keys:
-            for waiter in waiting.get(key, ()):
-                _wake(waiter)
+            yield from waiting.get(key, ())
 
     def end(self, name: bytes) -> None:
         """Nothing of this namespace is committed any more: its epoch has ended."""

@@ -79,6 +79,7 @@ class PartTable:
     hard_bytes, soft_bytes: of both, under a pin.
     soft: soft pins among them that may go, oldest first.
     reserved: slots that are reserved for keys of this table and not settled.
+    writing: of these, those that peers may read the beginning of, with their rows.
     """
 
     __slots__ = (
@@ -93,6 +94,7 @@ class PartTable:
         "spec",
         "stride",
         "tag",
+        "writing",
     )
 
     def __init__(
@@ -109,6 +111,7 @@ class PartTable:
         self.soft_bytes = 0
         self.soft: OrderedDict[Block, None] = OrderedDict()
         self.reserved = 0
+        self.writing: dict[bytes, tuple[Reservation, int]] = {}
 
     def forget(self, block: Block) -> None:
         """Take a block out, whether its epoch has ended or not."""
@@ -338,7 +341,13 @@ class Holder:
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Slots that a holder writes and has not settled: sequences of one length, in chain order."""
+    """Slots that a holder writes and has not settled: sequences of one length, in chain order.
+
+    written: bytes of each slot that are as they will be committed, as its holder promises; 0: none, or it says
+    nothing of that. number: given with the first such word, unique on the node.
+    readers: leases of peers that read what is written. orphans: rows that came back meanwhile, and are free when
+    the last of these ends.
+    """
 
     table: PartTable
     indices: Sequence[int]  # which of the keys asked for
@@ -346,6 +355,10 @@ class Reservation:
     parents: Sequence[bytes]  # of each key, the one before it in the prefix chain
     rows: list[int]
     left: dict[int, int] | None = None  # key index → position, once some of it is settled
+    written: int = 0
+    number: int = 0
+    readers: dict[str, Lease] = field(default_factory=dict)  # by token
+    orphans: list[int] = field(default_factory=list)
 
     @property
     def open_rows(self) -> list[int]:
@@ -382,7 +395,10 @@ class Beside:
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """A right to read. It lives while it has holders, and not past its deadline."""
+    """A right to read. It lives while it has holders, and not past its deadline.
+
+    reading: reservations that it has slots of: what they become is read on, or nobody's until it ends.
+    """
 
     token: str
     tenant: Tenant
@@ -394,6 +410,7 @@ class Lease:
     holders: dict[int, Holder] = field(default_factory=dict)  # by id()
     holds: dict[int, int] = field(default_factory=dict)  # how often each has joined
     beside: Beside | None = None
+    reading: Sequence[Reservation] = ()
 
 
 @dataclass(slots=True)

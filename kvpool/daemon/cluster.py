@@ -50,7 +50,7 @@ from kvpool.placement.records import (
     plain,
 )
 from kvpool.placement.sources import DeadIncarnations, Link, Peers
-from kvpool.types import PartSpec, plain_parts
+from kvpool.types import EngineRecord, PartSpec, plain_parts
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -71,8 +71,8 @@ class Cluster:
 
     holdings: what there is to announce, by tier; filled before `start`, or by `announce`.
     lost_nodes: called when blocks may lack copies: a node has gone or come, or more are wanted. drain:
-    called with what an operator wants of this node, when that changes. entered: called with each namespace
-    that is in a new epoch. configured: called with each whose settings have changed. keep_epoch: makes that and its settings outlive this process, where no
+    called with what an operator wants of this node, when that changes. engines: those that were announced here.
+    entered: called with each namespace that is in a new epoch. configured: called with each whose settings have changed. keep_epoch: makes that and its settings outlive this process, where no
     membership does.
     surroundings: of this node's machine. path_to: by which way the node at a URL is pulled from at present; both
     set before `start`.
@@ -106,6 +106,7 @@ class Cluster:
         self.lost_nodes: list[Callable[[], None]] = []
         self.drain: Callable[[bool], None] = lambda _: None
         self.lower_tiers: Callable[[], Sequence[TierRecord]] = tuple
+        self.engines: Callable[[], tuple[EngineRecord, ...]] = tuple
         self.surroundings = Surroundings()
         self.path_to: Callable[[str], str] = lambda url: url
         self.lost = 0
@@ -535,6 +536,7 @@ class Cluster:
             self.progress,
             self.surroundings.host,
             self.surroundings.numa,
+            self.engines(),
         )
 
     async def tell(self) -> None:

@@ -124,6 +124,10 @@ class Chain:
         self._coming.update(found)
         return found
 
+    def missing(self, window: Sequence[bytes]) -> set[Lacking]:
+        """What of a window is neither here nor coming."""
+        return {one for one, _ in self._missing(window)}
+
     def _missing(self, window: Sequence[bytes]) -> list[tuple[Lacking, int]]:
         """What of a window is neither here nor coming, with its place in the window."""
         place = {key: at for at, key in enumerate(window)}

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from kvpool import wire
+from kvpool.daemon.ahead import Batch
 from kvpool.daemon.awaited import Waiter
 from kvpool.daemon.blocks import NamespaceState, PartTable
 from kvpool.daemon.following import Chain, Course, Lacking
+from kvpool.daemon.lending import WRITINGS_MAX, WRITTEN_EVERY_S
 from kvpool.daemon.masks import pack_masks, unpack_masks, width_for
-from kvpool.daemon.node import Node
+from kvpool.daemon.node import Node, Writing
 from kvpool.daemon.remote import ASKED_MAX, NOT_NODES, Carrier, Neighbours, Remote, Want
 from kvpool.daemon.tasks import crash_if_failed
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, ProtocolError, Unavailable
@@ -41,12 +44,17 @@ LAG_DECAY = 0.8  # what a measurement leaves of the weight of all earlier ones
 
 
 class Told(NamedTuple):
-    """An owner's answer. masks: of the window that it was asked about. early: before its time was over."""
+    """An owner's answer. masks: of the window that it was asked about. early: before its time was over.
+
+    writing: what is being written of the window, and is not committed. seconds: how long the answer took.
+    """
 
     incarnation: bytes
     window: Sequence[bytes]
     masks: Sequence[int]
     early: bool
+    writing: Sequence[Writing]
+    seconds: float
 
 
 class Follows:
@@ -88,9 +96,10 @@ class Follows:
 
     def stats(self) -> dict[str, Any]:
         """Plain values. waiters: questions that wait here, for peers' follows and our own. lag_s: from when it is
-        known that blocks are committed, to when they are here; recent ones."""
+        known that blocks are committed, to when they are here; recent ones. early_*: ahead of their commit."""
         return {
             **self.counters,
+            **self.remote.ahead.counters,
             "under_way": len(self._running),
             "waiters": len(self.node.awaited),
             "lag_s": self.lag_s,
@@ -177,6 +186,7 @@ class Follows:
         window: Sequence[bytes],
         known: Sequence[int],
         wait_s: float,
+        heard: Mapping[int, int] | None,
     ) -> asyncio.Task[Told]:
         """As `ask`; without waiting where as many questions wait at this peer as may.
 
@@ -185,7 +195,7 @@ class Follows:
         peer = self.remote.peers.get(incarnation)
         if self._asking[incarnation] >= QUESTIONS_PER_PEER_MAX or (peer and peer.on_probation):
             wait_s = 0.0
-        work = self.ask(incarnation, namespace, window, known, wait_s)
+        work = self.ask(incarnation, namespace, window, known, wait_s, heard)
         task = asyncio.get_running_loop().create_task(work)
         if wait_s:
             self._asking[incarnation] += 1
@@ -218,8 +228,12 @@ class Follows:
         window: Sequence[bytes],
         known: Sequence[int],
         wait_s: float,
+        heard: Mapping[int, int] | None = None,
     ) -> Told:
-        """What an owner has of a window that is not known. Raises `KvpoolError`."""
+        """What an owner has of a window that is not known. Raises `KvpoolError`.
+
+        heard: bytes that are written, of which of its reservations; None: only what is committed is wanted.
+        """
         width = width_for(len(namespace.tables))
         question = wire.Await(
             self._name,
@@ -228,6 +242,7 @@ class Follows:
             b"".join(window),
             pack_masks(known, width),
             wait_s,
+            None if heard is None else b"".join(starmap(wire.HEARD.pack, heard.items())),
         )
         other = self.neighbours.living.get(incarnation)
         if other is None:
@@ -239,8 +254,11 @@ class Follows:
         try:
             order = wire.AskPeer(other.url, question, wait_s + (ANSWER_S if wait_s else POLL_S))
             answer = await self._carrier.ask(order)
-            if not isinstance(answer, wire.Bytes) or len(answer.data) != len(question.known):
+            if not isinstance(answer, wire.Bytes) or len(answer.data) < len(question.known):
                 raise ProtocolError("an Await was answered with other masks than it has")
+            masks = unpack_masks(answer.data[: len(question.known)], width)
+            packed = answer.data[len(question.known) :]
+            writing = _unpack_writing(packed, namespace, window)
         except LimitExceeded:
             peers.stopped(incarnation, 0)
             raise
@@ -253,8 +271,9 @@ class Follows:
             raise
         now = self.clock()
         peers.finished(incarnation, 0, 0.0, now)  # how long it waited says nothing of it
-        early = now - asked_at < wait_s or not wait_s
-        return Told(incarnation, window, unpack_masks(answer.data, width), early)
+        seconds = now - asked_at
+        early = seconds < wait_s or not wait_s
+        return Told(incarnation, window, masks, early, writing, seconds)
 
     async def look(
         self, namespace: NamespaceState, chain: Chain, window: Sequence[bytes]
@@ -304,6 +323,9 @@ class _Follow:
         self._kept: list[str] = []
         self._question: asyncio.Task[Told] | None = None
         self._asked: bytes = b""  # whom, by the question under way
+        self._heard: Mapping[int, int] = {}  # from `_heard_of`: bytes written, by reservation
+        self._heard_of: bytes = b""
+        self._batches: list[Batch] = []  # of what has come ahead of its commit
         self._polls = False  # the next question does not wait
         self._repeat = False  # the question under way takes for coming what is missing again
         self._look: asyncio.Task[Mapping[bytes, Sequence[Entry]]] | None = None
@@ -332,6 +354,8 @@ class _Follow:
                 self._all.call_off(task)
         if self._waiter is not None:
             self._all.node.awaited.remove(self._waiter)
+        for batch in self._batches:
+            self._all.remote.ahead.drop(batch)
         self._all.remote.let_go(self._namespace.tenant.name, self._kept)
 
     # ---- what has come -----------------------------------------------------------------------------------
@@ -396,7 +420,12 @@ class _Follow:
         wait_s = 0.0 if self._polls else min(QUESTION_S, left_s)
         self._polls = self._repeat = False
         self._asked = whom
-        self._question = self._all.begin_question(whom, self._namespace, window, known, wait_s)
+        heard = None
+        if self._holds:  # else there is no room for what may never be committed
+            heard = self._heard if whom == self._heard_of else {}
+        self._question = self._all.begin_question(
+            whom, self._namespace, window, known, wait_s, heard
+        )
 
     def _watch(self, window: Sequence[bytes]) -> None:
         """Hear of what is committed here. Anew when half of what was watched has come."""
@@ -492,7 +521,10 @@ class _Follow:
             raise error
         else:
             told = question.result()
-            if self._told(told.window, told.masks, told.incarnation):
+            news = self._told(told.window, told.masks, told.incarnation)
+            more = self._told_of_writing(told)
+            # Whoever tells of that alone has waited before, or is asked again and again for nothing.
+            if news or (more and told.seconds >= WRITTEN_EVERY_S / 2):
                 course.news(told.incarnation)
             else:
                 course.nothing(told.incarnation, now, early=told.early)
@@ -506,6 +538,46 @@ class _Follow:
                 entries = [Entry(owner, TIERS["dram"], 1 << table.part), *entries]
             self._queue.setdefault(table, {})[key] = entries
         return bool(found)
+
+    def _told_of_writing(self, told: Told) -> bool:
+        """Have pulled what is written of blocks that are not committed yet; whether there is more than before."""
+        before = self._heard if told.incarnation == self._heard_of else {}
+        self._heard = {run.number: run.nbytes for run in told.writing}
+        self._heard_of = told.incarnation
+        if not (told.writing and self._holds):
+            return self._heard != before
+        self._batches = [batch for batch in self._batches if not batch.over]
+        missing = self._chain.missing(told.window)
+        tables = {table.part: table for table in self._chain.tables}
+        ahead = self._all.remote.ahead
+        for run in told.writing:
+            if (table := tables.get(run.part)) is None:
+                continue
+            some = told.window[run.first : run.first + run.keys]
+            keys = [key for key in some if Lacking(table, key) in missing]
+            if keys:
+                batch = ahead.told(table, told.incarnation, run.number, keys, run.nbytes)
+                if batch is not None:
+                    self._batches.append(batch)
+        return self._heard != before
+
+
+def _unpack_writing(
+    packed: bytes, namespace: NamespaceState, window: Sequence[bytes]
+) -> Sequence[Writing]:
+    """What an owner says that it is writing. Raises `ProtocolError` for what cannot be."""
+    each = wire.BEING_WRITTEN.size
+    if len(packed) % each or len(packed) > WRITINGS_MAX * each:
+        raise ProtocolError(f"an Await was answered with {len(packed)} bytes behind its masks")
+    found = [Writing(*run) for run in wire.BEING_WRITTEN.iter_unpack(packed)]
+    for run in found:
+        if not (
+            run.part < len(namespace.tables)
+            and 0 < run.keys <= len(window) - run.first
+            and 0 < run.nbytes <= namespace.tables[run.part].spec.nbytes
+        ):
+            raise ProtocolError(f"an Await was answered with {run}")
+    return found
 
 
 def _take(

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvpool import wire
 from kvpool.daemon.blocks import Holder, NamespaceState, PartTable, directory_digest
 from kvpool.daemon.masks import pack_masks, unpack_masks, width_of
-from kvpool.daemon.node import Node
+from kvpool.daemon.node import Node, Writing
 from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch, Unavailable
-from kvpool.types import KEY_BYTES, split_keys
+from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, split_keys
 
 LEND_WAIT_SHARE = 0.5  # of the time a peer has: longest wait for this node's disks
 AWAIT_KEYS_MAX = 1024  # in one question of what is committed here
 AWAIT_S_MAX = 10.0  # for its answer
+WRITTEN_EVERY_S = 0.01  # a question is not answered sooner only because more is written
+WRITTEN_BYTES = 256 << 10  # nor because of less than this, in all of what was asked about
+WRITINGS_MAX = 1024  # runs of blocks that are being written, in an answer
 
 
 class Below(Protocol):
@@ -79,7 +82,8 @@ class Lender:
     async def awaited(self, question: wire.Await) -> wire.Bytes:
         """What is in memory of these blocks, once that is more than the peer knows, or when it is late.
 
-        A namespace need not be known here yet. Raises `LimitExceeded` when too many wait.
+        With `heard` also what is being written of them, once that is enough more to be worth a transfer. A
+        namespace need not be known here yet. Raises `LimitExceeded` when too many wait.
         """
         self._check_standing()
         keys, width = split_keys(question.keys), width_of(question.keys, question.known)
@@ -88,6 +92,7 @@ class Lender:
         known = unpack_masks(question.known, width)
         name = directory_digest(question.tenant, question.digest)
         every = (1 << 8 * width) - 1
+        heard = None if question.heard is None else unpack_heard(question.heard)
 
         def here() -> list[int]:
             _, masks = self.node.masks(name, keys)
@@ -98,20 +103,31 @@ class Lender:
             return not self._stores() or (namespace is not None and namespace.retired)
 
         wait_s = min(question.wait_s, AWAIT_S_MAX) if question.wait_s > 0 else 0.0
-        deadline = self._clock() + wait_s
-        masks = here()
-        while not _news(masks, known) and self._clock() < deadline and not ended():
-            await self._one_more(question.node, name, keys, deadline)
+        began = self._clock()
+        deadline = began + wait_s
+        soonest = began if heard is None else min(deadline, began + WRITTEN_EVERY_S)
+        while True:
+            masks, written = here(), [] if heard is None else self.node.being_written(name, keys)
+            now = self._clock()
+            if _news(masks, known) or now >= deadline or ended():
+                break
+            if now < soonest:
+                await self._one_more(question.node, name, keys, soonest, early=False)
+            elif heard is not None and _more_written(written, heard):
+                break
+            else:
+                early = heard is not None
+                await self._one_more(question.node, name, keys, deadline, early=early)
             self._check_standing()
-            masks = here()
-        return wire.Bytes(pack_masks(masks, width))
+        runs = [wire.BEING_WRITTEN.pack(*run) for run in written[:WRITINGS_MAX]]
+        return wire.Bytes(pack_masks(masks, width) + b"".join(runs))
 
     async def _one_more(
-        self, peer: str, name: bytes, keys: Sequence[bytes], deadline: float
+        self, peer: str, name: bytes, keys: Sequence[bytes], deadline: float, *, early: bool
     ) -> None:
-        """Until some part of any of these is committed, or the deadline."""
+        """Until some part of any of these is committed, with `early` more of it written, or the deadline."""
         came = asyncio.Event()
-        waiter = self.node.awaited.add(peer, name, keys, came.set)
+        waiter = self.node.awaited.add(peer, name, keys, came.set, early=early)
         try:
             async with asyncio.timeout(deadline - self._clock()):
                 await came.wait()
@@ -127,7 +143,7 @@ class Lender:
         """
         self._check_standing()
         namespace = self._known(request.tenant, request.digest)
-        if namespace is not None and 0 <= request.part < len(namespace.tables):
+        if not request.stop and namespace is not None and 0 <= request.part < len(namespace.tables):
             table, keys = namespace.tables[request.part], split_keys(request.keys)
             if self._below.lies_below(table, keys):
                 return self._bring_and_lend(request, table, keys)
@@ -156,10 +172,17 @@ class Lender:
             )
         tenant = namespace.tenant
         holder = self._holder(tenant.name)
+        keys = split_keys(request.keys)
+        if request.stop:
+            token, written = self.node.lend_written(holder, table, keys, request.stop)
+            if not token:
+                return nothing
+            rows = array("I", [written.get(key, wire.NO_ROW) for key in keys])
+            sums = bytes(CHECKSUM_BYTES * sum(key in written for key in keys))
+            return wire.Lent(token, tenant.segment, table.stride, rows.tobytes(), sums)
         lease = self.node.acquire(
             holder, namespace, [request.part], request.keys, None, self._clock(), scattered=True
         )
-        keys = split_keys(request.keys)
         if lease is None:
             self._stale(namespace, list(keys))
             return nothing
@@ -209,6 +232,21 @@ class Lender:
     def _known(self, tenant: str, digest: bytes) -> NamespaceState | None:
         found = self.node.tenants.get(tenant)
         return None if found is None else found.namespaces.get(digest)
+
+
+def unpack_heard(packed: bytes) -> dict[int, int]:
+    """Of which reservations a peer was told how many bytes are written. Raises `InvalidRequest`."""
+    if len(packed) > WRITINGS_MAX * wire.HEARD.size or len(packed) % wire.HEARD.size:
+        raise InvalidRequest(f"{len(packed)} bytes of what an asker has heard")
+    return dict(wire.HEARD.iter_unpack(packed))
+
+
+def _more_written(written: Sequence[Writing], heard: Mapping[int, int]) -> bool:
+    """Whether a peer that has heard so much would like to hear this."""
+    if not heard.keys() <= {run.number for run in written}:
+        return True  # one that it has heard of was given up
+    more = sum(run.keys * max(0, run.nbytes - heard.get(run.number, 0)) for run in written)
+    return more >= WRITTEN_BYTES
 
 
 def _news(masks: Sequence[int], known: Sequence[int]) -> bool:

@@ -93,6 +93,19 @@ class Cold(NamedTuple):
     held: int
 
 
+class Writing(NamedTuple):
+    """Neighbours among some keys that are being written: of one reservation, and how far.
+
+    number: of the reservation. keys: how many. nbytes: of each slot, from its beginning.
+    """
+
+    number: int
+    part: int
+    first: int
+    keys: int
+    nbytes: int
+
+
 class Node(Space):
     """All blocks of one daemon. Not thread-safe: the control process's event loop calls it."""
 
@@ -114,6 +127,7 @@ class Node(Space):
         self._tables = 0
         self._leases: dict[str, Lease] = {}
         self._lease_count = 0
+        self._writings = 0
         self._deadlines: list[tuple[float, str]] = []
 
     # ---- tenants, namespaces, holders ------------------------------------------------------------
@@ -409,9 +423,9 @@ class Node(Space):
         else:
             for index in indices:
                 del reservation.left[index]
+        self._stop_telling(reservation, keys, rows)
         if table.namespace.retired:
-            table.namespace.tenant.allocator.free(table.stride, rows)
-            self._changes += 1
+            self._free_reserved(reservation, rows)
             self.counters.aborted += len(rows)
             return 0
         if not table.blocks.keys().isdisjoint(keys) or len(set(keys)) != len(keys):
@@ -419,8 +433,13 @@ class Node(Space):
                 table, keys, parents, rows, checksums
             )
             origin = origin._replace(depths=())
-            table.namespace.tenant.allocator.free(table.stride, surplus)
+            self._free_reserved(reservation, surplus)
         self._publish(table, keys, parents, rows, checksums, origin)
+        if reservation.readers and keys:
+            self.settle()
+            blocks = [table.blocks[key] for key in keys]
+            for lease in reservation.readers.values():
+                _read_on(lease, table, blocks)
         return len(rows)
 
     def _publish(
@@ -450,11 +469,105 @@ class Node(Space):
             return
         table = reservation.table
         rows = reservation.open_rows
-        table.namespace.tenant.allocator.free(table.stride, rows)
-        self._changes += 1
+        self._stop_telling(reservation, reservation.keys, reservation.rows)
+        self._free_reserved(reservation, rows)
         holder.reserved_bytes -= table.stride * len(rows)
         table.reserved -= len(rows)
         self.counters.aborted += len(rows)
+
+    def _free_reserved(self, reservation: Reservation, rows: Sequence[int]) -> None:
+        """Nobody writes to these slots any more, and they are no blocks. They are free once no peer reads them."""
+        if reservation.readers:
+            reservation.orphans += rows
+            return
+        table = reservation.table
+        table.namespace.tenant.allocator.free(table.stride, rows)
+        self._changes += 1
+
+    # ---- what peers read before the commit ------------------------------------------------------
+
+    def written(self, holder: Holder, ticket: int, nbytes: int) -> None:
+        """The first `nbytes` of each slot of a reservation are as they will be committed, and stay so.
+
+        Says nothing of one that was settled before: such words may come late. Raises `InvalidRequest`.
+        """
+        reservation = holder.reservations.get(ticket)
+        if reservation is None:
+            return
+        table = reservation.table
+        if not 0 < nbytes <= table.spec.nbytes:
+            raise InvalidRequest(f"{nbytes} bytes are written of a part of {table.spec.nbytes}")
+        if nbytes <= reservation.written or table.namespace.retired:
+            return
+        if not reservation.number:
+            self._writings += 1
+            reservation.number = self._writings
+        reservation.written = nbytes
+        keys = reservation.keys
+        positions = range(len(keys)) if reservation.left is None else reservation.left.values()
+        for position in positions:
+            row = reservation.rows[position]
+            table.writing.setdefault(keys[position], (reservation, row))
+        if self.awaited:
+            self.awaited.wrote(table.namespace.directory_digest, keys)
+
+    @staticmethod
+    def _stop_telling(reservation: Reservation, keys: Sequence[bytes], rows: Sequence[int]) -> None:
+        """These are settled: what peers get of them from now on is blocks, or nothing."""
+        if not reservation.written:
+            return
+        writing = reservation.table.writing
+        for key, row in zip(keys, rows, strict=True):
+            if writing.get(key) == (reservation, row):
+                del writing[key]
+
+    def being_written(self, digest: bytes, keys: Sequence[bytes]) -> list[Writing]:
+        """What of these keys is being written, and said to be: runs of neighbours of one reservation.
+
+        digest: the namespace's directory digest.
+        """
+        namespace = self._by_directory.get(digest)
+        found: list[Writing] = []
+        for table in [] if namespace is None else namespace.tables:
+            if not table.writing:
+                continue
+            last: Reservation | None = None
+            for at, key in enumerate(keys):
+                reservation, _ = table.writing.get(key, (None, 0))
+                if reservation is None:
+                    last = None
+                elif reservation is last:
+                    found[-1] = found[-1]._replace(keys=found[-1].keys + 1)
+                else:
+                    last = reservation
+                    new = Writing(reservation.number, table.part, at, 1, reservation.written)
+                    found.append(new)
+        return found
+
+    def lend_written(
+        self, holder: Holder, table: PartTable, keys: Sequence[bytes], stop: int
+    ) -> tuple[str, dict[bytes, int]]:
+        """Have the slots in which at least `stop` bytes of these keys are written stay until `release`.
+
+        (token, rows); no token and no rows where there are none. Whatever becomes of the reservations, nobody
+        else writes to these slots before.
+        """
+        rows: dict[bytes, int] = {}
+        reading: dict[int, Reservation] = {}
+        for key in keys:
+            found = table.writing.get(key)
+            if found is not None and found[0].written >= stop:
+                reservation, rows[key] = found
+                reading[reservation.number] = reservation
+        if not rows:
+            return "", rows
+        _check_alive(holder)
+        self._check_lease_count(holder)
+        lease = self._new_lease(holder, len(rows))
+        lease.reading = list(reading.values())
+        for reservation in lease.reading:
+            reservation.readers[lease.token] = lease
+        return lease.token, rows
 
     # ---- put in one exchange: grant, store ------------------------------------------------------
 
@@ -730,13 +843,15 @@ class Node(Space):
         _check_alive(holder)
         table = blocks[0].table
         held = [block for block in blocks if _is_here(block)]
-        for block in held:
-            block.leases += 1
+        lease = self._new_lease(holder, len(held))
+        _read_on(lease, table, held)
+        return lease
+
+    def _new_lease(self, holder: Holder, blocks: int) -> Lease:
+        """One that is no use of anything, until its holder releases it."""
         self._lease_count += 1
         token = f"{self.incarnation}.{self._lease_count}"
-        parts = {table.part: (0, held)}
-        tenant = table.namespace.tenant
-        lease = Lease(token, tenant, holder.instance, None, len(held), parts, is_use=False)
+        lease = Lease(token, holder.tenant, holder.instance, None, blocks, {}, is_use=False)
         self._leases[token] = lease
         self._hold(lease, holder)
         return lease
@@ -1274,6 +1389,11 @@ class Node(Space):
         self._changes += 1
         if lease.beside is not None:
             lease.beside.end()
+        for reservation in lease.reading:
+            del reservation.readers[lease.token]
+            if reservation.orphans and not reservation.readers:
+                rows, reservation.orphans = reservation.orphans, []
+                self._free_reserved(reservation, rows)
         for _, blocks in lease.parts.values():
             back: list[Block] = []
             unused: list[Block] = []
@@ -1290,6 +1410,14 @@ class Node(Space):
                 self._put_in(back)
             if unused:
                 self._put_in(unused, first=True)
+
+
+def _read_on(lease: Lease, table: PartTable, blocks: Sequence[Block]) -> None:
+    """These blocks stay in their slots until the lease ends."""
+    for block in blocks:
+        block.leases += 1
+    _, held = lease.parts.setdefault(table.part, (0, []))
+    held += blocks
 
 
 def _is_here(block: Block) -> bool:

@@ -25,7 +25,7 @@ from kvpool.errors import Declined, KvpoolError, LimitExceeded, Unavailable
 from kvpool.placement.rails import Route, Way
 from kvpool.transfer import scheme_of
 from kvpool.transfer.addresses import split_source
-from kvpool.transfer.base import ARRIVED, MISMATCH, MISSING
+from kvpool.transfer.base import ARRIVED, MISMATCH, MISSING, span_of
 from kvpool.types import CHECKSUM_BYTES, split_keys
 
 DEADLINE_SHARE = 0.5  # of a pull's time: the rest is for the next way, should it be needed
@@ -328,7 +328,7 @@ class Paths:
         peer = self._peer(order.url)
         started = self._clock()
         count = len(order.rows) // 4
-        nbytes = count * order.nbytes
+        nbytes = count * span_of(order)[1]
         urls, tried = peer.order(nbytes, started, background=order.background)
         ways = [(url, peer.ways[url]) for url in urls]  # there may be others before this has ended
         tried_s = max(EXPLORE_S_MIN, EXPLORE_TIMES * nbytes / peer.speed) if tried else 0.0
@@ -424,7 +424,8 @@ class Paths:
         tried_s: for so long it is only tried; 0: it is the one to use.
         """
         count = len(order.rows) // 4
-        nbytes = count * order.nbytes
+        _, each = span_of(order)
+        nbytes = count * each
         nixl = state.group[0] == NIXL
         seconds = order.deadline_s
         if not last:
@@ -457,24 +458,25 @@ class Paths:
             peer.end(state, nbytes)
         came = pulled.status.count(ARRIVED)
         state.pulls += 1
-        state.nbytes += came * order.nbytes
+        state.nbytes += came * each
         if nixl:
             self.counters["pulls"] += 1
             self.counters["blocks"] += came
-            self.counters["bytes"] += came * order.nbytes
+            self.counters["bytes"] += came * each
         if pulled.refused:
             peer.well(url)
             return pulled
         error_text = pulled.error
-        if nixl and not error_text and MISMATCH in pulled.status:
-            # The owner's copy may be broken, or this path. TCP tells: it is the owner's then as well.
+        if nixl and not error_text and not order.start and MISMATCH in pulled.status:
+            # The owner's copy may be broken, or this path. TCP tells: it is the owner's then as well. (Where some
+            # came before it was committed, that may be what is wrong.)
             error_text = f"{pulled.status.count(MISMATCH)} blocks do not match their checksums"
         if error_text:
             failed(error_text)
             return msgspec.structs.replace(pulled, error=error_text)
         peer.well(url)
         if not order.background:
-            peer.learn(url, came * order.nbytes, pulled.seconds)
+            peer.learn(url, came * each, pulled.seconds)
         return pulled
 
     def _failed(self, peer: Peer, url: str, reason: str) -> None:

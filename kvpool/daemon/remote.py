@@ -27,7 +27,8 @@ from itertools import compress, filterfalse, groupby, repeat
 from typing import Any, NamedTuple, Protocol
 
 from kvpool import wire
-from kvpool.daemon.blocks import Holder, NamespaceState, PartTable, Reservation
+from kvpool.daemon.ahead import Ahead, Batch
+from kvpool.daemon.blocks import Holder, NamespaceState, PartTable
 from kvpool.daemon.node import Node
 from kvpool.daemon.space import OWN, Origin
 from kvpool.daemon.tasks import crash_if_failed
@@ -161,6 +162,7 @@ class Flight:
     hedge_at: float  # a rival may begin then
     background: bool = False  # nobody waits for it
     late: bool = False
+    batch: Batch | None = None  # whose slots it has taken over, with the bytes that are in them
     task: asyncio.Task[None] = field(init=False)
 
 
@@ -175,6 +177,22 @@ class Want:
     keys: list[bytes]
     candidates: Sequence[Candidate]
     tried: frozenset[bytes] = frozenset()
+
+
+class _Slots(NamedTuple):
+    """Slots of one reservation that are to be filled with these blocks.
+
+    indices: of the keys in that reservation. have: bytes that are in each slot already. whole: the reservation
+    has no others.
+    """
+
+    holder: Holder
+    ticket: int
+    keys: Sequence[bytes]
+    indices: Sequence[int]
+    rows: list[int]
+    have: int = 0
+    whole: bool = False
 
 
 class Remote:
@@ -205,6 +223,7 @@ class Remote:
         self._flights: dict[PartTable, dict[bytes, tuple[Flight, ...]]] = {}
         self._flying: dict[Flight, None] = {}
         self._tickets = 0
+        self.ahead = Ahead(node, carrier, neighbours, peers, clock)
         self.counters = {
             "lookups": 0,
             "lookups_failed": 0,
@@ -239,6 +258,7 @@ class Remote:
         """Call all transfers off. They end by themselves, soon."""
         for flight in list(self._flying):
             flight.task.cancel()
+        self.ahead.close()
 
     # ---- for clients ---------------------------------------------------------------------------------
 
@@ -917,17 +937,52 @@ class Remote:
         origin: Origin,
         background: bool,
     ) -> bool:
-        """Whether the transfer began: there may be too many."""
+        """Whether the transfer began: there may be too many.
+
+        What has come ahead of its commit is a transfer of its own, for each batch: in the slots that are there.
+        """
+        keys = list(dict.fromkeys(keys))  # an engine, or a peer, may have named one twice
+        taken = {} if incarnation in NOT_NODES else self.ahead.take(table, keys)
+        if not taken:
+            return self._begin_one(
+                table, incarnation, keys, now, deadline, origin, background, batch=None
+            )
+        others = set(keys).difference(*taken.values())
+        began = False
+        for batch, some in [*taken.items(), (None, [key for key in keys if key in others])]:
+            if not some:
+                continue
+            flies = self._begin_one(
+                table, incarnation, some, now, deadline, origin, background, batch=batch
+            )
+            if batch is not None and not flies:
+                self.ahead.landed(batch, wrong=0)
+            began |= flies
+        return began
+
+    def _begin_one(
+        self,
+        table: PartTable,
+        incarnation: bytes,
+        keys: Sequence[bytes],
+        now: float,
+        deadline: float,
+        origin: Origin,
+        background: bool,
+        *,
+        batch: Batch | None,
+    ) -> bool:
         if len(self._flying) >= FLIGHTS_MAX:
             return False
-        keys = list(dict.fromkeys(keys))  # an engine, or a peer, may have named one twice
-        nbytes = len(keys) * table.spec.nbytes
+        have = 0 if batch is None else batch.have
+        nbytes = len(keys) * (table.spec.nbytes - have)
         flight = Flight(
             table,
             incarnation,
             keys,
             now + self.peers.hedge_after_s(incarnation, nbytes),
             background,
+            batch=batch,
         )
         local = incarnation in NOT_NODES
         url = "" if local else self._neighbours.living[incarnation].url
@@ -961,7 +1016,10 @@ class Remote:
 
     async def _fly(self, flight: Flight, url: str, seconds: float, origin: Origin) -> None:
         """Reserve, transfer, commit what has come."""
-        node, table = self.node, flight.table
+        node, table, batch = self.node, flight.table, flight.batch
+        if batch is not None:
+            await self._fly_on(flight, batch, url, seconds, origin)
+            return
         namespace = table.namespace
         holder = self._holder(namespace.tenant.name)
         self._tickets += 1
@@ -973,38 +1031,74 @@ class Remote:
         reservation = holder.reservations.get(ticket)
         if reservation is None:
             return  # somebody else brought them in the meantime
-        keys, indices = reservation.keys, reservation.indices
-        nbytes = len(keys) * table.spec.nbytes
+        slots = _Slots(
+            holder,
+            ticket,
+            reservation.keys,
+            reservation.indices,
+            reservation.rows,
+            whole=True,
+        )
+        try:
+            pulled = await self._fill(flight, slots, url, seconds, origin)
+        finally:
+            node.abort(holder, ticket)
+            node.settle()
+        if pulled is not None:
+            self._note(flight, slots, pulled)
+
+    async def _fly_on(
+        self, flight: Flight, batch: Batch, url: str, seconds: float, origin: Origin
+    ) -> None:
+        """The same in slots that the beginning of these blocks has come into, ahead of their commit."""
+        reservation = batch.reservation
+        wrong = 0
+        try:
+            await self.ahead.rest(batch)
+            positions = [batch.position[key] for key in flight.keys]
+            indices = [reservation.indices[at] for at in positions]
+            rows = [reservation.rows[at] for at in positions]
+            slots = _Slots(batch.holder, batch.ticket, flight.keys, indices, rows, batch.have)
+            pulled = await self._fill(flight, slots, url, seconds, origin)
+            if pulled is not None:
+                wrong = pulled.status.count(MISMATCH)
+                self._note(flight, slots, pulled)
+        finally:
+            self.ahead.landed(batch, wrong=wrong)
+            self.node.settle()
+
+    async def _fill(
+        self, flight: Flight, slots: _Slots, url: str, seconds: float, origin: Origin
+    ) -> wire.Pulled | None:
+        """Transfer, and commit what has come; None where that has failed."""
+        node = self.node
+        nbytes = len(slots.keys) * (flight.table.spec.nbytes - slots.have)
         self.peers.started(flight.incarnation, nbytes, self._clock())
         try:
             # This returns, raises or is cancelled only when nothing writes to the rows any more, so
             # that what did not arrive can be given back.
-            pulled = await self._bring(flight, url, reservation, seconds)
-            if pulled.status.count(PRESENT) == len(keys):
-                node.commit(holder, ticket, pulled.checksums, None, origin)
+            pulled = await self._bring(flight, url, slots, seconds)
+            if slots.whole and pulled.status.count(PRESENT) == len(slots.keys):
+                node.commit(slots.holder, slots.ticket, pulled.checksums, None, origin)
             elif PRESENT in pulled.status:
                 here = [status == PRESENT for status in pulled.status]
                 checksums = b"".join(compress(split_keys(pulled.checksums), here))
-                node.commit(holder, ticket, checksums, list(compress(indices, here)), origin)
+                indices = list(compress(slots.indices, here))
+                node.commit(slots.holder, slots.ticket, checksums, indices, origin)
         except KvpoolError as error:
             self._failed(flight, nbytes, str(error))
-            return
+            return None
         except asyncio.CancelledError:
             self.peers.stopped(flight.incarnation, nbytes)
             raise
-        finally:
-            node.abort(holder, ticket)
-            node.settle()
-        self._note(flight, keys, pulled)
+        return pulled
 
-    async def _bring(
-        self, flight: Flight, url: str, reservation: Reservation, seconds: float
-    ) -> wire.Pulled:
+    async def _bring(self, flight: Flight, url: str, slots: _Slots, seconds: float) -> wire.Pulled:
         """Have reserved rows filled, by a peer, or where there is no URL, from disks or object storage."""
         table = flight.table
         if not url:
             source = self._local.get(flight.incarnation, self._beyond)
-            return await source.read(table, reservation.keys, reservation.rows, seconds)
+            return await source.read(table, slots.keys, slots.rows, seconds)
         namespace = table.namespace
         return await self._carrier.pull(
             wire.PullBlocks(
@@ -1013,41 +1107,47 @@ class Remote:
                 digest=namespace.digest,
                 part=table.part,
                 nbytes=table.spec.nbytes,
-                keys=b"".join(reservation.keys),
+                keys=b"".join(slots.keys),
                 segment=namespace.tenant.segment,
                 stride=table.stride,
-                rows=wire.pack_rows(reservation.rows),
+                rows=wire.pack_rows(slots.rows),
                 deadline_s=seconds,
                 background=flight.background,
+                start=slots.have,
             )
         )
 
-    def _note(self, flight: Flight, keys: Sequence[bytes], pulled: wire.Pulled) -> None:
+    def _note(self, flight: Flight, slots: _Slots, pulled: wire.Pulled) -> None:
         """Learn from a transfer that has ended by itself."""
         table, incarnation, now = flight.table, flight.incarnation, self._clock()
+        keys, each = slots.keys, table.spec.nbytes - slots.have
         came, mismatches = pulled.status.count(PRESENT), pulled.status.count(MISMATCH)
+        if slots.have:
+            mismatches = (
+                0  # its owner may have it right: what came before the commit was something else
+            )
         if came < len(keys):
+            lacks = {0, MISMATCH} if mismatches else {0}
             for key, status in zip(keys, pulled.status, strict=True):
-                if status in {0, MISMATCH}:
+                if status in lacks:
                     self._remembered.forget(table.namespace.directory_digest, [key], incarnation)
                     self._negative.add(table.namespace.digest, table.part, key, incarnation, now)
         counters = self.node.counters
         counters.pulled_blocks += came
-        counters.pulled_bytes += came * table.spec.nbytes
+        counters.pulled_bytes += came * each
         counters.checksum_mismatches += mismatches
         self.counters["mismatches"] += mismatches
         self.counters["absent"] += pulled.status.count(0)
-        nbytes = len(keys) * table.spec.nbytes
+        nbytes = len(keys) * each
         if pulled.error:
             # Of what the error broke off, as much as one block may have been half here.
-            arrived = (came + 1) * table.spec.nbytes
+            arrived = (came + 1) * each
             self._failed(flight, nbytes, pulled.error, arrived, pulled.seconds)
-        elif flight.background:
-            self.peers.stopped(incarnation, nbytes)  # how long it gave way says nothing of the peer
+        elif flight.background or slots.have:
+            # How long it gave way, or hashed what was here already, says nothing of the peer.
+            self.peers.stopped(incarnation, nbytes)
         else:
-            self.peers.finished(
-                incarnation, came * table.spec.nbytes, pulled.seconds, now, asked=nbytes
-            )
+            self.peers.finished(incarnation, came * each, pulled.seconds, now, asked=nbytes)
 
     def _failed(
         self, flight: Flight, nbytes: int, error: str, at_most: int = 0, seconds: float = 0.0

@@ -12,11 +12,16 @@ from kvpool import wire
 from kvpool.errors import InvalidRequest
 from kvpool.placement.engine_blocks import GROUPS_MAX
 from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, SettingsChange
-from kvpool.types import PARTS_MAX, RECORD_BYTES_MAX, PartKind, PartSpec
+from kvpool.types import PARTS_MAX, RECORD_BYTES_MAX, EngineRecord, PartKind, PartSpec
 
 FIELDS_DEPTH_MAX = 32  # nesting of a namespace's record
-TEXT_MAX = 256  # of endpoints and topics
+TEXT_MAX = 256  # of endpoints, topics and the like
+SIZE_MAX = 1 << 40
+ENGINE_ROLES = ("both", "prefill", "decode")
 # Events are not authenticated, and a client is not to have the daemon connect anywhere else.
+_HTTP = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
+_ANYWHERE = re.compile(r"tcp://[^\s/*]+:[1-9]\d{0,4}|ipc://[/@][^*\0]+")
+_HEX = re.compile(r"([0-9a-f]{2}){0,64}")
 _ON_THIS_MACHINE = re.compile(
     r"tcp://(127\.\d{1,3}\.\d{1,3}\.\d{1,3}|localhost):[1-9]\d{0,4}|ipc://[/@][^*\0]+"
 )
@@ -87,6 +92,38 @@ def check_events(m: wire.FollowEvents, parts: int) -> None:
         raise InvalidRequest(
             f"each of the namespace's {parts} parts is of one group, from 0 to {GROUPS_MAX - 1}"
         )
+
+
+def check_engine(engine: EngineRecord) -> None:
+    """Raises `InvalidRequest` for what no engine can be, or others could make no sense of."""
+    if not _HTTP.fullmatch(engine.url) or len(engine.url) > TEXT_MAX:
+        raise InvalidRequest(
+            f"an engine's url is http://HOST:PORT as others reach it, not {engine.url!r:.100}"
+        )
+    if engine.role not in ENGINE_ROLES:
+        raise InvalidRequest(
+            f"an engine's role is one of {', '.join(ENGINE_ROLES)}, not {engine.role!r:.100}"
+        )
+    for endpoint in (engine.events, engine.replay):
+        if endpoint and (len(endpoint) > TEXT_MAX or not _ANYWHERE.fullmatch(endpoint)):
+            raise InvalidRequest(
+                f"events are told of as tcp://HOST:PORT or ipc:///path, not {endpoint!r:.100}"
+            )
+    texts = (engine.model, engine.topic, engine.hash_algorithm)
+    if any(len(text) > TEXT_MAX for text in texts):
+        raise InvalidRequest(f"an engine's model and topic have at most {TEXT_MAX} characters")
+    if not _HEX.fullmatch(engine.none_hash):
+        raise InvalidRequest(
+            "what a chain of hashes begins with is at most 64 bytes, as hex digits"
+        )
+    if len(engine.groups) > GROUPS_MAX or not all(0 <= n < GROUPS_MAX for n in engine.groups):
+        raise InvalidRequest(f"an engine's groups are from 0 to {GROUPS_MAX - 1}")
+    sizes = (
+        *(engine.block_tokens, engine.block_bytes, engine.capacity_tokens),
+        *(engine.step_tokens, engine.max_len, engine.follows_max),
+    )
+    if not all(0 <= size <= SIZE_MAX for size in sizes):
+        raise InvalidRequest(f"an engine's sizes are from 0 to {SIZE_MAX}")
 
 
 def _deeper(value: object, levels: int) -> bool:

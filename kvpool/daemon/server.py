@@ -32,6 +32,7 @@ import uvloop
 
 from kvpool import wire
 from kvpool.config import DaemonConfig
+from kvpool.daemon.announced import Announced, describe
 from kvpool.daemon.blocks import Block, Holder, Lease, Limits, NamespaceState, Tenant
 from kvpool.daemon.cluster import Cluster
 from kvpool.daemon.copies import Copies
@@ -44,6 +45,7 @@ from kvpool.daemon.joining import open_directory, open_membership
 from kvpool.daemon.lending import Lender
 from kvpool.daemon.movers import Movers
 from kvpool.daemon.node import Node
+from kvpool.daemon.prefixes import prefixes
 from kvpool.daemon.probing import Prober
 from kvpool.daemon.processes import peer_pid, peer_pidfd, peer_uid
 from kvpool.daemon.remote import NOT_NODES, STORE, Remote
@@ -139,6 +141,7 @@ class Server:
         self.store: StoreTier
         self.device: DeviceTier | None = None
         self.engines: Engines
+        self.announced = Announced(config.engines_max)
         self.copies: Copies
         self.expiry: Expiry
         self._drainer: Drainer
@@ -146,6 +149,7 @@ class Server:
             wire.OpenNamespace: self._open_namespace,
             wire.Reserve: self._reserve,
             wire.Commit: self._commit,
+            wire.Progress: self._progress,
             wire.Abort: self._abort,
             wire.Acquire: self._acquire,
             wire.Join: self._join,
@@ -169,6 +173,9 @@ class Server:
             wire.Scrub: self._scrub,
             wire.FollowEvents: self._follow_events,
             wire.Follow: self._follow,
+            wire.AnnounceEngine: self._announce_engine,
+            wire.Engines: self._describe_engines,
+            wire.Prefixes: self._prefixes,
             wire.Configure: self._configure,
         }
 
@@ -282,6 +289,7 @@ class Server:
             lambda: self.cluster.announce(TIERS["gpu"], self.engines),
         )
         self.cluster.entered += [self.engines.enter, self.store.enter]
+        self.cluster.engines = self.announced.records
         self.cluster.lost_nodes.append(self.copies.repair)
         self.movers.route = self.cluster.route
         self.movers.source = Lender(
@@ -553,6 +561,7 @@ class Server:
         self._loop.remove_reader(handle.pidfd)
         os.close(handle.pidfd)
         self.engines.forget(handle.holder)
+        self.announced.forget(handle.holder)
         self.node.holder_died(handle.holder)
 
     def connection_lost(self, connection: ClientConnection) -> None:
@@ -565,7 +574,8 @@ class Server:
             for stride, rows in holder.ready.items():
                 self.node.give_back(holder, stride, rows)  # the client was never told of them
             holder.ready.clear()
-            if holder.idle and not self.engines.follows(holder):
+            told = self.engines.follows(holder) or self.announced.has(holder)
+            if holder.idle and not told:
                 self._forget(handle)
 
     # ---- requests ------------------------------------------------------------------------------------
@@ -634,6 +644,10 @@ class Server:
             self.copies.want(namespace, reservation.keys, m.copies)
             self.tiers.stored(namespace, part, lambda: reservation.keys)
         return wire.Done(stored)
+
+    def _progress(self, holder: Holder, m: wire.Progress) -> wire.Done:
+        self.node.written(holder, m.ticket, m.nbytes)
+        return wire.Done()
 
     def _grant(self, holder: Holder, m: wire.Grant) -> wire.Reserved:
         self._check_open()
@@ -833,6 +847,22 @@ class Server:
     def _follow_events(self, holder: Holder, m: wire.FollowEvents) -> wire.Done:
         namespace = self.node.namespace(holder.tenant, m.ns)
         return wire.Done(int(self.engines.follow(holder, namespace, m)))
+
+    def _announce_engine(self, holder: Holder, m: wire.AnnounceEngine) -> wire.Done:
+        namespace = self.node.namespace(holder.tenant, m.ns)
+        self.announced.announce(holder, namespace, m.engine)
+        return wire.Done(int(m.engine is not None))
+
+    def _describe_engines(self, holder: Holder, m: wire.Engines) -> wire.Bytes:
+        nodes, here = self.cluster.view.nodes.values(), self.cluster.record()
+        return wire.Bytes(msgspec.json.encode(describe(nodes, here, holder.tenant.name)))
+
+    async def _prefixes(self, holder: Holder, m: wire.Prefixes) -> wire.Bytes:
+        if len(m.keys) > KEYS_BYTES_MAX:
+            raise LimitExceeded(f"at most {wire.KEYS_MAX} keys are looked up in one request")
+        keys = split_keys(m.keys)
+        found = await prefixes(self.cluster, holder.tenant, m.digest, keys, m.wait_s)
+        return wire.Bytes(msgspec.json.encode(found))
 
     async def _reset(self, holder: Holder, m: wire.Reset) -> wire.Opened:
         namespace = self.node.namespace(holder.tenant, m.ns)

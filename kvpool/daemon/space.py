@@ -535,6 +535,9 @@ class Space:
                 for _, blocks in lease.parts.values():
                     for block in blocks:
                         busy.add(allocator.slab_of(block.table.stride, block.row))
+                for reservation in lease.reading:
+                    stride = reservation.table.stride
+                    busy.update(allocator.slab_of(stride, row) for row in reservation.orphans)
         kept: list[Iterable[Block]] = [tenant.hard]
         if spare_soft_pins:
             kept += [other.soft for other in tenant.classes.values()]

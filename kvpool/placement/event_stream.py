@@ -187,6 +187,11 @@ class Follower:
         """From which sequence number on a replay is needed, or was asked for; None: none is."""
         return self._wanted
 
+    @property
+    def at(self) -> float:
+        """The engine's clock when the last batch was made that was told, or is to be; below 0: none was."""
+        return self._at
+
     def check(self) -> None:
         """Ask, to be sure, whether the last batch is still the last one. Does nothing without replays."""
         if self._can_replay and self._wanted is None:

@@ -161,6 +161,11 @@ class EngineFeed:
         """Seconds since the engine was last heard of, be it by an answer; None: not yet."""
         return None if self._heard_at is None else self._clock() - self._heard_at
 
+    @property
+    def told_at(self) -> float:
+        """When the engine made the last of what `blocks` knows, by the engine's wall clock; below 0: never."""
+        return self._follower.at
+
     def stats(self) -> dict[str, Any]:
         return {
             **self._follower.stats(),
@@ -190,7 +195,11 @@ class EngineFeed:
         sub = self._open(zmq.SUB)
         sub.subscribe(self.source.topic.encode())
         monitor = sub.get_monitor_socket(_CONNECTION)
-        self._connect(sub, self.source.endpoint)
+        try:
+            self._connect(sub, self.source.endpoint)
+        except ConfigError:
+            monitor.close(linger=0)
+            raise
         self._sub, self._monitor = _Socket(sub, self._readable), _Socket(monitor, self._readable)
 
     def _unsubscribe(self) -> None:
@@ -202,6 +211,7 @@ class EngineFeed:
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
+            socket.close(linger=0)
             raise ConfigError(
                 f"the events of engine {self.source.name} cannot be had from {endpoint}: {error}"
             ) from None
@@ -357,38 +367,69 @@ class EventSubscriber:
         clock: Callable[[], float],
         changed: Callable[[str], None],
         blocks_max: int = BLOCKS_MAX,
+        engines_max: int = ENGINES_MAX,
     ) -> None:
-        listed = list(sources)
-        self._sources = {source.name: source for source in listed}
-        if len(self._sources) < len(listed):
-            raise ConfigError("two engines whose events are followed have the same name")
-        if len(listed) > ENGINES_MAX:
-            raise ConfigError(f"events of {len(listed)} engines: a node follows {ENGINES_MAX}")
+        self._sources: dict[str, EngineSource] = {}
         self._clock = clock
         self._changed = changed
         self._blocks_max = blocks_max
+        self._engines_max = engines_max
         self._feeds: dict[str, EngineFeed] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # while `run` runs
+        self._group: asyncio.TaskGroup
+        for source in sources:
+            self.add(source)
 
     @property
     def engines(self) -> Mapping[str, EngineFeed]:
         """By name; empty while `run` does not run."""
         return MappingProxyType(self._feeds)
 
+    def add(self, source: EngineSource) -> None:
+        """Follow one engine more, from now on. Raises `ConfigError`."""
+        if source.name in self._sources:
+            raise ConfigError("two engines whose events are followed have the same name")
+        if len(self._sources) >= self._engines_max:
+            raise ConfigError(
+                f"events of {len(self._sources) + 1} engines: one process follows {self._engines_max}"
+            )
+        if self._context is not None:
+            self._begin(self._open(source, self._context))
+        self._sources[source.name] = source
+
+    def remove(self, name: str) -> None:
+        """Follow this engine no more, and forget what it held."""
+        del self._sources[name]
+        if self._context is not None:
+            self._feeds.pop(name)
+            self._running.pop(name).cancel()
+
+    def _open(self, source: EngineSource, context: zmq.Context[zmq.Socket[bytes]]) -> EngineFeed:
+        return EngineFeed(source, context, self._clock, self._changed, self._blocks_max)
+
+    def _begin(self, feed: EngineFeed) -> None:
+        """In the task group of `run`."""
+        name = feed.source.name
+        self._feeds[name] = feed
+        self._running[name] = self._group.create_task(feed.run())
+        self._running[name].add_done_callback(lambda _: feed.close())
+
     async def run(self) -> None:
         """Follow all of them until cancelled; raises `ConfigError` for an address that cannot be used."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
-            for name, source in self._sources.items():
-                self._feeds[name] = EngineFeed(
-                    source, context, self._clock, self._changed, self._blocks_max
-                )
-            async with asyncio.TaskGroup() as tasks:
-                for feed in self._feeds.values():
-                    tasks.create_task(feed.run())
+            feeds = [self._open(source, context) for source in self._sources.values()]
+            async with asyncio.TaskGroup() as self._group:
+                for feed in feeds:
+                    self._begin(feed)
+                self._context = context
+                await asyncio.Event().wait()
         finally:
-            for feed in self._feeds.values():
-                feed.close()
+            self._context = None
             self._feeds.clear()
+            self._running.clear()
+            await asyncio.sleep(0)  # feeds are closed as their tasks end
             context.destroy(linger=0)
 
     def stats(self) -> list[dict[str, Any]]:

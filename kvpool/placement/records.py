@@ -18,6 +18,7 @@ import msgspec
 
 from kvpool.config import REMOTE_WRITE_MODES, WRITE_MODES
 from kvpool.errors import InvalidRequest, ProtocolError
+from kvpool.types import EngineRecord
 
 FORMAT_VERSION = 1  # of everything that is kept in etcd and Redis
 RECORD_BYTES_MAX = 256 << 10
@@ -78,7 +79,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     protocol: the wire protocol spoken (`kvpool.wire.PROTOCOL_VERSION`); version: of the package.
     labels: where it stands, `zone` and `rack`, and anything else.
     host: what all nodes on one machine have in common; empty: not known. numa: the NUMA node of its memory;
-    -1: not known, or several.
+    -1: not known, or several. engines: that were announced there.
     """
 
     node: str
@@ -92,6 +93,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     drain: DrainProgress | None = None
     host: str = ""
     numa: int = -1
+    engines: tuple[EngineRecord, ...] = ()
 
     @property
     def incarnation_bytes(self) -> bytes:

@@ -37,6 +37,7 @@ from kvpool.wire import (
     Bytes,
     Corrupt,
     Done,
+    Fetch,
     Lend,
     Lent,
     Offer,
@@ -144,6 +145,9 @@ class Transport(Protocol):
 
     def pull(self, order: PullBlocks, stop: Stop) -> Pulled:
         """Bring blocks here, verified, or say for each why not. Returns before the deadline.
+
+        What `order.start` leaves out is in the rows, and verified with the rest; where that does not match, the
+        peer is not blamed. What is not committed there (`order.stop`) is not verified.
 
         When it returns, nothing writes to the order's rows any more. `stop` ends it early.
 
@@ -278,7 +282,28 @@ def check_order(order: PullBlocks, memory: Memory) -> int:
     if len(order.rows) != 4 * count:
         raise InvalidRequest(f"{count} keys but {len(order.rows) // 4} rows to put them in")
     memory.check(order.segment, order.stride, order.nbytes, order.rows)
+    if not is_span(order):
+        raise InvalidRequest(
+            f"bytes {order.start} to {order.stop or order.nbytes} of parts of {order.nbytes}"
+        )
     return count
+
+
+def is_span(order: PullBlocks | Fetch) -> bool:
+    """Whether what is wanted of each block is some of its bytes, or nothing but the checksum of what is there."""
+    if order.stop:
+        return 0 <= order.start < order.stop <= order.nbytes
+    return 0 <= order.start <= order.nbytes
+
+
+def span_of(order: PullBlocks | Fetch) -> tuple[int, int]:
+    """Which bytes of each block are wanted: (first, count)."""
+    return order.start, (order.stop or order.nbytes) - order.start
+
+
+def blocks_in(order: PullBlocks, nbytes: int) -> int:
+    """How many of the wanted blocks have no more bytes together, or one if it has more."""
+    return max(1, nbytes // max(1, span_of(order)[1]))
 
 
 def check_lent(lent: Lent, request: Lend, memory: Memory) -> tuple[bytes, bytes]:

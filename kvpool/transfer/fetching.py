@@ -8,7 +8,7 @@ from typing import TypeVar
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import Declined, ProtocolError, Unavailable, from_code
-from kvpool.transfer.base import MISMATCH, Deadline, Outcome, Stop
+from kvpool.transfer.base import MISMATCH, Deadline, Outcome, Stop, span_of
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.precedence import Precedence
 from kvpool.transfer.stream import IOV_MAX, Stream
@@ -66,14 +66,19 @@ def fetch(
     if not whole:
         rows = b"".join([rows[4 * index : 4 * index + 4] for index in indices])
     wrong = []
+    start, nbytes = span_of(order)
     outcome.begin(first, answer.present)
-    for low, high in _groups(len(indices), order.nbytes):
+    for low, high in _groups(len(indices), nbytes if order.stop else order.nbytes):
         if stop.is_set:
             raise Unavailable("the transfer was cancelled")
         if order.background:
             precedence.give_way(stream.deadline.left())
         part = rows[4 * low : 4 * high]
-        stream.receive_into(memory.spans(order.segment, order.stride, order.nbytes, part))
+        stream.receive_into(memory.spans(order.segment, order.stride, nbytes, part, start))
+        if order.stop:
+            for index in indices[low:high]:
+                outcome.arrived(first + index, bytes(CHECKSUM_BYTES))
+            continue
         blocks = memory.blocks(order.segment, order.stride, order.nbytes, part)
         digests = b"".join(map(xxh3_128_digest, blocks))
         expected = answer.checksums[low * CHECKSUM_BYTES : high * CHECKSUM_BYTES]
@@ -87,7 +92,7 @@ def fetch(
             else:
                 outcome.status[first + index] = MISMATCH
                 wrong.append(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
-    if wrong:
+    if wrong and not order.start:
         stream.send(Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)), 0)
 
 
@@ -101,6 +106,8 @@ def fetch_message(order: PullBlocks, keys: bytes, deadline: Deadline) -> Fetch:
         keys,
         deadline.left(),
         order.background,
+        order.start,
+        order.stop,
     )
 
 

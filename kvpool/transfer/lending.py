@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
-from kvpool.transfer.base import Deadline, Source, TransferLimits, check_lent
+from kvpool.transfer.base import Deadline, Source, TransferLimits, check_lent, is_span, span_of
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.precedence import PIECE_BYTES, Precedence
 from kvpool.transfer.stream import Stream
@@ -206,9 +206,9 @@ class Conversation:
 
     def _size(self, fetch: Fetch) -> int:
         count, rest = divmod(len(fetch.keys), KEY_BYTES)
-        if rest or fetch.nbytes <= 0:
+        if rest or fetch.nbytes <= 0 or not is_span(fetch):
             raise ProtocolError("a Fetch with broken keys or sizes")
-        size = count * fetch.nbytes
+        size = count * span_of(fetch)[1]
         if count > KEYS_MAX or (count > 1 and size > self._limits.fetch_bytes_max):
             raise LimitExceeded(
                 f"a Fetch of {count} keys and {size} bytes; at most {KEYS_MAX} keys and "
@@ -225,6 +225,7 @@ class Conversation:
                 fetch.nbytes,
                 fetch.keys,
                 self._stream.deadline.left(),
+                fetch.stop,
             )
             lent = self._source.lend(wanted)
         except KvpoolError as error:
@@ -233,8 +234,9 @@ class Conversation:
         try:
             present, rows = check_lent(lent, wanted, self._memory)
             header = encode(Fetched(present, lent.checksums), request)
+            start, nbytes = span_of(fetch)
             spans = (
-                self._memory.spans(lent.segment, lent.stride, fetch.nbytes, rows) if rows else []
+                self._memory.spans(lent.segment, lent.stride, nbytes, rows, start) if rows else []
             )
             # The kernel copies what it is given, so with the return of this the slots are free again:
             # sent or not, nothing refers to them any more.

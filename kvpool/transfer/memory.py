@@ -64,10 +64,19 @@ class Memory:
         view = self._views[segment]
         return [view[row * stride : row * stride + nbytes] for row in array("I", rows)]
 
-    def spans(self, segment: int, stride: int, nbytes: int, rows: bytes) -> list[memoryview]:
-        """The same bytes in the same order, in as few views as possible: neighbours become one."""
+    def spans(
+        self, segment: int, stride: int, nbytes: int, rows: bytes, start: int = 0
+    ) -> list[memoryview]:
+        """The same bytes in the same order, in as few views as possible: neighbours become one.
+
+        start: the first of the bytes of each row.
+        """
+        if not nbytes:
+            return []
         if nbytes < stride:
-            return self.blocks(segment, stride, nbytes, rows)
+            view = self._views[segment]
+            places = [row * stride + start for row in array("I", rows)]
+            return [view[at : at + nbytes] for at in places]
         view = self._views[segment]
         spans: list[memoryview] = []
         first = last = -2

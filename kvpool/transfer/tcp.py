@@ -20,7 +20,9 @@ from kvpool.transfer.base import (
     Source,
     Stop,
     TransferLimits,
+    blocks_in,
     check_order,
+    span_of,
 )
 from kvpool.transfer.connections import Connections
 from kvpool.transfer.crew import Crew
@@ -129,18 +131,16 @@ class _Pull:
         self._ours = Stop()  # set by `stop`, and when one thread fails: then the others give up too
         self._deadline = Deadline(order.deadline_s)
         count = len(outcome.status)
-        # What gives way to others needs no speed.
-        self._streams = (
-            1
-            if order.background
-            else transport.streams.choose(order.url, count * order.nbytes, count)
-        )
+        _, self._nbytes = span_of(order)  # of each block
+        # All of what is verified is work, also what is here already. What gives way to others needs no speed.
+        work = count * (self._nbytes if order.stop else order.nbytes)
+        self._streams = 1 if order.background else transport.streams.choose(order.url, work, count)
         self._slices = deque(self._cut())  # its popleft is atomic
         self._error: KvpoolError | None = None
 
     def _cut(self) -> Iterator[tuple[int, int]]:
-        count, nbytes = len(self._outcome.status), self._order.nbytes
-        step = max(1, self._transport.limits.fetch_bytes_max // nbytes)
+        count = len(self._outcome.status)
+        step = blocks_in(self._order, self._transport.limits.fetch_bytes_max)
         step = min(step, max(1, -(-count // self._streams)))
         for first in range(0, count, step):
             yield first, min(first + step, count)
@@ -167,8 +167,8 @@ class _Pull:
             self._error = Unavailable("the transfer was cancelled")
         pulled = self._outcome.finish(self._error)
         order = self._order
-        if not (pulled.error or order.background) and helpers == self._streams - 1:
-            nbytes = pulled.status.count(ARRIVED) * order.nbytes
+        if not (pulled.error or order.background or order.start) and helpers == self._streams - 1:
+            nbytes = pulled.status.count(ARRIVED) * self._nbytes
             self._transport.streams.learn(order.url, self._streams, nbytes, pulled.seconds)
         return pulled
 

@@ -1,8 +1,10 @@
 """Frames and messages: what goes in comes out, and garbage is a ProtocolError and nothing else."""
 
 import ast
+import dataclasses
 import struct
 import types
+import typing
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -77,9 +79,14 @@ def drawn(field_type: object) -> st.SearchStrategy:
         return structs(field_type)
     if isinstance(field_type, types.UnionType):
         return st.one_of([structs(member) for member in field_type.__args__])
+    if dataclasses.is_dataclass(field_type):
+        hints = typing.get_type_hints(field_type)
+        return st.builds(field_type, **{name: drawn(hint) for name, hint in hints.items()})
     origin, args = field_type.__origin__, field_type.__args__
     if origin is list:
         return st.lists(drawn(args[0]), max_size=3)
+    if args[1:] == (...,):
+        return st.lists(drawn(args[0]), max_size=3).map(tuple)
     assert origin is tuple
     return st.tuples(*map(drawn, args))
 

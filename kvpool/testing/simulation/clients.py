@@ -23,7 +23,7 @@ from kvpool.errors import (
     from_code,
 )
 from kvpool.testing.simulation.loop import Domain
-from kvpool.testing.simulation.memory import Memory, Use, Violation
+from kvpool.testing.simulation.memory import CELL, Memory, Use, Violation
 from kvpool.testing.simulation.network import wire_rows
 from kvpool.testing.simulation.nodes import Answer, Life, Session, SimulatedNode
 from kvpool.types import KEY_BYTES, plain_parts
@@ -183,11 +183,71 @@ class Client:
 
     # ---- put ---------------------------------------------------------------------------------------------
 
-    async def put(self, keys: Sequence[bytes], parent: bytes, copies: int) -> None:
+    async def put(
+        self, keys: Sequence[bytes], parent: bytes, copies: int, *, layers: bool = False
+    ) -> None:
+        """layers: the daemon is told how far they are written, time and again; rarely that is not true."""
         for part, spec in enumerate(self.world.record.parts):
             chosen = keys[spec.stride - 1 :: spec.stride]
-            if chosen:
+            if chosen and layers:
+                await self._put_by_layers(part, spec.nbytes, chosen, parent)
+            elif chosen:
                 await self._put_part(part, spec.nbytes, chosen, parent, copies)
+
+    async def _put_by_layers(
+        self, part: int, nbytes: int, keys: Sequence[bytes], parent: bytes
+    ) -> None:
+        session, number, generation = await self._connected()
+        life, world, rng = session.life, self.world, self.world.follow_rng
+        self._ticket += 1
+        ticket = self._ticket
+        answer = await self._ask(
+            wire.Reserve(number, part, ticket, b"".join(keys), parent), 0.0, session
+        )
+        reserved = answer.message
+        assert isinstance(reserved, wire.Reserved)
+        slots = [
+            (key, row)
+            for key, row in zip(keys, wire_rows(reserved.rows), strict=False)
+            if row != wire.NO_ROW
+        ]
+        if not slots:
+            return
+        self._check_served(life, answer, generation)
+        stride, rows, epoch = reserved.stride, [row for _, row in slots], answer.epoch
+        blocks = [world.contents.block(world.digest, epoch, key, part, nbytes) for key, _ in slots]
+        lies, gives_up = rng.random() < 0.1, rng.random() < 0.1
+        use = self._use(life, f"{self.name} puts", stride, rows, True)
+        for low in range(0, nbytes, CELL):
+            high = min(low + CELL, nbytes)
+            for (data, _), row in zip(blocks, rows, strict=True):
+                life.memory.write(row * stride + low, bytes(high - low) if lies else data[low:high])
+            await asyncio.sleep(rng.choice((0.0, 0.005, 0.05)) * rng.random())
+            life.memory.end(use)  # readers may come now
+            for key, _ in slots:
+                world.written[life.name, part, key] = max(
+                    high, world.written.get((life.name, part, key), 0)
+                )
+            await self._ask(wire.Progress(ticket, high), 0.0, session)
+            if high < nbytes:
+                use = self._use(life, f"{self.name} puts", stride, rows, True, start=high)
+            if gives_up and rng.random() < 0.5:
+                life.memory.end(use)
+                await self._ask(wire.Abort([ticket]), 0.0, session)
+                return
+            await asyncio.sleep(rng.choice((0.0, 0.02, 0.2, 0.2)) * rng.random())
+        if life.dead:
+            return
+        if lies:
+            for (data, _), row in zip(blocks, rows, strict=True):
+                life.memory.write(row * stride, data)
+        world.count("puts by layers")
+        checksums = b"".join(checksum for _, checksum in blocks)
+        world.committing(epoch, part, [key for key, _ in slots])
+        done = await self._ask(wire.Commit(ticket, checksums), 0.0, session)
+        assert isinstance(done.message, wire.Done)
+        world.count("blocks put", done.message.value)
+        world.stored(life, epoch, part, [key for key, _ in slots])
 
     async def _put_part(
         self, part: int, nbytes: int, keys: Sequence[bytes], parent: bytes, copies: int
@@ -340,8 +400,11 @@ class Client:
         rows: list[int],
         writes: bool,
         until: float = float("inf"),
+        start: int = 0,
     ) -> Use:
-        use = life.memory.use(what, stride, rows, self.world.now(), writes=writes, until=until)
+        use = life.memory.use(
+            what, stride, rows, self.world.now(), writes=writes, until=until, start=start
+        )
         self._uses.append((life.memory, use))
         return use
 
@@ -401,7 +464,8 @@ class Client:
         while at < len(keys):
             end = at + step * self.rng.choice((1, 1, 2))
             await asyncio.sleep(pause_s * self.rng.random())
-            await self.put(keys[at:end], keys[at - 1] if at else parent, 0)
+            layers = self.world.follow_rng.random() < 0.7
+            await self.put(keys[at:end], keys[at - 1] if at else parent, 0, layers=layers)
             at = end
 
     def _read(

@@ -74,10 +74,16 @@ class Memory:
         *,
         writes: bool,
         until: float = float("inf"),
+        start: int = 0,
+        stop: int = 0,
     ) -> Use:
-        """Begin to use slots. Raises `Violation` if somebody else writes there, or reads what we write."""
+        """Begin to use slots. Raises `Violation` if somebody else writes there, or reads what we write.
+
+        start, stop: bytes of each, in whole cells; 0: to its end.
+        """
         per_slot = stride // self._cell
-        cells = [row * per_slot + n for row in rows for n in range(per_slot)]
+        used = range(start // self._cell, -(-(stop or stride) // self._cell))
+        cells = [row * per_slot + n for row in rows for n in used]
         use = Use(what, writes, cells, until)
         for cell in cells:
             held = self._uses[cell]

@@ -115,7 +115,10 @@ class Carrier:
         name = f"transfer to {self.life.name}"
         rows = wire_rows(order.rows)
         use = self.life.memory.use(name, order.stride, rows, self.world.now(), writes=True)
-        self._count(order, keys)
+        if order.stop:
+            self.world.count("transfers ahead of a commit")
+        else:
+            self._count(order, keys)
         transfer = Transfer(self, order, keys, rows)
         try:
             pulled = await self._order(transfer.run(), transfer.wind_down)
@@ -123,7 +126,7 @@ class Carrier:
             return pulled
         finally:
             self.life.memory.end(use)
-            for key in keys:
+            for key in () if order.stop else keys:
                 times = self._under_way[order.digest, order.part, key]
                 times.remove((transfer.began, order.background))
                 if not times:
@@ -256,6 +259,7 @@ class Carrier:
                     [row for row in wire_rows(lent.rows) if row != wire.NO_ROW],
                     self.world.now(),
                     writes=False,
+                    stop=request.stop,
                 )
             if not answer.done():
                 answer.set_result(lent)
@@ -320,7 +324,7 @@ class Carrier:
         return taken
 
     async def _await(self, question: wire.Await) -> wire.Bytes:
-        """Answer what was asked, by the time that was given, and with nothing that is not committed."""
+        """Answer what was asked, by the time that was given, and with nothing that is not so."""
         began, stood_still = self.world.now(), self.life.stood_still()
         answer = await self.source.awaited(question)
         standing = self.life.membership.standing(self.world.now())
@@ -338,10 +342,18 @@ class Carrier:
             if namespace.digest == question.digest
             for table in namespace.tables
         }
-        for key, mask in zip(split_keys(question.keys), answer.data, strict=True):
+        keys = split_keys(question.keys)
+        masks, runs = answer.data[: len(keys)], answer.data[len(keys) :]
+        for key, mask in zip(keys, masks, strict=True):
             for part, table in tables.items():
                 if mask >> part & 1 and key not in table.blocks:
                     raise Violation(f"{self.life.name} tells of {key[:4].hex()}, and has it not")
+        for _, part, first, count, nbytes in wire.BEING_WRITTEN.iter_unpack(runs):
+            for key in keys[first : first + count]:
+                if nbytes > self.world.written.get((self.life.name, part, key), 0):
+                    raise Violation(
+                        f"{self.life.name} tells of more of {key[:4].hex()} than it was"
+                    )
         return answer
 
     def report(self, report: wire.Corrupt) -> None:
@@ -429,6 +441,7 @@ class Transfer:
             order.nbytes,
             order.keys,
             deadline - world.now(),
+            order.stop,
         )
         if network.drawn(world.plan.twice_message):
             nobody: asyncio.Future[wire.Lent] = world.loop.create_future()
@@ -451,6 +464,7 @@ class Transfer:
         network, world = self.carrier.network, self.carrier.world
         generation = peer.carrier.generation
         nbytes, memory = self.order.nbytes, self.carrier.life.memory
+        start, stop = self.order.start, self.order.stop or nbytes
         at: list[tuple[int, int, bytes]] = []
         checksums = iter(split_keys(lent.checksums))
         for index, row in enumerate(wire_rows(lent.rows)):
@@ -463,9 +477,9 @@ class Transfer:
         for group in (at[:middle], at[middle:]):
             if not group:
                 continue
-            cut = network.rng.randrange(nbytes + 1)
+            cut = network.rng.randrange(start, stop + 1)
             flip = network.drawn(world.plan.flip_bit)
-            for low, high in ((0, cut), (cut, nbytes)):
+            for low, high in ((start, cut), (cut, stop)):
                 pieces = [
                     (
                         self.rows[index] * self.order.stride + low,
@@ -482,14 +496,17 @@ class Transfer:
                 self._flip(network.rng.choice(group)[0])
             for index, _, checksum in group:
                 mine = memory.read(self.rows[index] * self.order.stride, nbytes)
-                digest = xxh3_128_digest(mine)
+                digest = checksum if self.order.stop else xxh3_128_digest(mine)
                 if digest == checksum:
                     self.status[index] = PRESENT
                     self.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES] = digest
                 else:
                     self.status[index] = MISMATCH
                     wrong.append(self.keys[index])
-        if wrong and network.rng.random() < 0.5:
+        if self.order.start and not self.order.stop:
+            world.count("blocks that began before their commit", len(at))
+            world.count("of these, with other bytes", len(wrong))
+        if wrong and not self.order.start and network.rng.random() < 0.5:
             # The owner looks for itself; now and then it finds its own copy broken as well.
             order = self.order
             peer.carrier.report(

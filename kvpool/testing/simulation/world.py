@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.daemon import copies, following, follows, remote, shelf, tiers
+from kvpool.daemon import ahead, copies, following, follows, lending, remote, shelf, tiers
 from kvpool.daemon.blocks import PIN_NONE
 from kvpool.daemon.node import Node
 from kvpool.errors import KvpoolError
@@ -108,7 +108,10 @@ class World:
         self._client_tasks: list[asyncio.Task[None]] = []
         self._put: dict[tuple[int, int, bytes], float] = {}
         self._tried: dict[tuple[int, int], set[bytes]] = {}  # by epoch and part
-        self._follows = random.Random(f"{seed}/follows")
+        self.written: dict[
+            tuple[str, int, bytes], int
+        ] = {}  # by life, part, key: the most ever told
+        self.follow_rng = random.Random(f"{seed}/follows")
         self._disturbed = False  # something was removed on purpose
         self._repaired = (
             False  # a node was lost after the last fault: all copies were looked at again
@@ -337,8 +340,8 @@ class World:
 
     def _operate(self) -> None:
         rng, plan = self.rng, self.plan
-        if plan.follow and self._follows.random() < plan.follow:
-            self._follow_a_prompt(self._follows)
+        if plan.follow and self.follow_rng.random() < plan.follow:
+            self._follow_a_prompt(self.follow_rng)
             return
         at = rng.randrange(len(self.clients))
         client = self.clients[at]
@@ -357,7 +360,8 @@ class World:
         if rng.random() < 0.7:
             pause_s = rng.choice((0.001, 0.02, 0.2))
             self.spawn_client(engine, engine.prefill(keys, b"", pause_s))
-        source = rng.choice(("", "", engine.node.name, rng.choice([*self.nodes, "nobody"])))
+        named = engine.node.name
+        source = rng.choice(("", named, named, rng.choice([*self.nodes, "nobody"])))
         wait_s = rng.choice((0.05, 0.3, 1.0, 1.0, 3.0))
         self.spawn_client(follower, follower.follow(keys, wait_s, source))
 
@@ -794,14 +798,19 @@ class World:
             node = life.server.node
             node.settle()
             tenant = node.tenants[DEFAULT_TENANT]
-            blocks = sum(
-                table.stride * (len(table.blocks) + len(table.garbage))
+            tables = [
+                table
                 for epochs in tenant.epochs.values()
                 for namespace in epochs
                 for table in namespace.tables
+            ]
+            blocks = sum(
+                table.stride * (len(table.blocks) + len(table.garbage)) for table in tables
             )
             if node.awaited or life.server.follows.stats()["under_way"]:
                 return f"{life.name} has follows of nobody"
+            if any(table.writing or table.reserved for table in tables):
+                return f"{life.name} has reservations of nobody"
             if node.lease_count or tenant.granted_bytes:
                 return f"{life.name} has {node.lease_count} leases and grants of nobody"
             if tenant.allocator.bytes_used != blocks:
@@ -829,7 +838,12 @@ def _quiet_logs() -> Iterator[None]:
 Constants = Sequence[tuple[Any, str, Any]]
 
 # A million blocks spread over thousands of buckets; here are a few hundred.
-_ALWAYS: Constants = ((embedded, "_BUCKETS_A_TAG", 1), (embedded, "_BUCKETS", TAGS))
+_ALWAYS: Constants = (
+    (embedded, "_BUCKETS_A_TAG", 1),
+    (embedded, "_BUCKETS", TAGS),
+    (lending, "WRITTEN_BYTES", 1),
+    (ahead, "PULL_BYTES", 1),
+)
 # No waits of minutes in a world that lives for one.
 _DISKS: Constants = (
     (shelf, "WRITE_S", 1.0),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Coroutine, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvpool import wire
-from kvpool.daemon import follows
+from kvpool.daemon import ahead, follows, lending
 from kvpool.daemon.blocks import Limits, PartTable, directory_digest
 from kvpool.daemon.follows import Follows
 from kvpool.daemon.lending import AWAIT_S_MAX, Lender
@@ -36,6 +38,10 @@ run = partial(run_alone, steps_max=500_000)
 
 def key(number: int) -> bytes:
     return number.to_bytes(16, "big")
+
+
+def number_of(one: bytes) -> int:
+    return int.from_bytes(one, "big")
 
 
 def packed(numbers: Iterable[int]) -> bytes:
@@ -72,6 +78,24 @@ class Books:
             self.node.commit(self.holder, self._tickets, bytes(16) * rows)
         self.node.settle()
 
+    def begin(self, numbers: Sequence[int], part: int = 0) -> int:
+        """Slots to be written."""
+        self._tickets += 1
+        self.node.reserve(self.holder, self.space, part, self._tickets, packed(numbers))
+        return self._tickets
+
+    def write(self, ticket: int, nbytes: int) -> None:
+        self.node.written(self.holder, ticket, nbytes)
+
+    def commit(self, ticket: int) -> None:
+        rows = len(self.holder.reservations[ticket].rows)
+        self.node.commit(self.holder, ticket, bytes(16) * rows)
+        self.node.settle()
+
+    @property
+    def bytes_held(self) -> int:
+        return self.tenant.allocator.bytes_used
+
     def here(self, part: int = 0) -> list[int]:
         self.node.settle()
         return sorted(int.from_bytes(one, "big") for one in self.space.tables[part].blocks)
@@ -95,6 +119,9 @@ class Owner(Books):
         self.most_waiting = 0
         nothing: Any = SimpleNamespace(lies_below=lambda *_: False)
         self.serves = True
+        self.peers = self.node.own_holder("red", "loans")
+        self.spans: list[tuple[int, int, list[int]]] = []  # start, stop, blocks of each transfer
+        self.lies = False  # what was written is written again
         self.lender = Lender(self.node, nothing, world.clock, stores=lambda: self.serves)
 
     async def ask(self, question: wire.Await) -> wire.Bytes:
@@ -207,10 +234,17 @@ class World:
         except TimeoutError:
             count = len(order.keys) // 16
             return wire.Pulled(b"\3" * count, bytes(16 * count), order.deadline_s, "not in time")
+        keys = [order.keys[at : at + 16] for at in range(0, len(order.keys), 16)]
+        owner.spans.append((order.start, order.stop, sorted(map(number_of, keys))))
+        if order.stop:
+            table = owner.space.tables[order.part]
+            token, rows = owner.node.lend_written(owner.peers, table, keys, order.stop)
+            owner.node.release(owner.peers, token)
+            return wire.Pulled(bytes(key in rows for key in keys), bytes(16 * len(keys)), 0.0)
         owner.node.settle()
         blocks = owner.space.tables[order.part].blocks
-        keys = [order.keys[at : at + 16] for at in range(0, len(order.keys), 16)]
-        status = bytes(one in blocks for one in keys)
+        wrong = owner.lies and order.start
+        status = bytes((one in blocks) * (2 if wrong else 1) for one in keys)
         return wire.Pulled(status, bytes(16 * len(keys)), owner.pull_s)
 
 
@@ -568,6 +602,351 @@ def begin_one(world: World, number: int) -> asyncio.Task[int]:
 
 
 # ---- the owner's half
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is too little to be told, or pulled."""
+    monkeypatch.setattr(lending, "WRITTEN_BYTES", 1)
+    monkeypatch.setattr(ahead, "PULL_BYTES", 1)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_written_comes_before_its_commit_and_is_found_after_it() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        following = begin(world, 8, source="a")
+        ticket = owner.begin(range(8))
+        for nbytes in (256, 512, 768):
+            owner.write(ticket, nbytes)
+            await asyncio.sleep(0.1)
+            assert world.books.here() == []
+            assert world.follows.stats()["early_bytes"] == 8 * nbytes
+        owner.commit(ticket)
+        assert await following == 8
+        everything = list(range(8))
+        assert owner.spans == [
+            (0, 256, everything),
+            (256, 512, everything),
+            (512, 768, everything),
+            (768, 0, everything),
+        ]
+        assert world.books.here() == everything
+        stats = world.follows.stats()
+        assert (stats["early_pulls"], stats["early_wrong"]) == (3, 0)
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_words_that_come_faster_than_transfers_become_few_of_them() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        owner.pull_s = 0.05
+        following = begin(world, 8, source="a")
+        ticket = owner.begin(range(8))
+        for nbytes in range(8, 1025, 8):
+            owner.write(ticket, nbytes)
+            await asyncio.sleep(0.002)
+        owner.commit(ticket)
+        assert await following == 8
+        assert len(owner.spans) <= 8
+        assert [start for start, _, _ in owner.spans] == sorted(start for start, *_ in owner.spans)
+        assert len(owner.asked) <= 128 * 0.002 / lending.WRITTEN_EVERY_S + 8
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("resumes", ["here", "there"])
+def test_a_writer_that_gives_up_and_another_one_that_goes_on(resumes: str) -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        other = owner if resumes == "here" else world.owner("b")
+        following = begin(world, 6, source="a")
+        ticket = owner.begin(range(6))
+        owner.write(ticket, 500)
+        await asyncio.sleep(0.1)
+        assert world.books.space.tables[0].reserved == 6
+        owner.node.abort(owner.holder, ticket)
+        await asyncio.sleep(0.1)
+        ticket = other.begin(range(6))
+        other.write(ticket, 300)
+        await asyncio.sleep(0.3)
+        other.commit(ticket)
+        if resumes == "there":
+            world.tell(other, range(6))
+        assert await following == 6
+        if resumes == "here":
+            assert (0, 300, list(range(6))) in owner.spans, "what came of the first one is no use"
+        assert owner.bytes_held == 6 * NBYTES * (resumes == "here")
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_bytes_that_are_not_those_that_were_committed_are_pulled_again() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        owner.lies = True
+        following = begin(world, 4, source="a")
+        ticket = owner.begin(range(4))
+        owner.write(ticket, 1000)
+        await asyncio.sleep(0.1)
+        owner.commit(ticket)
+        committed = world.clock()
+        assert await following == 4
+        assert world.clock() - committed < 0.1
+        assert [span[:2] for span in owner.spans] == [(0, 1000), (1000, 0), (0, 0)]
+        assert world.follows.stats()["early_wrong"] == 4
+        peers = world.peers.stats(world.clock())
+        assert [peer["failed"] for peer in peers] == [0], "the owner is not to blame"
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("how", ["cancelled", "late", "reset"])
+def test_a_follow_that_ends_before_the_commit_leaves_no_slots(how: str) -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        following = begin(world, 6, wait_s=1.0, source="a")
+        ticket = owner.begin(range(6))
+        owner.write(ticket, 500)
+        await asyncio.sleep(0.5)
+        assert world.books.space.tables[0].reserved == 6
+        owner.pull_s = 0.6
+        owner.write(ticket, 600)
+        await asyncio.sleep(0.1)
+        if how == "cancelled":
+            following.cancel()
+        elif how == "reset":
+            world.books.node.set_epoch(world.books.space, 1, 1)
+        await asyncio.wait([following])
+        await asyncio.sleep(1.0)
+        assert world.books.bytes_held == 0
+        assert world.books.space.tables[0].reserved == 0
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_two_follows_of_a_prompt_bring_it_once() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        both = [asyncio.create_task(world.follow(6, source="a")) for _ in range(2)]
+        ticket = owner.begin(range(6))
+        for nbytes in (400, 800):
+            owner.write(ticket, nbytes)
+            await asyncio.sleep(0.1)
+        owner.commit(ticket)
+        assert await asyncio.gather(*both) == [6, 6]
+        assert [span[:2] for span in owner.spans] == [(0, 400), (400, 800), (800, 0)]
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_parts_and_chunks_come_each_when_it_is_written() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World(parts=(PartSpec(NBYTES), PartSpec(NBYTES)))
+        owner = world.owner("a")
+        following = begin(world, 6, source="a")
+        for chunk in (range(3), range(3, 6)):
+            tickets = [owner.begin(chunk, part) for part in (0, 1)]
+            for ticket in tickets:
+                owner.write(ticket, 900)
+            await asyncio.sleep(0.1)
+            for ticket in tickets:
+                owner.commit(ticket)
+                await asyncio.sleep(0.1)
+        assert await following == 6
+        assert world.follows.stats()["early_bytes"] == 2 * 6 * 900
+        assert sorted(span[:2] for span in owner.spans) == [(0, 900)] * 4 + [(900, 0)] * 4
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_beginning_that_does_not_come_does_not_hold_up_the_rest() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        following = begin(world, 4, source="a")
+        ticket = owner.begin(range(4))
+        owner.write(ticket, 400)
+        await asyncio.sleep(0.1)
+        owner.pull_s = 100.0
+        owner.write(ticket, 800)
+        await asyncio.sleep(0.1)
+        owner.pull_s = RTT_S
+        owner.commit(ticket)
+        committed = world.clock()
+        assert await following == 4
+        assert world.clock() - committed < ahead.REST_S + 0.1
+        assert owner.spans[-1][:2] == (400, 0)
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_committed_before_the_rest_of_its_chunk_is_not_written_again() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        following = begin(world, 6, source="a")
+        ticket = owner.begin(range(6))
+        owner.write(ticket, 400)
+        await asyncio.sleep(0.1)
+        owner.node.commit(owner.holder, ticket, bytes(32), [0, 1])
+        owner.node.settle()
+        await asyncio.sleep(0.1)
+        assert world.books.here() == [0, 1]
+        owner.write(ticket, 800)
+        await asyncio.sleep(0.1)
+        owner.node.commit(owner.holder, ticket, bytes(64))
+        assert await following == 6
+        assert owner.spans == [
+            (0, 400, list(range(6))),
+            (400, 0, [0, 1]),
+            (400, 0, [2, 3, 4, 5]),
+        ]
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_beginning_that_was_not_there_any_more_is_none() -> None:
+    """It was committed meanwhile: that is no slot that is being written."""
+
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        owner.pull_s = 0.05
+        following = begin(world, 4, source="a")
+        ticket = owner.begin(range(4))
+        owner.write(ticket, 400)
+        await asyncio.sleep(0.03)
+        assert world.follows.stats()["early_pulls"] == 1
+        owner.commit(ticket)
+        assert await following == 4
+        assert [span[:2] for span in owner.spans] == [(0, 400), (0, 0)]
+        assert world.follows.stats()["early_bytes"] == 0
+
+    run_it()
+
+
+def heard(**of: int) -> bytes:
+    return b"".join(wire.HEARD.pack(int(name[1:]), nbytes) for name, nbytes in of.items())
+
+
+@scenario
+async def test_what_is_written_is_told_to_who_wants_to_hear_it_and_not_too_often() -> None:
+    world = World()
+    owner = world.owner("a")
+    ticket = owner.begin(range(400))
+    plain = question(range(400))
+    eager = msgspec.structs.replace(plain, heard=b"")
+    began = world.clock()
+    answers = [ask(owner, one) for one in (plain, eager)]
+    await asyncio.sleep(0.001)
+    owner.write(ticket, 1000)
+    answer = await answers[1]
+    assert world.clock() - began == pytest.approx(lending.WRITTEN_EVERY_S)
+    assert answer.data == bytes(400) + wire.BEING_WRITTEN.pack(1, 0, 0, 400, 1000)
+    assert not answers[0].done()
+    # Of what it has heard it hears again when there is enough more, or none of it any more.
+    again = ask(owner, msgspec.structs.replace(eager, heard=heard(_1=1000 - 24)))
+    await asyncio.sleep(0.5)
+    assert not again.done(), "too little to be worth a transfer"
+    owner.node.abort(owner.holder, ticket)
+    ticket = owner.begin(range(400))
+    owner.write(ticket, 1000)
+    assert (await again).data[400:] == wire.BEING_WRITTEN.pack(2, 0, 0, 400, 1000)
+    last = ask(owner, msgspec.structs.replace(eager, heard=heard(_2=1000)))
+    began = world.clock()
+    await asyncio.sleep(0.001)
+    owner.commit(ticket)
+    for one in (last, answers[0]):
+        assert (await one).data == b"\1" * 400
+    assert world.clock() - began == pytest.approx(0.001), "a commit waits for nothing"
+
+
+@scenario
+async def test_what_was_heard_and_is_no_answer() -> None:
+    world = World()
+    owner = world.owner("a")
+    for packed_wrong in (b"x", wire.HEARD.pack(1, 1) * (lending.WRITINGS_MAX + 1)):
+        with pytest.raises(InvalidRequest):
+            await ask(owner, msgspec.structs.replace(question([1]), heard=packed_wrong))
+
+
+@pytest.mark.parametrize("kind", ["always more", "always another"])
+def test_an_owner_that_tells_of_more_and_more_at_once_is_asked_now_and_then(kind: str) -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        told = itertools.count(1)
+
+        async def answer(asked: wire.Await) -> wire.Bytes:
+            n = next(told)
+            number, nbytes = (1, min(n, NBYTES)) if kind == "always more" else (n, 100)
+            run = wire.BEING_WRITTEN.pack(number, 0, 0, 4, nbytes)
+            return wire.Bytes(bytes(len(asked.known)) + run)
+
+        owner.answer = answer
+        assert await begin(world, 4, wait_s=5.0, source="a") == 0
+        assert len(owner.asked) < 60
+
+    run_it()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        b"x",
+        wire.BEING_WRITTEN.pack(1, 7, 0, 4, 100),
+        wire.BEING_WRITTEN.pack(1, 0, 1, 4, 100),
+        wire.BEING_WRITTEN.pack(1, 0, 9, 1, 100),
+        wire.BEING_WRITTEN.pack(1, 0, 0, 0, 100),
+        wire.BEING_WRITTEN.pack(1, 0, 0, 4, 0),
+        wire.BEING_WRITTEN.pack(1, 0, 0, 4, NBYTES + 1),
+        wire.BEING_WRITTEN.pack(1, 0, 0, 4, 100) * (lending.WRITINGS_MAX + 1),
+    ],
+)
+def test_an_answer_of_what_cannot_be_is_none(run: bytes) -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+
+        async def answer(asked: wire.Await) -> wire.Bytes:
+            return wire.Bytes(bytes(len(asked.known)) + run)
+
+        owner.answer = answer
+        assert await begin(world, 4, wait_s=1.0, source="a") == 0
+        stats = world.follows.stats()
+        assert stats["questions_failed"] == stats["questions"] > 0
+        assert stats["early_pulls"] == 0
+
+    run_it()
 
 
 def question(numbers: Sequence[int], known: bytes = b"", wait_s: float = 2.0) -> wire.Await:

@@ -26,7 +26,15 @@ from kvpool.errors import (
     StaleEpoch,
     Unavailable,
 )
-from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartKind, Recompute, pack_keys
+from kvpool.types import (
+    KEY_BYTES,
+    EngineRecord,
+    Namespace,
+    NamespaceRecord,
+    PartKind,
+    Recompute,
+    pack_keys,
+)
 from kvpool.wire import NO_ROW
 
 
@@ -114,6 +122,7 @@ class FakePool:
         self.generations: dict[bytes, int] = {}
         self.silent = False
         self.followed: list[tuple[bytes, str, str, str, list[int]]] = []
+        self.announced: list[tuple[bytes, EngineRecord | None]] = []
         self.device: FakeDevice | None = None
         self.lives: list[int] = []  # of the device, that were acquired and pulled with
         self.clock: Callable[[], float] = time.monotonic
@@ -136,6 +145,12 @@ class FakePool:
             raise ClusterUnavailable("the fake cluster is away")
         self.followed.append((ns.digest, endpoint, replay, topic, list(groups)))
         return bool(endpoint)
+
+    def announce_engine(self, ns: Namespace, engine: EngineRecord | None) -> bool:
+        if self.away:
+            raise ClusterUnavailable("the fake cluster is away")
+        self.announced.append((ns.digest, engine))
+        return True
 
     def reset(self, ns: Namespace) -> None:
         if self.away:

@@ -470,6 +470,32 @@ def test_addresses_that_zeromq_refuses(bad: str) -> None:
         asyncio.run(subscriber.run())
 
 
+def test_engines_come_and_go(folder: Path, play: Callable[[Test], None]) -> None:
+    async def test() -> None:
+        with Publisher(folder, "a") as a, Publisher(folder, "b") as b:
+            async with following(a.source()) as subscriber:
+                await until(lambda: subscriber.engines and subscriber.engines["a"].connected, "a")
+                subscriber.add(b.source())
+                with pytest.raises(ConfigError, match="same name"):
+                    subscriber.add(b.source())
+                b.publish(stored(1, 2))
+                await until(lambda: len(subscriber.engines["b"].blocks) == 2, "b is followed")
+                feed = subscriber.engines["a"]
+                subscriber.remove("a")
+                assert list(subscriber.engines) == ["b"]
+                a.publish(stored(3))
+                b.publish(stored(4))
+                await until(lambda: len(subscriber.engines["b"].blocks) == 3, "b goes on")
+                assert len(feed.blocks) == 0
+                subscriber.add(a.source())
+                await until(lambda: len(subscriber.engines["a"].blocks) == 1, "a is followed anew")
+                with pytest.raises(ConfigError, match="engine bad"):
+                    subscriber.add(EngineSource("bad", "tcp://127.0.0.1:port"))
+                assert set(subscriber.engines) == {"a", "b"}
+
+    play(test)
+
+
 def test_limits_of_the_configuration() -> None:
     def make(names: list[str]) -> EventSubscriber:
         sources = [EngineSource(name, "ipc:///tmp/x") for name in names]

@@ -1,0 +1,103 @@
+"""Where this engine takes requests: what routers are told through the daemon, and told again.
+
+A daemon that was started anew knows of no engine until it hears from it, and an engine that nobody knows of gets
+no request in which it would be heard from. So a thread says it every few seconds.
+
+Takes vLLM's configuration without importing vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvpool.engine_plugins.vllm.config import PluginConfig
+from kvpool.engine_plugins.vllm.events import reachable
+from kvpool.engine_plugins.vllm.plan import GroupRule
+from kvpool.errors import KvpoolError
+from kvpool.types import EngineRecord, PartKind
+
+log = logging.getLogger("kvpool.vllm")
+
+EVERY_S = 2.0
+
+
+def engine_record(
+    vllm_config: Any,
+    config: PluginConfig,
+    rules: Sequence[GroupRule],
+    *,
+    hash_tokens: int,
+    none_hash: bytes,
+    blocks: int,
+) -> EngineRecord | None:
+    """What routers are told of an engine; None: it has no URL, and they are told nothing.
+
+    hash_tokens: of a block of the chain. none_hash: what the chain begins with. blocks: of the engine's cache.
+    """
+    if not config.url:
+        return None
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    served = model.served_model_name or model.model
+    events = reachable(
+        vllm_config.kv_events_config, parallel.data_parallel_index, urlsplit(config.url).hostname
+    )
+    return EngineRecord(
+        config.url.rstrip("/"),
+        role=str(config.engine_role),
+        model=served if isinstance(served, str) else served[0],
+        events=events.endpoint,
+        replay=events.replay,
+        topic=events.topic,
+        groups=whole_groups(rules),
+        hash_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
+        none_hash=none_hash.hex(),
+        block_tokens=hash_tokens,
+        capacity_tokens=(blocks - 1) * hash_tokens // len(rules),  # one block is for nobody
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        max_len=model.max_model_len,
+        follows_max=config.follows_max if config.pull_wait_s else 0,
+    )
+
+
+def whole_groups(rules: Sequence[GroupRule]) -> tuple[int, ...]:
+    """The groups that hold every block of a prefix which the engine can use.
+
+    Of a sliding window only the end is needed, and its older blocks are the first to go: they say nothing. Groups
+    of larger blocks tell of each of those once, by the last key.
+    """
+    return tuple(rule.group for rule in rules if rule.kind is PartKind.FULL and rule.stride == 1)
+
+
+class Presence:
+    """Repeats an announcement until `end`. announce: whatever it raises of ours is logged, once."""
+
+    def __init__(self, announce: Callable[[], object], every_s: float = EVERY_S) -> None:
+        self._announce = announce
+        self._every_s = every_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvpool-presence", daemon=True)
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """Idempotent. Returns once the last announcement is made."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        told = ""
+        while True:
+            try:
+                self._announce()
+            except KvpoolError as error:
+                if str(error) != told:
+                    told = str(error)
+                    log.warning("routers do not hear of this engine: %s", error)
+            if self._ended.wait(self._every_s):
+                return

@@ -1,0 +1,106 @@
+"""What routers are told of an engine, again and again."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from kvpool.engine_plugins.vllm.config import PluginConfig
+from kvpool.engine_plugins.vllm.events import reachable
+from kvpool.engine_plugins.vllm.plan import GroupRule
+from kvpool.engine_plugins.vllm.presence import Presence, engine_record, whole_groups
+from kvpool.errors import ConfigError, LimitExceeded
+from kvpool.types import PartKind
+
+
+def vllm(**events):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model="/m", served_model_name=["m", "n"], max_model_len=99),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256_cbor"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=77),
+        parallel_config=SimpleNamespace(data_parallel_index=1),
+        kv_events_config=SimpleNamespace(
+            **{
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": "tcp://*:5557",
+                "replay_endpoint": "tcp://*:5600",
+                "topic": "kv",
+                **events,
+            }
+        ),
+    )
+
+
+def record(config, **events):
+    rules = [GroupRule(3)]
+    return engine_record(
+        vllm(**events), config, rules, hash_tokens=16, none_hash=b"\xab", blocks=101
+    )
+
+
+def test_an_engine_without_a_url_is_not_told_of():
+    assert record(PluginConfig()) is None
+
+
+def test_what_is_told():
+    found = record(PluginConfig(url="http://h.example:8000/", engine_role="prefill"))
+    assert (found.url, found.role, found.model) == ("http://h.example:8000", "prefill", "m")
+    assert (found.events, found.replay) == ("tcp://h.example:5558", "tcp://h.example:5601")
+    assert (found.topic, found.groups, found.none_hash) == ("kv", (3,), "ab")
+    assert (found.capacity_tokens, found.step_tokens, found.max_len) == (1600, 77, 99)
+    assert found.follows_max == 8
+    assert record(PluginConfig(url="http://h:1", pull_wait_s=0)).follows_max == 0
+    assert record(PluginConfig(url="http://[::1]:1")).events == "tcp://[::1]:5558"
+
+
+@pytest.mark.parametrize(
+    ("events", "endpoint"),
+    [
+        ({"enable_kv_cache_events": False}, ""),
+        ({"publisher": "null"}, ""),
+        ({"endpoint": "tcp://10.0.0.1:5557"}, ""),  # somebody else is to listen there
+    ],
+)
+def test_events_that_nobody_can_follow(events, endpoint):
+    assert reachable(vllm(**events).kv_events_config, 0, "h").endpoint == endpoint
+
+
+def test_paths_are_told_as_they_are():
+    config = vllm(endpoint="ipc:///e", replay_endpoint="ipc:///r").kv_events_config
+    found = reachable(config, 0, "h")
+    assert (found.endpoint, found.replay) == ("ipc:///e", "ipc:///r")
+
+
+def test_the_groups_that_say_whether_a_block_is_held():
+    window = GroupRule(1, kind=PartKind.WINDOW, window_blocks=4)
+    assert whole_groups([GroupRule(0), window, GroupRule(2, stride=4), GroupRule(5)]) == (0, 5)
+    assert whole_groups([window]) == ()
+
+
+@pytest.mark.parametrize("url", ["", "h:1", "ftp://h:1", "http://u@h:1", "http://h:1?x"])
+def test_addresses_that_are_none(url):
+    with pytest.raises(ConfigError, match="url"):
+        PluginConfig(url=url)
+    with pytest.raises(ConfigError, match="engine_role"):
+        PluginConfig.from_extra({"engine_role": "chief"})
+
+
+def test_it_is_told_again_until_the_end(caplog):
+    calls, third = [], threading.Event()
+
+    def announce():
+        calls.append(1)
+        if len(calls) == 3:
+            third.set()
+        raise LimitExceeded("one engine too many")
+
+    presence = Presence(announce, every_s=0.001)
+    presence.begin()
+    assert third.wait(20)
+    presence.end()
+    presence.end()
+    assert caplog.text.count("one engine too many") == 1
+    after = len(calls)
+    assert not presence._thread.is_alive()
+    assert len(calls) == after
