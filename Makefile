@@ -7,7 +7,7 @@ help: ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
 		while IFS="$$(printf '\t')" read -r name what; do printf '  make %-10s %s\n' "$$name" "$$what"; done
 
-demo: venv vllm-venv ## real engines sharing one pool: same tokens, cold and pooled time to first token
+demo: venv vllm-venv ## real engines that share one pool behind a router: right answers, times to first token
 	@.venv/bin/python bench/demo.py
 
 cluster: venv ## three daemons, an etcd and a Redis on this machine, until Ctrl-C

@@ -6,9 +6,12 @@ themselves when their parent is gone, and are killed with all their descendants 
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import socket
@@ -16,11 +19,13 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from kvpool.client import Client
 
@@ -28,6 +33,11 @@ ROOT = Path(__file__).resolve().parent.parent
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 BLOCK_TOKENS = 32
 WAKE_TOKENS = BLOCK_TOKENS // 2
+MAX_TOKENS = 4096
+KV_BYTES = 128 << 20
+SERVED_NAME = "tiny"
+NEAR_TIE = 0.1
+CORES = sorted(os.sched_getaffinity(0))
 ENDS_WITH_PARENT = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
 """For programs that do not watch their input: ends them even when their parent is killed."""
 START_S, ANSWER_S, STOP_S = 180.0, 60.0, 10.0
@@ -46,6 +56,15 @@ class Answer:
     cached_tokens: int
     tokens: list[int]
     first_at: float
+    margins: tuple[float, ...] = ()
+    """By how much each token was likelier than the next one, in nats; where that was asked for."""
+
+    def same(self, other: Answer) -> bool:
+        """Whether both say the same. What was computed in other chunks has other last bits, so from a token on
+        that was a near tie here, they may differ."""
+        pairs = zip(self.tokens, other.tokens, strict=True)
+        first = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        return first is None or (bool(self.margins) and self.margins[first] < NEAR_TIE)
 
 
 class Child:
@@ -147,7 +166,7 @@ class EngineProcess:
         model: Path,
         folder: Path,
         transfer: dict[str, Any] | None = None,
-        kv_bytes: int = 128 << 20,
+        kv_bytes: int = KV_BYTES,
         step_tokens: int = 4096,
         **environment: str,
     ) -> None:
@@ -158,7 +177,7 @@ class EngineProcess:
                 "block_size": BLOCK_TOKENS,
                 "enforce_eager": True,
                 "kv_cache_memory_bytes": kv_bytes,
-                "max_model_len": 4096,
+                "max_model_len": MAX_TOKENS,
                 "max_num_batched_tokens": step_tokens,
                 "seed": 0,
             },
@@ -207,11 +226,145 @@ class EngineProcess:
         self._child.stop(STOP_S if kind is None else 0)
 
 
+class ApiServer:
+    """vLLM's OpenAI-compatible server, with KV events. Starts at once; `wait_ready` waits for it.
+
+    role: what it announces itself for. core: that it computes on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        folder: Path,
+        socket_path: str,
+        role: str,
+        core: int,
+        **extra: Any,
+    ) -> None:
+        self.name = name
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        # vLLM would connect to a TCP address without an asterisk, and listen on all interfaces at one with it.
+        events, replay = (f"ipc://{folder}/{name}.{kind}" for kind in ("events", "replay"))
+        transfer = kvpool_transfer(socket_path, url=self.url, engine_role=role, **extra)
+        kv_events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": events,
+            "replay_endpoint": replay,
+        }
+        command = [
+            *ENDS_WITH_PARENT,
+            *(str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--served-model-name", SERVED_NAME, "--seed", "0"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16"),
+            *("--block-size", str(BLOCK_TOKENS), "--max-model-len", str(MAX_TOKENS)),
+            *("--kv-cache-memory-bytes", str(KV_BYTES), "--enforce-eager"),
+            *("--kv-transfer-config", json.dumps(transfer)),
+            *("--kv-events-config", json.dumps(kv_events)),
+            *("--enable-prompt-tokens-details", "--enable-request-id-headers"),
+        ]
+        environment = ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
+        self._child = Child(name, command, folder, **environment)
+
+    def wait_ready(self) -> None:
+        wait_for_port(self.port, self._child)
+
+    def computed_tokens(self) -> int:
+        """Of all prompts so far, those that were in no cache."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=ANSWER_S) as response:
+            text = response.read().decode()
+        found = re.findall(
+            r'^vllm:prompt_tokens_by_source_total\{.*"local_compute".*\} (\S+)$', text, re.MULTILINE
+        )
+        return sum(int(float(value)) for value in found)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.process.terminate()
+        self._child.stop()
+
+
+def measure(url: str, prompt: Sequence[int], max_tokens: int) -> Answer:
+    """`ask`, awake: see `EngineProcess.measure`."""
+    ask(url, prompt[-WAKE_TOKENS:], 2)
+    return ask(url, prompt, max_tokens)
+
+
+def ask(url: str, prompt: Sequence[int], max_tokens: int) -> Answer:
+    """Stream a completion from a server, or from a router. Raises `Broken` for anything but an answer."""
+    parts = urlsplit(url)
+    body = {
+        "model": SERVED_NAME,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "logprobs": 2,
+    }
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=ANSWER_S)
+    with contextlib.closing(connection):
+        begun = time.monotonic()
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise Broken(f"{url} answered {response.status}: {response.read(2000)!r}")
+        first, tokens, margins, usage = None, [], [], None
+        for line in response:
+            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                continue
+            chunk = json.loads(line[len(b"data: ") :])
+            if "error" in chunk:
+                raise Broken(f"{url} ended with {chunk}")
+            first = first or time.monotonic()
+            for choice in chunk["choices"]:
+                tokens += choice["token_ids"] or ()
+                for likeliest in choice["logprobs"]["top_logprobs"] if choice["logprobs"] else ():
+                    best, second, *_ = sorted(likeliest.values(), reverse=True)
+                    margins.append(best - second)
+            usage = chunk.get("usage") or usage
+        ended = time.monotonic()
+    if usage is None or len(tokens) != max_tokens:
+        raise Broken(f"{url} ended before its answer did: {len(tokens)} of {max_tokens} tokens")
+    details = usage.get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens") or 0
+    first = first or ended
+    return Answer(
+        1000 * (first - begun), 1000 * (ended - begun), cached, tokens, first, tuple(margins)
+    )
+
+
+@contextmanager
+def router(folder: Path, name: str, socket_path: str, *flags: str) -> Iterator[str]:
+    """`kvpool router` beside that daemon. Gives its URL."""
+    command = [
+        *ENDS_WITH_PARENT,
+        *(sys.executable, "-m", "kvpool.cli", "router"),
+        *("--socket", socket_path, "--listen", "127.0.0.1:0", *flags),
+    ]
+    child = Child(name, command, folder)
+    try:
+        ready = re.search(r"http://\S+?(?=,|\s)", child.line(START_S))
+        if ready is None:
+            raise Broken(f"the router does not say where it is\n{child.tail()}")
+        yield ready[0]
+    finally:
+        child.process.terminate()
+        child.stop()
+
+
 ENVIRONMENT = {
     # One OpenMP thread, on a core of its own: vLLM takes all cores otherwise, whose threads spin
     # between parallel regions and keep every other process waiting for the kernel's next tick.
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
+    "VLLM_CPU_OMP_THREADS_BIND": str(CORES[0]),
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",

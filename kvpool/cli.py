@@ -184,6 +184,13 @@ def serve(
             rich_help_panel=CLUSTER,
         ),
     ] = None,
+    pull_over: Annotated[
+        str | None,
+        typer.Option(
+            help="By which transport peers are pulled from: auto, nixl or tcp.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
     probe_s: Annotated[
         float | None,
         typer.Option(
@@ -702,6 +709,9 @@ def sim(
     tpot_slo: Annotated[float | None, typer.Option(help="Seconds a token after it.")] = None,
     reject: Annotated[bool, typer.Option(help="Refuse what will not meet them.")] = False,
     json_path: Annotated[str | None, typer.Option("--json", help="Write rows here.")] = None,
+    plot: Annotated[
+        str | None, typer.Option(help="Draw a PNG of the policies here; needs kvpool[plots].")
+    ] = None,
 ) -> None:
     """Simulate a cluster on a trace: the real scheduler and eviction, simulated engines and links.
 
@@ -715,8 +725,11 @@ def sim(
     from kvpool.scheduler.scheduler import Settings
     from kvpool.simulator.cluster import Shape
     from kvpool.simulator.command import requests_of, run, write_rows
+    from kvpool.simulator.plot import draw, require
     from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 
+    if plot is not None:
+        require()
     ttft_slo_s = math.inf if ttft_slo is None else ttft_slo
     tpot_slo_s = math.inf if tpot_slo is None else tpot_slo
     settings = Settings(ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s) if reject else Settings()
@@ -740,6 +753,133 @@ def sim(
     rows = run(requests, shape, chosen, console, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
     if json_path is not None:
         write_rows(rows, json_path)
+    if plot is not None:
+        draw(rows, plot)
+
+
+@app.command()
+def router(
+    config: Annotated[str | None, typer.Option(help="TOML file with settings.")] = None,
+    engines: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine",
+            help="An engine's URL, and what is to be said of it: http://10.0.0.5:8000,role=decode,node=b; "
+            "may be repeated.",
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT; any but loopback takes KVPOOL_ROUTER_TOKEN.")
+    ] = None,
+    daemon: Annotated[
+        bool | None,
+        typer.Option(
+            "--daemon/--no-daemon",
+            help="Ask this host's daemon for engines, and for what the pool holds.",
+        ),
+    ] = None,
+    socket: Socket = None,
+    policy: Annotated[str | None, typer.Option(help="Which engine computes a prompt.")] = None,
+    token_file: Annotated[
+        str | None, typer.Option(help="A file of mode 0600 with the operator's token.")
+    ] = None,
+    deadline_s: Annotated[
+        float | None, typer.Option(help="A request's deadline unless it names one, seconds.")
+    ] = None,
+    drain_s: Annotated[
+        float | None,
+        typer.Option(help="How long requests in flight may take after SIGTERM, seconds."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+) -> None:
+    """Run an OpenAI-compatible front over engines, until SIGTERM. Needs the extra kvpool[router].
+
+    Example: kvpool router --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
+    """
+    try:
+        from kvpool.router.command import run
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the router needs {error.name}: pip install 'kvpool[router]'") from None
+    from kvpool.router.config import SETTINGS, load
+
+    flags = {
+        name: value
+        for name, value in locals().items()
+        if name in SETTINGS and value not in (None, [])
+    }
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    settings, secrets = load(file=config, flags=flags)
+    run(settings, secrets, _say_router_ready)
+
+
+def _say_router_ready(url: str, engines: int) -> None:
+    """The line is read by programs: its beginning and its end stay as they are."""
+    what = "engine" if engines == 1 else "engines"
+    print(f"kvpool {__version__} ready: router at {url}, {engines} {what}", flush=True)
+
+
+@app.command()
+def plan(
+    trace: Annotated[
+        str | None,
+        typer.Argument(help="A trace in Mooncake's format; without, a described workload."),
+    ] = None,
+    ttft: Annotated[float, typer.Option(help="Target: seconds to the first token.")] = 2.0,
+    tpot: Annotated[float, typer.Option(help="Target: seconds a token after it.")] = 0.05,
+    share: Annotated[float, typer.Option(help="Of requests that are to keep to both.")] = 0.9,
+    rate: Annotated[
+        float, typer.Option(help="Requests a second; 0: a trace's own times, 4 of a workload.")
+    ] = 0.0,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt, on average.")] = 4000,
+    output: Annotated[int, typer.Option(help="Tokens of an answer, on average.")] = 300,
+    shared: Annotated[float, typer.Option(help="Share of a prompt that others have, too.")] = 0.5,
+    hardware: Annotated[str, typer.Option(help="A profile's name, or a file.")] = "a800x8",
+    model: Annotated[str, typer.Option(help="A profile's name, or a file.")] = "llama-3-70b",
+    engines_max: Annotated[int, typer.Option(help="More are not tried.")] = 64,
+    dram_max: Annotated[float, typer.Option(help="GB a node may have for the pool.")] = 1000.0,
+    ssd_max: Annotated[float, typer.Option(help="The same of disks.")] = 8000.0,
+    network: Annotated[float, typer.Option(help="GB/s a node; 0: the profile's.")] = 0.0,
+    limit: Annotated[int, typer.Option(help="So many requests are simulated.")] = 1000,
+    seed: Annotated[int, typer.Option(help="The same seed, the same plan.")] = 0,
+    json_path: Annotated[str | None, typer.Option("--json", help="Write all trials here.")] = None,
+    plot: Annotated[
+        str | None, typer.Option(help="Draw the sweeps as a PNG here; needs kvpool[plots].")
+    ] = None,
+) -> None:
+    """Find how many engines of which kind, and how large a pool, a workload needs.
+
+    Example: kvpool plan trace.jsonl --ttft 3 --tpot 0.1 --plot plan.png
+    """
+    from rich.console import Console
+
+    from kvpool.planner.command import Room, requests_of, run, write
+    from kvpool.planner.plot import draw
+    from kvpool.planner.trials import Targets
+    from kvpool.planner.workload import Workload
+    from kvpool.simulator.cluster import Shape
+    from kvpool.simulator.plot import require
+    from kvpool.simulator.speeds import Speeds, load_hardware, load_model
+
+    if plot is not None:
+        require()
+    shape = Shape(
+        Speeds(load_hardware(hardware), load_model(model)),
+        network_bytes_s=network * 1e9,
+        seed=seed,
+    )
+    targets = Targets(ttft, tpot, share)
+    described = Workload(rate or 4.0, prompt, output, shared)
+    requests = requests_of(trace, described, rate, shape, limit)
+    room = Room(engines_max, dram_max * 1e9, ssd_max * 1e9)
+    found = run(requests, shape, targets, room, Console())
+    if json_path is not None:
+        write(found, targets, json_path)
+    if plot is not None:
+        draw(found, targets, plot)
 
 
 @app.command()

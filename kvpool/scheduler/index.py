@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 EXPECTED_MAX = 1 << 20
-"""Blocks that are expected at the same time, at most; the first to expire give way."""
+"""Blocks that are expected at the same time, at most, but for one call's; the first to expire give way."""
 FORGET_BATCH = 4096
 """Keys of a holder that is gone that one change to the index forgets."""
 LAG_WEIGHT = 0.1
@@ -28,13 +28,15 @@ LAG_WEIGHT = 0.1
 class Expected(NamedTuple):
     """A block that an engine is computing. bit: of the engine's cache. ready_at: an estimate.
 
-    tier: bit of the tier that it is in for certain, once the engine has answered.
+    tier: bit of the tier that it is in for certain, once the engine has answered. later: no order for it
+    was given yet, so it does not count as the engine's; but whoever wants it may wait for it.
     """
 
     bit: int
     ready_at: float
     until: float
     tier: int = 0
+    later: bool = False
 
 
 class Match(NamedTuple):
@@ -70,7 +72,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._masks: dict[Hashable, int] = {}
         self._expected: dict[Hashable, Expected] = {}
-        self._expiries: list[tuple[float, int, Hashable]] = []
+        self._expiries: list[tuple[float, int, Sequence[Hashable]]] = []
+        self._expiring = 0  # keys in all of these
         self._calls = 0
         self._holders: dict[str, _Holder] = {}
         self._by_bit: dict[int, _Holder] = {}
@@ -128,11 +131,17 @@ class PrefixIndex:
         self._drop(self._heard(name, told_at, now), keys)
 
     def expect(
-        self, name: str, keys: Sequence[Hashable], ready: Sequence[float], until: float
+        self,
+        name: str,
+        keys: Sequence[Hashable],
+        ready: Sequence[float],
+        until: float,
+        *,
+        later: bool = False,
     ) -> None:
         """The engine with this cache was sent these, and will have each of them at its time.
 
-        Not believed after `until`: by then its events have told of them, or it failed. Of one that has
+        later: it will be sent them, when it has computed what is before them. Not believed after `until`: by then its events have told of them, or it failed. Of one that has
         left nothing is expected.
         """
         holder = self._holders.get(name)
@@ -143,11 +152,12 @@ class PrefixIndex:
         for key, ready_at in zip(keys, ready, strict=True):
             if key in expected:
                 self._expect_no_more(key)
-            expected[key] = Expected(bit, ready_at, until)
+            expected[key] = Expected(bit, ready_at, until, later=later)
             holder.expected.add(key)
-            self._calls += 1
-            heappush(expiries, (until, self._calls, key))
-        while len(expiries) > EXPECTED_MAX:
+        self._calls += 1
+        self._expiring += len(keys)
+        heappush(expiries, (until, self._calls, keys))
+        while self._expiring > EXPECTED_MAX and len(expiries) > 1:
             self._expire()
 
     def arrived(self, name: str, tier: str, keys: Iterable[Hashable]) -> None:
@@ -187,7 +197,7 @@ class PrefixIndex:
         for position, key in enumerate(keys):
             mask = get(key, 0)
             if expected is not None and (coming := expected(key)) is not None:
-                mask |= coming.bit | coming.tier
+                mask |= coming.tier if coming.later else coming.bit | coming.tier
             if reach < 0 and not mask & pool:
                 reach = position
             still = alive & mask
@@ -256,10 +266,12 @@ class PrefixIndex:
                 del masks[key]
 
     def _expire(self) -> None:
-        until, _, key = heappop(self._expiries)
-        found = self._expected.get(key)
-        if found is not None and found.until <= until:
-            self._expect_no_more(key)
+        until, _, keys = heappop(self._expiries)
+        self._expiring -= len(keys)
+        for key in keys:
+            found = self._expected.get(key)
+            if found is not None and found.until <= until:
+                self._expect_no_more(key)
 
     def _expect_no_more(self, key: Hashable) -> None:
         found = self._expected.pop(key)

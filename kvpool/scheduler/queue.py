@@ -2,43 +2,52 @@
 
 By size the mean wait would be the shortest possible, and a long prompt might never go. So the order is by
 
-    min(size, cap) + aging x arrival
+    knee x log(1 + size / knee) + aging x arrival
 
-where size is the seconds that are left to compute, or a share of that for a prompt that was begun. Prompts
-above the cap go in the order of their arrival, and nobody is overtaken by what came more than cap / aging
-seconds later. Higher priorities go first. Not thread-safe.
+where size is the seconds that are left to compute, or a share of that for a prompt that was begun. Sizes far
+above the knee differ little, so that long prompts go nearly in the order of their arrival, and nobody is
+overtaken by what came more than knee x log(1 + size / knee) / aging seconds later. Higher priorities go first. Tenants that have used more than their share go behind all others
+(`tenants`). Not thread-safe.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from heapq import merge
+from itertools import chain, islice
 
 from kvpool.errors import ConfigError
 from kvpool.scheduler.index import Match
+from kvpool.scheduler.tenants import Charges, TenantRule
 from kvpool.scheduler.values import Engine, Request
 
 
 @dataclass(frozen=True, slots=True)
 class QueueRule:
-    """cap_s, aging: see above. begun: what counts of the size of a prompt that was begun, from 0 to 1."""
+    """knee_s, aging: see above; a knee of 0 is the order of arrival. begun: what counts of the size of a
+    prompt that was begun, from 0 to 1."""
 
-    cap_s: float
+    knee_s: float
     aging: float
     begun: float
 
     def __post_init__(self) -> None:
-        if not (self.cap_s >= 0 and self.aging > 0 and 0 <= self.begun <= 1):
-            raise ConfigError(f"a queue needs cap_s >= 0, aging > 0 and begun from 0 to 1: {self}")
+        if not (self.knee_s >= 0 and self.aging > 0 and 0 <= self.begun <= 1):
+            raise ConfigError(f"a queue needs knee_s >= 0, aging > 0 and begun from 0 to 1: {self}")
 
     def key(self, size_s: float, arrived_s: float, *, begun: bool) -> float:
-        return min(size_s * (self.begun if begun else 1.0), self.cap_s) + self.aging * arrived_s
+        return self.advantage_s(size_s * (self.begun if begun else 1.0)) + self.aging * arrived_s
+
+    def advantage_s(self, size_s: float) -> float:
+        """By how much something without a size goes before one of this size that came with it."""
+        return self.knee_s * math.log1p(size_s / self.knee_s) if self.knee_s else 0.0
 
 
-FIFO = QueueRule(cap_s=0.0, aging=1.0, begun=1.0)
-SIZE_AWARE = QueueRule(cap_s=3.0, aging=0.1, begun=0.25)
+FIFO = QueueRule(knee_s=0.0, aging=1.0, begun=1.0)
+SIZE_AWARE = QueueRule(knee_s=1.0, aging=0.05, begun=0.2)
 """Chosen on the first half of the conversation trace."""
 
 
@@ -60,21 +69,38 @@ class Waiting:
     decode: Engine | None = None
 
 
-class RequestQueue:
-    """Adding and removing is O(log n), and moves n pointers at most."""
+_Entry = tuple[int, float, int]
 
-    def __init__(self, rule: QueueRule) -> None:
+
+class RequestQueue:
+    """Adding and removing is O(log n), and moves n pointers at most; looking is O(tenants that wait)."""
+
+    def __init__(self, rule: QueueRule, tenants: TenantRule | None = None) -> None:
         self._rule = rule
-        self._order: list[tuple[int, float, int]] = []
+        self._charges = Charges(tenants or TenantRule())
+        self._orders: dict[str, list[_Entry]] = {}  # of each tenant that waits
         self._items: dict[int, Waiting] = {}
-        self._keys: dict[int, tuple[int, float, int]] = {}
+        self._keys: dict[int, _Entry] = {}
         self._numbers: dict[object, int] = {}
         self._next = 0
         self.total_s = 0.0
         """Seconds of prefill that wait."""
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._items)
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those that wait."""
+        return self._orders.keys()
+
+    def count(self, tenant: str) -> int:
+        """How many requests of this one wait."""
+        return len(self._orders.get(tenant, ()))
+
+    def share(self, tenant: str) -> float:
+        """Of what all that wait may have, this tenant's part if it waited, too."""
+        return self._charges.share(tenant, self._orders)
 
     def add(self, item: Waiting) -> None:
         """Equal ones go in the order in which they were added."""
@@ -83,7 +109,7 @@ class RequestQueue:
         request = item.request
         key = self._rule.key(item.size_s, request.arrived_s, begun=item.done > 0)
         entry = (-request.priority, key, number)
-        insort(self._order, entry)
+        insort(self._orders.setdefault(request.tenant, []), entry)
         self._items[number] = item
         self._keys[number] = entry
         self._numbers[request.ident] = number
@@ -93,24 +119,55 @@ class RequestQueue:
         """The one of this request; a KeyError if it does not wait."""
         return self._items[self._numbers[ident]]
 
+    def __contains__(self, ident: object) -> bool:
+        return ident in self._numbers
+
     def remove(self, ident: object) -> Waiting | None:
         """It waits no more; None if it did not."""
         number = self._numbers.pop(ident, None)
         if number is None:
             return None
         entry = self._keys.pop(number)
-        del self._order[bisect_left(self._order, entry)]
         item = self._items.pop(number)
+        tenant = item.request.tenant
+        order = self._orders[tenant]
+        del order[bisect_left(order, entry)]
+        if not order:
+            del self._orders[tenant]
         # An empty queue has no rounding errors left.
-        self.total_s = self.total_s - item.size_s if self._order else 0.0
+        self.total_s = self.total_s - item.size_s if self._items else 0.0
         return item
+
+    def charge(self, tenant: str, seconds: float, now: float) -> None:
+        """So much was ordered for it. That counts only while others wait."""
+        if len(self._orders) > (tenant in self._orders):
+            self._charges.add(tenant, seconds, now)
 
     def first(self, count: int) -> Iterator[Waiting]:
         """The first so many, in order. The queue must not change meanwhile."""
-        return (self._items[number] for _, _, number in islice(self._order, count))
+        items = self._items
+        return (items[number] for _, _, number in islice(self._entries(), count))
 
     def ahead_s(self, size_s: float, request: Request) -> float:
         """Seconds of prefill that go before a request of this size, among what waits now. O(n)."""
         entry = (-request.priority, self._rule.key(size_s, request.arrived_s, begun=False))
-        end = bisect_left(self._order, (*entry, self._next))
-        return sum(item.size_s for item in self.first(end))
+        mine = (*entry, self._next)
+        behind = self._charges.behind({*self._orders, request.tenant})
+        is_behind = request.tenant in behind
+        total_s = 0.0
+        for tenant, order in self._orders.items():
+            if (tenant in behind) == is_behind:
+                ahead = order[: bisect_left(order, mine)]
+            else:
+                ahead = order if is_behind else []
+            total_s += sum(self._items[number].size_s for _, _, number in ahead)
+        return total_s
+
+    def _entries(self) -> Iterator[_Entry]:
+        orders = self._orders
+        if len(orders) < 2:
+            return chain(*orders.values())
+        behind = self._charges.behind(orders)
+        front = [order for tenant, order in orders.items() if tenant not in behind]
+        back = [order for tenant, order in orders.items() if tenant in behind]
+        return chain(merge(*front), merge(*back))

@@ -2,12 +2,18 @@
 
 The caller (the router, or the simulator) says what happens, with the time, and asks what is to be done:
 
-    submit     a request came                       → a rejection, or nothing
-    poll       time has passed, or something came   → orders: send this to that engine now
-    wake_at    when to poll again if nothing comes
-    computed   an engine has done an order          (its first token, if the order was the last one)
-    finished   a request has its last token
-    abandoned  a request failed or its client left
+    submit         a request came                       → a rejection, or nothing
+    poll           time has passed, or something came   → orders: send this to that engine now
+    wake_at        when to poll, and to ask what has expired, if nothing comes
+    computed       an engine has done an order          (its first token, if the order was the last one)
+    failed         it has not, and will not             → whether another order comes
+    decode_failed  the engine that was to decode it is lost to it, before a token → whether another comes
+    finished       a request has its last token
+    abandoned      a request is no more: its client left, or it failed in the middle of its answer
+    expired        whose first token would come too late now
+
+    join, leave, drain, undrain, set_role               engines come, go, rest, change what they do
+    rebalance      now and then                         → which engine has changed its role, after the load
 
 A policy that `sends_at_once` gets its orders at the next poll. Otherwise requests wait here, in the order
 of the queue's rule, until the engine that suits them best is about to be free: what came meanwhile may be
@@ -15,71 +21,57 @@ shorter, and may go first. So that a long prompt does not keep an engine from sh
 computed in segments: each order is for the prompt up to a token, and what was computed is in the engine's
 cache and in the pool for the next one, on whichever engine. `Settings.segment_s` 0 switches that off.
 
+A prompt's answer goes on in one of three ways: on the same engine, in the same order (`Order.whole`); on
+another one, which is sent the request at once and follows the prompt (`Order.follow`); or by a `DecodeOrder`
+when the prompt is computed and there is room.
+
 Not thread-safe.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 
-from kvpool.errors import InvalidRequest
-from kvpool.scheduler.decode import context_tokens, pick_decode
-from kvpool.scheduler.index import Match, PrefixIndex
+from kvpool.scheduler.admission import (
+    Limits,
+    no_engine,
+    refused_by_decode,
+    refused_by_queue,
+    refused_by_size,
+    refused_by_time,
+)
+from kvpool.scheduler.answers import Answer, Answers
+from kvpool.scheduler.balance import Balance
+from kvpool.scheduler.deadlines import Deadlines
+from kvpool.scheduler.dispatch import Dispatch
+from kvpool.scheduler.fleet import Fleet
+from kvpool.scheduler.index import PrefixIndex
+from kvpool.scheduler.orders import Orders, Sent
 from kvpool.scheduler.policies import Choice, Policy
-from kvpool.scheduler.queue import SIZE_AWARE, QueueRule, RequestQueue, Waiting
+from kvpool.scheduler.queue import RequestQueue, Waiting
+from kvpool.scheduler.roles import RoleChange
+from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.situation import Cluster, Situation
-from kvpool.scheduler.values import Engine, Order, Outlook, Rejection, Request, Role
+from kvpool.scheduler.spreading import Spreading
+from kvpool.scheduler.state import State
+from kvpool.scheduler.values import (
+    DecodeOrder,
+    Engine,
+    Left,
+    Order,
+    Rejection,
+    Request,
+    Role,
+)
 
-MATCH_S = 0.05
-"""How old a match of a request that waits may be; events are no faster."""
-EXPECT_S = 3.0
-"""How long after the estimated end of an order its blocks are still expected without an event."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """queue: the order of what waits here. segment_s: seconds of prefill that one order is for.
-
-    ahead_s: an engine gets its next order so long before it is free, and earlier by the time that its
-    blocks take to load, `prefetch_s` at most. orders_max: that one engine has, of
-    those that wait here. look_ahead: requests that are asked about at one poll, at most. queue_max:
-    requests that may wait. ttft_slo_s, tpot_slo_s: what is not expected to be met is refused.
-    """
-
-    queue: QueueRule = SIZE_AWARE
-    segment_s: float = 0.5
-    ahead_s: float = 0.005
-    prefetch_s: float = 0.5
-    orders_max: int = 4
-    look_ahead: int = 16
-    queue_max: int = 100_000
-    ttft_slo_s: float = math.inf
-    tpot_slo_s: float = math.inf
-
-
-@dataclass(slots=True)
-class _Sent:
-    """An order that was given and is not computed yet."""
-
-    order: Order
-    uncached: int
-    prefill_s: float
-
-
-@dataclass(slots=True)
-class _Active:
-    """A request from its first order on. The reservation stands until it is finished."""
-
-    request: Request
-    decode: Engine | None
+__all__ = ["Scheduler", "Settings"]
 
 
 class Scheduler:
-    """engines: all, of any role; fixed for its life. index, cluster: fed by the caller too."""
+    """engines: those that are there at first. index, cluster: fed by the caller too."""
 
     def __init__(
         self,
@@ -88,316 +80,308 @@ class Scheduler:
         index: PrefixIndex,
         policy: Policy,
         rng: Random,
-        settings: Settings = Settings(),
+        settings: Settings = Settings(),  # noqa: B008 - it is frozen
     ) -> None:
-        self._engines = [e for e in engines if Role.PREFILL in e.role]
-        if not self._engines:
-            raise InvalidRequest("no engine may compute prompts")
-        self._decoders = [e for e in engines if Role.DECODE in e.role]
-        self._cluster = cluster
-        self._index = index
-        self._policy = policy
-        self._rng = rng
+        self._state = state = State(
+            Fleet(engines),
+            cluster,
+            index,
+            policy,
+            rng,
+            settings,
+            RequestQueue(settings.queue, settings.tenants),
+            Orders(counts_blocks=policy.counts_blocks),
+            Answers(settings.decode),
+            Spreading(settings.spread),
+        )
         self._settings = settings
-        self._queue = RequestQueue(settings.queue)
-        self._active: dict[Hashable, _Active] = {}
-        self._sent: dict[str, OrderedDict[Hashable, _Sent]] = {
-            e.name: OrderedDict() for e in engines
-        }
+        self._limits = Limits(settings.queue_max, settings.ttft_slo_s, settings.tpot_slo_s)
+        self._dispatch = Dispatch(state)
+        self._balance = Balance(state)
+        self._deadlines = Deadlines()
         self._news = False  # something came since the last poll
         self._looks_at = math.inf
 
     @property
+    def engines(self) -> Mapping[str, Engine]:
+        """All that have joined and not left, by name. To be read only."""
+        return self._state.fleet.engines
+
+    @property
     def waiting(self) -> int:
         """Requests that wait here, or of which a part does."""
-        return len(self._queue)
+        return len(self._state.queue)
+
+    @property
+    def parked(self) -> int:
+        """Requests whose prompt is computed, and that wait for room to decode."""
+        return len(self._state.answers.parked)
 
     def submit(self, request: Request, now: float) -> Rejection | None:
         """Take a request, or refuse it at once."""
-        situation = self._situation(request, now)
-        size_s = situation.prefill_s(self._engines[0], situation.match.reach)
-        refused = self._never_fits(request) or self._refused(situation, size_s)
+        state = self._state
+        engines = state.computing(request)
+        refused = self._refused_outright(request, engines)
+        if refused is not None:
+            return refused
+        situation = state.situation(request, now, engines)
+        reach = situation.match.reach
+        size_s = situation.prefill_s(engines[0], reach)
+        self._balance.asked(request, size_s, now)
+        if reach:
+            state.spreading.asked(request.keys[reach - 1], now)
+        refused = self._refused(situation, size_s)
         if refused is None:
-            self._queue.add(Waiting(request, size_s))
+            match = situation.match
+            state.queue.add(Waiting(request, size_s, match=match, matched_at=now))
+            self._deadlines.add(request)
             self._news = True
         return refused
 
-    def poll(self, now: float) -> list[Order]:
+    def poll(self, now: float) -> list[Order | DecodeOrder]:
         """What is to be sent now."""
-        orders: list[Order] = []
-        if self._policy.sends_at_once:
-            for item in list(self._queue.first(len(self._queue))):
-                situation = self._situation(item.request, now)
-                choice = self._policy.choose(situation)
-                orders.append(self._send(item, choice, situation, self._decoders))
+        orders: list[Order | DecodeOrder] = []
+        if self._state.policy.sends_at_once:
+            orders += self._dispatch.decode_orders(now)
+            orders += self._dispatch.at_once(now)
             return orders
         if not self._news and now < self._looks_at:
             return orders
-        orders, self._looks_at = self._orders(now)
+        orders += self._dispatch.decode_orders(now)
+        prompts, self._looks_at = self._dispatch.orders(now)
         self._news = False
+        orders += prompts
         return orders
 
     def wake_at(self) -> float:
-        """When to poll again if nothing happens; infinite where nothing waits."""
-        return self._looks_at if self._queue else math.inf
+        """When to look again if nothing happens; infinite where nothing waits."""
+        looks_at = self._looks_at if self._state.queue else math.inf
+        return min(looks_at, self._deadlines.next_at)
 
     def computed(self, engine: Engine, ident: Hashable, now: float) -> None:
-        """The engine has computed its order for this request. One that was abandoned is passed over."""
-        if ident not in self._sent[engine.name]:
+        """The engine has computed its earliest order for this request. An abandoned one is passed over."""
+        state = self._state
+        sent = state.orders.first(engine, ident)
+        if sent is None:
             return
-        sent = self._take_back(engine, ident, now)
+        state.orders.take_back(sent, now)
         self._news = True
-        keys = sent.order.request.keys
+        order = sent.order
         if engine.tiers:
-            self._index.arrived(engine.gpu, engine.tiers[0], keys[sent.order.outlook.cached :])
-        if sent.order.last:
-            return
-        item = self._queue.get(ident)
-        item.running = item.match = None
+            # No further: the order behind it may have been given already.
+            done = state.blocks_done(order)
+            keys = order.request.keys[order.outlook.cached : done]
+            state.index.arrived(engine.gpu, engine.tiers[0], keys)
+        if order.last:
+            self._prompt_is_done(order, engine)
+        elif not state.orders.of(ident):
+            item = state.queue.get(ident)
+            item.running = item.match = None
+            # Others go before it: the rest is not expected there any more.
+            state.index.unexpect(engine.gpu, order.request.keys[state.blocks_done(order) :])
+
+    def failed(self, engine: Engine, ident: Hashable, now: float) -> bool:
+        """The engine will not do its orders for this request; whether another order comes.
+
+        What was computed of it stays. The engine is avoided for it, if there is another. If none comes,
+        the request is forgotten. One that has no orders there is passed over: whether it is known.
+        """
+        state = self._state
+        mine = [sent for sent in state.orders.of(ident) if sent.order.outlook.engine is engine]
+        answer = state.answers.get(ident)
+        if not mine or answer is None:
+            return answer is not None or ident in state.queue
+        if mine[-1].order.whole:
+            state.answers.release(answer)
+        self._void(mine, now)
+        if not self._again(answer, engine, now):
+            return False
+        state.queue.remove(ident)
+        request, done = answer.request, mine[0].done
+        state.queue.add(Waiting(request, state.size_s(request, done, engine), done))
+        return True
+
+    def decode_failed(self, ident: Hashable, now: float) -> bool:
+        """The engine that was sent the request for its answer is lost to it, and no token came yet.
+
+        Whether another `DecodeOrder` comes, or it follows again; if not, the request is forgotten. One that
+        was sent nowhere is passed over: whether it is known.
+        """
+        state = self._state
+        answer = state.answers.get(ident)
+        if answer is None or answer.decode is None or not answer.sent:
+            return answer is not None or ident in state.queue
+        engine = answer.decode
+        if any(sent.order.whole for sent in state.orders.of(ident)):
+            return self.failed(engine, ident, now)
+        state.answers.release(answer)
+        if not self._again(answer, engine, now):
+            return False
+        if answer.request.whole:
+            # It cannot go on elsewhere: it begins anew.
+            answer.computed_by = None
+            size_s = state.size_s(answer.request, 0, engine)
+            state.queue.add(Waiting(answer.request, size_s))
+        elif answer.computed_by is not None:
+            state.answers.park(answer)
+        return True
 
     def finished(self, ident: Hashable) -> None:
         """The request has its last token: its reservation ends. An unknown one is passed over."""
-        active = self._active.pop(ident, None)
-        if active is None:
-            return
-        self._news = True
-        if active.decode is not None:
-            active.decode.decodes -= 1
-            active.decode.context_tokens -= context_tokens(active.request)
+        self._deadlines.remove(ident)
+        if self._state.answers.end(ident) is not None:
+            self._news = True
 
     def abandoned(self, ident: Hashable, now: float) -> None:
         """The request is no more: its orders failed, or its client left. Unknown ones are passed over."""
-        self._queue.remove(ident)
-        for engine in self._engines:
-            sent = self._sent[engine.name].get(ident)
-            if sent is not None:
-                self._take_back(engine, ident, now)
-                self._index.unexpect(engine.gpu, sent.order.request.keys)
+        self._state.queue.remove(ident)
+        self._void(self._state.orders.of(ident), now)
         self.finished(ident)
 
-    def explain(self, request: Request, now: float) -> Choice:
+    def expired(self, now: float) -> list[Hashable]:
+        """Requests that still wait, and whose deadline has passed. They are forgotten.
+
+        Orders for a part of a prompt may be out for them, and one that follows it.
+        """
+        found = []
+        for ident in self._deadlines.over(now):
+            if ident in self._state.queue or self._state.answers.waits(ident):
+                self.abandoned(ident, now)
+                found.append(ident)
+        return found
+
+    def join(self, engine: Engine, now: float) -> None:
+        """It may be sent orders from now on. Raises `InvalidRequest` if there is one of its name."""
+        engine.free_at = max(engine.free_at, now)
+        self._state.fleet.join(engine)
+        self._news = True
+
+    def leave(self, name: str, now: float) -> Left:
+        """It is gone, with all that it had. An unknown one is passed over."""
+        left = Left([], [], [])
+        engine = self._state.fleet.leave(name)
+        if engine is None:
+            return left
+        self._news = True
+        for ident in dict.fromkeys(s.order.request.ident for s in self._state.orders.on(engine)):
+            again = self.failed(engine, ident, now)
+            (left.queued if again else left.given_up).append(ident)
+        left.decoding.extend(self._unreserve(engine))
+        return left
+
+    def drain(self, name: str, now: float) -> None:
+        """It is sent nothing new; what it has may end. Raises `KeyError` if it is unknown."""
+        self._state.fleet.rest(name, resting=True)
+        self._unreserve(self.engines[name])
+        self._news = True
+
+    def undrain(self, name: str, now: float) -> None:
+        """It is in service again. Raises `KeyError` if it is unknown."""
+        self._state.fleet.rest(name, resting=False)
+        self._news = True
+
+    def drained(self, name: str) -> bool:
+        """Whether nothing is left on it. Raises `KeyError` if it is unknown."""
+        engine = self.engines[name]
+        return not engine.prefills and not engine.decodes
+
+    def set_role(self, name: str, role: Role, now: float) -> None:
+        """What it is sent from now on; what it has may end. Raises `KeyError` if it is unknown."""
+        self._state.fleet.set_role(name, role)
+        if Role.DECODE not in role:
+            self._unreserve(self.engines[name])
+        self._news = True
+
+    def rebalance(self, now: float) -> RoleChange | None:
+        """Change an engine's role, if the load asks for it. To be called every second or so."""
+        change = self._balance.change(now, self._dispatch.lacking)
+        if change is not None:
+            self.set_role(change.engine.name, change.role, now)
+        return change
+
+    def explain(self, request: Request, now: float) -> Choice | Rejection:
         """What would be chosen for a request, and from what; nothing is changed by asking."""
-        return self._policy.choose(self._situation(request, now))
+        state = self._state
+        engines, decoders = state.computing(request), state.decoding(request)
+        refused = self._refused_outright(request, engines)
+        if refused is not None:
+            return refused
+        situation = state.situation(request, now, engines)
+        size_s = situation.prefill_s(engines[0], situation.match.reach)
+        refused = self._refused(situation, size_s)
+        if refused is not None:
+            return refused
+        state.with_answer(situation, decoders)
+        choice = state.policy.choose(situation)
+        if not self._settings.decodes:
+            return choice
+        handover = state.handover(situation, decoders)
+        best = choice.best
+        return replace(choice, decoders=handover.outlooks(best.engine, best.prefill_s, state.rng))
 
-    def _situation(self, request: Request, now: float, match: Match | None = None) -> Situation:
-        match = match or self._index.match(request.keys, now)
-        return Situation(request, match, self._engines, self._cluster, self._rng, now)
-
-    def _size_s(self, request: Request, done: int) -> float:
-        kind = self._cluster.kinds[self._engines[0].kind]
-        return kind.prefill.prefill_s(
-            min(done, request.tokens - 1), request.tokens, kind.step_tokens
-        )
-
-    def _never_fits(self, request: Request) -> Rejection | None:
-        largest = max((e.capacity_tokens for e in self._decoders), default=math.inf)
-        if context_tokens(request) <= largest:
+    def _refused_outright(self, request: Request, engines: Sequence[Engine]) -> Rejection | None:
+        """For want of engines."""
+        if not engines:
+            return no_engine(request)
+        if not self._settings.decodes:
             return None
-        return Rejection(request, "no decode engine is large enough for it", math.inf)
+        decoders = self._state.decoding(request)
+        topology = self._settings.decode.topology
+        if not self._state.fleet.paired(request, topology):
+            return no_engine(request)
+        return refused_by_size(request, decoders)
 
     def _refused(self, situation: Situation, size_s: float) -> Rejection | None:
-        settings, request = self._settings, situation.request
-        if len(self._queue) >= settings.queue_max:
-            wait_s = self._queue.total_s / len(self._engines)
-            return Rejection(request, "the queue is full", wait_s)
-        if settings.tpot_slo_s < math.inf:
-            decode = pick_decode(request, self._decoders, self._cluster.kinds, self._rng)
-            if decode is not None and not (decode.fits and decode.tpot_s <= settings.tpot_slo_s):
-                why = (
-                    "decode engines are full" if not decode.fits else "tokens would come too slowly"
-                )
-                return Rejection(request, why, request.output_tokens * decode.tpot_s)
-        if settings.ttft_slo_s < math.inf:
-            soonest_s = min(situation.outlook(engine).ttft_s for engine in self._engines)
-            over_s = soonest_s + self._backlog_s(size_s, situation) - settings.ttft_slo_s
-            if over_s > 0:
-                return Rejection(request, "the first token would come too late", over_s)
-        return None
+        state, limits, request = self._state, self._limits, situation.request
+        refused = refused_by_queue(request, state.queue, limits, len(situation.engines))
+        if refused is not None:
+            return refused
+        refused = refused_by_decode(request, state.decoding(request), situation, limits)
+        if refused is not None or min(limits.ttft_s, request.deadline_s) == math.inf:
+            return refused
+        backlog_s = 0.0
+        if not state.policy.sends_at_once:
+            backlog_s = state.queue.ahead_s(size_s, request) / len(situation.engines)
+        return refused_by_time(situation, backlog_s, limits)
 
-    def _backlog_s(self, size_s: float, situation: Situation) -> float:
-        """How long what waits before a request of this size keeps the engines busy."""
-        if self._policy.sends_at_once:
-            return 0.0
-        return self._queue.ahead_s(size_s, situation.request) / len(self._engines)
+    def _prompt_is_done(self, order: Order, engine: Engine) -> None:
+        answers = self._state.answers
+        answer = answers.get(order.request.ident)
+        if answer is None:
+            return  # it was followed, and has finished before this was told
+        answer.computed_by = engine
+        if answer.decode is not None:
+            answers.followed(answer, answer.decode)
+        if self._settings.decodes and not answer.sent:
+            answers.park(answer)
+            self._deadlines.add(order.request)
 
-    def _has_room(self, outlook: Outlook, now: float) -> bool:
-        """Whether it is time to give the engine this order: loading it may take as long as it is busy."""
-        engine = outlook.engine
-        if engine.prefills >= self._settings.orders_max:
+    def _void(self, orders: Sequence[Sent], now: float) -> None:
+        """Nothing comes of these any more."""
+        for sent in orders:
+            self._state.orders.take_back(sent, now)
+            gpu = sent.order.outlook.engine.gpu
+            self._state.index.unexpect(gpu, sent.order.request.keys)
+        self._news = True
+
+    def _again(self, answer: Answer, engine: Engine, now: float) -> bool:
+        """Whether a request that failed there is tried again; it is forgotten otherwise."""
+        answer.failures += 1
+        answer.avoid.add(engine.name)
+        self._news = True
+        if answer.failures > self._settings.retries_max:
+            self.abandoned(answer.request.ident, now)
             return False
-        return engine.free_at - self._early_s(outlook) <= now
+        self._deadlines.add(answer.request)
+        return True
 
-    def _early_s(self, outlook: Outlook) -> float:
-        """How long before its engine is free an order is given."""
-        return self._settings.ahead_s + min(outlook.load_s, self._settings.prefetch_s)
-
-    def _next_free_at(self, now: float) -> float:
-        """When the next engine that is busy may get an order, or is about to be free."""
-        ahead_s = self._settings.ahead_s
-        before = ahead_s, ahead_s + self._settings.prefetch_s
-        wakes = (e.free_at - early_s for e in self._engines for early_s in before)
-        return min((at for at in wakes if at > now), default=math.inf)
-
-    def _orders(self, now: float) -> tuple[list[Order], float]:
-        """What is sent now, and when to look again if nothing happens.
-
-        Each of the first requests in the queue, in order, is sent if its engine has room. Others wait for
-        engines that are better for them: these are promised to them, and what comes behind them finds
-        these engines busy for as long. Until the blocks of a pending one are there, its engine may still
-        do what ends before.
-
-        The first for which no decode engine has the memory keeps one: what is behind it gets no memory
-        there, or smaller ones would take for ever what comes free.
-        """
-        orders: list[Order] = []
-        settings = self._settings
-        early_s = settings.ahead_s + settings.prefetch_s
-        room = {e.name for e in self._engines if e.free_at - early_s <= now}
-        promised: dict[str, float] = {}
-        gaps: dict[
-            str, float
-        ] = {}  # until when engines are free for others than who is pending there
-        pending: dict[str, float] = {}  # when they have computed what goes there after that
-        decoders = self._decoders
-        looks_at = math.inf
-        for item in list(self._queue.first(settings.look_ahead + len(self._engines))):
-            if not room:
-                break
-            if item.running is not None:
-                # It will want to go on where it is. Those before it may come in between.
-                engine = item.running
-                promised[engine.name] = engine.free_at + item.size_s
-                room.discard(engine.name)
-                continue
-            if not self._reservable(item, decoders):
-                if decoders is self._decoders:
-                    kept = item.decode = item.decode or self._emptiest(item.request)
-                    decoders = [e for e in decoders if e is not kept]
-                continue
-            if now - item.matched_at > MATCH_S or item.match is None:
-                item.match, item.matched_at = self._index.match(item.request.keys, now), now
-            situation = self._situation(item.request, now, item.match)
-            situation.promised = promised
-            choice = self._policy.choose(situation)
-            if now + choice.best.ttft_s > gaps.get(choice.best.engine.name, math.inf):
-                situation.promised = {**promised, **pending}
-                choice = self._policy.choose(situation)
-            best = choice.best
-            name = best.engine.name
-            ends_at = now + best.ttft_s
-            if best.pending:
-                gaps[name] = min(gaps.get(name, math.inf), now + best.starts_s)
-                pending[name] = ends_at
-                # No report tells that blocks are there: the index does, soon after they are.
-                looks_at = min(looks_at, now + max(best.starts_s - best.load_s, MATCH_S))
-            elif ends_at > gaps.get(name, math.inf):
-                pending[name] = ends_at
-            elif name in room and self._has_room(best, now):
-                orders.append(self._send(item, choice, situation, decoders))
-                if best.engine.free_at - early_s > now:
-                    room.discard(name)
-            else:
-                early_at = best.engine.free_at - self._early_s(best)
-                if early_at > now:
-                    looks_at = min(looks_at, early_at)
-                promised[name] = ends_at
-                room.discard(name)
-        return orders, min(looks_at, self._next_free_at(now))
-
-    def _reservable(self, item: Waiting, decoders: Sequence[Engine]) -> bool:
-        """Whether one of these engines has the memory, or any holds it already."""
-        if not self._decoders or item.request.ident in self._active:
-            return True
-        needed = context_tokens(item.request)
-        return any(e.context_tokens + needed <= e.capacity_tokens for e in decoders)
-
-    def _emptiest(self, request: Request) -> Engine:
-        """Of the decode engines that are large enough, the one with the most memory free."""
-        needed = context_tokens(request)
-        large = [e for e in self._decoders if e.capacity_tokens >= needed]
-        return max(large, key=lambda e: e.capacity_tokens - e.context_tokens)
-
-    def _send(
-        self, item: Waiting, choice: Choice, situation: Situation, decoders: Sequence[Engine]
-    ) -> Order:
-        """decoders: those that may be reserved for it, if none is yet."""
-        request, best, now = item.request, choice.best, situation.now
-        engine = best.engine
-        self._queue.remove(request.ident)
-        kind = situation.kind(engine)
-        start = min(best.cached * kind.block_tokens, request.tokens - 1)
-        # Where what was computed of it is gone, the next segment might be as long as that, and so for ever.
-        gone = best.cached * kind.block_tokens < item.done
-        end = request.tokens if gone else self._segment_end(situation, engine, start)
-        last = end == request.tokens
-        if not last:
-            prefill_s = kind.prefill.prefill_s(start, end, kind.step_tokens)
-            best = best._replace(prefill_s=prefill_s)
-            rest_s = self._size_s(request, end)
-            self._queue.add(Waiting(request, rest_s, end, engine))
-        decode = self._reserve(request, decoders)
-        order = Order(request, best, end, last, decode, choice.candidates)
-        self._sent[engine.name][request.ident] = _Sent(order, end - start, best.prefill_s)
-        engine.prefills += 1
-        engine.queued_tokens += end - start
-        for key in request.keys:
-            engine.blocks[key] = engine.blocks.get(key, 0) + 1
-        begins = max(engine.free_at, now)
-        engine.free_at = begins + best.prefill_s
-        self._expect(order, max(begins, now + best.starts_s), kind.block_tokens)
-        if best.source is not None:
-            pull_s = kind.loads["peer"].seconds(best.pulled * kind.block_bytes)
-            self._cluster.traffic.add(best.source, engine.node, pull_s, now)
-        self._policy.sent(situation, engine)
-        return order
-
-    def _segment_end(self, situation: Situation, engine: Engine, start: int) -> int:
-        """Up to which token the next order computes: whole steps and blocks of about `segment_s`."""
-        tokens = situation.request.tokens
-        segment_s = self._settings.segment_s
-        if self._policy.sends_at_once or not segment_s:
-            return tokens
-        kind = situation.kind(engine)
-        step = kind.step_tokens
-        one_s = kind.prefill.prefill_s(start, start + step, step)
-        length = step * max(1, round(segment_s / one_s))
-        block = kind.block_tokens
-        end = max((start + length) // block * block, start + block)
-        # What would be left is not worth an order of its own.
-        return tokens if tokens - end < length / 2 else end
-
-    def _reserve(self, request: Request, decoders: Sequence[Engine]) -> Engine | None:
-        active = self._active.get(request.ident)
-        if active is None:
-            found = pick_decode(request, decoders, self._cluster.kinds, self._rng)
-            active = _Active(request, found.engine if found is not None else None)
-            self._active[request.ident] = active
-            if active.decode is not None:
-                active.decode.decodes += 1
-                active.decode.context_tokens += context_tokens(request)
-        return active.decode
-
-    def _expect(self, order: Order, begins: float, block_tokens: int) -> None:
-        """Blocks come one after the other while the order is computed."""
-        best = order.outlook
-        # Whole blocks only; the last one of a prompt counts as its chain has it.
-        end = len(order.request.keys) if order.last else order.end // block_tokens
-        count = end - best.cached
-        if count <= 0:
-            return
-        each_s = best.prefill_s / count
-        ready = [begins + each_s * number for number in range(1, count + 1)]
-        keys = order.request.keys[best.cached : end]
-        self._index.expect(best.engine.gpu, keys, ready, ready[-1] + EXPECT_S)
-
-    def _take_back(self, engine: Engine, ident: Hashable, now: float) -> _Sent:
-        """An order is no more with its engine."""
-        sent = self._sent[engine.name].pop(ident)
-        engine.prefills -= 1
-        engine.queued_tokens -= sent.uncached
-        for key in sent.order.request.keys:
-            engine.blocks[key] -= 1
-            if not engine.blocks[key]:
-                del engine.blocks[key]
-        engine.free_at = now + sum(other.prefill_s for other in self._sent[engine.name].values())
+    def _unreserve(self, engine: Engine) -> list[Hashable]:
+        """Who was to decode there, and was not sent there, is to go elsewhere; those that were sent."""
+        sent = []
+        for answer in self._state.answers:
+            if answer.decode is engine:
+                if answer.sent:
+                    sent.append(answer.request.ident)
+                else:
+                    self._state.answers.release(answer)
         return sent

@@ -12,10 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
+from typing import TYPE_CHECKING
 
 from kvpool.scheduler.estimates import KindEstimates
 from kvpool.scheduler.index import Match
 from kvpool.scheduler.values import Engine, Outlook, Request
+
+if TYPE_CHECKING:
+    from kvpool.scheduler.decode import Handover
+
+
+TWICE = 0.5
+"""What a second of computing what somebody else computes already weighs beside a second of waiting for it:
+engines are others' too. Chosen on the first half of the conversation trace."""
 
 
 class Traffic:
@@ -53,7 +62,8 @@ class Situation:
     """One request before its decision.
 
     engines: those that may compute it, at least one. promised: when those are free that requests before
-    this one wait for, by their names.
+    this one wait for, by their names. handover: where it may go on, if that makes a difference between
+    these engines. spread: whether a copy of its prefix on one more node is worth making.
     """
 
     request: Request
@@ -63,6 +73,8 @@ class Situation:
     rng: Random
     now: float
     promised: Mapping[str, float] = field(default_factory=dict)
+    handover: Handover | None = None
+    spread: bool = False
     _prefills: dict[tuple[str, int], float] = field(default_factory=dict)
 
     @cached_property
@@ -115,15 +127,17 @@ class Situation:
         return self.promised.get(engine.name, engine.free_at)
 
     def distinct(self) -> list[Engine]:
-        """Of engines that differ only in when they are free, the first; of any others, all.
+        """Of engines that differ only in when they are free, the first, or any of these; of any others, all.
 
         What they and their nodes hold of the prefix is what they differ in. So a decision looks
-        closely at a few engines, however many there are.
+        closely at a few engines, however many there are. Where it makes a difference how the answer goes
+        on from them, it is the first that would have ended it, as if all that can be pulled were there.
         """
         get = self.match.lengths.get
         pullable = max(self.match.reach, self.match.coming)
         busy_until, promised, now = self.cluster.traffic.into, self.promised, self.now
-        first: dict[tuple[object, ...], tuple[float, Engine]] = {}
+        handover = self.handover
+        first: dict[tuple[object, ...], tuple[float, list[Engine]]] = {}
         for engine in self.engines:
             name = engine.name
             free_at = promised.get(name, engine.free_at)
@@ -132,10 +146,20 @@ class Situation:
             if busy > starts and self.own(engine) < pullable:
                 starts = busy
             group = (engine.kind, get(engine.gpu), *map(get, engine.tiers))
+            if handover is not None:
+                starts += handover.cost_s(engine, self.prefill_s(engine, pullable))
             found = first.get(group)
             if found is None or starts < found[0]:
-                first[group] = starts, engine
-        return [engine for _, engine in first.values()]
+                first[group] = starts, [engine]
+            elif starts == found[0]:
+                found[1].append(engine)
+        # Always the first of those that are free would fill its node's memory, and leave others' empty.
+        choice = self.rng.choice
+        return [same[0] if len(same) == 1 else choice(same) for _, same in first.values()]
+
+    def answer_s(self, engine: Engine, prefill_s: float) -> float:
+        """What comes after the first token there, as `Handover` has it; 0 where that is the same for all."""
+        return 0.0 if self.handover is None else self.handover.cost_s(engine, prefill_s)
 
     def outlook(self, engine: Engine, *, waiting: bool = False) -> Outlook:
         """What would become of the request on this engine; its cost is the time to first token.
@@ -164,10 +188,14 @@ class Situation:
             pulled = match.coming - have
             pull_s = peer.seconds(pulled * kind.block_bytes) + load_s
             later_s = max(0.0, match.ready_at - now) + pull_s
-            kept = best
-            best = self._better(best, match.coming, match.coming - gpu, pulled, None, later_s)
-            if best is not kept:
-                best = best._replace(pending=True, load_s=pull_s)
+            starts_s = max(waits, later_s)
+            prefill_s = self.prefill_s(engine, match.coming)
+            ttft_s = starts_s + prefill_s
+            if ttft_s < best.cost + TWICE * (best.prefill_s - prefill_s):
+                cached, loaded = match.coming, match.coming - gpu
+                best = Outlook(
+                    engine, cached, loaded, pulled, None, pull_s, starts_s, prefill_s, ttft_s, True
+                )
         return best
 
     def _better(

@@ -6,10 +6,16 @@ thread-safe; the process that decides has one thread.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, auto
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from kvpool.scheduler.decay import Decaying
+
+COMPUTING_S = 30.0
+"""Over what time an engine's share of seconds with prompts is taken."""
 
 
 class Role(Flag):
@@ -27,7 +33,10 @@ class Request:
     ident: unique among the requests in flight. keys: its prefix chain, one key a block, the last of
     which may be of a block that the prompt does not fill. tokens: of the prompt. output_tokens: how
     many it is expected to generate, or the most it may. session: what a session hash goes by.
-    priority: higher ones are served first.
+    priority: higher ones of a tenant are served first. tenant: whose share of the engines it takes.
+    deadline_s: when its first token is of no more use, by the clock of `arrived_s`. kinds: of engines
+    that can serve it; None for all. whole: one engine must do its prompt and its answer, in one order; any
+    that decodes can. segments: whether its prompt may be computed in several orders.
     """
 
     ident: Hashable
@@ -37,19 +46,28 @@ class Request:
     arrived_s: float
     session: Hashable = None
     priority: int = 0
+    tenant: str = ""
+    deadline_s: float = math.inf
+    kinds: frozenset[str] | None = None
+    whole: bool = False
+    segments: bool = True
 
 
 @dataclass(slots=True)
 class Engine:
     """One engine as the scheduler keeps it in mind. Changed by `Scheduler` only.
 
-    kind: engines of one kind are alike, and share their estimates. gpu, tiers: the names under which the
-    prefix index knows its own cache, and its node's tiers from the fastest to the slowest.
+    role: what it does now; flexible: whether it may change between prefill and decode. kind: engines of
+    one kind are alike, and share their estimates. gpu, tiers: the names under which the prefix index
+    knows its own cache, and its node's tiers from the fastest to the slowest. labels: where it is, as
+    `rack` and `zone`. follows_max: prompts that its node can follow at a time for it.
 
     free_at: when it will have computed what was sent to it. queued_tokens: of prompts, uncached ones
     only, until the first token. prefills: sent and not computed yet. blocks: of these, whole, each
-    with how many of them have it. decodes, context_tokens: of requests that decode here or hold a reservation for it, each with its
-    whole context, of at most `capacity_tokens`.
+    with how many of them have it; kept for policies that go by it. decodes, context_tokens: of requests that decode here or hold a
+    reservation for it, each with its whole context. held_tokens: of those among them that were sent to
+    decode, at most `capacity_tokens`. follows: prompts that are followed for it now. computing: seconds of
+    prompts that were sent to it.
     """
 
     name: str
@@ -59,12 +77,18 @@ class Engine:
     gpu: str
     tiers: tuple[str, ...]
     capacity_tokens: int
+    labels: Mapping[str, str] = field(default_factory=dict)
+    follows_max: int = 0
+    flexible: bool = False
     free_at: float = 0.0
     queued_tokens: int = 0
     prefills: int = 0
     blocks: dict[Hashable, int] = field(default_factory=dict)
     decodes: int = 0
     context_tokens: int = 0
+    held_tokens: int = 0
+    follows: int = 0
+    computing: Decaying = field(default_factory=lambda: Decaying(COMPUTING_S))
 
 
 class Outlook(NamedTuple):
@@ -92,13 +116,36 @@ class Outlook(NamedTuple):
         return self.starts_s + self.prefill_s
 
 
+class DecodeOutlook(NamedTuple):
+    """What would become of a request that decodes on one engine.
+
+    tpot_s: seconds a token with this request. lacks: blocks of the prompt that neither the engine nor its
+    node has. handover_s: from the end of the prompt to when all of it is there. fits: whether there is
+    memory for its whole context. cost: seconds from the end of the prompt to the end of the answer.
+    """
+
+    engine: Engine
+    tpot_s: float
+    lacks: int
+    handover_s: float
+    fits: bool
+    cost: float
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """Send this part of this request there now.
 
     outlook: what is expected of it. end: compute the prompt up to this token; `last`: that is its end,
-    and the answer holds the first token. decode: where it goes on, with its reservation; None where
-    engines that decode are none of the scheduler's business. candidates: what was compared.
+    and the answer holds the first token. decode: where it is to go on, with its reservation; None where
+    engines that decode are none of the scheduler's business.
+
+    How it goes on. `whole`: this order is for prompt and answer both. `follow`: send the request to
+    `decode` now, too; it waits there for the prompt, whose blocks are pulled while they are computed. At
+    most one order of a request says so. Otherwise a `DecodeOrder` comes when the prompt is computed and
+    there is room, maybe for another engine.
+
+    candidates: what was compared; decoders: the same for `decode`, the best first.
     """
 
     request: Request
@@ -106,7 +153,33 @@ class Order:
     end: int
     last: bool
     decode: Engine | None
+    whole: bool = False
+    follow: bool = False
     candidates: Sequence[Outlook] = field(repr=False, default=())
+    decoders: Sequence[DecodeOutlook] = field(repr=False, default=())
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOrder:
+    """The prompt of this request is computed: send it to this engine now, for its answer."""
+
+    request: Request
+    engine: Engine
+    outlook: DecodeOutlook
+    decoders: Sequence[DecodeOutlook] = field(repr=False, default=())
+
+
+Code = Literal[
+    "queue_full",
+    "tenant_share",
+    "too_long",
+    "decode_full",
+    "ttft",
+    "tpot",
+    "deadline",
+    "no_engine",
+]
+"""Why a request is not taken; `docs/scheduling.md` says when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +192,18 @@ class Rejection:
     request: Request
     reason: str
     retry_after_s: float
+    code: Code
+
+
+class Left(NamedTuple):
+    """Whom it concerns that an engine is gone.
+
+    queued: their orders were there and are void; they wait again, and other orders come. given_up: the
+    same, but they have failed too often, and are forgotten. decoding: they were sent there for their
+    answer, and whoever sent them has to say how that ended: `decode_failed` where no token came yet,
+    `abandoned` otherwise.
+    """
+
+    queued: list[Hashable]
+    given_up: list[Hashable]
+    decoding: list[Hashable]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from kvpool.errors import ConfigError
@@ -23,7 +23,7 @@ from kvpool.scheduler.policies import DEFAULT_POLICY, make_policy
 from kvpool.scheduler.queue import FIFO
 from kvpool.scheduler.scheduler import Scheduler, Settings
 from kvpool.scheduler.situation import Cluster, Traffic
-from kvpool.scheduler.values import Engine, Order, Request, Role
+from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Role
 from kvpool.simulator.engine import Decode, Prefill, SimulatedEngine
 from kvpool.simulator.events import Timeline
 from kvpool.simulator.links import Link, Network
@@ -36,6 +36,8 @@ KIND = "engine"
 ORDER_TOKEN_S = 1e-7
 """To hand over a token of a prompt, with each order for it."""
 LATENCY_S = {"dram": 0.0001, "ssd": 0.0005, "peer": 0.001}
+FOLLOWS_MAX = 64
+"""Prompts that a node follows at a time, as daemons do."""
 SOURCES_MAX = 4
 """From how many nodes one prompt's blocks are pulled, at most."""
 
@@ -198,6 +200,8 @@ class Simulation:
             settings = Settings(
                 FIFO, ttft_slo_s=settings.ttft_slo_s, tpot_slo_s=settings.tpot_slo_s
             )
+        self._decodes = shape.decode + shape.mixed > 0
+        settings = replace(settings, decodes=self._decodes)
         self._scheduler = Scheduler(
             views, cluster, self._index, policy, Random(shape.seed), settings
         )
@@ -268,7 +272,14 @@ class Simulation:
             tiers = (f"dram:{name}", f"ssd:{name}") if ssd else (f"dram:{name}",)
             gpu = f"gpu:{name}"
             view = Engine(
-                name, name, role, KIND, gpu, tiers if computes else (), shape.speeds.gpu_tokens
+                name,
+                name,
+                role,
+                KIND,
+                gpu,
+                tiers if computes else (),
+                shape.speeds.gpu_tokens,
+                follows_max=FOLLOWS_MAX,
             )
             self._index.join(gpu, pool=False)
             for tier in view.tiers:
@@ -291,11 +302,16 @@ class Simulation:
     def _poll(self) -> None:
         now = self.timeline.now
         for order in self._scheduler.poll(now):
+            if isinstance(order, DecodeOrder):
+                sent_at = now + self._shape.order_s
+                self.timeline.at(sent_at, self._hand_over, order.request, order.engine)
+                continue
             outcome = self._outcomes[order.request.ident]
             outcome.orders += 1
             outcome.engine = order.outlook.engine.name
-            self._decode_at[order.request.ident] = order.decode
-            sent_at = now + self._shape.order_s + order.request.tokens * ORDER_TOKEN_S
+            if order.whole or order.follow:
+                self._decode_at[order.request.ident] = order.decode
+            sent_at = now + self._shape.order_s + order.end * ORDER_TOKEN_S
             self.timeline.at(sent_at, self._engines[outcome.engine].submit, Prefill(order))
         wake_at = self._scheduler.wake_at()
         if now < wake_at < math.inf and wake_at != self._wakes_at:
@@ -361,16 +377,19 @@ class Simulation:
             return
         request = order.request
         outcome.ttft_s = now - request.arrived_s
-        decode = self._decode_at.pop(request.ident)
-        if decode is None or request.output_tokens == 1:
-            self.timeline.at(heard_at, self._finish, request)
-            return
+        decode = self._decode_at.pop(request.ident, None)
+        if decode is not None and request.output_tokens > 1:
+            self._hand_over(request, decode)
+
+    def _hand_over(self, request: Request, decode: Engine) -> None:
+        """From where its prompt was computed."""
+        computed_by = self._outcomes[request.ident].engine
         target = self._engines[decode.name]
         entry = Decode(request.ident, request.tokens + request.output_tokens, request.output_tokens)
-        if decode is engine.engine:
+        if decode.name == computed_by:
             target.decode(entry)
             return
-        links = (self._nodes[engine.engine.name].out, self._nodes[decode.name].into)
+        links = (self._nodes[computed_by].out, self._nodes[decode.name].into)
         nbytes = request.tokens * self._shape.speeds.model.kv_bytes
         self._network.start(nbytes, links, lambda: target.decode(entry))
 
@@ -380,7 +399,10 @@ class Simulation:
         self._finish(outcome.request)
 
     def _reported(self, engine: Engine, order: Order) -> None:
-        self._scheduler.computed(engine, order.request.ident, self.timeline.now)
+        request = order.request
+        self._scheduler.computed(engine, request.ident, self.timeline.now)
+        if order.last and (not self._decodes or request.output_tokens == 1):
+            self._finish(request)
 
     def _finish(self, request: Request) -> None:
         self._outcomes[request.ident].done_s = self.timeline.now - request.arrived_s

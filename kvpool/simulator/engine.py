@@ -172,7 +172,7 @@ class SimulatedEngine:
             if prefill.loaded:
                 if not prefill.begun:
                     prefill.begun = True
-                    prefill.done = max(prefill.done, self._around.cached(self, prefill))
+                    prefill.done = max(prefill.done, self._cached(prefill))
                 count = min(prefill.order.end - prefill.done, room)
                 end = prefill.done + count
                 self._chunks.append((prefill, end))
@@ -190,6 +190,16 @@ class SimulatedEngine:
             self._schedule(steps, self._burst_s(steps))
             batch = len(self._decodes)
             self._estimates.decode.observe(batch, self._context, self._context, self._burst_s(1))
+
+    def _cached(self, prefill: Prefill) -> int:
+        """How much of a prompt is here when it begins, or will be after this step.
+
+        A segment of its own that ends in this step counts: engines give blocks their place in the cache
+        when they schedule them, so that what comes behind in the same step finds them.
+        """
+        ident, most = prefill.order.request.ident, prefill.order.end - 1
+        ends = [end for other, end in self._chunks if other.order.request.ident == ident]
+        return max(self._around.cached(self, prefill), min(max(ends, default=0), most))
 
     def _mixed_s(self, tokens: int, attended: float) -> float:
         """Seconds of one step with so many tokens of prompts, and whoever decodes."""

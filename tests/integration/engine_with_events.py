@@ -9,14 +9,9 @@
 """
 
 import sys
-import threading
-import time
-from collections import deque
-
-import msgspec
-import zmq
 
 from kvpool.client import Client
+from kvpool.testing.stub_engine.events import EventPublisher
 from kvpool.types import NamespaceRecord
 
 RECORD = NamespaceRecord.simple("cluster", block_bytes=32 << 10, block_tokens=16)
@@ -31,37 +26,9 @@ def key(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-class Publisher:
-    """What vLLM has: a publisher, and another socket on which it repeats."""
-
-    def __init__(self, endpoint: str) -> None:
-        context = zmq.Context.instance()
-        self._pub = context.socket(zmq.PUB)
-        self._pub.bind(endpoint)
-        self._router = context.socket(zmq.ROUTER)
-        self._router.bind(f"{endpoint}.replay")
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=1000)
-        threading.Thread(target=self._repeat, daemon=True).start()
-
-    def publish(self, event: dict[str, object]) -> None:
-        payload = msgspec.msgpack.encode([time.time(), [event], 0])
-        seq = self._sent[-1][0] + 1 if self._sent else 0
-        self._sent.append((seq, payload))
-        self._pub.send_multipart((b"kv", seq.to_bytes(8, "big"), payload))
-
-    def _repeat(self) -> None:
-        while True:
-            client, _, start = self._router.recv_multipart()
-            for seq, payload in list(self._sent):
-                if seq >= int.from_bytes(start, "big"):
-                    number = seq.to_bytes(8, "big")
-                    self._router.send_multipart((client, b"", b"kv", number, payload))
-            self._router.send_multipart((client, b"", b"", b"\xff" * 8, b""))
-
-
 def main() -> None:
     socket, endpoint = sys.argv[1:]
-    publisher = Publisher(endpoint)
+    publisher = EventPublisher(endpoint, f"{endpoint}.replay", "kv")
     client = Client(socket, timeout_s=10.0)
     ns = client.open(RECORD)
     where = {"replay": f"{endpoint}.replay", "topic": "kv", "groups": [0]}
@@ -73,16 +40,16 @@ def main() -> None:
         if command == "match":
             answer = str(client.match(ns, [key(number) for number in numbers]))
         elif command == "reset":
-            publisher.publish({"type": "AllBlocksCleared"})
+            publisher.publish([{"type": "AllBlocksCleared"}])
             client.reset(ns)
         elif command == "stop":
             answer = str(client.follow_events(ns, ""))
         elif command == "cleared":
-            publisher.publish({"type": "AllBlocksCleared"})
+            publisher.publish([{"type": "AllBlocksCleared"}])
         else:
             kind = {"stored": "BlockStored", "removed": "BlockRemoved"}[command]
             event = {"type": kind, "block_hashes": numbers, "medium": "GPU", "group_idx": 0}
-            publisher.publish(event | {"parent_block_hash": 1} if command == "stored" else event)
+            publisher.publish([event | {"parent_block_hash": 1} if command == "stored" else event])
         say(answer)
 
 

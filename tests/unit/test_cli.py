@@ -1270,7 +1270,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     args = (
         f"serve --config {file} --socket /s --memory 1MiB --policy lru"
         " --listen tcp://a:1 --listen tcp://b:2"
-        " --advertise tcp://x:1 --advertise tcp://y:2 --rail r0 --rail - --bind-source --probe-s 3 --peer tcp://c:3 --movers 2 --data-dir /d"
+        " --advertise tcp://x:1 --advertise tcp://y:2 --rail r0 --rail - --bind-source --pull-over tcp --probe-s 3 --peer tcp://c:3 --movers 2 --data-dir /d"
         " --node n --cluster k --join etcds://u@e:1 --join-ca /1 --join-cert /2 --join-key /3"
         " --directory rediss://r:1 --directory-ca /4 --directory-cert /5 --directory-key /6"
         " --label zone=a --label rack=7 --no-forward --member-ttl-s 9 --directory-timeout-s 0.25"
@@ -1288,6 +1288,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert config.advertise == ("tcp://x:1", "tcp://y:2")
     assert config.peers == ("tcp://c:3",)
     assert (config.rails, config.bind_source, config.probe_s) == (("r0", ""), True, 3)
+    assert config.pull_over == "tcp"
     assert (config.movers, config.data_dir, config.node, config.cluster) == (2, "/d", "n", "k")
     assert (config.join, config.directory) == ("etcds://u@e:1", "rediss://r:1")
     assert (config.join_ca, config.join_cert, config.join_key) == ("/1", "/2", "/3")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
 from kvpool.scheduler.situation import Situation
-from kvpool.scheduler.values import Engine, Outlook
+from kvpool.scheduler.values import DecodeOutlook, Engine, Outlook
 
 TIE = 1e-9
 """Costs that differ by less than this share are equal."""
@@ -16,10 +16,14 @@ TIE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The outlook on the chosen engine, and those that it was compared with, itself among them."""
+    """The outlook on the chosen engine, and those that it was compared with, itself among them.
+
+    decoders: where the answer may go on then, the best first; policies leave it empty.
+    """
 
     best: Outlook
     candidates: tuple[Outlook, ...]
+    decoders: Sequence[DecodeOutlook] = ()
 
 
 class Policy(Protocol):
@@ -27,9 +31,11 @@ class Policy(Protocol):
 
     sends_at_once: requests go to their engine as they come, and wait there, in order. Otherwise they
     wait in the scheduler until the engine of their choice has room, and are asked for again then.
+    counts_blocks: whether it looks at `Engine.blocks`.
     """
 
     sends_at_once: bool
+    counts_blocks: bool
 
     def choose(self, situation: Situation) -> Choice: ...
 
@@ -39,6 +45,8 @@ class Policy(Protocol):
 
 class Stateless:
     """For policies that do not care what was sent where."""
+
+    counts_blocks = False
 
     def sent(self, situation: Situation, engine: Engine) -> None:
         return

@@ -14,16 +14,21 @@ class EarliestToken(Stateless):
     """The engine with the earliest estimated first token; requests wait in the scheduler.
 
     Loading and queueing overlap, links that are busy count, and blocks that another engine is computing
-    are waited for where that is sooner than computing them again.
+    are waited for where that is sooner than computing them again. A pull of a prefix that is worth a copy
+    counts no more than its time. Where engines differ in how the answer goes on from them, the earliest
+    end of the answer is looked for.
     """
 
     sends_at_once = False
 
     def choose(self, situation: Situation) -> Choice:
+        moving = 0.0 if situation.spread else MOVING
+
         def outlook(engine: Engine) -> Outlook:
             found = situation.outlook(engine, waiting=True)
-            if not found.pulled:
-                return found
-            return found._replace(cost=found.cost + MOVING * found.load_s)
+            cost = found.cost + situation.answer_s(engine, found.prefill_s)
+            if found.pulled:
+                cost += moving * found.load_s
+            return found._replace(cost=cost)
 
         return cheapest(map(outlook, situation.distinct()), situation.rng)

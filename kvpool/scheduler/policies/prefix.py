@@ -22,6 +22,7 @@ class ApproximatePrefix:
     """
 
     sends_at_once = True
+    counts_blocks = False
 
     def __init__(self, *, threshold: float = 0.3, absolute: int = 64, relative: float = 1.5):
         self._threshold = threshold
@@ -64,6 +65,7 @@ class DynamoLinear(Stateless):
     """
 
     sends_at_once = True
+    counts_blocks = True
     credits = (1.0, 0.75, 0.25)
 
     def choose(self, situation: Situation) -> Choice:

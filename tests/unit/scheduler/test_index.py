@@ -158,3 +158,19 @@ def test_blocks_that_arrived_are_not_waited_for() -> None:
     assert (found.reach, found.coming, found.ready_at) == (0, 3, 3.0)
     index.arrived("gpu:a", "dram:a", ["x"])
     assert index.match(["x", "y", "z"], 0.0).reach == 2
+
+
+def test_what_an_engine_will_be_sent_later_may_be_waited_for_and_is_not_there() -> None:
+    index = PrefixIndex()
+    index.join("gpu:a", pool=False)
+    index.join("dram:a", pool=True)
+    keys = ["x", "y", "z"]
+    index.expect("gpu:a", keys[:1], [1.0], 10.0)
+    index.expect("gpu:a", keys[1:], [2.0, 3.0], 10.0, later=True)
+    found = index.match(keys, 0.0)
+    assert (found.lengths, found.coming, found.ready_at) == ({"gpu:a": 1}, 3, 3.0)
+    index.expect("gpu:a", ["y"], [2.5], 10.0)
+    assert index.match(keys, 0.0).lengths == {"gpu:a": 2}
+    index.unexpect("gpu:a", ["z"])
+    assert index.match(keys, 0.0).coming == 2
+    assert index.match(keys, 11.0).coming == 0

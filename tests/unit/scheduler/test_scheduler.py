@@ -1,15 +1,12 @@
-"""The scheduler: when orders are given, what waits, what is refused, and that the books balance."""
+"""The scheduler: when orders are given, what waits, what is refused."""
 
 import math
-from collections import Counter
+from dataclasses import replace
 from random import Random
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import settings as profile
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool.errors import InvalidRequest
+from kvpool.scheduler.decode import DecodeRule
 from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import make_policy
@@ -20,7 +17,7 @@ from kvpool.scheduler.values import Engine, Order, Request, Role
 
 BLOCK, STEP = 16, 64
 TOKEN_S = 0.01
-SJF = QueueRule(cap_s=1000.0, aging=1e-6, begun=1.0)
+SJF = QueueRule(knee_s=1000.0, aging=1e-6, begun=1.0)
 WHOLE = Settings(queue=SJF, segment_s=0.0)
 
 
@@ -48,6 +45,7 @@ def cluster(
     kinds = {"k": KindEstimates(prefill_step, decode_step, loads, STEP, BLOCK, 1000)}
     nodes = {f"dram:{e.name}": e.node for e in engines}
     view = Cluster(kinds, nodes, Traffic())
+    settings = replace(settings, decodes=decode > 0)
     scheduler = Scheduler(engines, view, index, make_policy(policy), Random(0), settings)
     return scheduler, engines, index
 
@@ -125,9 +123,27 @@ def test_between_segments_only_shorter_ones_come() -> None:
     (first,) = scheduler.poll(0.0)
     scheduler.submit(prompt(2, 800, 0.1), 0.1)
     just_before_its_end = first.outlook.prefill_s - WHOLE.ahead_s / 2
-    assert scheduler.poll(just_before_its_end) == []
+    (second,) = scheduler.poll(just_before_its_end)
+    assert (second.request.ident, second.outlook.cached * BLOCK) == (1, first.end)
+    assert engines[0].prefills == 2
     scheduler.computed(engines[0], 1, first.outlook.prefill_s)
-    assert idents(scheduler.poll(first.outlook.prefill_s)) == [1]
+    assert engines[0].prefills == 1
+    assert scheduler.poll(first.outlook.prefill_s) == []
+
+
+def test_the_rest_of_a_prompt_is_expected_while_it_runs_and_no_longer() -> None:
+    settings = Settings(queue=SJF, segment_s=2 * STEP * TOKEN_S)
+    scheduler, engines, index = cluster(1, settings=settings)
+    scheduler.submit(prompt(1, 800), 0.0)
+    (first,) = scheduler.poll(0.0)
+    keys, done = first.request.keys, first.end // BLOCK
+    expected = index.match(keys, 0.0)
+    assert (expected.lengths, expected.coming) == ({"gpu:0": done}, len(keys))
+    assert expected.ready_at == pytest.approx(800 * TOKEN_S)
+    scheduler.submit(prompt(2, 50, 0.1), 0.1)
+    assert idents(scheduler.poll(first.outlook.prefill_s - WHOLE.ahead_s / 2)) == [2]
+    scheduler.computed(engines[0], 1, first.outlook.prefill_s)
+    assert index.match(keys, first.outlook.prefill_s).coming == done
 
 
 def test_what_is_being_computed_is_waited_for() -> None:
@@ -146,14 +162,16 @@ def test_what_is_being_computed_is_waited_for() -> None:
 
 
 def test_without_memory_to_decode_in_a_prompt_is_not_begun() -> None:
-    scheduler, engines, _ = cluster(2, 1, capacity=250)
+    settings = replace(WHOLE, decode=DecodeRule(ahead=0.0))
+    scheduler, engines, _ = cluster(2, 1, capacity=250, settings=settings)
     scheduler.submit(prompt(1, 100), 0.0)
     scheduler.submit(prompt(2, 150), 0.0)
     (order,) = scheduler.poll(0.0)
     assert order.decode is engines[2]
     assert engines[2].context_tokens == 110
     scheduler.computed(order.outlook.engine, 1, 1.0)
-    assert scheduler.poll(1.0) == []
+    (decode,) = scheduler.poll(1.0)
+    assert (decode.request.ident, decode.engine) == (1, engines[2])
     scheduler.finished(1)
     assert idents(scheduler.poll(1.5)) == [2]
 
@@ -208,7 +226,7 @@ def test_what_fits_no_decode_engine_is_refused() -> None:
 
 
 def test_smaller_ones_do_not_take_the_memory_that_a_larger_one_waits_for() -> None:
-    settings = Settings(queue=FIFO, segment_s=0.0)
+    settings = Settings(queue=FIFO, segment_s=0.0, decode=DecodeRule(ahead=0.0))
     scheduler, _, _ = cluster(6, 2, capacity=250, settings=settings)
     for ident, tokens in enumerate((100, 110, 190, 100, 45)):
         scheduler.submit(prompt(ident, tokens), 0.0)
@@ -297,81 +315,3 @@ def test_nothing_is_changed_by_asking() -> None:
     assert len(scheduler.explain(prompt(1, 100), 0.0).candidates) == 1  # both are alike
     assert [repr(engine) for engine in engines] == before
     assert scheduler.poll(0.0) == []
-
-
-def test_somebody_must_compute() -> None:
-    with pytest.raises(InvalidRequest):
-        cluster(0, 1)
-
-
-class Books(RuleBasedStateMachine):
-    """Whatever happens, the engines' counts are those of the orders that are out."""
-
-    @rule(
-        policy=st.sampled_from(["kvpool", "mooncake-global", "dynamo"]),
-        segment_s=st.sampled_from([0.0, 1.0]),
-    )
-    @precondition(lambda self: not hasattr(self, "scheduler"))
-    def begin(self, policy: str, segment_s: float) -> None:
-        settings = Settings(segment_s=segment_s)
-        self.scheduler, self.engines, _ = cluster(2, 2, policy=policy, settings=settings)
-        self.now, self.count = 0.0, 0
-        self.out: list[Order] = []
-        self.decoding: dict[object, Order] = {}
-        self.begun: dict[object, Engine | None] = {}
-
-    @rule(tokens=st.integers(1, 400))
-    @precondition(lambda self: hasattr(self, "scheduler"))
-    def submit(self, tokens: int) -> None:
-        self.count += 1
-        assert self.scheduler.submit(prompt(self.count, tokens, self.now), self.now) is None
-
-    @rule(seconds=st.floats(0.0, 5.0))
-    @precondition(lambda self: hasattr(self, "scheduler"))
-    def poll(self, seconds: float) -> None:
-        self.now += seconds
-        for order in self.scheduler.poll(self.now):
-            self.out.append(order)
-            known = self.begun.setdefault(order.request.ident, order.decode)
-            assert known is order.decode
-
-    @rule(data=st.data())
-    @precondition(lambda self: getattr(self, "out", None))
-    def compute(self, data: st.DataObject) -> None:
-        order = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
-        self.scheduler.computed(order.outlook.engine, order.request.ident, self.now)
-        if order.last:
-            self.decoding[order.request.ident] = order
-
-    @rule(data=st.data())
-    @precondition(lambda self: getattr(self, "decoding", None))
-    def finish(self, data: st.DataObject) -> None:
-        ident = data.draw(st.sampled_from(sorted(self.decoding)))
-        del self.decoding[ident], self.begun[ident]
-        self.scheduler.finished(ident)
-
-    @rule(data=st.data())
-    @precondition(lambda self: getattr(self, "count", 0))
-    def abandon(self, data: st.DataObject) -> None:
-        ident = data.draw(st.integers(1, self.count))
-        self.scheduler.abandoned(ident, self.now)
-        self.out = [order for order in self.out if order.request.ident != ident]
-        self.decoding.pop(ident, None)
-        self.begun.pop(ident, None)
-
-    @invariant()
-    def counts_are_right(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        for engine in self.engines:
-            mine = [order for order in self.out if order.outlook.engine is engine]
-            assert engine.prefills == len(mine)
-            assert (engine.queued_tokens > 0) == bool(mine)
-            assert engine.blocks == Counter(k for order in mine for k in order.request.keys)
-            reserved = [i for i, decode in self.begun.items() if decode is engine]
-            assert engine.decodes == len(reserved)
-            assert (engine.context_tokens > 0) == bool(reserved)
-
-
-Books.TestCase.settings = profile(max_examples=25, stateful_step_count=25, deadline=None)
-TestBooks = Books.TestCase

@@ -120,6 +120,28 @@ def test_an_order_takes_its_time() -> None:
     assert ttft_s[1] == pytest.approx(ttft_s[0] + 0.25)
 
 
+def test_an_order_costs_what_is_sent_with_it() -> None:
+    (long,) = [Request(0, range(98), 50_000, 1, 0.0)]
+    ttft_s = [
+        run(replace(SMALL, policy=policy), [long])[1][0].ttft_s for policy in ("kvpool", "random")
+    ]
+    # In segments the first order is short, and the others are there before the engine is free.
+    assert ttft_s[0] is not None
+    assert ttft_s[1] is not None
+    assert ttft_s[0] < ttft_s[1]
+
+
+def test_two_prompts_with_one_prefix_do_not_compute_it_twice() -> None:
+    keys = tuple(range(98))
+    asked = [
+        Request(0, keys, 50_000, 1, 0.0),
+        Request(1, (*keys[:97], 1000), 50_000, 1, 1.0),
+    ]
+    simulation, _ = run(SMALL, asked)
+    alone, _ = run(SMALL, asked[:1])
+    assert sum(simulation.busy_s.values()) < 1.1 * sum(alone.busy_s.values())
+
+
 def test_nodes_that_do_not_share_pull_nothing_and_hit_less() -> None:
     together = run(replace(SMALL, policy="random"))[1]
     apart = run(replace(SMALL, policy="random", shared=False))[1]

@@ -46,6 +46,23 @@ def test_without_decode_engines_requests_end_with_their_first_token() -> None:
     assert "TPOT" not in out
 
 
+def test_a_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="kvpool[plots] is not installed")
+    path = tmp_path / "sim.png"
+    sim(
+        "gen:agent",
+        "--limit",
+        "20",
+        "--policy",
+        "kvpool",
+        "--policy",
+        "random",
+        "--plot",
+        str(path),
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_objectives_are_counted_and_with_reject_kept(tmp_path: Path) -> None:
     rows = []
     for extra in ([], ["--reject"]):

@@ -160,3 +160,24 @@ def test_answers_wait_for_memory_and_prompts_slow_them_down() -> None:
     full.answer(2, 60_000, 50, 0.0)
     full.run()
     assert full.decoded_at[2] > 1.9 * full.decoded_at[1]
+
+
+@pytest.mark.parametrize("end", [1536, 2048, 4096])
+def test_a_segment_that_came_before_its_predecessor_was_done_computes_only_its_own(
+    end: int,
+) -> None:
+    class Remembering(Around):
+        def cached(self, engine: SimulatedEngine, prefill: Prefill) -> int:
+            mine = max(0, len(self.blocks) - 1)
+            return BLOCK * mine * (prefill.order.request.ident == 1)
+
+    around = Remembering()
+    around.prompt(0, 1)  # a step, in which the others come
+    around.prompt(1, 9000, at=0.001, end=end)
+    around.prompt(1, 9000, at=0.001)
+    around.run()
+    assert [depth for depth, _ in around.blocks[1:]] == list(range(18))
+    started = around.prefilled_at[0]
+    steps = -(-end // STEP) + -(-(9000 - end) // STEP)
+    whole = service_s(SPEEDS, 9000, 0, STEP)
+    assert whole * 0.999 <= around.prefilled_at[1] - started < whole + steps * 0.02

@@ -1,0 +1,199 @@
+"""`kvpool plan`: a workload and targets, a recommendation, its tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvpool.errors import InvalidRequest
+from kvpool.planner.search import Found, Limits, search
+from kvpool.planner.trials import Plan, Targets, Trial, Trials
+from kvpool.planner.workload import Workload, at_rate, unique_tokens
+from kvpool.scheduler.values import Request
+from kvpool.simulator.bound import services_s
+from kvpool.simulator.cluster import Shape
+from kvpool.simulator.traces import read_trace, step_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a node may have, in bytes, and how many engines there may be."""
+
+    engines: int
+    dram_bytes: float
+    ssd_bytes: float
+
+
+def requests_of(
+    trace: str | None, described: Workload, rate: float, shape: Shape, limit: int
+) -> list[Request]:
+    """The first `limit` requests of a trace, or so many of what is described.
+
+    rate: requests a second; 0 leaves a trace its own times.
+    """
+    if trace is None:
+        entries = described.entries(limit, shape.seed)
+        return at_rate(entries, 0.0, shape.seed, 0.0)
+    path = Path(trace)
+    if not path.is_file():
+        raise InvalidRequest(f"there is no trace at {trace}")
+    entries = read_trace(path)
+    step_s = step_of(entries)
+    return at_rate(entries[:limit], rate, shape.seed, step_s)
+
+
+def run(
+    requests: Sequence[Request], shape: Shape, targets: Targets, room: Room, console: Console
+) -> Found:
+    """Search, print, and return what was found. shape: whatever a plan does not say."""
+    services = services_s(requests, shape.speeds, shape.step_tokens)
+    span_s = max(requests[-1].arrived_s - requests[0].arrived_s, *services)
+    limits = Limits(
+        room.engines,
+        room.dram_bytes,
+        room.ssd_bytes,
+        shape.network_bytes_s or shape.speeds.hardware.network_bytes_s,
+        unique_tokens(requests) * shape.speeds.model.kv_bytes,
+    )
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("")
+
+        def told(plan: Plan) -> None:
+            progress.update(task, description=f"trial {len(trials) + 1}: {_words(plan)}")
+
+        trials = Trials(requests, shape, targets, told)
+        found = search(trials.run, limits, targets, start=math.ceil(sum(services) / span_s))
+    show(found, targets, console)
+    return found
+
+
+def show(found: Found, targets: Targets, console: Console) -> None:
+    """Tables of what was tried, and what is recommended."""
+    sweeps = (
+        ("prefill : decode", found.ratios, lambda p: f"{p.prefill} : {p.decode}"),
+        ("DRAM a node", found.memory, lambda p: _size(p.dram_bytes)),
+        ("SSD a node", found.disks, lambda p: _size(p.ssd_bytes)),
+        ("network a node", found.bandwidths, lambda p: f"{_size(p.network_bytes_s)}/s"),
+    )
+    smallest = [trial for trial in (found.aggregated, found.disaggregated) if trial is not None]
+    _table("smallest", smallest, _words, targets, console)
+    for name, trials, label in sweeps:
+        if trials:
+            _table(name, trials, label, targets, console)
+    console.print(recommendation(found))
+
+
+def recommendation(found: Found) -> str:
+    """In one sentence or two."""
+    plan = found.best.plan
+    kind = "aggregated" if plan.mixed else "disaggregated"
+    pool = _size(plan.dram_bytes) + " of DRAM" if plan.dram_bytes else "no pool"
+    if plan.ssd_bytes:
+        pool += f" and {_size(plan.ssd_bytes)} of SSD"
+    text = (
+        f"Recommended: {kind}, {_words(plan)}; {pool} on each node that computes prompts, "
+        f"{_size(plan.network_bytes_s)}/s of network a node."
+    )
+    if not found.best.met:
+        text += " With so little memory a node the targets are missed: allow more."
+    return text
+
+
+def document(found: Found, targets: Targets) -> dict[str, Any]:
+    """All of it, ready for JSON. Bytes and seconds; rows are trials, each in its sweep."""
+    sweeps = {
+        "aggregated": (found.aggregated,),
+        "disaggregated": (found.disaggregated,),
+        "ratio": found.ratios,
+        "dram": found.memory,
+        "ssd": found.disks,
+        "network": found.bandwidths,
+    }
+    return {
+        "targets": {
+            "ttft_s": targets.ttft_s,
+            "tpot_s": targets.tpot_s,
+            "share": targets.share,
+        },
+        "recommended": {
+            "serving": "aggregated" if found.best.plan.mixed else "disaggregated",
+            **_row(found.best),
+        },
+        "rows": [
+            {"sweep": name, **_row(trial)}
+            for name, trials in sweeps.items()
+            for trial in trials
+            if trial is not None
+        ],
+    }
+
+
+def write(found: Found, targets: Targets, path: str) -> None:
+    Path(path).write_text(json.dumps(document(found, targets), indent=2) + "\n")
+
+
+def _row(trial: Trial) -> dict[str, Any]:
+    plan = trial.plan
+    return {
+        "prefill": plan.prefill,
+        "decode": plan.decode,
+        "mixed": plan.mixed,
+        "dram_bytes": plan.dram_bytes,
+        "ssd_bytes": plan.ssd_bytes,
+        "network_bytes_s": plan.network_bytes_s,
+        # What never came has no time.
+        "ttft_s": trial.ttft_s if trial.ttft_s < math.inf else None,
+        "tpot_s": trial.tpot_s,
+        "hit": trial.hit,
+        "busy": trial.busy,
+        "met": trial.met,
+    }
+
+
+def _table(
+    name: str,
+    trials: Sequence[Trial],
+    label: Callable[[Plan], str],
+    targets: Targets,
+    console: Console,
+) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(name, no_wrap=True, min_width=24)
+    share = f"p{100 * targets.share:g}"
+    for column in (f"TTFT {share} s", f"TPOT {share} ms", "hit", "busy", "met"):
+        table.add_column(column, justify="right")
+    for trial in trials:
+        table.add_row(
+            label(trial.plan),
+            f"{trial.ttft_s:.2f}",
+            f"{1e3 * trial.tpot_s:.1f}",
+            f"{trial.hit:.1%}",
+            # What does both is busy with answers, too: that says nothing.
+            "" if trial.plan.mixed else f"{min(trial.busy, 1.0):.0%}",
+            "yes" if trial.met else "no",
+        )
+    console.print(table)
+
+
+def _words(plan: Plan) -> str:
+    if plan.mixed:
+        return f"{plan.mixed} for both"
+    return f"{plan.prefill} prefill + {plan.decode} decode"
+
+
+def _size(count: float) -> str:
+    """Bytes in GB, or TB, with three digits."""
+    if count >= 1e12:
+        return f"{count / 1e12:.3g} TB"
+    return f"{count / 1e9:.3g} GB"

@@ -1,0 +1,346 @@
+"""The HTTP surface: paths, authentication, headers, error bodies. What happens to a request is `serving.py`'s.
+
+    POST   /v1/completions, /v1/chat/completions   answered by engines, streamed or not
+    POST   /tokenize                               passed through to one
+    GET    /v1/models, /health
+    GET    /explain/ID, POST /explain              why a request went where; where one would go
+    GET    /metrics, /engines                      operators only, as all below
+    POST   /engines/NAME/drain, DELETE the same
+
+Errors have vLLM's form. Of the router's own headers an answer has one, `x-kvpool-request-id`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import msgspec
+from aiohttp import web
+
+from kvpool.router.bodies import BadRequest, Kind, error_body
+from kvpool.router.config import RouterConfig, Secrets
+from kvpool.router.flight import ClientGone
+from kvpool.router.metrics import Metrics
+from kvpool.router.serving import RETRY_AFTER_S_MAX, Incoming, Rejected, Serving
+from kvpool.router.tracing import request_id, trace_of
+
+log = logging.getLogger("kvpool.router")
+
+REQUEST_ID = "x-kvpool-request-id"
+PRIORITY = "x-kvpool-priority"
+DEADLINE = "x-kvpool-deadline-s"
+SESSION = "x-session-id"
+SESSION_CHARACTERS_MAX = 256
+HEADER_BYTES_MAX = 16 << 10
+JSON = "application/json"
+OPEN_PATHS = frozenset(("/health",))
+OPERATOR = ""
+IDENT = web.RequestKey("ident", str)
+TENANT = web.RequestKey("tenant", str)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpReply:
+    """A flight's way to its client. response: what the handler returns in the end."""
+
+    def __init__(self, request: web.Request, ident: str) -> None:
+        self.begun = False
+        self._request = request
+        self._headers = {REQUEST_ID: ident}
+        self.response: web.StreamResponse | None = None
+
+    async def send(self, status: int, body: bytes, content_type: str) -> None:
+        """An answer in one piece."""
+        headers = {**self._headers, "Content-Type": content_type}
+        self.begun = True
+        self.response = web.Response(status=status, body=body, headers=headers)
+        try:
+            await self.response.prepare(self._request)
+            await self.response.write_eof()
+        except ConnectionError:
+            raise ClientGone("the client has left") from None
+
+    async def begin(self, content_type: str) -> None:
+        self.begun = True
+        headers = {**self._headers, "Content-Type": content_type, "Cache-Control": "no-cache"}
+        self.response = web.StreamResponse(headers=headers)
+        try:
+            await self.response.prepare(self._request)
+        except ConnectionError:
+            raise ClientGone("the client has left") from None
+
+    async def write(self, data: bytes) -> None:
+        """Returns when the client has read enough of what was written."""
+        assert self.response is not None, "it has begun"
+        try:
+            await self.response.write(data)
+        except ConnectionError:
+            raise ClientGone("the client has left") from None
+
+    async def end(self) -> None:
+        assert self.response is not None, "it has begun"
+        try:
+            await self.response.write_eof()
+        except ConnectionError:
+            raise ClientGone("the client has left") from None
+
+
+class Guard:
+    """Who may do what. Tokens are compared as digests: how long that takes tells nothing of them."""
+
+    def __init__(self, secrets: Secrets) -> None:
+        tokens = dict(secrets.tenants)
+        if secrets.token:
+            tokens[secrets.token] = OPERATOR
+        self._tenants = {_digest(token): tenant for token, tenant in tokens.items()}
+
+    def tenant(self, request: web.Request) -> str:
+        """Who asks; the operator is `OPERATOR`. Raises `BadRequest`."""
+        if not self._tenants:
+            # Without tokens it listens on loopback only. A page in a browser is not from there.
+            if "Origin" in request.headers:
+                raise BadRequest(
+                    403, "a browser's page may not ask without a token", type="PermissionError"
+                )
+            return OPERATOR
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        tenant = self._tenants.get(_digest(token.strip()))
+        if scheme.lower() != "bearer" or tenant is None:
+            raise BadRequest(
+                401, "Authorization: Bearer TOKEN is missing or wrong", type="AuthenticationError"
+            )
+        return tenant
+
+
+class Api:
+    """Builds the application."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        secrets: Secrets,
+        serving: Serving,
+        metrics: Metrics,
+        *,
+        started_at: int,
+        random: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        """started_at: seconds since 1970."""
+        self._config = config
+        self._guard = Guard(secrets)
+        self._serving = serving
+        self._metrics = metrics
+        self._started_at = started_at
+        self._random = random
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[self._wrap], client_max_size=self._config.body_bytes_max)
+        app.add_routes(
+            [
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/tokenize", self._tokenize),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+                web.get("/metrics", self._show_metrics),
+                web.get("/engines", self._engines),
+                web.post("/engines/{name}/drain", self._drain),
+                web.delete("/engines/{name}/drain", self._undrain),
+                web.get("/explain/{ident}", self._explain),
+                web.post("/explain", self._dry_run),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _wrap(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Gives each request its id and its tenant, and errors their form."""
+        ident = request_id(request.headers.get("x-request-id", ""), self._random)
+        request[IDENT] = ident
+        try:
+            if request.path not in OPEN_PATHS:
+                request[TENANT] = self._guard.tenant(request)
+            response = await handler(request)
+        except BadRequest as error:
+            response = _refusal(error)
+        except web.HTTPException as error:
+            kind = "NotFoundError" if error.status == 404 else "BadRequestError"
+            response = _refusal(BadRequest(error.status, error.reason, type=kind))
+            if allow := error.headers.get("Allow"):
+                response.headers["Allow"] = allow
+        except ClientGone:
+            # Nobody reads it.
+            response = web.Response(status=499)
+        if not response.prepared:
+            response.headers[REQUEST_ID] = ident
+        return response
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, Kind.COMPLETIONS)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, Kind.CHAT)
+
+    async def _serve(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+        incoming = await self._incoming(request, kind)
+        reply = HttpReply(request, incoming.ident)
+        await self._serving.serve(incoming, reply)
+        if reply.response is None:
+            raise ClientGone("the client has left")
+        return reply.response
+
+    async def _incoming(self, request: web.Request, kind: Kind) -> Incoming:
+        headers, tenant = request.headers, request[TENANT]
+        config = self._config
+        table = config.tenants.get(tenant)
+        return Incoming(
+            kind=kind,
+            raw=await self._body(request),
+            ident=request[IDENT],
+            trace=trace_of(
+                headers.get("traceparent", ""), headers.get("tracestate", ""), self._random
+            ),
+            tenant=tenant,
+            priority_max=config.priority_max if table is None else table.priority_max,
+            priority=_whole(headers.get(PRIORITY), PRIORITY),
+            deadline_s=_seconds(headers.get(DEADLINE), DEADLINE),
+            session=_session(headers.get(SESSION)),
+        )
+
+    async def _body(self, request: web.Request) -> bytes:
+        """Raises `BadRequest` for one that is too large, or does not come."""
+        most = self._config.body_bytes_max
+        too_large = BadRequest(413, f"the body has more than {most} bytes")
+        if (request.content_length or 0) > most:
+            raise too_large
+        try:
+            async with asyncio.timeout(self._config.client_stall_s):
+                return await request.read()
+        except TimeoutError:
+            raise BadRequest(408, "the body did not come in time") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise too_large from None
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        raw = await self._body(request)
+        status, body, content_type = await self._serving.pass_through(
+            "/tokenize", raw, request[IDENT]
+        )
+        return web.Response(status=status, body=body, headers={"Content-Type": content_type})
+
+    async def _models(self, _request: web.Request) -> web.StreamResponse:
+        rows = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._started_at,
+                "owned_by": "kvpool",
+                "max_model_len": longest or None,
+            }
+            for name, longest in self._serving.model_lengths().items()
+        ]
+        return _json({"object": "list", "data": rows})
+
+    async def _health(self, _request: web.Request) -> web.StreamResponse:
+        why = self._serving.well
+        return _json({"status": why or "ok"}, status=503 if why else 200)
+
+    async def _show_metrics(self, request: web.Request) -> web.StreamResponse:
+        _operators_only(request)
+        self._serving.refresh_metrics()
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=self._metrics.text(), headers=headers)
+
+    async def _engines(self, request: web.Request) -> web.StreamResponse:
+        _operators_only(request)
+        return _json({"engines": self._serving.engines(), "knowledge": self._serving.knowledge()})
+
+    async def _drain(self, request: web.Request) -> web.StreamResponse:
+        _operators_only(request)
+        self._serving.drain(request.match_info["name"])
+        return _json({"engines": self._serving.engines()})
+
+    async def _undrain(self, request: web.Request) -> web.StreamResponse:
+        _operators_only(request)
+        self._serving.undrain(request.match_info["name"])
+        return _json({"engines": self._serving.engines()})
+
+    async def _explain(self, request: web.Request) -> web.StreamResponse:
+        account = self._serving.accounts.get(request.match_info["ident"])
+        if account is None or request[TENANT] not in (OPERATOR, account.tenant):
+            raise BadRequest(
+                404, "nothing is known of this request, or no longer", type="NotFoundError"
+            )
+        return _json(account.plain())
+
+    async def _dry_run(self, request: web.Request) -> web.StreamResponse:
+        incoming = await self._incoming(request, Kind.COMPLETIONS)
+        if b'"messages"' in incoming.raw:
+            incoming = replace(incoming, kind=Kind.CHAT)
+        return _json(await self._serving.explain(incoming))
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+
+
+def _operators_only(request: web.Request) -> None:
+    if request[TENANT] != OPERATOR:
+        raise BadRequest(403, "this takes the operator's token", type="PermissionError")
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(
+        status=status, body=msgspec.json.encode(value), headers={"Content-Type": JSON}
+    )
+
+
+def _refusal(error: BadRequest) -> web.Response:
+    body = error_body(error.status, str(error), error.type, error.param)
+    headers = {"Content-Type": JSON}
+    if isinstance(error, Rejected) and error.retry_after_s is not None:
+        seconds = min(max(1, math.ceil(error.retry_after_s)), RETRY_AFTER_S_MAX)
+        headers["Retry-After"] = str(seconds)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 413:
+        headers["Connection"] = "close"
+    return web.Response(status=error.status, body=body, headers=headers)
+
+
+def _whole(text: str | None, name: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        number = int(text)
+    except ValueError:
+        _bad(name)
+    return number
+
+
+def _seconds(text: str | None, name: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        _bad(name)
+    if not 0 < seconds < math.inf:
+        _bad(name)
+    return seconds
+
+
+def _bad(name: str) -> NoReturn:
+    raise BadRequest(400, f"{name} is not a number that it may be", param=name)
+
+
+def _session(text: str | None) -> str | None:
+    return text[:SESSION_CHARACTERS_MAX] if text else None

@@ -1,0 +1,256 @@
+"""What a request's body says, as far as the router has to know. No I/O.
+
+Nothing is corrected here: whatever is well-formed JSON for a known model goes to an engine as it came, so that
+the engine's own errors reach the client. What is not understood is served by one engine as a whole, which is
+always right.
+
+A request may be served in three ways:
+
+    in segments     the prompt's tokens are computed by prefill orders, and the client's body goes to decode
+    by its own body the prompt is computed by the client's own body with one token to generate: where its
+                    tokens alone do not say all (images, templates that see more than the tokeniser's endpoint)
+    whole           one engine serves prompt and answer: where blocks from elsewhere do not help (`echo` with
+                    logprobs), where there are several prompts, or where the client speaks to the pool itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import xxhash
+
+from kvpool.errors import KvpoolError
+
+BYTES_A_TOKEN = 4
+"""Of text, where its tokens are not known: a guess."""
+CHOICES_MAX = 1024
+COMPLETION_TOKENS = 16
+"""What a completion asks for that does not say how much: so OpenAI's API has it. A chat may take all there is."""
+
+
+class Kind(StrEnum):
+    """By the last part of the path."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat/completions"
+
+
+class BadRequest(KvpoolError):
+    """A request that the router answers itself, in the form that vLLM gives its errors.
+
+    status: of HTTP. type: as vLLM names it. param: the field that is wrong, if it is one.
+    """
+
+    code = "bad_request"
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "BadRequestError",  # noqa: A002  (the field's name in the answer)
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.type = type
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A body that may go to an engine.
+
+    raw: as it came; value: the same, parsed. tokens_guess: of the prompt, by its size. output_tokens: the
+    most that it asks for, over all its choices; None: it does not say. priority: higher ones go first;
+    None: it does not say.
+    """
+
+    kind: Kind
+    raw: bytes
+    value: Mapping[str, Any]
+    model: str
+    whole: bool
+    segments: bool
+    tokens_guess: int
+    output_tokens: int | None
+    priority: int | None
+    session: Hashable
+
+
+WHOLE_IF_SET = (
+    "ec_transfer_params",
+    "kv_transfer_params",
+    "mm_payload",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "routed_experts_prompt_start",
+    "suffix",
+    "truncate_prompt_tokens",
+    "use_beam_search",
+)
+SEEN_BY_TEMPLATES = (
+    "documents",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "reasoning_effort",
+    "response_format",
+)
+"""Of chats: what a template may make tokens of, and `/tokenize` is not told."""
+
+
+def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
+    """What a body asks for. models: those that engines serve; a body without one means the only one.
+
+    Raises `BadRequest`.
+    """
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadRequest(400, "the body is not a JSON object")
+    several = kind is Kind.COMPLETIONS and _several(value.get("prompt"))
+    by_tokens = kind is Kind.COMPLETIONS or not _beyond_tokens(value)
+    return Body(
+        kind=kind,
+        raw=raw,
+        value=value,
+        model=_model(value, models),
+        whole=several or bool(value.get("echo")) or any(_set(value, WHOLE_IF_SET)),
+        segments=by_tokens,
+        tokens_guess=_tokens_guess(value, raw),
+        output_tokens=_output_tokens(kind, value),
+        priority=_priority(value),
+        session=_session(kind, value),
+    )
+
+
+def with_field(body: Body, key: str, value: object) -> bytes:
+    """The body with one more field; all else byte for byte. Of a name that is there, the last one counts."""
+    end = body.raw.rindex(b"}")
+    comma = b"," if body.value else b""
+    field = msgspec.json.encode(key) + b":" + msgspec.json.encode(value)
+    return body.raw[:end] + comma + field + body.raw[end:]
+
+
+def prompt_only(body: Body) -> bytes:
+    """The body with one token to generate and no stream: its prompt is computed as it will be for the answer."""
+    value = {
+        key: item
+        for key, item in body.value.items()
+        if key not in {"stream_options", "max_completion_tokens", "min_tokens", "best_of"}
+    }
+    return msgspec.json.encode({**value, "max_tokens": 1, "n": 1, "stream": False})
+
+
+def segment(body: Body, tokens: Sequence[int]) -> bytes:
+    """A completion that computes these tokens of a prompt, in the cache that the body's blocks are in."""
+    value: dict[str, object] = {
+        "model": body.model,
+        "prompt": tokens,
+        "max_tokens": 1,
+        "temperature": 0,
+        "stream": False,
+    }
+    for key in ("cache_salt", "priority"):
+        if body.value.get(key) is not None:
+            value[key] = body.value[key]
+    return msgspec.json.encode(value)
+
+
+def error_body(status: int, message: str, type: str, param: str | None = None) -> bytes:  # noqa: A002
+    """As vLLM writes its errors."""
+    error = {"message": message, "type": type, "param": param, "code": status}
+    return msgspec.json.encode({"error": error})
+
+
+def _set(value: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return [n for n in names if value.get(n) is not None and value[n] is not False]
+
+
+def _model(value: Mapping[str, Any], models: Sequence[str]) -> str:
+    model = value.get("model")
+    if model is None and len(models) == 1:
+        return models[0]
+    if model is None:
+        raise BadRequest(
+            400, f"name a model, one of: {', '.join(models) or 'none yet'}", param="model"
+        )
+    if model not in models:
+        shown = str(model)[:128]
+        raise BadRequest(
+            404, f"The model `{shown}` does not exist.", type="NotFoundError", param="model"
+        )
+    return str(model)
+
+
+def _several(prompt: object) -> bool:
+    """Whether this is anything but one prompt: one text, or one list of tokens."""
+    if isinstance(prompt, str):
+        return False
+    if not isinstance(prompt, list) or not prompt:
+        return True
+    return not all(type(item) is int for item in prompt)
+
+
+def _beyond_tokens(value: Mapping[str, Any]) -> bool:
+    """Whether a chat's prompt depends on more than `/tokenize` is told."""
+    if _set(value, SEEN_BY_TEMPLATES) or value.get("tool_choice") not in (None, "auto"):
+        return True
+    messages = value.get("messages")
+    if not isinstance(messages, list):
+        return True
+    return not all(isinstance(message, dict) and _is_text(message) for message in messages)
+
+
+def _is_text(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return True
+    return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+
+
+def _tokens_guess(value: Mapping[str, Any], raw: bytes) -> int:
+    prompt = value.get("prompt")
+    if isinstance(prompt, list) and prompt and not _several(prompt):
+        return len(prompt)
+    return len(raw) // BYTES_A_TOKEN + 1
+
+
+def _whole_number(value: object) -> int | None:
+    """An int that is one; whatever else an engine may take for one is its own business."""
+    return value if type(value) is int else None
+
+
+def _output_tokens(kind: Kind, value: Mapping[str, Any]) -> int | None:
+    most = _whole_number(value.get("max_completion_tokens"))
+    if most is None:
+        most = _whole_number(value.get("max_tokens"))
+    if most is None and kind is Kind.COMPLETIONS and value.get("max_tokens") is None:
+        most = COMPLETION_TOKENS
+    if most is None or most < 0:
+        return None
+    choices = max(_whole_number(value.get("n")) or 1, _whole_number(value.get("best_of")) or 1, 1)
+    return most * min(choices, CHOICES_MAX)
+
+
+def _priority(value: Mapping[str, Any]) -> int | None:
+    """vLLM's is the other way round: there the lowest number goes first."""
+    priority = _whole_number(value.get("priority"))
+    return None if priority is None else -priority
+
+
+def _session(kind: Kind, value: Mapping[str, Any]) -> Hashable:
+    """What tells a conversation from others: who says it is theirs, or how it begins."""
+    for name in ("session_id", "user"):
+        said = value.get(name)
+        if isinstance(said, str) and said:
+            return said
+    if kind is Kind.CHAT and isinstance(messages := value.get("messages"), list):
+        return xxhash.xxh3_64_intdigest(msgspec.json.encode(messages[:2]))
+    return None

@@ -1,0 +1,150 @@
+"""What engines' own caches hold, by their KV events, in the prefix index.
+
+One subscriber follows all engines. Gaps, replays and restarts are its business (`placement.event_stream`): what an
+engine is said to hold is taken from `EngineBlocks.take_changes`, a few hundred blocks at a time, so that requests
+are not kept waiting. A block of several cache groups counts as held once all groups hold it that must.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.placement.events import EngineFeed, EngineSource, EventSubscriber
+from kvpool.router.engines import EngineSpec, gpu_holder
+from kvpool.scheduler.index import PrefixIndex
+
+log = logging.getLogger("kvpool.router")
+
+ENGINES_MAX = 1024
+SLICE_BLOCKS = 512
+LAGS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """One engine. need: the groups that must hold a block, as bits. salt: what makes its keys of its hashes."""
+
+    source: EngineSource
+    holder: str
+    need: int
+    salt: int
+
+
+class Caches:
+    """See the module.
+
+    wall: seconds, as engines stamp their events. on_lag: called with the seconds from an event to the index.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        on_lag: Callable[[float], None],
+    ) -> None:
+        self._index = index
+        self._clock = clock
+        self._wall = wall
+        self._on_lag = on_lag
+        self._followed: dict[str, _Followed] = {}
+        self._dirty: dict[str, None] = {}
+        self._awake = asyncio.Event()
+        self._lags: deque[float] = deque(maxlen=LAGS)
+        self._subscriber = EventSubscriber(
+            (), clock=clock, changed=self._heard, engines_max=ENGINES_MAX
+        )
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._subscriber.run())
+            tasks.create_task(self._write())
+
+    # ---- engines come and go -----------------------------------------------------------------------
+
+    def follow(self, spec: EngineSpec, salt: int) -> None:
+        """Have the index say what this engine's cache holds, from now on; also of one that has changed.
+
+        The index has a holder for it in any case: what it is sent is expected there. Raises `ConfigError` for
+        events that cannot be had.
+        """
+        source = None
+        need = sum(1 << group for group in spec.groups)
+        if spec.events and spec.groups and spec.hashing is not None:
+            source = EngineSource(spec.name, spec.events, spec.replay or None, spec.topic)
+        known = self._followed.get(spec.name)
+        if known is not None and (known.source, known.need, known.salt) == (source, need, salt):
+            return
+        self.forget(spec.name)
+        self._index.join(gpu_holder(spec), pool=False)
+        if source is not None:
+            self._subscriber.add(source)
+            self._followed[spec.name] = _Followed(source, gpu_holder(spec), need, salt)
+
+    def forget(self, name: str) -> None:
+        """An engine is gone. Idempotent."""
+        known = self._followed.pop(name, None)
+        self._dirty.pop(name, None)
+        if known is not None:
+            self._subscriber.remove(name)
+        self._index.leave(f"gpu:{name}")
+
+    def feed(self, name: str) -> EngineFeed | None:
+        """What an engine is heard by; None: it is not followed."""
+        return self._subscriber.engines.get(name)
+
+    # ---- what they say -----------------------------------------------------------------------------
+
+    def _heard(self, name: str) -> None:
+        self._dirty[name] = None
+        self._awake.set()
+
+    async def _write(self) -> None:
+        while True:
+            if self._dirty:
+                self._take(next(iter(self._dirty)))
+                await asyncio.sleep(0)
+            else:
+                self._awake.clear()
+                await self._awake.wait()
+
+    def _take(self, name: str) -> None:
+        """Write some of what an engine has told."""
+        followed, feed = self._followed[name], self._subscriber.engines[name]
+        changes = feed.blocks.take_changes(SLICE_BLOCKS)
+        index, holder, salt = self._index, followed.holder, followed.salt
+        if changes.reset:
+            index.join(holder, pool=False)
+        lag = max(0.0, self._wall() - feed.told_at)
+        now = self._clock()
+        held: list[int] = []
+        gone: list[int] = []
+        for short, mask in zip(changes.hashes, changes.masks, strict=True):
+            (held if mask & followed.need == followed.need else gone).append(short ^ salt)
+        index.add(holder, held, told_at=now - lag, now=now)
+        index.discard(holder, gone, told_at=now - lag, now=now)
+        if not feed.blocks.has_changes:
+            del self._dirty[name]
+            if feed.told_at >= 0:
+                self._lags.append(lag)
+                self._on_lag(lag)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values: of all engines the lag from event to index, of each how well it is heard."""
+        lags = sorted(self._lags)
+        return {
+            "lag_p50_s": lags[len(lags) // 2] if lags else None,
+            "lag_p99_s": lags[len(lags) * 99 // 100] if lags else None,
+            "engines": {
+                feed.source.name: feed.stats() for feed in self._subscriber.engines.values()
+            },
+        }

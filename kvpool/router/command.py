@@ -1,0 +1,230 @@
+"""`kvpool router`: puts the parts together, runs until SIGTERM, and then drains."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+import uvloop
+from aiohttp import web
+
+from kvpool.client import Client
+from kvpool.errors import ConfigError
+from kvpool.router.api import HEADER_BYTES_MAX, Api
+from kvpool.router.breaker import Rule
+from kvpool.router.config import EngineTable, RouterConfig, Secrets
+from kvpool.router.engines import EngineSpec
+from kvpool.router.health import Health
+from kvpool.router.knowledge import Knowledge
+from kvpool.router.metrics import Metrics
+from kvpool.router.observing import Observing
+from kvpool.router.serving import Serving
+from kvpool.router.upstream import Upstream, open_session
+from kvpool.scheduler.index import PrefixIndex
+from kvpool.scheduler.policies import make_policy
+from kvpool.scheduler.roles import RoleRule
+from kvpool.scheduler.scheduler import Scheduler, Settings
+from kvpool.scheduler.situation import Cluster, Traffic
+from kvpool.scheduler.tenants import TenantRule
+
+log = logging.getLogger("kvpool.router")
+
+CLIENT_TIMEOUT_S = 2.0
+ACCEPTS = 1024
+CLOSE_S = 2.0
+
+
+def run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int], None]) -> None:
+    """Until SIGTERM or SIGINT. ready: called with the URL and the number of engines once it serves."""
+    uvloop.run(_run(config, secrets, ready))
+
+
+class Router:
+    """One router, from `start` to `close`. health, serving: for whoever runs it."""
+
+    health: Health
+    serving: Serving
+
+    def __init__(
+        self, config: RouterConfig, secrets: Secrets, session: aiohttp.ClientSession
+    ) -> None:
+        clock = time.monotonic
+        self._config = config
+        self._metrics = metrics = Metrics()
+        cluster = Cluster({}, {}, Traffic())
+        index = PrefixIndex()
+
+        def api_key(spec: EngineSpec) -> str:
+            return secrets.api_key_of(spec.url)
+
+        upstream = Upstream(session, api_key, config.connect_s)
+        self._client = _pool(config)
+        self._knowledge = Knowledge(
+            engines=[_given(table) for table in config.engines],
+            client=self._client,
+            session=session,
+            index=index,
+            cluster=cluster,
+            joined=self._joined,
+            left=self._left,
+            changed=self._changed,
+            clock=clock,
+            api_key=api_key,
+            on_lag=metrics.lag.observe,
+        )
+        self.health = Health(
+            upstream,
+            Rule(config.failures_max, config.backoff_s, config.backoff_s_max),
+            probe_s=config.probe_s,
+            probe_timeout_s=config.probe_timeout_s,
+            clock=clock,
+            up=self._up,
+            down=self._down,
+        )
+        self.serving = Serving(
+            config,
+            scheduler=Scheduler(
+                (), cluster, index, make_policy(config.policy), random.Random(), _settings(config)
+            ),
+            known=self._knowledge,
+            watched=self.health,
+            upstream=upstream,
+            observer=Observing(cluster),
+            metrics=metrics,
+            clock=clock,
+            random=os.urandom,
+        )
+        api = Api(
+            config, secrets, self.serving, metrics, started_at=int(time.time()), random=os.urandom
+        )
+        self._runner = web.AppRunner(
+            api.application(),
+            # A client that leaves cancels its handler, and with it all that runs for it.
+            handler_cancellation=True,
+            access_log=None,
+            max_field_size=HEADER_BYTES_MAX,
+            shutdown_timeout=CLOSE_S,
+        )
+        self._rebalancing: asyncio.Task[None] | None = None
+
+    # What is known of engines decides whom health watches, and that who is in the scheduler.
+
+    def _joined(self, spec: EngineSpec) -> None:
+        self.health.add(spec)
+
+    def _left(self, name: str) -> None:
+        self.health.remove(name)
+        self._metrics.forget(name)
+
+    def _changed(self, spec: EngineSpec) -> None:
+        self.health.change(spec)
+
+    def _up(self, spec: EngineSpec) -> None:
+        self.serving.engine_up(spec)
+
+    def _down(self, spec: EngineSpec) -> None:
+        self.serving.engine_down(spec)
+
+    async def start(self) -> str:
+        """Listen, once each engine that is configured was asked how it is. The URL."""
+        await self._knowledge.start()
+        await self.health.first_probes(self._config.probe_timeout_s)
+        self._rebalancing = asyncio.create_task(self.serving.rebalance(), name="rebalance")
+        await self._runner.setup()
+        host, port = self._config.address
+        site = web.TCPSite(self._runner, host, port, backlog=ACCEPTS)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {self._config.listen}: {error.strerror}") from None
+        bound = self._runner.addresses[0][1]
+        return f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+
+    async def close(self) -> None:
+        """Ends what is still in flight."""
+        await self._runner.cleanup()
+        if self._rebalancing is not None:
+            self._rebalancing.cancel()
+            await asyncio.gather(self._rebalancing, return_exceptions=True)
+        await self.health.close()
+        await self.serving.close()
+        await self._knowledge.close()
+        if self._client is not None:
+            self._client.close()
+
+
+def _spare_collections() -> None:
+    """What is there by now stays; and a full collection over a large index would stop everything."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 10, 1_000_000)
+
+
+def _pool(config: RouterConfig) -> Client | None:
+    """The daemon of this host; None without one."""
+    if not config.daemon:
+        return None
+    return Client(
+        config.socket,
+        token=os.environ.get("KVPOOL_TOKEN"),
+        operator_token=os.environ.get("KVPOOL_OPERATOR_TOKEN", ""),
+        timeout_s=CLIENT_TIMEOUT_S,
+    )
+
+
+def _given(table: EngineTable) -> dict[str, object]:
+    """What is said of an engine, without what is left out."""
+    return {key: value for key, value in msgspec.structs.asdict(table).items() if value is not None}
+
+
+def _settings(config: RouterConfig) -> Settings:
+    return Settings(
+        queue_max=config.queue_max,
+        ttft_slo_s=math.inf if config.ttft_slo_s is None else config.ttft_slo_s,
+        tpot_slo_s=math.inf if config.tpot_slo_s is None else config.tpot_slo_s,
+        retries_max=config.retries_max,
+        roles=RoleRule(dwell_s=config.role_dwell_s, smooth_s=config.role_smooth_s),
+        tenants=TenantRule({name: tenant.weight for name, tenant in config.tenants.items()}),
+    )
+
+
+async def _run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int], None]) -> None:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def told() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told)
+    async with open_session() as session:
+        router = Router(config, secrets, session)
+        try:
+            url = await router.start()
+            ready(url, len(router.health.passing()))
+            _spare_collections()
+            await stop.wait()
+            await _drain(router, config.drain_s, hurry)
+        finally:
+            await router.close()
+
+
+async def _drain(router: Router, within_s: float, hurry: asyncio.Event) -> None:
+    """Until the last request has ended, the time is over, or somebody is in a hurry."""
+    drained = asyncio.create_task(router.serving.drained(within_s))
+    hurried = asyncio.create_task(hurry.wait())
+    await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
+    if not (drained.done() and drained.result()):
+        log.warning("requests that are still in flight are aborted")
+    for task in (drained, hurried):
+        task.cancel()
+    await asyncio.gather(drained, hurried, return_exceptions=True)

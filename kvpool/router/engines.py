@@ -1,0 +1,180 @@
+"""The engines that requests can be sent to, as the router knows them: configured, announced, or both.
+
+An engine's plugin announces it to the daemon of its node (`kvpool.types.EngineRecord`), and all nodes see it.
+What the router's configuration says of the same URL goes before that, field by field. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvpool.router.hashing import DEFAULT_SEED, HashSpec, none_hash
+from kvpool.scheduler.values import Engine, Role
+
+ROLES = {"both": Role.BOTH, "prefill": Role.PREFILL, "decode": Role.DECODE}
+CAPACITY_TOKENS = 1 << 20
+STEP_TOKENS = 2048
+"""Assumed of an engine that does not tell how many tokens its cache holds, or a step computes."""
+DEFAULT_ALGORITHM = "sha256_cbor"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine: a server with an OpenAI-compatible API, and what is known of the cache behind it.
+
+    url: without a slash at its end. name: unique; host:port of the URL unless configured. node: whose daemon it
+    uses; empty: not known, or none. role: what it is used for; flexible: whether that may change.
+    labels: where the node stands.
+    model: by the name that it was configured or announced with, or its first one. models: all its names,
+    adapters included, as it says itself; adapters: by name, where each was loaded from. kind: engines of one
+    kind share estimates; the model unless configured.
+    events, replay, topic: where its KV events are to be had, as ZeroMQ connects; empty: nowhere.
+    namespace: digest; empty: not known. groups: the cache groups that must hold a block, so that it counts as
+    held; empty: what its cache holds is not learnt. hashing: None: its hashes are not known, or not as they
+    were said to be; no block is looked up for it.
+    capacity_tokens: of its cache. step_tokens: of a step. block_bytes: of a block, all ranks; 0: not known.
+    follows_max: how many prompts it may follow at a time. max_len: tokens of prompt and answer; 0: not known.
+    """
+
+    url: str
+    name: str = ""
+    node: str = ""
+    role: Role = Role.BOTH
+    flexible: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
+    models: tuple[str, ...] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    kind: str = ""
+    events: str = ""
+    replay: str = ""
+    topic: str = ""
+    namespace: bytes = b""
+    groups: tuple[int, ...] = ()
+    hashing: HashSpec | None = None
+    capacity_tokens: int = CAPACITY_TOKENS
+    step_tokens: int = STEP_TOKENS
+    block_bytes: int = 0
+    follows_max: int = 0
+    max_len: int = 0
+
+    def serves(self, model: str) -> bool:
+        """Whether it takes requests for the model; empty: for the one that it serves."""
+        return not model or model == self.model or model in self.models
+
+
+def spec_of(
+    url: str, *, announced: Mapping[str, Any] | None, table: Mapping[str, Any] | None
+) -> EngineSpec:
+    """An engine by what was announced (`Client.engines`) and what is configured (`[[engines]]`).
+
+    Raises `ConfigError` for hashes that are not known.
+    """
+    said = {} if announced is None else announced
+    given = {} if table is None else table
+
+    def known(name: str, default: Any) -> Any:
+        return given.get(name) or said.get(name) or default
+
+    url = url.rstrip("/")
+    model = str(known("model", ""))
+    # A path is of the engine's own machine.
+    elsewhere = "ipc://" if announced is not None and not said["here"] else "\0"
+    endpoints = {
+        name: given.get(name) or ("" if str(value).startswith(elsewhere) else value)
+        for name in ("events", "replay")
+        for value in [said.get(name, "")]
+    }
+    events = str(endpoints["events"])
+    return EngineSpec(
+        url,
+        name=given.get("name") or urlsplit(url).netloc,
+        node=known("node", ""),
+        role=ROLES[known("role", "both")],
+        flexible=bool(known("flexible", False)),
+        labels=dict(known("labels", {})),
+        model=model,
+        kind=known("kind", model),
+        events=events,
+        replay=str(endpoints["replay"]) if events else "",
+        topic=known("topic", ""),
+        namespace=bytes.fromhex(known("namespace", "")),
+        groups=tuple(known("groups", (0,) if announced is None else ())),
+        hashing=_hashing(said, given),
+        capacity_tokens=known("capacity_tokens", CAPACITY_TOKENS),
+        step_tokens=known("step_tokens", STEP_TOKENS),
+        block_bytes=known("block_bytes", 0),
+        follows_max=known("follows_max", 0),
+        max_len=known("max_len", 0),
+    )
+
+
+def _hashing(said: Mapping[str, Any], given: Mapping[str, Any]) -> HashSpec | None:
+    block_tokens = given.get("block_tokens") or said.get("block_tokens") or 0
+    if not block_tokens:
+        return None
+    algorithm = given.get("hash") or said.get("hash_algorithm") or DEFAULT_ALGORITHM
+    begins = bytes.fromhex(said.get("none_hash", ""))
+    if "hash" in given or "hash_seed" in given or not begins:
+        begins = none_hash(algorithm, given.get("hash_seed", DEFAULT_SEED))
+    return HashSpec(block_tokens, algorithm, begins)
+
+
+def with_models(spec: EngineSpec, cards: Sequence[Mapping[str, Any]]) -> EngineSpec:
+    """With what the engine's `/v1/models` says: names, adapters, and how long a prompt may be."""
+    cards = [card for card in cards if isinstance(card.get("id"), str)]
+    base = [card for card in cards if not card.get("parent")]
+    lengths = [card["max_model_len"] for card in base if isinstance(card.get("max_model_len"), int)]
+    names = tuple(card["id"] for card in cards)
+    model = spec.model or (base[0]["id"] if base else "")
+    return replace(
+        spec,
+        model=model,
+        models=names,
+        adapters={card["id"]: str(card.get("root") or "") for card in cards if card.get("parent")},
+        kind=spec.kind or model,
+        max_len=spec.max_len or max(lengths, default=0),
+    )
+
+
+def scheduled(spec: EngineSpec) -> Engine:
+    """The engine as the scheduler keeps it in mind, with nothing to do."""
+    return Engine(
+        spec.name,
+        spec.node,
+        spec.role,
+        spec.kind,
+        gpu_holder(spec),
+        pool_holders(spec.node, spec.namespace),
+        spec.capacity_tokens,
+        labels=spec.labels,
+        follows_max=spec.follows_max if spec.node else 0,
+        flexible=spec.flexible,
+    )
+
+
+def gpu_holder(spec: EngineSpec) -> str:
+    """As which the prefix index knows the engine's own cache."""
+    return f"gpu:{spec.name}"
+
+
+def pool_holders(node: str, namespace: bytes) -> tuple[str, ...]:
+    """As which it knows what a node has for engines of a namespace: in memory, and with what is on disks."""
+    if not node:
+        return ()
+    place = f"{node}/{namespace.hex()[:8]}"
+    return f"dram:{place}", f"ssd:{place}"
+
+
+def differs(old: EngineSpec, new: EngineSpec) -> bool:
+    """Whether the scheduler must be told: what `scheduled` makes of them is not the same."""
+    return any(getattr(old, name) != getattr(new, name) for name in _SCHEDULED)
+
+
+_SCHEDULED = (
+    *("url", "name", "node", "role", "kind", "namespace", "capacity_tokens", "labels"),
+    *("follows_max", "flexible"),
+)

@@ -1,0 +1,153 @@
+"""What became of a request, and why: kept for the last ones, for `/explain`. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpool.scheduler.policies import Choice
+from kvpool.scheduler.values import DecodeOrder, DecodeOutlook, Order, Outlook, Rejection, Request
+
+IN_FLIGHT = "in flight"
+SHOWN_MAX = 8
+"""Candidates of an order, and steps of a request, that are kept."""
+
+
+@dataclass(slots=True)
+class Account:
+    """Of one request. Times are seconds since it came; a step is what happened, and when."""
+
+    ident: str
+    model: str
+    tenant: str
+    arrived_s: float
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    outcome: str = IN_FLIGHT
+
+    def note(self, now: float, what: str, **details: Any) -> None:
+        """A step; beyond the limit the last one is replaced, so that the end is always there."""
+        step = {"at_s": round(now - self.arrived_s, 6), "what": what, **details}
+        if len(self.steps) >= 8 * SHOWN_MAX:
+            self.steps[-1] = step
+        else:
+            self.steps.append(step)
+
+    def ordered(self, order: Order, now: float) -> None:
+        """A part of the prompt was given to an engine."""
+        self.note(
+            now,
+            "order",
+            engine=order.outlook.engine.name,
+            serves="prompt and answer" if order.whole else "prompt",
+            up_to_token=order.end,
+            last=order.last,
+            decode=None if order.decode is None else order.decode.name,
+            follow=order.follow,
+            expected=outlook_of(order.outlook),
+            candidates=[outlook_of(each) for each in order.candidates[:SHOWN_MAX]],
+            decode_candidates=[decoder_of(each) for each in order.decoders[:SHOWN_MAX]],
+        )
+
+    def decode_ordered(self, order: DecodeOrder, now: float) -> None:
+        """The answer was given to an engine."""
+        self.note(
+            now,
+            "decode order",
+            engine=order.engine.name,
+            decode_candidates=[decoder_of(each) for each in order.decoders[:SHOWN_MAX]],
+        )
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "request": self.ident,
+            "model": self.model,
+            "tenant": self.tenant,
+            "outcome": self.outcome,
+            **self.facts,
+            "steps": self.steps,
+        }
+
+
+class Accounts:
+    """The last so many, by request id. Of an id that comes again, the later one."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: OrderedDict[str, Account] = OrderedDict()
+
+    def add(self, account: Account) -> None:
+        self._kept.pop(account.ident, None)
+        self._kept[account.ident] = account
+        if len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+
+    def get(self, ident: str) -> Account | None:
+        return self._kept.get(ident)
+
+
+def outlook_of(outlook: Outlook) -> dict[str, Any]:
+    """What was expected of a request on one engine; seconds, blocks."""
+    return {
+        "engine": outlook.engine.name,
+        "cached_blocks": outlook.cached,
+        "loaded_blocks": outlook.loaded,
+        "pulled_blocks": outlook.pulled,
+        "source": outlook.source,
+        "waits_for_blocks": outlook.pending,
+        "load_s": _number(outlook.load_s),
+        "starts_s": _number(outlook.starts_s),
+        "prefill_s": _number(outlook.prefill_s),
+        "ttft_s": _number(outlook.ttft_s),
+        "cost": _number(outlook.cost),
+    }
+
+
+def decoder_of(outlook: DecodeOutlook) -> dict[str, Any]:
+    """What was expected of its answer on one engine."""
+    return {
+        "engine": outlook.engine.name,
+        "tpot_s": _number(outlook.tpot_s),
+        "lacks_blocks": outlook.lacks,
+        "handover_s": _number(outlook.handover_s),
+        "fits": outlook.fits,
+        "cost": _number(outlook.cost),
+    }
+
+
+def dry_run(request: Request, found: Choice | Rejection) -> dict[str, Any]:
+    """What would be done with a request now."""
+    shown: dict[str, Any] = {
+        "prompt_tokens": request.tokens,
+        "prompt_blocks": len(request.keys),
+        "output_tokens": request.output_tokens,
+    }
+    if isinstance(found, Rejection):
+        return {**shown, "rejected": rejection_of(found)}
+    return {
+        **shown,
+        "engine": found.best.engine.name,
+        "expected": outlook_of(found.best),
+        "candidates": candidates_of(found.candidates),
+        "decode_candidates": [decoder_of(each) for each in found.decoders[:SHOWN_MAX]],
+    }
+
+
+def candidates_of(candidates: Sequence[Outlook]) -> list[dict[str, Any]]:
+    return [outlook_of(each) for each in candidates[:SHOWN_MAX]]
+
+
+def rejection_of(rejection: Rejection) -> Mapping[str, Any]:
+    return {
+        "code": rejection.code,
+        "reason": rejection.reason,
+        "retry_after_s": _number(rejection.retry_after_s),
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity."""
+    return round(value, 6) if math.isfinite(value) else None

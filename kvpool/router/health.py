@@ -1,0 +1,160 @@
+"""Which engines get requests: a probe now and then, and a breaker for each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kvpool.router.breaker import Breaker, Rule
+from kvpool.router.engines import EngineSpec
+from kvpool.router.upstream import EngineFailed, Upstream
+
+log = logging.getLogger("kvpool.router")
+
+HEALTH_PATH = "/health"
+HEALTH_BYTES_MAX = 1 << 16
+
+
+@dataclass(slots=True)
+class Patient:
+    """An engine that is watched. turned: its breaker has changed, and with it when it is to be probed."""
+
+    spec: EngineSpec
+    breaker: Breaker
+    turned: asyncio.Event = field(default_factory=asyncio.Event)
+    probed: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+
+class Health:
+    """Watches engines from `add` to `remove`, each in a task. up, down: called when one begins to pass, or ends to.
+
+    For one event loop; callbacks are called in it.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        rule: Rule,
+        *,
+        probe_s: float,
+        probe_timeout_s: float,
+        clock: Callable[[], float],
+        up: Callable[[EngineSpec], None],
+        down: Callable[[EngineSpec], None],
+    ) -> None:
+        self._upstream = upstream
+        self._rule = rule
+        self._probe_s = probe_s
+        self._probe_timeout_s = probe_timeout_s
+        self._clock = clock
+        self._up = up
+        self._down = down
+        self._patients: dict[str, Patient] = {}
+
+    @property
+    def breakers(self) -> Mapping[str, Breaker]:
+        return {name: patient.breaker for name, patient in self._patients.items()}
+
+    def passing(self) -> list[EngineSpec]:
+        """Those that get requests."""
+        return [p.spec for p in self._patients.values() if p.breaker.passes]
+
+    def spec(self, name: str) -> EngineSpec | None:
+        """Of one that gets requests."""
+        patient = self._patients.get(name)
+        return patient.spec if patient is not None and patient.breaker.passes else None
+
+    def add(self, spec: EngineSpec) -> None:
+        """A new engine. It gets requests from its first good probe on."""
+        patient = Patient(spec, Breaker(self._rule, self._clock()))
+        self._patients[spec.name] = patient
+        patient.task = asyncio.create_task(self._watch(patient), name=f"health of {spec.name}")
+
+    def change(self, spec: EngineSpec) -> None:
+        """The same engine, of which more is known, or something else."""
+        patient = self._patients[spec.name]
+        if patient.breaker.passes:
+            self._down(patient.spec)
+        patient.spec = spec
+        if patient.breaker.passes:
+            self._up(spec)
+
+    def remove(self, name: str) -> None:
+        """It is gone for good."""
+        patient = self._patients.pop(name)
+        assert patient.task is not None, "it is watched from its beginning"
+        patient.task.cancel()
+        if patient.breaker.passes:
+            self._down(patient.spec)
+
+    def succeeded(self, name: str) -> None:
+        """An engine has done what a request asked for. Of one that is gone, nothing."""
+        if (patient := self._patients.get(name)) is not None:
+            patient.breaker.succeeded()
+
+    def failed(self, name: str) -> None:
+        """A request failed by this engine's fault."""
+        patient = self._patients.get(name)
+        if patient is None:
+            return
+        passed = patient.breaker.passes
+        patient.breaker.failed(self._clock())
+        self._turn(patient, passed)
+
+    async def first_probes(self, within_s: float) -> None:
+        """Until each has been asked once, or the time is over."""
+        waits = [asyncio.ensure_future(p.probed.wait()) for p in self._patients.values()]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=within_s)
+            for wait in late:
+                wait.cancel()
+
+    async def close(self) -> None:
+        """Watch no more."""
+        tasks = [p.task for p in self._patients.values() if p.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, patient: Patient) -> None:
+        while True:
+            patient.turned.clear()
+            wait_s = patient.breaker.probe_at - self._clock()
+            if wait_s > 0:
+                try:
+                    async with asyncio.timeout(wait_s):
+                        await patient.turned.wait()
+                except TimeoutError:
+                    pass  # it is time
+                else:
+                    continue
+            try:
+                await self._upstream.get(
+                    patient.spec, HEALTH_PATH, self._probe_timeout_s, HEALTH_BYTES_MAX
+                )
+                error = None
+            except EngineFailed as failed:
+                error = failed
+            passed = patient.breaker.passes
+            patient.breaker.probed(error is None, self._clock(), self._probe_s)
+            if error is not None and passed:
+                log.warning("probe: %s", error)
+            self._turn(patient, passed)
+            patient.probed.set()
+
+    def _turn(self, patient: Patient, passed: bool) -> None:
+        """Tell of what changed, if its breaker did."""
+        passes = patient.breaker.passes
+        if passes == passed:
+            return
+        patient.turned.set()
+        name, state = patient.spec.name, patient.breaker.state.value
+        if passes:
+            log.info("engine %s gets requests: %s", name, state)
+            self._up(patient.spec)
+        else:
+            log.warning("engine %s gets no requests until it is probed again", name)
+            self._down(patient.spec)

@@ -1,0 +1,553 @@
+"""What the router knows: which engines there are, what their caches hold, what the pool holds.
+
+Engines are those of the configuration and those that plugins announced, which the daemon of this host is asked
+for every second. An engine that is announced no more stays while it answers: its node's daemon may have ended.
+
+What their caches hold comes by their KV events (`caches.py`). What the pool holds is asked of the daemon for each
+prompt: it has that in its directory, and the answer is written to the index, too (`pool_view.py`). A router
+that is started anew has the events replayed, and routes meanwhile.
+
+Block hashes must be the engine's own, and are compared with them (`verifying.py`). Where they differ nothing is
+looked up for that engine, and that is said loudly: no hits at all would look the same.
+
+Keys of the index are the last 8 bytes of a hash, as events have them, made different between models, which may
+share a tokeniser and with it their hashes.
+
+Event loop only; the daemon is asked in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import aiohttp
+import msgspec
+
+from kvpool.client import Client
+from kvpool.errors import ConfigError, KvpoolError, Unavailable
+from kvpool.router.caches import Caches
+from kvpool.router.engines import (
+    EngineSpec,
+    differs,
+    pool_holders,
+    spec_of,
+    with_models,
+)
+from kvpool.router.hashing import Hasher, HashSpec, index_keys, salt_of
+from kvpool.router.observing import assumed, refine
+from kvpool.router.pool_view import PoolView
+from kvpool.router.tokens import Tokenizer, UnknownModel, question, read
+from kvpool.router.verifying import MISMATCH, UNVERIFIED, VERIFIED, verify
+from kvpool.scheduler.estimates import KindEstimates
+from kvpool.scheduler.index import PrefixIndex
+from kvpool.scheduler.situation import Cluster
+from kvpool.types import KEY_BYTES
+
+log = logging.getLogger("kvpool.router")
+
+DISCOVER_S = 1.0
+MODELS_S = 10.0
+"""How often an engine is asked for its models: adapters come and go."""
+MODELS_RETRY_S, VANISHED_S = 0.5, 2.0
+"""The same of one that does not answer, or that is announced no more."""
+ASK_S = 2.0
+START_S = 2.0
+"""How long `start` waits for engines, so that the first requests find some."""
+MISSED_MAX = 3
+"""An engine that is announced no more, and so often in a row did not answer, is gone."""
+TOKENIZE_TRIES = 2
+LOOKS_MAX = 32
+"""Looks into the pool that are under way at a time; a prompt beyond goes without."""
+LOOK_THREADS = 4
+ANSWER_BYTES_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the index knows it.
+
+    tokens: empty: they are not known (several prompts, images, embeddings, …). hashes: of its full blocks.
+    keys: the same in the `PrefixIndex`; `Request.keys`. kinds: of the engines that serve its model.
+    spec: how it was hashed; None: it was not, and has no keys.
+    """
+
+    model: str
+    tokens: Sequence[int]
+    hashes: Sequence[bytes]
+    keys: Sequence[int]
+    kinds: frozenset[str]
+    spec: HashSpec | None
+
+
+class _Models(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+_decode_models = msgspec.json.Decoder(_Models).decode
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """One engine. table: of the configuration. announced: by its plugin; None: it is not, or no more.
+
+    vanished: it is announced no more, though this daemon was asked.
+    standing: of its hashes; doubted: those that it does not have, though it was said so. missed: how often in a row it
+    did not answer. met: set once it has been asked for its models; ask: to have it asked now.
+    """
+
+    spec: EngineSpec
+    table: Mapping[str, Any] | None
+    announced: Mapping[str, Any] | None
+    cards: Sequence[Mapping[str, Any]] = ()
+    vanished: bool = False
+    standing: str = UNVERIFIED
+    doubted: HashSpec | None = None
+    verifying: asyncio.Lock = field(default_factory=asyncio.Lock)
+    missed: int = 0
+    met: asyncio.Event = field(default_factory=asyncio.Event)
+    ask: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+
+class Knowledge:
+    """See the module.
+
+    engines: tables of the configuration, with their fields' names. client: of this host's daemon; None: the
+    router goes without. session: for asking engines. index, cluster: what the scheduler decides by; its kinds
+    and nodes are kept up here.
+    joined, left, changed: called with engines that appear, with the names of those that are gone, and with
+    those of which the scheduler is to know something else. on_lag: called with the seconds from an event to the
+    index, by the wall clocks of both machines. api_key: of an engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        engines: Sequence[Mapping[str, Any]],
+        client: Client | None,
+        session: aiohttp.ClientSession,
+        index: PrefixIndex,
+        cluster: Cluster,
+        joined: Callable[[EngineSpec], None],
+        left: Callable[[str], None],
+        changed: Callable[[EngineSpec], None],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        api_key: Callable[[EngineSpec], str] = lambda _: "",
+        on_lag: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self._tables = {str(table["url"]).rstrip("/"): table for table in engines}
+        self._client = client
+        self._session = session
+        self._index = index
+        self._kinds = cast(dict[str, KindEstimates], cluster.kinds)
+        self._nodes = cast(dict[str, str], cluster.nodes)
+        self._joined, self._left, self._changed = joined, left, changed
+        self._clock = clock
+        self._api_key = api_key
+        self._known: dict[str, _Known] = {}  # by URL
+        self._specs: dict[str, EngineSpec] = {}  # by name
+        self._pools: dict[bytes, PoolView] = {}  # by namespace
+        self._caches = Caches(index, clock=clock, wall=wall, on_lag=on_lag)
+        self._tokenizer = Tokenizer(session)
+        self._hasher = Hasher()
+        self._threads = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="kvpool-look")
+        self._looking = 0
+        self._counts = {"looks": 0, "late_looks": 0, "failed_looks": 0}
+        self._daemon_error = ""
+        self._turn = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- life --------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin; engines that are there join now, if they answer soon, and later if not."""
+        self._begin(self._caches.run())
+        for url in self._tables:
+            self._meet(url, None)
+        found = await self._discover()
+        if self._client is not None:
+            self._begin(self._keep_discovering())
+        waits = [asyncio.ensure_future(known.met.wait()) for known in self._known.values()]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=START_S)
+            for wait in late:
+                wait.cancel()
+        if self._client is not None and not found:
+            log.warning(
+                "no daemon: engines are those of the configuration, and what the pool holds is not known: %s",
+                self._daemon_error,
+            )
+
+    async def close(self) -> None:
+        """End all that runs here."""
+        tasks = [*self._tasks, *(k.task for k in self._known.values() if k.task is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error  # the loop's handler says so: something is wrong here
+
+    # ---- engines -----------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> Mapping[str, EngineSpec]:
+        """By name."""
+        return self._specs
+
+    async def _keep_discovering(self) -> None:
+        while True:
+            await asyncio.sleep(DISCOVER_S)
+            await self._discover()
+
+    async def _discover(self) -> bool:
+        """Ask the daemon which engines there are; whether it answers."""
+        client = self._client
+        if client is None:
+            return False
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(self._threads, client.engines)
+        except KvpoolError as error:
+            self._daemon_error = str(error)
+            return False
+        self._daemon_error = ""
+        announced: dict[str, Mapping[str, Any]] = {}
+        for each in found:
+            # Ranks behind one URL are one engine here: the first one's cache is looked at.
+            announced.setdefault(str(each["url"]).rstrip("/"), each)
+        for url, record in announced.items():
+            self._meet(url, record)
+        for url, known in list(self._known.items()):
+            if url not in announced and known.announced is not None:
+                self._miss(url, known)
+        return True
+
+    def _miss(self, url: str, known: _Known) -> None:
+        """It is announced no more. That it does not answer either is seen by its own task."""
+        if known.table is not None:
+            self._meet(url, None)
+        elif not known.vanished:
+            known.vanished = True
+            known.missed = 0
+            known.ask.set()
+        elif known.missed >= MISSED_MAX:
+            del self._known[url]
+            del self._specs[known.spec.name]
+            assert known.task is not None
+            known.task.cancel()
+            self._caches.forget(known.spec.name)
+            self._keep_nodes()
+            log.info("engine %s has left", known.spec.name)
+            self._left(known.spec.name)
+
+    def _meet(self, url: str, announced: Mapping[str, Any] | None) -> None:
+        """An engine is configured, or announced like this."""
+        known = self._known.get(url)
+        table = self._tables.get(url)
+        if known is not None:
+            known.vanished = False
+            if known.announced == announced:
+                return
+        try:
+            spec = spec_of(url, announced=announced, table=table)
+        except ConfigError as error:
+            log.warning("engine %s is not used: %s", url, error)
+            return
+        if known is None:
+            taken = self._specs.get(spec.name)
+            if taken is not None:
+                log.error("engine %s is not used: one of the same name is at %s", url, taken.url)
+                return
+            known = self._known[url] = _Known(spec, table, announced)
+            self._add(known, spec)
+            known.task = asyncio.get_running_loop().create_task(self._ask_models(known))
+            log.info("engine %s has joined", spec.name)
+            self._joined(known.spec)
+        else:
+            known.announced = announced
+            self._change(known, with_models(spec, known.cards))
+
+    def _change(self, known: _Known, spec: EngineSpec) -> None:
+        """It is like this now. Hashes that it was found not to have are none."""
+        if spec.hashing is not None and spec.hashing == known.doubted:
+            spec = replace(spec, hashing=None)
+        old = known.spec
+        if spec == old:
+            return
+        if (spec.hashing, spec.events) != (old.hashing, old.events) and known.doubted is None:
+            known.standing = UNVERIFIED
+        self._add(known, spec)
+        if differs(old, spec):
+            self._changed(spec)
+
+    def _add(self, known: _Known, spec: EngineSpec) -> None:
+        """Have the index and the scheduler's cluster know all that the engine's word is needed for."""
+        known.spec = self._specs[spec.name] = spec
+        if (estimates := self._kinds.get(spec.kind)) is not None:
+            refine(estimates, spec)
+        else:
+            self._kinds[spec.kind] = assumed(spec)
+        self._keep_nodes()
+        salt = 0 if spec.hashing is None else salt_of(spec.model, spec.hashing)
+        try:
+            self._caches.follow(spec, salt)
+        except ConfigError as error:
+            log.warning("what engine %s has in its cache is not learnt: %s", spec.name, error)
+
+    def _keep_nodes(self) -> None:
+        """The index has holders for the nodes of all engines, and for no others that have nothing."""
+        wanted: dict[bytes, set[str]] = {}
+        for spec in self._specs.values():
+            if spec.node:
+                wanted.setdefault(spec.namespace, set()).add(spec.node)
+        for namespace in wanted.keys() | self._pools.keys():
+            self._pool(namespace).keep(wanted.get(namespace, set()))
+
+    def _pool(self, namespace: bytes) -> PoolView:
+        pool = self._pools.get(namespace)
+        if pool is None:
+            pool = self._pools[namespace] = PoolView(
+                self._index, lambda node: pool_holders(node, namespace), self._nodes
+            )
+        return pool
+
+    async def _ask_models(self, known: _Known) -> None:
+        """Ask an engine which models it serves, again and again."""
+        while True:
+            known.ask.clear()
+            answered = await self._models(known)
+            known.missed = 0 if answered else known.missed + 1
+            known.met.set()
+            pause_s = VANISHED_S if known.vanished else MODELS_S
+            if known.missed or not known.cards:
+                pause_s = MODELS_RETRY_S
+            try:
+                async with asyncio.timeout(pause_s):
+                    await known.ask.wait()
+            except TimeoutError:
+                pass
+
+    async def _models(self, known: _Known) -> bool:
+        try:
+            async with self._session.get(
+                f"{known.spec.url}/v1/models",
+                headers=self._headers(known.spec),
+                timeout=aiohttp.ClientTimeout(total=ASK_S),
+            ) as answer:
+                body = await read(answer, ANSWER_BYTES_MAX)
+                if answer.status != 200:
+                    return False
+                cards = _decode_models(body).data
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
+        if cards != known.cards:
+            known.cards = cards
+            spec = spec_of(known.spec.url, announced=known.announced, table=known.table)
+            self._change(known, with_models(spec, cards))
+        return True
+
+    def _headers(self, spec: EngineSpec) -> dict[str, str]:
+        key = self._api_key(spec)
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    # ---- prompts -----------------------------------------------------------------------------------
+
+    async def prompt(
+        self, body: Mapping[str, Any], kind: str, *, deadline_s: float = 5.0
+    ) -> Prompt:
+        """A request's prompt. kind: `completions` or `chat`. deadline_s: for an engine to tokenise it.
+
+        Raises `UnknownModel`, `TokenizeRefused` with the engine's answer, and `Unavailable` when none answers.
+        """
+        model = body.get("model") or ""
+        serving = [spec for spec in self._specs.values() if spec.serves(model)]
+        if not isinstance(model, str) or not serving:
+            raise UnknownModel(f"no engine serves {str(model)[:200]!r}")
+        kinds = frozenset(spec.kind for spec in serving)
+        asked = question(body, kind)
+        tokens: Sequence[int] | None = None
+        if isinstance(asked, dict):
+            tokens = await self._tokenize(
+                serving, {"model": model or serving[0].model, **asked}, deadline_s
+            )
+        elif asked is not None:
+            tokens = asked
+        known = [spec for spec in serving if spec.hashing is not None]
+        if not tokens or not known:
+            return Prompt(model, tokens or (), (), (), kinds, None)
+        # Where engines hash differently, by the way of most of them.
+        ways = [spec.hashing for spec in known]
+        chosen = max(known, key=lambda spec: ways.count(spec.hashing))
+        hashing = chosen.hashing
+        assert hashing is not None
+        path = chosen.adapters.get(model)
+        salt = body.get("cache_salt")
+        try:
+            hashes = self._hasher.chain(
+                hashing,
+                tokens,
+                salt=salt if isinstance(salt, str) else None,
+                lora=None if path is None else (model, path),
+            )
+        except ValueError:
+            return Prompt(model, tokens, (), (), kinds, None)  # the engine will say what is wrong
+        keys = index_keys(hashes, salt_of(chosen.model, hashing))
+        return Prompt(model, tokens, hashes, keys, kinds, hashing)
+
+    async def _tokenize(
+        self, serving: Sequence[EngineSpec], asked: Mapping[str, Any], deadline_s: float
+    ) -> Sequence[int] | None:
+        """By one engine after the other, beginning each time with another one."""
+        deadline = self._clock() + deadline_s
+        failed: Unavailable | None = None
+        for left in range(min(TOKENIZE_TRIES, len(serving)), 0, -1):
+            self._turn += 1
+            spec = serving[self._turn % len(serving)]
+            wait_s = max(0.001, (deadline - self._clock()) / left)
+            try:
+                return await self._tokenizer.tokenize(
+                    spec.url, asked, deadline_s=wait_s, api_key=self._api_key(spec)
+                )
+            except Unavailable as error:
+                failed = error
+        assert failed is not None
+        raise failed
+
+    # ---- the pool ----------------------------------------------------------------------------------
+
+    async def look(self, prompt: Prompt, wait_s: float = 0.02) -> bool:
+        """Have the index say how much of a prompt each node has; whether it does, after at most so long.
+
+        False: the daemon is slow, away, or not there. What it says later is written, too.
+        """
+        client = self._client
+        namespaces = {
+            spec.namespace
+            for spec in self._specs.values()
+            if spec.namespace and spec.hashing == prompt.spec and spec.serves(prompt.model)
+        }
+        if client is None or not prompt.keys or not namespaces:
+            return False
+        if self._looking + len(namespaces) > LOOKS_MAX:
+            self._counts["late_looks"] += 1
+            return False
+        packed = b"".join([each[-KEY_BYTES:] for each in prompt.hashes])
+        looks = [
+            asyncio.get_running_loop().create_task(
+                self._look(client, namespace, packed, prompt.keys, wait_s)
+            )
+            for namespace in namespaces
+        ]
+        for look in looks:
+            self._tasks.add(look)
+            look.add_done_callback(self._ended)
+        self._counts["looks"] += 1
+        _, late = await asyncio.wait(looks, timeout=wait_s)
+        self._counts["late_looks"] += bool(late)
+        return not late and not self._daemon_error
+
+    async def _look(
+        self, client: Client, namespace: bytes, packed: bytes, keys: Sequence[int], wait_s: float
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._looking += 1
+        try:
+            found = await loop.run_in_executor(
+                self._threads, lambda: client.prefixes(namespace, packed, wait_s=wait_s)
+            )
+        except KvpoolError as error:
+            self._daemon_error = str(error)
+            self._counts["failed_looks"] += 1
+            return
+        finally:
+            self._looking -= 1
+        self._pool(namespace).told(keys, found, self._clock())
+
+    # ---- hashes ------------------------------------------------------------------------------------
+
+    async def verify(self, name: str) -> str:
+        """Whether an engine's hashes are what is computed here: verified, mismatch, or unverified.
+
+        Unverified: it tells of no events, or was not heard. After a mismatch nothing is looked up for it.
+        Raises `Unavailable` for an engine that does not do what it is asked to, or that is not there any more.
+        """
+        spec = self._specs.get(name)
+        known = None if spec is None else self._known.get(spec.url)
+        if known is None:
+            raise Unavailable(f"there is no engine {name}")
+        async with known.verifying:
+            spec = known.spec
+            feed = self._caches.feed(name)
+            if known.standing != UNVERIFIED or spec.hashing is None or feed is None:
+                return known.standing
+            found = await verify(
+                spec,
+                spec.hashing,
+                feed,
+                session=self._session,
+                clock=self._clock,
+                headers=self._headers(spec),
+            )
+            if known.spec.hashing != spec.hashing:
+                return known.standing  # it is another one now
+            known.standing = found
+            if found == MISMATCH:
+                known.doubted = spec.hashing
+                log.error(
+                    "engine %s does not hash blocks as it is said to (%s, %d tokens a block, chain from %s): "
+                    "requests are sent to it without regard to what it has. Compare "
+                    "--prefix-caching-hash-algo, --block-size and PYTHONHASHSEED of the engine",
+                    *(name, spec.hashing.algorithm, spec.hashing.block_tokens),
+                    spec.hashing.none_hash.hex()[:16],
+                )
+                self._change(known, spec)
+            elif found == VERIFIED:
+                log.info("engine %s hashes blocks as expected", name)
+            return found
+
+    # ---- for operators -----------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values. daemon: whether this host's daemon answers; None: there is none."""
+        caches = self._caches.stats()
+        return {
+            "daemon": None if self._client is None else not self._daemon_error,
+            "daemon_error": self._daemon_error,
+            "indexed_keys": len(self._index),
+            "pool_keys": sum(len(pool) for pool in self._pools.values()),
+            "tokenized": self._tokenizer.misses,
+            "tokens_remembered": self._tokenizer.hits,
+            "lag_p50_s": caches["lag_p50_s"],
+            "lag_p99_s": caches["lag_p99_s"],
+            **self._counts,
+            "engines": {
+                known.spec.name: {
+                    "url": known.spec.url,
+                    "node": known.spec.node,
+                    "models": list(known.spec.models),
+                    "hashes": known.standing,
+                    "announced": known.announced is not None and not known.vanished,
+                    "configured": known.table is not None,
+                    "events": caches["engines"].get(known.spec.name),
+                }
+                for known in self._known.values()
+            },
+        }

@@ -1,0 +1,141 @@
+"""What orders and answers took, as lessons for the estimates. No I/O.
+
+The router sees an order from when it is sent to when it is answered. An engine computes prompts one after the
+other, so the order's own time begins when the one before it was done. Of it, what is computed takes its steps,
+and what is loaded comes before them: an order in which one of the two hardly counts teaches the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvpool.router.engines import EngineSpec
+from kvpool.scheduler.estimates import Error, KindEstimates, LoadEstimate, StepEstimate
+from kvpool.scheduler.situation import Cluster
+from kvpool.scheduler.values import Engine, Order, Outlook
+
+if TYPE_CHECKING:
+    from kvpool.router.flight import Call, Flight
+
+ASSUMED_PREFILL = (0.01, 1e-4, 2e-9)
+ASSUMED_DECODE = (0.02, 2e-4, 1e-8)
+"""Seconds a step, a token, and a token attended to, until there is something to learn from."""
+ASSUMED_LOADS = {"dram": (0.002, 5e9), "ssd": (0.005, 1e9), "peer": (0.005, 1e9)}
+"""Seconds, and bytes a second."""
+BLOCK_TOKENS = 16
+TOKEN_BYTES = 128 << 10
+"""Of KV, where an engine does not tell."""
+LITTLE, MUCH = 0.1, 0.5
+"""Shares of an order's time that loading is expected to take: below, it teaches computing; above, loading."""
+EVENTS_MIN = 8
+"""Tokens of an answer from which on it says how long one takes."""
+
+
+def assumed(spec: EngineSpec) -> KindEstimates:
+    """What is expected of the first engine of a kind."""
+    estimates = KindEstimates(
+        StepEstimate(ASSUMED_PREFILL),
+        StepEstimate(ASSUMED_DECODE),
+        {tier: LoadEstimate(*speed) for tier, speed in ASSUMED_LOADS.items()},
+        spec.step_tokens,
+        BLOCK_TOKENS,
+        BLOCK_TOKENS * TOKEN_BYTES,
+    )
+    refine(estimates, spec)
+    return estimates
+
+
+def refine(estimates: KindEstimates, spec: EngineSpec) -> None:
+    """With the sizes that an engine of the kind tells."""
+    estimates.step_tokens = spec.step_tokens
+    if spec.hashing is not None:
+        estimates.block_tokens = spec.hashing.block_tokens
+        estimates.block_bytes = estimates.block_tokens * TOKEN_BYTES
+    if spec.block_bytes:
+        estimates.block_bytes = spec.block_bytes
+
+
+class Observing:
+    """See the module. cluster: whose estimates learn."""
+
+    def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._done_at: dict[str, float] = {}  # by engine: when it had computed its last order
+
+    def computed(self, flight: Flight, order: Order, call: Call) -> None:
+        """An order is done: its prompt, or part of it, is computed."""
+        now = self._clock()
+        outlook = order.outlook
+        name = outlook.engine.name
+        took_s = now - max(call.sent_at, self._done_at.get(name, 0.0))
+        self._done_at[name] = now
+        kind = self._cluster.kinds[outlook.engine.kind]
+        cached = call.cached_tokens
+        if cached is None:
+            cached = outlook.cached * kind.block_tokens
+        # The end of an answer that is not streamed says nothing of when its prompt was done.
+        seen = not call.answers or bool(flight.body.value.get("stream"))
+        if seen and took_s > 0 and cached < order.end:
+            learn_prompt(kind, outlook, cached, order.end, took_s)
+
+    def answered(self, flight: Flight, call: Call, engine: Engine | None = None) -> None:
+        """An answer is complete. engine: as it is now, this answer still counted."""
+        tokens = call.usage.get("completion_tokens") or call.events
+        took_s = self._clock() - call.began_at
+        if engine is None or not engine.decodes or tokens < EVENTS_MIN or call.events < EVENTS_MIN:
+            return
+        learn_token(self._cluster.kinds[engine.kind], engine, took_s / (tokens - 1))
+
+    def errors(self) -> dict[str, dict[str, Error]]:
+        """How far estimates are off, by kind of engine and what is estimated; for metrics."""
+        return {
+            name: {
+                "prefill": kind.prefill.error,
+                "decode": kind.decode.error,
+                **{f"load_{tier}": load.error for tier, load in kind.loads.items()},
+            }
+            for name, kind in self._cluster.kinds.items()
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values: the same."""
+        return {
+            name: {
+                what: {"mean": error.mean, "bias": error.bias, "count": error.count}
+                for what, error in errors.items()
+            }
+            for name, errors in self.errors().items()
+        }
+
+
+def learn_prompt(
+    kind: KindEstimates, outlook: Outlook, cached: int, end: int, took_s: float
+) -> None:
+    """Tokens `cached` to `end` of a prompt were computed, and what the outlook says was loaded, in so long."""
+    expected_s = kind.prefill.prefill_s(cached, end, kind.step_tokens)
+    share = outlook.load_s / (outlook.load_s + expected_s)
+    tokens = end - cached
+    if share < LITTLE:
+        steps = -(-tokens // kind.step_tokens)
+        attended = tokens * (cached + end) / 2
+        kind.prefill.observe(tokens // steps, attended / steps, end, took_s / steps)
+    elif share > MUCH and took_s > expected_s:
+        blocks = outlook.pulled or outlook.loaded
+        nbytes = blocks * kind.block_bytes
+        load = kind.loads["peer"] if outlook.pulled else _own_tier(kind, nbytes, outlook.load_s)
+        load.observe(nbytes, 0.0, took_s - expected_s)
+
+
+def _own_tier(kind: KindEstimates, nbytes: int, load_s: float) -> LoadEstimate:
+    """The tier of the own node that was expected to take so long."""
+    own = [load for tier, load in kind.loads.items() if tier != "peer"]
+    return min(own, key=lambda load: abs(load.seconds(nbytes) - load_s))
+
+
+def learn_token(kind: KindEstimates, engine: Engine, seconds: float) -> None:
+    """A token took so long there, beside what else decodes."""
+    deepest = engine.context_tokens // engine.decodes
+    kind.decode.observe(engine.decodes, float(engine.context_tokens), deepest, seconds)

@@ -1,0 +1,115 @@
+"""What the pool holds, as far as it was asked about: written to the prefix index exactly as it was told.
+
+For each node two holders: what it could give from memory, and from memory and disks. A look at a prompt says how
+much of it each node has, and that goes for all its keys, until the next look at them: they are added, and those
+that the node has no more are taken away. What was not asked about for the longest time is forgotten.
+
+No I/O, no clock of its own. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from kvpool.scheduler.index import PrefixIndex
+
+KEYS_MAX = 1 << 20
+"""Keys of one namespace; some 300 bytes each, and one more such for each node that has it."""
+
+Holders = tuple[str, ...]
+
+
+class PoolView:
+    """Of one namespace. See the module.
+
+    holders: names of a node's holders, other ones than those of other namespaces. nodes: where each holder is, kept
+    up to date for the scheduler.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        holders: Callable[[str], Holders],
+        nodes: dict[str, str],
+        keys_max: int = KEYS_MAX,
+    ) -> None:
+        self._index = index
+        self._holders = holders
+        self._nodes = nodes
+        self._keys_max = keys_max
+        self._keys: dict[int, Holders] = {}  # the one that was asked about last is at the end
+        self._counts: dict[str, int] = {}  # keys of each holder that the index has
+        self._kept: set[str] = set()  # nodes
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def keep(self, nodes: set[str]) -> None:
+        """Engines use these nodes: the index has their holders, even with nothing."""
+        self._kept = nodes
+        for node in nodes:
+            for holder in self._holders(node):
+                self._begin(holder, node)
+        self._tidy()
+
+    def told(self, keys: Sequence[int], lengths: Mapping[str, tuple[int, ...]], now: float) -> None:
+        """So much of this prefix each node has: a length for each of its holders. O(keys + holders)."""
+        reach = sorted(
+            (min(length, len(keys)), holder)
+            for node, each in lengths.items()
+            for holder, length in zip(self._holders(node), each, strict=True)
+            if length > 0
+        )
+        for node in lengths:
+            for holder in self._holders(node):
+                self._begin(holder, node)
+        known = self._keys
+        changed: dict[tuple[Holders, Holders], list[int]] = {}
+        ends = [0, *sorted({end for end, _ in reach}), len(keys)]
+        for start, end in pairwise(ends):
+            having = tuple(holder for length, holder in reach if length > start)
+            for key in dict.fromkeys(keys[start:end]):
+                had = known.pop(key, ())
+                if had != having:
+                    changed.setdefault((had, having), []).append(key)
+                if having:
+                    known[key] = having
+        for (had, having), some in changed.items():
+            self._change(some, had, having, now)
+        if len(known) > self._keys_max:
+            self._forget(len(known) - self._keys_max, now)
+        self._tidy()
+
+    def _forget(self, count: int, now: float) -> None:
+        oldest = iter(self._keys)
+        groups: dict[Holders, list[int]] = {}
+        for key in [next(oldest) for _ in range(count)]:
+            groups.setdefault(self._keys.pop(key), []).append(key)
+        for had, keys in groups.items():
+            self._change(keys, had, (), now)
+
+    def _change(self, keys: list[int], had: Holders, having: Holders, now: float) -> None:
+        for holder in _without(having, had):
+            self._counts[holder] += len(keys)
+            self._index.add(holder, keys, told_at=now, now=now)
+        for holder in _without(had, having):
+            self._counts[holder] -= len(keys)
+            self._index.discard(holder, keys, told_at=now, now=now)
+
+    def _begin(self, holder: str, node: str) -> None:
+        if holder not in self._counts:
+            self._counts[holder] = 0
+            self._nodes[holder] = node
+            self._index.join(holder, pool=True)
+
+    def _tidy(self) -> None:
+        """Holders of which nothing is known are none: nodes come and go."""
+        for holder in [holder for holder, count in self._counts.items() if not count]:
+            if self._nodes[holder] not in self._kept:
+                del self._counts[holder], self._nodes[holder]
+                self._index.leave(holder)
+
+
+def _without(some: Holders, others: Iterable[str]) -> list[str]:
+    return [holder for holder in some if holder not in others]

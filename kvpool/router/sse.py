@@ -1,0 +1,94 @@
+"""A stream of server-sent events on its way through. No I/O.
+
+Only whole events are passed on, each byte for byte: so that when an engine is cut off in the middle of one, what
+the client has is whole, and an error can follow it. Nothing is parsed but what ends a stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvpool.errors import KvpoolError
+
+EVENT_BYTES_MAX = 16 << 20
+ENDS = (b"\n\n", b"\r\n\r\n")
+DONE = b"data: [DONE]"
+ERROR = b'data: {"error"'
+USAGE = b'"usage":'
+
+
+class EventTooLong(KvpoolError):
+    """An engine sends an event that never ends."""
+
+    code = "event_too_long"
+
+
+class EventStream:
+    """One answer. events: passed on so far. done: whether the engine has said that it is whole."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        self.done = False
+        self._rest = b""
+        self._last = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """What may be passed on now: events that are whole, maybe none. Raises `EventTooLong`."""
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        if not data.endswith(b"\n\n"):
+            end = max(at + len(mark) if (at := data.rfind(mark)) >= 0 else 0 for mark in ENDS)
+            self._rest = data[end:]
+            if len(self._rest) > EVENT_BYTES_MAX:
+                raise EventTooLong(f"an event of more than {EVENT_BYTES_MAX >> 20} MiB")
+            data = data[:end]
+            if not data:
+                return data
+        self.events += data.count(b"\n\n") or data.count(b"\r\n\r\n")
+        self.done = self.done or data.rstrip().endswith(DONE)
+        self._last = self._last[-EVENT_BYTES_MAX:] + data if self.done else data
+        return data
+
+    def failed_at_once(self, data: bytes) -> bool:
+        """Whether the first events are the engine's word that it could not do it."""
+        return data.startswith(ERROR)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """What the engine says of tokens in its last events; empty where it says nothing."""
+        for line in reversed(self._last.split(b"\n")):
+            if USAGE in line and line.startswith(b"data:"):
+                return usage_of(line.removeprefix(b"data:"))
+        return {}
+
+
+class Said(msgspec.Struct):
+    """The one field of an answer that is looked at."""
+
+    usage: dict[str, Any] | None = None
+
+
+_DECODER = msgspec.json.Decoder(Said)
+
+
+def usage_of(answer: bytes) -> dict[str, Any]:
+    """The usage in an answer, or in one event of it; empty where there is none."""
+    try:
+        return _DECODER.decode(answer).usage or {}
+    except msgspec.DecodeError:
+        return {}
+
+
+def cached_tokens(usage: dict[str, Any]) -> int | None:
+    """How many tokens of the prompt the engine did not compute, if it says so."""
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) else None
+
+
+def error_event(error: bytes) -> bytes:
+    """An error as the last event of a stream that had begun."""
+    return b"data: " + error + b"\n\n"

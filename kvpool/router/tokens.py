@@ -1,0 +1,206 @@
+"""Prompts as tokens, as the engines make them: asked for at an engine's `/tokenize`, and remembered.
+
+Whatever else of a request goes into its prompt is asked for along with it, so that the tokens are those which
+the engine will compute; where they are not after all, blocks are not found, and nothing worse.
+
+One event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+import xxhash
+
+from kvpool.errors import KvpoolError, Unavailable
+
+CACHE_TOKENS_MAX = 1 << 21
+"""Tokens of prompts that are remembered; some 36 bytes each."""
+ANSWER_BYTES_MAX = 32 << 20
+_FAULTS = frozenset((401, 403, 408, 429))
+"""Below 500, but no word on the prompt."""
+CHAT = "chat"
+_CHAT_FIELDS = (
+    "add_generation_prompt",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "messages",
+    "tools",
+)
+
+
+class TokenizeRefused(KvpoolError):
+    """The engine does not take this prompt. status, body, content_type: its answer."""
+
+    code = "tokenize_refused"
+
+    def __init__(self, status: int, body: bytes, content_type: str) -> None:
+        super().__init__(f"the engine does not tokenise this prompt: {status} {body[:200]!r}")
+        self.status = status
+        self.body = body
+        self.content_type = content_type
+
+
+class UnknownModel(KvpoolError):
+    """No engine serves this model."""
+
+    code = "unknown_model"
+
+
+class _Answer(msgspec.Struct):
+    tokens: list[int]
+
+
+class _Refusal(msgspec.Struct):
+    """As OpenAI's API words errors, now and formerly; not as a server words that there is no such page."""
+
+    error: Any = None
+    message: Any = None
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_refusal = msgspec.json.Decoder(_Refusal).decode
+_encode = msgspec.json.Encoder(order="sorted").encode
+
+
+def question(body: Mapping[str, Any], kind: str) -> dict[str, Any] | Sequence[int] | None:
+    """What to ask `/tokenize` for a request's prompt, but for the model; or its tokens, where it has them.
+
+    None: it is no single text, or more goes into it than can be asked for.
+    """
+    if body.get("truncate_prompt_tokens") is not None or body.get("prompt_embeds") is not None:
+        return None
+    if kind == CHAT:
+        return _chat_question(body)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        whole = bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)
+        return prompt if whole else None
+    if not isinstance(prompt, str):
+        return None
+    asked = {"prompt": prompt}
+    if body.get("add_special_tokens") is not None:
+        asked["add_special_tokens"] = body["add_special_tokens"]
+    return asked
+
+
+def _chat_question(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(map(_is_text, messages)):
+        return None
+    asked = {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
+    # The engine gives these to the template, and takes them from nowhere else when it is asked to tokenise.
+    more = {
+        name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) is not None
+    }
+    given = asked.get("chat_template_kwargs", {})
+    if more and isinstance(given, dict):
+        if "reasoning_effort" in more:
+            more["enable_thinking"] = more["reasoning_effort"] != "none"
+        asked["chat_template_kwargs"] = {**more, **given}
+    return asked
+
+
+def _is_text(message: object) -> bool:
+    """Whether a message has no images or the like in it."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return True
+    return all(
+        isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text")
+        for part in content
+    )
+
+
+class Tokenizer:
+    """Asks engines, and remembers what they said. The prompts that were asked for last are remembered."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, cache_tokens_max: int = CACHE_TOKENS_MAX
+    ) -> None:
+        self._session = session
+        self._most = cache_tokens_max
+        self._known: dict[bytes, list[int]] = {}  # the one that was asked for last is at the end
+        self._size = 0
+        self.hits = self.misses = 0
+
+    async def tokenize(
+        self, url: str, asked: Mapping[str, Any], *, deadline_s: float, api_key: str = ""
+    ) -> list[int] | None:
+        """The tokens of what `question` said, with the model's name; None: this engine cannot tell.
+
+        url: of the engine. The list is not to be changed. Raises `TokenizeRefused`, and `Unavailable` for
+        an engine that fails or does not answer in time.
+        """
+        data = _encode(asked)
+        key = xxhash.xxh3_128_digest(data)
+        known = self._known.pop(key, None)
+        if known is not None:
+            self._known[key] = known
+            self.hits += 1
+            return known
+        self.misses += 1
+        tokens = await self._ask(url, data, deadline_s, api_key)
+        if tokens is not None and key not in self._known and len(tokens) <= self._most:
+            self._known[key] = tokens
+            self._size += len(tokens)
+            while self._size > self._most:
+                self._size -= len(self._known.pop(next(iter(self._known))))
+        return tokens
+
+    async def _ask(
+        self, url: str, data: bytes, deadline_s: float, api_key: str
+    ) -> list[int] | None:
+        headers = {"Content-Type": "application/json"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        try:
+            async with self._session.post(
+                f"{url}/tokenize",
+                data=data,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=deadline_s),
+            ) as answer:
+                body = await read(answer, ANSWER_BYTES_MAX)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unavailable(
+                f"{url} does not tokenise: {type(error).__name__} {error}".rstrip()
+            ) from None
+        if answer.status == 200:
+            return tokens_of(url, body)
+        if answer.status >= 500 or answer.status in _FAULTS:
+            raise Unavailable(f"{url} does not tokenise: {answer.status}")
+        if not _is_refusal(body):
+            return None
+        raise TokenizeRefused(answer.status, body, answer.content_type)
+
+
+def tokens_of(url: str, body: bytes) -> list[int]:
+    """What an engine's `/tokenize` answers. Raises `Unavailable`."""
+    try:
+        return _decode_answer(body).tokens
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise Unavailable(f"{url} answers /tokenize with what are no tokens") from None
+
+
+async def read(answer: aiohttp.ClientResponse, limit: int) -> bytes:
+    """An answer's body. Raises `aiohttp.ClientPayloadError` for one that is longer than the limit."""
+    body = bytearray()
+    async for piece in answer.content.iter_any():
+        body += piece
+        if len(body) > limit:
+            raise aiohttp.ClientPayloadError(f"an answer of more than {limit} bytes")
+    return bytes(body)
+
+
+def _is_refusal(body: bytes) -> bool:
+    try:
+        found = _decode_refusal(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return found.error is not None or found.message is not None

@@ -1,0 +1,174 @@
+"""Calls to engines. Failures of an engine and refusals by it are told apart here, once.
+
+A failure (`EngineFailed`) is the engine's or the network's: another engine may do better. A refusal
+(`EngineRefused`) is about the request, and goes to the client as it is: status, type and body.
+
+Closing a call's connection is how an engine is told to stop: whoever is cancelled in here closes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from kvpool.errors import KvpoolError
+from kvpool.router.engines import EngineSpec
+
+IDLE_S = 3.0
+"""How long an idle connection is kept: less than the 5 s after which vLLM closes it."""
+REFUSAL_BYTES_MAX = 1 << 20
+SHOWN_CHARACTERS = 500
+PIECE_BYTES = 1 << 16
+FAULTS = frozenset((401, 403, 408, 425, 429))
+"""Below 500, but no word on the request itself: a wrong API key, or an engine that is busy."""
+
+ApiKeys = Callable[[EngineSpec], str]
+
+
+class EngineFailed(KvpoolError):
+    """An engine did not do what it was asked to. reason: one word, for metrics."""
+
+    code = "engine_failed"
+
+    def __init__(self, engine: str, reason: str, message: str) -> None:
+        super().__init__(f"engine {engine}: {message}")
+        self.engine = engine
+        self.reason = reason
+
+
+class EngineRefused(KvpoolError):
+    """An engine's own answer to a request that it does not take."""
+
+    code = "engine_refused"
+
+    def __init__(self, engine: str, status: int, body: bytes, content_type: str) -> None:
+        super().__init__(f"engine {engine} refused the request: HTTP {status}")
+        self.status = status
+        self.body = body
+        self.content_type = content_type
+
+
+class Answer:
+    """An answer of status 200 that has begun. content_type: as the engine says."""
+
+    def __init__(self, engine: str, response: aiohttp.ClientResponse) -> None:
+        self.engine = engine
+        self.content_type = response.headers.get("Content-Type", "application/json")
+        self._content = response.content
+
+    @property
+    def streams(self) -> bool:
+        return self.content_type.startswith("text/event-stream")
+
+    async def piece(self) -> bytes:
+        """What has come, at most `PIECE_BYTES` or so; empty at the end. Raises `EngineFailed`."""
+        try:
+            return await self._content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineFailed(
+                self.engine, "cut", f"its answer broke off: {_said(error)}"
+            ) from None
+
+    async def whole(self, bytes_max: int) -> bytes:
+        """All of it. Raises `EngineFailed`, for one that is larger, too."""
+        found = bytearray()
+        while piece := await self.piece():
+            found += piece
+            if len(found) > bytes_max:
+                raise EngineFailed(self.engine, "too_large", f"an answer above {bytes_max} bytes")
+        return bytes(found)
+
+
+class Upstream:
+    """All calls go through one session. connect_s: the longest wait for a connection."""
+
+    def __init__(self, session: aiohttp.ClientSession, api_key: ApiKeys, connect_s: float) -> None:
+        self._session = session
+        self._api_key = api_key
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
+
+    @asynccontextmanager
+    async def post(
+        self, engine: EngineSpec, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[Answer]:
+        """Send a request and have its answer as it comes; whoever leaves early aborts it.
+
+        It waits as long as the caller lets it. Raises `EngineFailed` and `EngineRefused`.
+        """
+        try:
+            response = await self._session.post(
+                engine.url + path,
+                data=body,
+                headers={**headers, **_JSON, **self._login(engine)},
+                timeout=self._timeout,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            # A wait for the connection that is over is a ServerTimeoutError, and so in here.
+            raise EngineFailed(engine.name, "connect", f"no answer: {_said(error)}") from None
+        try:
+            if response.status != 200:
+                raise await _turned_down(engine, response)
+            yield Answer(engine.name, response)
+        finally:
+            # Closes the connection unless the answer was read to its end.
+            response.release()
+
+    async def get(self, engine: EngineSpec, path: str, within_s: float, bytes_max: int) -> bytes:
+        """A small answer. Raises `EngineFailed`."""
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                self._session.get(
+                    engine.url + path,
+                    headers=self._login(engine),
+                    timeout=self._timeout,
+                    allow_redirects=False,
+                ) as response,
+            ):
+                if response.status != 200:
+                    raise EngineFailed(engine.name, "status", f"{path}: HTTP {response.status}")
+                return await Answer(engine.name, response).whole(bytes_max)
+        except TimeoutError:
+            raise EngineFailed(engine.name, "timeout", f"{path}: none in {within_s} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineFailed(engine.name, "connect", f"no answer: {_said(error)}") from None
+
+    def _login(self, engine: EngineSpec) -> dict[str, str]:
+        key = self._api_key(engine)
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+_JSON = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+
+
+def open_session() -> aiohttp.ClientSession:
+    """The one session of a router. How many calls there are is bounded by the requests in flight."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+    return aiohttp.ClientSession(
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        # Answers are passed on as they come.
+        auto_decompress=False,
+        trust_env=False,
+    )
+
+
+async def _turned_down(engine: EngineSpec, response: aiohttp.ClientResponse) -> KvpoolError:
+    status = response.status
+    try:
+        body = await response.content.read(REFUSAL_BYTES_MAX)
+    except (aiohttp.ClientError, OSError) as error:
+        return EngineFailed(engine.name, "cut", f"HTTP {status} broke off: {_said(error)}")
+    if 400 <= status < 500 and status not in FAULTS:
+        content_type = response.headers.get("Content-Type", "application/json")
+        return EngineRefused(engine.name, status, body, content_type)
+    shown = body.decode(errors="replace")[:SHOWN_CHARACTERS]
+    return EngineFailed(engine.name, "status", f"HTTP {status}: {shown}")
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__

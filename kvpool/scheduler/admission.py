@@ -1,0 +1,83 @@
+"""Which requests are not taken, and when they may come again. No I/O, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpool.scheduler.decode import context_tokens, pick_decode
+from kvpool.scheduler.queue import RequestQueue
+from kvpool.scheduler.situation import Situation
+from kvpool.scheduler.values import Engine, Rejection, Request
+
+NO_ENGINE_S = 5.0
+"""When to come again where no engine is in service."""
+FULL_MAX = 2
+"""Tenants below their share of a full queue still get in, until it is so many times as long as it may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """queue_max: requests that may wait. ttft_s, tpot_s: what is not expected to be met is refused."""
+
+    queue_max: int
+    ttft_s: float
+    tpot_s: float
+
+
+def refused_by_size(request: Request, decoders: Sequence[Engine]) -> Rejection | None:
+    """decoders: all that could decode it."""
+    largest = max(engine.capacity_tokens for engine in decoders)
+    if context_tokens(request) <= largest:
+        return None
+    return Rejection(request, "no decode engine is large enough for it", math.inf, "too_long")
+
+
+def no_engine(request: Request) -> Rejection:
+    return Rejection(request, "no engine is in service for it", NO_ENGINE_S, "no_engine")
+
+
+def refused_by_queue(
+    request: Request, queue: RequestQueue, limits: Limits, engines: int
+) -> Rejection | None:
+    """A full queue. One tenant cannot fill it for the others."""
+    wait_s = queue.total_s / engines
+    waiting = len(queue)
+    if waiting < limits.queue_max:
+        return None
+    if not set(queue.tenants) <= {request.tenant}:
+        if queue.count(request.tenant) >= queue.share(request.tenant) * limits.queue_max:
+            why = "the queue is full, and this tenant has its share of it"
+            return Rejection(request, why, wait_s, "tenant_share")
+        if waiting < FULL_MAX * limits.queue_max:
+            return None
+    return Rejection(request, "the queue is full", wait_s, "queue_full")
+
+
+def refused_by_decode(
+    request: Request, decoders: Sequence[Engine], situation: Situation, limits: Limits
+) -> Rejection | None:
+    """Where there is an objective for tokens: no memory, or too many that decode."""
+    if limits.tpot_s == math.inf:
+        return None
+    best = pick_decode(request, decoders, situation.cluster.kinds, situation.now)
+    if best is None or (best.fits and best.tpot_s <= limits.tpot_s):
+        return None
+    if best.fits:
+        return Rejection(request, "tokens would come too slowly", best.cost, "tpot")
+    return Rejection(request, "decode engines are full", best.cost, "decode_full")
+
+
+def refused_by_time(situation: Situation, backlog_s: float, limits: Limits) -> Rejection | None:
+    """backlog_s: how long what waits before it keeps the engines busy."""
+    request = situation.request
+    soonest_s = backlog_s + min(situation.outlook(e).ttft_s for e in situation.distinct())
+    over_s = soonest_s - (request.deadline_s - situation.now)
+    if over_s > 0:
+        why = "the first token would come after the request's deadline"
+        return Rejection(request, why, over_s, "deadline")
+    over_s = soonest_s - limits.ttft_s
+    if over_s > 0:
+        return Rejection(request, "the first token would come too late", over_s, "ttft")
+    return None

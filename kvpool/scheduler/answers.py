@@ -1,0 +1,140 @@
+"""Requests from their first order to their last token: who decodes them, and memory for that.
+
+Memory is reserved for the whole context before a prompt is begun. When a decode engine is nearly full, a
+little more than it has is promised: those prompts are computed into the pool meanwhile, and are *parked* when
+they are done before there is room. Who is first among the parked and finds none keeps one engine, so that
+smaller ones do not take for ever what comes free. No I/O, no clock. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvpool.scheduler.decode import DecodeRule, context_tokens
+from kvpool.scheduler.values import Engine, Request
+
+
+@dataclass(slots=True)
+class Answer:
+    """decode: where memory is reserved for it. sent: whether the request was sent there, for its answer.
+    follows: whether the prompt is followed there now. computed_by: who computed the end of the prompt.
+    failures: of its orders. avoid: engines where one failed.
+    """
+
+    request: Request
+    decode: Engine | None = None
+    sent: bool = False
+    follows: bool = False
+    computed_by: Engine | None = None
+    failures: int = 0
+    avoid: set[str] = field(default_factory=set)
+
+    @property
+    def needed(self) -> int:
+        """Tokens of memory."""
+        return context_tokens(self.request)
+
+
+class Answers:
+    """Keeps `decodes`, `context_tokens`, `held_tokens` and `follows` of engines."""
+
+    def __init__(self, rule: DecodeRule) -> None:
+        self._rule = rule
+        self._answers: dict[Hashable, Answer] = {}
+        self._parked: dict[Hashable, Answer] = {}
+        self.kept: frozenset[str] = frozenset()
+        """Engines whose memory is kept for who is parked."""
+
+    def __iter__(self) -> Iterator[Answer]:
+        return iter(list(self._answers.values()))
+
+    @property
+    def parked(self) -> list[Answer]:
+        """Those whose prompt is computed, and that wait to be sent: by priority, and in that order."""
+        return sorted(self._parked.values(), key=lambda answer: -answer.request.priority)
+
+    def get(self, ident: Hashable) -> Answer | None:
+        return self._answers.get(ident)
+
+    def waits(self, ident: Hashable) -> bool:
+        """Whether it is parked."""
+        return ident in self._parked
+
+    def begin(self, request: Request) -> Answer:
+        """The one of this request, which gets an order."""
+        return self._answers.setdefault(request.ident, Answer(request))
+
+    def end(self, ident: Hashable) -> Answer | None:
+        """The request is no more; None if there is none."""
+        answer = self._answers.pop(ident, None)
+        if answer is not None:
+            self._parked.pop(ident, None)
+            self.release(answer)
+        return answer
+
+    def reserve(self, answer: Answer, engine: Engine) -> None:
+        """Memory there; of what it held elsewhere nothing stays."""
+        self.release(answer)
+        answer.decode = engine
+        engine.decodes += 1
+        engine.context_tokens += answer.needed
+
+    def release(self, answer: Answer) -> None:
+        """It holds nothing any more."""
+        engine, answer.decode = answer.decode, None
+        if engine is None:
+            return
+        self.followed(answer, engine)
+        if answer.sent:
+            answer.sent = False
+            engine.held_tokens -= answer.needed
+        engine.decodes -= 1
+        engine.context_tokens -= answer.needed
+
+    def send(self, answer: Answer, engine: Engine, *, follows: bool) -> None:
+        """It is sent to where it has a reservation."""
+        assert answer.decode is engine, "its memory is elsewhere"
+        self._parked.pop(answer.request.ident, None)
+        answer.sent = True
+        engine.held_tokens += answer.needed
+        if follows:
+            answer.follows = True
+            engine.follows += 1
+
+    def followed(self, answer: Answer, engine: Engine) -> None:
+        """There is nothing left to follow for it."""
+        if answer.follows:
+            answer.follows = False
+            engine.follows -= 1
+
+    def park(self, answer: Answer) -> None:
+        self._parked[answer.request.ident] = answer
+
+    def has_room(self, answer: Answer, engine: Engine, *, share: float = 1.0) -> bool:
+        """Whether its context fits into this share of the memory, beside all that were sent there."""
+        return engine.held_tokens + answer.needed <= share * engine.capacity_tokens
+
+    def may_follow(self, answer: Answer, engine: Engine) -> bool:
+        """Whether its prompt may be followed there while it is computed."""
+        return (
+            not answer.sent
+            and engine.follows < engine.follows_max
+            and engine.name not in self.kept
+            and self.has_room(answer, engine, share=self._rule.follow_below)
+        )
+
+    def reservable(self, request: Request, engines: Sequence[Engine]) -> bool:
+        """Whether one of these may be promised to it, or it has a reservation."""
+        answer = self._answers.get(request.ident)
+        if answer is not None and answer.decode is not None:
+            return True
+        needed = context_tokens(request)
+        return any(self._rule.promises(engine, needed) for engine in engines)
+
+
+def emptiest(engines: Sequence[Engine], request: Request) -> Engine | None:
+    """Of those that are large enough for it, the one with the most memory free."""
+    needed = context_tokens(request)
+    large = [engine for engine in engines if engine.capacity_tokens >= needed]
+    return max(large, key=lambda e: e.capacity_tokens - e.context_tokens, default=None)

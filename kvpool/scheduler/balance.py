@@ -1,0 +1,82 @@
+"""Loads of engines that can change their role, measured; the rule is in `roles`. No I/O, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpool.scheduler.decay import Decaying
+from kvpool.scheduler.roles import Loads, RoleChange, Smoothed, role_change
+from kvpool.scheduler.state import State
+from kvpool.scheduler.values import Engine, Request, Role
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Of engines of one kind. asked: seconds of prompts that came."""
+
+    asked: Decaying
+    decode: Smoothed
+    changed_at: float = -math.inf
+    began_at: float | None = None
+
+
+class Balance:
+    """Not thread-safe."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._rule = state.settings.roles
+        self._kinds: dict[str, _Kind] = {}
+
+    def asked(self, request: Request, size_s: float, now: float) -> None:
+        """A request came, with so much to compute. It counts for the kinds that can serve it, evenly."""
+        engines = self._state.computing(request)
+        names = {engine.kind for engine in engines}
+        for name in names:
+            self._kind(name).asked.add(size_s / len(names), now)
+
+    def change(self, now: float, lacking: Mapping[str, int]) -> RoleChange | None:
+        """The engine that is to change, if any; it is taken to do so. lacking: tokens without memory."""
+        fleet = self._state.fleet
+        names = {engine.kind for engine in fleet.engines.values() if engine.flexible}
+        for name in sorted(names):
+            only = frozenset((name,))
+            computing, decoding = fleet.of(Role.PREFILL, only), fleet.of(Role.DECODE, only)
+            if not computing or not decoding:
+                continue
+            kind = self._kind(name)
+            if kind.began_at is None:
+                kind.began_at = now
+            filled = self._filled(decoding, lacking.get(name, 0))
+            loads = Loads(kind.asked.rate(now) / len(computing), kind.decode.sample(filled, now))
+            # What came before the first window is over says too little.
+            if now - max(kind.changed_at, kind.began_at) < self._rule.dwell_s:
+                continue
+            engines = list({e.name: e for e in (*computing, *decoding)}.values())
+            found = role_change(engines, loads, self._rule)
+            if found is not None:
+                kind.changed_at = now
+                return found
+        return None
+
+    def _filled(self, decoding: Sequence[Engine], lacking: int) -> float:
+        capacity = sum(engine.capacity_tokens for engine in decoding)
+        filled = (sum(engine.context_tokens for engine in decoding) + lacking) / capacity
+        slo_s = self._state.settings.tpot_slo_s
+        if slo_s == math.inf:
+            return filled
+        kinds = self._state.cluster.kinds
+        each = [
+            kinds[e.kind].decode.step_s(e.decodes, e.context_tokens) if e.decodes else 0.0
+            for e in decoding
+        ]
+        return max(filled, sum(each) / len(each) / slo_s)
+
+    def _kind(self, name: str) -> _Kind:
+        found = self._kinds.get(name)
+        if found is None:
+            smooth_s = self._rule.smooth_s
+            found = self._kinds[name] = _Kind(Decaying(smooth_s), Smoothed(smooth_s))
+        return found

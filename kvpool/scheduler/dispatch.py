@@ -1,0 +1,407 @@
+"""What is sent now: prompts to engines that are about to be free, and their answers. No I/O, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvpool.scheduler.answers import Answer, emptiest
+from kvpool.scheduler.decode import context_tokens
+from kvpool.scheduler.orders import Sent
+from kvpool.scheduler.policies import Choice
+from kvpool.scheduler.queue import Waiting
+from kvpool.scheduler.situation import Situation
+from kvpool.scheduler.state import State
+from kvpool.scheduler.values import (
+    DecodeOrder,
+    DecodeOutlook,
+    Engine,
+    Order,
+    Outlook,
+    Request,
+    Role,
+)
+
+MATCH_S = 0.05
+"""How old a match of a request that waits may be; events are no faster."""
+EXPECT_S = 3.0
+"""How long after the estimated end of an order its blocks are still expected without an event."""
+
+
+@dataclass(slots=True)
+class _Look:
+    """One look through the queue, and what those before have left to those behind.
+
+    room: engines that may get an order. promised: when others are free, after who waits for them. gaps:
+    until when engines are free for others than who is pending there; pending: when they have computed what
+    goes there after that. kept: decode engines whose memory is kept. lacking: tokens that found none, by
+    kind of engine.
+    """
+
+    room: set[str]
+    promised: dict[str, float] = field(default_factory=dict)
+    gaps: dict[str, float] = field(default_factory=dict)
+    pending: dict[str, float] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+    lacking: dict[str, int] = field(default_factory=dict)
+    orders: list[Order] = field(default_factory=list)
+    looks_at: float = math.inf
+
+
+class Dispatch:
+    """Looks through what waits, and gives orders. Not thread-safe."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.lacking: dict[str, int] = {}
+        """Tokens that found no memory to decode in at the last look, by kind of engine."""
+
+    def at_once(self, now: float) -> list[Order]:
+        """Everything that waits goes to the engine of its choice, whether that is free or not."""
+        state, orders = self._state, []
+        for item in list(state.queue.first(len(state.queue))):
+            engines, decoders = state.computing(item.request), state.decoding(item.request)
+            if not engines or (state.settings.decodes and not decoders):
+                continue
+            situation = state.situation(item.request, now, engines)
+            state.with_answer(situation, decoders)
+            choice = state.policy.choose(situation)
+            orders.append(self._send(item, choice, situation, decoders))
+        return orders
+
+    def orders(self, now: float) -> tuple[list[Order], float]:
+        """What is sent now, and when to look again if nothing happens.
+
+        Each of the first requests in the queue, in order, is sent if its engine has room. Others wait for
+        engines that are better for them: these are promised to them, and what comes behind them finds
+        these engines busy for as long. Until the blocks of a pending one are there, its engine may still
+        do what ends before.
+
+        The first for which no decode engine has the memory keeps one: what is behind it gets no memory
+        there, or smaller ones would take for ever what comes free.
+        """
+        state, settings = self._state, self._state.settings
+        # Those that only decode compute what must be whole; they are not what the others wait for.
+        engines = state.fleet.of(Role.PREFILL) or state.fleet.of(Role.DECODE)
+        early_s = settings.ahead_s + settings.prefetch_s
+        look = _Look({e.name for e in engines if e.free_at - early_s <= now})
+        self.lacking = look.lacking
+        for item in list(state.queue.first(settings.look_ahead + len(engines))):
+            if not look.room and not item.request.whole:
+                continue
+            if item.running is not None:
+                if self._goes_on(item, look, now):
+                    continue
+                # It will want to go on where it is. Those before it may come in between.
+                engine = item.running
+                look.promised[engine.name] = engine.free_at + item.size_s
+                look.room.discard(engine.name)
+                continue
+            found = self._with_memory(item, look)
+            if found is not None:
+                computing, decoders = found
+                if now - item.matched_at > MATCH_S or item.match is None:
+                    item.match, item.matched_at = state.index.match(item.request.keys, now), now
+                situation = state.situation(item.request, now, computing, item.match)
+                state.with_answer(situation, decoders)
+                self._consider(item, situation, decoders, look)
+        busy = list(state.fleet.engines.values())
+        return look.orders, min(look.looks_at, self._next_free_at(busy, now))
+
+    def _goes_on(self, item: Waiting, look: _Look, now: float) -> bool:
+        """Give the engine that computes a segment the next one shortly before, so that it does not idle.
+
+        Unless others are to come in between, or what was computed is gone.
+        """
+        engine, ahead_s = item.running, self._state.settings.ahead_s
+        assert engine is not None, "it does not run"
+        if engine.name not in look.room or engine.name in look.promised:
+            return False
+        if engine.free_at - ahead_s > now or engine.prefills >= self._state.settings.orders_max:
+            return False
+        situation = self._state.situation(item.request, now, [engine])
+        best = situation.outlook(engine)
+        if best.cached * situation.kind(engine).block_tokens < item.done:
+            return False
+        look.orders.append(
+            self._send(item, Choice(best, (best,)), situation, self._free(item, look))
+        )
+        if engine.free_at - ahead_s - self._state.settings.prefetch_s > now:
+            look.room.discard(engine.name)
+        return True
+
+    def _consider(
+        self, item: Waiting, situation: Situation, decoders: Sequence[Engine], look: _Look
+    ) -> None:
+        """Send it, or promise it the engine that it waits for."""
+        state, now = self._state, situation.now
+        situation.promised = look.promised
+        choice = state.policy.choose(situation)
+        if now + choice.best.ttft_s > look.gaps.get(choice.best.engine.name, math.inf):
+            situation.promised = {**look.promised, **look.pending}
+            choice = state.policy.choose(situation)
+        best = choice.best
+        if best.cost == math.inf:
+            return  # none of these may be a pair with an engine that has the memory
+        name = best.engine.name
+        in_turn = name in look.room or Role.PREFILL not in best.engine.role
+        ends_at = now + best.ttft_s
+        if best.pending:
+            look.gaps[name] = min(look.gaps.get(name, math.inf), now + best.starts_s)
+            look.pending[name] = ends_at
+            # No report tells that blocks are there: the index does, soon after they are.
+            arrive_at = now + max(best.starts_s - best.load_s, MATCH_S)
+            look.looks_at = min(look.looks_at, arrive_at)
+        elif ends_at > look.gaps.get(name, math.inf):
+            look.pending[name] = ends_at
+        elif in_turn and self._has_room(best, now):
+            look.orders.append(self._send(item, choice, situation, decoders))
+            settings = state.settings
+            if best.engine.free_at - settings.ahead_s - settings.prefetch_s > now:
+                look.room.discard(name)
+        else:
+            early_at = best.engine.free_at - self._early_s(best)
+            if early_at > now:
+                look.looks_at = min(look.looks_at, early_at)
+            look.promised[name] = ends_at
+            look.room.discard(name)
+
+    def decode_orders(self, now: float) -> list[DecodeOrder]:
+        """Answers whose prompts are computed, for which an engine has room now.
+
+        By priority, and in the order in which their prompts were done. The first that finds no room keeps
+        one engine.
+        """
+        state, orders = self._state, []
+        answers, allowed = state.answers, state.settings.decode.topology.allowed
+        kept: set[str] = set()
+        in_vain = 0
+        for answer in answers.parked:
+            if in_vain >= state.settings.look_ahead:
+                break
+            request, computed_by = answer.request, answer.computed_by
+            assert computed_by is not None, "its prompt is not computed"
+            pairs = [e for e in state.decoding(request) if allowed(computed_by, e)]
+            free = [e for e in pairs if e.name not in kept and answers.has_room(answer, e)]
+            if not free:
+                self._keep(request, pairs, kept)
+                in_vain += 1
+                continue
+            answers.release(answer)  # its own reservation is not in its way
+            situation = state.situation(request, now, [computed_by])
+            outlooks = state.handover(situation, free).outlooks(computed_by, 0.0, state.rng)
+            engine = outlooks[0].engine
+            answers.reserve(answer, engine)
+            answers.send(answer, engine, follows=False)
+            self._transfers(computed_by, outlooks[0], now)
+            orders.append(DecodeOrder(request, engine, outlooks[0], outlooks))
+        answers.kept = frozenset(kept)
+        return orders
+
+    def _has_room(self, outlook: Outlook, now: float) -> bool:
+        """Whether it is time to give the engine this order: loading it may take as long as it is busy."""
+        engine = outlook.engine
+        if engine.prefills >= self._state.settings.orders_max:
+            return False
+        return engine.free_at - self._early_s(outlook) <= now
+
+    def _early_s(self, outlook: Outlook) -> float:
+        """How long before its engine is free an order is given."""
+        settings = self._state.settings
+        return settings.ahead_s + min(outlook.load_s, settings.prefetch_s)
+
+    def _next_free_at(self, engines: Sequence[Engine], now: float) -> float:
+        """When the next engine that is busy may get an order, or is about to be free."""
+        settings = self._state.settings
+        before = settings.ahead_s, settings.ahead_s + settings.prefetch_s
+        wakes = (e.free_at - early_s for e in engines for early_s in before)
+        return min((at for at in wakes if at > now), default=math.inf)
+
+    def _with_memory(
+        self, item: Waiting, look: _Look
+    ) -> tuple[Sequence[Engine], Sequence[Engine]] | None:
+        """The engines that may compute it, and those that may decode it and have the memory.
+
+        None if there are none now; it keeps one then, if it is the first that lacks memory.
+        """
+        state, request = self._state, item.request
+        engines = state.computing(request)
+        if not engines or not state.settings.decodes:
+            return (engines, ()) if engines else None
+        decoders, free = state.decoding(request), self._free(item, look)
+        if request.whole:
+            # It decodes where it is computed, so there must be room now.
+            needed = context_tokens(request)
+            free = [e for e in free if e.context_tokens + needed <= e.capacity_tokens]
+            if free:
+                return free, free
+        elif state.answers.reservable(request, free):
+            return engines, free
+        self._keep(request, decoders, look.kept, item)
+        if decoders:
+            kind = decoders[0].kind
+            look.lacking[kind] = look.lacking.get(kind, 0) + context_tokens(request)
+        return None
+
+    def _free(self, item: Waiting, look: _Look) -> Sequence[Engine]:
+        """The engines that may decode it, and whose memory is kept for nobody before it."""
+        decoders, kept = self._state.decoding(item.request), look.kept
+        return [e for e in decoders if e.name not in kept] if kept else decoders
+
+    def _keep(
+        self,
+        request: Request,
+        engines: Sequence[Engine],
+        kept: set[str],
+        item: Waiting | None = None,
+    ) -> None:
+        """The first that finds no memory on any of these keeps one: the emptiest, and then always that."""
+        if any(engine.name in kept for engine in engines):
+            return
+        before = item.decode if item is not None else None
+        engine = before if before in engines else emptiest(engines, request)
+        if item is not None:
+            item.decode = engine
+        if engine is not None:
+            kept.add(engine.name)
+
+    def _send(
+        self, item: Waiting, choice: Choice, situation: Situation, decoders: Sequence[Engine]
+    ) -> Order:
+        """decoders: those that may be reserved for it."""
+        state, request, best, now = self._state, item.request, choice.best, situation.now
+        engine = best.engine
+        state.queue.remove(request.ident)
+        kind = situation.kind(engine)
+        start = min(best.cached * kind.block_tokens, request.tokens - 1)
+        # Where what was computed of it is gone, the next segment might be as long as that, and so for ever.
+        gone = best.cached * kind.block_tokens < item.done
+        end = request.tokens if gone else self._segment_end(situation, engine, start)
+        last = end == request.tokens
+        rest_s = 0.0
+        if not last:
+            prefill_s = kind.prefill.prefill_s(start, end, kind.step_tokens)
+            best = best._replace(prefill_s=prefill_s)
+            rest_s = state.size_s(request, end, engine)
+            state.queue.add(Waiting(request, rest_s, end, engine))
+        answer = state.answers.begin(request)
+        outlooks = self._reserve(answer, situation, best, decoders, last)
+        decode = answer.decode
+        whole = last and decode is engine and self._may_stay(answer, engine)
+        follow_s = None if whole else self._follow_s(answer, situation, engine)
+        # As late as what it lacks can be brought while the rest is computed: a node's follows are few.
+        follow = follow_s is not None and rest_s <= follow_s
+        if decode is not None and (whole or follow):
+            state.answers.send(answer, decode, follows=follow)
+        if decode is not None and follow_s is not None and follow:
+            state.cluster.traffic.add(engine.node, decode.node, follow_s, now)
+        order = Order(request, best, end, last, decode, whole, follow, choice.candidates, outlooks)
+        begins = state.orders.add(Sent(order, end - start, best.prefill_s, item.done), now)
+        # Of a prompt that goes on where it is, the rest is expected since its first segment there.
+        later_s = 0.0 if item.running is engine else rest_s
+        self._expect(order, max(begins, now + best.starts_s), later_s)
+        if best.source is not None:
+            pull_s = kind.loads["peer"].seconds(best.pulled * kind.block_bytes)
+            state.cluster.traffic.add(best.source, engine.node, pull_s, now)
+        if best.pulled and situation.spread:
+            state.spreading.copied(request.keys[situation.match.reach - 1], now)
+        state.queue.charge(request.tenant, best.prefill_s, now)
+        state.policy.sent(situation, engine)
+        return order
+
+    def _segment_end(self, situation: Situation, engine: Engine, start: int) -> int:
+        """Up to which token the next order computes: whole steps and blocks of about `segment_s`."""
+        state, request = self._state, situation.request
+        segment_s = state.settings.segment_s
+        tokens = request.tokens
+        if state.policy.sends_at_once or not segment_s or request.whole or not request.segments:
+            return tokens
+        kind = situation.kind(engine)
+        step = kind.step_tokens
+        one_s = kind.prefill.prefill_s(start, start + step, step)
+        length = step * max(1, round(segment_s / one_s))
+        block = kind.block_tokens
+        end = max((start + length) // block * block, start + block)
+        # What would be left is not worth an order of its own.
+        return tokens if tokens - end < length / 2 else end
+
+    def _reserve(
+        self,
+        answer: Answer,
+        situation: Situation,
+        best: Outlook,
+        decoders: Sequence[Engine],
+        last: bool,
+    ) -> Sequence[DecodeOutlook]:
+        """Memory for the answer, at the first order; looked at again at the last one, if it is not used.
+
+        What was compared, if anything was.
+        """
+        state = self._state
+        held = answer.decode
+        if not state.settings.decodes or answer.sent or (held is not None and not last):
+            return ()
+        if held is not None and held not in decoders:
+            decoders = [*decoders, held]
+        state.answers.release(answer)
+        prefill_s = situation.prefill_s(best.engine, best.cached)
+        handover = situation.handover
+        if handover is None or held is not None:
+            handover = state.handover(situation, decoders)
+        outlooks = handover.outlooks(best.engine, prefill_s, state.rng)
+        if outlooks:
+            state.answers.reserve(answer, outlooks[0].engine)
+        return outlooks
+
+    def _may_stay(self, answer: Answer, engine: Engine) -> bool:
+        """Whether its answer may go on where its prompt is computed, with nothing in between."""
+        answers = self._state.answers
+        if answer.sent:
+            return False
+        if answer.request.whole:
+            return True
+        return engine.name not in answers.kept and answers.has_room(answer, engine)
+
+    def _follow_s(self, answer: Answer, situation: Situation, engine: Engine) -> float | None:
+        """What it takes to bring the decode engine what it lacks; None if it cannot or need not follow."""
+        decode = answer.decode
+        if decode is None or not self._state.answers.may_follow(answer, decode):
+            return None
+        kind, get = situation.kind(decode), situation.match.lengths.get
+        own = max(get(holder, 0) for holder in (decode.gpu, *decode.tiers))
+        lacks = len(situation.request.keys) - own
+        factor = self._state.settings.decode.topology.factor(engine, decode)
+        if not lacks or not factor:
+            return None  # on one node nothing has to be brought
+        return factor * kind.loads["peer"].seconds(lacks * kind.block_bytes)
+
+    def _transfers(self, engine: Engine, outlook: DecodeOutlook, now: float) -> None:
+        """What the decode engine lacks is on its way between the two nodes."""
+        target, traffic = outlook.engine, self._state.cluster.traffic
+        if target.node != engine.node and outlook.lacks:
+            kind = self._state.cluster.kinds[target.kind]
+            seconds = kind.loads["peer"].seconds(outlook.lacks * kind.block_bytes)
+            traffic.add(engine.node, target.node, seconds, now)
+
+    def _expect(self, order: Order, begins: float, later_s: float) -> None:
+        """Blocks come one after the other while the order is computed.
+
+        later_s: the rest of the prompt takes so long after it, and is expected too, so that who has the
+        same prefix need not compute it at the same time; 0: that is expected already.
+        """
+        best = order.outlook
+        end = self._state.blocks_done(order)
+        count = end - best.cached
+        if count <= 0:
+            return
+        each_s = best.prefill_s / count
+        ready = [begins + each_s * number for number in range(1, count + 1)]
+        keys = order.request.keys[best.cached : end]
+        index, gpu = self._state.index, best.engine.gpu
+        index.expect(gpu, keys, ready, ready[-1] + EXPECT_S)
+        if later_s:
+            rest = order.request.keys[end:]
+            each_s = later_s / len(rest)
+            ready = [ready[-1] + each_s * number for number in range(1, len(rest) + 1)]
+            index.expect(gpu, rest, ready, ready[-1] + EXPECT_S, later=True)

@@ -1,0 +1,101 @@
+"""The engines that there are, and which of them may be sent what. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from kvpool.errors import InvalidRequest
+from kvpool.scheduler.topology import Topology
+from kvpool.scheduler.values import Engine, Request, Role
+
+GROUPS_MAX = 1024
+"""Sets of kinds whose engines are remembered; all are forgotten then."""
+
+
+class Fleet:
+    """Engines come, go, rest and change their role. Not thread-safe."""
+
+    def __init__(self, engines: Iterable[Engine] = ()) -> None:
+        self.engines: dict[str, Engine] = {}
+        self._resting: set[str] = set()
+        self._groups: dict[tuple[Role, frozenset[str] | None], list[Engine]] = {}
+        self._paired: dict[tuple[frozenset[str] | None, bool], bool] = {}
+        self.pairs_differ = False
+        """Whether it matters for the answer which engine computes a prompt: one may decode as well, or
+        they are at places that differ."""
+        for engine in engines:
+            self.join(engine)
+
+    def join(self, engine: Engine) -> None:
+        """Raises `InvalidRequest` if there is one of this name."""
+        if engine.name in self.engines:
+            raise InvalidRequest(f"there is an engine {engine.name} already")
+        self.engines[engine.name] = engine
+        self._changed()
+
+    def leave(self, name: str) -> Engine | None:
+        engine = self.engines.pop(name, None)
+        self._resting.discard(name)
+        self._changed()
+        return engine
+
+    def rest(self, name: str, *, resting: bool) -> None:
+        """A resting one is sent nothing new. Raises `KeyError` if it is unknown."""
+        name = self.engines[name].name
+        if resting:
+            self._resting.add(name)
+        else:
+            self._resting.discard(name)
+        self._changed()
+
+    def set_role(self, name: str, role: Role) -> None:
+        """Raises `KeyError` if it is unknown."""
+        self.engines[name].role = role
+        self._changed()
+
+    def computing(self, request: Request, avoid: Collection[str] = ()) -> Sequence[Engine]:
+        """Those that may compute it; of these none to avoid, unless there are no others."""
+        return _without(self.of(Role.PREFILL, request.kinds), avoid)
+
+    def decoding(self, request: Request, avoid: Collection[str] = ()) -> Sequence[Engine]:
+        """The same for its answer."""
+        return _without(self.of(Role.DECODE, request.kinds), avoid)
+
+    def paired(self, request: Request, topology: Topology) -> bool:
+        """Whether there are two, or one for both, that may serve it together."""
+        known = self._paired.get((request.kinds, request.whole))
+        if known is None:
+            decoding = self.of(Role.DECODE, request.kinds)
+            computing = decoding if request.whole else self.of(Role.PREFILL, request.kinds)
+            known = any(topology.allowed(one, other) for one in computing for other in decoding)
+            self._paired[request.kinds, request.whole] = known
+        return known
+
+    def of(self, role: Role, kinds: frozenset[str] | None = None) -> list[Engine]:
+        """All in this role that are of these kinds and do not rest. Not to be changed."""
+        found = self._groups.get((role, kinds))
+        if found is None:
+            if len(self._groups) >= GROUPS_MAX:
+                self._groups.clear()
+                self._paired.clear()
+            found = self._groups[role, kinds] = [
+                engine
+                for engine in self.engines.values()
+                if role in engine.role
+                and (kinds is None or engine.kind in kinds)
+                and engine.name not in self._resting
+            ]
+        return found
+
+    def _changed(self) -> None:
+        self._groups.clear()
+        self._paired.clear()
+        computing, decoding = self.of(Role.PREFILL), self.of(Role.DECODE)
+        nodes = {engine.node for engine in computing}
+        self.pairs_differ = any(e.node in nodes or e.labels for e in decoding)
+
+
+def _without(engines: list[Engine], avoid: Collection[str]) -> Sequence[Engine]:
+    if not avoid:
+        return engines
+    return [engine for engine in engines if engine.name not in avoid] or engines

@@ -1,0 +1,85 @@
+"""All that a scheduler has in mind. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from kvpool.scheduler.answers import Answers
+from kvpool.scheduler.decode import Handover
+from kvpool.scheduler.fleet import Fleet
+from kvpool.scheduler.index import Match, PrefixIndex
+from kvpool.scheduler.orders import Orders
+from kvpool.scheduler.policies import Policy
+from kvpool.scheduler.queue import RequestQueue
+from kvpool.scheduler.settings import Settings
+from kvpool.scheduler.situation import Cluster, Situation
+from kvpool.scheduler.spreading import Spreading
+from kvpool.scheduler.values import Engine, Order, Request
+
+
+@dataclass(slots=True)
+class State:
+    """queue: what waits. orders: what engines compute. answers: requests from their first order on."""
+
+    fleet: Fleet
+    cluster: Cluster
+    index: PrefixIndex
+    policy: Policy
+    rng: Random
+    settings: Settings
+    queue: RequestQueue
+    orders: Orders
+    answers: Answers
+    spreading: Spreading
+
+    def computing(self, request: Request) -> Sequence[Engine]:
+        """The engines that may compute it."""
+        answer = self.answers.get(request.ident)
+        avoid = answer.avoid if answer is not None else ()
+        if request.whole and self.settings.decodes:
+            return self.fleet.decoding(request, avoid)
+        return self.fleet.computing(request, avoid)
+
+    def decoding(self, request: Request) -> Sequence[Engine]:
+        """The engines that may decode it."""
+        answer = self.answers.get(request.ident)
+        return self.fleet.decoding(request, answer.avoid if answer is not None else ())
+
+    def situation(
+        self, request: Request, now: float, engines: Sequence[Engine], match: Match | None = None
+    ) -> Situation:
+        """engines: those that may compute it, at least one."""
+        match = match or self.index.match(request.keys, now)
+        return Situation(request, match, engines, self.cluster, self.rng, now)
+
+    def with_answer(self, situation: Situation, decoders: Sequence[Engine]) -> None:
+        """What a choice is to know of where the answer goes on, and of copies."""
+        request, match = situation.request, situation.match
+        if self.settings.decodes and (self.fleet.pairs_differ or request.whole):
+            situation.handover = self.handover(situation, decoders)
+        if match.reach:
+            end, holders = request.keys[match.reach - 1], len(situation.sources)
+            situation.spread = self.spreading.worth(end, holders, situation.now)
+
+    def handover(self, situation: Situation, decoders: Sequence[Engine]) -> Handover:
+        rule = self.settings.decode
+        return Handover(
+            situation.request, situation.match, decoders, self.cluster, rule, situation.now
+        )
+
+    def size_s(self, request: Request, done: int, engine: Engine) -> float:
+        """Seconds in which an engine like this one computes what is left of its prompt."""
+        kind = self.cluster.kinds[engine.kind]
+        start = min(done, request.tokens - 1)
+        return kind.prefill.prefill_s(start, request.tokens, kind.step_tokens)
+
+    def blocks_done(self, order: Order) -> int:
+        """How many blocks of its prompt there are when it is computed.
+
+        Whole ones only; the last one of a prompt counts as its chain has it.
+        """
+        if order.last:
+            return len(order.request.keys)
+        return order.end // self.cluster.kinds[order.outlook.engine.kind].block_tokens

@@ -1,0 +1,295 @@
+"""What the router learns of stub engines and of a real daemon: engines, caches, the pool, hashes."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvpool.client import Client
+from kvpool.errors import Unavailable
+from kvpool.router.engines import scheduled
+from kvpool.router.hashing import chain, none_hash
+from kvpool.router.knowledge import Knowledge
+from kvpool.router.tokens import TokenizeRefused, UnknownModel
+from kvpool.scheduler.index import PrefixIndex
+from kvpool.scheduler.situation import Cluster, Traffic
+from kvpool.testing.stub_engine import Settings, StubEngine
+from kvpool.testing.stub_engine.tokens import tokens_of
+from kvpool.types import EngineRecord, NamespaceRecord
+
+PATIENCE_S = 20.0
+BLOCK = 16
+BLOCK_BYTES = 4096
+RECORD = NamespaceRecord.simple("stub", block_bytes=BLOCK_BYTES, block_tokens=BLOCK)
+TEXT = "one two three four five six seven " * 30
+
+
+async def until(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+        await asyncio.sleep(0.01)
+
+
+class Learner:
+    """A `Knowledge`, and all that it says."""
+
+    def __init__(self, session: aiohttp.ClientSession, client: Client | None, tables: Any) -> None:
+        self.index = PrefixIndex()
+        self.cluster = Cluster({}, {}, Traffic())
+        self.said: list[tuple[str, str]] = []
+        self.knowledge = Knowledge(
+            engines=tables,
+            client=client,
+            session=session,
+            index=self.index,
+            cluster=self.cluster,
+            joined=lambda spec: self.said.append(("joined", spec.name)),
+            left=lambda name: self.said.append(("left", name)),
+            changed=lambda spec: self.said.append(("changed", spec.name)),
+        )
+
+    def lengths(self, keys: Any) -> dict[str, int]:
+        return self.index.match(keys, time.monotonic()).lengths
+
+    def holders(self, name: str) -> Any:
+        return scheduled(self.knowledge.engines[name])
+
+
+@contextlib.asynccontextmanager
+async def learning(client: Client | None = None, tables: Any = ()) -> Any:
+    async with aiohttp.ClientSession() as session:
+        learner = Learner(session, client, tables)
+        await learner.knowledge.start()
+        try:
+            yield learner
+        finally:
+            await learner.knowledge.close()
+
+
+def table_of(engine: StubEngine, folder: Any, **more: Any) -> dict[str, Any]:
+    events = f"ipc://{folder}/e"
+    return {
+        "url": engine.url,
+        "name": "e",
+        "events": events,
+        "replay": f"{events}r",
+        "block_tokens": BLOCK,
+        **more,
+    }
+
+
+def settings(folder: Any, **more: Any) -> Settings:
+    return Settings(events=f"ipc://{folder}/e", replay=f"ipc://{folder}/er", **more)
+
+
+async def complete(engine: StubEngine, text: str, **more: Any) -> None:
+    body = {"model": "stub", "prompt": text, "max_tokens": 1, **more}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{engine.url}/v1/completions", json=body) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+
+
+async def test_a_cache_is_learnt_and_forgotten(folder: Any) -> None:
+    async with (
+        StubEngine(settings(folder, loras=("tuned",))) as engine,
+        learning(tables=[table_of(engine, folder)]) as learner,
+    ):
+        know = learner.knowledge
+        assert learner.said[0] == ("joined", "e")
+        assert know.engines["e"].models == ("stub", "tuned")
+        assert await know.verify("e") == "verified"
+        prompt = await know.prompt({"model": "stub", "prompt": TEXT}, "completions")
+        assert list(prompt.tokens) == tokens_of(TEXT)
+        assert prompt.hashes == chain(know.engines["e"].hashing, tokens_of(TEXT))
+        assert learner.lengths(prompt.keys) == {}
+        await complete(engine, TEXT)
+        whole = {"gpu:e": len(prompt.keys)}
+        await until(lambda: learner.lengths(prompt.keys) == whole, "the cache is known")
+        stats = know.stats()
+        assert stats["lag_p99_s"] is not None
+        assert stats["engines"]["e"]["hashes"] == "verified"
+        # A router that is started anew.
+        async with learning(tables=[table_of(engine, folder)]) as again:
+            await until(lambda: again.lengths(prompt.keys) == whole, "the events are replayed")
+        # Blocks under a salt, or of an adapter, are others.
+        for body in ({"prompt": TEXT, "cache_salt": "s"}, {"prompt": TEXT, "model": "tuned"}):
+            other = await know.prompt({"model": "stub", **body}, "completions")
+            assert not set(other.keys) & set(prompt.keys)
+            await complete(engine, TEXT, **{k: v for k, v in body.items() if k != "prompt"})
+            await until(lambda o=other: learner.lengths(o.keys).get("gpu:e") == len(o.keys), "held")
+    # Its successor at the same place has an empty cache.
+    port = int(engine.url.rpartition(":")[2])
+    async with learning(tables=[table_of(engine, folder)]) as learner:
+        async with StubEngine(settings(folder, port=port)) as engine:
+            await complete(engine, TEXT)
+            await until(lambda: learner.lengths(prompt.keys) == whole, "it is heard")
+        async with StubEngine(settings(folder, port=port)) as engine:
+            await complete(engine, "another prompt " * 40)
+            await until(lambda: learner.lengths(prompt.keys) == {}, "it began anew")
+
+
+async def test_hashes_that_are_not_the_engines(folder: Any, caplog: Any) -> None:
+    async with (
+        StubEngine(settings(folder, hash_seed="other")) as engine,
+        learning(tables=[table_of(engine, folder)]) as learner,
+    ):
+        know = learner.knowledge
+        assert len((await know.prompt({"prompt": TEXT}, "completions")).keys) > 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvpool.router.verifying.EVENTS_S", 0.3)
+            assert await know.verify("e") == "mismatch"
+        asked = engine.counts()
+        assert await know.verify("e") == "mismatch"
+        assert engine.counts() == asked
+        assert "does not hash blocks as it is said to" in caplog.text
+        prompt = await know.prompt({"prompt": TEXT}, "completions")
+        assert prompt.tokens
+        assert (prompt.keys, prompt.spec) == ((), None)
+        assert know.engines["e"].hashing is None
+        assert know.stats()["engines"]["e"]["hashes"] == "mismatch"
+        assert ("left", "e") not in learner.said
+
+
+async def test_an_engine_without_events_is_not_verified(folder: Any) -> None:
+    async with (
+        StubEngine(Settings()) as engine,
+        learning(tables=[{"url": engine.url, "name": "e", "block_tokens": BLOCK}]) as learner,
+    ):
+        assert await learner.knowledge.verify("e") == "unverified"
+        with pytest.raises(Unavailable):
+            await learner.knowledge.verify("nobody")
+
+
+async def test_prompts_that_cannot_be_had(folder: Any) -> None:
+    async with (
+        StubEngine(settings(folder)) as engine,
+        learning(tables=[table_of(engine, folder)]) as learner,
+    ):
+        know = learner.knowledge
+        with pytest.raises(UnknownModel):
+            await know.prompt({"model": "other", "prompt": "x"}, "completions")
+        with pytest.raises(TokenizeRefused):
+            await know.prompt({"messages": [5]}, "chat")
+        for body in ({"prompt": ["a", "b"]}, {"prompt": "x", "prompt_embeds": "y"}):
+            prompt = await know.prompt(body, "completions")
+            assert (prompt.tokens, prompt.keys, prompt.kinds) == ((), (), frozenset({"stub"}))
+        ids = await know.prompt({"prompt": [*range(40)]}, "completions")
+        assert (len(ids.keys), len(ids.tokens)) == (2, 40)
+        too_large = await know.prompt({"prompt": [2**32] * 16}, "completions")
+        assert too_large.keys == ()
+    async with learning(tables=[table_of(engine, folder, model="stub")]) as learner:
+        with pytest.raises(Unavailable):
+            await learner.knowledge.prompt({"prompt": "x"}, "completions", deadline_s=1.0)
+
+
+def announced(engine: StubEngine, folder: Any, **more: Any) -> EngineRecord:
+    return EngineRecord(
+        engine.url,
+        model="stub",
+        events=f"ipc://{folder}/e",
+        replay=f"ipc://{folder}/er",
+        groups=(0,),
+        hash_algorithm="sha256_cbor",
+        none_hash=none_hash("sha256_cbor").hex(),
+        block_tokens=BLOCK,
+        **more,
+    )
+
+
+async def test_engines_that_announce_themselves(start: Any, folder: Any) -> None:
+    daemon = start("--node", "n", "--label", "zone=z")
+    with daemon.client() as plugin, daemon.client() as client:
+        ns = plugin.open(RECORD)
+        async with StubEngine(settings(folder)) as engine, learning(client) as learner:
+            know = learner.knowledge
+            assert not know.engines
+            plugin.announce_engine(ns, announced(engine, folder))
+            await until(lambda: know.engines, "it is found")
+            (name,) = know.engines
+            assert learner.said[0] == ("joined", name)
+            spec = know.engines[name]
+            assert (spec.node, spec.labels, spec.namespace) == ("n", {"zone": "z"}, ns.digest)
+            assert await know.verify(name) == "verified"
+            # What the pool has is asked for.
+            prompt = await know.prompt({"model": "stub", "prompt": TEXT}, "completions")
+            assert await know.look(prompt, 5.0)
+            assert learner.lengths(prompt.keys) == {}
+            keys = [each[-16:] for each in prompt.hashes[:5]]
+            plugin.put(ns, keys, [bytes(BLOCK_BYTES)] * 5)
+            assert await know.look(prompt, 5.0)
+            dram, ssd = scheduled(spec).tiers
+            assert learner.lengths(prompt.keys) == {dram: 5, ssd: 5}
+            assert learner.cluster.nodes == {dram: "n", ssd: "n"}
+            plugin.remove(ns, keys[2:])
+            assert await know.look(prompt, 5.0)
+            assert learner.lengths(prompt.keys) == {dram: 2, ssd: 2}
+            # It says something else of itself.
+            plugin.announce_engine(ns, announced(engine, folder, follows_max=3))
+            await until(lambda: know.engines[name].follows_max == 3, "the change is heard of")
+            assert ("changed", name) in learner.said
+            # Its daemon has gone: it stays, since it answers.
+            daemon.kill()
+            assert not await know.look(prompt, 5.0)
+            assert know.stats()["daemon"] is False
+            again = start("--socket", daemon.socket, "--node", "n", name="again")
+            await until(lambda: know.stats()["daemon"], "the new daemon is asked")
+            assert again.process.poll() is None
+            known = know._known[engine.url]
+            await until(lambda: known.vanished, "it is announced no more")
+            for _ in range(3):
+                await know._discover()
+            assert name in know.engines
+            assert ("left", name) not in learner.said
+
+
+async def test_an_engine_that_has_gone_is_forgotten(start: Any, folder: Any) -> None:
+    daemon = start("--node", "n")
+    with daemon.client() as plugin, daemon.client() as client:
+        ns = plugin.open(RECORD)
+        engine = StubEngine(settings(folder))
+        async with engine:
+            plugin.announce_engine(ns, announced(engine, folder))
+            learning_on = learning(client)
+            learner = await learning_on.__aenter__()
+        try:
+            (name,) = learner.knowledge.engines
+            plugin.announce_engine(ns, None)
+            await until(lambda: ("left", name) in learner.said, "it has left")
+            assert not learner.knowledge.engines
+            assert learner.cluster.nodes == {}
+        finally:
+            await learning_on.__aexit__(None, None, None)
+
+
+async def test_a_slow_daemon_keeps_nobody_waiting(start: Any, folder: Any) -> None:
+    daemon = start("--node", "n")
+    with daemon.client() as plugin, daemon.client(timeout_s=2.0) as client:
+        ns = plugin.open(RECORD)
+        async with StubEngine(settings(folder)) as engine:
+            plugin.announce_engine(ns, announced(engine, folder))
+            async with learning(client) as learner:
+                know = learner.knowledge
+                prompt = await know.prompt({"model": "stub", "prompt": TEXT}, "completions")
+                plugin.put(ns, [prompt.hashes[0][-16:]], [bytes(BLOCK_BYTES)])
+                answers: list[dict[str, tuple[int, int]]] = []
+                ask = client.prefixes
+                gate = threading.Event()
+
+                def wait(*arguments: Any, **more: Any) -> Any:
+                    gate.wait(PATIENCE_S)
+                    answers.append(ask(*arguments, **more))
+                    return answers[-1]
+
+                client.prefixes = wait  # type: ignore[method-assign]
+                assert not await know.look(prompt, 0.01)
+                assert learner.lengths(prompt.keys) == {}
+                gate.set()
+                await until(lambda: learner.lengths(prompt.keys), "the late answer is written, too")
+                assert know.stats()["late_looks"] == 1

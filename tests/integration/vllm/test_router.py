@@ -1,0 +1,201 @@
+"""The router before two real servers, each on a node of its own: right answers, and deaths in the middle.
+
+The servers announce themselves through their nodes' daemons. They are started once, and killed one after the
+other by tests that build on one another, in the order of this file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PATIENCE_S = 30.0
+PROMPT_TOKENS, LONG_TOKENS, NEW = 600, 3600, 16
+
+
+def _engines() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_engines", ROOT / "bench/engines.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+BENCH = _engines()
+
+
+@dataclass
+class Served:
+    """The servers by their nodes' names, those that were not killed, and the sockets of the nodes."""
+
+    kit: Any
+    folder: Path
+    servers: dict[str, Any]
+    sockets: dict[str, str]
+    alive: set[str]
+
+    def prompt(self, seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
+        found: list[int] = self.kit.TINY.prompt(seed, tokens)
+        return found
+
+    def router(self, name: str, *flags: str) -> Any:
+        """Its URL, once both servers are known to it and their hashes are verified."""
+        return BENCH.router(self.folder, name, self.sockets["a"], *flags)
+
+    def kill(self, node: str) -> None:
+        """SIGKILL to a server and all its processes."""
+        self.alive.discard(node)
+        os.killpg(self.servers[node]._child.process.pid, signal.SIGKILL)
+
+    def working(self, node: str) -> bool:
+        """Whether the server computes anything now."""
+        with urllib.request.urlopen(self.servers[node].url + "/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return any(
+            line.startswith("vllm:num_requests_running{") and float(line.split()[-1]) > 0
+            for line in lines
+        )
+
+
+@pytest.fixture(scope="module")
+def served(kit: Any, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("r")
+    with ExitStack() as stack:
+        nodes = stack.enter_context(kit.run_cluster(folder, 2))
+        sockets = {name: node.socket for name, node in zip("ab", nodes, strict=True)}
+        servers = {
+            name: stack.enter_context(
+                BENCH.ApiServer(name, llama, folder, socket, "both", BENCH.CORES[place])
+            )
+            for place, (name, socket) in enumerate(sockets.items())
+        }
+        for server in servers.values():
+            server.wait_ready()
+        yield Served(kit, folder, servers, sockets, set(servers))
+
+
+def ask_whole(url: str, asked: list[int]) -> Any:
+    """An answer that is not streamed: until all of it is there, the client has nothing of it."""
+    body = {
+        "model": BENCH.SERVED_NAME,
+        "prompt": asked,
+        "max_tokens": NEW,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": 2,
+    }
+    with urllib.request.urlopen(post(url, body), timeout=2 * PATIENCE_S) as answer:
+        choice = json.load(answer)["choices"][0]
+    likeliest = [sorted(each.values()) for each in choice["logprobs"]["top_logprobs"]]
+    margins = tuple(each[-1] - each[-2] for each in likeliest)
+    return BENCH.Answer(0.0, 0.0, 0, choice["token_ids"], 0.0, margins)
+
+
+def post(url: str, body: dict[str, Any]) -> urllib.request.Request:
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
+
+
+def ask_json(url: str, path: str) -> Any:
+    with urllib.request.urlopen(url + path, timeout=PATIENCE_S) as answer:
+        return json.load(answer)
+
+
+def until_verified(url: str, count: int) -> None:
+    """Until the router has compared its hashes with so many servers'."""
+
+    def verified() -> bool:
+        nonlocal engines
+        engines = ask_json(url, "/engines")["knowledge"]["engines"]
+        return [each["hashes"] for each in engines.values()] == ["verified"] * count
+
+    engines: dict[str, Any] = {}
+    try:
+        until(verified, f"{count} engines are known and their hashes verified")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {engines}") from None
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+        time.sleep(0.01)
+
+
+def test_answers_are_those_of_the_engines_and_hand_over_goes_through_the_pool(
+    served: Served,
+) -> None:
+    a, b = (served.servers[name] for name in "ab")
+    roles = ("--engine", f"{a.url},role=prefill", "--engine", f"{b.url},role=decode")
+    with served.router("router-roles", *roles) as url:
+        until_verified(url, 2)
+        computed = b.computed_tokens()
+        for seed in (1, 2):
+            asked = served.prompt(seed)
+            through = BENCH.ask(url, asked, NEW)
+            assert BENCH.ask(a.url, asked, NEW).same(through)
+            # All but what is no whole block, and the last token, came from the other node.
+            assert through.cached_tokens >= served.kit.hit(PROMPT_TOKENS) - served.kit.BLOCK
+        assert b.computed_tokens() - computed <= 2 * 2 * served.kit.BLOCK
+
+
+def test_a_server_killed_in_mid_prompt_loses_no_request(served: Served) -> None:
+    with served.router("router-killed") as url, ThreadPoolExecutor(4) as threads:
+        until_verified(url, 2)
+        prompts = [served.prompt(10 + number, LONG_TOKENS) for number in range(4)]
+        asking = [threads.submit(ask_whole, url, each) for each in prompts]
+        until(lambda: served.working("a"), "the first server computes")
+        served.kill("a")
+        answers = [each.result(2 * PATIENCE_S) for each in asking]
+        survivor = served.servers["b"].url
+        for asked, answer in zip(prompts, answers, strict=True):
+            assert BENCH.ask(survivor, asked, NEW).same(answer)
+
+
+def test_a_server_killed_in_mid_stream_is_a_clear_error(served: Served) -> None:
+    with served.router("router-stream") as url:
+        until_verified(url, len(served.alive))
+        body = {
+            "model": BENCH.SERVED_NAME,
+            "prompt": served.prompt(20),
+            "max_tokens": 3000,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        request = post(url, body)
+        lines = []
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as stream:
+            for line in stream:
+                lines.append(line)
+                if len(lines) == 6:
+                    for node in list(served.alive):
+                        served.kill(node)
+        last = json.loads(lines[-2].removeprefix(b"data: "))
+        assert last["error"]["message"]
+        assert b"[DONE]" not in b"".join(lines)
+        # Nobody is left. One that comes before that is known waits for another engine, until its deadline.
+        request.add_header("x-kvpool-deadline-s", "2")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=PATIENCE_S)
+        assert refused.value.code in (502, 503, 504)
+        assert json.load(refused.value)["error"]["message"]

@@ -1,0 +1,118 @@
+"""`kvpool plan` on small workloads whose answers are known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpool.cli import app
+from kvpool.errors import ConfigError, InvalidRequest
+from kvpool.planner.command import requests_of
+from kvpool.planner.workload import Workload, at_rate
+from kvpool.simulator.cluster import Shape
+from kvpool.simulator.speeds import Speeds, load_hardware, load_model
+from kvpool.simulator.traces import generate, ideal_hits, write_trace
+
+SMALL = ["--limit", "25", "--engines-max", "24", "--rate", "2"]
+SHAPE = Shape(Speeds(load_hardware("a800x8"), load_model("llama-3-70b")))
+
+
+def plan(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *SMALL, *arguments], env={"COLUMNS": "160"})
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def planned(path: Path, *arguments: str) -> dict[str, Any]:
+    plan(*arguments, "--json", str(path))
+    return dict(json.loads(path.read_text()))
+
+
+def test_it_recommends_prints_and_writes_the_same_every_time(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    out = plan("--json", str(path))
+    document = json.loads(path.read_text())
+    assert planned(path) == document
+    best = document["recommended"]
+    assert best["met"]
+    assert best["ttft_s"] <= 2.0
+    assert best["tpot_s"] <= 0.05
+    sweeps = {row["sweep"] for row in document["rows"]}
+    assert sweeps >= {"aggregated", "disaggregated", "dram", "network"}
+    assert "Recommended: " in out
+    assert "DRAM a node" in out
+
+
+def test_long_answers_need_more_that_decode_and_long_prompts_more_that_compute(
+    tmp_path: Path,
+) -> None:
+    # Prompts go through in a moment, and answers need all of an engine's bandwidth for long.
+    arguments = ["--prompt", "500", "--output", "6000", "--tpot", "0.016"]
+    assert ratio(planned(tmp_path / "long", *arguments)) < 1
+    arguments = ["--prompt", "30000", "--output", "50", "--rate", "0.5", "--ttft", "20"]
+    assert ratio(planned(tmp_path / "short", "--limit", "12", *arguments)) > 1
+
+
+def ratio(document: dict[str, Any]) -> float:
+    """Of engines that compute prompts to those that decode, in the smallest plan that has both."""
+    (row,) = (row for row in document["rows"] if row["sweep"] == "disaggregated")
+    return float(row["prefill"] / row["decode"])
+
+
+def test_where_prompts_share_nothing_there_is_no_pool(tmp_path: Path) -> None:
+    # Seldom enough that no prompt is interrupted: what was computed of that would be kept in the pool.
+    arguments = ["--shared", "0", "--rate", "0.2", "--limit", "15"]
+    best = planned(tmp_path / "plan.json", *arguments)["recommended"]
+    assert best["dram_bytes"] == best["ssd_bytes"] == 0
+    assert best["hit"] == 0
+
+
+def test_what_nothing_meets_is_said() -> None:
+    with pytest.raises(InvalidRequest, match="2 engines do not meet the targets"):
+        plan("--engines-max", "2", "--ttft", "0.001")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["/nowhere/trace.jsonl"],
+        ["--ttft", "0"],
+        ["--share", "1"],
+        ["--shared", "2"],
+        ["--rate", "-1"],
+    ],
+)
+def test_what_cannot_be_is_said(arguments: list[str]) -> None:
+    with pytest.raises((ConfigError, InvalidRequest)):
+        plan(*arguments)
+
+
+def test_a_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="kvpool[plots] is not installed")
+    path = tmp_path / "plan.png"
+    plan("--limit", "8", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_described_workload_is_as_described() -> None:
+    entries = Workload(5.0, 8000, 200, shared=0.75).entries(2000, seed=1)
+    assert entries == Workload(5.0, 8000, 200, shared=0.75).entries(2000, seed=1)
+    assert len(entries) / entries[-1].timestamp_s == pytest.approx(5.0, rel=0.1)
+    assert sum(e.tokens for e in entries) / 2000 == pytest.approx(8000, rel=0.1)
+    assert sum(e.output_tokens for e in entries) / 2000 == pytest.approx(200, rel=0.1)
+    requests = at_rate(entries, 0.0, 1, 0.0)
+    hits = 512 * sum(ideal_hits(requests)) / sum(r.tokens for r in requests)
+    assert hits == pytest.approx(0.75, abs=0.05)
+
+
+def test_a_trace_is_played_at_a_rate(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    write_trace(generate("multi-turn", 200, seed=0), trace)
+    for rate in (1.0, 10.0):
+        requests = requests_of(str(trace), Workload(), rate, SHAPE, 150)
+        assert len(requests) == 150
+        span_s = requests[-1].arrived_s - requests[0].arrived_s
+        assert 150 / span_s == pytest.approx(rate, rel=0.05)

@@ -1,0 +1,373 @@
+"""HTTP as clients see it, over a real connection; the engines behind it are scripted."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from kvpool.router.api import REQUEST_ID, Api
+from kvpool.router.config import RouterConfig, Secrets, TenantTable
+from kvpool.router.engines import EngineSpec
+from kvpool.testing.scripted_engines import MODEL, Bench, answer_to, engine
+
+OPERATOR, ALICE, BOB = "operator-operator", "alice-alice-alice", "bob-bob-bob-bob-bob"
+STREAM = {"model": MODEL, "prompt": "a question of some length", "stream": True}
+WHOLE = {"model": MODEL, "prompt": "a question of some length"}
+OPEN = Secrets("", {}, "", {})
+CLOSED = Secrets(OPERATOR, {ALICE: "alice", BOB: "bob"}, "", {})
+
+
+class Site:
+    """A router at a port. call: a request, and what came of it: status, headers, body."""
+
+    def __init__(self, bench: Bench, session: aiohttp.ClientSession, url: str) -> None:
+        self.bench = bench
+        self.session = session
+        self.url = url
+
+    async def call(
+        self, path: str, body: object = None, *, method: str = "", token: str = "", **headers: str
+    ) -> tuple[int, Any, bytes]:
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if token:
+            sent["Authorization"] = f"Bearer {token}"
+        method = method or ("GET" if data is None else "POST")
+        async with self.session.request(method, self.url + path, data=data, headers=sent) as answer:
+            return answer.status, answer.headers, await answer.read()
+
+
+def run(
+    work: Callable[[Site], Awaitable[None]],
+    *specs: EngineSpec,
+    secrets: Secrets = OPEN,
+    **config: Any,
+) -> None:
+    settings = RouterConfig(**{"answer_s": 20.0, "deadline_s": 20.0, "probe_s": 50.0, **config})
+
+    async def main() -> None:
+        async with Bench(specs, settings) as bench:
+            api = Api(settings, secrets, bench.serving, bench.metrics, started_at=7)
+            runner = web.AppRunner(api.application(), handler_cancellation=True, access_log=None)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            port = runner.addresses[0][1]
+            try:
+                async with aiohttp.ClientSession() as session:
+                    await work(Site(bench, session, f"http://127.0.0.1:{port}"))
+            finally:
+                await runner.cleanup()
+            assert not bench.left()
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what comes over a socket, and no longer than a deadline."""
+    async with asyncio.timeout(20):
+        for pause in (0.0, *([0.001] * 20_000)):
+            if condition():
+                return
+            await asyncio.sleep(pause)
+
+
+def error_of(body: bytes) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def test_answers_pass_byte_for_byte() -> None:
+    async def work(site: Site) -> None:
+        for body in (STREAM, WHOLE):
+            status, headers, data = await site.call("/v1/completions", body, x_request_id="me")
+            assert (status, data) == (200, answer_to(body))
+            assert headers[REQUEST_ID] == "me"
+            own = {name for name in headers if name.lower().startswith("x-kvpool")}
+            assert own == {REQUEST_ID}
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
+        status, headers, data = await site.call("/v1/chat/completions", chat)
+        assert data == answer_to(chat)
+        assert headers["Content-Type"].startswith("text/event-stream")
+        assert site.bench.upstream.seen[-1].path == "/v1/chat/completions"
+
+    run(work, engine("a"))
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"[1]", 400),
+        (b"", 400),
+        (b"\xff", 400),
+        (b'{"model": "nobody"}', 404),
+        (b'{"model": "tiny", "prompt": "' + b"x" * 5000 + b'"}', 413),
+    ],
+)
+def test_bad_bodies_are_refused_here(body: bytes, status: int) -> None:
+    async def work(site: Site) -> None:
+        found, headers, data = await site.call("/v1/completions", body)
+        assert found == status and error_of(data)["code"] == status
+        assert headers[REQUEST_ID]
+        assert not site.bench.upstream.seen
+        # The connection, or another one, is good for the next request.
+        assert (await site.call("/v1/completions", WHOLE))[0] == 200
+
+    run(work, engine("a"), body_bytes_max=4096)
+
+
+def test_a_body_without_a_length_is_bounded_too() -> None:
+    async def work(site: Site) -> None:
+        async def pieces() -> Any:
+            for _ in range(10):
+                yield b"x" * 1000
+
+        async with site.session.post(f"{site.url}/v1/completions", data=pieces()) as answer:
+            assert answer.status == 413
+
+    run(work, engine("a"), body_bytes_max=4096)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def work(site: Site) -> None:
+        host, port = site.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        assert b" 408 " in await reader.readline()
+        writer.close()
+
+    run(work, engine("a"), client_stall_s=0.05)
+
+
+def test_what_the_engine_says_of_a_request_is_what_the_client_hears() -> None:
+    async def work(site: Site) -> None:
+        site.bench.upstream.faults["a"] = deque(["refuse"])
+        status, headers, data = await site.call("/v1/completions", {**STREAM, "temperature": -1})
+        assert (status, data) == (400, b'{"error":"no"}')
+        assert headers["Content-Type"] == "application/json"
+
+    run(work, engine("a"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x_kvpool_deadline_s", "soon"),
+        ("x_kvpool_deadline_s", "-1"),
+        ("x_kvpool_deadline_s", "nan"),
+        ("x_kvpool_deadline_s", "inf"),
+        ("x_kvpool_priority", "1.5"),
+        ("x_kvpool_priority", "9" * 5000),
+    ],
+)
+def test_headers_that_say_nothing_sensible(name: str, value: str) -> None:
+    async def work(site: Site) -> None:
+        status, _, data = await site.call("/v1/completions", WHOLE, **{name: value})
+        assert status == 400 and error_of(data)["param"] == name.replace("_", "-")
+
+    run(work, engine("a"))
+
+
+def test_the_deadline_of_a_header_ends_a_request() -> None:
+    async def work(site: Site) -> None:
+        site.bench.upstream.faults["a"] = deque(["hang"])
+        status, _, data = await site.call("/v1/completions", WHOLE, x_kvpool_deadline_s="0.05")
+        assert status == 504 and error_of(data)["type"] == "deadline"
+
+    run(work, engine("a"))
+
+
+def test_without_engines_the_reason_is_said() -> None:
+    async def work(site: Site) -> None:
+        status, headers, data = await site.call("/v1/completions", WHOLE)
+        assert status == 503 and error_of(data)["type"] == "no_engine"
+        assert int(headers["Retry-After"]) >= 1
+        assert (await site.call("/health"))[0] == 503
+
+    run(work)
+
+
+def test_too_many_at_once_are_told_when_to_come_again() -> None:
+    async def work(site: Site) -> None:
+        site.bench.upstream.hold["a"] = asyncio.Event()
+        first = asyncio.create_task(site.call("/v1/completions", WHOLE))
+        await until(lambda: bool(site.bench.upstream.open))
+        status, headers, data = await site.call("/v1/completions", WHOLE)
+        assert status == 429 and error_of(data)["type"] == "requests_max"
+        assert int(headers["Retry-After"]) >= 1
+        site.bench.upstream.hold["a"].set()
+        assert (await first)[0] == 200
+
+    run(work, engine("a"), requests_max=1)
+
+
+def test_a_client_that_hangs_up_is_forgotten_on_every_engine() -> None:
+    async def work(site: Site) -> None:
+        site.bench.upstream.hold["a"] = asyncio.Event()
+        task = asyncio.create_task(site.call("/v1/completions", STREAM, x_request_id="me"))
+        await until(lambda: bool(site.bench.upstream.open))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: not site.bench.left())
+        account = site.bench.serving.accounts.get("me")
+        await until(lambda: account is not None and account.outcome == "client_left")
+
+    run(work, engine("a"))
+
+
+def test_a_client_that_hangs_up_in_the_middle_too() -> None:
+    async def work(site: Site) -> None:
+        site.bench.upstream.faults["a"] = deque(["stall"])
+        async with site.session.post(f"{site.url}/v1/completions", json=STREAM) as answer:
+            await answer.content.readany()
+            assert site.bench.upstream.open
+        await until(lambda: not site.bench.left())
+
+    run(work, engine("a"))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/tokenize"),
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("GET", "/engines"),
+        ("POST", "/engines/a/drain"),
+        ("DELETE", "/engines/a/drain"),
+        ("GET", "/explain/me"),
+        ("POST", "/explain"),
+        ("GET", "/nowhere"),
+    ],
+)
+@pytest.mark.parametrize("token", ["", "wrong-wrong-wrong", OPERATOR + "x", "\xff\xfe"])
+def test_nobody_gets_in_without_a_token(method: str, path: str, token: str) -> None:
+    async def work(site: Site) -> None:
+        status, headers, data = await site.call(path, b"{}", method=method, token=token)
+        assert status == 401 and error_of(data)["code"] == 401
+        assert headers["WWW-Authenticate"] == "Bearer"
+        assert not site.bench.upstream.seen
+
+    run(work, engine("a"), secrets=CLOSED)
+
+
+def test_tenants_serve_requests_and_operators_all() -> None:
+    tenants = {name: TenantTable(token_file=name) for name in ("alice", "bob")}
+
+    async def work(site: Site) -> None:
+        status, _, _ = await site.call("/v1/completions", WHOLE, token=ALICE, x_request_id="hers")
+        assert status == 200
+        account = site.bench.serving.accounts.get("hers")
+        assert account is not None and account.tenant == "alice"
+        assert (await site.call("/explain/hers", token=ALICE))[0] == 200
+        assert (await site.call("/explain/hers", token=BOB))[0] == 404
+        assert (await site.call("/explain/hers", token=OPERATOR))[0] == 200
+        for method, path in (
+            ("GET", "/metrics"),
+            ("GET", "/engines"),
+            ("POST", "/engines/a/drain"),
+            ("DELETE", "/engines/a/drain"),
+        ):
+            assert (await site.call(path, method=method, token=ALICE))[0] == 403
+            assert (await site.call(path, method=method, token=OPERATOR))[0] == 200
+        assert (await site.call("/health"))[0] == 200, "probes have no token"
+
+    run(work, engine("a"), secrets=CLOSED, tenants=tenants)
+
+
+def test_a_tenants_priority_is_bounded() -> None:
+    tenants = {
+        "alice": TenantTable(token_file="x", priority_max=3),
+        "bob": TenantTable(token_file="y"),
+    }
+
+    async def work(site: Site) -> None:
+        for token, found in ((ALICE, 3), (BOB, 0), (OPERATOR, 50)):
+            await site.call(
+                "/v1/completions", WHOLE, token=token, x_request_id="me", x_kvpool_priority="50"
+            )
+            _, _, data = await site.call("/explain/me", token=OPERATOR)
+            assert json.loads(data)["priority"] == found
+
+    run(work, engine("a"), secrets=CLOSED, tenants=tenants)
+
+
+def test_without_a_token_a_browsers_page_may_not_ask() -> None:
+    async def work(site: Site) -> None:
+        page = "http://evil.example"
+        for path in ("/v1/completions", "/engines/a/drain"):
+            assert (await site.call(path, WHOLE, Origin=page))[0] == 403
+        assert not site.bench.upstream.seen
+
+    run(work, engine("a"))
+
+
+def test_engines_are_shown_and_drained() -> None:
+    async def work(site: Site) -> None:
+        _, _, data = await site.call("/engines")
+        assert [row["state"] for row in json.loads(data)["engines"]] == ["serving", "serving"]
+        _, _, data = await site.call("/engines/a/drain", method="POST")
+        assert [row["state"] for row in json.loads(data)["engines"]] == ["drained", "serving"]
+        await site.call("/v1/completions", WHOLE)
+        assert site.bench.upstream.seen[-1].engine == "b"
+        _, _, data = await site.call("/engines/a/drain", method="DELETE")
+        assert [row["state"] for row in json.loads(data)["engines"]] == ["serving", "serving"]
+        status, _, data = await site.call("/engines/nobody/drain", method="POST")
+        assert status == 404 and error_of(data)["code"] == 404
+
+    run(work, engine("a"), engine("b"))
+
+
+def test_models_and_tokenize_and_metrics() -> None:
+    async def work(site: Site) -> None:
+        _, _, data = await site.call("/v1/models")
+        (row,) = json.loads(data)["data"]
+        assert (row["id"], row["max_model_len"], row["created"]) == (MODEL, 100, 7)
+        status, _, data = await site.call("/tokenize", WHOLE)
+        assert (status, data) == (200, answer_to(WHOLE))
+        await site.call("/v1/completions", WHOLE)
+        _, headers, data = await site.call("/metrics")
+        assert headers["Content-Type"].startswith("text/plain")
+        assert b'kvpool_router_requests_total{outcome="answered"} 1.0' in data
+        assert b'kvpool_router_engine_breaker{engine="a",state="closed"} 1.0' in data
+
+    run(work, engine("a", max_len=100))
+
+
+def test_a_request_is_explained_and_so_is_one_that_is_not_sent() -> None:
+    async def work(site: Site) -> None:
+        await site.call("/v1/completions", STREAM, x_request_id="me")
+        _, _, data = await site.call("/explain/me")
+        found = json.loads(data)
+        steps = [step["what"] for step in found["steps"]]
+        assert steps == ["order", "first token", "computed", "answered", "answered"]
+        assert found["steps"][0]["candidates"][0]["engine"] == "a"
+        assert found["outcome"] == "answered"
+        status, _, _ = await site.call("/explain/other")
+        assert status == 404
+        before = len(site.bench.upstream.seen)
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+        for body in (STREAM, chat):
+            status, _, data = await site.call("/explain", body)
+            assert status == 200 and json.loads(data)["engine"] == "a"
+        assert len(site.bench.upstream.seen) == before
+
+    run(work, engine("a"))
+
+
+def test_paths_and_methods_that_are_not_there() -> None:
+    async def work(site: Site) -> None:
+        status, _, data = await site.call("/nowhere")
+        assert status == 404 and error_of(data)["type"] == "NotFoundError"
+        status, headers, data = await site.call("/v1/completions")
+        assert status == 405 and headers["Allow"] == "POST" and error_of(data)["code"] == 405
+
+    run(work, engine("a"))

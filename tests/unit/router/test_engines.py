@@ -1,0 +1,123 @@
+"""What is made of an engine by its announcement, its configuration, and its own word."""
+
+from dataclasses import fields
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.router.engines import differs, scheduled, spec_of, with_models
+from kvpool.router.hashing import HashSpec, none_hash
+from kvpool.scheduler.values import Role
+
+ANNOUNCED = {
+    "url": "http://h:8000",
+    "role": "prefill",
+    "model": "m",
+    "events": "tcp://h:5557",
+    "replay": "tcp://h:5558",
+    "topic": "kv",
+    "groups": [2],
+    "hash_algorithm": "sha256_cbor",
+    "none_hash": "ab" * 32,
+    "block_tokens": 32,
+    "block_bytes": 4096,
+    "capacity_tokens": 1000,
+    "step_tokens": 512,
+    "max_len": 900,
+    "follows_max": 8,
+    "tenant": "default",
+    "namespace": "cd" * 16,
+    "node": "n",
+    "incarnation": "00",
+    "labels": {"zone": "z"},
+    "here": False,
+}
+
+
+def test_what_was_announced():
+    spec = spec_of("http://h:8000/", announced=ANNOUNCED, table=None)
+    assert (spec.url, spec.name, spec.node, spec.role) == (
+        "http://h:8000",
+        "h:8000",
+        "n",
+        Role.PREFILL,
+    )
+    assert (spec.model, spec.kind, spec.labels) == ("m", "m", {"zone": "z"})
+    assert (spec.events, spec.replay, spec.topic) == ("tcp://h:5557", "tcp://h:5558", "kv")
+    assert (spec.groups, spec.namespace) == ((2,), bytes.fromhex("cd" * 16))
+    assert spec.hashing == HashSpec(32, "sha256_cbor", bytes.fromhex("ab" * 32))
+    assert (spec.capacity_tokens, spec.step_tokens, spec.max_len) == (1000, 512, 900)
+    engine = scheduled(spec)
+    assert engine.gpu == "gpu:h:8000"
+    assert engine.tiers == ("dram:n/cdcdcdcd", "ssd:n/cdcdcdcd")
+    assert (engine.capacity_tokens, engine.follows_max, engine.labels) == (1000, 8, {"zone": "z"})
+
+
+def test_the_configuration_goes_before_it_field_by_field():
+    table = {"url": "http://h:8000", "name": "e", "role": "decode", "max_len": 5, "hash_seed": "7"}
+    spec = spec_of("http://h:8000", announced=ANNOUNCED, table=table)
+    assert (spec.name, spec.role, spec.max_len, spec.node) == ("e", Role.DECODE, 5, "n")
+    assert spec.hashing == HashSpec(32, "sha256_cbor", none_hash("sha256_cbor", "7"))
+    other = spec_of("http://h:8000", announced=ANNOUNCED, table={"hash": "sha256"})
+    assert other.hashing == HashSpec(32, "sha256", none_hash("sha256"))
+
+
+def test_what_is_configured_alone():
+    spec = spec_of(
+        "http://h:1",
+        announced=None,
+        table={"block_tokens": 16, "events": "ipc:///e", "follows_max": 4},
+    )
+    assert spec.hashing == HashSpec(16, "sha256_cbor", none_hash("sha256_cbor"))
+    assert (spec.events, spec.groups, spec.node) == ("ipc:///e", (0,), "")
+    assert scheduled(spec).tiers == ()
+    assert scheduled(spec).follows_max == 0
+    assert spec_of("http://h:1", announced=None, table={}).hashing is None
+    # Two engines of one node share what lies there, whatever their namespace is.
+    assert scheduled(spec_of("http://h:1", announced=None, table={"node": "n"})).tiers == (
+        "dram:n/",
+        "ssd:n/",
+    )
+
+
+def test_a_path_is_good_on_this_machine_only():
+    said = {**ANNOUNCED, "events": "ipc:///e", "replay": "ipc:///r"}
+    assert spec_of("http://h:1", announced=said, table=None).events == ""
+    assert spec_of("http://h:1", announced=said, table=None).replay == ""
+    here = spec_of("http://h:1", announced={**said, "here": True}, table=None)
+    assert (here.events, here.replay) == ("ipc:///e", "ipc:///r")
+
+
+def test_hashes_that_are_not_known():
+    with pytest.raises(ConfigError, match="md5"):
+        spec_of("http://h:1", announced={**ANNOUNCED, "hash_algorithm": "md5"}, table=None)
+
+
+def test_what_it_says_itself():
+    cards = [
+        {"id": "m", "root": "/m", "max_model_len": 4096, "parent": None},
+        {"id": "alias", "max_model_len": 4096},
+        {"id": "lora", "root": "/lora", "parent": "m"},
+        {"no": "id"},
+    ]
+    spec = with_models(spec_of("http://h:1", announced=None, table={}), cards)
+    assert (spec.model, spec.kind, spec.models) == ("m", "m", ("m", "alias", "lora"))
+    assert (spec.adapters, spec.max_len) == ({"lora": "/lora"}, 4096)
+    assert all(spec.serves(name) for name in ("", "m", "alias", "lora"))
+    assert not spec.serves("other")
+    assert with_models(spec_of("h", announced=ANNOUNCED, table=None), cards).max_len == 900
+    assert with_models(spec_of("h", announced=None, table={}), []).models == ()
+
+
+def test_the_scheduler_hears_of_what_it_would_see():
+    spec = spec_of("http://h:8000", announced=ANNOUNCED, table=None)
+    assert not differs(spec, with_models(spec, [{"id": "m"}, {"id": "new"}]))
+    for change in ({"node": "o"}, {"role": "decode"}, {"namespace": "ef" * 16}, {"follows_max": 1}):
+        other = spec_of("http://h:8000", announced={**ANNOUNCED, **change}, table=None)
+        assert differs(spec, other)
+        one, two = scheduled(spec), scheduled(other)
+        assert any(
+            getattr(one, f.name) != getattr(two, f.name)
+            for f in fields(one)
+            if f.name != "computing"
+        )

@@ -1,0 +1,142 @@
+"""What `kvpool router` may be told, and where it may listen."""
+
+from pathlib import Path
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.router.config import SETTINGS, engine_flag, load
+
+TOKEN = "0123456789abcdef-operator"
+
+
+def secret(path: Path, text: str, mode: int = 0o600) -> str:
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_nothing_need_be_said() -> None:
+    config, secrets = load(environ={"KVPOOL_SOCKET": "/run/x.sock"})
+    assert config.address == ("127.0.0.1", 8080)
+    assert config.socket == "/run/x.sock" and config.daemon
+    assert secrets.token == "" and not secrets.tenants
+
+
+def test_flags_go_before_the_file(tmp_path: Path) -> None:
+    file = written(
+        tmp_path / "router.toml",
+        'deadline_s = 5\nretries_max = 0\n[[engines]]\nurl = "http://a:1"\nrole = "prefill"\n',
+    )
+    config, _ = load(file=file, environ={})
+    assert (config.deadline_s, config.retries_max, config.engines[0].role) == (5, 0, "prefill")
+    config, _ = load(
+        file=file, flags={"deadline_s": 7.0, "engines": ["http://b:2,max_len=9"]}, environ={}
+    )
+    assert (config.deadline_s, config.retries_max) == (7.0, 0)
+    assert [(e.url, e.max_len) for e in config.engines] == [("http://b:2", 9)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nonsense = 1",
+        'deadline_s = "soon"',
+        "deadline_s = 0",
+        "deadline_s = 9000",
+        "retries_max = -1",
+        "requests_max = 1.5",
+        'policy = "luck"',
+        'listen = "8080"',
+        'listen = "localhost:70000"',
+        "backoff_s = 60",
+        "[[engines]]",
+        '[[engines]]\nurl = "ftp://a"',
+        '[[engines]]\nurl = "http://user@a"',
+        '[[engines]]\nurl = "http://a:99999"',
+        '[[engines]]\nurl = "http://a"\nrole = "cook"',
+        '[[engines]]\nurl = "http://a"\nnamespace = "xyz"',
+        '[[engines]]\nurl = "http://a"\n[[engines]]\nurl = "http://a"',
+        '[[engines]]\nurl = "http://a"\nname = "x"\n[[engines]]\nurl = "http://b"\nname = "x"',
+        "[tenants.x]",
+        '[tenants."../x"]\ntoken_file = "y"',
+        "not toml",
+    ],
+)
+def test_what_is_wrong_is_refused_with_its_place(tmp_path: Path, text: str) -> None:
+    file = written(tmp_path / "router.toml", text)
+    with pytest.raises(ConfigError) as caught:
+        load(file=file, environ={})
+    assert str(caught.value)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(file="/nowhere/router.toml", environ={})
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:80", "10.0.0.1:80", "[::]:80", "router.example:80"])
+def test_off_loopback_only_with_a_token(listen: str) -> None:
+    with pytest.raises(ConfigError, match="KVPOOL_ROUTER_TOKEN"):
+        load(flags={"listen": listen}, environ={})
+    _, secrets = load(flags={"listen": listen}, environ={"KVPOOL_ROUTER_TOKEN": TOKEN})
+    assert secrets.token == TOKEN
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:80", "localhost:80", "[::1]:0", "127.9.9.9:1"])
+def test_loopback_needs_none(listen: str) -> None:
+    load(flags={"listen": listen}, environ={})
+
+
+def test_tokens_and_keys_are_in_files_that_others_cannot_read(tmp_path: Path) -> None:
+    operator = secret(tmp_path / "operator", TOKEN + "\n")
+    alice = secret(tmp_path / "alice", "alice-0123456789")
+    key = secret(tmp_path / "key", "engine-key")
+    file = written(
+        tmp_path / "router.toml",
+        f'listen = "0.0.0.0:80"\ntoken_file = "{operator}"\n[tenants.alice]\ntoken_file = "{alice}"\n'
+        f'[[engines]]\nurl = "http://a"\napi_key_file = "{key}"\n[[engines]]\nurl = "http://b"\n',
+    )
+    config, secrets = load(file=file, environ={"KVPOOL_ENGINE_API_KEY": "common"})
+    assert secrets.token == TOKEN and secrets.tenants == {"alice-0123456789": "alice"}
+    assert [secrets.api_key_of(e.url) for e in config.engines] == ["engine-key", "common"]
+    for hidden in (TOKEN, "alice-0123456789", "engine-key", "common"):
+        assert hidden not in repr(secrets) + repr(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [(TOKEN, 0o644), (TOKEN, 0o640), ("short", 0o600), ("", 0o600), (TOKEN + "\nmore", 0o600)],
+)
+def test_tokens_that_are_not_safe(tmp_path: Path, text: str, mode: int) -> None:
+    path = secret(tmp_path / "token", text, mode)
+    with pytest.raises(ConfigError) as caught:
+        load(flags={"token_file": path}, environ={})
+    assert not text or text not in str(caught.value)
+
+
+def test_tenants_have_tokens_of_their_own(tmp_path: Path) -> None:
+    same = secret(tmp_path / "same", TOKEN)
+    file = written(
+        tmp_path / "router.toml",
+        f'[tenants.a]\ntoken_file = "{same}"\n[tenants.b]\ntoken_file = "{same}"\n',
+    )
+    with pytest.raises(ConfigError, match="each tenant"):
+        load(file=file, environ={})
+
+
+@pytest.mark.parametrize("text", ["http://a,role", "http://a,color=red", "http://a,url=http://b"])
+def test_flags_of_engines_that_say_nothing(text: str) -> None:
+    with pytest.raises(ConfigError, match="--engine"):
+        engine_flag(text)
+
+
+def test_every_setting_is_documented(repo_root: Path) -> None:
+    text = (repo_root / "docs" / "router.md").read_text()
+    missing = [name for name in SETTINGS if f"| `{name}` |" not in text]
+    assert not missing, f"docs/router.md says nothing of {missing}"

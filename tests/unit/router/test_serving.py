@@ -1,0 +1,673 @@
+"""Requests over engines that fail in every way: each ends right or clearly, and leaves nothing behind."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from kvpool.errors import Unavailable
+from kvpool.router.bodies import BadRequest, Kind
+from kvpool.router.config import RouterConfig
+from kvpool.router.engines import EngineSpec
+from kvpool.router.serving import Rejected
+from kvpool.scheduler.settings import Settings
+from kvpool.scheduler.values import Role
+from kvpool.testing.scripted_engines import FAULTS, REFUSED_EVENTS, Bench, Client, answer_to, engine
+
+CONFIG: dict[str, Any] = {
+    "answer_s": 0.05,
+    "stall_s": 0.05,
+    "client_stall_s": 0.05,
+    "deadline_s": 20.0,
+    "probe_s": 50.0,
+    "backoff_s": 50.0,
+    "backoff_s_max": 50.0,
+    "failures_max": 1000,
+    "retries_max": 2,
+}
+STREAM = {"prompt": "a question of some length, in one go", "stream": True}
+WHOLE = {"prompt": "a question of some length, in one go"}
+PREFILL, DECODE = Role.PREFILL, Role.DECODE
+
+
+def run(
+    work: Callable[[Bench], Awaitable[None]],
+    *specs: EngineSpec,
+    scheduler: Any = None,
+    **config: Any,
+) -> None:
+    """work: on a router over these engines, of which nothing is left at the end."""
+    given_settings = scheduler or Settings(retries_max=config.get("retries_max", 2))
+
+    async def main() -> None:
+        async with Bench(specs, RouterConfig(**{**CONFIG, **config}), given_settings) as bench:
+            await work(bench)
+            assert not bench.left()
+
+    asyncio.run(main())
+
+
+async def ask(bench: Bench, body: dict[str, Any], **more: Any) -> Client:
+    client = Client()
+    await bench.serving.serve(bench.incoming(body, **more), client)
+    return client
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(100_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to be so")
+
+
+def right(body: dict[str, Any]) -> bytes:
+    return answer_to(body)
+
+
+def errors_of(data: bytes) -> list[dict[str, Any]]:
+    """Of the events of a stream."""
+    lines = [line.removeprefix(b"data: ") for line in data.split(b"\n\n") if line]
+    values = [msgspec.json.decode(line) for line in lines if line != b"[DONE]"]
+    return [value["error"] for value in values if "error" in value]
+
+
+def engines_of(bench: Bench) -> list[str]:
+    return [seen.engine for seen in bench.upstream.seen]
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE])
+def test_one_engine_serves_prompt_and_answer(body: dict[str, Any]) -> None:
+    async def work(bench: Bench) -> None:
+        client = await ask(bench, body, ident="me")
+        assert client.data == right(body) and client.ended
+        (seen,) = bench.upstream.seen
+        assert seen.raw == bench.incoming(body).raw
+        assert seen.headers["X-Request-Id"] == "me"
+        account = bench.serving.accounts.get("me")
+        assert account is not None and account.outcome == "answered"
+
+    run(work, engine("a"))
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE])
+def test_one_computes_and_another_decodes(body: dict[str, Any]) -> None:
+    async def work(bench: Bench) -> None:
+        client = await ask(bench, body)
+        assert client.data == right(body) and client.ended
+        prefill, decode = bench.upstream.seen
+        assert (prefill.engine, decode.engine) == ("p", "d")
+        assert prefill.path == "/v1/completions"
+        assert bytes(prefill.body["prompt"]) == str(body["prompt"]).encode()
+        assert prefill.body["max_tokens"] == 1
+        assert decode.raw == bench.incoming(body).raw
+        assert prefill.headers["traceparent"][:35] == decode.headers["traceparent"][:35]
+        assert prefill.headers["traceparent"] != decode.headers["traceparent"]
+        (looked,) = bench.known.looked
+        assert len(looked.keys) == len(str(body["prompt"])) // 16
+
+    run(work, engine("p", PREFILL), engine("d", DECODE))
+
+
+def test_a_prompt_is_followed_where_it_is_decoded() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold["p"] = asyncio.Event()
+        client = Client()
+        task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
+        await until(lambda: len(bench.upstream.seen) == 2)
+        bench.upstream.hold["p"].set()
+        await task
+        decode = next(seen for seen in bench.upstream.seen if seen.engine == "d")
+        params = decode.body.pop("kv_transfer_params")["kvpool"]
+        assert params["source"] == "node-p" and 0 < params["follow_s"] <= 60.0
+        assert decode.body == msgspec.json.decode(bench.incoming(STREAM).raw)
+        assert client.data == right(STREAM)
+
+    run(work, engine("p", PREFILL), engine("d", DECODE, follows_max=4))
+
+
+@pytest.mark.parametrize("fault", ["error", "unreachable", "hang", "cut"])
+def test_a_prefill_that_fails_is_done_by_another(fault: str) -> None:
+    async def work(bench: Bench) -> None:
+        for name in ("p1", "p2"):
+            bench.upstream.faults[name] = deque([fault])
+        client = await ask(bench, STREAM)
+        assert client.data == right(STREAM)
+        assert engines_of(bench)[-1] == "d"
+
+    run(work, engine("p1", PREFILL), engine("p2", PREFILL), engine("d", DECODE), answer_s=0.01)
+
+
+@pytest.mark.parametrize("fault", ["error", "unreachable", "hang", "cut_at_once", "error_event"])
+def test_an_answer_that_has_not_begun_comes_from_another(fault: str) -> None:
+    async def work(bench: Bench) -> None:
+        given_fault = "unreachable" if fault == "cut_at_once" else fault
+        bench.upstream.faults["d1"] = deque([given_fault])
+        bench.upstream.faults["d2"] = deque([given_fault])
+        client = await ask(bench, STREAM)
+        assert client.data == right(STREAM) and client.ended
+        assert engines_of(bench).count("p") == 1
+
+    run(work, engine("p", PREFILL), engine("d1", DECODE), engine("d2", DECODE))
+
+
+@pytest.mark.parametrize("fault", ["cut", "stall", "unfinished"])
+def test_an_answer_that_breaks_off_ends_with_an_error(fault: str) -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults["a"] = deque([fault])
+        client = await ask(bench, STREAM, ident="me")
+        assert client.ended, "never silent"
+        (error,) = errors_of(client.data)
+        assert error["code"] == 502 and "engine a" in error["message"]
+        assert b"[DONE]" not in client.data
+        before = client.data[: client.data.index(b'data: {"error"')]
+        assert before and right(STREAM).startswith(before)
+        account = bench.serving.accounts.get("me")
+        assert account is not None and account.outcome == "broken_off"
+        assert b'failures_total{engine="a"' in bench.metrics.text()
+
+    run(work, engine("a"))
+
+
+@pytest.mark.parametrize("fault", ["cut", "unfinished", "error", "unreachable", "hang", "stall"])
+def test_an_answer_in_one_piece_is_tried_again_whenever_it_fails(fault: str) -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults["a"] = deque([fault])
+        bench.upstream.faults["b"] = deque([fault])
+        body = {**WHOLE, "max_tokens": 1}
+        client = await ask(bench, body)
+        assert client.data == right(body)
+
+    run(work, engine("a"), engine("b"))
+
+
+def test_when_nobody_can_there_is_a_clear_error() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults = {name: deque(["error"] * 9) for name in ("a", "b")}
+        with pytest.raises(Rejected) as caught:
+            await ask(bench, STREAM)
+        assert caught.value.status == 502 and "HTTP 500" in str(caught.value)
+        assert len(bench.upstream.seen) == 3
+
+    run(work, engine("a"), engine("b"))
+
+
+def test_what_an_engine_refuses_is_the_engines_answer() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults["a"] = deque(["refuse"])
+        client = await ask(bench, STREAM)
+        assert (client.status, client.data) == (400, b'{"error":"no"}')
+        assert len(bench.upstream.seen) == 1
+
+    run(work, engine("a"), engine("b", PREFILL))
+
+
+def test_a_refusal_in_a_stream_is_the_engines_answer_too() -> None:
+    async def work(bench: Bench) -> None:
+        for name in ("a", "b"):
+            bench.upstream.faults[name] = deque(["error_event_400"])
+        client = await ask(bench, STREAM)
+        assert client.data == REFUSED_EVENTS and client.ended
+        assert len(bench.upstream.seen) == 1
+
+    run(work, engine("a"), engine("b"))
+
+
+def test_when_a_prefill_is_refused_the_decode_engine_says_why() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults = {"p": deque(["refuse"]), "d": deque(["refuse"])}
+        client = await ask(bench, STREAM)
+        assert client.status == 400
+        assert engines_of(bench) == ["p", "d"]
+        assert bench.upstream.seen[1].raw == bench.incoming(STREAM).raw
+
+    run(work, engine("p", PREFILL), engine("d", DECODE))
+
+
+def test_a_prompt_that_is_too_long_is_the_engines_to_refuse() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults["d"] = deque(["refuse"])
+        client = await ask(bench, STREAM)
+        assert client.status == 400 and len(bench.upstream.seen) == 1
+
+    run(work, engine("d", max_len=20))
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("where", ["before", "within"])
+def test_the_deadline_ends_it(streams: bool, where: str) -> None:
+    async def work(bench: Bench) -> None:
+        fault = "hang" if where == "before" else "stall"
+        bench.upstream.faults["a"] = deque([fault])
+        incoming = bench.incoming({**WHOLE, "stream": streams}, deadline_s=0.05, ident="me")
+        client = Client()
+        if streams and where == "within":
+            await bench.serving.serve(incoming, client)
+            (error,) = errors_of(client.data)
+            assert error["code"] == 504 and client.ended
+        else:
+            with pytest.raises(Rejected) as caught:
+                await bench.serving.serve(incoming, client)
+            assert caught.value.status == 504
+        account = bench.serving.accounts.get("me")
+        assert account is not None and account.outcome == "deadline"
+
+    run(work, engine("a"), answer_s=50.0, stall_s=50.0)
+
+
+@pytest.mark.parametrize("held", ["p", "d"])
+def test_a_client_that_leaves_is_forgotten_everywhere(held: str) -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold[held] = asyncio.Event()
+        task = asyncio.create_task(
+            bench.serving.serve(bench.incoming(STREAM, ident="me"), Client())
+        )
+        await until(lambda: bool(any(seen.engine == held for seen in bench.upstream.open)))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        account = bench.serving.accounts.get("me")
+        assert account is not None and account.outcome == "client_left"
+
+    run(work, engine("p", PREFILL), engine("d", DECODE), answer_s=50.0)
+
+
+def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold["a"] = asyncio.Event()
+        tasks = [
+            asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), Client()))
+            for _ in range(12)
+        ]
+        await until(lambda: bool(bench.scheduler.waiting))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(work, engine("a"), answer_s=50.0)
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE])
+def test_a_client_that_does_not_read_is_given_up(body: dict[str, Any]) -> None:
+    async def work(bench: Bench) -> None:
+        client = Client(stuck=True)
+        await bench.serving.serve(bench.incoming(body, ident="me"), client)
+        account = bench.serving.accounts.get("me")
+        assert account is not None and account.outcome == "client_left"
+
+    run(work, engine("a"))
+
+
+def test_an_engine_that_goes_gives_its_orders_back() -> None:
+    """The prompt is computed by another; the one that hangs is called off."""
+
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold = {"p1": asyncio.Event(), "p2": asyncio.Event()}
+        client = Client()
+        task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
+        await until(lambda: bool(bench.upstream.open))
+        first = bench.upstream.open[0].engine
+        other = "p2" if first == "p1" else "p1"
+        bench.upstream.hold[other].set()
+        bench.health.remove(first)
+        await task
+        assert client.data == right(STREAM)
+        assert engines_of(bench) == [first, other, "d"]
+
+    run(
+        work,
+        engine("p1", PREFILL),
+        engine("p2", PREFILL),
+        engine("d", DECODE),
+        answer_s=50.0,
+    )
+
+
+def test_an_engine_that_goes_before_its_answer_begins_gives_that_back_too() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold = {"d1": asyncio.Event(), "d2": asyncio.Event()}
+        client = Client()
+        task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
+        await until(lambda: bool(any(seen.engine != "p" for seen in bench.upstream.open)))
+        first = bench.upstream.open[0].engine
+        other = "d2" if first == "d1" else "d1"
+        bench.upstream.hold[other].set()
+        bench.health.remove(first)
+        await task
+        assert client.data == right(STREAM)
+        assert engines_of(bench) == ["p", first, other]
+
+    run(work, engine("p", PREFILL), engine("d1", DECODE), engine("d2", DECODE), answer_s=50.0)
+
+
+def test_an_engine_that_changes_before_its_order_is_looked_at_gets_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is another one of the same name at once, and gets the order anew if it gets it at all."""
+
+    async def work(bench: Bench) -> None:
+        poll = bench.scheduler.poll
+
+        def poll_and_change(now: float) -> list[Any]:
+            orders = poll(now)
+            monkeypatch.undo()
+            asyncio.get_running_loop().call_soon(bench.health.change, bench.specs[0])
+            return [*orders]
+
+        monkeypatch.setattr(bench.scheduler, "poll", poll_and_change)
+        assert (await ask(bench, STREAM)).data == right(STREAM)
+        assert engines_of(bench) == ["a"]
+
+    run(work, engine("a"))
+
+
+@pytest.mark.parametrize("fault", ["refuse", "error"])
+def test_a_prefill_that_fails_after_the_answer_has_begun_does_not_matter(fault: str) -> None:
+    """The one that follows answers before the prefill says how it ended, and breaks off later."""
+
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold["p"] = asyncio.Event()
+        bench.upstream.faults = {"p": deque([fault]), "d": deque(["stall"])}
+        client = Client()
+        task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
+        await until(lambda: bool(client.data))
+        bench.upstream.hold["p"].set()
+        await task
+        (error,) = errors_of(client.data)
+        assert "engine d" in error["message"] and client.ended
+
+    run(
+        work,
+        engine("p", PREFILL),
+        engine("d", DECODE, follows_max=4),
+        retries_max=0,
+        answer_s=50.0,
+    )
+
+
+class Remover(Client):
+    """A client at whose first byte the engine goes that answers."""
+
+    bench: Bench
+
+    async def write(self, data: bytes) -> None:
+        if not self.data:
+            self.bench.health.remove(self.bench.upstream.seen[0].engine)
+        await Client.write(self, data)
+
+
+def test_an_answer_that_has_begun_is_served_to_its_end_when_its_engine_goes() -> None:
+    async def work(bench: Bench) -> None:
+        client = Remover()
+        client.bench = bench
+        await bench.serving.serve(bench.incoming(STREAM, ident="me"), client)
+        assert client.data == right(STREAM)
+        account = bench.serving.accounts.get("me")
+        assert account is not None
+        assert [step["what"] for step in account.steps].count("order") == 1
+
+    run(work, engine("a"), engine("b"))
+
+
+def test_an_engine_that_drains_does_so_when_it_comes_back() -> None:
+    async def work(bench: Bench) -> None:
+        bench.serving.drain("a")
+        bench.health.change(bench.specs[0])
+        assert (await ask(bench, STREAM)).data == right(STREAM)
+        assert engines_of(bench) == ["b"]
+
+    run(work, engine("a"), engine("b"))
+
+
+def test_an_engine_that_fails_again_and_again_gets_no_more() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults["a"] = deque(["error"] * 100)
+        for number in range(40):
+            body = {**STREAM, "prompt": f"{number}, which no engine has in its cache"}
+            assert (await ask(bench, body)).data == right(body)
+        assert engines_of(bench).count("a") == 3
+        assert [row["state"] for row in bench.serving.engines()] == ["away", "serving"]
+
+    run(work, engine("a"), engine("b"), failures_max=3)
+
+
+def test_an_engine_that_drains_gets_nothing_and_loses_nothing() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold["a"] = asyncio.Event()
+        bench.serving.drain("b")
+        client = Client()
+        task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
+        await until(lambda: bool(bench.upstream.open))
+        bench.serving.drain("a")
+        bench.serving.undrain("b")
+        states = {row["name"]: row["state"] for row in bench.serving.engines()}
+        assert states == {"a": "draining", "b": "serving"}
+        other = await ask(bench, STREAM)
+        assert other.data == right(STREAM)
+        bench.upstream.hold["a"].set()
+        await task
+        assert client.data == right(STREAM)
+        assert engines_of(bench) == ["a", "b"]
+        assert {row["name"]: row["state"] for row in bench.serving.engines()}["a"] == "drained"
+
+    run(work, engine("a"), engine("b"), answer_s=50.0)
+
+
+def test_without_engines_there_is_nobody_to_ask() -> None:
+    async def work(bench: Bench) -> None:
+        with pytest.raises(Rejected) as caught:
+            await ask(bench, STREAM)
+        assert (caught.value.status, caught.value.why) == (503, "no_engine")
+
+    run(work)
+
+
+def test_without_an_engine_that_decodes_too() -> None:
+    async def work(bench: Bench) -> None:
+        assert "decodes" in bench.serving.well
+        with pytest.raises(Rejected) as caught:
+            await ask(bench, STREAM)
+        assert (caught.value.status, caught.value.why) == (503, "no_engine")
+
+    run(work, engine("p", PREFILL))
+
+
+def test_more_than_may_be_in_flight_are_turned_away() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold["a"] = asyncio.Event()
+        first = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), Client()))
+        await asyncio.sleep(0)
+        with pytest.raises(Rejected) as caught:
+            await ask(bench, STREAM)
+        assert (caught.value.status, caught.value.why) == (429, "requests_max")
+        assert caught.value.retry_after_s is not None
+        bench.upstream.hold["a"].set()
+        await first
+
+    run(work, engine("a"), answer_s=50.0, requests_max=1)
+
+
+def test_a_full_queue_turns_away() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold["a"] = asyncio.Event()
+        tasks = [
+            asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), Client()))
+            for _ in range(30)
+        ]
+        await until(lambda: bool(any(task.done() for task in tasks)))
+        bench.upstream.hold["a"].set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        turned = [error for error in found if isinstance(error, Rejected)]
+        assert turned and all(e.status == 429 and e.why == "queue_full" for e in turned)
+        assert sum(error is None for error in found) + len(turned) == 30
+
+    run(work, engine("a"), answer_s=50.0, scheduler=Settings(queue_max=2))
+
+
+def test_a_router_that_ends_takes_nothing_new_and_finishes_the_rest() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold["a"] = asyncio.Event()
+        client = Client()
+        task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
+        await until(lambda: bool(bench.upstream.open))
+        drained = asyncio.create_task(bench.serving.drained(20.0))
+        await asyncio.sleep(0)
+        with pytest.raises(Rejected) as caught:
+            await ask(bench, STREAM)
+        assert caught.value.status == 503 and not drained.done()
+        bench.upstream.hold["a"].set()
+        await task
+        assert client.data == right(STREAM)
+        assert await drained
+
+    run(work, engine("a"), answer_s=50.0)
+
+
+def test_a_router_does_not_wait_for_ever_when_it_ends() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold["a"] = asyncio.Event()
+        task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), Client()))
+        await until(lambda: bool(bench.upstream.open))
+        assert not await bench.serving.drained(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(work, engine("a"), answer_s=50.0)
+
+
+@pytest.mark.parametrize(
+    "body", [{"prompt": ["x", "y"]}, {"prompt": "x", "echo": True}, {"prompt": "x", "suffix": "y"}]
+)
+def test_what_one_engine_must_serve_goes_to_one_that_decodes(body: dict[str, Any]) -> None:
+    async def work(bench: Bench) -> None:
+        client = await ask(bench, body)
+        assert client.data == right(body)
+        assert engines_of(bench) == ["d"]
+
+    run(work, engine("p", PREFILL), engine("d", DECODE))
+
+
+def test_what_cannot_be_tokenised_goes_to_one_that_decodes() -> None:
+    async def work(bench: Bench) -> None:
+        bench.known.refuses = Unavailable("nobody tokenises")
+        client = await ask(bench, STREAM)
+        assert client.data == right(STREAM)
+        assert engines_of(bench) == ["d"]
+
+    run(work, engine("p", PREFILL), engine("d", DECODE))
+
+
+def test_images_are_computed_by_the_clients_own_body() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    body = {"messages": [{"role": "user", "content": [image]}], "stream": True}
+
+    async def work(bench: Bench) -> None:
+        client = await ask(bench, body, kind=Kind.CHAT)
+        assert client.data == right(body)
+        prefill, decode = bench.upstream.seen
+        assert prefill.path == decode.path == "/v1/chat/completions"
+        assert prefill.body["messages"] == body["messages"]
+        assert prefill.body["max_tokens"] == 1 and prefill.body["stream"] is False
+        assert decode.raw == bench.incoming(body).raw
+
+    run(work, engine("p", PREFILL), engine("d", DECODE))
+
+
+def test_priority_is_bounded_by_what_the_tenant_may() -> None:
+    async def work(bench: Bench) -> None:
+        for wanted, most, found in ((7, 5, 5), (-7, 5, -7), (None, 0, 0)):
+            await ask(
+                bench, {**STREAM, "priority": -9}, ident="me", priority=wanted, priority_max=most
+            )
+            account = bench.serving.accounts.get("me")
+            assert account is not None and account.facts["priority"] == found
+
+    run(work, engine("a"))
+
+
+def test_a_dry_run_sends_nothing() -> None:
+    async def work(bench: Bench) -> None:
+        found = await bench.serving.explain(bench.incoming(STREAM))
+        assert found["engine"] == "p"
+        assert found["decode_candidates"][0]["engine"] == "d"
+        assert not bench.upstream.seen
+        msgspec.json.encode(found)
+
+    run(work, engine("p", PREFILL), engine("d", DECODE))
+
+
+def test_what_is_passed_through_is_tried_elsewhere() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults["a"] = deque(["error"])
+        raw = bench.incoming(WHOLE).raw
+        status, body, _ = await bench.serving.pass_through("/tokenize", raw, "me")
+        assert (status, body) == (200, right(WHOLE))
+        assert engines_of(bench) == ["a", "b"]
+        bench.upstream.faults["a"] = deque(["refuse"])
+        assert (await bench.serving.pass_through("/tokenize", raw, "me"))[0] == 400
+        with pytest.raises(BadRequest):
+            await bench.serving.pass_through("/tokenize", b"[]", "me")
+
+    run(work, engine("a"), engine("b"))
+
+
+SHAPES = [
+    (engine("a"), engine("b")),
+    (engine("p1", PREFILL), engine("p2", PREFILL), engine("d1", DECODE), engine("d2", DECODE)),
+    (engine("p1", PREFILL), engine("p2"), engine("d", DECODE, follows_max=2)),
+]
+SOME_FAULTS = st.lists(st.sampled_from(["", *FAULTS]), max_size=4)
+
+
+async def rejection(work: Awaitable[None]) -> Rejected | None:
+    try:
+        await work
+    except Rejected as error:
+        return error
+    return None
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(SHAPES),
+    st.lists(SOME_FAULTS, min_size=4, max_size=4),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 60)), min_size=1, max_size=6),
+    st.sampled_from([2, 1000]),
+)
+def test_whatever_fails_each_request_ends_right_or_clearly(
+    shape: tuple[EngineSpec, ...],
+    faults: list[list[str]],
+    wanted: list[tuple[bool, int]],
+    failures_max: int,
+) -> None:
+    async def one(bench: Bench, streams: bool, length: int, seed: int) -> None:
+        body = {"prompt": "x" * length, "stream": streams, "seed": seed}
+        client = Client()
+        rejected = await rejection(bench.serving.serve(bench.incoming(body), client))
+        if rejected is not None:
+            assert rejected.status in {502, 503, 504}
+            assert not client.begun
+            return
+        assert client.ended
+        if client.status == 400:
+            assert client.data == b'{"error":"no"}'
+        elif client.data != right(body):
+            assert streams
+            errors = errors_of(client.data)
+            assert len(errors) == 1
+            before = client.data[: client.data.index(b'data: {"error"')]
+            assert right(body).startswith(before)
+            assert client.data.endswith(b"\n\n") and b"[DONE]" not in client.data
+
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults = {
+            spec.name: deque(some) for spec, some in zip(shape, faults, strict=False)
+        }
+        await asyncio.gather(*(one(bench, s, n, seed) for seed, (s, n) in enumerate(wanted)))
+
+    run(work, *shape, answer_s=0.005, stall_s=0.005, deadline_s=1.0, failures_max=failures_max)

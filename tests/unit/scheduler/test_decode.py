@@ -1,0 +1,212 @@
+"""Where an answer goes on: the formula worked out by hand, and what it comes to."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.scheduler.decode import STALL, DecodeRule, Handover, tpot_s
+from kvpool.scheduler.queue import FIFO
+from kvpool.scheduler.scheduler import Settings
+from kvpool.scheduler.topology import Topology
+from kvpool.scheduler.values import DecodeOutlook, Request, Role
+
+Make = Callable[..., Any]
+P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
+PLAIN = Settings(queue=FIFO, segment_s=0.0)
+RULE = DecodeRule()
+PULL_S = 0.1  # a block
+ALONE_S = 0.011  # a token, with nobody beside
+
+
+def outlooks(
+    rules: Any, request: Request, name: str, rule: DecodeRule = RULE, prefill_s: float = 0.0
+) -> dict[str, DecodeOutlook]:
+    """Of each engine that may decode what this one computes, the best first."""
+    match = rules.index.match(request.keys, 0.0)
+    decoders = [e for e in rules.engines.values() if D in e.role]
+    handover = Handover(request, match, decoders, rules.cluster, rule, 0.0)
+    engine = rules.engines[name]
+    found = handover.outlooks(engine, prefill_s, Random(0))
+    if found:
+        stalled_s = STALL * engine.decodes * prefill_s
+        assert handover.cost_s(engine, prefill_s) == pytest.approx(found[0].cost + stalled_s)
+    return {outlook.engine.name: outlook for outlook in found}
+
+
+def test_what_is_lacking_costs_its_transfer(make: Make) -> None:
+    rules = make({"p": P, "d": D, "e": D, "f": D}, pull_s=PULL_S)
+    request = rules.request(160)
+    rules.index.add("gpu:d", request.keys[:4])
+    rules.index.add("dram:e", request.keys[:7])
+    found = outlooks(rules, request, "p")
+    assert list(found) == ["e", "d", "f"]
+    assert {name: o.lacks for name, o in found.items()} == {"e": 3, "d": 6, "f": 10}
+    for outlook in found.values():
+        assert outlook.handover_s == pytest.approx(outlook.lacks * PULL_S, rel=1e-3)
+        assert outlook.cost == pytest.approx(outlook.handover_s + 10 * ALONE_S)
+
+
+def test_who_follows_hides_all_but_the_last_step(make: Make) -> None:
+    rules = make({"p": P, "d": D}, pull_s=PULL_S, follows_max=1)
+    request = rules.request(160)
+    for prefill_s, seen_s in ((0.0, 1.0), (0.25, 0.75), (0.9, 0.4), (9.0, 0.4)):
+        found = outlooks(rules, request, "p", prefill_s=prefill_s)["d"]
+        assert found.handover_s == pytest.approx(seen_s, rel=1e-3)  # 4 blocks a step
+    rules.engines["d"].follows = 1
+    assert outlooks(rules, request, "p", prefill_s=9.0)["d"].handover_s == pytest.approx(
+        1.0, rel=1e-3
+    )
+
+
+def test_a_busy_link_counts(make: Make) -> None:
+    rules = make({"p": P, "d": D, "e": D}, pull_s=PULL_S)
+    rules.cluster.traffic.add("x", "d", 0.3, 0.0)
+    found = outlooks(rules, rules.request(160), "p")
+    assert found["d"].handover_s - found["e"].handover_s == pytest.approx(0.3)
+
+
+def test_one_that_decodes_fewer_is_faster(make: Make) -> None:
+    rules = make({"p": P, "d": D, "e": D}, pull_s=0.0001)
+    rules.engines["d"].decodes = 20
+    found = outlooks(rules, rules.request(), "p")
+    assert list(found) == ["e", "d"]
+    assert found["d"].tpot_s == pytest.approx(0.01 + 21 * 0.001)
+
+
+def test_memory_comes_before_speed_and_a_promise_before_none(make: Make) -> None:
+    rules = make({"p": P, "d": D, "e": D, "f": D}, capacity=1000)
+    rules.engines["d"].context_tokens = 1200
+    rules.engines["e"].context_tokens = 950
+    rules.engines["f"].decodes = 50
+    found = outlooks(rules, rules.request(), "p")
+    assert list(found) == ["f", "e", "d"]
+    assert [o.fits for o in found.values()] == [True, False, False]
+
+
+def test_any_of_equals(make: Make) -> None:
+    rules = make({"p": P, "d": D, "e": D, "f": D})
+    request = rules.request()
+    match = rules.index.match(request.keys, 0.0)
+    decoders = [rules.engines[name] for name in "def"]
+    rng = Random(0)
+    first = {
+        Handover(request, match, decoders, rules.cluster, DecodeRule(), 0.0)
+        .outlooks(rules.engines["p"], 0.0, rng)[0]
+        .engine.name
+        for _ in range(50)
+    }
+    assert first == {"d", "e", "f"}
+
+
+def test_an_engine_that_computes_prompts_decodes_slower_by_its_share(make: Make) -> None:
+    rules = make({"b": BOTH, "d": D})
+    request, kind = rules.request(), rules.cluster.kinds["k"]
+    both, only = rules.engines["b"], rules.engines["d"]
+    assert tpot_s(request, both, kind, 0.0) == pytest.approx(ALONE_S)
+    step_s = 0.64 + ALONE_S - 0.01
+    both.free_at = 10 * ALONE_S  # as long as the answer takes: half the time
+    expected = 1 / (0.5 / step_s + 0.5 / ALONE_S)
+    assert tpot_s(request, both, kind, 0.0) == pytest.approx(expected)
+    both.free_at = 0.0
+    both.computing.add(0.25 * 30.0, 0.0)
+    expected = 1 / (0.25 / step_s + 0.75 / ALONE_S)
+    assert tpot_s(request, both, kind, 0.0) == pytest.approx(expected)
+    both.computing.add(300.0, 0.0)
+    assert tpot_s(request, both, kind, 0.0) == pytest.approx(step_s)
+    only.free_at = 5.0
+    assert tpot_s(request, only, kind, 0.0) == pytest.approx(ALONE_S)
+
+
+@pytest.mark.parametrize(
+    ("pull_s", "output_tokens", "busy", "where"),
+    [
+        (PULL_S, 10, 0.0, "b"),  # nothing to hand over
+        (PULL_S, 10, 0.5, "b"),  # slower tokens, but few
+        (PULL_S, 400, 0.5, "d"),  # many slow tokens
+        (0.0001, 10, 0.5, "d"),  # the link is fast
+    ],
+)
+def test_one_engine_for_both_where_that_pays(
+    make: Make, pull_s: float, output_tokens: int, busy: float, where: str
+) -> None:
+    rules = make({"b": BOTH, "d": D}, pull_s=pull_s)
+    rules.engines["b"].computing.add(busy * 30.0, 0.0)
+    ident = rules.submit(160, output_tokens=output_tokens)
+    (order,) = rules.scheduler.poll(0.0)
+    assert order.request.ident == ident
+    assert order.decode is rules.engines[where]
+    assert order.whole == (where == "b")
+
+
+def test_short_answers_go_to_who_does_both_and_long_ones_are_handed_over(make: Make) -> None:
+    for output_tokens, alone in ((5, True), (600, False)):
+        rules = make({"p": P, "b": BOTH, "d": D}, pull_s=PULL_S)
+        rules.engines["b"].computing.add(0.9 * 30.0, 0.0)
+        rules.submit(160, output_tokens=output_tokens)
+        ((_, name, how),) = rules.poll()
+        assert ((name, how) == ("b", "whole")) == alone
+
+
+def test_a_prompt_goes_where_it_holds_up_fewer(make: Make) -> None:
+    rules = make({"a": BOTH, "b": BOTH, "d": D}, pull_s=1e-6)
+    rules.engines["a"].decodes = 30
+    rules.submit(160)
+    ((_, name, _),) = rules.poll()
+    assert name == "b"
+
+
+def test_the_nearest_that_decodes(make: Make) -> None:
+    places = {"d": {"zone": "1", "rack": "a"}, "e": {"zone": "1", "rack": "b"}, "f": {"zone": "2"}}
+    rules = make({"p": P, "d": D, "e": D, "f": D, "g": D, "h@p": D}, pull_s=PULL_S)
+    rules.engines["p"].labels = {"zone": "1", "rack": "a"}
+    for name, labels in places.items():
+        rules.engines[name].labels = labels
+    topology = Topology((("rack", 1.5), ("zone", 2.0)), far=5.0)
+    found = outlooks(rules, rules.request(160), "p", DecodeRule(topology=topology))
+    factors = {name: o.handover_s / (10 * PULL_S) for name, o in found.items()}
+    assert factors == pytest.approx({"h": 0, "g": 1, "d": 1.5, "e": 2, "f": 5}, abs=1e-3)
+    assert list(found) == ["h", "g", "d", "e", "f"]
+
+
+@pytest.mark.parametrize(("require", "allowed"), [("zone", "deh"), ("rack", "dh"), ("node", "h")])
+def test_pairs_that_are_required_to_be_near(make: Make, require: str, allowed: str) -> None:
+    rules = make({"p": P, "d": D, "e": D, "f": D, "g": D, "h@p": D})
+    rules.engines["p"].labels = {"zone": "1", "rack": "a"}
+    rules.engines["d"].labels = {"zone": "1", "rack": "a"}
+    rules.engines["e"].labels = {"zone": "1", "rack": "b"}
+    rules.engines["f"].labels = {"zone": "2", "rack": "c"}
+    rule = DecodeRule(topology=Topology(require=require))
+    assert set(outlooks(rules, rules.request(), "p", rule)) == set(allowed)
+
+
+def test_a_prompt_is_computed_near_to_who_decodes_it(make: Make) -> None:
+    settings = replace(PLAIN, decode=DecodeRule(topology=Topology(require="zone")))
+    rules = make({"p": P, "q": P, "d": D}, settings)
+    rules.engines["q"].labels = rules.engines["d"].labels = {"zone": "1"}
+    rules.engines["p"].labels = {"zone": "2"}
+    rules.scheduler.set_role("d", D, 0.0)  # labels are looked at when something changes
+    first, second = rules.submit(), rules.submit()
+    assert rules.poll() == [(first, "q", "")]
+    rules.scheduler.leave("q", 0.1)
+    assert rules.poll(5.0) == []  # p may be no pair with d
+    assert rules.scheduler.submit(rules.request(), 5.0).code == "no_engine"
+    near = rules.engine("n", P)
+    near.labels = {"zone": "1"}
+    rules.scheduler.join(near, 6.0)
+    assert {ident for ident, _, _ in rules.poll(6.0)} <= {first, second}
+
+
+@pytest.mark.parametrize("wrong", [{"ahead": -0.1}, {"follow_below": 1.1}])
+def test_wrong_rules_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        DecodeRule(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"require": "planet"}, {"far": -1.0}])
+def test_wrong_topologies_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Topology(**wrong)
