@@ -652,18 +652,19 @@ class Client:
 
         Nodes that follow the prompt may fetch them meanwhile; a long commit, of many layers, then has little left
         to be fetched. To be called with more and more bytes: once a layer, at most some hundred times a second.
-        A hint: a daemon that is away is no error. Raises `InvalidRequest` for bytes that a slot does not have.
+        A hint: given up where all connections are busy, and a daemon that is away is no error. Raises
+        `InvalidRequest` for bytes that a slot does not have.
         """
         if not 0 < nbytes <= reservation.slots.nbytes:
             raise InvalidRequest(f"{nbytes} bytes are written of {reservation.slots.nbytes}")
         if reservation._settled:
             return
         try:
-            with self._request() as connection:
+            with self._request(0.0) as connection:
                 if connection.daemon is reservation._daemon:
                     connection.tell(wire.Progress(reservation._ticket, nbytes))
         except Unavailable:
-            pass  # so are those who would have been told
+            pass  # busy with more than a hint, or gone as those are who would have been told
 
     def abort(self, reservation: Reservation) -> None:
         """Give slots back unwritten. Never raises; nothing after a commit."""
@@ -1268,8 +1269,9 @@ class Client:
             if told is not None and told[0] == digest:
                 connection.tell(told[1](number))
 
-    def _request(self) -> _Request:
-        return _Request(self)
+    def _request(self, wait_s: float | None = None) -> _Request:
+        """wait_s: for a connection that is free, where it is not `timeout_s`."""
+        return _Request(self, self.timeout_s if wait_s is None else wait_s)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -1472,13 +1474,14 @@ class Client:
 class _Request:
     """A connection for the length of a `with`: back to the pool, or dropped if it failed."""
 
-    __slots__ = ("client", "connection")
+    __slots__ = ("client", "connection", "wait_s")
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, wait_s: float) -> None:
         self.client = client
+        self.wait_s = wait_s
 
     def __enter__(self) -> Connection:
-        self.connection = self.client._take(self.client.timeout_s)
+        self.connection = self.client._take(self.wait_s)
         return self.connection
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:

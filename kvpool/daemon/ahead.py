@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 PULLS_MAX = 8  # at a time: other pulls need threads too
 PULL_BYTES = 64 << 10  # less than this is left for later
+EARLY_BYTES = 32 << 20  # in one pull: all of it counts when all has come, and others wait meanwhile
 PULL_S = 2.0  # one is given up then, or when it is far slower than it should be
 REST_S = 0.25  # how long blocks that are committed wait for a pull of their beginning
 
@@ -98,8 +99,9 @@ class Ahead:
         known = self._batches.get(table, {})
         for batch in {known[key]: None for key in keys if key in known}:
             if batch.owner != owner:
-                continue
-            if batch.number != number:
+                if batch.owner not in self._neighbours.living:
+                    self.drop(batch)
+            elif batch.number != number:
                 self.drop(batch)  # it was given up there, and somebody else has begun
             elif nbytes > batch.told:
                 batch.told = nbytes
@@ -141,13 +143,17 @@ class Ahead:
 
     def close(self) -> None:
         """Call all pulls off. They end by themselves, soon."""
+        self._waiting.clear()
         for batch in self._pulling:
             _cancel(batch.pull)
 
     # ---- for transfers -----------------------------------------------------------------------------------
 
     def take(self, table: PartTable, keys: Sequence[bytes]) -> dict[Batch, list[bytes]]:
-        """What of these there are slots for, which are the caller's until `landed`, once for each batch."""
+        """What of these has come in part, or is coming. Its slots are the caller's until `landed`, once for each batch.
+
+        A batch of which nothing has come is of no use any more.
+        """
         known = self._batches.get(table)
         if not known:
             return {}
@@ -155,15 +161,24 @@ class Ahead:
         for key in keys:
             if key in known:
                 taken.setdefault(known[key], []).append(key)
-        for batch, some in taken.items():
+        for batch, some in list(taken.items()):
+            if not batch.have and batch.pull is None:
+                self.drop(batch)
+                del taken[batch]
+                continue
             batch.flights += 1
             batch.taken = True
             self._waiting.pop(batch, None)
             self._forget(batch, some)
         return taken
 
-    async def rest(self, batch: Batch) -> None:
-        """Nothing is pulled into its slots from now on, except by who has taken it over."""
+    async def rest(self, batch: Batch, owner: bytes) -> None:
+        """Nothing is pulled into its slots from now on, except by who has taken it over.
+
+        owner: who has committed these blocks. What is pulled from another one is not waited for.
+        """
+        if batch.owner != owner:
+            _cancel(batch.pull)
         while batch.pull is not None:
             ended, _ = await asyncio.wait([batch.pull], timeout=REST_S)
             if not ended:
@@ -219,17 +234,18 @@ class Ahead:
         batch.pull = None
         self._settle(batch)
         crash_if_failed(task)
-        self._begin(batch)
         while self._waiting and len(self._pulling) < PULLS_MAX:
             following = next(iter(self._waiting))
             del self._waiting[following]
             self._begin(following)
+        self._begin(batch)  # after those that waited for it
 
     async def _bring(self, batch: Batch, url: str) -> None:
-        """Pull what is written by now. Where that fails, no more until more is written."""
+        """Pull what is written by now, or as much of it as may be. Where that fails, no more until more is written."""
         table, reservation = batch.table, batch.reservation
         namespace, peers = table.namespace, self._peers
-        start, stop = batch.have, batch.told
+        start, told = batch.have, batch.told
+        stop = min(told, start + max(1, EARLY_BYTES // len(reservation.keys)))
         nbytes = (stop - start) * len(reservation.keys)
         batch.told = start
         self.counters["early_pulls"] += 1
@@ -268,7 +284,7 @@ class Ahead:
         peers.finished(batch.owner, came, pulled.seconds, now, asked=nbytes)
         if came == nbytes:
             batch.have = stop
-            batch.told = max(batch.told, stop)
+            batch.told = max(batch.told, told)
 
 
 def _cancel(task: asyncio.Task[None] | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -544,10 +544,11 @@ class _Follow:
         before = self._heard if told.incarnation == self._heard_of else {}
         self._heard = {run.number: run.nbytes for run in told.writing}
         self._heard_of = told.incarnation
-        if not (told.writing and self._holds):
-            return self._heard != before
         self._batches = [batch for batch in self._batches if not batch.over]
+        if not self._holds or not (told.writing or self._batches):
+            return self._heard != before
         missing = self._chain.missing(told.window)
+        self._drop_given_up(told, missing)
         tables = {table.part: table for table in self._chain.tables}
         ahead = self._all.remote.ahead
         for run in told.writing:
@@ -560,6 +561,18 @@ class _Follow:
                 if batch is not None:
                     self._batches.append(batch)
         return self._heard != before
+
+    def _drop_given_up(self, told: Told, missing: Collection[Lacking]) -> None:
+        """Let go of slots for what its owner neither writes any more nor has committed."""
+        if len(told.writing) == WRITINGS_MAX:
+            return  # there may be more
+        for batch in self._batches:
+            if (
+                batch.owner == told.incarnation
+                and batch.number not in self._heard
+                and all(Lacking(batch.table, key) in missing for key in batch.position)
+            ):
+                self._all.remote.ahead.drop(batch)
 
 
 def _unpack_writing(

@@ -532,16 +532,15 @@ class Node(Space):
             if not table.writing:
                 continue
             last: Reservation | None = None
-            for at, key in enumerate(keys):
-                reservation, _ = table.writing.get(key, (None, 0))
-                if reservation is None:
-                    last = None
-                elif reservation is last:
-                    found[-1] = found[-1]._replace(keys=found[-1].keys + 1)
-                else:
-                    last = reservation
-                    new = Writing(reservation.number, table.part, at, 1, reservation.written)
-                    found.append(new)
+            first = 0
+            for at, entry in enumerate((*map(table.writing.get, keys), None)):
+                reservation = None if entry is None else entry[0]
+                if reservation is last:
+                    continue
+                if last is not None:
+                    run = Writing(last.number, table.part, first, at - first, last.written)
+                    found.append(run)
+                last, first = reservation, at
         return found
 
     def lend_written(

@@ -329,7 +329,9 @@ class Paths:
         started = self._clock()
         count = len(order.rows) // 4
         nbytes = count * span_of(order)[1]
-        urls, tried = peer.order(nbytes, started, background=order.background)
+        # How long a pull gave way, or hashed what was here already, compares no ways.
+        compares = not (order.background or order.start)
+        urls, tried = peer.order(nbytes, started, background=not compares)
         ways = [(url, peer.ways[url]) for url in urls]  # there may be others before this has ended
         tried_s = max(EXPLORE_S_MIN, EXPLORE_TIMES * nbytes / peer.speed) if tried else 0.0
         self._note_choice(peer, ways[0][1], started)
@@ -475,7 +477,7 @@ class Paths:
             failed(error_text)
             return msgspec.structs.replace(pulled, error=error_text)
         peer.well(url)
-        if not order.background:
+        if not (order.background or order.start):  # as in `pull`
             peer.learn(url, came * each, pulled.seconds)
         return pulled
 

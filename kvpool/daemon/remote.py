@@ -27,7 +27,7 @@ from itertools import compress, filterfalse, groupby, repeat
 from typing import Any, NamedTuple, Protocol
 
 from kvpool import wire
-from kvpool.daemon.ahead import Ahead, Batch
+from kvpool.daemon.ahead import REST_S, Ahead, Batch
 from kvpool.daemon.blocks import Holder, NamespaceState, PartTable
 from kvpool.daemon.node import Node
 from kvpool.daemon.space import OWN, Origin
@@ -942,7 +942,9 @@ class Remote:
         What has come ahead of its commit is a transfer of its own, for each batch: in the slots that are there.
         """
         keys = list(dict.fromkeys(keys))  # an engine, or a peer, may have named one twice
-        taken = {} if incarnation in NOT_NODES else self.ahead.take(table, keys)
+        # A transfer that gives way to everything else would keep them from who waits for them.
+        alone = background or incarnation in NOT_NODES
+        taken = {} if alone else self.ahead.take(table, keys)
         if not taken:
             return self._begin_one(
                 table, incarnation, keys, now, deadline, origin, background, batch=None
@@ -976,11 +978,12 @@ class Remote:
             return False
         have = 0 if batch is None else batch.have
         nbytes = len(keys) * (table.spec.nbytes - have)
+        rest_s = 0.0 if batch is None or batch.pull is None else REST_S
         flight = Flight(
             table,
             incarnation,
             keys,
-            now + self.peers.hedge_after_s(incarnation, nbytes),
+            now + rest_s + self.peers.hedge_after_s(incarnation, nbytes),
             background,
             batch=batch,
         )
@@ -1050,19 +1053,35 @@ class Remote:
     async def _fly_on(
         self, flight: Flight, batch: Batch, url: str, seconds: float, origin: Origin
     ) -> None:
-        """The same in slots that the beginning of these blocks has come into, ahead of their commit."""
+        """The same in slots that the beginning of these blocks has come into, ahead of their commit.
+
+        Where that was the beginning of something else, the owner may have them right: they are pulled again, whole.
+        """
         reservation = batch.reservation
+        deadline = self._clock() + seconds
         wrong = 0
         try:
-            await self.ahead.rest(batch)
+            await self.ahead.rest(batch, flight.incarnation)
             positions = [batch.position[key] for key in flight.keys]
             indices = [reservation.indices[at] for at in positions]
             rows = [reservation.rows[at] for at in positions]
             slots = _Slots(batch.holder, batch.ticket, flight.keys, indices, rows, batch.have)
             pulled = await self._fill(flight, slots, url, seconds, origin)
+            if pulled is None:
+                return
+            self._note(flight, slots, pulled)
+            if not slots.have:
+                return
+            wrong = pulled.status.count(MISMATCH)
+            now = self._clock()
+            if not wrong or now >= deadline:
+                return
+            again = _those(slots, [status == MISMATCH for status in pulled.status])
+            nbytes = len(again.keys) * flight.table.spec.nbytes
+            flight.hedge_at = now + self.peers.hedge_after_s(flight.incarnation, nbytes)
+            pulled = await self._fill(flight, again, url, deadline - now, origin)
             if pulled is not None:
-                wrong = pulled.status.count(MISMATCH)
-                self._note(flight, slots, pulled)
+                self._note(flight, again, pulled)
         finally:
             self.ahead.landed(batch, wrong=wrong)
             self.node.settle()
@@ -1168,6 +1187,16 @@ class Remote:
     def _holder(self, tenant: str) -> Holder:
         """Who reserves for transfers. It lives as long as this process."""
         return self.node.own_holder(tenant, "pulls")
+
+
+def _those(slots: _Slots, wanted: Sequence[bool]) -> _Slots:
+    """Some of them, as if nothing had come yet."""
+    return slots._replace(
+        keys=list(compress(slots.keys, wanted)),
+        indices=list(compress(slots.indices, wanted)),
+        rows=list(compress(slots.rows, wanted)),
+        have=0,
+    )
 
 
 def _may_be_had(entry: Entry) -> bool:

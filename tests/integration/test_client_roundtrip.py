@@ -4,6 +4,7 @@ import array
 import ctypes
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import numpy as np
@@ -371,6 +372,19 @@ def test_what_is_written_layer_by_layer(client, daemon):
     with daemon.client(connect=True) as other:
         late = other.reserve(namespace(other, 4096), fresh_keys(1))
     other.written(late, 4096)
+
+
+def test_a_hint_waits_for_no_connection(client, daemon, until):
+    ns, keys = namespace(client, 4096), fresh_keys(2)
+    with daemon.client(connections_max=1, timeout_s=40.0) as busy, ThreadPoolExecutor(1) as pool:
+        held = busy.reserve(namespace(busy, 4096), keys[:1])
+        following = pool.submit(busy.follow, ns, keys[1:], wait_s=20.0)
+        until(lambda: client.stats()["follows"]["under_way"])
+        busy.written(held, 4096)
+        assert not following.done()
+        client.put(ns, keys[1:], bytes(4096))
+        assert following.result() == 1
+        assert busy.commit(held) == 1
 
 
 def test_what_is_not_committed_is_not_there(client, until):

@@ -19,7 +19,7 @@ from kvpool.daemon.blocks import Limits, PartTable, directory_digest
 from kvpool.daemon.follows import Follows
 from kvpool.daemon.lending import AWAIT_S_MAX, Lender
 from kvpool.daemon.node import Node
-from kvpool.daemon.remote import Living, Remote
+from kvpool.daemon.remote import SECONDARY, Living, Remote
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, Unavailable
 from kvpool.placement.directory import TIERS, Entry
 from kvpool.placement.sources import Peers
@@ -709,6 +709,206 @@ def test_bytes_that_are_not_those_that_were_committed_are_pulled_again() -> None
         assert world.follows.stats()["early_wrong"] == 4
         peers = world.peers.stats(world.clock())
         assert [peer["failed"] for peer in peers] == [0], "the owner is not to blame"
+
+    run_it()
+
+
+def came_early(
+    world: World, owner: Owner, numbers: Sequence[int], nbytes: int
+) -> tuple[int, ahead.Batch]:
+    """A reservation at an owner, and slots here for what is written of it. To be dropped."""
+    ticket = owner.begin(numbers)
+    owner.write(ticket, nbytes)
+    batch = world.remote.ahead.told(
+        world.books.space.tables[0],
+        owner.name.encode() * 8,
+        owner.holder.reservations[ticket].number,
+        list(map(key, numbers)),
+        nbytes,
+    )
+    assert batch is not None
+    return ticket, batch
+
+
+async def acquired(world: World, numbers: Sequence[int]) -> int:
+    """What an engine here that follows nothing gets of a prompt."""
+    return await world.remote.pull(world.books.space, [], packed(numbers), 5.0)
+
+
+@pytest.mark.usefixtures("small")
+def test_bytes_that_were_wrong_cost_an_acquire_no_blocks() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        owner.lies = True
+        ticket, batch = came_early(world, owner, range(4), 1000)
+        await asyncio.sleep(0.1)
+        owner.put([4])
+        owner.commit(ticket)
+        world.tell(owner, range(5))
+        assert await acquired(world, range(5)) == 5
+        assert sorted(owner.spans) == [
+            (0, 0, [0, 1, 2, 3]),
+            (0, 0, [4]),
+            (0, 1000, [0, 1, 2, 3]),
+            (1000, 0, [0, 1, 2, 3]),
+        ]
+        assert world.remote.ahead.counters["early_wrong"] == 4
+        assert world.remote.counters["mismatches"] == 0
+        assert batch.over
+        assert world.books.bytes_held == 5 * NBYTES
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_of_much_that_is_written_some_comes_at_a_time_and_others_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "EARLY_BYTES", 4 * 300 + 3)
+    monkeypatch.setattr(ahead, "PULLS_MAX", 1)
+
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        batches = [came_early(world, owner, range(at, at + 4), 700)[1] for at in (0, 4)]
+        await asyncio.sleep(0.1)
+        assert [span[:2] for span in owner.spans] == [
+            (start, stop) for start, stop in ((0, 300), (300, 600), (600, 700)) for _ in batches
+        ]
+        assert [span[2][0] for span in owner.spans] == [0, 4] * 3
+        for batch in batches:
+            world.remote.ahead.drop(batch)
+        assert world.books.bytes_held == 0
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_slots_for_what_a_writer_has_given_up_come_back() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        following = begin(world, 6, source="a")
+        given_up, goes_on = owner.begin(range(3)), owner.begin(range(3, 6))
+        for ticket in (given_up, goes_on):
+            owner.write(ticket, 500)
+        await asyncio.sleep(0.1)
+        assert world.books.bytes_held == 6 * NBYTES
+        owner.node.abort(owner.holder, given_up)
+        owner.write(goes_on, 600)
+        await asyncio.sleep(0.1)
+        assert world.books.bytes_held == 3 * NBYTES
+        owner.put(range(3))
+        owner.commit(goes_on)
+        assert await following == 6
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("lives", [True, False])
+def test_another_owner_takes_over_from_one_that_has_gone(*, lives: bool) -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner, other = world.owner("a"), world.owner("b")
+        _, first = came_early(world, owner, range(4), 500)
+        await asyncio.sleep(0.1)
+        if not lives:
+            del world.living[b"a" * 8]
+        ticket = other.begin(range(4))
+        other.write(ticket, 300)
+        table, keys = world.books.space.tables[0], list(map(key, range(4)))
+        second = world.remote.ahead.told(table, b"b" * 8, 1, keys, 300)
+        await asyncio.sleep(0.1)
+        assert first.over != lives
+        assert (second is None) == lives
+        assert world.books.bytes_held == 4 * NBYTES
+        assert other.spans == ([] if lives else [(0, 300, [0, 1, 2, 3])])
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("whose", ["a", "b"])
+def test_a_pull_from_who_has_not_committed_is_not_waited_for(whose: str) -> None:
+    """Nor is an owner called slow that was not asked yet."""
+
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner, other = world.owner("a"), world.owner("b")
+        committed = owner if whose == "a" else other
+        ticket, _ = came_early(world, owner, range(4), 500)
+        await asyncio.sleep(0.1)
+        owner.pull_s = 0.2  # sooner than it would be given up
+        owner.write(ticket, 600)
+        world.remote.ahead.told(
+            world.books.space.tables[0], b"a" * 8, 1, list(map(key, range(4))), 600
+        )
+        await asyncio.sleep(0.001)
+        owner.pull_s = RTT_S
+        if committed is owner:
+            owner.commit(ticket)
+        else:
+            other.put(range(4))
+        world.tell(committed, range(4))
+        began = world.clock()
+        assert await acquired(world, range(4)) == 4
+        took = world.clock() - began
+        assert took > 0.19 if committed is owner else took < 0.01
+        assert committed.spans[-1][:2] == (500, 0)
+        peer = world.peers.get(whose.encode() * 8)
+        assert peer is not None
+        assert peer.slow == 0
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_an_offer_leaves_what_has_come_to_who_waits_for_it() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        ticket, batch = came_early(world, owner, range(4), 500)
+        await asyncio.sleep(0.1)
+        owner.commit(ticket)
+        owner.pull_s = 1.0
+        books, keys = world.books, list(map(key, range(4)))
+        offer = world.remote.take(
+            books.space, books.space.tables, keys, b"a" * 8, SECONDARY, wait_s=5.0
+        )
+        offered = asyncio.get_running_loop().create_task(offer)
+        await asyncio.sleep(0.5)
+        assert not batch.taken
+        owner.pull_s = RTT_S
+        world.tell(owner, range(4))
+        assert await acquired(world, range(4)) == 4
+        assert owner.spans[-1][:2] == (500, 0)
+        assert not offered.done()
+        await offered
+
+    run_it()
+
+
+def test_slots_that_nothing_has_come_into_do_not_split_a_transfer() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        ticket, batch = came_early(world, owner, range(2, 4), 500)  # too little to be pulled
+        owner.put([0, 1, 4, 5])
+        owner.commit(ticket)
+        world.tell(owner, range(6))
+        assert await acquired(world, range(6)) == 6
+        assert owner.spans == [(0, 0, list(range(6)))]
+        assert batch.over
+        assert world.books.bytes_held == 6 * NBYTES
 
     run_it()
 
