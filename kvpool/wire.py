@@ -680,7 +680,7 @@ class AnnounceEngine(Message, tag=53):
 
 class Engines(Message, tag=54):
     """The engines of this tenant that were announced, on all nodes. For each: what was announced, `node`,
-    `incarnation`, `labels`, `host` of it, and whether it is on this machine (`here`).
+    `incarnation`, `labels` of it, and whether it is on this machine (`here`).
     """
 
 

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import random
-import resource
 import secrets
 import signal
 import socket
@@ -56,6 +55,7 @@ from kvpool.daemon.store_tier import StoreTier
 from kvpool.daemon.surroundings import look_around
 from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers import Tiers
+from kvpool.descriptors import raise_descriptor_limit
 from kvpool.errors import (
     AlreadyRunning,
     ClusterUnavailable,
@@ -200,7 +200,7 @@ class Server:
         loop.set_exception_handler(_crash)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        _raise_descriptor_limit()
+        raise_descriptor_limit()
         locks = [_lock_socket(self.config.socket)]
         listener: socket.socket | None = None
         try:
@@ -1281,12 +1281,6 @@ def _tune_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 10, 1_000_000)
-
-
-def _raise_descriptor_limit() -> None:
-    """As many as may be: each client costs two, and soft limits are often low."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _lock(path: str, what: str) -> int:

@@ -38,6 +38,7 @@ ENGINES_MAX = 64
 MESSAGE_BYTES_MAX = 4 * PAYLOAD_BYTES_MAX
 """What no engine sends. ZeroMQ gives up a connection that brings more; it is made anew after `GONE_S`."""
 
+SOCKETS = 6  # of an engine: the stream, both ends of its monitor, a replay; twice the stream while it is made anew
 HWM = 4096  # messages that wait in a socket's queue
 MESSAGES = 64  # read at a time
 LINGER_S = 0.005  # messages that come together are read together
@@ -155,7 +156,7 @@ class EngineFeed:
         self._foreign = 0
         if source.replay_endpoint is not None:  # would otherwise be tried at the first question
             self._connect(self._open(zmq.DEALER), source.replay_endpoint).close(linger=0)
-        self._subscribe()
+        self._sub, self._monitor = self._subscribe()
 
     def age_s(self) -> float | None:
         """Seconds since the engine was last heard of, be it by an answer; None: not yet."""
@@ -181,7 +182,11 @@ class EngineFeed:
     # ---- sockets -------------------------------------------------------------------------------------
 
     def _open(self, kind: zmq.SocketType) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
+        """Raises `ConfigError` where this process can have no more of them."""
+        try:
+            socket = self._context.socket(kind)
+        except zmq.ZMQError as error:
+            raise self._refusal(error) from None
         socket.set_hwm(HWM)
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -191,16 +196,21 @@ class EngineFeed:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_MS_MAX)
         return socket
 
-    def _subscribe(self) -> None:
+    def _subscribe(self) -> tuple[_Socket, _Socket]:
+        """The stream, and what tells of its connection. Raises `ConfigError`."""
         sub = self._open(zmq.SUB)
         sub.subscribe(self.source.topic.encode())
-        monitor = sub.get_monitor_socket(_CONNECTION)
+        try:
+            monitor = sub.get_monitor_socket(_CONNECTION)
+        except zmq.ZMQError as error:
+            sub.close(linger=0)
+            raise self._refusal(error) from None
         try:
             self._connect(sub, self.source.endpoint)
         except ConfigError:
             monitor.close(linger=0)
             raise
-        self._sub, self._monitor = _Socket(sub, self._readable), _Socket(monitor, self._readable)
+        return _Socket(sub, self._readable), _Socket(monitor, self._readable)
 
     def _unsubscribe(self) -> None:
         self._monitor.close()
@@ -212,15 +222,41 @@ class EngineFeed:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
             socket.close(linger=0)
-            raise ConfigError(
-                f"the events of engine {self.source.name} cannot be had from {endpoint}: {error}"
-            ) from None
+            raise self._refusal(error, endpoint) from None
         return socket
 
+    def _refusal(self, error: zmq.ZMQError, endpoint: str = "") -> ConfigError:
+        endpoint = endpoint or self.source.endpoint
+        return ConfigError(
+            f"the events of engine {self.source.name} cannot be had from {endpoint}: {error}"
+        )
+
+    def _subscribe_anew(self) -> None:
+        """On other sockets, where there are any."""
+        try:
+            sub, monitor = self._subscribe()
+        except ConfigError as error:
+            log.warning("%s", error)
+            return  # once more after `GONE_S`
+        self._unsubscribe()
+        self._sub, self._monitor = sub, monitor
+
     def _ask(self, start: int, now: float) -> None:
+        """Ask for a replay, or, where there is no socket for that, later."""
         assert self.source.replay_endpoint is not None
-        socket = self._connect(self._open(zmq.DEALER), self.source.replay_endpoint)
-        self._replay = _Replay(_Socket(socket, self._readable), start, now)
+        try:
+            socket = self._connect(self._open(zmq.DEALER), self.source.replay_endpoint)
+        except ConfigError as error:
+            if not self._delay:
+                log.warning("%s", error)
+            self._back_off(now)
+            self._follower.replay_failed()
+        else:
+            self._replay = _Replay(_Socket(socket, self._readable), start, now)
+
+    def _back_off(self, now: float) -> None:
+        self._delay = min(max(BACKOFF_S, 2 * self._delay), BACKOFF_S_MAX)
+        self._retry_at = now + self._delay
 
     def _end_replay(self) -> None:
         if self._replay is not None:
@@ -311,13 +347,11 @@ class EngineFeed:
         if self._gone_at is not None and now >= self._gone_at:
             self._gone_at = now + GONE_S
             self._end_replay()
-            self._unsubscribe()
-            self._subscribe()
+            self._subscribe_anew()
             follower.gone()
         if self._replay is not None and now >= self._replay.ends_at():
             self._end_replay()
-            self._delay = min(max(BACKOFF_S, 2 * self._delay), BACKOFF_S_MAX)
-            self._retry_at = now + self._delay
+            self._back_off(now)
             follower.replay_failed()
         if now >= self._check_at:
             self._check_at = now + CHECK_S
@@ -330,7 +364,7 @@ class EngineFeed:
         if self._replay is None and wanted is not None and self.connected:
             if now >= self._retry_at:
                 self._ask(wanted, now)
-            else:
+            if self._replay is None:
                 due.append(self._retry_at)
         if self._replay is not None:
             due.append(self._replay.ends_at())
@@ -357,6 +391,8 @@ class EventSubscriber:
     changed: called with an engine's name after it was heard, while `blocks.take_changes` has something to
         tell; takes no time.
     clock: seconds, monotonic.
+    refused: called with the name of an engine that cannot be followed after all, as `run` finds, and the reason:
+        it is as if it had been removed. None: `run` ends then.
     Raises `ConfigError`.
     """
 
@@ -368,12 +404,14 @@ class EventSubscriber:
         changed: Callable[[str], None],
         blocks_max: int = BLOCKS_MAX,
         engines_max: int = ENGINES_MAX,
+        refused: Callable[[str, ConfigError], None] | None = None,
     ) -> None:
         self._sources: dict[str, EngineSource] = {}
         self._clock = clock
         self._changed = changed
         self._blocks_max = blocks_max
         self._engines_max = engines_max
+        self._refused = refused
         self._feeds: dict[str, EngineFeed] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # while `run` runs
@@ -405,6 +443,18 @@ class EventSubscriber:
             self._feeds.pop(name)
             self._running.pop(name).cancel()
 
+    def _open_all(self, context: zmq.Context[zmq.Socket[bytes]]) -> list[EngineFeed]:
+        feeds = []
+        for source in list(self._sources.values()):
+            try:
+                feeds.append(self._open(source, context))
+            except ConfigError as error:
+                if self._refused is None:
+                    raise
+                del self._sources[source.name]
+                self._refused(source.name, error)
+        return feeds
+
     def _open(self, source: EngineSource, context: zmq.Context[zmq.Socket[bytes]]) -> EngineFeed:
         return EngineFeed(source, context, self._clock, self._changed, self._blocks_max)
 
@@ -416,10 +466,11 @@ class EventSubscriber:
         self._running[name].add_done_callback(lambda _: feed.close())
 
     async def run(self) -> None:
-        """Follow all of them until cancelled; raises `ConfigError` for an address that cannot be used."""
+        """Follow all of them until cancelled; raises `ConfigError` for one that cannot be, without `refused`."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        context.set(zmq.MAX_SOCKETS, SOCKETS * self._engines_max)
         try:
-            feeds = [self._open(source, context) for source in self._sources.values()]
+            feeds = self._open_all(context)
             async with asyncio.TaskGroup() as self._group:
                 for feed in feeds:
                     self._begin(feed)

@@ -49,10 +49,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpReply:
-    """A flight's way to its client. response: what the handler returns in the end."""
+    """A flight's way to its client. ended: all is sent. response: what the handler returns in the end."""
 
     def __init__(self, request: web.Request, ident: str) -> None:
         self.begun = False
+        self.ended = False
         self._request = request
         self._headers = {REQUEST_ID: ident}
         self.response: web.StreamResponse | None = None
@@ -67,6 +68,7 @@ class HttpReply:
             await self.response.write_eof()
         except ConnectionError:
             raise ClientGone("the client has left") from None
+        self.ended = True
 
     async def begin(self, content_type: str) -> None:
         self.begun = True
@@ -91,6 +93,7 @@ class HttpReply:
             await self.response.write_eof()
         except ConnectionError:
             raise ClientGone("the client has left") from None
+        self.ended = True
 
 
 class Guard:
@@ -181,7 +184,19 @@ class Api:
             response = web.Response(status=499)
         if not response.prepared:
             response.headers[REQUEST_ID] = ident
+            await self._send(request, response)
         return response
+
+    async def _send(self, request: web.Request, response: web.StreamResponse) -> None:
+        """For so long as a client may take to read it."""
+        try:
+            async with asyncio.timeout(self._config.client_stall_s):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            _hang_up(request)
+        except ConnectionError:
+            pass  # the client has left
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, Kind.COMPLETIONS)
@@ -193,7 +208,8 @@ class Api:
         incoming = await self._incoming(request, kind)
         reply = HttpReply(request, incoming.ident)
         await self._serving.serve(incoming, reply)
-        if reply.response is None:
+        if reply.response is None or not reply.ended:
+            _hang_up(request)
             raise ClientGone("the client has left")
         return reply.response
 
@@ -222,12 +238,15 @@ class Api:
         if (request.content_length or 0) > most:
             raise too_large
         try:
-            async with asyncio.timeout(self._config.client_stall_s):
-                return await request.read()
+            with self._serving.reading():
+                async with asyncio.timeout(self._config.client_stall_s):
+                    return await request.read()
         except TimeoutError:
             raise BadRequest(408, "the body did not come in time") from None
         except web.HTTPRequestEntityTooLarge:
             raise too_large from None
+        except web.RequestPayloadError as error:
+            raise BadRequest(400, f"the body is not what its headers say: {error}") from None
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         raw = await self._body(request)
@@ -282,10 +301,18 @@ class Api:
         return _json(account.plain())
 
     async def _dry_run(self, request: web.Request) -> web.StreamResponse:
+        # It tells what is cached, whoever has sent it.
+        _operators_only(request)
         incoming = await self._incoming(request, Kind.COMPLETIONS)
         if b'"messages"' in incoming.raw:
             incoming = replace(incoming, kind=Kind.CHAT)
         return _json(await self._serving.explain(incoming))
+
+
+def _hang_up(request: web.Request) -> None:
+    """On a client that does not read: what is left for it is kept no longer."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _digest(token: str) -> bytes:

@@ -103,6 +103,12 @@ SEEN_BY_TEMPLATES = (
 """Of chats: what a template may make tokens of, and `/tokenize` is not told."""
 
 
+_OF_ANSWERS = frozenset(
+    ("best_of", "max_completion_tokens", "min_tokens", "return_token_ids", "stream_options")
+)
+"""What says how an answer is to be, and would only make a prompt's computation larger."""
+
+
 def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
     """What a body asks for. models: those that engines serve; a body without one means the only one.
 
@@ -110,12 +116,13 @@ def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
     """
     try:
         value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadRequest(400, "the body is not a JSON object")
-    several = kind is Kind.COMPLETIONS and _several(value.get("prompt"))
-    by_tokens = kind is Kind.COMPLETIONS or not _beyond_tokens(value)
+    completion = kind is Kind.COMPLETIONS
+    several = completion and _several(value.get("prompt"))
+    by_tokens = completion or not _beyond_tokens(value)
     return Body(
         kind=kind,
         raw=raw,
@@ -123,7 +130,7 @@ def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
         model=_model(value, models),
         whole=several or bool(value.get("echo")) or any(_set(value, WHOLE_IF_SET)),
         segments=by_tokens,
-        tokens_guess=_tokens_guess(value, raw),
+        tokens_guess=_tokens_guess(value, raw, completion and not several),
         output_tokens=_output_tokens(kind, value),
         priority=_priority(value),
         session=_session(kind, value),
@@ -140,11 +147,7 @@ def with_field(body: Body, key: str, value: object) -> bytes:
 
 def prompt_only(body: Body) -> bytes:
     """The body with one token to generate and no stream: its prompt is computed as it will be for the answer."""
-    value = {
-        key: item
-        for key, item in body.value.items()
-        if key not in {"stream_options", "max_completion_tokens", "min_tokens", "best_of"}
-    }
+    value = {key: item for key, item in body.value.items() if key not in _OF_ANSWERS}
     return msgspec.json.encode({**value, "max_tokens": 1, "n": 1, "stream": False})
 
 
@@ -195,7 +198,7 @@ def _several(prompt: object) -> bool:
         return False
     if not isinstance(prompt, list) or not prompt:
         return True
-    return not all(type(item) is int for item in prompt)
+    return set(map(type, prompt)) != {int}
 
 
 def _beyond_tokens(value: Mapping[str, Any]) -> bool:
@@ -215,9 +218,9 @@ def _is_text(message: Mapping[str, Any]) -> bool:
     return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
 
 
-def _tokens_guess(value: Mapping[str, Any], raw: bytes) -> int:
+def _tokens_guess(value: Mapping[str, Any], raw: bytes, one_prompt: bool) -> int:
     prompt = value.get("prompt")
-    if isinstance(prompt, list) and prompt and not _several(prompt):
+    if one_prompt and isinstance(prompt, list):
         return len(prompt)
     return len(raw) // BYTES_A_TOKEN + 1
 

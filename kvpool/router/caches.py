@@ -1,7 +1,7 @@
 """What engines' own caches hold, by their KV events, in the prefix index.
 
 One subscriber follows all engines. Gaps, replays and restarts are its business (`placement.event_stream`): what an
-engine is said to hold is taken from `EngineBlocks.take_changes`, a few hundred blocks at a time, so that requests
+engine is said to hold is taken from `EngineBlocks.take_changes`, some hundred blocks at a time, so that requests
 are not kept waiting. A block of several cache groups counts as held once all groups hold it that must.
 
 Event loop only.
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvpool.errors import ConfigError
 from kvpool.placement.events import EngineFeed, EngineSource, EventSubscriber
 from kvpool.router.engines import EngineSpec, gpu_holder
 from kvpool.scheduler.index import PrefixIndex
@@ -23,7 +24,7 @@ from kvpool.scheduler.index import PrefixIndex
 log = logging.getLogger("kvpool.router")
 
 ENGINES_MAX = 1024
-SLICE_BLOCKS = 512
+SLICE_BLOCKS = 128
 LAGS = 1024
 
 
@@ -60,7 +61,11 @@ class Caches:
         self._awake = asyncio.Event()
         self._lags: deque[float] = deque(maxlen=LAGS)
         self._subscriber = EventSubscriber(
-            (), clock=clock, changed=self._heard, engines_max=ENGINES_MAX
+            (),
+            clock=clock,
+            changed=self._heard,
+            engines_max=ENGINES_MAX,
+            refused=self._refused,
         )
 
     async def run(self) -> None:
@@ -103,6 +108,10 @@ class Caches:
         return self._subscriber.engines.get(name)
 
     # ---- what they say -----------------------------------------------------------------------------
+
+    def _refused(self, name: str, error: ConfigError) -> None:
+        del self._followed[name]
+        log.warning("what engine %s has in its cache is not learnt: %s", name, error)
 
     def _heard(self, name: str) -> None:
         self._dirty[name] = None

@@ -18,6 +18,7 @@ import uvloop
 from aiohttp import web
 
 from kvpool.client import Client
+from kvpool.descriptors import raise_descriptor_limit
 from kvpool.errors import ConfigError
 from kvpool.router.api import HEADER_BYTES_MAX, Api
 from kvpool.router.breaker import Rule
@@ -45,6 +46,7 @@ CLOSE_S = 2.0
 
 def run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int], None]) -> None:
     """Until SIGTERM or SIGINT. ready: called with the URL and the number of engines once it serves."""
+    raise_descriptor_limit()
     uvloop.run(_run(config, secrets, ready))
 
 
@@ -163,10 +165,11 @@ class Router:
 
 
 def _spare_collections() -> None:
-    """What is there by now stays; and a full collection over a large index would stop everything."""
+    """What is there by now stays; and a full collection over a large index stops everything, so they are rare."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 10, 1_000_000)
+    # Nothing here should need a full one; should something, it comes after some millions of objects.
+    gc.set_threshold(5_000, 10, 100)
 
 
 def _pool(config: RouterConfig) -> Client | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ import msgspec
 
 from kvpool.config import default_socket_path
 from kvpool.errors import ConfigError
+from kvpool.placement.engine_blocks import GROUPS_MAX
 from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
 
 TOKEN_CHARACTERS_MIN = 16
@@ -27,6 +29,8 @@ API_KEY_ENVIRON = "KVPOOL_ENGINE_API_KEY"
 SECRET_FILE_BYTES_MAX = 4096
 FOLLOW_S_MAX = 600
 """What the vLLM plugin takes."""
+
+_ENDPOINT = re.compile(r"tcp://[^\s/*]+:[1-9]\d{0,4}|ipc://[/@][^*\0]+")
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -159,7 +163,7 @@ class Secrets(msgspec.Struct, frozen=True):
         return "Secrets()"
 
     def api_key_of(self, url: str) -> str:
-        return self.api_keys.get(url, self.api_key)
+        return self.api_keys.get(url.rstrip("/"), self.api_key)
 
 
 SETTINGS = tuple(field.name for field in msgspec.structs.fields(RouterConfig))
@@ -234,7 +238,9 @@ def _check(config: RouterConfig) -> None:
         raise ConfigError("deadline_s is more than deadline_s_max")
     if config.backoff_s > config.backoff_s_max:
         raise ConfigError("backoff_s is more than backoff_s_max")
-    urls = [table.url for table in config.engines]
+    for table in config.engines:
+        _check_events(table)
+    urls = [table.url.rstrip("/") for table in config.engines]
     for url in urls:
         parts = urlsplit(url)
         try:
@@ -246,6 +252,17 @@ def _check(config: RouterConfig) -> None:
     names = [table.name for table in config.engines if table.name is not None]
     if len(set(urls)) < len(urls) or len(set(names)) < len(names):
         raise ConfigError("engines: each URL and each name once")
+
+
+def _check_events(table: EngineTable) -> None:
+    for name in ("events", "replay"):
+        endpoint = getattr(table, name)
+        if endpoint and not _ENDPOINT.fullmatch(endpoint):
+            raise ConfigError(
+                f"engines: {table.url}: {name} = {endpoint!r}: tcp://HOST:PORT or ipc:///PATH"
+            )
+    if not all(0 <= group < GROUPS_MAX for group in table.groups or ()):
+        raise ConfigError(f"engines: {table.url}: groups are from 0 to {GROUPS_MAX - 1}")
 
 
 def _address(listen: str) -> tuple[str, int]:
@@ -282,7 +299,9 @@ def _secrets(config: RouterConfig, environ: Mapping[str, str]) -> Secrets:
     if len(tenants) < len(config.tenants) or token in tenants:
         raise ConfigError("tokens: each tenant has one of its own")
     keys = {
-        table.url: _secret_file(table.api_key_file, f"engines: {table.url}: api_key_file")
+        table.url.rstrip("/"): _secret_file(
+            table.api_key_file, f"engines: {table.url}: api_key_file"
+        )
         for table in config.engines
         if table.api_key_file
     }

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvpool.errors import ConfigError
+from kvpool.placement.engine_blocks import GROUPS_MAX
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, none_hash
 from kvpool.scheduler.values import Engine, Role
 
@@ -71,7 +73,8 @@ def spec_of(
 ) -> EngineSpec:
     """An engine by what was announced (`Client.engines`) and what is configured (`[[engines]]`).
 
-    Raises `ConfigError` for hashes that are not known.
+    Hashes that are announced and not known here are none: the engine may be newer than this router. Raises
+    `ConfigError` for what no engine can be, and for configured hashes that are not known.
     """
     said = {} if announced is None else announced
     given = {} if table is None else table
@@ -80,6 +83,17 @@ def spec_of(
         return given.get(name) or said.get(name) or default
 
     url = url.rstrip("/")
+    try:
+        host = urlsplit(url).netloc
+        namespace = bytes.fromhex(known("namespace", ""))
+    except ValueError as error:
+        raise ConfigError(f"{error}") from None
+    role = known("role", "both")
+    if role not in ROLES:
+        raise ConfigError(f"its role is {role!r:.100}: there are {', '.join(ROLES)}")
+    groups = tuple(known("groups", (0,) if announced is None else ()))
+    if not all(0 <= group < GROUPS_MAX for group in groups):
+        raise ConfigError(f"its groups are not from 0 to {GROUPS_MAX - 1}")
     model = str(known("model", ""))
     # A path is of the engine's own machine.
     elsewhere = "ipc://" if announced is not None and not said["here"] else "\0"
@@ -91,9 +105,9 @@ def spec_of(
     events = str(endpoints["events"])
     return EngineSpec(
         url,
-        name=given.get("name") or urlsplit(url).netloc,
+        name=given.get("name") or host,
         node=known("node", ""),
-        role=ROLES[known("role", "both")],
+        role=ROLES[role],
         flexible=bool(known("flexible", False)),
         labels=dict(known("labels", {})),
         model=model,
@@ -101,8 +115,8 @@ def spec_of(
         events=events,
         replay=str(endpoints["replay"]) if events else "",
         topic=known("topic", ""),
-        namespace=bytes.fromhex(known("namespace", "")),
-        groups=tuple(known("groups", (0,) if announced is None else ())),
+        namespace=namespace,
+        groups=groups,
         hashing=_hashing(said, given),
         capacity_tokens=known("capacity_tokens", CAPACITY_TOKENS),
         step_tokens=known("step_tokens", STEP_TOKENS),
@@ -117,10 +131,15 @@ def _hashing(said: Mapping[str, Any], given: Mapping[str, Any]) -> HashSpec | No
     if not block_tokens:
         return None
     algorithm = given.get("hash") or said.get("hash_algorithm") or DEFAULT_ALGORITHM
-    begins = bytes.fromhex(said.get("none_hash", ""))
-    if "hash" in given or "hash_seed" in given or not begins:
-        begins = none_hash(algorithm, given.get("hash_seed", DEFAULT_SEED))
-    return HashSpec(block_tokens, algorithm, begins)
+    own = "hash" in given or "hash_seed" in given
+    try:
+        begins = b"" if own else bytes.fromhex(said.get("none_hash", ""))
+        begins = begins or none_hash(algorithm, given.get("hash_seed", DEFAULT_SEED))
+        return HashSpec(block_tokens, algorithm, begins)
+    except (ConfigError, ValueError):
+        if given.get("hash"):
+            raise
+        return None
 
 
 def with_models(spec: EngineSpec, cards: Sequence[Mapping[str, Any]]) -> EngineSpec:

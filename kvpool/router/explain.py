@@ -47,9 +47,9 @@ class Account:
             last=order.last,
             decode=None if order.decode is None else order.decode.name,
             follow=order.follow,
-            expected=outlook_of(order.outlook),
-            candidates=[outlook_of(each) for each in order.candidates[:SHOWN_MAX]],
-            decode_candidates=[decoder_of(each) for each in order.decoders[:SHOWN_MAX]],
+            expected=order.outlook,
+            candidates=order.candidates[:SHOWN_MAX],
+            decode_candidates=order.decoders[:SHOWN_MAX],
         )
 
     def decode_ordered(self, order: DecodeOrder, now: float) -> None:
@@ -58,7 +58,7 @@ class Account:
             now,
             "decode order",
             engine=order.engine.name,
-            decode_candidates=[decoder_of(each) for each in order.decoders[:SHOWN_MAX]],
+            decode_candidates=order.decoders[:SHOWN_MAX],
         )
 
     def plain(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Account:
             "tenant": self.tenant,
             "outcome": self.outcome,
             **self.facts,
-            "steps": self.steps,
+            "steps": [{key: _plain(detail) for key, detail in step.items()} for step in self.steps],
         }
 
 
@@ -146,6 +146,19 @@ def rejection_of(rejection: Rejection) -> Mapping[str, Any]:
         "reason": rejection.reason,
         "retry_after_s": _number(rejection.retry_after_s),
     }
+
+
+def _plain(detail: Any) -> Any:
+    """Outlooks are kept as they are: most are never asked for."""
+    match detail:
+        case Outlook():
+            return outlook_of(detail)
+        case DecodeOutlook():
+            return decoder_of(detail)
+        case list() | tuple():
+            return [_plain(each) for each in detail]
+        case _:
+            return detail
 
 
 def _number(value: float) -> float | None:

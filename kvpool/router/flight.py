@@ -32,7 +32,7 @@ from kvpool.router.explain import Account
 from kvpool.router.knowledge import Prompt
 from kvpool.router.sse import EventStream, EventTooLong, cached_tokens, usage_of
 from kvpool.router.tracing import Trace
-from kvpool.router.upstream import Answer, EngineFailed, EngineRefused, Upstream
+from kvpool.router.upstream import TOO_LARGE, Answer, EngineFailed, EngineRefused, Upstream
 from kvpool.scheduler.values import DecodeOrder, Order, Request
 
 COMPLETIONS_PATH = "/v1/completions"
@@ -106,7 +106,7 @@ class Call:
 
     expected_s: until it begins to answer; token_s: then for each token. began_at: when it did. usage: what the
     engine said of tokens.
-    events: parts of a streamed answer.
+    events: parts of a streamed answer. task: ends with what went wrong; None once that was looked at.
     """
 
     spec: EngineSpec
@@ -121,7 +121,7 @@ class Call:
     events: int = 0
     cancelled: bool = False
     presumed: asyncio.TimerHandle | None = None
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[KvpoolError | None] | None = None
 
     @property
     def cached_tokens(self) -> int | None:
@@ -148,6 +148,7 @@ class Expired:
     """The scheduler has forgotten the request: it waited too long."""
 
 
+Work = Callable[..., Coroutine[Any, Any, None]]
 News = Order | DecodeOrder | Ended | EngineGone | Expired
 
 
@@ -217,7 +218,7 @@ class Flight:
         if direct is not None:
             self._answer_directly(direct)
         try:
-            async with asyncio.timeout_at(self._deadline) as timer:
+            async with asyncio.timeout_at(self._deadline):
                 while not self._complete:
                     if self._news:
                         self._handle(self._news.popleft())
@@ -225,14 +226,19 @@ class Flight:
                         self._bell.clear()
                         await self._bell.wait()
         except TimeoutError:
-            assert timer.expired(), "no other wait here has a limit"
+            # No other wait here has a limit.
             if self._complete:
                 return  # in the same moment
             raise DeadlinePassed("the request's deadline has passed") from None
+        except KvpoolError as error:
+            # The frames that it came through hold it.
+            raise error.with_traceback(None) from None
         finally:
             await self._abort(list(self._calls))
 
     def _handle(self, news: News) -> None:
+        if self._direct and not isinstance(news, Ended):
+            return  # the scheduler has forgotten the request: what it said before is void
         match news:
             case Order():
                 self._ordered(news)
@@ -261,12 +267,12 @@ class Flight:
         call.token_s = next((each.tpot_s for each in order.decoders), 0.0)
         self._outstanding.append(call)
         if order.whole:
-            self._start(call, self._answer(call, self.body.raw))
+            self._start(call, self._answer, self.body.raw)
             if self.body.value.get("stream") is not True:
                 loop = asyncio.get_running_loop()
                 call.presumed = loop.call_later(call.expected_s, self._presumably_computed, call)
             return
-        self._start(call, self._compute(call, order))
+        self._start(call, self._compute, order)
         if order.follow:
             self._follow(order)
 
@@ -282,7 +288,7 @@ class Flight:
         params = {"kvpool": {"follow_s": follow_s, "source": order.outlook.engine.node}}
         call = Call(spec, None, True, self._clock(), follow_s + order.outlook.ttft_s)
         raw = with_field(self.body, "kv_transfer_params", params)
-        self._start(call, self._answer(call, raw))
+        self._start(call, self._answer, raw)
 
     def _decode_ordered(self, order: DecodeOrder) -> None:
         self.account.decode_ordered(order, self._clock())
@@ -293,20 +299,24 @@ class Flight:
             return
         expected_s = order.outlook.handover_s + order.outlook.tpot_s
         call = Call(spec, None, True, self._clock(), expected_s, order.outlook.tpot_s)
-        self._start(call, self._answer(call, self.body.raw))
+        self._start(call, self._answer, self.body.raw)
 
     def _answer_directly(self, spec: EngineSpec) -> None:
         """Let this engine say what it says: it is expected to refuse."""
         self._direct = True
         call = Call(spec, None, True, self._clock(), 0.0)
-        self._start(call, self._answer(call, self.body.raw))
+        self._start(call, self._answer, self.body.raw)
 
     def _ended(self, call: Call) -> None:
         self._calls.remove(call)
+        assert call.task is not None, "it was started"
+        # A call and its task must not hold each other: nobody collects what does.
+        task, call.task = call.task, None
+        if call.presumed is not None:
+            call.presumed.cancel()
         if call.cancelled:
             return
-        assert call.task is not None, "it was started"
-        error = call.task.exception()
+        error = task.result()
         if error is None:
             if not call.answers:
                 self._computed(call)
@@ -319,10 +329,10 @@ class Flight:
             self.account.note(self._clock(), "refused", engine=call.spec.name, status=error.status)
             assert call.order is not None, "what only computes has an order"
             if self._reply.begun:
-                self._outstanding.remove(call)
-                self._desk.skipped(self, call.order)
+                self._skip(call)
                 return
             self._desk.unscheduled(self)
+            self._outstanding = []
             for other in self._calls:
                 self._cancel(other)
             decode = call.order.decode
@@ -330,6 +340,12 @@ class Flight:
             self._answer_directly(spec or call.spec)
         else:
             raise error
+
+    def _skip(self, call: Call) -> None:
+        """It did not compute its part of the prompt, whose answer is under way."""
+        assert call.order is not None, "what only computes has an order"
+        self._outstanding.remove(call)
+        self._desk.skipped(self, call.order)
 
     def _computed(self, call: Call) -> None:
         assert call.order is not None, "what computes has an order"
@@ -339,6 +355,13 @@ class Flight:
         self._desk.computed(self, call.order, call)
 
     def _call_failed(self, call: Call, error: EngineFailed) -> None:
+        if error.reason == TOO_LARGE:
+            # That is what was asked for, and no fault of the engine.
+            self.account.note(self._clock(), "failed", why=str(error), again=False)
+            if call.answers or not self._reply.begun:
+                raise GivenUp(str(error)) from None
+            self._skip(call)
+            return
         if self._reply.begun and call.answers:
             raise error
         if self._direct:
@@ -383,8 +406,8 @@ class Flight:
         if answering:
             self._failed_decode(name, error)
 
-    def _start(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
-        call.task = asyncio.create_task(work)
+    def _start(self, call: Call, work: Work, *args: Any) -> None:
+        call.task = asyncio.create_task(_outcome(work, call, *args))
         self._calls.append(call)
         call.task.add_done_callback(lambda _: self.tell(Ended(call)))
 
@@ -402,6 +425,8 @@ class Flight:
         await asyncio.gather(
             *(call.task for call in calls if call.task is not None), return_exceptions=True
         )
+        for call in calls:
+            call.task = None
 
     async def _compute(self, call: Call, order: Order) -> None:
         """The prompt up to a token; of the answer only the end matters."""
@@ -424,7 +449,9 @@ class Flight:
         """The answer, to the client."""
         path = f"/v1/{self.body.kind}"
         loop = asyncio.get_running_loop()
-        timer = asyncio.timeout_at(min(loop.time() + self._patience_s(call), self._deadline))
+        late_at = loop.time() + self._patience_s(call)
+        # At the deadline it is `run` that ends: the engine has done nothing wrong.
+        timer = asyncio.timeout_at(late_at if late_at < self._deadline else None)
         passing = _Passing(call, timer)
         try:
             async with (
@@ -447,7 +474,7 @@ class Flight:
                 raise ClientGone("the client does not read its answer") from None
             raise _late(call) from None
         except EventTooLong as error:
-            raise EngineFailed(call.spec.name, "too_large", str(error)) from None
+            raise EngineFailed(call.spec.name, TOO_LARGE, str(error)) from None
 
     async def _stream(self, answer: Answer, passing: _Passing) -> None:
         call, timer, reply = passing.call, passing.timer, self._reply
@@ -504,7 +531,22 @@ class Flight:
         return self._limits.answer_s + SLOWER_MAX * expected_s
 
     def _headers_for_call(self) -> dict[str, str]:
-        return {**self._headers, **self._trace.child(self._random)}
+        return {**self._headers, **self._trace.headers(self._random)}
+
+
+async def _outcome(work: Work, *args: Any) -> KvpoolError | None:
+    """What went wrong, without the frames it came through: they hold the task whose outcome it is.
+
+    Of one that is called off nobody asks.
+    """
+    try:
+        await work(*args)
+    except KvpoolError as error:
+        error.__context__ = None
+        return error.with_traceback(None)
+    except asyncio.CancelledError:
+        return None
+    return None
 
 
 @dataclass(slots=True)
@@ -527,7 +569,7 @@ def _error_in(data: bytes) -> tuple[int, str]:
     line = data.partition(b"\n")[0].removeprefix(b"data:")
     try:
         error = msgspec.json.decode(line, type=_ErrorEvent).error
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return 500, "it answered with an error"
     return error.code, error.message[:500]
 

@@ -29,8 +29,8 @@ RUNS_MAX = 4096
 """Runs of blocks that are remembered: 2 M tokens at 16 a block, some 5 KB each."""
 
 Extra = tuple[tuple[Any, ...], ...] | None
-_Run = tuple["HashSpec", bytes, bytes, tuple[Extra, ...]]
-"""What a run's hashes depend on: the spec, the hash before it, its tokens, and what else."""
+_Run = tuple["HashSpec", bytes, bytes, bytes]
+"""What a run's hashes depend on: the spec, the hash before it, its tokens, and a digest of what else."""
 
 
 def _xxh3(data: bytes) -> bytes:
@@ -200,7 +200,9 @@ def _extras(
 def _run(spec: HashSpec, parent: bytes, tokens: array[int], extras: list[Extra]) -> _Run:
     first = extras[0]
     same = extras.count(first) == len(extras)
-    return spec, parent, tokens.tobytes(), (first,) if same else tuple(extras)
+    # Digested: a salt may be as long as a request, and callers choose it.
+    other = b"" if same and first is None else _sha256(_cbor((first,) if same else extras))
+    return spec, parent, tokens.tobytes(), other
 
 
 def _hash(

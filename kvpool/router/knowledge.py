@@ -1,7 +1,8 @@
 """What the router knows: which engines there are, what their caches hold, what the pool holds.
 
 Engines are those of the configuration and those that plugins announced, which the daemon of this host is asked
-for every second. An engine that is announced no more stays while it answers: its node's daemon may have ended.
+for every second. An engine that is announced no more stays as it was announced while it answers: its node's daemon
+may have ended.
 
 What their caches hold comes by their KV events (`caches.py`). What the pool holds is asked of the daemon for each
 prompt: it has that in its directory, and the answer is written to the index, too (`pool_view.py`). A router
@@ -21,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -62,6 +64,7 @@ START_S = 2.0
 MISSED_MAX = 3
 """An engine that is announced no more, and so often in a row did not answer, is gone."""
 TOKENIZE_TRIES = 2
+VERIFY_TRIES = 3
 LOOKS_MAX = 32
 """Looks into the pool that are under way at a time; a prompt beyond goes without."""
 LOOK_THREADS = 4
@@ -83,6 +86,15 @@ class Prompt:
     keys: Sequence[int]
     kinds: frozenset[str]
     spec: HashSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """Who serves a model. chosen: one that hashes as most of them do; None: of none it is known how it does."""
+
+    engines: Sequence[EngineSpec]
+    kinds: frozenset[str]
+    chosen: EngineSpec | None
 
 
 class _Models(msgspec.Struct):
@@ -153,6 +165,8 @@ class Knowledge:
         self._api_key = api_key
         self._known: dict[str, _Known] = {}  # by URL
         self._specs: dict[str, EngineSpec] = {}  # by name
+        self._served: dict[str, _Served] = {}  # by model, until engines change
+        self._refused: dict[str, str] = {}  # by URL of what is announced: why
         self._pools: dict[bytes, PoolView] = {}  # by namespace
         self._caches = Caches(index, clock=clock, wall=wall, on_lag=on_lag)
         self._tokenizer = Tokenizer(session)
@@ -233,6 +247,7 @@ class Knowledge:
             announced.setdefault(str(each["url"]).rstrip("/"), each)
         for url, record in announced.items():
             self._meet(url, record)
+        self._refused = {url: reason for url, reason in self._refused.items() if url in announced}
         for url, known in list(self._known.items()):
             if url not in announced and known.announced is not None:
                 self._miss(url, known)
@@ -240,18 +255,21 @@ class Knowledge:
 
     def _miss(self, url: str, known: _Known) -> None:
         """It is announced no more. That it does not answer either is seen by its own task."""
-        if known.table is not None:
-            self._meet(url, None)
-        elif not known.vanished:
+        if not known.vanished:
             known.vanished = True
             known.missed = 0
             known.ask.set()
-        elif known.missed >= MISSED_MAX:
+        elif known.missed < MISSED_MAX:
+            return
+        elif known.table is not None:
+            self._meet(url, None)
+        else:
             del self._known[url]
             del self._specs[known.spec.name]
             assert known.task is not None
             known.task.cancel()
             self._caches.forget(known.spec.name)
+            self._served.clear()
             self._keep_nodes()
             log.info("engine %s has left", known.spec.name)
             self._left(known.spec.name)
@@ -267,12 +285,12 @@ class Knowledge:
         try:
             spec = spec_of(url, announced=announced, table=table)
         except ConfigError as error:
-            log.warning("engine %s is not used: %s", url, error)
+            self._refuse(url, str(error))
             return
         if known is None:
             taken = self._specs.get(spec.name)
             if taken is not None:
-                log.error("engine %s is not used: one of the same name is at %s", url, taken.url)
+                self._refuse(url, f"one of the same name is at {taken.url}")
                 return
             known = self._known[url] = _Known(spec, table, announced)
             self._add(known, spec)
@@ -282,6 +300,12 @@ class Knowledge:
         else:
             known.announced = announced
             self._change(known, with_models(spec, known.cards))
+
+    def _refuse(self, url: str, reason: str) -> None:
+        """What is said of an engine is not taken; it is announced again every second."""
+        if self._refused.get(url) != reason:
+            self._refused[url] = reason
+            log.error("what is said of engine %s is not used: %s", url, reason)
 
     def _change(self, known: _Known, spec: EngineSpec) -> None:
         """It is like this now. Hashes that it was found not to have are none."""
@@ -299,6 +323,7 @@ class Knowledge:
     def _add(self, known: _Known, spec: EngineSpec) -> None:
         """Have the index and the scheduler's cluster know all that the engine's word is needed for."""
         known.spec = self._specs[spec.name] = spec
+        self._served.clear()
         if (estimates := self._kinds.get(spec.kind)) is not None:
             refine(estimates, spec)
         else:
@@ -311,21 +336,21 @@ class Knowledge:
             log.warning("what engine %s has in its cache is not learnt: %s", spec.name, error)
 
     def _keep_nodes(self) -> None:
-        """The index has holders for the nodes of all engines, and for no others that have nothing."""
+        """The index has holders for the nodes of all engines, for what else their namespaces have, and no others."""
         wanted: dict[bytes, set[str]] = {}
         for spec in self._specs.values():
+            nodes = wanted.setdefault(spec.namespace, set())
             if spec.node:
-                wanted.setdefault(spec.namespace, set()).add(spec.node)
-        for namespace in wanted.keys() | self._pools.keys():
-            self._pool(namespace).keep(wanted.get(namespace, set()))
+                nodes.add(spec.node)
+        for namespace in self._pools.keys() - wanted.keys():
+            self._pools.pop(namespace).close()
+        for namespace, nodes in wanted.items():
+            if namespace not in self._pools:
+                self._pools[namespace] = self._pool(namespace)
+            self._pools[namespace].keep(nodes)
 
     def _pool(self, namespace: bytes) -> PoolView:
-        pool = self._pools.get(namespace)
-        if pool is None:
-            pool = self._pools[namespace] = PoolView(
-                self._index, lambda node: pool_holders(node, namespace), self._nodes
-            )
-        return pool
+        return PoolView(self._index, lambda node: pool_holders(node, namespace), self._nodes)
 
     async def _ask_models(self, known: _Known) -> None:
         """Ask an engine which models it serves, again and again."""
@@ -349,6 +374,7 @@ class Knowledge:
                 f"{known.spec.url}/v1/models",
                 headers=self._headers(known.spec),
                 timeout=aiohttp.ClientTimeout(total=ASK_S),
+                allow_redirects=False,
             ) as answer:
                 body = await read(answer, ANSWER_BYTES_MAX)
                 if answer.status != 200:
@@ -378,10 +404,10 @@ class Knowledge:
         Raises `UnknownModel`, `TokenizeRefused` with the engine's answer, and `Unavailable` when none answers.
         """
         model = body.get("model") or ""
-        serving = [spec for spec in self._specs.values() if spec.serves(model)]
-        if not isinstance(model, str) or not serving:
+        served = self._serving(model) if isinstance(model, str) else None
+        if served is None:
             raise UnknownModel(f"no engine serves {str(model)[:200]!r}")
-        kinds = frozenset(spec.kind for spec in serving)
+        serving, kinds, chosen = served.engines, served.kinds, served.chosen
         asked = question(body, kind)
         tokens: Sequence[int] | None = None
         if isinstance(asked, dict):
@@ -390,12 +416,8 @@ class Knowledge:
             )
         elif asked is not None:
             tokens = asked
-        known = [spec for spec in serving if spec.hashing is not None]
-        if not tokens or not known:
+        if not tokens or chosen is None:
             return Prompt(model, tokens or (), (), (), kinds, None)
-        # Where engines hash differently, by the way of most of them.
-        ways = [spec.hashing for spec in known]
-        chosen = max(known, key=lambda spec: ways.count(spec.hashing))
         hashing = chosen.hashing
         assert hashing is not None
         path = chosen.adapters.get(model)
@@ -412,10 +434,27 @@ class Knowledge:
         keys = index_keys(hashes, salt_of(chosen.model, hashing))
         return Prompt(model, tokens, hashes, keys, kinds, hashing)
 
+    def _serving(self, model: str) -> _Served | None:
+        """None: nobody serves it."""
+        served = self._served.get(model)
+        if served is None:
+            engines = [spec for spec in self._specs.values() if spec.serves(model)]
+            if not engines:
+                return None
+            known = [spec for spec in engines if spec.hashing is not None]
+            ways = Counter(spec.hashing for spec in known)
+            served = self._served[model] = _Served(
+                engines,
+                frozenset(spec.kind for spec in engines),
+                max(known, key=lambda spec: ways[spec.hashing], default=None),
+            )
+        return served
+
     async def _tokenize(
         self, serving: Sequence[EngineSpec], asked: Mapping[str, Any], deadline_s: float
     ) -> Sequence[int] | None:
-        """By one engine after the other, beginning each time with another one."""
+        """By one engine after the other, beginning each time with another one; by those that answer, if any do."""
+        serving = [spec for spec in serving if not self._known[spec.url].missed] or serving
         deadline = self._clock() + deadline_s
         failed: Unavailable | None = None
         for left in range(min(TOKENIZE_TRIES, len(serving)), 0, -1):
@@ -479,7 +518,8 @@ class Knowledge:
             return
         finally:
             self._looking -= 1
-        self._pool(namespace).told(keys, found, self._clock())
+        if (pool := self._pools.get(namespace)) is not None:  # else its last engine has left
+            pool.told(keys, found, self._clock())
 
     # ---- hashes ------------------------------------------------------------------------------------
 
@@ -494,31 +534,33 @@ class Knowledge:
         if known is None:
             raise Unavailable(f"there is no engine {name}")
         async with known.verifying:
-            spec = known.spec
-            feed = self._caches.feed(name)
-            if known.standing != UNVERIFIED or spec.hashing is None or feed is None:
+            for _ in range(VERIFY_TRIES):
+                spec, hashing, feed = known.spec, known.spec.hashing, self._caches.feed(name)
+                if known.standing != UNVERIFIED or hashing is None or feed is None:
+                    return known.standing
+                found = await verify(
+                    spec,
+                    hashing,
+                    feed,
+                    session=self._session,
+                    clock=self._clock,
+                    headers=self._headers(spec),
+                )
+                if known.spec.hashing == hashing and self._caches.feed(name) is feed:
+                    break  # else it is another one now, or was listened to in vain
+            else:
                 return known.standing
-            found = await verify(
-                spec,
-                spec.hashing,
-                feed,
-                session=self._session,
-                clock=self._clock,
-                headers=self._headers(spec),
-            )
-            if known.spec.hashing != spec.hashing:
-                return known.standing  # it is another one now
             known.standing = found
             if found == MISMATCH:
-                known.doubted = spec.hashing
+                known.doubted = hashing
                 log.error(
                     "engine %s does not hash blocks as it is said to (%s, %d tokens a block, chain from %s): "
                     "requests are sent to it without regard to what it has. Compare "
                     "--prefix-caching-hash-algo, --block-size and PYTHONHASHSEED of the engine",
-                    *(name, spec.hashing.algorithm, spec.hashing.block_tokens),
-                    spec.hashing.none_hash.hex()[:16],
+                    *(name, hashing.algorithm, hashing.block_tokens),
+                    hashing.none_hash.hex()[:16],
                 )
-                self._change(known, spec)
+                self._change(known, known.spec)
             elif found == VERIFIED:
                 log.info("engine %s hashes blocks as expected", name)
             return found

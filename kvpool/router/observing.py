@@ -83,7 +83,8 @@ class Observing:
 
     def answered(self, flight: Flight, call: Call, engine: Engine | None = None) -> None:
         """An answer is complete. engine: as it is now, this answer still counted."""
-        tokens = call.usage.get("completion_tokens") or call.events
+        said = call.usage.get("completion_tokens")
+        tokens = said if type(said) is int and said > 0 else call.events
         took_s = self._clock() - call.began_at
         if engine is None or not engine.decodes or tokens < EVENTS_MIN or call.events < EVENTS_MIN:
             return

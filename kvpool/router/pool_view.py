@@ -2,7 +2,7 @@
 
 For each node two holders: what it could give from memory, and from memory and disks. A look at a prompt says how
 much of it each node has, and that goes for all its keys, until the next look at them: they are added, and those
-that the node has no more are taken away. What was not asked about for the longest time is forgotten.
+that the node has no more are taken away. What was not asked about for a long time is forgotten.
 
 No I/O, no clock of its own. Not thread-safe.
 """
@@ -17,7 +17,12 @@ from kvpool.scheduler.index import PrefixIndex
 KEYS_MAX = 1 << 20
 """Keys of one namespace; some 300 bytes each, and one more such for each node that has it."""
 
+RECENT = 4
+"""A key that is told of again stays where it is in the order, unless so many-th of all were since. That is cheap."""
+
 Holders = tuple[str, ...]
+_Entry = tuple[Holders, int]
+"""Who has a key, and when it was put where it is in the order. Those of one answer share theirs."""
 
 
 class PoolView:
@@ -38,7 +43,8 @@ class PoolView:
         self._holders = holders
         self._nodes = nodes
         self._keys_max = keys_max
-        self._keys: dict[int, Holders] = {}  # the one that was asked about last is at the end
+        self._keys: dict[int, _Entry] = {}  # about in the order in which they were asked about
+        self._turn = 0  # how many keys were put at the end
         self._counts: dict[str, int] = {}  # keys of each holder that the index has
         self._kept: set[str] = set()  # nodes
 
@@ -53,6 +59,14 @@ class PoolView:
                 self._begin(holder, node)
         self._tidy()
 
+    def close(self) -> None:
+        """Nobody uses the namespace any more: the index has none of its holders."""
+        for holder in self._counts:
+            del self._nodes[holder]
+            self._index.leave(holder)
+        self._counts.clear()
+        self._keys.clear()
+
     def told(self, keys: Sequence[int], lengths: Mapping[str, tuple[int, ...]], now: float) -> None:
         """So much of this prefix each node has: a length for each of its holders. O(keys + holders)."""
         reach = sorted(
@@ -64,17 +78,30 @@ class PoolView:
         for node in lengths:
             for holder in self._holders(node):
                 self._begin(holder, node)
-        known = self._keys
+        known, turn = self._keys, self._turn
+        recent = turn - self._keys_max // RECENT
         changed: dict[tuple[Holders, Holders], list[int]] = {}
         ends = [0, *sorted({end for end, _ in reach}), len(keys)]
         for start, end in pairwise(ends):
             having = tuple(holder for length, holder in reach if length > start)
-            for key in dict.fromkeys(keys[start:end]):
-                had = known.pop(key, ())
+            new: _Entry = (having, turn)
+            good = new
+            for key in keys[start:end]:
+                entry = known.get(key)
+                had: Holders = ()
+                if entry is not None:
+                    if entry is good:
+                        continue
+                    had, at = entry
+                    if had == having and at >= recent:
+                        good = entry
+                        continue
+                    del known[key]
                 if had != having:
                     changed.setdefault((had, having), []).append(key)
                 if having:
-                    known[key] = having
+                    known[key] = new
+                    self._turn += 1
         for (had, having), some in changed.items():
             self._change(some, had, having, now)
         if len(known) > self._keys_max:
@@ -85,7 +112,7 @@ class PoolView:
         oldest = iter(self._keys)
         groups: dict[Holders, list[int]] = {}
         for key in [next(oldest) for _ in range(count)]:
-            groups.setdefault(self._keys.pop(key), []).append(key)
+            groups.setdefault(self._keys.pop(key)[0], []).append(key)
         for had, keys in groups.items():
             self._change(keys, had, (), now)
 

@@ -12,7 +12,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -39,7 +40,7 @@ from kvpool.router.metrics import Metrics
 from kvpool.router.sse import error_event
 from kvpool.router.tokens import TokenizeRefused, UnknownModel
 from kvpool.router.tracing import Trace
-from kvpool.router.upstream import EngineFailed, EngineRefused, Upstream
+from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused, Upstream
 from kvpool.scheduler.estimates import Error
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Rejection, Request, Role
@@ -49,6 +50,8 @@ log = logging.getLogger("kvpool.router")
 TOKENIZE_S = 2.0
 RETRY_AFTER_S_MAX = 600
 REBALANCE_S = 1.0
+POLL_AGAIN_S = 0.1
+"""When the scheduler is polled again, after an error in it."""
 DRAINING = "draining"
 
 
@@ -144,6 +147,7 @@ class Serving:
         self._idents = count()
         self._flights: dict[Hashable, Flight] = {}
         self._in_flight = 0
+        self._reading = 0
         self._empty = asyncio.Event()
         self._engines: dict[str, Engine] = {}  # in the scheduler
         self._drains: set[str] = set()
@@ -189,8 +193,22 @@ class Serving:
         if self.draining:
             raise Rejected(503, "this router is shutting down", DRAINING, 1.0)
         if self._in_flight >= self._config.requests_max:
-            self._metrics.rejections.labels("requests_max").inc()
-            raise Rejected(429, "too many requests are in flight", "requests_max", 1.0)
+            raise self._too_many()
+
+    def _too_many(self) -> Rejected:
+        self._metrics.rejections.labels("requests_max").inc()
+        return Rejected(429, "too many requests are in flight", "requests_max", 1.0)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While a body comes. So many may at a time as may be in flight. Raises `BadRequest`."""
+        if self._reading >= self._config.requests_max:
+            raise self._too_many()
+        self._reading += 1
+        try:
+            yield
+        finally:
+            self._reading -= 1
 
     async def _serve(self, incoming: Incoming, reply: Reply, account: Account) -> str:
         config = self._config
@@ -225,11 +243,17 @@ class Serving:
         self._flights[ident] = flight
         self.kick()
         try:
-            await flight.run(reply, direct)
+            try:
+                await flight.run(reply, direct)
+            finally:
+                # Before anything more is said to a client that may be slow. Finished or not: orders that
+                # nobody needs any more may be under way, or be on their way here.
+                del self._flights[ident]
+                self._scheduler.abandoned(ident, self._clock())
+                self.kick()
             return "answered"
         except EngineRefused as refused:
-            await reply.send(refused.status, refused.body, refused.content_type)
-            return "refused"
+            return await self._pass_refusal(refused, reply)
         except EngineFailed as error:
             self._note_failure(error)
             return await self._end_badly(error, reply, incoming.ident)
@@ -237,11 +261,6 @@ class Serving:
             return await self._end_badly(error, reply, incoming.ident)
         except ClientGone:
             return "client_left"
-        finally:
-            del self._flights[ident]
-            # Finished or not: orders that nobody needs any more may be under way, or be on their way here.
-            self._scheduler.abandoned(ident, self._clock())
-            self.kick()
 
     async def pass_through(self, path: str, raw: bytes, ident: str) -> tuple[int, bytes, str]:
         """Have any engine of the body's model answer something small: status, body, type. Raises `BadRequest`."""
@@ -250,7 +269,7 @@ class Serving:
         if not models:
             raise Rejected(503, "no engine is there", "no_engine", self._config.probe_s)
         model = parse(Kind.COMPLETIONS, raw, models).model
-        found = [s for s in self._serving(model) if self._watched.spec(s.name) is not None]
+        found = self._passing(model)
         said = f"no engine for {model} is there"
         self._in_flight += 1
         try:
@@ -268,8 +287,10 @@ class Serving:
                     error = EngineFailed(spec.name, "timeout", f"{path}: no answer in time")
                 except EngineFailed as failed:
                     error = failed
-                self._note_failure(error)
                 said = str(error)
+                if error.reason == TOO_LARGE:
+                    raise Rejected(502, said, "engine_failed", None) from None
+                self._note_failure(error)
         finally:
             self._in_flight -= 1
             self._left()
@@ -300,6 +321,7 @@ class Serving:
         tokens = body.tokens_guess if prompt is None else len(prompt.tokens)
         whole = body.whole or (prompt is None and body.segments)
         session = incoming.session or body.session
+        kinds, names = self._among(body.model)
         now = self._clock()
         request = Request(
             ident=next(self._idents),
@@ -311,9 +333,10 @@ class Serving:
             priority=self._priority(incoming, body),
             tenant=incoming.tenant,
             deadline_s=now + limit_s,
-            kinds=self._kinds(body.model),
+            kinds=kinds,
+            engines=names,
             whole=whole,
-            segments=body.segments and prompt is not None,
+            segments=body.segments and prompt is not None and bool(prompt.keys),
         )
         account.facts = {
             "prompt_tokens": request.tokens,
@@ -353,6 +376,14 @@ class Serving:
         if prompt is None or not longest or request.tokens < longest:
             return None
         return self._any_for(body.model)
+
+    async def _pass_refusal(self, refused: EngineRefused, reply: Reply) -> str:
+        try:
+            async with asyncio.timeout(self._config.client_stall_s):
+                await reply.send(refused.status, refused.body, refused.content_type)
+        except (TimeoutError, ClientGone):
+            return "client_left"
+        return "refused"
 
     async def _end_badly(
         self, error: GivenUp | DeadlinePassed | EngineFailed, reply: Reply, ident: str
@@ -440,13 +471,20 @@ class Serving:
         self._polls = False
         now = self._clock()
         scheduler = self._scheduler
-        for ident in scheduler.expired(now):
-            self._flights[ident].tell(Expired())
-        for order in scheduler.poll(now):
-            flight = self._flights[order.request.ident]
-            flight.tell(order)
-            self._count(order, flight, now)
-        wake_at = scheduler.wake_at()
+        wake_at = now + POLL_AGAIN_S
+        try:
+            for ident in scheduler.expired(now):
+                self._flights[ident].tell(Expired())
+            for order in scheduler.poll(now):
+                flight = self._flights[order.request.ident]
+                flight.tell(order)
+                self._count(order, flight, now)
+            wake_at = scheduler.wake_at()
+        finally:
+            # Whatever goes wrong with one request, the others are looked at again.
+            self._wake(wake_at, now)
+
+    def _wake(self, wake_at: float, now: float) -> None:
         if wake_at != self._alarm_at or self._alarm is None:
             if self._alarm is not None:
                 self._alarm.cancel()
@@ -532,12 +570,22 @@ class Serving:
         engines = self._known.engines.values()
         return [s for s in engines if model == s.model or model in s.models]
 
-    def _kinds(self, model: str) -> frozenset[str]:
-        return frozenset(spec.kind for spec in self._serving(model))
+    def _among(self, model: str) -> tuple[frozenset[str], frozenset[str] | None]:
+        """The kinds of engines that serve it, and their names, if not all of these kinds do."""
+        serving = self._serving(model)
+        kinds = frozenset(spec.kind for spec in serving)
+        alike = sum(spec.kind in kinds for spec in self._known.engines.values())
+        names = frozenset(spec.name for spec in serving)
+        return kinds, None if alike == len(serving) else names
+
+    def _passing(self, model: str) -> list[EngineSpec]:
+        """Those that serve the model and get requests; none that drain, unless there are no others."""
+        found = [s for s in self._serving(model) if self._watched.spec(s.name) is not None]
+        return [s for s in found if s.name not in self._drains] or found
 
     def _any_for(self, model: str) -> EngineSpec:
         """One that serves the model and gets requests."""
-        found = [s for s in self._serving(model) if self._watched.spec(s.name) is not None]
+        found = self._passing(model)
         if not found:
             raise Rejected(
                 503, f"no engine for {model} is there", "no_engine", self._config.probe_s
@@ -603,6 +651,15 @@ class Serving:
 
     async def explain(self, incoming: Incoming) -> dict[str, Any]:
         """What would be done with a request now. Raises `BadRequest`."""
+        self._admit()
+        self._in_flight += 1
+        try:
+            return await self._explain(incoming)
+        finally:
+            self._in_flight -= 1
+            self._left()
+
+    async def _explain(self, incoming: Incoming) -> dict[str, Any]:
         account = Account(incoming.ident, "", incoming.tenant, self._clock())
         limit_s = min(incoming.deadline_s or self._config.deadline_s, self._config.deadline_s_max)
         _, _, request = await self._read(incoming, account, limit_s)

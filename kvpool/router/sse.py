@@ -78,7 +78,7 @@ def usage_of(answer: bytes) -> dict[str, Any]:
     """The usage in an answer, or in one event of it; empty where there is none."""
     try:
         return _DECODER.decode(answer).usage or {}
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
 
 

@@ -18,7 +18,8 @@ import xxhash
 from kvpool.errors import KvpoolError, Unavailable
 
 CACHE_TOKENS_MAX = 1 << 21
-"""Tokens of prompts that are remembered; some 36 bytes each."""
+"""Tokens of prompts that are remembered, some 36 bytes each; a prompt costs `PROMPT_TOKENS` more."""
+PROMPT_TOKENS = 8
 ANSWER_BYTES_MAX = 32 << 20
 _FAULTS = frozenset((401, 403, 408, 429))
 """Below 500, but no word on the prompt."""
@@ -146,11 +147,11 @@ class Tokenizer:
             return known
         self.misses += 1
         tokens = await self._ask(url, data, deadline_s, api_key)
-        if tokens is not None and key not in self._known and len(tokens) <= self._most:
+        if tokens is not None and key not in self._known and _cost(tokens) <= self._most:
             self._known[key] = tokens
-            self._size += len(tokens)
+            self._size += _cost(tokens)
             while self._size > self._most:
-                self._size -= len(self._known.pop(next(iter(self._known))))
+                self._size -= _cost(self._known.pop(next(iter(self._known))))
         return tokens
 
     async def _ask(
@@ -165,6 +166,7 @@ class Tokenizer:
                 data=data,
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=deadline_s),
+                allow_redirects=False,
             ) as answer:
                 body = await read(answer, ANSWER_BYTES_MAX)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -178,6 +180,10 @@ class Tokenizer:
         if not _is_refusal(body):
             return None
         raise TokenizeRefused(answer.status, body, answer.content_type)
+
+
+def _cost(tokens: Sequence[int]) -> int:
+    return len(tokens) + PROMPT_TOKENS
 
 
 def tokens_of(url: str, body: bytes) -> list[int]:

@@ -25,9 +25,10 @@ class Trace:
     flags: str
     state: str
 
-    def child(self, random: RandomBytes) -> dict[str, str]:
-        """Headers for one call to an engine, which gets a span id of its own."""
-        headers = {"traceparent": f"00-{self.trace}-{_identifier(8, random)}-{self.flags}"}
+    def headers(self, random: RandomBytes) -> dict[str, str]:
+        """For one call to an engine. No span is recorded here: the caller's is the engine's parent."""
+        span = self.parent or _identifier(8, random)
+        headers = {"traceparent": f"00-{self.trace}-{span}-{self.flags}"}
         if self.state:
             headers["tracestate"] = self.state
         return headers

@@ -25,6 +25,9 @@ PIECE_BYTES = 1 << 16
 FAULTS = frozenset((401, 403, 408, 425, 429))
 """Below 500, but no word on the request itself: a wrong API key, or an engine that is busy."""
 
+TOO_LARGE = "too_large"
+"""Why a call failed whose answer is beyond the limit: it was asked for, and another engine would say the same."""
+
 ApiKeys = Callable[[EngineSpec], str]
 
 
@@ -78,7 +81,7 @@ class Answer:
         while piece := await self.piece():
             found += piece
             if len(found) > bytes_max:
-                raise EngineFailed(self.engine, "too_large", f"an answer above {bytes_max} bytes")
+                raise EngineFailed(self.engine, TOO_LARGE, f"an answer above {bytes_max} bytes")
         return bytes(found)
 
 
@@ -142,7 +145,7 @@ class Upstream:
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-_JSON = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+_JSON = {"Content-Type": "application/json"}
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -151,7 +154,8 @@ def open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),
-        # Answers are passed on as they come.
+        # Answers are passed on as they come, and read as they are.
+        headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
         trust_env=False,
     )
@@ -160,7 +164,7 @@ def open_session() -> aiohttp.ClientSession:
 async def _turned_down(engine: EngineSpec, response: aiohttp.ClientResponse) -> KvpoolError:
     status = response.status
     try:
-        body = await response.content.read(REFUSAL_BYTES_MAX)
+        body = await _beginning(response.content, REFUSAL_BYTES_MAX)
     except (aiohttp.ClientError, OSError) as error:
         return EngineFailed(engine.name, "cut", f"HTTP {status} broke off: {_said(error)}")
     if 400 <= status < 500 and status not in FAULTS:
@@ -168,6 +172,14 @@ async def _turned_down(engine: EngineSpec, response: aiohttp.ClientResponse) -> 
         return EngineRefused(engine.name, status, body, content_type)
     shown = body.decode(errors="replace")[:SHOWN_CHARACTERS]
     return EngineFailed(engine.name, "status", f"HTTP {status}: {shown}")
+
+
+async def _beginning(content: aiohttp.StreamReader, bytes_max: int) -> bytes:
+    """Up to so many bytes: a read has no more than what has come."""
+    found = bytearray()
+    while len(found) < bytes_max and (piece := await content.read(bytes_max - len(found))):
+        found += piece
+    return bytes(found)
 
 
 def _said(error: Exception) -> str:

@@ -91,6 +91,7 @@ async def _post(
             data=msgspec.json.encode(body),
             headers={"Content-Type": "application/json", **headers},
             timeout=aiohttp.ClientTimeout(total=ANSWER_S),
+            allow_redirects=False,
         ) as answer:
             found = await read(answer, ANSWER_BYTES_MAX)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -42,7 +42,7 @@ def refused_by_queue(
     request: Request, queue: RequestQueue, limits: Limits, engines: int
 ) -> Rejection | None:
     """A full queue. One tenant cannot fill it for the others."""
-    wait_s = queue.total_s / engines
+    wait_s = queue.waiting_s(request) / engines
     waiting = len(queue)
     if waiting < limits.queue_max:
         return None

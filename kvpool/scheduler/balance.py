@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvpool.scheduler.decay import Decaying
 from kvpool.scheduler.roles import Loads, RoleChange, Smoothed, role_change
 from kvpool.scheduler.state import State
-from kvpool.scheduler.values import Engine, Request, Role
+from kvpool.scheduler.values import Among, Engine, Request, Role
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Balance:
         fleet = self._state.fleet
         names = {engine.kind for engine in fleet.engines.values() if engine.flexible}
         for name in sorted(names):
-            only = frozenset((name,))
+            only = Among(frozenset((name,)))
             computing, decoding = fleet.of(Role.PREFILL, only), fleet.of(Role.DECODE, only)
             if not computing or not decoding:
                 continue

@@ -21,6 +21,9 @@ class Deadlines:
         self._count = 0
 
     def add(self, request: Request) -> None:
+        """One that is there already stays."""
+        if request.deadline_s == self._at.get(request.ident):
+            return
         if request.deadline_s < math.inf:
             self._at[request.ident] = request.deadline_s
             self._count += 1

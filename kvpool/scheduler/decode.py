@@ -7,9 +7,9 @@ the answer,
 
 The hand-over is what d's node lacks of the prompt, as a transfer between the two (labels say how far they are
 apart), and what d lacks, out of its node's memory. Where d may follow the prompt, what is transferred while it
-is computed is hidden, but for its last step. On p itself nothing is handed over. tpot is that of d's batch
-with one more; if d computes prompts too, for the share of its time in which it does, a token comes only with
-each step of a prompt:
+is computed is hidden, but for its last step. Where either has no pool, d computes again what it lacks. On p
+itself nothing is handed over. tpot is that of d's batch with one more; if d computes prompts too, for the share
+of its time in which it does, a token comes only with each step of a prompt:
 
     tpot' = 1 / (share / (prompt step + contexts) + (1 - share) / tpot)
 
@@ -30,7 +30,7 @@ from kvpool.errors import ConfigError
 from kvpool.scheduler.estimates import KindEstimates
 from kvpool.scheduler.index import Match
 from kvpool.scheduler.situation import Cluster
-from kvpool.scheduler.topology import Topology
+from kvpool.scheduler.topology import Topology, place, together
 from kvpool.scheduler.values import DecodeOutlook, Engine, Request, Role
 
 STALL = 0.1
@@ -95,7 +95,8 @@ def _token_s(
 
 
 class _Base(NamedTuple):
-    """What does not depend on who computes the prompt. rank: 0 with room, 1 with a promise of it."""
+    """What does not depend on who computes the prompt. again_s: to compute what neither the engine nor its node
+    has. rank: 0 with room, 1 with a promise of it."""
 
     engine: Engine
     tpot_s: float
@@ -104,6 +105,7 @@ class _Base(NamedTuple):
     transfer_s: float
     tail_s: float
     load_s: float
+    again_s: float
     ahead_s: float
     rank: int
 
@@ -126,12 +128,12 @@ class Handover:
         self._topology = rule.topology
         self._whole = request.whole
         self._bases = _bases(request, match, decoders, cluster, rule, now)
-        self._near: dict[str, list[_Base]] = {}  # by their nodes
+        self._near: dict[tuple[str, str], list[_Base]] = {}  # by their nodes
         self._far: dict[_Labels, list[_Base]] = {}  # by the labels of these
         for base in self._bases:
-            self._near.setdefault(base.engine.node, []).append(base)
+            self._near.setdefault(place(base.engine), []).append(base)
             self._far.setdefault(_labels(base.engine), []).append(base)
-        self._known: dict[tuple[_Labels, float], tuple[float, float]] = {}
+        self._known: dict[tuple[_Labels, bool, float], tuple[float, float]] = {}
 
     def cost_s(self, engine: Engine, prefill_s: float) -> float:
         """Of the best that may be a pair with this one, and what the prompt holds up there.
@@ -139,15 +141,17 @@ class Handover:
         Infinite if there is none.
         """
         if self._whole:
-            alone = [base for base in self._near.get(engine.node, ()) if base.engine is engine]
+            alone = [base for base in self._near.get(place(engine), ()) if base.engine is engine]
             return alone[0].tokens_s + STALL * engine.decodes * prefill_s if alone else math.inf
-        labels = _labels(engine) if engine.labels else ()
-        best = self._known.get((labels, prefill_s))
+        labels = _labels(engine)
+        pooled = bool(engine.tiers)
+        key = labels, pooled, prefill_s
+        best = self._known.get(key)
         if best is None:
-            best = self._known[labels, prefill_s] = self._from_afar(engine, prefill_s)
-        for base in self._near.get(engine.node, ()):
-            load_s = 0.0 if base.engine is engine else base.load_s
-            best = min(best, (base.rank, base.tokens_s + load_s))
+            best = self._known[key] = self._from_afar(engine, prefill_s)
+        for base in self._near.get(place(engine), ()):
+            handover_s = _handover_s(base, engine, 0.0, prefill_s, pooled=pooled)
+            best = min(best, (base.rank, base.tokens_s + handover_s))
         return best[1] + STALL * engine.decodes * prefill_s
 
     def outlooks(self, engine: Engine, prefill_s: float, rng: Random) -> list[DecodeOutlook]:
@@ -155,7 +159,7 @@ class Handover:
 
         A request that is to be served whole has no pairs.
         """
-        topology = self._topology
+        topology, pooled = self._topology, bool(engine.tiers)
         found: list[tuple[int, float, float, _Base]] = []
         for base in self._bases:
             if topology.require and not topology.allowed(engine, base.engine):
@@ -163,7 +167,7 @@ class Handover:
             if self._whole and base.engine is not engine:
                 continue
             factor = topology.factor(engine, base.engine)
-            handover_s = _handover_s(base, engine, factor, prefill_s)
+            handover_s = _handover_s(base, engine, factor, prefill_s, pooled=pooled)
             found.append((base.rank, handover_s + base.tokens_s, handover_s, base))
         if not found:
             return []
@@ -176,7 +180,7 @@ class Handover:
             DecodeOutlook(
                 base.engine,
                 base.tpot_s,
-                0 if base.engine.node == engine.node else base.lacks,
+                0 if together(base.engine, engine) else base.lacks,
                 handover_s,
                 not rank,
                 cost,
@@ -186,6 +190,7 @@ class Handover:
 
     def _from_afar(self, engine: Engine, prefill_s: float) -> tuple[float, float]:
         """The least rank and cost of all, as if none were on the same node: that costs more, if anything."""
+        pooled = bool(engine.tiers)
         best: tuple[float, float] = (math.inf, math.inf)
         for bases in self._far.values():
             first = bases[0].engine
@@ -193,7 +198,8 @@ class Handover:
                 continue
             factor = self._topology.apart(engine, first)
             least = min(
-                (b.rank, b.tokens_s + _handover_s(b, None, factor, prefill_s)) for b in bases
+                (b.rank, b.tokens_s + _handover_s(b, None, factor, prefill_s, pooled=pooled))
+                for b in bases
             )
             best = min(best, least)
         return best
@@ -204,14 +210,20 @@ def _by_cost(found: tuple[int, float, float, _Base]) -> tuple[int, float]:
 
 
 def _labels(engine: Engine) -> _Labels:
-    return tuple(sorted(engine.labels.items()))
+    return tuple(sorted(engine.labels.items())) if engine.labels else ()
 
 
-def _handover_s(base: _Base, engine: Engine | None, factor: float, prefill_s: float) -> float:
-    """factor: of a transfer between the two. engine: who computes the prompt, if that matters."""
+def _handover_s(
+    base: _Base, engine: Engine | None, factor: float, prefill_s: float, *, pooled: bool
+) -> float:
+    """factor: of a transfer between the two. engine: who computes the prompt, if that matters. pooled: whether
+    its node is in the pool.
+    """
     other = base.engine
     if other is engine:
         return 0.0
+    if not pooled or not other.tiers:
+        return base.again_s
     if not factor or not base.lacks:
         return base.load_s
     transfer_s = base.ahead_s + factor * base.transfer_s
@@ -232,7 +244,7 @@ def _bases(
     blocks, get = len(request.keys), match.lengths.get
     into, output_tokens = cluster.traffic.into, request.output_tokens
     steps_s = {name: _step_s(cluster.kinds[name]) for name in {e.kind for e in decoders}}
-    moves: dict[tuple[str, int, int], tuple[float, float, float]] = {}
+    moves: dict[tuple[str, int, int], tuple[float, float, float, float]] = {}
     found = []
     for engine in decoders:
         name = engine.kind
@@ -247,7 +259,7 @@ def _bases(
             own = max(own, held)
         move = moves.get((name, cached, own))
         if move is None:
-            move = moves[name, cached, own] = _move(kind, blocks, cached, own)
+            move = moves[name, cached, own] = _move(request, kind, cached, own)
         token_s = _token_s(request, engine, kind, steps_s[name], now)
         ahead_s = into.get(engine.node, 0.0) - now
         found.append(
@@ -264,12 +276,18 @@ def _bases(
     return found
 
 
-def _move(kind: KindEstimates, blocks: int, cached: int, own: int) -> tuple[float, float, float]:
-    """Seconds to bring what the node lacks, the last step's part of that, and all from memory to the GPU."""
+def _move(
+    request: Request, kind: KindEstimates, cached: int, own: int
+) -> tuple[float, float, float, float]:
+    """Seconds to bring what the node lacks, the last step's part of that, and all from memory to the GPU; and to
+    compute what the node lacks."""
     peer, dram, size = kind.loads["peer"], kind.loads.get("dram"), kind.block_bytes
+    blocks, tokens = len(request.keys), request.tokens
     tail = min(blocks - own, -(-kind.step_tokens // kind.block_tokens))
     load_s = dram.seconds((blocks - cached) * size) if dram is not None else 0.0
-    return peer.seconds((blocks - own) * size), peer.seconds(tail * size), load_s
+    start = min(own * kind.block_tokens, tokens - 1)
+    again_s = kind.prefill.prefill_s(start, tokens, kind.step_tokens)
+    return peer.seconds((blocks - own) * size), peer.seconds(tail * size), load_s, again_s
 
 
 def pick_decode(

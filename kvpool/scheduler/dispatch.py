@@ -13,7 +13,9 @@ from kvpool.scheduler.policies import Choice
 from kvpool.scheduler.queue import Waiting
 from kvpool.scheduler.situation import Situation
 from kvpool.scheduler.state import State
+from kvpool.scheduler.topology import together
 from kvpool.scheduler.values import (
+    Among,
     DecodeOrder,
     DecodeOutlook,
     Engine,
@@ -73,9 +75,9 @@ class Dispatch:
     def orders(self, now: float) -> tuple[list[Order], float]:
         """What is sent now, and when to look again if nothing happens.
 
-        Each of the first requests in the queue, in order, is sent if its engine has room. Others wait for
-        engines that are better for them: these are promised to them, and what comes behind them finds
-        these engines busy for as long. Until the blocks of a pending one are there, its engine may still
+        Each of the first requests in the queue that the same engines can serve, in order, is sent if its
+        engine has room. Others wait for engines that are better for them: these are promised to them, and
+        what comes behind them finds these engines busy for as long. Until the blocks of a pending one are there, its engine may still
         do what ends before.
 
         The first for which no decode engine has the memory keeps one: what is behind it gets no memory
@@ -176,17 +178,18 @@ class Dispatch:
         state, orders = self._state, []
         answers, allowed = state.answers, state.settings.decode.topology.allowed
         kept: set[str] = set()
-        in_vain = 0
+        in_vain: dict[Among, int] = {}
         for answer in answers.parked:
-            if in_vain >= state.settings.look_ahead:
-                break
             request, computed_by = answer.request, answer.computed_by
+            among = request.among
+            if in_vain.get(among, 0) >= state.settings.look_ahead:
+                continue
             assert computed_by is not None, "its prompt is not computed"
             pairs = [e for e in state.decoding(request) if allowed(computed_by, e)]
             free = [e for e in pairs if e.name not in kept and answers.has_room(answer, e)]
             if not free:
                 self._keep(request, pairs, kept)
-                in_vain += 1
+                in_vain[among] = in_vain.get(among, 0) + 1
                 continue
             answers.release(answer)  # its own reservation is not in its way
             situation = state.situation(request, now, [computed_by])
@@ -212,7 +215,9 @@ class Dispatch:
         return settings.ahead_s + min(outlook.load_s, settings.prefetch_s)
 
     def _next_free_at(self, engines: Sequence[Engine], now: float) -> float:
-        """When the next engine that is busy may get an order, or is about to be free."""
+        """When the next engine that is busy may get an order, or is about to be free, if anything waits."""
+        if not self._state.queue:
+            return math.inf
         settings = self._state.settings
         before = settings.ahead_s, settings.ahead_s + settings.prefetch_s
         wakes = (e.free_at - early_s for e in engines for early_s in before)
@@ -315,7 +320,9 @@ class Dispatch:
         state, request = self._state, situation.request
         segment_s = state.settings.segment_s
         tokens = request.tokens
-        if state.policy.sends_at_once or not segment_s or request.whole or not request.segments:
+        # Without keys nobody could tell what was computed of it.
+        parts = request.segments and request.keys and not request.whole
+        if state.policy.sends_at_once or not segment_s or not parts:
             return tokens
         kind = situation.kind(engine)
         step = kind.step_tokens
@@ -368,6 +375,8 @@ class Dispatch:
         decode = answer.decode
         if decode is None or not self._state.answers.may_follow(answer, decode):
             return None
+        if not engine.tiers or not decode.tiers:
+            return None  # nothing can be brought
         kind, get = situation.kind(decode), situation.match.lengths.get
         own = max(get(holder, 0) for holder in (decode.gpu, *decode.tiers))
         lacks = len(situation.request.keys) - own
@@ -379,7 +388,8 @@ class Dispatch:
     def _transfers(self, engine: Engine, outlook: DecodeOutlook, now: float) -> None:
         """What the decode engine lacks is on its way between the two nodes."""
         target, traffic = outlook.engine, self._state.cluster.traffic
-        if target.node != engine.node and outlook.lacks:
+        apart = engine.tiers and target.tiers and not together(engine, target)
+        if apart and outlook.lacks:
             kind = self._state.cluster.kinds[target.kind]
             seconds = kind.loads["peer"].seconds(outlook.lacks * kind.block_bytes)
             traffic.add(engine.node, target.node, seconds, now)
@@ -398,10 +408,10 @@ class Dispatch:
         each_s = best.prefill_s / count
         ready = [begins + each_s * number for number in range(1, count + 1)]
         keys = order.request.keys[best.cached : end]
-        index, gpu = self._state.index, best.engine.gpu
-        index.expect(gpu, keys, ready, ready[-1] + EXPECT_S)
-        if later_s:
-            rest = order.request.keys[end:]
+        index, gpu, shared = self._state.index, best.engine.gpu, bool(best.engine.tiers)
+        index.expect(gpu, keys, ready, ready[-1] + EXPECT_S, shared=shared)
+        rest = order.request.keys[end:]
+        if later_s and rest:
             each_s = later_s / len(rest)
             ready = [ready[-1] + each_s * number for number in range(1, len(rest) + 1)]
-            index.expect(gpu, rest, ready, ready[-1] + EXPECT_S, later=True)
+            index.expect(gpu, rest, ready, ready[-1] + EXPECT_S, later=True, shared=shared)

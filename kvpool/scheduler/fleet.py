@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from kvpool.errors import InvalidRequest
-from kvpool.scheduler.topology import Topology
-from kvpool.scheduler.values import Engine, Request, Role
+from kvpool.scheduler.topology import Topology, place
+from kvpool.scheduler.values import Among, Engine, Request, Role
 
 GROUPS_MAX = 1024
-"""Sets of kinds whose engines are remembered; all are forgotten then."""
+"""Sets of kinds and names whose engines are remembered; all are forgotten then."""
+ALL = Among()
 
 
 class Fleet:
@@ -18,11 +19,11 @@ class Fleet:
     def __init__(self, engines: Iterable[Engine] = ()) -> None:
         self.engines: dict[str, Engine] = {}
         self._resting: set[str] = set()
-        self._groups: dict[tuple[Role, frozenset[str] | None], list[Engine]] = {}
-        self._paired: dict[tuple[frozenset[str] | None, bool], bool] = {}
+        self._groups: dict[tuple[Role, Among], list[Engine]] = {}
+        self._paired: dict[tuple[Among, bool], bool] = {}
         self.pairs_differ = False
-        """Whether it matters for the answer which engine computes a prompt: one may decode as well, or
-        they are at places that differ."""
+        """Whether it matters for the answer which engine computes a prompt: one may decode as well,
+        they are at places that differ, or only some of them have a pool."""
         for engine in engines:
             self.join(engine)
 
@@ -55,35 +56,34 @@ class Fleet:
 
     def computing(self, request: Request, avoid: Collection[str] = ()) -> Sequence[Engine]:
         """Those that may compute it; of these none to avoid, unless there are no others."""
-        return _without(self.of(Role.PREFILL, request.kinds), avoid)
+        return _without(self.of(Role.PREFILL, request.among), avoid)
 
     def decoding(self, request: Request, avoid: Collection[str] = ()) -> Sequence[Engine]:
         """The same for its answer."""
-        return _without(self.of(Role.DECODE, request.kinds), avoid)
+        return _without(self.of(Role.DECODE, request.among), avoid)
 
     def paired(self, request: Request, topology: Topology) -> bool:
         """Whether there are two, or one for both, that may serve it together."""
-        known = self._paired.get((request.kinds, request.whole))
+        among = request.among
+        known = self._paired.get((among, request.whole))
         if known is None:
-            decoding = self.of(Role.DECODE, request.kinds)
-            computing = decoding if request.whole else self.of(Role.PREFILL, request.kinds)
+            decoding = self.of(Role.DECODE, among)
+            computing = decoding if request.whole else self.of(Role.PREFILL, among)
             known = any(topology.allowed(one, other) for one in computing for other in decoding)
-            self._paired[request.kinds, request.whole] = known
+            self._paired[among, request.whole] = known
         return known
 
-    def of(self, role: Role, kinds: frozenset[str] | None = None) -> list[Engine]:
-        """All in this role that are of these kinds and do not rest. Not to be changed."""
-        found = self._groups.get((role, kinds))
+    def of(self, role: Role, among: Among = ALL) -> list[Engine]:
+        """All in this role that are among these and do not rest. Not to be changed."""
+        found = self._groups.get((role, among))
         if found is None:
             if len(self._groups) >= GROUPS_MAX:
                 self._groups.clear()
                 self._paired.clear()
-            found = self._groups[role, kinds] = [
+            found = self._groups[role, among] = [
                 engine
                 for engine in self.engines.values()
-                if role in engine.role
-                and (kinds is None or engine.kind in kinds)
-                and engine.name not in self._resting
+                if role in engine.role and among.has(engine) and engine.name not in self._resting
             ]
         return found
 
@@ -91,8 +91,11 @@ class Fleet:
         self._groups.clear()
         self._paired.clear()
         computing, decoding = self.of(Role.PREFILL), self.of(Role.DECODE)
-        nodes = {engine.node for engine in computing}
-        self.pairs_differ = any(e.node in nodes or e.labels for e in decoding)
+        places = {place(engine) for engine in computing}
+        pooled = {bool(engine.tiers) for engine in computing}
+        self.pairs_differ = len(pooled) > 1 or any(
+            place(engine) in places or engine.labels for engine in decoding
+        )
 
 
 def _without(engines: list[Engine], avoid: Collection[str]) -> Sequence[Engine]:

@@ -29,7 +29,8 @@ class Expected(NamedTuple):
     """A block that an engine is computing. bit: of the engine's cache. ready_at: an estimate.
 
     tier: bit of the tier that it is in for certain, once the engine has answered. later: no order for it
-    was given yet, so it does not count as the engine's; but whoever wants it may wait for it.
+    was given yet, so it does not count as the engine's; but whoever wants it may wait for it. shared: it will
+    be in the pool, too.
     """
 
     bit: int
@@ -37,6 +38,7 @@ class Expected(NamedTuple):
     until: float
     tier: int = 0
     later: bool = False
+    shared: bool = True
 
 
 class Match(NamedTuple):
@@ -138,11 +140,13 @@ class PrefixIndex:
         until: float,
         *,
         later: bool = False,
+        shared: bool = True,
     ) -> None:
         """The engine with this cache was sent these, and will have each of them at its time.
 
-        later: it will be sent them, when it has computed what is before them. Not believed after `until`: by then its events have told of them, or it failed. Of one that has
-        left nothing is expected.
+        later: it will be sent them, when it has computed what is before them. shared: whether the pool gets
+        them, too; nobody else can wait for them otherwise. Not believed after `until`: by then its events have
+        told of them, or it failed. Of one that has left nothing is expected.
         """
         holder = self._holders.get(name)
         if holder is None:
@@ -152,7 +156,7 @@ class PrefixIndex:
         for key, ready_at in zip(keys, ready, strict=True):
             if key in expected:
                 self._expect_no_more(key)
-            expected[key] = Expected(bit, ready_at, until, later=later)
+            expected[key] = Expected(bit, ready_at, until, later=later, shared=shared)
             holder.expected.add(key)
         self._calls += 1
         self._expiring += len(keys)
@@ -237,7 +241,7 @@ class PrefixIndex:
             if masks.get(key, 0) & pool:
                 continue
             found = expected.get(key)
-            if found is None:
+            if found is None or not found.shared:
                 return position, ready_at
             if found.tier & pool:
                 continue

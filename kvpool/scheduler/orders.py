@@ -58,7 +58,7 @@ class Orders:
         mine = self._of_request.get(ident, ())
         return next((sent for sent in mine if sent.order.outlook.engine is engine), None)
 
-    def take_back(self, sent: Sent, now: float) -> None:
+    def take_back(self, sent: Sent, now: float, *, computed: bool) -> None:
         """It is no more with its engine."""
         request, engine = sent.order.request, sent.order.outlook.engine
         left = _drop(self._of_engine, engine.name, sent)
@@ -71,7 +71,9 @@ class Orders:
                 blocks[key] -= 1
                 if not blocks[key]:
                     del blocks[key]
-        engine.free_at = now + sum(other.prefill_s for other in left)
+        free_at = now + sum(other.prefill_s for other in left)
+        # What is computed now goes on where another order is void, and does not begin anew.
+        engine.free_at = free_at if computed else max(now, min(engine.free_at, free_at))
 
 
 def _drop(lists: dict[_K, list[Sent]], key: _K, sent: Sent) -> list[Sent]:

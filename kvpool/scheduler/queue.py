@@ -22,7 +22,7 @@ from itertools import chain, islice
 from kvpool.errors import ConfigError
 from kvpool.scheduler.index import Match
 from kvpool.scheduler.tenants import Charges, TenantRule
-from kvpool.scheduler.values import Engine, Request
+from kvpool.scheduler.values import Among, Engine, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +73,26 @@ _Entry = tuple[int, float, int]
 
 
 class RequestQueue:
-    """Adding and removing is O(log n), and moves n pointers at most; looking is O(tenants that wait)."""
+    """Adding and removing is O(log n), and moves n pointers at most; looking is O(tenants that wait), for each
+    `Among` that they wait for."""
 
     def __init__(self, rule: QueueRule, tenants: TenantRule | None = None) -> None:
         self._rule = rule
         self._charges = Charges(tenants or TenantRule())
-        self._orders: dict[str, list[_Entry]] = {}  # of each tenant that waits
+        # Of each tenant that waits, by who can serve it: what one model lacks says nothing of another's.
+        self._orders: dict[str, dict[Among, list[_Entry]]] = {}
+        self._totals: dict[Among, tuple[int, float]] = {}  # how many wait, and their seconds
         self._items: dict[int, Waiting] = {}
         self._keys: dict[int, _Entry] = {}
         self._numbers: dict[object, int] = {}
         self._next = 0
-        self.total_s = 0.0
-        """Seconds of prefill that wait."""
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """All, in no order."""
+        return iter(self._items.values())
 
     @property
     def tenants(self) -> Collection[str]:
@@ -96,7 +101,7 @@ class RequestQueue:
 
     def count(self, tenant: str) -> int:
         """How many requests of this one wait."""
-        return len(self._orders.get(tenant, ()))
+        return sum(map(len, self._orders.get(tenant, {}).values()))
 
     def share(self, tenant: str) -> float:
         """Of what all that wait may have, this tenant's part if it waited, too."""
@@ -109,11 +114,13 @@ class RequestQueue:
         request = item.request
         key = self._rule.key(item.size_s, request.arrived_s, begun=item.done > 0)
         entry = (-request.priority, key, number)
-        insort(self._orders.setdefault(request.tenant, []), entry)
+        among = request.among
+        insort(self._orders.setdefault(request.tenant, {}).setdefault(among, []), entry)
         self._items[number] = item
         self._keys[number] = entry
         self._numbers[request.ident] = number
-        self.total_s += item.size_s
+        count, total_s = self._totals.get(among, (0, 0.0))
+        self._totals[among] = count + 1, total_s + item.size_s
 
     def get(self, ident: object) -> Waiting:
         """The one of this request; a KeyError if it does not wait."""
@@ -129,13 +136,19 @@ class RequestQueue:
             return None
         entry = self._keys.pop(number)
         item = self._items.pop(number)
-        tenant = item.request.tenant
-        order = self._orders[tenant]
+        tenant, among = item.request.tenant, item.request.among
+        orders = self._orders[tenant]
+        order = orders[among]
         del order[bisect_left(order, entry)]
         if not order:
+            del orders[among]
+        if not orders:
             del self._orders[tenant]
-        # An empty queue has no rounding errors left.
-        self.total_s = self.total_s - item.size_s if self._items else 0.0
+        count, total_s = self._totals[among]
+        if count > 1:
+            self._totals[among] = count - 1, total_s - item.size_s
+        else:
+            del self._totals[among]  # and with it all rounding errors
         return item
 
     def charge(self, tenant: str, seconds: float, now: float) -> None:
@@ -144,30 +157,47 @@ class RequestQueue:
             self._charges.add(tenant, seconds, now)
 
     def first(self, count: int) -> Iterator[Waiting]:
-        """The first so many, in order. The queue must not change meanwhile."""
-        items = self._items
-        return (items[number] for _, _, number in islice(self._entries(), count))
+        """In order, the first so many of those that the same engines can serve. The queue must not change
+        meanwhile."""
+        left: dict[Among, int] = {}
+        for _, _, number in self._entries(count):
+            item = self._items[number]
+            among = item.request.among
+            more = left.get(among, count)
+            if more:
+                left[among] = more - 1
+                yield item
+
+    def waiting_s(self, request: Request) -> float:
+        """Seconds of prefill that wait for engines that can serve this request, too."""
+        among = request.among
+        return sum(total_s for other, (_, total_s) in self._totals.items() if among.meets(other))
 
     def ahead_s(self, size_s: float, request: Request) -> float:
-        """Seconds of prefill that go before a request of this size, among what waits now. O(n)."""
+        """The same, of what goes before a request of this size. O(n)."""
+        among = request.among
         entry = (-request.priority, self._rule.key(size_s, request.arrived_s, begun=False))
         mine = (*entry, self._next)
         behind = self._charges.behind({*self._orders, request.tenant})
         is_behind = request.tenant in behind
         total_s = 0.0
-        for tenant, order in self._orders.items():
-            if (tenant in behind) == is_behind:
-                ahead = order[: bisect_left(order, mine)]
-            else:
-                ahead = order if is_behind else []
-            total_s += sum(self._items[number].size_s for _, _, number in ahead)
+        for tenant, orders in self._orders.items():
+            for other, order in orders.items():
+                if not among.meets(other):
+                    continue
+                if (tenant in behind) == is_behind:
+                    ahead = order[: bisect_left(order, mine)]
+                else:
+                    ahead = order if is_behind else []
+                total_s += sum(self._items[number].size_s for _, _, number in ahead)
         return total_s
 
-    def _entries(self) -> Iterator[_Entry]:
-        orders = self._orders
-        if len(orders) < 2:
-            return chain(*orders.values())
-        behind = self._charges.behind(orders)
-        front = [order for tenant, order in orders.items() if tenant not in behind]
-        back = [order for tenant, order in orders.items() if tenant in behind]
+    def _entries(self, count: int) -> Iterator[_Entry]:
+        """In order; no more of any tenant than so many that the same engines can serve."""
+        behind = self._charges.behind(self._orders)
+        front: list[Iterator[_Entry]] = []
+        back: list[Iterator[_Entry]] = []
+        for tenant, orders in self._orders.items():
+            found = back if tenant in behind else front
+            found += [islice(order, count) for order in orders.values()]
         return chain(merge(*front), merge(*back))

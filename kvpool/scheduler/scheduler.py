@@ -46,6 +46,7 @@ from kvpool.scheduler.admission import (
 from kvpool.scheduler.answers import Answer, Answers
 from kvpool.scheduler.balance import Balance
 from kvpool.scheduler.deadlines import Deadlines
+from kvpool.scheduler.decode import context_tokens
 from kvpool.scheduler.dispatch import Dispatch
 from kvpool.scheduler.fleet import Fleet
 from kvpool.scheduler.index import PrefixIndex
@@ -58,6 +59,7 @@ from kvpool.scheduler.situation import Cluster, Situation
 from kvpool.scheduler.spreading import Spreading
 from kvpool.scheduler.state import State
 from kvpool.scheduler.values import (
+    Among,
     DecodeOrder,
     Engine,
     Left,
@@ -164,7 +166,7 @@ class Scheduler:
         sent = state.orders.first(engine, ident)
         if sent is None:
             return
-        state.orders.take_back(sent, now)
+        state.orders.take_back(sent, now, computed=True)
         self._news = True
         order = sent.order
         if engine.tiers:
@@ -267,6 +269,9 @@ class Scheduler:
             again = self.failed(engine, ident, now)
             (left.queued if again else left.given_up).append(ident)
         left.decoding.extend(self._unreserve(engine))
+        for request in self._too_long_without(engine):
+            self.abandoned(request.ident, now)
+            left.given_up.append(request.ident)
         return left
 
     def drain(self, name: str, now: float) -> None:
@@ -359,7 +364,7 @@ class Scheduler:
     def _void(self, orders: Sequence[Sent], now: float) -> None:
         """Nothing comes of these any more."""
         for sent in orders:
-            self._state.orders.take_back(sent, now)
+            self._state.orders.take_back(sent, now, computed=False)
             gpu = sent.order.outlook.engine.gpu
             self._state.index.unexpect(gpu, sent.order.request.keys)
         self._news = True
@@ -369,11 +374,36 @@ class Scheduler:
         answer.failures += 1
         answer.avoid.add(engine.name)
         self._news = True
-        if answer.failures > self._settings.retries_max:
+        if answer.failures > self._settings.retries_max or self._too_long(answer):
             self.abandoned(answer.request.ident, now)
             return False
         self._deadlines.add(answer.request)
         return True
+
+    def _too_long(self, answer: Answer) -> bool:
+        """Whether none that is left can hold it. Where none is left at all, it waits for one."""
+        decoders = self._state.fleet.decoding(answer.request)
+        if answer.sent or not decoders or not self._settings.decodes:
+            return False
+        return refused_by_size(answer.request, decoders) is not None
+
+    def _too_long_without(self, engine: Engine) -> list[Request]:
+        """Who was sent nowhere for its answer yet, and could have been held by this one, and by none now."""
+        state = self._state
+        if not self._settings.decodes or Role.DECODE not in engine.role:
+            return []
+        unsent = [answer.request for answer in state.answers if not answer.sent]
+        unsent += [i.request for i in state.queue if state.answers.get(i.request.ident) is None]
+        largest: dict[Among, float] = {}
+        found = []
+        for request in unsent:
+            most = largest.get(request.among)
+            if most is None:
+                capacities = (e.capacity_tokens for e in state.fleet.decoding(request))
+                most = largest[request.among] = max(capacities, default=math.inf)
+            if most < context_tokens(request) <= engine.capacity_tokens:
+                found.append(request)
+        return found
 
     def _unreserve(self, engine: Engine) -> list[Hashable]:
         """Who was to decode there, and was not sent there, is to go elsewhere; those that were sent."""

@@ -18,7 +18,8 @@ class Settings:
 
     ahead_s: an engine gets its next order so long before it is free, and earlier by the time that its
     blocks take to load, `prefetch_s` at most. orders_max: that one engine has, of
-    those that wait here. look_ahead: requests that are asked about at one poll, at most. queue_max:
+    those that wait here. look_ahead: requests that are asked about at one poll, at most, of those that
+    the same engines can serve. queue_max:
     requests that may wait. ttft_slo_s, tpot_slo_s: what is not expected to be met is refused.
 
     retries_max: how often a request whose order failed is tried again. decodes: whether it is decided

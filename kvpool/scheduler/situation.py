@@ -88,7 +88,8 @@ class Situation:
         """The nodes that have so much of it."""
         nodes, longest = self.cluster.nodes, self.longest
         lengths = self.match.lengths.items()
-        return [nodes[holder] for holder, n in lengths if n == longest and holder in nodes]
+        found = (nodes[holder] for holder, n in lengths if n == longest and holder in nodes)
+        return list(dict.fromkeys(found))  # a node's memory and its disks are two holders
 
     def source_for(self, engine: Engine) -> str | None:
         """From which other node to pull: of those with the longest prefix, the least busy one."""
@@ -179,12 +180,13 @@ class Situation:
                 have = length
                 best = self._better(best, have, have - gpu, 0, None, load_s)
         peer = kind.loads["peer"]
-        if match.reach > have and (source := self.source_for(engine)) is not None:
+        pools = bool(engine.tiers)  # another has nothing to pull into
+        if pools and match.reach > have and (source := self.source_for(engine)) is not None:
             pulled = match.reach - have
             ahead_s = self.cluster.traffic.ahead_s(source, engine.node, now)
             pull_s = load_s + ahead_s + peer.seconds(pulled * kind.block_bytes)
             best = self._better(best, match.reach, match.reach - gpu, pulled, source, pull_s)
-        if waiting and match.coming > max(match.reach, have):
+        if waiting and pools and match.coming > max(match.reach, have):
             pulled = match.coming - have
             pull_s = peer.seconds(pulled * kind.block_bytes) + load_s
             later_s = max(0.0, match.ready_at - now) + pull_s

@@ -80,6 +80,9 @@ class State:
 
         Whole ones only; the last one of a prompt counts as its chain has it.
         """
+        keys = len(order.request.keys)
         if order.last:
-            return len(order.request.keys)
-        return order.end // self.cluster.kinds[order.outlook.engine.kind].block_tokens
+            return keys
+        # Not all kinds have blocks as long as those that its keys are of.
+        block_tokens = self.cluster.kinds[order.outlook.engine.kind].block_tokens
+        return min(keys, order.end // block_tokens)

@@ -10,6 +10,16 @@ from kvpool.scheduler.values import Engine
 NODE = "node"
 
 
+def place(engine: Engine) -> tuple[str, str]:
+    """Its node; one that is on none, as far as one knows, is alone at its place."""
+    return (engine.node, "") if engine.node else ("", engine.name)
+
+
+def together(one: Engine, other: Engine) -> bool:
+    """Whether they are at one place."""
+    return one is other or (one.node == other.node and one.node != "")
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """What a transfer between two engines costs, beside what transfers take on the average.
@@ -32,7 +42,7 @@ class Topology:
 
     def factor(self, one: Engine, other: Engine) -> float:
         """How many times longer than on the average a transfer takes; 0 on one node."""
-        return 0.0 if one.node == other.node else self.apart(one, other)
+        return 0.0 if together(one, other) else self.apart(one, other)
 
     def apart(self, one: Engine, other: Engine) -> float:
         """The same of two that are on different nodes."""
@@ -49,7 +59,7 @@ class Topology:
 
     def allowed(self, one: Engine, other: Engine) -> bool:
         """Whether these may be a pair."""
-        return one.node == other.node or self.allowed_apart(one, other)
+        return together(one, other) or self.allowed_apart(one, other)
 
     def allowed_apart(self, one: Engine, other: Engine) -> bool:
         """The same of two that are on different nodes."""

@@ -26,6 +26,26 @@ class Role(Flag):
     BOTH = PREFILL | DECODE
 
 
+class Among(NamedTuple):
+    """Engines that can serve something: those of these kinds, and with these names; None for all."""
+
+    kinds: frozenset[str] | None = None
+    engines: frozenset[str] | None = None
+
+    def has(self, engine: Engine) -> bool:
+        return (self.kinds is None or engine.kind in self.kinds) and (
+            self.engines is None or engine.name in self.engines
+        )
+
+    def meets(self, other: Among) -> bool:
+        """Whether an engine may be among both."""
+        return _meet(self.kinds, other.kinds) and _meet(self.engines, other.engines)
+
+
+def _meet(one: frozenset[str] | None, other: frozenset[str] | None) -> bool:
+    return one is None or other is None or not one.isdisjoint(other)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt to be served.
@@ -35,8 +55,9 @@ class Request:
     many it is expected to generate, or the most it may. session: what a session hash goes by.
     priority: higher ones of a tenant are served first. tenant: whose share of the engines it takes.
     deadline_s: when its first token is of no more use, by the clock of `arrived_s`. kinds: of engines
-    that can serve it; None for all. whole: one engine must do its prompt and its answer, in one order; any
-    that decodes can. segments: whether its prompt may be computed in several orders.
+    that can serve it; None for all. engines: the names of those that can, where not all of these kinds can.
+    whole: one engine must do its prompt and its answer, in one order; any that decodes can. segments: whether
+    its prompt may be computed in several orders.
     """
 
     ident: Hashable
@@ -51,6 +72,12 @@ class Request:
     kinds: frozenset[str] | None = None
     whole: bool = False
     segments: bool = True
+    engines: frozenset[str] | None = None
+
+    @property
+    def among(self) -> Among:
+        """Who can serve it."""
+        return Among(self.kinds, self.engines)
 
 
 @dataclass(slots=True)
@@ -199,7 +226,8 @@ class Left(NamedTuple):
     """Whom it concerns that an engine is gone.
 
     queued: their orders were there and are void; they wait again, and other orders come. given_up: the
-    same, but they have failed too often, and are forgotten. decoding: they were sent there for their
+    same, or they waited, but they have failed too often, or none is left that is large enough for them, and
+    they are forgotten. decoding: they were sent there for their
     answer, and whoever sent them has to say how that ended: `decode_failed` where no token came yet,
     `abandoned` otherwise.
     """

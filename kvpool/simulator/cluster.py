@@ -187,21 +187,11 @@ class Simulation:
         views = self._build()
         pulled_from = {holder: view.node for view in views for holder in view.tiers if shape.shared}
         cluster = Cluster({KIND: self._kind}, pulled_from, Traffic())
-        settings = shape.settings
-        if shape.fifo:
-            settings = Settings(
-                FIFO,
-                segment_s=0.0,
-                ttft_slo_s=settings.ttft_slo_s,
-                tpot_slo_s=settings.tpot_slo_s,
-            )
         policy = make_policy(shape.policy)
-        if policy.sends_at_once:
-            settings = Settings(
-                FIFO, ttft_slo_s=settings.ttft_slo_s, tpot_slo_s=settings.tpot_slo_s
-            )
         self._decodes = shape.decode + shape.mixed > 0
-        settings = replace(settings, decodes=self._decodes)
+        settings = replace(shape.settings, decodes=self._decodes)
+        if shape.fifo or policy.sends_at_once:
+            settings = replace(settings, queue=FIFO, segment_s=0.0)
         self._scheduler = Scheduler(
             views, cluster, self._index, policy, Random(shape.seed), settings
         )
@@ -277,7 +267,7 @@ class Simulation:
                 role,
                 KIND,
                 gpu,
-                tiers if computes else (),
+                tiers,
                 shape.speeds.gpu_tokens,
                 follows_max=FOLLOWS_MAX,
             )

@@ -22,7 +22,17 @@ async def test_what_is_no_request_is_refused_and_reaches_no_engine(world: Any) -
     engine = await world.engine()
     await world.router()
     for path in (COMPLETIONS, "/v1/chat/completions"):
-        for data in (b"", b"{", b'{"model": "stub"', b"\xff\xfe", b"[1]", b'"x"', b"null", b"{}{}"):
+        for data in (
+            b"",
+            b"{",
+            b'{"model": "stub"',
+            b"\xff\xfe",
+            b'{"a":"\xff"}',
+            b"[1]",
+            b'"x"',
+            b"null",
+            b"{}{}",
+        ):
             refused = await world.call("POST", path, data)
             assert refused.status == 400, (path, data)
             assert refused.body["error"]["code"] == 400

@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from kvpool.client import Client
 from kvpool.errors import Unavailable
 from kvpool.router.engines import scheduled
-from kvpool.router.hashing import chain, none_hash
+from kvpool.router.hashing import HashSpec, chain, none_hash
 from kvpool.router.knowledge import Knowledge
 from kvpool.router.tokens import TokenizeRefused, UnknownModel
 from kvpool.scheduler.index import PrefixIndex
@@ -258,11 +260,21 @@ async def test_an_engine_that_has_gone_is_forgotten(start: Any, folder: Any) -> 
             plugin.announce_engine(ns, announced(engine, folder))
             learning_on = learning(client)
             learner = await learning_on.__aenter__()
+            prompt = await learner.knowledge.prompt({"prompt": TEXT}, "completions")
+            keys = [each[-16:] for each in prompt.hashes]
+            plugin.put(ns, keys[:3], [bytes(BLOCK_BYTES)] * 3)
+            assert await learner.knowledge.look(prompt, 5.0)
+            assert learner.knowledge.stats()["pool_keys"] == 3
         try:
             (name,) = learner.knowledge.engines
             plugin.announce_engine(ns, None)
             await until(lambda: ("left", name) in learner.said, "it has left")
             assert not learner.knowledge.engines
+            assert learner.cluster.nodes == {}
+            assert learner.knowledge.stats()["pool_keys"] == 0
+            # What is told of its namespace only now is of no use.
+            assert not await learner.knowledge.look(prompt, 5.0)
+            await learner.knowledge._look(client, ns.digest, keys[0], prompt.keys, 5.0)
             assert learner.cluster.nodes == {}
         finally:
             await learning_on.__aexit__(None, None, None)
@@ -293,3 +305,126 @@ async def test_a_slow_daemon_keeps_nobody_waiting(start: Any, folder: Any) -> No
                 gate.set()
                 await until(lambda: learner.lengths(prompt.keys), "the late answer is written, too")
                 assert know.stats()["late_looks"] == 1
+
+
+async def test_engines_that_do_not_answer_are_not_asked_to_tokenise(folder: Any) -> None:
+    async with StubEngine(settings(folder)) as engine:
+        dead = [
+            {"url": f"http://127.0.0.1:{n}", "name": str(n), "model": "stub"} for n in range(1, 7)
+        ]
+        async with learning(tables=[table_of(engine, folder, model="stub"), *dead]) as learner:
+            know = learner.knowledge
+            await until(lambda: all(know._known[d["url"]].missed for d in dead), "they are asked")
+            for number in range(20):
+                body = {"model": "stub", "prompt": f"{number}"}
+                assert (await know.prompt(body, "completions")).tokens == tokens_of(f"{number}")
+
+
+class Said:
+    """Stands for a daemon's client: engines as they are announced, whatever that is."""
+
+    def __init__(self, *engines: dict[str, Any]) -> None:
+        self.said = list(engines)
+        self.asked = 0
+
+    def engines(self) -> list[dict[str, Any]]:
+        self.asked += 1
+        return self.said
+
+
+def said_of(engine: StubEngine, folder: Any, **more: Any) -> dict[str, Any]:
+    record = msgspec.to_builtins(announced(engine, folder))
+    return {**record, "node": "n", "labels": {}, "here": True, "incarnation": "0", **more}
+
+
+async def test_an_announcement_that_makes_no_sense_is_passed_over(folder: Any, caplog: Any) -> None:
+    """It may come from a newer node. The others count, and are heard of further on."""
+    async with StubEngine(settings(folder)) as engine:
+        good = said_of(engine, folder)
+        cook, odd, strange = ({**good, "url": f"http://127.0.0.1:{n}"} for n in (1, 2, 3))
+        cook["role"] = "cook"
+        odd["groups"] = [-1]
+        strange["hash_algorithm"] = "md5"
+        client: Any = Said(cook, odd, strange)
+        async with learning(client) as learner:
+            know = learner.knowledge
+            assert [spec.url for spec in know.engines.values()] == [strange["url"]]
+            client.said.append(good)
+            await until(lambda: len(know.engines) == 2, "the good one is found")
+            asked = client.asked
+            client.said[-1] = {**good, "role": "cook"}
+            await until(lambda: client.asked > asked + 2, "it is asked on")
+            assert know.engines[know._known[engine.url].spec.name].role.name == "BOTH"
+            assert caplog.text.count("engine http://127.0.0.1:1 is not used") == 1
+            assert caplog.text.count("engine http://127.0.0.1:2 is not used") == 1
+            prompt = await know.prompt({"model": "stub", "prompt": TEXT}, "completions")
+            assert prompt.spec == know.engines[know._known[engine.url].spec.name].hashing
+
+
+async def test_a_configured_engine_stays_as_announced_while_it_answers(folder: Any) -> None:
+    """Its node's daemon begins anew, and knows nothing of it for a while."""
+    async with StubEngine(settings(folder)) as engine:
+        client: Any = Said(said_of(engine, folder))
+        table = {"url": engine.url, "name": "e"}
+        async with learning(client, tables=[table]) as learner:
+            know = learner.knowledge
+            await until(lambda: know.engines["e"].models, "it answers")
+            before, feed = know.engines["e"], know._caches.feed("e")
+            assert (before.node, feed is None) == ("n", False)
+            told = list(learner.said)
+            client.said = []
+            for _ in range(5):
+                await know._discover()
+            await until(lambda: know._known[engine.url].vanished, "it is missed")
+            assert know.stats()["engines"]["e"]["announced"] is False
+            client.said = [said_of(engine, folder, incarnation="1")]
+            await know._discover()
+            assert know.engines["e"] == before
+            assert know._caches.feed("e") is feed
+            assert learner.said == told
+        # One that has ended is what the configuration says.
+        client.said = [said_of(engine, folder)]
+        async with learning(client, tables=[table]) as learner:
+            know = learner.knowledge
+            assert know.engines["e"].node == "n"
+            await engine.__aexit__(None, None, None)
+            client.said = []
+            await until(lambda: know.engines["e"].node == "", "its announcement is void")
+            assert ("left", "e") not in learner.said
+
+
+async def test_an_engine_that_changes_while_its_hashes_are_verified(
+    folder: Any, monkeypatch: Any
+) -> None:
+    async with (
+        StubEngine(settings(folder)) as engine,
+        learning(tables=[table_of(engine, folder)]) as learner,
+    ):
+        know = learner.knowledge
+        known = know._known[engine.url]
+        await until(lambda: known.cards, "it answers")
+        feeds = []
+
+        async def wait_in_vain(spec: Any, hashing: Any, feed: Any, **_: Any) -> str:
+            feeds.append(feed)
+            if len(feeds) == 1:  # it is listened to anew, as for other groups
+                know._caches.forget("e")
+                know._change(known, replace(known.spec, groups=(0,), topic="t"))
+                return "mismatch"
+            know._change(known, replace(known.spec, follows_max=7))
+            return "mismatch"
+
+        monkeypatch.setattr("kvpool.router.knowledge.verify", wait_in_vain)
+        assert await know.verify("e") == "mismatch"
+        assert len(feeds) == 2 and feeds[0] is not feeds[1]
+        assert (know.engines["e"].follows_max, know.engines["e"].hashing) == (7, None)
+        known.doubted, known.standing = None, "unverified"
+
+        async def always_another(spec: Any, hashing: Any, feed: Any, **_: Any) -> str:
+            know._change(known, replace(known.spec, topic=known.spec.topic + "t"))
+            return "mismatch"
+
+        know._change(known, replace(known.spec, hashing=HashSpec(BLOCK, "sha256_cbor", b"x")))
+        monkeypatch.setattr("kvpool.router.knowledge.verify", always_another)
+        assert await know.verify("e") == "unverified"
+        assert know.engines["e"].hashing is not None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import resource
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +19,7 @@ import pytest
 import uvloop
 import zmq
 
+from kvpool.descriptors import raise_descriptor_limit
 from kvpool.errors import ConfigError
 from kvpool.placement import events
 from kvpool.placement.event_stream import END, PAYLOAD_BYTES_MAX
@@ -468,6 +471,92 @@ def test_addresses_that_zeromq_refuses(bad: str) -> None:
     subscriber = EventSubscriber([source], clock=time.monotonic, changed=lambda _: None)
     with pytest.raises(ConfigError, match="engine e"):
         asyncio.run(subscriber.run())
+
+
+@contextmanager
+def no_sockets() -> Iterator[list[int]]:
+    """The process may open no more; which kinds were asked for."""
+    refused = []
+
+    def refuse(_: Any, kind: int, **more: Any) -> None:
+        refused.append(kind)
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zmq.Context, "socket", refuse)
+        yield refused
+
+
+def test_a_process_without_sockets_tries_again(
+    folder: Path, play: Callable[[Test], None], impatient: None
+) -> None:
+    async def test() -> None:
+        engine = Publisher(folder)
+        try:
+            async with following(engine.source()) as subscriber:
+                engine.publish(stored(1))
+                await knows(subscriber, 1)
+                with no_sockets() as refused:
+                    await until(lambda: zmq.DEALER in refused, "there is no socket to ask with")
+                    engine.publish(stored(2))
+                    await knows(subscriber, 1, 2)
+                asked = len(engine.asked)
+                await until(lambda: len(engine.asked) > asked + 2, "replays are asked for again")
+                with no_sockets() as refused:
+                    engine.close()
+                    await until(lambda: refused.count(zmq.SUB) > 1, "nor one to listen with")
+                    assert held(subscriber) == set()
+                engine = Publisher(folder)
+                engine.publish(stored(3))
+                await knows(subscriber, 3)
+        finally:
+            engine.close()
+
+    play(test)
+
+
+def test_one_that_cannot_be_followed_ends_nothing_where_that_is_told(
+    folder: Path, play: Callable[[Test], None]
+) -> None:
+    async def test() -> None:
+        refused: list[str] = []
+
+        def tell(name: str, error: ConfigError) -> None:
+            refused.append(name)
+
+        with Publisher(folder) as engine:
+            subscriber = EventSubscriber(
+                [EngineSource("bad", "tcp://127.0.0.1:port"), engine.source()],
+                clock=time.monotonic,
+                changed=lambda _: None,
+                refused=tell,
+            )
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(subscriber.run())
+                await until(lambda: subscriber.engines, "it runs")
+                engine.publish(stored(1))
+                await knows(subscriber, 1)
+                assert (refused, list(subscriber.engines)) == (["bad"], ["e"])
+                task.cancel()
+
+    play(test)
+
+
+def test_many_engines(folder: Path) -> None:
+    """More than ZeroMQ has room for, unless it is told."""
+
+    async def test() -> None:
+        names = [str(number) for number in range(500)]
+        sources = [EngineSource(n, f"ipc://{folder}/x", f"ipc://{folder}/y") for n in names]
+        async with following(*sources, engines_max=500) as subscriber:
+            assert len(subscriber.engines) == 500
+
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raise_descriptor_limit()
+    try:
+        asyncio.run(test())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
 
 
 def test_engines_come_and_go(folder: Path, play: Callable[[Test], None]) -> None:

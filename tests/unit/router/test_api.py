@@ -1,7 +1,10 @@
 """HTTP as clients see it, over a real connection; the engines behind it are scripted."""
 
 import asyncio
+import gc
 import json
+import socket
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,6 +16,7 @@ from aiohttp import web
 from kvpool.router.api import REQUEST_ID, Api
 from kvpool.router.config import RouterConfig, Secrets, TenantTable
 from kvpool.router.engines import EngineSpec
+from kvpool.router.flight import Flight
 from kvpool.testing.scripted_engines import MODEL, Bench, answer_to, engine
 
 OPERATOR, ALICE, BOB = "operator-operator", "alice-alice-alice", "bob-bob-bob-bob-bob"
@@ -25,7 +29,10 @@ CLOSED = Secrets(OPERATOR, {ALICE: "alice", BOB: "bob"}, "", {})
 class Site:
     """A router at a port. call: a request, and what came of it: status, headers, body."""
 
-    def __init__(self, bench: Bench, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(
+        self, bench: Bench, session: aiohttp.ClientSession, url: str, server: web.Server
+    ) -> None:
+        self.server = server
         self.bench = bench
         self.session = session
         self.url = url
@@ -59,7 +66,8 @@ def run(
             port = runner.addresses[0][1]
             try:
                 async with aiohttp.ClientSession() as session:
-                    await work(Site(bench, session, f"http://127.0.0.1:{port}"))
+                    assert runner.server is not None
+                    await work(Site(bench, session, f"http://127.0.0.1:{port}", runner.server))
             finally:
                 await runner.cleanup()
             assert not bench.left()
@@ -106,6 +114,7 @@ def test_answers_pass_byte_for_byte() -> None:
         (b"[1]", 400),
         (b"", 400),
         (b"\xff", 400),
+        (b'{"model": "tiny", "prompt": "\xff"}', 400),
         (b'{"model": "nobody"}', 404),
         (b'{"model": "tiny", "prompt": "' + b"x" * 5000 + b'"}', 413),
     ],
@@ -143,6 +152,90 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         writer.close()
 
     run(work, engine("a"), client_stall_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("header", "body"),
+    [
+        (b"Content-Encoding: gzip\r\nContent-Length: 9", b"no gzip!!"),
+        (b"Transfer-Encoding: chunked", b"no chunk\r\n"),
+        (b"Content-Encoding: deflate\r\nTransfer-Encoding: chunked", b"3\r\nno!\r\n0\r\n\r\n"),
+    ],
+)
+def test_a_body_that_is_not_what_its_headers_say(header: bytes, body: bytes) -> None:
+    async def work(site: Site) -> None:
+        host, port = site.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n" + body)
+        assert b" 400 " in await reader.readline()
+        writer.close()
+
+    run(work, engine("a"))
+
+
+def test_bodies_that_come_are_counted_too() -> None:
+    async def work(site: Site) -> None:
+        host, port = site.url.removeprefix("http://").split(":")
+        body = json.dumps(WHOLE).encode()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body[:-1])
+        found = []
+
+        async def refused() -> None:
+            while not found:
+                status, _, data = await site.call("/tokenize", WHOLE)
+                if status == 429:
+                    found.append(error_of(data)["type"])
+
+        await asyncio.wait_for(refused(), 20)
+        assert found == ["requests_max"]
+        writer.write(body[-1:])
+        assert b" 200 " in await reader.readline()
+        writer.close()
+        assert (await site.call("/v1/completions", WHOLE))[0] == 200
+
+    run(work, engine("a"), requests_max=1)
+
+
+def test_who_does_not_read_an_answer_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(site: Site) -> None:
+        monkeypatch.setattr(site.bench.metrics, "text", lambda: bytes(64 << 20))
+        host, port = site.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            await until(lambda: bool(site.server.connections))
+            await until(lambda: not site.server.connections)
+
+    run(work, engine("a"), client_stall_s=0.05)
+
+
+def test_a_client_that_hangs_up_leaves_nothing_for_the_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[weakref.ref[Flight]] = []
+    start = Flight.run
+
+    async def run_and_note(flight: Flight, *args: Any) -> None:
+        left.append(weakref.ref(flight))
+        await start(flight, *args)
+
+    monkeypatch.setattr(Flight, "run", run_and_note)
+
+    async def work(site: Site) -> None:
+        site.bench.upstream.hold["a"] = asyncio.Event()
+        task = asyncio.create_task(site.call("/v1/completions", STREAM))
+        await until(lambda: bool(site.bench.upstream.open))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: left[0]() is None)
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(work, engine("a"))
+    finally:
+        gc.enable()
 
 
 def test_what_the_engine_says_of_a_request_is_what_the_client_hears() -> None:
@@ -278,6 +371,8 @@ def test_tenants_serve_requests_and_operators_all() -> None:
         ):
             assert (await site.call(path, method=method, token=ALICE))[0] == 403
             assert (await site.call(path, method=method, token=OPERATOR))[0] == 200
+        assert (await site.call("/explain", WHOLE, token=ALICE))[0] == 403
+        assert (await site.call("/explain", WHOLE, token=OPERATOR))[0] == 200
         assert (await site.call("/health"))[0] == 200, "probes have no token"
 
     run(work, engine("a"), secrets=CLOSED, tenants=tenants)

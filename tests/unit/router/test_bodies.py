@@ -82,7 +82,18 @@ def test_any_object_is_read_or_refused(value: dict[str, Any], kind: Kind) -> Non
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"{", b"[]", b"null", b'"text"', b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"{}x"],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"\xff\xfe",
+        b'{"a":"\xff"}',
+        b"{}x",
+    ],
 )
 def test_what_is_no_object_is_refused(raw: bytes) -> None:
     with pytest.raises(BadRequest) as caught:
@@ -220,7 +231,12 @@ def test_a_segment_is_in_the_cache_that_the_body_names() -> None:
 
 def test_the_prompt_alone_asks_for_one_token_and_no_stream() -> None:
     body = chat(
-        "hello", stream=True, stream_options={"include_usage": True}, max_completion_tokens=9, n=2
+        "hello",
+        stream=True,
+        stream_options={"include_usage": True},
+        return_token_ids=True,
+        max_completion_tokens=9,
+        n=2,
     )
     value = json.loads(prompt_only(body))
     assert value == {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.errors import ConfigError
 from kvpool.router.caches import SLICE_BLOCKS, Caches
 from kvpool.router.engines import EngineSpec, spec_of
 from kvpool.scheduler.index import PrefixIndex
@@ -93,6 +94,26 @@ def test_more_than_is_written_at_a_time(world: World) -> None:
         await world.until(lambda: len(world.held(many)) == len(many), "all are written")
         world.publisher.publish([{"type": "AllBlocksCleared"}])
         await world.until(lambda: not world.held(many), "all are gone")
+
+    world.play(test)
+
+
+def test_one_that_cannot_be_followed_keeps_no_other_from_it(world: World, caplog: Any) -> None:
+    bad = spec_of(
+        "http://h:2",
+        announced=None,
+        table={"name": "bad", "events": "tcp://127.0.0.1:port", "block_tokens": 16},
+    )
+    world.caches.follow(bad, SALT)
+    world.caches.follow(world.spec(), SALT)
+
+    async def test() -> None:
+        world.publish("Stored", 0, 1)
+        await world.until(lambda: world.held([1]) == [1], "the other one is followed")
+        assert "bad" in caplog.text
+        with pytest.raises(ConfigError, match="engine bad"):
+            world.caches.follow(bad, SALT)
+        world.caches.forget("bad")
 
     world.play(test)
 

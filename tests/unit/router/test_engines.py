@@ -89,8 +89,24 @@ def test_a_path_is_good_on_this_machine_only():
 
 
 def test_hashes_that_are_not_known():
+    """A newer engine is sent requests all the same; whoever configures one has mistaken something."""
+    for said in ({"hash_algorithm": "md5"}, {"none_hash": "?"}, {"block_tokens": -1}):
+        assert spec_of("http://h:1", announced={**ANNOUNCED, **said}, table=None).hashing is None
+    newer = {**ANNOUNCED, "hash_algorithm": "md5"}
+    assert spec_of("http://h:1", announced=newer, table={"hash_seed": "7"}).hashing is None
     with pytest.raises(ConfigError, match="md5"):
-        spec_of("http://h:1", announced={**ANNOUNCED, "hash_algorithm": "md5"}, table=None)
+        spec_of("http://h:1", announced=ANNOUNCED, table={"hash": "md5"})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"role": "cook"}, {"groups": [-1]}, {"groups": [1 << 40]}, {"namespace": "?"}],
+)
+def test_what_no_engine_can_be(said):
+    with pytest.raises(ConfigError):
+        spec_of("http://h:1", announced={**ANNOUNCED, **said}, table=None)
+    with pytest.raises(ConfigError):
+        spec_of("http://[h:1", announced=ANNOUNCED, table=None)
 
 
 def test_what_it_says_itself():

@@ -102,6 +102,15 @@ def test_what_was_asked_for_last_is_remembered():
     assert {run[2][0] for run in hasher._runs} == {1, 3}
 
 
+def test_a_long_salt_is_not_kept():
+    hasher = Hasher()
+    spec = HashSpec(1, "sha256_cbor", b"x")
+    salted = [hasher.chain(spec, [1, 2], salt="x" * 100_000 + end) for end in "abb"]
+    assert salted[0] != salted[1] == salted[2]
+    assert len(pickle.dumps(hasher._runs)) < 2000
+    assert len(hasher._runs) == 2
+
+
 def test_what_vllm_says():
     """Written down from vLLM 0.32, so that the chain is checked where it is not installed."""
     spec = HashSpec(4, "sha256_cbor", none_hash("sha256_cbor"))

@@ -103,6 +103,20 @@ def test_answers_teach_how_long_a_token_takes():
     assert world.kind.decode.step_s(32, 64000) == pytest.approx(A + 32e-4 + 64e3 * 2e-8, rel=0.1)
 
 
+@pytest.mark.parametrize("said", [True, "100", 0, -3, 1.5, None, [9]])
+def test_usage_that_is_no_number_of_tokens(said):
+    """What was seen counts instead."""
+    learnt = []
+    for usage in ({"completion_tokens": said}, {}):
+        world = World()
+        world.engine.decodes, world.engine.context_tokens, world.now = 1, 100, 10.0
+        for _ in range(50):
+            call = SimpleNamespace(usage=usage, events=50, began_at=0.0)
+            world.observing.answered(None, call, world.engine)
+        learnt.append(world.kind.decode.step_s(1, 100))
+    assert learnt[0] == learnt[1]
+
+
 def test_short_answers_and_engines_that_left_teach_nothing():
     world = World()
     world.now = 1.0

@@ -62,6 +62,12 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         '[[engines]]\nurl = "http://a"\nrole = "cook"',
         '[[engines]]\nurl = "http://a"\nnamespace = "xyz"',
         '[[engines]]\nurl = "http://a"\n[[engines]]\nurl = "http://a"',
+        '[[engines]]\nurl = "http://a"\n[[engines]]\nurl = "http://a/"',
+        '[[engines]]\nurl = "http://a"\nevents = "tcp://a"',
+        '[[engines]]\nurl = "http://a"\nevents = "tcp://*:5557"',
+        '[[engines]]\nurl = "http://a"\nreplay = "ipc://path"',
+        '[[engines]]\nurl = "http://a"\ngroups = [-1]',
+        '[[engines]]\nurl = "http://a"\ngroups = [64]',
         '[[engines]]\nurl = "http://a"\nname = "x"\n[[engines]]\nurl = "http://b"\nname = "x"',
         "[tenants.x]",
         '[tenants."../x"]\ntoken_file = "y"',
@@ -100,11 +106,12 @@ def test_tokens_and_keys_are_in_files_that_others_cannot_read(tmp_path: Path) ->
     file = written(
         tmp_path / "router.toml",
         f'listen = "0.0.0.0:80"\ntoken_file = "{operator}"\n[tenants.alice]\ntoken_file = "{alice}"\n'
-        f'[[engines]]\nurl = "http://a"\napi_key_file = "{key}"\n[[engines]]\nurl = "http://b"\n',
+        f'[[engines]]\nurl = "http://a/"\napi_key_file = "{key}"\n[[engines]]\nurl = "http://b"\n',
     )
     config, secrets = load(file=file, environ={"KVPOOL_ENGINE_API_KEY": "common"})
     assert secrets.token == TOKEN and secrets.tenants == {"alice-0123456789": "alice"}
     assert [secrets.api_key_of(e.url) for e in config.engines] == ["engine-key", "common"]
+    assert secrets.api_key_of("http://a") == "engine-key"
     for hidden in (TOKEN, "alice-0123456789", "engine-key", "common"):
         assert hidden not in repr(secrets) + repr(config)
 

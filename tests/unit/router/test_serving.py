@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,9 +16,18 @@ from kvpool.router.bodies import BadRequest, Kind
 from kvpool.router.config import RouterConfig
 from kvpool.router.engines import EngineSpec
 from kvpool.router.serving import Rejected
+from kvpool.router.upstream import TOO_LARGE, EngineFailed
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.values import Role
-from kvpool.testing.scripted_engines import FAULTS, REFUSED_EVENTS, Bench, Client, answer_to, engine
+from kvpool.testing.scripted_engines import (
+    FAULTS,
+    REFUSED_EVENTS,
+    Bench,
+    Client,
+    ScriptedAnswer,
+    answer_to,
+    engine,
+)
 
 CONFIG: dict[str, Any] = {
     "answer_s": 0.05,
@@ -218,6 +228,74 @@ def test_a_refusal_in_a_stream_is_the_engines_answer_too() -> None:
     run(work, engine("a"), engine("b"))
 
 
+class Reader(Client):
+    """A client that is slow to read a refusal."""
+
+    bench: Bench
+
+    async def send(self, status: int, body: bytes, content_type: str) -> None:
+        assert not self.bench.left(), "it is not the engine's any more"
+        await Client.send(self, status, body, content_type)
+
+
+def test_a_client_that_does_not_read_a_refusal_holds_no_engine() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults["a"] = deque(["refuse"])
+        client = Reader(stuck=True)
+        client.bench = bench
+        await bench.serving.serve(bench.incoming(STREAM, ident="me"), client)
+        account = bench.serving.accounts.get("me")
+        assert account is not None and account.outcome == "client_left"
+
+    run(work, engine("a"))
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE])
+def test_an_answer_that_is_too_large_is_the_clients_own_doing(
+    body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else is asked for the same, and the engine is as good as it was."""
+    asked = []
+
+    @asynccontextmanager
+    async def post(spec: EngineSpec, *_: object) -> AsyncIterator[None]:
+        asked.append(spec.name)
+        await asyncio.sleep(0)
+        raise EngineFailed(spec.name, TOO_LARGE, "an answer above 7 bytes")
+        yield
+
+    async def work(bench: Bench) -> None:
+        monkeypatch.setattr(bench.upstream, "post", post)
+        for at in range(3):
+            with pytest.raises(Rejected) as caught:
+                await ask(bench, {**body, "seed": at})
+            assert caught.value.status == 502 and "above 7 bytes" in str(caught.value)
+        with pytest.raises(Rejected) as caught:
+            await bench.serving.pass_through("/tokenize", bench.incoming(body).raw, "me")
+        assert caught.value.status == 502
+        assert len(asked) == 4
+        assert all(row["state"] == "serving" for row in bench.serving.engines())
+
+    run(work, engine("a"), engine("b"), failures_max=1, answer_s=50.0)
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE])
+def test_a_short_deadline_is_no_failure_of_an_engine(body: dict[str, Any]) -> None:
+    async def late(bench: Bench, seed: int) -> int:
+        with pytest.raises(Rejected) as caught:
+            await ask(bench, {**body, "seed": seed}, deadline_s=0.02)
+        return caught.value.status
+
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold["a"] = asyncio.Event()
+        found = await asyncio.gather(*(late(bench, seed) for seed in range(20)))
+        assert 504 in found and set(found) <= {429, 504}
+        assert b"failures_total{" not in bench.metrics.text()
+        assert [row["state"] for row in bench.serving.engines()] == ["serving"]
+
+    run(work, engine("a"), failures_max=1, answer_s=50.0)
+
+
 def test_when_a_prefill_is_refused_the_decode_engine_says_why() -> None:
     async def work(bench: Bench) -> None:
         bench.upstream.faults = {"p": deque(["refuse"]), "d": deque(["refuse"])}
@@ -366,13 +444,26 @@ def test_an_engine_that_changes_before_its_order_is_looked_at_gets_it_once(
     run(work, engine("a"))
 
 
-@pytest.mark.parametrize("fault", ["refuse", "error"])
-def test_a_prefill_that_fails_after_the_answer_has_begun_does_not_matter(fault: str) -> None:
+@pytest.mark.parametrize("fault", ["refuse", "error", TOO_LARGE])
+def test_a_prefill_that_fails_after_the_answer_has_begun_does_not_matter(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one that follows answers before the prefill says how it ended, and breaks off later."""
 
     async def work(bench: Bench) -> None:
+        answers = bench.upstream.post
+
+        @asynccontextmanager
+        async def post(spec: EngineSpec, *args: Any) -> AsyncIterator[ScriptedAnswer]:
+            async with answers(spec, *args) as answer:
+                if spec.name == "p":
+                    raise EngineFailed(spec.name, fault, "an answer above 7 bytes")
+                yield answer
+
+        monkeypatch.setattr(bench.upstream, "post", post)
         bench.upstream.hold["p"] = asyncio.Event()
-        bench.upstream.faults = {"p": deque([fault]), "d": deque(["stall"])}
+        first = "" if fault == TOO_LARGE else fault
+        bench.upstream.faults = {"p": deque([first]), "d": deque(["stall"])}
         client = Client()
         task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
         await until(lambda: bool(client.data))
@@ -458,6 +549,19 @@ def test_an_engine_that_drains_gets_nothing_and_loses_nothing() -> None:
     run(work, engine("a"), engine("b"), answer_s=50.0)
 
 
+def test_what_goes_to_any_engine_goes_to_none_that_drains_if_there_is_another() -> None:
+    async def work(bench: Bench) -> None:
+        raw = bench.incoming(WHOLE).raw
+        for drained in ("a", "b"):
+            bench.serving.drain(drained)
+            assert (await bench.serving.pass_through("/tokenize", raw, "me"))[0] == 200
+            assert (await ask(bench, WHOLE)).data == right(WHOLE)
+        # The second time there is no other.
+        assert engines_of(bench) == ["b", "b", "a", "a"]
+
+    run(work, engine("a", max_len=20), engine("b", max_len=20))
+
+
 def test_without_engines_there_is_nobody_to_ask() -> None:
     async def work(bench: Bench) -> None:
         with pytest.raises(Rejected) as caught:
@@ -475,6 +579,45 @@ def test_without_an_engine_that_decodes_too() -> None:
         assert (caught.value.status, caught.value.why) == (503, "no_engine")
 
     run(work, engine("p", PREFILL))
+
+
+def test_an_adapter_is_served_by_who_has_it() -> None:
+    async def work(bench: Bench) -> None:
+        prompts = [{"prompt": f"{number} things", "stream": True} for number in range(20)]
+        asked = [ask(bench, {**prompt, "model": "adapter"}) for prompt in prompts]
+        assert all(client.status == 200 for client in await asyncio.gather(*asked))
+        assert engines_of(bench) == ["b"] * 20
+        await asyncio.gather(*(ask(bench, prompt) for prompt in prompts))
+        assert set(engines_of(bench)[20:]) == {"a", "b"}
+
+    run(work, engine("a"), engine("b", models=("tiny", "adapter")))
+
+
+def test_an_error_in_a_poll_does_not_end_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(bench: Bench) -> None:
+        seen: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: seen.append(what))
+        real, errors = bench.scheduler.poll, [ValueError("once")]
+
+        def poll(now: float) -> Any:
+            if errors:
+                raise errors.pop()
+            return real(now)
+
+        monkeypatch.setattr(bench.scheduler, "poll", poll)
+        client = await ask(bench, STREAM)
+        assert client.data == right(STREAM)
+        assert [type(what["exception"]) for what in seen] == [ValueError]
+
+    run(work, engine("a"))
+
+
+def test_what_has_no_block_is_served() -> None:
+    async def work(bench: Bench) -> None:
+        client = await ask(bench, {"prompt": "short", "stream": True})
+        assert client.data == right({"prompt": "short", "stream": True})
+
+    run(work, engine("p", PREFILL), engine("d", DECODE))
 
 
 def test_more_than_may_be_in_flight_are_turned_away() -> None:
@@ -599,6 +742,21 @@ def test_a_dry_run_sends_nothing() -> None:
         msgspec.json.encode(found)
 
     run(work, engine("p", PREFILL), engine("d", DECODE))
+
+
+def test_dry_runs_are_admitted_as_requests_are() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold["a"] = asyncio.Event()
+        first = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), Client()))
+        await asyncio.sleep(0)
+        with pytest.raises(Rejected) as caught:
+            await bench.serving.explain(bench.incoming(STREAM))
+        assert caught.value.why == "requests_max"
+        bench.upstream.hold["a"].set()
+        await first
+        assert (await bench.serving.explain(bench.incoming(STREAM)))["engine"] == "a"
+
+    run(work, engine("a"), answer_s=50.0, requests_max=1)
 
 
 def test_what_is_passed_through_is_tried_elsewhere() -> None:

@@ -78,6 +78,11 @@ def test_usage_is_in_the_last_event_before_the_end(together: bool) -> None:
     assert cached_tokens(stream.usage) == 4
 
 
+@pytest.mark.parametrize("data", [b'{"usage":{"a":"\xff"}}', b'{"usage":{"a":' + b"[" * 100_000])
+def test_usage_that_cannot_be_read(data: bytes) -> None:
+    assert usage_of(data) == {}
+
+
 @given(st.binary(max_size=50))
 def test_usage_of_anything(data: bytes) -> None:
     assert isinstance(usage_of(data), dict)

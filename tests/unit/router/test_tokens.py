@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from kvpool.errors import Unavailable
-from kvpool.router.tokens import Tokenizer, TokenizeRefused, question
+from kvpool.router.tokens import PROMPT_TOKENS, Tokenizer, TokenizeRefused, question
 
 TEXT = [{"role": "user", "content": "hello"}]
 
@@ -115,7 +115,7 @@ def test_what_was_asked_before_is_remembered():
     engine = Engine()
 
     async def test(url, session):
-        tokenizer = Tokenizer(session, cache_tokens_max=6)
+        tokenizer = Tokenizer(session, cache_tokens_max=6 + 2 * PROMPT_TOKENS)
 
         async def tokens(text, **more):
             asked = {"model": "m", "prompt": text, **more}
@@ -128,10 +128,23 @@ def test_what_was_asked_before_is_remembered():
         assert (tokenizer.hits, tokenizer.misses) == (1, 2)
         engine.answer = {"tokens": [5, 5, 5]}
         assert await tokens("b") == [5, 5, 5]  # "a" is the oldest, and makes room
-        engine.answer = {"tokens": [7] * 7}
-        assert await tokens("a") == [7] * 7  # too long to be remembered
+        engine.answer = {"tokens": [7] * 23}
+        assert await tokens("a") == [7] * 23  # too long to be remembered
         assert await tokens("b") == [5, 5, 5]
         assert engine.headers == ["Bearer k"] * 4
+
+    engine.play(test)
+
+
+def test_prompts_without_tokens_take_room_too():
+    engine = Engine()
+    engine.answer = {"tokens": []}
+
+    async def test(url, session):
+        tokenizer = Tokenizer(session, cache_tokens_max=2 * PROMPT_TOKENS)
+        for text in ("a", "b", "c", "a"):
+            assert await tokenizer.tokenize(url, {"prompt": text}, deadline_s=10) == []
+        assert (tokenizer.hits, tokenizer.misses) == (0, 4)
 
     engine.play(test)
 

@@ -61,11 +61,18 @@ class Rules:
         )
         self.count = 0
 
-    def engine(self, name: str, role: Role, capacity: int = 1000, **more: Any) -> Engine:
+    def engine(
+        self, name: str, role: Role, capacity: int = 1000, *, pooled: bool = True, **more: Any
+    ) -> Engine:
+        """pooled: whether it is on a node with a pool, or on none that is known."""
         name, _, node = name.partition("@")
         node = node or name
         gpu, dram = f"gpu:{name}", f"dram:{node}"
         self.index.join(gpu, pool=False)
+        if not pooled:
+            return Engine(
+                name, "", role, **{"kind": "k", **more}, gpu=gpu, tiers=(), capacity_tokens=capacity
+            )
         if dram not in self.nodes:
             self.index.join(dram, pool=True)
             self.nodes[dram] = node

@@ -160,6 +160,16 @@ def test_blocks_that_arrived_are_not_waited_for() -> None:
     assert index.match(["x", "y", "z"], 0.0).reach == 2
 
 
+def test_what_is_not_shared_is_not_waited_for() -> None:
+    index = PrefixIndex()
+    index.join("gpu:a", pool=False)
+    keys = ["x", "y", "z"]
+    index.expect("gpu:a", keys[:2], [1.0, 2.0], 10.0)
+    index.expect("gpu:a", keys[2:], [3.0], 10.0, shared=False)
+    found = index.match(keys, 0.0)
+    assert (found.lengths, found.coming, found.ready_at) == ({"gpu:a": 3}, 2, 2.0)
+
+
 def test_what_an_engine_will_be_sent_later_may_be_waited_for_and_is_not_there() -> None:
     index = PrefixIndex()
     index.join("gpu:a", pool=False)

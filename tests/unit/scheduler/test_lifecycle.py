@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from kvpool.errors import InvalidRequest
+from kvpool.scheduler.deadlines import Deadlines
 from kvpool.scheduler.decode import DecodeRule
 from kvpool.scheduler.queue import FIFO
 from kvpool.scheduler.scheduler import Settings
-from kvpool.scheduler.values import Order, Rejection, Role
+from kvpool.scheduler.values import Order, Rejection, Request, Role
 
 Make = Callable[..., Any]
 P, D = Role.PREFILL, Role.DECODE
@@ -271,6 +272,61 @@ def test_who_waits_past_its_deadline_is_forgotten_and_who_is_computed_is_not(mak
     assert rules.scheduler.expired(3.0) == [first]  # it is parked, and would come too late
     assert rules.poll(3.0) == [(third, "p", "")]
     assert rules.scheduler.expired(1e9) == []
+
+
+def test_what_no_engine_left_can_hold_is_given_up(make: Make) -> None:
+    rules = make({"p": P, "d": D, "e": D}, replace(PLAIN, decode=DecodeRule(1.0)))
+    rules.engines["e"].capacity_tokens = 500
+    parked, running = rules.submit(700), rules.submit(400)
+    assert rules.poll() == [(parked, "p", "")]
+    rules.engines["d"].held_tokens += 900  # nothing goes there
+    rules.computed("p", parked, 7.0)
+    large, small = rules.submit(700, 7.0), rules.submit(100, 7.0)
+    assert rules.poll(7.0) == [(running, "p", "")]
+    assert rules.scheduler.parked == 1
+    left = rules.scheduler.leave("d", 8.0)
+    assert (left.queued, sorted(left.given_up), left.decoding) == ([], [parked, large], [])
+    assert rules.scheduler.parked == 0
+    rules.computed("p", running, 11.0)
+    assert rules.poll(11.0) == [(running, "e", "decode"), (small, "p", "")]
+
+
+def test_what_was_decoded_where_alone_there_was_room_is_given_up(make: Make) -> None:
+    rules = make({"p": P, "d": D, "e": D})
+    rules.engines["e"].capacity_tokens = 500
+    ident = rules.submit(700)
+    rules.poll()
+    rules.computed("p", ident, 7.0)
+    assert rules.poll(7.0) == [(ident, "d", "decode")]
+    assert rules.scheduler.leave("d", 8.0).decoding == [ident]
+    assert not rules.scheduler.decode_failed(ident, 8.0)
+    assert rules.scheduler.parked == 0
+
+
+def test_what_is_computed_goes_on_where_another_order_is_void(make: Make) -> None:
+    rules = make({"p": P}, replace(PLAIN, decodes=False, ahead_s=0.5))
+    rules.submit(400)
+    rules.poll()
+    second = rules.submit(100, 3.6)
+    assert rules.poll(3.6) == [(second, "p", "")]
+    rules.scheduler.abandoned(second, 3.6)
+    assert rules.engines["p"].free_at <= 5.0
+    rules.scheduler.abandoned(1, 3.7)
+    assert rules.engines["p"].free_at == 3.7
+
+
+def test_a_deadline_is_kept_once() -> None:
+    deadlines = Deadlines()
+    request = Request(1, (), 1, 1, 0.0, deadline_s=5.0)
+    for _ in range(3):
+        deadlines.add(request)
+    assert len(deadlines._heap) == 1
+    deadlines.remove(1)
+    deadlines.add(request)
+    assert list(deadlines.over(4.9)) == []
+    assert list(deadlines.over(5.0)) == [1]
+    deadlines.add(request)
+    assert deadlines.next_at == 5.0
 
 
 def test_an_engine_joins_once(make: Make) -> None:

@@ -1,6 +1,7 @@
 """The order of what waits, against sorting, and that nobody starves."""
 
 import math
+from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
@@ -34,7 +35,8 @@ def test_order_is_that_of_sorting(
     )
     assert [item.request.ident for item in queue.first(100)] == left
     assert len(queue) == len(left)
-    assert queue.total_s == pytest.approx(sum(items[n][0] for n in left))
+    asked = Request(99, (), 1, 1, 0.0)
+    assert queue.waiting_s(asked) == pytest.approx(sum(items[n][0] for n in left))
 
 
 @given(st.lists(SIZES, min_size=1, max_size=20))
@@ -72,6 +74,42 @@ def test_what_goes_ahead_is_counted() -> None:
         queue.add(waiting(ident, size_s))
     assert queue.ahead_s(1.5, Request(9, (), 1, 1, 0.0)) == 1.5
     assert queue.ahead_s(1.5, Request(9, (), 1, 1, 0.0, priority=1)) == 0.0
+
+
+KINDS = st.sampled_from([None, "k", "l", "kl"])
+NAMES = st.sampled_from([None, "1", "12"])
+
+
+@given(st.lists(st.tuples(SIZES, KINDS, NAMES, st.sampled_from("ab")), max_size=30))
+def test_what_others_serve_is_not_in_the_way(
+    items: list[tuple[float, str | None, str | None, str]],
+) -> None:
+    queue = RequestQueue(SIZE_AWARE)
+    requests = []
+    for ident, (size_s, kinds, names, tenant) in enumerate(items):
+        request = Request(
+            ident,
+            (),
+            1,
+            1,
+            0.0,
+            tenant=tenant,
+            kinds=None if kinds is None else frozenset(kinds),
+            engines=None if names is None else frozenset(names),
+        )
+        requests.append(request)
+        queue.add(Waiting(request, size_s))
+    expected, counts = [], Counter[tuple[str | None, str | None]]()
+    for ident in sorted(range(len(items)), key=lambda n: (math.log1p(items[n][0]), n)):
+        counts[items[ident][1:3]] += 1
+        if counts[items[ident][1:3]] <= 2:
+            expected.append(ident)
+    assert [item.request.ident for item in queue.first(2)] == expected
+    asked = Request(99, (), 1, 1, 0.0, kinds=frozenset("k"), engines=frozenset("2"))
+    met = [n for n in range(len(items)) if items[n][1] != "l" and items[n][2] != "1"]
+    assert queue.waiting_s(asked) == pytest.approx(sum(items[n][0] for n in met))
+    ahead_s = sum(items[n][0] for n in met if items[n][0] <= 9.0)
+    assert queue.ahead_s(9.0, asked) == pytest.approx(ahead_s)
 
 
 @pytest.mark.parametrize("wrong", [(-1, 0.1, 0.5), (1, 0, 0.5), (1, 0.1, 1.5)])

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool.scheduler.queue import FIFO
 from kvpool.scheduler.scheduler import Settings
+from kvpool.scheduler.situation import Situation
 from kvpool.scheduler.spreading import Spreading, SpreadRule
 from kvpool.scheduler.values import Order, Role
 
@@ -92,6 +94,19 @@ def test_a_burst_is_spread_and_the_prefix_is_copied(make: Make) -> None:
     assert max(went.values()) <= max(alone.values()) / 2
     assert took_s < 0.6 * alone_s
     assert len(burst(make, many)[1]) == 4  # more would not pay: 12 requests, 4 for a copy
+
+
+def test_a_node_that_has_it_twice_is_one(make: Make) -> None:
+    rules = make({"a": Role.PREFILL, "b": Role.PREFILL})
+    rules.index.join("ssd:a", pool=True)
+    rules.nodes["ssd:a"] = "a"
+    for holder in ("dram:a", "ssd:a", "dram:b"):
+        rules.index.add(holder, PREFIX)
+    request = rules.request(16 * len(PREFIX), keys=PREFIX)
+    match = rules.index.match(PREFIX, 0.0)
+    engines = list(rules.engines.values())
+    situation = Situation(request, match, engines, rules.cluster, Random(0), 0.0)
+    assert sorted(situation.sources) == ["a", "b"]
 
 
 def test_what_few_ask_for_stays_where_it_is(make: Make) -> None:

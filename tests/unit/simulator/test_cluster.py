@@ -160,6 +160,12 @@ def test_short_ones_first_is_better_on_the_mean() -> None:
     assert means[False] < means[True]
 
 
+def test_in_order_of_arrival_the_other_settings_hold() -> None:
+    shape = replace(SMALL, fifo=True, settings=Settings(queue_max=1))
+    _, outcomes = run(shape, requests(count=60, load=3.0))
+    assert any("full" in o.rejected for o in outcomes)
+
+
 @pytest.mark.parametrize("counts", [(3, 2, 0), (0, 0, 3), (1, 1, 1)])
 def test_answers_are_decoded_on_engines_of_either_kind(counts: tuple[int, int, int]) -> None:
     prefill, decode, mixed = counts

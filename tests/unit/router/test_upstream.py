@@ -1,0 +1,70 @@
+"""Calls to engines over a real connection."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from aiohttp import web
+
+from kvpool.router.engines import EngineSpec
+from kvpool.router.upstream import (
+    REFUSAL_BYTES_MAX,
+    EngineFailed,
+    EngineRefused,
+    Upstream,
+    open_session,
+)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def ask(handler: Handler) -> bytes:
+    """An engine's answer to a request, or what `Upstream` makes of it."""
+    app = web.Application()
+    app.add_routes([web.post("/v1/completions", handler)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        spec = EngineSpec(url=f"http://127.0.0.1:{runner.addresses[0][1]}", name="a")
+        async with open_session() as session:
+            upstream = Upstream(session, lambda _: "", 20.0)
+            async with upstream.post(spec, "/v1/completions", b"{}", {}) as answer:
+                return await answer.whole(REFUSAL_BYTES_MAX)
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("size", [7, REFUSAL_BYTES_MAX // 2])
+def test_a_refusal_is_read_to_its_end_in_however_many_pieces_it_comes(size: int) -> None:
+    said = bytes(n % 251 for n in range(size))
+
+    async def refuse(_request: web.Request) -> web.StreamResponse:
+        return web.Response(status=400, body=said, content_type="text/plain")
+
+    with pytest.raises(EngineRefused) as caught:
+        asyncio.run(ask(refuse))
+    assert caught.value.status == 400 and caught.value.body == said
+    assert caught.value.content_type == "text/plain"
+
+
+def test_no_more_of_a_refusal_is_kept_than_there_is_room_for() -> None:
+    async def refuse(_request: web.Request) -> web.StreamResponse:
+        return web.Response(status=422, body=bytes(2 * REFUSAL_BYTES_MAX))
+
+    with pytest.raises(EngineRefused) as caught:
+        asyncio.run(ask(refuse))
+    assert len(caught.value.body) == REFUSAL_BYTES_MAX
+
+
+def test_what_is_too_large_or_no_word_on_the_request_is_a_failure() -> None:
+    async def large(_request: web.Request) -> web.StreamResponse:
+        return web.Response(body=bytes(REFUSAL_BYTES_MAX + 1))
+
+    async def busy(_request: web.Request) -> web.StreamResponse:
+        return web.Response(status=429, body=b"busy")
+
+    for handler, reason in ((large, "too_large"), (busy, "status")):
+        with pytest.raises(EngineFailed) as caught:
+            asyncio.run(ask(handler))
+        assert caught.value.reason == reason
