@@ -143,7 +143,7 @@ def test_a_node_is_drained_while_another_reads_from_it(start_cluster, numbers, u
 def test_a_rolling_restart_of_all_nodes_under_load_costs_no_wrong_read_and_no_write_elsewhere(
     start_cluster, numbers, until, load
 ):
-    world = start_cluster(nodes=3, memory="48MiB")
+    world = start_cluster(nodes=3, memory="128MiB")
     seats = {seat.name: seat for seat in world.seats()}
     a = seats["a"]
     kept = list(numbers(150))

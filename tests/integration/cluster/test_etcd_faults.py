@@ -8,7 +8,7 @@ from kvpool.testing.proxy import BOTH, Fault, Proxy
 
 TTL_S = 2.0  # asked for; etcd grants no less
 FAST = {"KVPOOL_MEMBER_TTL_S": "2"}
-TURNS = 300  # of four blocks each; with all that a test puts they fit into a node's memory
+TURNS = 300  # of four blocks each; what all tests put fits into a node's memory, or the first would have to go
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,9 @@ def lasting(servers, shared_cluster):
     _, port = servers[0].endpoints[0].split(":")
     with Proxy(("127.0.0.1", int(port))) as proxy:
         far = f"etcd://127.0.0.1:{proxy.address[1]}"
-        with shared_cluster(nodes=3, memory="64MiB", environ=FAST, etcd_url=lambda _: far) as world:
+        with shared_cluster(
+            nodes=3, memory="256MiB", environ=FAST, etcd_url=lambda _: far
+        ) as world:
             yield world, proxy
 
 
