@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvpool import wire
 from kvpool.daemon.blocks import Holder, PartTable, Reservation
 from kvpool.daemon.node import Node
+from kvpool.daemon.pulling import pull_order
 from kvpool.daemon.tasks import crash_if_failed
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
 from kvpool.placement.sources import Peers
@@ -242,8 +242,7 @@ class Ahead:
 
     async def _bring(self, batch: Batch, url: str) -> None:
         """Pull what is written by now, or as much of it as may be. Where that fails, no more until more is written."""
-        table, reservation = batch.table, batch.reservation
-        namespace, peers = table.namespace, self._peers
+        table, reservation, peers = batch.table, batch.reservation, self._peers
         start, told = batch.have, batch.told
         stop = min(told, start + max(1, EARLY_BYTES // len(reservation.keys)))
         nbytes = (stop - start) * len(reservation.keys)
@@ -253,17 +252,12 @@ class Ahead:
         try:
             # This returns, raises or is cancelled only when nothing writes to the rows any more.
             pulled = await self._carrier.pull(
-                wire.PullBlocks(
-                    url=url,
-                    tenant=namespace.tenant.name,
-                    digest=namespace.digest,
-                    part=table.part,
-                    nbytes=table.spec.nbytes,
-                    keys=b"".join(reservation.keys),
-                    segment=namespace.tenant.segment,
-                    stride=table.stride,
-                    rows=wire.pack_rows(reservation.rows),
-                    deadline_s=PULL_S + peers.hedge_after_s(batch.owner, nbytes),
+                pull_order(
+                    table,
+                    url,
+                    reservation.keys,
+                    reservation.rows,
+                    PULL_S + peers.hedge_after_s(batch.owner, nbytes),
                     start=start,
                     stop=stop,
                 )

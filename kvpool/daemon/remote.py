@@ -30,6 +30,7 @@ from kvpool import wire
 from kvpool.daemon.ahead import REST_S, Ahead, Batch
 from kvpool.daemon.blocks import Holder, NamespaceState, PartTable
 from kvpool.daemon.node import Node
+from kvpool.daemon.pulling import pull_order
 from kvpool.daemon.space import OWN, Origin
 from kvpool.daemon.tasks import crash_if_failed
 from kvpool.daemon.worth import Choice, Sources, choose
@@ -1118,19 +1119,13 @@ class Remote:
         if not url:
             source = self._local.get(flight.incarnation, self._beyond)
             return await source.read(table, slots.keys, slots.rows, seconds)
-        namespace = table.namespace
         return await self._carrier.pull(
-            wire.PullBlocks(
-                url=url,
-                tenant=namespace.tenant.name,
-                digest=namespace.digest,
-                part=table.part,
-                nbytes=table.spec.nbytes,
-                keys=b"".join(slots.keys),
-                segment=namespace.tenant.segment,
-                stride=table.stride,
-                rows=wire.pack_rows(slots.rows),
-                deadline_s=seconds,
+            pull_order(
+                table,
+                url,
+                slots.keys,
+                slots.rows,
+                seconds,
                 background=flight.background,
                 start=slots.have,
             )

@@ -33,6 +33,7 @@ import msgspec
 
 from kvpool.client import Client
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
+from kvpool.router.asking import bearer, read
 from kvpool.router.caches import Caches
 from kvpool.router.engines import (
     EngineSpec,
@@ -44,7 +45,7 @@ from kvpool.router.engines import (
 from kvpool.router.hashing import Hasher, HashSpec, index_keys, salt_of
 from kvpool.router.observing import assumed, refine
 from kvpool.router.pool_view import PoolView
-from kvpool.router.tokens import Tokenizer, UnknownModel, question, read
+from kvpool.router.tokens import Tokenizer, UnknownModel, question
 from kvpool.router.verifying import MISMATCH, UNVERIFIED, VERIFIED, verify
 from kvpool.scheduler.estimates import KindEstimates
 from kvpool.scheduler.index import PrefixIndex
@@ -391,8 +392,7 @@ class Knowledge:
         return True
 
     def _headers(self, spec: EngineSpec) -> dict[str, str]:
-        key = self._api_key(spec)
-        return {"Authorization": f"Bearer {key}"} if key else {}
+        return bearer(self._api_key(spec))
 
     # ---- prompts -----------------------------------------------------------------------------------
 

@@ -9,13 +9,16 @@ One event loop.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import msgspec
 import xxhash
 
 from kvpool.errors import KvpoolError, Unavailable
+from kvpool.router.asking import bearer, post_json
+
+if TYPE_CHECKING:
+    import aiohttp
 
 CACHE_TOKENS_MAX = 1 << 21
 """Tokens of prompts that are remembered, some 36 bytes each; a prompt costs `PROMPT_TOKENS` more."""
@@ -157,22 +160,15 @@ class Tokenizer:
     async def _ask(
         self, url: str, data: bytes, deadline_s: float, api_key: str
     ) -> list[int] | None:
-        headers = {"Content-Type": "application/json"}
-        if api_key:
-            headers["Authorization"] = f"Bearer {api_key}"
-        try:
-            async with self._session.post(
-                f"{url}/tokenize",
-                data=data,
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=deadline_s),
-                allow_redirects=False,
-            ) as answer:
-                body = await read(answer, ANSWER_BYTES_MAX)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unavailable(
-                f"{url} does not tokenise: {type(error).__name__} {error}".rstrip()
-            ) from None
+        answer, body = await post_json(
+            self._session,
+            f"{url}/tokenize",
+            data,
+            headers=bearer(api_key),
+            within_s=deadline_s,
+            limit=ANSWER_BYTES_MAX,
+            otherwise=f"{url} does not tokenise",
+        )
         if answer.status == 200:
             return tokens_of(url, body)
         if answer.status >= 500 or answer.status in _FAULTS:
@@ -192,16 +188,6 @@ def tokens_of(url: str, body: bytes) -> list[int]:
         return _decode_answer(body).tokens
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise Unavailable(f"{url} answers /tokenize with what are no tokens") from None
-
-
-async def read(answer: aiohttp.ClientResponse, limit: int) -> bytes:
-    """An answer's body. Raises `aiohttp.ClientPayloadError` for one that is longer than the limit."""
-    body = bytearray()
-    async for piece in answer.content.iter_any():
-        body += piece
-        if len(body) > limit:
-            raise aiohttp.ClientPayloadError(f"an answer of more than {limit} bytes")
-    return bytes(body)
 
 
 def _is_refusal(body: bytes) -> bool:

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from kvpool.errors import KvpoolError
+from kvpool.router.asking import bearer
 from kvpool.router.engines import EngineSpec
 
 IDLE_S = 3.0
@@ -141,8 +142,7 @@ class Upstream:
             raise EngineFailed(engine.name, "connect", f"no answer: {_said(error)}") from None
 
     def _login(self, engine: EngineSpec) -> dict[str, str]:
-        key = self._api_key(engine)
-        return {"Authorization": f"Bearer {key}"} if key else {}
+        return bearer(self._api_key(engine))
 
 
 _JSON = {"Content-Type": "application/json"}

@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import aiohttp
 import msgspec
 
 from kvpool.errors import Unavailable
 from kvpool.placement.engine_blocks import short_hash
 from kvpool.placement.events import EngineFeed
+from kvpool.router.asking import post_json
 from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import HashSpec, chain
-from kvpool.router.tokens import ANSWER_BYTES_MAX, read, tokens_of
+from kvpool.router.tokens import ANSWER_BYTES_MAX, tokens_of
+
+if TYPE_CHECKING:
+    import aiohttp
 
 VERIFIED, MISMATCH, UNVERIFIED = "verified", "mismatch", "unverified"
 
@@ -85,19 +89,15 @@ async def _post(
     session: aiohttp.ClientSession,
     headers: dict[str, str],
 ) -> bytes:
-    try:
-        async with session.post(
-            spec.url + path,
-            data=msgspec.json.encode(body),
-            headers={"Content-Type": "application/json", **headers},
-            timeout=aiohttp.ClientTimeout(total=ANSWER_S),
-            allow_redirects=False,
-        ) as answer:
-            found = await read(answer, ANSWER_BYTES_MAX)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise Unavailable(
-            f"engine {spec.name} does not answer {path}: {type(error).__name__} {error}".rstrip()
-        ) from None
+    answer, found = await post_json(
+        session,
+        spec.url + path,
+        msgspec.json.encode(body),
+        headers=headers,
+        within_s=ANSWER_S,
+        limit=ANSWER_BYTES_MAX,
+        otherwise=f"engine {spec.name} does not answer {path}",
+    )
     if answer.status != 200:
         raise Unavailable(
             f"engine {spec.name} answers {path} with {answer.status}: {found[:200]!r}"
