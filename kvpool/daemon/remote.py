@@ -1067,6 +1067,7 @@ class Remote:
             indices = [reservation.indices[at] for at in positions]
             rows = [reservation.rows[at] for at in positions]
             slots = _Slots(batch.holder, batch.ticket, flight.keys, indices, rows, batch.have)
+            self._begins(flight, slots, self._clock())
             pulled = await self._fill(flight, slots, url, seconds, origin)
             if pulled is None:
                 return
@@ -1078,14 +1079,18 @@ class Remote:
             if not wrong or now >= deadline:
                 return
             again = _those(slots, [status == MISMATCH for status in pulled.status])
-            nbytes = len(again.keys) * flight.table.spec.nbytes
-            flight.hedge_at = now + self.peers.hedge_after_s(flight.incarnation, nbytes)
+            self._begins(flight, again, now)
             pulled = await self._fill(flight, again, url, deadline - now, origin)
             if pulled is not None:
                 self._note(flight, again, pulled)
         finally:
             self.ahead.landed(batch, wrong=wrong)
             self.node.settle()
+
+    def _begins(self, flight: Flight, slots: _Slots, now: float) -> None:
+        """How long this may take, before it counts as slow, begins now."""
+        nbytes = len(slots.keys) * (flight.table.spec.nbytes - slots.have)
+        flight.hedge_at = now + self.peers.hedge_after_s(flight.incarnation, nbytes)
 
     async def _fill(
         self, flight: Flight, slots: _Slots, url: str, seconds: float, origin: Origin
