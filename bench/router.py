@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import multiprocessing
 import subprocess
 import sys
@@ -50,10 +51,12 @@ from kvpool.testing.stub_engine import Settings, StubEngine
 ENGINES, BLOCKS, BLOCK_TOKENS, PROMPT_TOKENS = 64, 1_000_000, 16, 12_000
 PROMPT_BLOCKS, RUN_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS, 250
 UNDER_WAY = 64
+PLAIN, COLD, URGENT = "cached in part", "cold", "with a deadline"
 DECISIONS, DECISIONS_QUICK = 20_000, 2_000
 HASHES = 200
 SPEC = HashSpec(BLOCK_TOKENS, "sha256_cbor", none_hash("sha256_cbor", DEFAULT_SEED))
 RATE, TURN_S, TURNS, TURNS_QUICK = 50, 1.0, 60, 16
+DEADLINE_S = 600.0
 TEXT_TOKENS, ANSWER_TOKENS = 1000, 8
 START_S = 60.0
 EVENT_ENGINES, EVENT_BLOCKS, EVENT_RATE, EVENT_ASKED = 16, 16, 20, 7
@@ -98,16 +101,32 @@ def hashing(report: Report) -> None:
 def decisions(report: Report) -> None:
     rounds = DECISIONS_QUICK if report.quick else DECISIONS
     worst = 0.0
-    for label, prefill in (("all do both", ENGINES), ("48 prefill, 16 decode", 48)):
-        taken, cpu = decide(prefill, rounds)
+    for label, prefill, kind in (
+        ("all do both", ENGINES, PLAIN),
+        ("48 prefill, 16 decode", 48, PLAIN),
+        ("all do both", ENGINES, COLD),
+        ("all do both", ENGINES, URGENT),
+    ):
+        taken, cpu = decide(prefill, rounds, kind)
         figures = {"p50_ms": median(taken), "p99_ms": p99(taken), "cpu_p99_ms": p99(cpu)}
-        report.row("decision", engines=label, blocks=BLOCKS, prompt_blocks=PROMPT_BLOCKS, **figures)
+        report.row(
+            "decision",
+            engines=label,
+            prompts=kind,
+            blocks=BLOCKS,
+            prompt_blocks=PROMPT_BLOCKS,
+            **figures,
+        )
         worst = max(worst, figures["p99_ms"])
     report.check("decision_p99_ms", worst, at_most=1.0)
 
 
-def decide(prefill: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of each decision, by the clock and of this thread, with `prefill` of the engines for prompts, or all for both."""
+def decide(prefill: int, rounds: int, prompts: str = PLAIN) -> tuple[list[float], list[float]]:
+    """Milliseconds of each decision, by the clock and of this thread.
+
+    prefill: how many of the engines are for prompts; all: each does both. prompts: of which nodes have parts, or
+    nobody any (cold), or that have a deadline.
+    """
     both = prefill == ENGINES
     index = PrefixIndex()
     engines = []
@@ -134,13 +153,16 @@ def decide(prefill: int, rounds: int) -> tuple[list[float], list[float]]:
     under_way: list[int] = []
     for number in range(rounds + UNDER_WAY):
         keys = []
-        for _ in range(PROMPT_BLOCKS // RUN_BLOCKS):
+        if prompts is COLD:
+            keys = list(range(number * PROMPT_BLOCKS, (number + 1) * PROMPT_BLOCKS))
+        while len(keys) < PROMPT_BLOCKS:
             blocks = held_by(rng.randrange(ENGINES))
             at = rng.randrange(len(blocks) // RUN_BLOCKS) * RUN_BLOCKS
             keys += blocks[at : at + RUN_BLOCKS]
-        if number % 2:  # engines' own caches differ, too
+        if number % 2 and prompts is not COLD:  # engines' own caches differ, too
             index.add(engines[rng.randrange(ENGINES)].gpu, keys[:200])
-        request = Request(number, keys, PROMPT_TOKENS, 300, now)
+        deadline_s = now + DEADLINE_S if prompts is URGENT else math.inf
+        request = Request(number, keys, PROMPT_TOKENS, 300, now, deadline_s=deadline_s)
         began, began_cpu = time.perf_counter(), time.thread_time()
         refused = scheduler.submit(request, now)
         orders = scheduler.poll(now)

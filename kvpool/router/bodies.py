@@ -16,7 +16,7 @@ A request may be served in three ways:
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -135,6 +135,20 @@ def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
         priority=_priority(value),
         session=_session(kind, value),
     )
+
+
+def limited(body: Body, priority_max: int) -> Body:
+    """The body with a priority that its sender may ask for, as the engine is told it. Raises `BadRequest`."""
+    if body.priority is None:
+        if body.value.get("priority") is not None:
+            # An engine might take it for a number that is beyond the limit.
+            raise BadRequest(400, "priority is not a whole number", param="priority")
+        return body
+    if body.priority <= priority_max:
+        return body
+    allowed = -priority_max
+    value, raw = {**body.value, "priority": allowed}, with_field(body, "priority", allowed)
+    return replace(body, value=value, raw=raw, priority=priority_max)
 
 
 def with_field(body: Body, key: str, value: object) -> bytes:

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from kvpool.errors import Unavailable
-from kvpool.router.bodies import BadRequest, Body, Kind, error_body, parse
+from kvpool.router.bodies import BadRequest, Body, Kind, error_body, limited, parse
 from kvpool.router.breaker import Breaker
 from kvpool.router.config import RouterConfig
 from kvpool.router.engines import EngineSpec, scheduled
@@ -304,7 +304,7 @@ class Serving:
         models = self.models()
         if not models:
             raise Rejected(503, "no engine is there", "no_engine", config.probe_s)
-        body = parse(incoming.kind, incoming.raw, models)
+        body = limited(parse(incoming.kind, incoming.raw, models), incoming.priority_max)
         account.model = body.model
         prompt: Prompt | None = None
         try:

@@ -20,9 +20,8 @@ where disaggregation does not pay: short answers, idle engines, slow links.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from random import Random
 from typing import NamedTuple
 
@@ -30,8 +29,8 @@ from kvpool.errors import ConfigError
 from kvpool.scheduler.estimates import KindEstimates
 from kvpool.scheduler.index import Match
 from kvpool.scheduler.situation import Cluster
-from kvpool.scheduler.topology import Topology, place, together
-from kvpool.scheduler.values import DecodeOutlook, Engine, Request, Role
+from kvpool.scheduler.topology import Place, Topology, place, together
+from kvpool.scheduler.values import DecodeOutlook, Engine, Labels, Request, Role
 
 STALL = 0.1
 """What a second counts by which the tokens of another request come later, beside a second of waiting."""
@@ -70,51 +69,70 @@ def context_tokens(request: Request) -> int:
 
 def tpot_s(request: Request, engine: Engine, kind: KindEstimates, now: float) -> float:
     """Seconds a token with this request among what decodes there."""
-    return _token_s(request, engine, kind, _step_s(kind), now)
+    return _token_s(engine, context_tokens(request), request.output_tokens, _speeds(kind), now)
 
 
-def _step_s(kind: KindEstimates) -> float:
-    """Of a whole step of prompts."""
-    return kind.prefill.prefill_s(0, kind.step_tokens, kind.step_tokens)
+class _Speeds(NamedTuple):
+    """Of a kind of engines: seconds of a step of tokens, of each in it and of each attended to; and of a whole
+    step of prompts."""
+
+    step_s: float
+    token_s: float
+    attended_s: float
+    prompts_s: float
 
 
-def _token_s(
-    request: Request, engine: Engine, kind: KindEstimates, step_s: float, now: float
-) -> float:
-    whole = engine.context_tokens + request.tokens + request.output_tokens
-    alone_s = kind.decode.step_s(engine.decodes + 1, whole)
+def _speeds(kind: KindEstimates) -> _Speeds:
+    prompts_s = kind.prefill.prefill_s(0, kind.step_tokens, kind.step_tokens)
+    return _Speeds(*kind.decode.coefficients, prompts_s)
+
+
+def _token_s(engine: Engine, needed: int, output_tokens: int, speeds: _Speeds, now: float) -> float:
+    step_s, token_s, attended_s, prompts_s = speeds
+    whole = engine.context_tokens + needed
+    alone_s = step_s + token_s * (engine.decodes + 1) + attended_s * whole
     if engine.role is Role.DECODE:
         return alone_s
     share = engine.computing.rate(now)
     if engine.free_at > now:
         busy_s = engine.free_at - now
-        share = max(share, busy_s / (busy_s + alone_s * request.output_tokens))
-    share = min(1.0, share)
-    mixed_s = max(alone_s, step_s + alone_s - kind.decode.coefficients[0])
+        busy = busy_s / (busy_s + alone_s * output_tokens)
+        share = max(share, busy)
+    if share > 1:
+        share = 1.0
+    mixed_s = alone_s
+    if prompts_s > step_s:
+        mixed_s += prompts_s - step_s
     return alone_s * mixed_s / (share * alone_s + (1 - share) * mixed_s)
 
 
 class _Base(NamedTuple):
-    """What does not depend on who computes the prompt. again_s: to compute what neither the engine nor its node
-    has. rank: 0 with room, 1 with a promise of it."""
+    """What does not depend on who computes the prompt. rank: 0 with room, 1 with a promise of it. tokens_s: of
+    the whole answer. transfer_s: to bring what the node lacks, and tail_s the last step's part of that; load_s:
+    all from memory to the GPU. again_s: to compute what neither the engine nor its node has. ahead_s: until
+    the link is free. pooled: whether anything can be brought there. at: which of all it is."""
 
+    rank: int
+    tokens_s: float
     engine: Engine
     tpot_s: float
-    tokens_s: float
     lacks: int
     transfer_s: float
     tail_s: float
     load_s: float
     again_s: float
     ahead_s: float
-    rank: int
-
-
-_Labels = tuple[tuple[str, str], ...]
+    follows: bool
+    pooled: bool
+    at: int
 
 
 class Handover:
-    """Where one request may go on. For one decision: all that it knows is of that moment."""
+    """Where one request may go on. For one decision: all that it knows is of that moment.
+
+    A decision asks for the cost from every engine. So what is common to all engines at a place is worked out
+    once, and the loops here call nothing.
+    """
 
     def __init__(
         self,
@@ -127,55 +145,69 @@ class Handover:
     ) -> None:
         self._topology = rule.topology
         self._whole = request.whole
-        self._bases = _bases(request, match, decoders, cluster, rule, now)
-        self._near: dict[tuple[str, str], list[_Base]] = {}  # by their nodes
-        self._far: dict[_Labels, list[_Base]] = {}  # by the labels of these
-        for base in self._bases:
-            self._near.setdefault(place(base.engine), []).append(base)
-            self._far.setdefault(_labels(base.engine), []).append(base)
-        self._known: dict[tuple[_Labels, bool, float], tuple[float, float]] = {}
+        self._near: dict[Place, list[_Base]] = {}  # by their nodes
+        self._far: dict[Labels, list[_Base]] = {}  # by the labels of these
+        for base in _bases(request, match, decoders, cluster, rule, now):
+            engine = base.engine
+            self._near.setdefault(place(engine), []).append(base)
+            self._far.setdefault(engine.labelled, []).append(base)
+        self._known: dict[tuple[Labels, bool, float], tuple[float, float]] = {}
 
     def cost_s(self, engine: Engine, prefill_s: float) -> float:
         """Of the best that may be a pair with this one, and what the prompt holds up there.
 
         Infinite if there is none.
         """
+        near = self._near.get(place(engine), ())
+        held_up_s = STALL * engine.decodes * prefill_s
         if self._whole:
-            alone = [base for base in self._near.get(place(engine), ()) if base.engine is engine]
-            return alone[0].tokens_s + STALL * engine.decodes * prefill_s if alone else math.inf
-        labels = _labels(engine)
+            alone = (base.tokens_s for base in near if base.engine is engine)
+            return next(alone, math.inf) + held_up_s
         pooled = bool(engine.tiers)
-        key = labels, pooled, prefill_s
-        best = self._known.get(key)
-        if best is None:
-            best = self._known[key] = self._from_afar(engine, prefill_s)
-        for base in self._near.get(place(engine), ()):
-            handover_s = _handover_s(base, engine, 0.0, prefill_s, pooled=pooled)
-            best = min(best, (base.rank, base.tokens_s + handover_s))
-        return best[1] + STALL * engine.decodes * prefill_s
+        key = engine.labelled, pooled, prefill_s
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._from_afar(engine, prefill_s)
+        rank, cost = known
+        for base in near:
+            if base.rank <= rank:
+                tokens_s = base.tokens_s
+                if base.engine is not engine:
+                    tokens_s += base.load_s if pooled and base.pooled else base.again_s
+                if base.rank < rank or tokens_s < cost:
+                    rank, cost = base.rank, tokens_s
+        return cost + held_up_s
 
     def outlooks(self, engine: Engine, prefill_s: float, rng: Random) -> list[DecodeOutlook]:
         """Of those that may be a pair with this one, the best few, in order; any of equals is the first.
 
         A request that is to be served whole has no pairs.
         """
-        topology, pooled = self._topology, bool(engine.tiers)
-        found: list[tuple[int, float, float, _Base]] = []
-        for base in self._bases:
-            if topology.require and not topology.allowed(engine, base.engine):
-                continue
-            if self._whole and base.engine is not engine:
-                continue
-            factor = topology.factor(engine, base.engine)
-            handover_s = _handover_s(base, engine, factor, prefill_s, pooled=pooled)
-            found.append((base.rank, handover_s + base.tokens_s, handover_s, base))
+        found: list[tuple[int, float, int, float, _Base]] = []
+        near = self._near.get(place(engine), ())
+        if self._whole:
+            found = [(b.rank, b.tokens_s, 0, 0.0, b) for b in near if b.engine is engine]
+        else:
+            pooled = bool(engine.tiers)
+            for base in near:
+                handover_s = 0.0
+                if base.engine is not engine:
+                    handover_s = base.load_s if pooled and base.pooled else base.again_s
+                found.append((base.rank, base.tokens_s + handover_s, base.at, handover_s, base))
+            here = place(engine)
+            for rank, cost, handover_s, base in self._apart(engine, prefill_s):
+                if place(base.engine) != here:
+                    found.append((rank, cost, base.at, handover_s, base))
         if not found:
             return []
-        rank, least, _, _ = min(found, key=_by_cost)
+        found.sort()  # by rank and cost, and then as they were given
+        rank, least, *_ = found[0]
         limit = least * (1 + EQUAL)
-        equal = [each for each in found if each[0] == rank and each[1] <= limit]
-        chosen = rng.choice(equal) if len(equal) > 1 else equal[0]
-        best = [chosen, *(each for each in nsmallest(SHOWN, found, _by_cost) if each is not chosen)]
+        equal = 1
+        while equal < len(found) and found[equal][0] == rank and found[equal][1] <= limit:
+            equal += 1
+        chosen = rng.choice(found[:equal]) if equal > 1 else found[0]
+        best = [chosen, *(each for each in found[:SHOWN] if each is not chosen)]
         return [
             DecodeOutlook(
                 base.engine,
@@ -185,51 +217,37 @@ class Handover:
                 not rank,
                 cost,
             )
-            for rank, cost, handover_s, base in best[:SHOWN]
+            for rank, cost, _, handover_s, base in best[:SHOWN]
         ]
 
     def _from_afar(self, engine: Engine, prefill_s: float) -> tuple[float, float]:
         """The least rank and cost of all, as if none were on the same node: that costs more, if anything."""
-        pooled = bool(engine.tiers)
         best: tuple[float, float] = (math.inf, math.inf)
-        for bases in self._far.values():
-            first = bases[0].engine
-            if not self._topology.allowed_apart(engine, first):
-                continue
-            factor = self._topology.apart(engine, first)
-            least = min(
-                (b.rank, b.tokens_s + _handover_s(b, None, factor, prefill_s, pooled=pooled))
-                for b in bases
-            )
-            best = min(best, least)
+        for rank, cost, _, _ in self._apart(engine, prefill_s):
+            if rank < best[0] or (rank == best[0] and cost < best[1]):
+                best = rank, cost
         return best
 
-
-def _by_cost(found: tuple[int, float, float, _Base]) -> tuple[int, float]:
-    return found[:2]
-
-
-def _labels(engine: Engine) -> _Labels:
-    return tuple(sorted(engine.labels.items())) if engine.labels else ()
-
-
-def _handover_s(
-    base: _Base, engine: Engine | None, factor: float, prefill_s: float, *, pooled: bool
-) -> float:
-    """factor: of a transfer between the two. engine: who computes the prompt, if that matters. pooled: whether
-    its node is in the pool.
-    """
-    other = base.engine
-    if other is engine:
-        return 0.0
-    if not pooled or not other.tiers:
-        return base.again_s
-    if not factor or not base.lacks:
-        return base.load_s
-    transfer_s = base.ahead_s + factor * base.transfer_s
-    if other.follows < other.follows_max:
-        transfer_s = max(transfer_s - prefill_s, factor * base.tail_s)
-    return transfer_s + base.load_s
+    def _apart(self, engine: Engine, prefill_s: float) -> Iterator[tuple[int, float, float, _Base]]:
+        """The rank, the cost and the hand-over of each that may be a pair with it, as if on another node."""
+        topology, pools = self._topology, bool(engine.tiers)
+        for bases in self._far.values():
+            other = bases[0].engine
+            if not topology.allowed_apart(engine, other):
+                continue
+            factor = topology.apart(engine, other)
+            for base in bases:
+                if not pools or not base.pooled:
+                    handover_s = base.again_s
+                elif not factor or not base.lacks:
+                    handover_s = base.load_s
+                else:
+                    handover_s = base.ahead_s + factor * base.transfer_s
+                    if base.follows:
+                        handover_s -= prefill_s
+                        handover_s = max(handover_s, factor * base.tail_s)
+                    handover_s += base.load_s
+                yield base.rank, base.tokens_s + handover_s, handover_s, base
 
 
 def _bases(
@@ -239,16 +257,16 @@ def _bases(
     cluster: Cluster,
     rule: DecodeRule,
     now: float,
-) -> list[_Base]:
-    needed = context_tokens(request)
-    blocks, get = len(request.keys), match.lengths.get
-    into, output_tokens = cluster.traffic.into, request.output_tokens
-    steps_s = {name: _step_s(cluster.kinds[name]) for name in {e.kind for e in decoders}}
+) -> Iterator[_Base]:
+    needed, output_tokens = context_tokens(request), request.output_tokens
+    blocks, get, into = len(request.keys), match.lengths.get, cluster.traffic.into
+    kinds: dict[str, _Speeds] = {}
     moves: dict[tuple[str, int, int], tuple[float, float, float, float]] = {}
-    found = []
-    for engine in decoders:
+    for at, engine in enumerate(decoders):
         name = engine.kind
-        kind = cluster.kinds[name]
+        speeds = kinds.get(name)
+        if speeds is None:
+            speeds = kinds[name] = _speeds(cluster.kinds[name])
         if engine.context_tokens + needed <= engine.capacity_tokens:
             rank = 0
         else:
@@ -259,21 +277,21 @@ def _bases(
             own = max(own, held)
         move = moves.get((name, cached, own))
         if move is None:
-            move = moves[name, cached, own] = _move(request, kind, cached, own)
-        token_s = _token_s(request, engine, kind, steps_s[name], now)
+            move = moves[name, cached, own] = _move(request, cluster.kinds[name], cached, own)
+        token_s = _token_s(engine, needed, output_tokens, speeds, now)
         ahead_s = into.get(engine.node, 0.0) - now
-        found.append(
-            _Base(
-                engine,
-                token_s,
-                token_s * output_tokens,
-                blocks - own,
-                *move,
-                ahead_s if ahead_s > 0 else 0.0,
-                rank,
-            )
+        yield _Base(
+            rank,
+            token_s * output_tokens,
+            engine,
+            token_s,
+            blocks - own,
+            *move,
+            ahead_s if ahead_s > 0 else 0.0,
+            engine.follows < engine.follows_max,
+            bool(engine.tiers),
+            at,
         )
-    return found
 
 
 def _move(

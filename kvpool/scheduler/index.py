@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import repeat
 from typing import NamedTuple
 
 EXPECTED_MAX = 1 << 20
@@ -25,20 +26,47 @@ FORGET_BATCH = 4096
 LAG_WEIGHT = 0.1
 
 
-class Expected(NamedTuple):
-    """A block that an engine is computing. bit: of the engine's cache. ready_at: an estimate.
+class _Expected:
+    """Blocks that an engine is computing. Each set of them is one object, however long a prompt is.
 
-    tier: bit of the tier that it is in for certain, once the engine has answered. later: no order for it
-    was given yet, so it does not count as the engine's; but whoever wants it may wait for it. shared: it will
-    be in the pool, too.
+    bit: of the engine's cache. ready: when each is there, as an estimate. until: not believed from then on.
+    tier: bit of the tier that they are in for certain, once the engine has answered. later: no order for them
+    was given yet, so they do not count as the engine's; but whoever wants them may wait for them. shared: they
+    will be in the pool, too. marks: bits of whom they count as held by.
     """
 
-    bit: int
-    ready_at: float
-    until: float
-    tier: int = 0
-    later: bool = False
-    shared: bool = True
+    __slots__ = ("bit", "keys", "later", "marks", "ready", "shared", "tier", "until")
+
+    def __init__(
+        self,
+        bit: int,
+        keys: Sequence[Hashable],
+        ready: Sequence[float],
+        until: float,
+        *,
+        later: bool,
+        shared: bool,
+    ) -> None:
+        self.bit = bit
+        self.keys = keys
+        self.ready = ready
+        self.until = until
+        self.later = later
+        self.shared = shared
+        self.tier = 0
+        self.marks = 0 if later else bit
+
+    def arrived(self, tier: int) -> None:
+        self.tier = tier
+        self.marks = tier if self.later else self.bit | tier
+
+    def part(self, keys: Sequence[Hashable]) -> _Expected:
+        """The same of some of them."""
+        at = {key: position for position, key in enumerate(self.keys)}
+        ready = [self.ready[at[key]] for key in keys]
+        part = _Expected(self.bit, keys, ready, self.until, later=self.later, shared=self.shared)
+        part.arrived(self.tier)
+        return part
 
 
 class Match(NamedTuple):
@@ -63,7 +91,7 @@ class _Holder:
         self.bit = bit
         self.pool = pool
         self.keys: set[Hashable] = set()
-        self.expected: set[Hashable] = set()  # in this engine's cache, or in this tier
+        self.expected: set[_Expected] = set()  # in this engine's cache, or in this tier
         self.heard_at = -math.inf
         self.lag_s = 0.0
 
@@ -73,9 +101,9 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._masks: dict[Hashable, int] = {}
-        self._expected: dict[Hashable, Expected] = {}
-        self._expiries: list[tuple[float, int, Sequence[Hashable]]] = []
-        self._expiring = 0  # keys in all of these
+        self._expected: dict[Hashable, _Expected] = {}
+        self._expiries: list[tuple[float, int, _Expected]] = []
+        self._expiring = 0  # keys in all of these, each as often as it is in one
         self._calls = 0
         self._holders: dict[str, _Holder] = {}
         self._by_bit: dict[int, _Holder] = {}
@@ -111,9 +139,8 @@ class PrefixIndex:
         self._live &= ~holder.bit
         self._pool &= ~holder.bit
         self._gone.append(holder)
-        # What it was sent will not come. That is a few thousand blocks at most, not all that it held.
-        for key in list(holder.expected):
-            self._expect_no_more(key)
+        for expected in list(holder.expected):
+            self._end(expected)  # what it was sent will not come
 
     def add(
         self, name: str, keys: Iterable[Hashable], *, told_at: float = 0.0, now: float = 0.0
@@ -151,57 +178,69 @@ class PrefixIndex:
         holder = self._holders.get(name)
         if holder is None:
             return
-        bit = holder.bit
-        expected, expiries = self._expected, self._expiries
-        for key, ready_at in zip(keys, ready, strict=True):
-            if key in expected:
-                self._expect_no_more(key)
-            expected[key] = Expected(bit, ready_at, until, later=later, shared=shared)
-            holder.expected.add(key)
-        self._calls += 1
-        self._expiring += len(keys)
-        heappush(expiries, (until, self._calls, keys))
-        while self._expiring > EXPECTED_MAX and len(expiries) > 1:
-            self._expire()
+        if keys:
+            self._keep(_Expected(holder.bit, keys, ready, until, later=later, shared=shared))
 
-    def arrived(self, name: str, tier: str, keys: Iterable[Hashable]) -> None:
+    def arrived(self, name: str, tier: str, keys: Sequence[Hashable]) -> None:
         """The engine with this cache has answered: what was expected of these is in that tier, too.
 
         Events say the same, later; until then, or until the expectation ends, this is believed. Where
         either has left meanwhile, it is passed over.
         """
         holder, tier_holder = self._holders.get(name), self._holders.get(tier)
-        if holder is None or tier_holder is None:
+        if holder is None or tier_holder is None or not keys:
             return
-        for key in keys:
-            if key in holder.expected:
-                self._expected[key] = self._expected[key]._replace(tier=tier_holder.bit)
-                tier_holder.expected.add(key)
+        mine: dict[_Expected, list[Hashable]] = {}
+        first = self._expected.get(keys[0])
+        if first in holder.expected and first.keys == keys:
+            mine[first] = []  # as a rule: all of one order
+        else:
+            for key in keys:
+                found = self._expected.get(key)
+                if found in holder.expected:
+                    mine.setdefault(found, []).append(key)
+        for expected, some in mine.items():
+            whole = not some or len(some) == len(expected.keys)
+            part = expected if whole else expected.part(some)
+            if not whole:
+                self._keep(part)
+            if part.tier:
+                self._by_bit[part.tier].expected.discard(part)
+            part.arrived(tier_holder.bit)
+            tier_holder.expected.add(part)
 
     def unexpect(self, name: str, keys: Iterable[Hashable]) -> None:
         """They will not come from there after all. Of one that has left nothing is expected anyway."""
         holder = self._holders.get(name)
         if holder is None:
             return
+        expected = self._expected
         for key in keys:
-            if key in holder.expected:
-                self._expect_no_more(key)
+            if expected.get(key) in holder.expected:
+                del expected[key]
 
     def match(self, keys: Sequence[Hashable], now: float) -> Match:
         """The longest prefix of every holder. O(blocks + holders that have any)."""
-        expiries = self._expiries
-        while expiries and expiries[0][0] <= now:
-            self._expire()
+        masks = list(map(self._masks.get, keys, repeat(0)))
+        coming: list[_Expected | None] = []
+        if self._expected:
+            self._expire(now)
+            coming = list(map(self._expected.get, keys))
+            for position, expected in enumerate(coming):
+                if expected is not None:
+                    if expected.until <= now:
+                        coming[position] = None
+                    else:
+                        masks[position] |= expected.marks
         drops: list[tuple[int, int]] = []
         alive, pool = self._live, self._pool
-        get = self._masks.get
         reach = -1
         end = len(keys)
-        expected = self._expected.get if self._expected else None
-        for position, key in enumerate(keys):
-            mask = get(key, 0)
-            if expected is not None and (coming := expected(key)) is not None:
-                mask |= coming.tier if coming.later else coming.bit | coming.tier
+        last = -1
+        for position, mask in enumerate(masks):
+            if mask == last:
+                continue  # as most are in a long prefix
+            last = mask
             if reach < 0 and not mask & pool:
                 reach = position
             still = alive & mask
@@ -218,7 +257,9 @@ class PrefixIndex:
         for mask, length in drops:
             if length:
                 self._name(mask, length, lengths)
-        return Match(lengths, reach, *self._coming(keys, reach))
+        if not coming:
+            return Match(lengths, reach, reach, -math.inf)
+        return Match(lengths, reach, *self._coming(keys, masks, coming, reach))
 
     def freshness(self, name: str, now: float) -> tuple[float, float]:
         """Seconds since the holder was last heard of, and how late its word mostly comes."""
@@ -231,21 +272,27 @@ class PrefixIndex:
             lengths[self._by_bit[bit].name] = length
             mask ^= bit
 
-    def _coming(self, keys: Sequence[Hashable], reach: int) -> tuple[int, float]:
-        expected, masks, pool = self._expected, self._masks, self._pool
-        ready_at = -math.inf
-        if not expected:
-            return reach, ready_at
+    def _coming(
+        self,
+        keys: Sequence[Hashable],
+        masks: Sequence[int],
+        coming: Sequence[_Expected | None],
+        reach: int,
+    ) -> tuple[int, float]:
+        """How far it will reach, and when."""
+        pool, ready_at = self._pool, -math.inf
+        before: _Expected | None = None
+        at = 0  # of the key in what is expected with it
         for position in range(reach, len(keys)):
-            key = keys[position]
-            if masks.get(key, 0) & pool:
+            if masks[position] & pool:
                 continue
-            found = expected.get(key)
+            found = coming[position]
             if found is None or not found.shared:
                 return position, ready_at
-            if found.tier & pool:
-                continue
-            ready_at = max(ready_at, found.ready_at)
+            at += 1
+            if found is not before or at >= len(found.keys) or found.keys[at] != keys[position]:
+                before, at = found, found.keys.index(keys[position])
+            ready_at = max(ready_at, found.ready[at])
         return len(keys), ready_at
 
     def _heard(self, name: str, told_at: float, now: float) -> _Holder:
@@ -269,19 +316,40 @@ class PrefixIndex:
             else:
                 del masks[key]
 
-    def _expire(self) -> None:
-        until, _, keys = heappop(self._expiries)
-        self._expiring -= len(keys)
-        for key in keys:
-            found = self._expected.get(key)
-            if found is not None and found.until <= until:
-                self._expect_no_more(key)
+    def _keep(self, expected: _Expected) -> None:
+        """Of each of these keys, this is what is expected from now on."""
+        self._expected.update(dict.fromkeys(expected.keys, expected))
+        self._by_bit[expected.bit].expected.add(expected)
+        self._calls += 1
+        self._expiring += len(expected.keys)
+        heappush(self._expiries, (expected.until, self._calls, expected))
+        while self._expiring > EXPECTED_MAX and len(self._expiries) > 1:
+            self._forget_first()
 
-    def _expect_no_more(self, key: Hashable) -> None:
-        found = self._expected.pop(key)
-        self._by_bit[found.bit].expected.discard(key)
-        if found.tier:
-            self._by_bit[found.tier].expected.discard(key)
+    def _expire(self, now: float) -> None:
+        """Forget what is not believed any more, some of it at a time."""
+        budget = FORGET_BATCH
+        while budget > 0 and self._expiries and self._expiries[0][0] <= now:
+            budget -= self._forget_first()
+
+    def _forget_first(self) -> int:
+        """The first to expire; how many keys it had."""
+        _, _, first = heappop(self._expiries)
+        self._end(first)
+        count = len(first.keys)
+        self._expiring -= count
+        expected = self._expected
+        for key in first.keys:
+            if expected.get(key) is first:
+                del expected[key]
+        return count
+
+    def _end(self, expected: _Expected) -> None:
+        """It is believed no more."""
+        expected.until = -math.inf
+        for bit in (expected.bit, expected.tier):
+            if bit in self._by_bit:
+                self._by_bit[bit].expected.discard(expected)
 
     def _forget_some(self) -> None:
         budget = FORGET_BATCH

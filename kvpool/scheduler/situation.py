@@ -134,21 +134,24 @@ class Situation:
         closely at a few engines, however many there are. Where it makes a difference how the answer goes
         on from them, it is the first that would have ended it, as if all that can be pulled were there.
         """
-        get = self.match.lengths.get
-        pullable = max(self.match.reach, self.match.coming)
-        busy_until, promised, now = self.cluster.traffic.into, self.promised, self.now
-        handover = self.handover
+        match, handover, now = self.match, self.handover, self.now
+        get, promised, busy_until = match.lengths.get, self.promised, self.cluster.traffic.into
+        pullable = max(match.reach, match.coming)
+        prefills_s: dict[str, float] = {}
         first: dict[tuple[object, ...], tuple[float, list[Engine]]] = {}
         for engine in self.engines:
-            name = engine.name
-            free_at = promised.get(name, engine.free_at)
-            starts = max(free_at, now)
+            starts = promised.get(engine.name, engine.free_at) if promised else engine.free_at
+            starts = max(starts, now)
             busy = busy_until.get(engine.node, 0.0)
             if busy > starts and self.own(engine) < pullable:
                 starts = busy
-            group = (engine.kind, get(engine.gpu), *map(get, engine.tiers))
+            kind = engine.kind
             if handover is not None:
-                starts += handover.cost_s(engine, self.prefill_s(engine, pullable))
+                prefill_s = prefills_s.get(kind)
+                if prefill_s is None:
+                    prefill_s = prefills_s[kind] = self.prefill_s(engine, pullable)
+                starts += handover.cost_s(engine, prefill_s)
+            group = (kind, get(engine.gpu), *map(get, engine.tiers))
             found = first.get(group)
             if found is None or starts < found[0]:
                 first[group] = starts, [engine]

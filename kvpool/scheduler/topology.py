@@ -10,9 +10,12 @@ from kvpool.scheduler.values import Engine
 NODE = "node"
 
 
-def place(engine: Engine) -> tuple[str, str]:
+Place = str | tuple[str]
+
+
+def place(engine: Engine) -> Place:
     """Its node; one that is on none, as far as one knows, is alone at its place."""
-    return (engine.node, "") if engine.node else ("", engine.name)
+    return engine.node or (engine.name,)
 
 
 def together(one: Engine, other: Engine) -> bool:

@@ -80,6 +80,9 @@ class Request:
         return Among(self.kinds, self.engines)
 
 
+Labels = tuple[tuple[str, str], ...]
+
+
 @dataclass(slots=True)
 class Engine:
     """One engine as the scheduler keeps it in mind. Changed by `Scheduler` only.
@@ -94,7 +97,7 @@ class Engine:
     with how many of them have it; kept for policies that go by it. decodes, context_tokens: of requests that decode here or hold a
     reservation for it, each with its whole context. held_tokens: of those among them that were sent to
     decode, at most `capacity_tokens`. follows: prompts that are followed for it now. computing: seconds of
-    prompts that were sent to it.
+    prompts that were sent to it. labelled: its labels, for comparing.
     """
 
     name: str
@@ -116,6 +119,10 @@ class Engine:
     held_tokens: int = 0
     follows: int = 0
     computing: Decaying = field(default_factory=lambda: Decaying(COMPUTING_S))
+    labelled: Labels = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.labelled = tuple(sorted(self.labels.items()))
 
 
 class Outlook(NamedTuple):

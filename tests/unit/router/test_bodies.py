@@ -12,6 +12,7 @@ from kvpool.router.bodies import (
     Body,
     Kind,
     error_body,
+    limited,
     parse,
     prompt_only,
     segment,
@@ -207,6 +208,18 @@ def test_how_many_tokens_are_asked_for(value: dict[str, Any], tokens: int | None
 def test_priorities_are_the_other_way_round_than_in_vllm() -> None:
     assert read({"prompt": "x", "priority": -3}).priority == 3
     assert read({"prompt": "x"}).priority is None
+
+
+def test_an_engine_is_told_no_higher_priority_than_the_sender_may_ask_for() -> None:
+    for asked, most, told in ((-9, 3, -3), (-3, 3, -3), (4, 3, 4), (-1, 0, 0), (None, 0, None)):
+        body = limited(read({"prompt": "x", "priority": asked, "user": "u"}), most)
+        sent = json.loads(body.raw)
+        assert sent.get("priority") == body.value.get("priority") == told
+        assert sent["user"] == "u"
+        assert body.priority == (None if told is None else -told)
+    for wrong in ("-9", -9.0, True):
+        with pytest.raises(BadRequest, match="priority"):
+            limited(read({"prompt": "x", "priority": wrong}), 100)
 
 
 def test_a_conversation_is_known_by_how_it_begins_or_by_what_it_is_called() -> None:

@@ -1,7 +1,9 @@
 """A small cluster for the tests of single rules: engines by name, and time in the test's hands."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -35,9 +37,10 @@ class Rules:
         policy: str = "kvpool",
         pull_s: float = 0.001,
         capacity: int = 1000,
+        places: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
         **engine: Any,
     ) -> None:
-        """pull_s: a block."""
+        """pull_s: a block. places: labels of engines, by their names."""
         loads = {
             "dram": LoadEstimate(0.0, 1e12),
             "peer": LoadEstimate(0.0, BLOCK_BYTES / pull_s),
@@ -48,7 +51,9 @@ class Rules:
         self.nodes: dict[str, str] = {}
         self.cluster = Cluster(kinds, self.nodes, Traffic())
         self.engines = {
-            name.partition("@")[0]: self.engine(name, role, capacity, **engine)
+            name.partition("@")[0]: self.engine(
+                name, role, capacity, labels=places.get(name, {}), **engine
+            )
             for name, role in engines.items()
         }
         self.scheduler = Scheduler(

@@ -160,11 +160,10 @@ def test_a_prompt_goes_where_it_holds_up_fewer(make: Make) -> None:
 
 
 def test_the_nearest_that_decodes(make: Make) -> None:
-    places = {"d": {"zone": "1", "rack": "a"}, "e": {"zone": "1", "rack": "b"}, "f": {"zone": "2"}}
-    rules = make({"p": P, "d": D, "e": D, "f": D, "g": D, "h@p": D}, pull_s=PULL_S)
-    rules.engines["p"].labels = {"zone": "1", "rack": "a"}
-    for name, labels in places.items():
-        rules.engines[name].labels = labels
+    near = {"zone": "1", "rack": "a"}
+    places = {"p": near, "d": near, "e": {"zone": "1", "rack": "b"}, "f": {"zone": "2"}}
+    roles = {"p": P, "d": D, "e": D, "f": D, "g": D, "h@p": D}
+    rules = make(roles, pull_s=PULL_S, places=places)
     topology = Topology((("rack", 1.5), ("zone", 2.0)), far=5.0)
     found = outlooks(rules, rules.request(160), "p", DecodeRule(topology=topology))
     factors = {name: o.handover_s / (10 * PULL_S) for name, o in found.items()}
@@ -174,29 +173,25 @@ def test_the_nearest_that_decodes(make: Make) -> None:
 
 @pytest.mark.parametrize(("require", "allowed"), [("zone", "deh"), ("rack", "dh"), ("node", "h")])
 def test_pairs_that_are_required_to_be_near(make: Make, require: str, allowed: str) -> None:
-    rules = make({"p": P, "d": D, "e": D, "f": D, "g": D, "h@p": D})
-    rules.engines["p"].labels = {"zone": "1", "rack": "a"}
-    rules.engines["d"].labels = {"zone": "1", "rack": "a"}
-    rules.engines["e"].labels = {"zone": "1", "rack": "b"}
-    rules.engines["f"].labels = {"zone": "2", "rack": "c"}
+    near = {"zone": "1", "rack": "a"}
+    other, far = {"zone": "1", "rack": "b"}, {"zone": "2", "rack": "c"}
+    places = {"p": near, "d": near, "e": other, "f": far}
+    rules = make({"p": P, "d": D, "e": D, "f": D, "g": D, "h@p": D}, places=places)
     rule = DecodeRule(topology=Topology(require=require))
     assert set(outlooks(rules, rules.request(), "p", rule)) == set(allowed)
 
 
 def test_a_prompt_is_computed_near_to_who_decodes_it(make: Make) -> None:
     settings = replace(PLAIN, decode=DecodeRule(topology=Topology(require="zone")))
-    rules = make({"p": P, "q": P, "d": D}, settings)
-    rules.engines["q"].labels = rules.engines["d"].labels = {"zone": "1"}
-    rules.engines["p"].labels = {"zone": "2"}
-    rules.scheduler.set_role("d", D, 0.0)  # labels are looked at when something changes
+    near = {"zone": "1"}
+    places = {"p": {"zone": "2"}, "q": near, "d": near}
+    rules = make({"p": P, "q": P, "d": D}, settings, places=places)
     first, second = rules.submit(), rules.submit()
     assert rules.poll() == [(first, "q", "")]
     rules.scheduler.leave("q", 0.1)
     assert rules.poll(5.0) == []  # p may be no pair with d
     assert rules.scheduler.submit(rules.request(), 5.0).code == "no_engine"
-    near = rules.engine("n", P)
-    near.labels = {"zone": "1"}
-    rules.scheduler.join(near, 6.0)
+    rules.scheduler.join(rules.engine("n", P, labels=near), 6.0)
     assert {ident for ident, _, _ in rules.poll(6.0)} <= {first, second}
 
 
