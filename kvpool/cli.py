@@ -687,6 +687,10 @@ def sim(
     prefill: Annotated[int, typer.Option(help="Engines that compute prompts.")] = 10,
     decode: Annotated[int, typer.Option(help="Engines that decode; 0 ends with the token.")] = 10,
     mixed: Annotated[int, typer.Option(help="Engines that do both.")] = 0,
+    flexible: Annotated[
+        bool,
+        typer.Option(help="Whether engines change between prefill and decode, after the load."),
+    ] = False,
     policy: Annotated[
         list[str] | None,
         typer.Option(help="May be repeated; all: every one. NAME/fifo: in order of arrival."),
@@ -738,6 +742,7 @@ def sim(
         prefill=prefill,
         decode=decode,
         mixed=mixed,
+        flexible=flexible,
         settings=settings,
         pool_tokens=pool_tokens,
         ssd_tokens=ssd_tokens,

@@ -38,6 +38,8 @@ ORDER_TOKEN_S = 1e-7
 LATENCY_S = {"dram": 0.0001, "ssd": 0.0005, "peer": 0.001}
 FOLLOWS_MAX = 64
 """Prompts that a node follows at a time, as daemons do."""
+REBALANCE_S = 1.0
+"""How often the scheduler is asked whether an engine should change its role, as the router does."""
 SOURCES_MAX = 4
 """From how many nodes one prompt's blocks are pulled, at most."""
 
@@ -46,8 +48,9 @@ SOURCES_MAX = 4
 class Shape:
     """What is simulated. prefill, decode, mixed: how many engines of each role, each on its own node.
 
-    Without decode or mixed engines, requests end with their first token. pool_tokens: memory of all nodes
-    that compute prompts, together; ssd_tokens the same of their disks. shared: whether nodes can pull
+    Without decode or mixed engines, requests end with their first token. flexible: those for prefill and those
+    for decode may change sides, after the load. pool_tokens: memory of all nodes
+    that compute prompts, or may, together; ssd_tokens the same of their disks. shared: whether nodes can pull
     from each other. network_bytes_s: instead of the profile's. lag_s: from an event to the scheduler's
     index. order_s: from the scheduler to an engine and back, each way, and more for each token that is
     sent. noise: the standard deviation of the logarithm of a factor on estimated prefill times.
@@ -57,6 +60,7 @@ class Shape:
     prefill: int = 16
     decode: int = 0
     mixed: int = 0
+    flexible: bool = False
     policy: str = DEFAULT_POLICY
     fifo: bool = False
     settings: Settings = field(default_factory=Settings)
@@ -199,11 +203,14 @@ class Simulation:
         self._decode_at: dict[Hashable, Engine | None] = {}
         self._wakes_at = math.inf
         self.finished = 0
+        self.role_changes = 0
 
     def run(self, progress: Callable[[int], None] | None = None) -> list[Outcome]:
         """Simulate until every request has ended. progress: is told now and then how many have."""
         for request in self._requests:
             self.timeline.at(request.arrived_s, self._arrive, request)
+        if self._shape.flexible and self._requests:
+            self.timeline.at(self._requests[0].arrived_s, self._rebalance)
         steps = 0
         while self.timeline.next_at < math.inf:
             self.timeline.step()
@@ -246,7 +253,7 @@ class Simulation:
 
     def _build(self) -> list[Engine]:
         shape = self._shape
-        pooled = shape.prefill + shape.mixed
+        pooled = shape.prefill + shape.mixed + (shape.decode if shape.flexible else 0)
         dram = shape.pool_tokens // shape.block_tokens // pooled
         ssd = shape.ssd_tokens // shape.block_tokens // pooled
         roles = [
@@ -257,7 +264,7 @@ class Simulation:
         views = []
         for number, (label, role) in enumerate(roles):
             name = f"{label}-{number}"
-            computes = Role.PREFILL in role
+            computes = Role.PREFILL in role or shape.flexible
             node = _Node(name, number, shape, dram if computes else 0, ssd if computes else 0)
             tiers = (f"dram:{name}", f"ssd:{name}") if ssd else (f"dram:{name}",)
             gpu = f"gpu:{name}"
@@ -270,6 +277,7 @@ class Simulation:
                 tiers,
                 shape.speeds.gpu_tokens,
                 follows_max=FOLLOWS_MAX,
+                flexible=shape.flexible and role is not Role.BOTH,
             )
             self._index.join(gpu, pool=False)
             for tier in view.tiers:
@@ -312,6 +320,12 @@ class Simulation:
         """The next poll is what this is for."""
         if self._wakes_at == wake_at:
             self._wakes_at = math.inf
+
+    def _rebalance(self) -> None:
+        now = self.timeline.now
+        self.role_changes += self._scheduler.rebalance(now) is not None
+        if self.finished < len(self._requests):
+            self.timeline.at(now + REBALANCE_S, self._rebalance)
 
     # What engines say, `Surroundings`.
 

@@ -63,6 +63,7 @@ def summary(
         "hit": sum(o.hit_blocks for o in served) / asked if asked else 0.0,
         "pulled_blocks": sum(o.pulled_blocks for o in served),
         "orders": sum(o.orders for o in served),
+        "role_changes": simulation.role_changes,
         "busy": mean(computing) / last_s if last_s else 0.0,
         "seconds": last_s,
         "estimate_error": {"prefill": prefill.mean, "decode": decode.mean},

@@ -181,6 +181,19 @@ def test_answers_are_decoded_on_engines_of_either_kind(counts: tuple[int, int, i
     assert simulation.finished == len(REQUESTS)
 
 
+def test_engines_change_sides_when_the_load_does() -> None:
+    """The one that is alone in its role has too much to do, and the others have too little."""
+    asked = [replace(each, output_tokens=1000) for each in requests(count=600, load=0.5)]
+    for prefill, decode in ((4, 1), (1, 4)):
+        fixed = replace(SMALL, prefill=prefill, decode=decode)
+        flexible = replace(fixed, flexible=True)
+        found = {shape.flexible: summary(shape, *run(shape, asked)) for shape in (fixed, flexible)}
+        assert found[False]["role_changes"] == 0
+        assert found[True]["role_changes"] > 0
+        assert found[True]["seconds"] < found[False]["seconds"]
+        assert found[True] == summary(flexible, *run(flexible, asked))
+
+
 def test_refusals_are_told_and_what_is_taken_keeps_its_promise() -> None:
     asked = requests(count=300, load=2.0)
     settings = Settings(ttft_slo_s=2.0)
