@@ -25,7 +25,7 @@ import msgspec
 from aiohttp import web
 
 from kvpool.router.bodies import BadRequest, Kind, error_body
-from kvpool.router.config import RouterConfig, Secrets
+from kvpool.router.config import RouterConfig, Secrets, is_loopback
 from kvpool.router.flight import ClientGone
 from kvpool.router.metrics import Metrics
 from kvpool.router.serving import RETRY_AFTER_S_MAX, Incoming, Rejected, Serving
@@ -108,10 +108,13 @@ class Guard:
     def tenant(self, request: web.Request) -> str:
         """Who asks; the operator is `OPERATOR`. Raises `BadRequest`."""
         if not self._tenants:
-            # Without tokens it listens on loopback only. A page in a browser is not from there.
-            if "Origin" in request.headers:
+            # Without tokens it listens on loopback only. A page in a browser is not from there, and may have a
+            # name of its own that leads here.
+            if "Origin" in request.headers or not _names_loopback(request.headers.get("Host", "")):
                 raise BadRequest(
-                    403, "a browser's page may not ask without a token", type="PermissionError"
+                    403,
+                    "without a token only this machine may ask, as localhost, and no browser's page",
+                    type="PermissionError",
                 )
             return OPERATOR
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -307,6 +310,16 @@ class Api:
         if b'"messages"' in incoming.raw:
             incoming = replace(incoming, kind=Kind.CHAT)
         return _json(await self._serving.explain(incoming))
+
+
+def _names_loopback(host: str) -> bool:
+    """host: of a request, maybe with its port; browsers always send one."""
+    if not host:
+        return True
+    name, _, port = host.rpartition(":")
+    if not port.isdecimal():
+        name = host
+    return is_loopback(name.removeprefix("[").removesuffix("]"))
 
 
 def _hang_up(request: web.Request) -> None:

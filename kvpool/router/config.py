@@ -191,7 +191,7 @@ def load(
         config = msgspec.structs.replace(config, socket=default_socket_path(environ))
     secrets = _secrets(config, environ)
     host, _ = config.address
-    if not _is_loopback(host) and not (secrets.token or secrets.tenants):
+    if not is_loopback(host) and not (secrets.token or secrets.tenants):
         raise ConfigError(
             f"listen: {config.listen} is not loopback, so whoever asks must show a token: set {TOKEN_ENVIRON}, "
             f"or token_file, at least {TOKEN_CHARACTERS_MIN} characters (`openssl rand -hex 32` makes one)"
@@ -273,7 +273,8 @@ def _address(listen: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address in numbers is this machine's own."""
     if host == "localhost":
         return True
     try:

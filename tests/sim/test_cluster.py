@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.testing.simulation import Result, run_seed
 
-SEEDS = int(os.environ.get("KVPOOL_SIM_SEEDS", "1000"))  # `make sim` runs more
+SEEDS = int(os.environ.get("KVPOOL_SIM_SEEDS", "400"))  # `make sim` runs more
 BATCH = 50
 WORKERS = 2
 

@@ -335,7 +335,9 @@ async def test_a_client_that_does_not_read_holds_up_nobody_and_is_given_up(world
     await loop.sock_connect(sock, (host, int(port)))
     body = {"model": "stub", "prompt": "x", "max_tokens": 60_000, "stream": True, "logprobs": 1}
     data = json.dumps(body | {"ignore_eos": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
     await loop.sock_sendall(sock, head.encode() + data)
     with sock:
         await world.until(lambda: working(engine), "it has begun")

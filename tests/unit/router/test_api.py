@@ -147,7 +147,9 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     async def work(site: Site) -> None:
         host, port = site.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"
+        )
         assert b" 408 " in await reader.readline()
         writer.close()
 
@@ -166,7 +168,9 @@ def test_a_body_that_is_not_what_its_headers_say(header: bytes, body: bytes) -> 
     async def work(site: Site) -> None:
         host, port = site.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n" + body)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + header + b"\r\n\r\n" + body
+        )
         assert b" 400 " in await reader.readline()
         writer.close()
 
@@ -178,7 +182,7 @@ def test_bodies_that_come_are_counted_too() -> None:
         host, port = site.url.removeprefix("http://").split(":")
         body = json.dumps(WHOLE).encode()
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body[:-1])
         found = []
 
@@ -203,7 +207,7 @@ def test_who_does_not_read_an_answer_loses_the_connection(monkeypatch: pytest.Mo
         monkeypatch.setattr(site.bench.metrics, "text", lambda: bytes(64 << 20))
         host, port = site.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as client:
-            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await until(lambda: bool(site.server.connections))
             await until(lambda: not site.server.connections)
 
@@ -400,6 +404,10 @@ def test_without_a_token_a_browsers_page_may_not_ask() -> None:
         page = "http://evil.example"
         for path in ("/v1/completions", "/engines/a/drain"):
             assert (await site.call(path, WHOLE, Origin=page))[0] == 403
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]:80", "::"):
+            assert (await site.call("/engines", Host=host))[0] == 403
+        for host in ("localhost", "localhost:80", "127.0.0.1:80", "[::1]:80", "[::1]"):
+            assert (await site.call("/engines", Host=host))[0] == 200
         assert not site.bench.upstream.seen
 
     run(work, engine("a"))
