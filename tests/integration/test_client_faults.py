@@ -272,9 +272,10 @@ for wait_s in (0.0, 5.0):
     say(str(lease is None or lease.valid))
 """
     )
-    for _ in range(2):
+    for answered in (1, 2):
         assert reader.hear() == "asked"
         until(lambda: stopped(reader.pid))
+        until(lambda n=answered: client.stats()["counters"]["acquired"] == n)
         until(lambda: client.stats()["leases"] == 0)
         reader.signal(signal.SIGCONT)
         assert reader.hear() == "False"
