@@ -51,6 +51,7 @@ from kvpool.testing.stub_engine import Settings, StubEngine
 ENGINES, BLOCKS, BLOCK_TOKENS, PROMPT_TOKENS = 64, 1_000_000, 16, 12_000
 PROMPT_BLOCKS, RUN_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS, 250
 UNDER_WAY = 64
+LOOP = 3_000_000
 PLAIN, COLD, URGENT = "cached in part", "cold", "with a deadline"
 DECISIONS, DECISIONS_QUICK = 20_000, 2_000
 HASHES = 200
@@ -101,6 +102,11 @@ def hashing(report: Report) -> None:
 def decisions(report: Report) -> None:
     rounds = DECISIONS_QUICK if report.quick else DECISIONS
     worst = 0.0
+    # A machine's Python may be several times slower than another's, or than its own on another day.
+    began = time.perf_counter()
+    for _ in range(LOOP):
+        pass
+    report.row("an empty loop of Python", million_s=1e-6 * LOOP / (time.perf_counter() - began))
     for label, prefill, kind in (
         ("all do both", ENGINES, PLAIN),
         ("48 prefill, 16 decode", 48, PLAIN),

@@ -23,6 +23,8 @@ EXPECTED_MAX = 1 << 20
 """Blocks that are expected at the same time, at most, but for one call's; the first to expire give way."""
 FORGET_BATCH = 4096
 """Keys of a holder that is gone that one change to the index forgets."""
+EXPIRE_BATCH = 1024
+"""Keys that are expected no more, and that one look at a prompt forgets; a few of them more."""
 LAG_WEIGHT = 0.1
 
 
@@ -328,7 +330,7 @@ class PrefixIndex:
 
     def _expire(self, now: float) -> None:
         """Forget what is not believed any more, some of it at a time."""
-        budget = FORGET_BATCH
+        budget = EXPIRE_BATCH
         while budget > 0 and self._expiries and self._expiries[0][0] <= now:
             budget -= self._forget_first()
 
