@@ -64,7 +64,10 @@ def test_other_nodes_know_what_is_in_an_engines_prefix_cache(
             engine.forget()
             engine.core.step_fn()  # events are published at a step
             kit.until(lambda: in_engines(b, ever) == {}, "b knows that they are gone")
-            assert len(b.client.locate(sorted(ever))) == len(ever)
+            kit.until(
+                lambda: len(b.client.locate(sorted(ever))) == len(ever),
+                "b knows that they are in the pool",
+            )
 
             # What is loaded from the pool is in the cache then.
             assert engine.generate(prompts[:1])[0].cached == kit.hit(300)
