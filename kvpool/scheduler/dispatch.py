@@ -408,7 +408,8 @@ class Dispatch:
         each_s = best.prefill_s / count
         ready = [begins + each_s * number for number in range(1, count + 1)]
         keys = order.request.keys[best.cached : end]
-        index, gpu, shared = self._state.index, best.engine.gpu, bool(best.engine.tiers)
+        index, gpu, nodes = self._state.index, best.engine.gpu, self._state.cluster.nodes
+        shared = any(tier in nodes for tier in best.engine.tiers)
         index.expect(gpu, keys, ready, ready[-1] + EXPECT_S, shared=shared)
         rest = order.request.keys[end:]
         if later_s and rest:

@@ -84,6 +84,11 @@ class Match(NamedTuple):
     coming: int
     ready_at: float
 
+    @property
+    def most(self) -> int:
+        """How much of it need not be computed on the engine where that is the most."""
+        return max(self.reach, *self.lengths.values()) if self.lengths else self.reach
+
 
 class _Holder:
     __slots__ = ("bit", "expected", "heard_at", "keys", "lag_s", "name", "pool")

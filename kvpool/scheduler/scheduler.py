@@ -128,7 +128,7 @@ class Scheduler:
             return refused
         situation = state.situation(request, now, engines)
         reach = situation.match.reach
-        size_s = situation.prefill_s(engines[0], reach)
+        size_s = situation.prefill_s(engines[0], situation.match.most)
         self._balance.asked(request, size_s, now)
         if reach:
             state.spreading.asked(request.keys[reach - 1], now)
@@ -312,7 +312,7 @@ class Scheduler:
         if refused is not None:
             return refused
         situation = state.situation(request, now, engines)
-        size_s = situation.prefill_s(engines[0], situation.match.reach)
+        size_s = situation.prefill_s(engines[0], situation.match.most)
         refused = self._refused(situation, size_s)
         if refused is not None:
             return refused

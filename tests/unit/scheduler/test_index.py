@@ -110,6 +110,18 @@ IndexMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=2
 TestIndex = IndexMachine.TestCase
 
 
+def test_the_most_that_an_engine_need_not_compute() -> None:
+    index = PrefixIndex()
+    for name, pool in HOLDERS.items():
+        index.join(name, pool=pool)
+    assert index.match(CHAIN, 0.0).most == 0
+    index.add("dram:a", CHAIN[:3])
+    index.add("dram:b", CHAIN[3:5])
+    assert index.match(CHAIN, 0.0).most == 5, "block by block from whoever has it"
+    index.add("gpu:b", CHAIN[:6])
+    assert index.match(CHAIN, 0.0).most == 6, "on that engine"
+
+
 def test_freshness_tells_silence_and_lag() -> None:
     index = PrefixIndex()
     index.join("gpu:a", pool=False)

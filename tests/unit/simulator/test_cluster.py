@@ -150,6 +150,19 @@ def test_nodes_that_do_not_share_pull_nothing_and_hit_less() -> None:
     assert sum(o.hit_blocks for o in apart) < 0.8 * sum(o.hit_blocks for o in together)
 
 
+def test_where_nodes_do_not_share_nobody_waits_for_others_blocks() -> None:
+    """And what the engine of the longest prefix has counts, when short ones go first."""
+    asked = requests(400, load=0.8)
+    means = {}
+    for policy, fifo in (("kvpool", False), ("kvpool", True), ("mooncake-local", True)):
+        _, outcomes = run(replace(SMALL, shared=False, policy=policy, fifo=fifo), asked)
+        found = [o.ttft_s for o in outcomes if o.ttft_s is not None]
+        means[policy, fifo] = sum(found) / len(asked)
+    theirs = means["mooncake-local", True]
+    assert means["kvpool", True] < 0.9 * theirs
+    assert means["kvpool", False] < 0.8 * theirs
+
+
 def test_short_ones_first_is_better_on_the_mean() -> None:
     means = {False: 0.0, True: 0.0}
     for seed in (3, 4):  # one of these alone may go either way
