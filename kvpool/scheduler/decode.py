@@ -106,21 +106,27 @@ def _token_s(engine: Engine, needed: int, output_tokens: int, speeds: _Speeds, n
     return alone_s * mixed_s / (share * alone_s + (1 - share) * mixed_s)
 
 
+class _Move(NamedTuple):
+    """transfer_s: to bring what the node lacks, and tail_s the last step's part of that. load_s: all from memory to
+    the GPU. again_s: to compute what neither the engine nor its node has."""
+
+    transfer_s: float
+    tail_s: float
+    load_s: float
+    again_s: float
+
+
 class _Base(NamedTuple):
     """What does not depend on who computes the prompt. rank: 0 with room, 1 with a promise of it. tokens_s: of
-    the whole answer. transfer_s: to bring what the node lacks, and tail_s the last step's part of that; load_s:
-    all from memory to the GPU. again_s: to compute what neither the engine nor its node has. ahead_s: until
-    the link is free. pooled: whether anything can be brought there. at: which of all it is."""
+    the whole answer. ahead_s: until the link is free. pooled: whether anything can be brought there. at: which
+    of all it is."""
 
     rank: int
     tokens_s: float
     engine: Engine
     tpot_s: float
     lacks: int
-    transfer_s: float
-    tail_s: float
-    load_s: float
-    again_s: float
+    move: _Move
     ahead_s: float
     follows: bool
     pooled: bool
@@ -173,7 +179,7 @@ class Handover:
             if base.rank <= rank:
                 tokens_s = base.tokens_s
                 if base.engine is not engine:
-                    tokens_s += base.load_s if pooled and base.pooled else base.again_s
+                    tokens_s += base.move.load_s if pooled and base.pooled else base.move.again_s
                 if base.rank < rank or tokens_s < cost:
                     rank, cost = base.rank, tokens_s
         return cost + held_up_s
@@ -192,7 +198,7 @@ class Handover:
             for base in near:
                 handover_s = 0.0
                 if base.engine is not engine:
-                    handover_s = base.load_s if pooled and base.pooled else base.again_s
+                    handover_s = base.move.load_s if pooled and base.pooled else base.move.again_s
                 found.append((base.rank, base.tokens_s + handover_s, base.at, handover_s, base))
             here = place(engine)
             for rank, cost, handover_s, base in self._apart(engine, prefill_s):
@@ -237,17 +243,18 @@ class Handover:
                 continue
             factor = topology.apart(engine, other)
             for base in bases:
-                if not pools or not base.pooled:
-                    handover_s = base.again_s
-                elif not factor or not base.lacks:
-                    handover_s = base.load_s
+                rank, tokens_s, _, _, lacks, move, ahead_s, follows, pooled, _ = base
+                transfer_s, tail_s, load_s, again_s = move
+                if not pools or not pooled:
+                    handover_s = again_s
+                elif not factor or not lacks:
+                    handover_s = load_s
+                elif follows:
+                    bring_s = max(ahead_s + factor * transfer_s - prefill_s, factor * tail_s)
+                    handover_s = bring_s + load_s
                 else:
-                    handover_s = base.ahead_s + factor * base.transfer_s
-                    if base.follows:
-                        handover_s -= prefill_s
-                        handover_s = max(handover_s, factor * base.tail_s)
-                    handover_s += base.load_s
-                yield base.rank, base.tokens_s + handover_s, handover_s, base
+                    handover_s = ahead_s + factor * transfer_s + load_s
+                yield rank, tokens_s + handover_s, handover_s, base
 
 
 def _bases(
@@ -261,7 +268,7 @@ def _bases(
     needed, output_tokens = context_tokens(request), request.output_tokens
     blocks, get, into = len(request.keys), match.lengths.get, cluster.traffic.into
     kinds: dict[str, _Speeds] = {}
-    moves: dict[tuple[str, int, int], tuple[float, float, float, float]] = {}
+    moves: dict[tuple[str, int, int], _Move] = {}
     for at, engine in enumerate(decoders):
         name = engine.kind
         speeds = kinds.get(name)
@@ -286,7 +293,7 @@ def _bases(
             engine,
             token_s,
             blocks - own,
-            *move,
+            move,
             ahead_s if ahead_s > 0 else 0.0,
             engine.follows < engine.follows_max,
             bool(engine.tiers),
@@ -294,18 +301,14 @@ def _bases(
         )
 
 
-def _move(
-    request: Request, kind: KindEstimates, cached: int, own: int
-) -> tuple[float, float, float, float]:
-    """Seconds to bring what the node lacks, the last step's part of that, and all from memory to the GPU; and to
-    compute what the node lacks."""
+def _move(request: Request, kind: KindEstimates, cached: int, own: int) -> _Move:
     peer, dram, size = kind.loads["peer"], kind.loads.get("dram"), kind.block_bytes
     blocks, tokens = len(request.keys), request.tokens
     tail = min(blocks - own, -(-kind.step_tokens // kind.block_tokens))
     load_s = dram.seconds((blocks - cached) * size) if dram is not None else 0.0
     start = min(own * kind.block_tokens, tokens - 1)
     again_s = kind.prefill.prefill_s(start, tokens, kind.step_tokens)
-    return peer.seconds((blocks - own) * size), peer.seconds(tail * size), load_s, again_s
+    return _Move(peer.seconds((blocks - own) * size), peer.seconds(tail * size), load_s, again_s)
 
 
 def pick_decode(
