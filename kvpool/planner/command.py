@@ -19,6 +19,7 @@ from kvpool.planner.workload import Workload, at_rate, unique_tokens
 from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import services_s
 from kvpool.simulator.cluster import Shape
+from kvpool.simulator.report import quantile
 from kvpool.simulator.traces import read_trace, step_of
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def run(
 ) -> Found:
     """Search, print, and return what was found. shape: whatever a plan does not say."""
     services = services_s(requests, shape.speeds, shape.step_tokens)
+    _require_possible(services, shape, targets)
     span_s = max(requests[-1].arrived_s - requests[0].arrived_s, *services)
     limits = Limits(
         room.engines,
@@ -76,6 +78,24 @@ def run(
         found = search(trials.run, limits, targets, start=math.ceil(sum(services) / span_s))
     show(found, targets, console)
     return found
+
+
+def _require_possible(services: Sequence[float], shape: Shape, targets: Targets) -> None:
+    """Raises `InvalidRequest` where no number of engines is enough. services: seconds of each prompt by itself."""
+    in_time = sum(seconds <= targets.ttft_s for seconds in services) / len(services)
+    if in_time < targets.share:
+        needed = quantile(sorted(services), targets.share)
+        raise InvalidRequest(
+            f"on an idle engine, with its prefix cached, a prompt takes up to {needed:.3g} s for "
+            f"{targets.share:.0%} of requests, and {targets.ttft_s:g} s are enough for {in_time:.0%}: "
+            f"allow a longer time to the first token, or take faster hardware"
+        )
+    token_s = shape.speeds.decode_coefficients[0]
+    if token_s > targets.tpot_s:
+        raise InvalidRequest(
+            f"a token takes {token_s:.3g} s on an idle engine: allow a longer time a token, or take faster "
+            f"hardware"
+        )
 
 
 def show(found: Found, targets: Targets, console: Console) -> None:

@@ -323,7 +323,8 @@ def test_a_reader_that_takes_little_at_a_time_costs_its_deadline(
 
 def test_a_pull_over_several_connections_that_are_all_cut() -> None:
     with linked(Link, 1 << 20, 16) as link:
-        link.proxy.set(Fault(stop=("down", link.frames.met + (3 << 20))))
+        # Slowly, so that all have begun before the first one ends.
+        link.proxy.set(Fault(stop=("down", link.frames.met + (3 << 20)), bytes_s=8 << 20))
         pulled = link.pull()
         assert link.proxy.connections > 1
         assert pulled.error

@@ -72,7 +72,19 @@ def test_where_prompts_share_nothing_there_is_no_pool(tmp_path: Path) -> None:
 
 def test_what_nothing_meets_is_said() -> None:
     with pytest.raises(InvalidRequest, match="2 engines do not meet the targets"):
-        plan("--engines-max", "2", "--ttft", "0.001")
+        plan("--engines-max", "2", "--rate", "40")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ttft", "0.001"], "0.001 s are enough for 0%: allow a longer time to the first token"),
+        (["--tpot", "0.001"], "a token takes 0.0148 s on an idle engine"),
+    ],
+)
+def test_what_no_number_of_engines_meets_is_said_at_once(arguments: list[str], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        plan(*arguments)
 
 
 @pytest.mark.parametrize(
