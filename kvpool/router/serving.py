@@ -42,6 +42,7 @@ from kvpool.router.tokens import TokenizeRefused, UnknownModel
 from kvpool.router.tracing import Trace
 from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused, Upstream
 from kvpool.scheduler.estimates import Error
+from kvpool.scheduler.roles import REBALANCE_S
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Rejection, Request, Role
 
@@ -49,7 +50,6 @@ log = logging.getLogger("kvpool.router")
 
 TOKENIZE_S = 2.0
 RETRY_AFTER_S_MAX = 600
-REBALANCE_S = 1.0
 POLL_AGAIN_S = 0.1
 """When the scheduler is polled again, after an error in it."""
 DRAINING = "draining"

@@ -21,9 +21,8 @@ class Decaying:
     def sum(self, now: float) -> float:
         if not self._sum:
             return 0.0
-        past_s = self._at - now
-        return self._sum * math.exp(past_s / self.window_s) if past_s < 0 else self._sum
+        return self._sum * math.exp(min(0.0, self._at - now) / self.window_s)
 
     def rate(self, now: float) -> float:
         """So much a second."""
-        return self.sum(now) / self.window_s if self._sum else 0.0
+        return self.sum(now) / self.window_s

@@ -69,40 +69,28 @@ def context_tokens(request: Request) -> int:
 
 def tpot_s(request: Request, engine: Engine, kind: KindEstimates, now: float) -> float:
     """Seconds a token with this request among what decodes there."""
-    return _token_s(engine, context_tokens(request), request.output_tokens, _speeds(kind), now)
+    return _token_s(request, engine, kind, _longer_s(kind), now)
 
 
-class _Speeds(NamedTuple):
-    """Of a kind of engines: seconds of a step of tokens, of each in it and of each attended to; and of a whole
-    step of prompts."""
-
-    step_s: float
-    token_s: float
-    attended_s: float
-    prompts_s: float
-
-
-def _speeds(kind: KindEstimates) -> _Speeds:
+def _longer_s(kind: KindEstimates) -> float:
+    """By how much a step of tokens is longer with a whole step of prompts in it."""
     prompts_s = kind.prefill.prefill_s(0, kind.step_tokens, kind.step_tokens)
-    return _Speeds(*kind.decode.coefficients, prompts_s)
+    return max(0.0, prompts_s - kind.decode.coefficients[0])
 
 
-def _token_s(engine: Engine, needed: int, output_tokens: int, speeds: _Speeds, now: float) -> float:
-    step_s, token_s, attended_s, prompts_s = speeds
-    whole = engine.context_tokens + needed
-    alone_s = step_s + token_s * (engine.decodes + 1) + attended_s * whole
+def _token_s(
+    request: Request, engine: Engine, kind: KindEstimates, longer_s: float, now: float
+) -> float:
+    whole = engine.context_tokens + request.tokens + request.output_tokens
+    alone_s = kind.decode.step_s(engine.decodes + 1, whole)
     if engine.role is Role.DECODE:
         return alone_s
     share = engine.computing.rate(now)
     if engine.free_at > now:
         busy_s = engine.free_at - now
-        busy = busy_s / (busy_s + alone_s * output_tokens)
-        share = max(share, busy)
-    if share > 1:
-        share = 1.0
-    mixed_s = alone_s
-    if prompts_s > step_s:
-        mixed_s += prompts_s - step_s
+        share = max(share, busy_s / (busy_s + alone_s * request.output_tokens))
+    share = min(1.0, share)
+    mixed_s = alone_s + longer_s
     return alone_s * mixed_s / (share * alone_s + (1 - share) * mixed_s)
 
 
@@ -132,12 +120,18 @@ class _Base(NamedTuple):
     pooled: bool
     at: int
 
+    def beside_s(self, engine: Engine, *, pooled: bool) -> float:
+        """The hand-over from an engine at the same place. pooled: whether that one's node is in the pool."""
+        if self.engine is engine:
+            return 0.0
+        return self.move.load_s if pooled and self.pooled else self.move.again_s
+
 
 class Handover:
     """Where one request may go on. For one decision: all that it knows is of that moment.
 
-    A decision asks for the cost from every engine. So what is common to all engines at a place is worked out
-    once, and the loops here call nothing.
+    A decision asks for the cost from every engine. So what is common to engines of the same labels is worked out
+    once.
     """
 
     def __init__(
@@ -177,9 +171,7 @@ class Handover:
         rank, cost = known
         for base in near:
             if base.rank <= rank:
-                tokens_s = base.tokens_s
-                if base.engine is not engine:
-                    tokens_s += base.move.load_s if pooled and base.pooled else base.move.again_s
+                tokens_s = base.tokens_s + base.beside_s(engine, pooled=pooled)
                 if base.rank < rank or tokens_s < cost:
                     rank, cost = base.rank, tokens_s
         return cost + held_up_s
@@ -196,9 +188,7 @@ class Handover:
         else:
             pooled = bool(engine.tiers)
             for base in near:
-                handover_s = 0.0
-                if base.engine is not engine:
-                    handover_s = base.move.load_s if pooled and base.pooled else base.move.again_s
+                handover_s = base.beside_s(engine, pooled=pooled)
                 found.append((base.rank, base.tokens_s + handover_s, base.at, handover_s, base))
             here = place(engine)
             for rank, cost, handover_s, base in self._apart(engine, prefill_s):
@@ -267,13 +257,11 @@ def _bases(
 ) -> Iterator[_Base]:
     needed, output_tokens = context_tokens(request), request.output_tokens
     blocks, get, into = len(request.keys), match.lengths.get, cluster.traffic.into
-    kinds: dict[str, _Speeds] = {}
+    longer_s = {name: _longer_s(cluster.kinds[name]) for name in {e.kind for e in decoders}}
     moves: dict[tuple[str, int, int], _Move] = {}
     for at, engine in enumerate(decoders):
         name = engine.kind
-        speeds = kinds.get(name)
-        if speeds is None:
-            speeds = kinds[name] = _speeds(cluster.kinds[name])
+        kind = cluster.kinds[name]
         if engine.context_tokens + needed <= engine.capacity_tokens:
             rank = 0
         else:
@@ -284,8 +272,8 @@ def _bases(
             own = max(own, held)
         move = moves.get((name, cached, own))
         if move is None:
-            move = moves[name, cached, own] = _move(request, cluster.kinds[name], cached, own)
-        token_s = _token_s(engine, needed, output_tokens, speeds, now)
+            move = moves[name, cached, own] = _move(request, kind, cached, own)
+        token_s = _token_s(request, engine, kind, longer_s[name], now)
         ahead_s = into.get(engine.node, 0.0) - now
         yield _Base(
             rank,

@@ -188,28 +188,24 @@ class PrefixIndex:
         if keys:
             self._keep(_Expected(holder.bit, keys, ready, until, later=later, shared=shared))
 
-    def arrived(self, name: str, tier: str, keys: Sequence[Hashable]) -> None:
+    def arrived(self, name: str, tier: str, keys: Iterable[Hashable]) -> None:
         """The engine with this cache has answered: what was expected of these is in that tier, too.
 
         Events say the same, later; until then, or until the expectation ends, this is believed. Where
         either has left meanwhile, it is passed over.
         """
         holder, tier_holder = self._holders.get(name), self._holders.get(tier)
-        if holder is None or tier_holder is None or not keys:
+        if holder is None or tier_holder is None:
             return
         mine: dict[_Expected, list[Hashable]] = {}
-        first = self._expected.get(keys[0])
-        if first in holder.expected and first.keys == keys:
-            mine[first] = []  # as a rule: all of one order
-        else:
-            for key in keys:
-                found = self._expected.get(key)
-                if found in holder.expected:
-                    mine.setdefault(found, []).append(key)
+        for key in keys:
+            found = self._expected.get(key)
+            if found in holder.expected:
+                mine.setdefault(found, []).append(key)
         for expected, some in mine.items():
-            whole = not some or len(some) == len(expected.keys)
-            part = expected if whole else expected.part(some)
-            if not whole:
+            part = expected
+            if len(some) < len(expected.keys):
+                part = expected.part(some)
                 self._keep(part)
             if part.tier:
                 self._by_bit[part.tier].expected.discard(part)

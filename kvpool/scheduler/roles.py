@@ -17,6 +17,9 @@ from typing import NamedTuple
 from kvpool.errors import ConfigError
 from kvpool.scheduler.values import Engine, Role
 
+REBALANCE_S = 1.0
+"""How often the scheduler is asked whether an engine should change its role."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoleRule:

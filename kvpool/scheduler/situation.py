@@ -137,7 +137,6 @@ class Situation:
         match, handover, now = self.match, self.handover, self.now
         get, promised, busy_until = match.lengths.get, self.promised, self.cluster.traffic.into
         pullable = max(match.reach, match.coming)
-        prefills_s: dict[str, float] = {}
         first: dict[tuple[object, ...], tuple[float, list[Engine]]] = {}
         for engine in self.engines:
             starts = promised.get(engine.name, engine.free_at) if promised else engine.free_at
@@ -145,13 +144,9 @@ class Situation:
             busy = busy_until.get(engine.node, 0.0)
             if busy > starts and self.own(engine) < pullable:
                 starts = busy
-            kind = engine.kind
             if handover is not None:
-                prefill_s = prefills_s.get(kind)
-                if prefill_s is None:
-                    prefill_s = prefills_s[kind] = self.prefill_s(engine, pullable)
-                starts += handover.cost_s(engine, prefill_s)
-            group = (kind, get(engine.gpu), *map(get, engine.tiers))
+                starts += handover.cost_s(engine, self.prefill_s(engine, pullable))
+            group = (engine.kind, get(engine.gpu), *map(get, engine.tiers))
             found = first.get(group)
             if found is None or starts < found[0]:
                 first[group] = starts, [engine]

@@ -21,6 +21,7 @@ from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import DEFAULT_POLICY, make_policy
 from kvpool.scheduler.queue import FIFO
+from kvpool.scheduler.roles import REBALANCE_S
 from kvpool.scheduler.scheduler import Scheduler, Settings
 from kvpool.scheduler.situation import Cluster, Traffic
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Role
@@ -38,8 +39,6 @@ ORDER_TOKEN_S = 1e-7
 LATENCY_S = {"dram": 0.0001, "ssd": 0.0005, "peer": 0.001}
 FOLLOWS_MAX = 64
 """Prompts that a node follows at a time, as daemons do."""
-REBALANCE_S = 1.0
-"""How often the scheduler is asked whether an engine should change its role, as the router does."""
 SOURCES_MAX = 4
 """From how many nodes one prompt's blocks are pulled, at most."""
 
