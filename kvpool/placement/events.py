@@ -213,8 +213,10 @@ class EngineFeed:
         return _Socket(sub, self._readable), _Socket(monitor, self._readable)
 
     def _unsubscribe(self) -> None:
-        self._monitor.close()
+        # In this order: ZeroMQ tells of a lost connection under a lock that `disable_monitor` takes, and waits for
+        # ever, lock in hand, where the monitor that it tells is closed.
         self._sub.socket.disable_monitor()
+        self._monitor.close()
         self._sub.close()
 
     def _connect(self, socket: zmq.Socket[bytes], endpoint: str) -> zmq.Socket[bytes]:

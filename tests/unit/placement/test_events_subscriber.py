@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -557,6 +559,38 @@ def test_many_engines(folder: Path) -> None:
         asyncio.run(test())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+
+
+def test_an_engine_that_ends_while_it_is_removed_stops_nobody(folder: Path) -> None:
+    # In a process of its own: what waits in ZeroMQ for its lock is interrupted by nothing.
+    code = """
+import asyncio, sys, threading, time, zmq
+from kvpool.placement.events import EngineSource, EventSubscriber
+
+async def main(endpoint):
+    publisher = zmq.Context().socket(zmq.PUB)
+    publisher.bind(endpoint)
+    disable = zmq.Socket.disable_monitor
+
+    def ends_first(socket):
+        publisher.close(linger=0)
+        threading.Event().wait(0.2)  # ZeroMQ's own thread notices it
+        disable(socket)
+
+    zmq.Socket.disable_monitor = ends_first
+    subscriber = EventSubscriber((), clock=time.monotonic, changed=lambda _: None)
+    task = asyncio.create_task(subscriber.run())
+    await asyncio.sleep(0)
+    subscriber.add(EngineSource("e", endpoint))
+    while not subscriber.engines["e"].connected:
+        await asyncio.sleep(0.001)
+    subscriber.remove("e")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+asyncio.run(main(sys.argv[1]))
+"""
+    subprocess.run([sys.executable, "-c", code, f"ipc://{folder}/e"], check=True, timeout=30)
 
 
 def test_engines_come_and_go(folder: Path, play: Callable[[Test], None]) -> None:
