@@ -33,7 +33,6 @@ from pathlib import Path
 from engines import (
     ANSWER_S,
     BLOCK_TOKENS,
-    CORES,
     ROOT,
     Answer,
     ApiServer,
@@ -139,15 +138,11 @@ def run(folder: Path, console: Console) -> tuple[list[Row], list[Played]]:
         # On a busy machine, computing so short a prompt may be sooner than bringing it: then it would be computed.
         loading = {"pull_wait_s": PULL_WAIT_S, "prefill_tokens_per_s": 1.0}
         engines = [
-            stack.enter_context(
-                ApiServer(name, model, folder, node.socket, role, CORES[at % len(CORES)], **loading)
-            )
-            for at, (name, node, role) in enumerate(
-                [
-                    ("prefill-a", a, "prefill"),
-                    ("prefill-b", b, "prefill"),
-                    ("decode-b", b, "decode"),
-                ]
+            stack.enter_context(ApiServer(name, model, folder, node.socket, role, **loading))
+            for name, node, role in (
+                ("prefill-a", a, "prefill"),
+                ("prefill-b", b, "prefill"),
+                ("decode-b", b, "decode"),
             )
         ]
         for engine in engines:

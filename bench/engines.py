@@ -230,7 +230,7 @@ class EngineProcess:
 class ApiServer:
     """vLLM's OpenAI-compatible server, with KV events. Starts at once; `wait_ready` waits for it.
 
-    role: what it announces itself for. core: that it computes on.
+    role: what it announces itself for.
     """
 
     def __init__(
@@ -240,7 +240,6 @@ class ApiServer:
         folder: Path,
         socket_path: str,
         role: str,
-        core: int,
         **extra: Any,
     ) -> None:
         self.name = name
@@ -266,7 +265,10 @@ class ApiServer:
             *("--kv-events-config", json.dumps(kv_events)),
             *("--enable-prompt-tokens-details", "--enable-request-id-headers"),
         ]
-        environment = ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
+        # On no core of its own: vLLM's processes wait for each other in loops of sched_yield, for which Linux 6.18
+        # takes so much of a task's future time that, beside another engine, it may not run again for minutes. A
+        # task that may move is soon on another core.
+        environment = ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self._child = Child(name, command, folder, **environment)
 
     def wait_ready(self) -> None:

@@ -61,7 +61,8 @@ class PluginConfig:
     follows_max: how many wait at a time for a prompt that is being computed elsewhere (`following.py`).
     load_mode: `auto` loads synchronously when the engine has one cache group and a rank's share of
         the hit is at most `sync_load_bytes`; `sync` is impossible with several cache groups, since
-        vLLM has no way to report a failed synchronous load there.
+        vLLM has no way to report a failed synchronous load there, and where steps overlap, since it
+        would keep what the next step computes after one.
     min_load_blocks: shorter hits are not worth a load.
     pin_share: the share of the engine's blocks that saves may pin at a time, at most 0.1.
     resave_s: a block that was offered to the pool is not offered again for so long.

@@ -102,11 +102,21 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             vllm_config.cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
         )
         self._single_group = len(kv_cache_config.kv_cache_groups) == 1
-        if self._config.load_mode is LoadMode.SYNC and not self._single_group:
-            raise ConfigError(
-                "load_mode sync needs a model with one cache group: vLLM has no way to report a "
-                "failed synchronous load of several. Use auto or async"
-            )
+        # Of a step that begins before it is known that a load of the last one has failed, vLLM keeps what was
+        # computed on top of the blocks that are not there.
+        overlapping = vllm_config.max_concurrent_batches > 1
+        if self._config.load_mode is LoadMode.SYNC:
+            if not self._single_group:
+                raise ConfigError(
+                    "load_mode sync needs a model with one cache group: vLLM has no way to report a "
+                    "failed synchronous load of several. Use auto or async"
+                )
+            if overlapping:
+                raise ConfigError(
+                    "load_mode sync needs an engine whose steps do not overlap: vLLM would answer with what "
+                    "the next step computed after a failed load. Use auto or async, or switch off async "
+                    "scheduling and pipeline parallelism"
+                )
         self._client = self._make_client(
             self._config.lookup_timeout_s
             if role == KVConnectorRole.SCHEDULER
@@ -132,7 +142,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     hash_tokens=_hash_tokens(kv_cache_config),
                     blocks=kv_cache_config.num_blocks,
                     ranks=parallel.world_size,
-                    single_group=self._single_group,
+                    sync_loads=self._single_group and not overlapping,
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
                     stages=parallel.pipeline_parallel_size,

@@ -96,11 +96,19 @@ class RequestState:
 
 @dataclass
 class RunningLoad:
+    """start: chain index of its first block.
+
+    suspects: of a synchronous load: the engine's blocks that hold what it should if the load succeeds, and
+    anything if it fails: those that are loaded, and those that are computed in the same step on top of them, by
+    this request and by others that share its prefix.
+    """
+
     state: RequestState
     lease: Lease
     start: int
     sync: bool
     ranks_left: int
+    suspects: set[int]
 
 
 @dataclass
@@ -124,7 +132,8 @@ class Engine:
     """What the scheduler half must know of its engine.
 
     hash_tokens: tokens of a block of the chain. blocks: how many blocks the engine's cache has.
-    single_group: whether failed synchronous loads can be reported. events: of its own cache.
+    sync_loads: whether failed synchronous loads can be reported, and lead to nothing else that is wrong.
+    events: of its own cache.
     stages: of its pipeline. record: what routers are told of it; None: nothing.
     """
 
@@ -132,7 +141,7 @@ class Engine:
     hash_tokens: int
     blocks: int
     ranks: int
-    single_group: bool
+    sync_loads: bool
     loads: bool = True
     saves: bool = True
     stages: int = 1
@@ -297,7 +306,7 @@ class SchedulerHalf:
         return blocks * tokens, not lookup.sync
 
     def _synchronous(self, blocks: int) -> bool:
-        if not self._engine.single_group or self._config.load_mode is LoadMode.ASYNC:
+        if not self._engine.sync_loads or self._config.load_mode is LoadMode.ASYNC:
             return False
         if self._config.load_mode is LoadMode.SYNC:
             return True
@@ -441,6 +450,7 @@ class SchedulerHalf:
         """The engine gave the request its blocks, and loads `tokens` into them (0: none)."""
         state = self._state(request)
         lookup = state.lookup
+        self._suspect(tables)
         if tokens == 0 or lookup is None or lookup.lease is None:
             assert tokens == 0, "an engine loads what a lookup promised"
             self._drop_lookup(state)
@@ -457,10 +467,25 @@ class SchedulerHalf:
         state.lookup = None
         state.saved = max(state.saved, end)
         self._offered.add(map(block_key, request.block_hashes[start:end]), self._clock())
+        suspects: set[int] = set()
+        if lookup.sync:
+            (rule,) = self._engine.rules
+            suspects.update(tables[rule.group][start // rule.stride :])
         self._loads[job.job] = RunningLoad(
-            state, lookup.lease, start, lookup.sync, self._engine.ranks
+            state, lookup.lease, start, lookup.sync, self._engine.ranks, suspects
         )
         self._plan.loads.append(job)
+
+    def _suspect(self, tables: Sequence[Sequence[int]]) -> None:
+        """A request that is let in beside synchronous loads of the same step may share their blocks: the engine
+        counts these as cached already."""
+        for job in self._plan.loads:
+            if job.sync:
+                table = tables[self._engine.rules[0].group]
+                suspects = self._loads[job.job].suspects
+                shared = next((at for at, block in enumerate(table) if block in suspects), None)
+                if shared is not None:
+                    suspects.update(table[shared:])
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -560,6 +585,9 @@ class SchedulerHalf:
             load.state.saved = min(load.state.saved, load.start)
             self._forget(load)
             if load.sync:
+                # The engine computes them again for the requests that are left, but has had them in its cache since
+                # it allocated them: another request would find them there if these are aborted before.
+                self._pool.evict_blocks(load.suspects)
                 self._plan.acknowledged.append(job)
         for job in done.failed_saves & self._saves.keys():
             self._offered.forget(self._saves[job].keys)

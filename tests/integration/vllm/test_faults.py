@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpool.engine_plugins.vllm.layout import HostPages
-from kvpool.errors import LeaseLost
+from kvpool.errors import ConfigError, LeaseLost
 
 Oracle = Callable[..., list[list[int]]]
 LEASE_S = 2.0
@@ -130,6 +130,44 @@ def test_an_abort_while_blocks_are_loaded(
     assert [output.cached > 0 for output in outputs] == [True] * 3
 
 
+@pytest.mark.parametrize("ends", ["in the step that loads", "before it is computed again"])
+def test_an_abort_after_a_failed_load_leaves_nothing_in_the_engines_cache(
+    engine: Any,
+    asked: list[list[int]],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    ends: str,
+) -> None:
+    from vllm import SamplingParams, TokensPrompt
+
+    tried = threading.Event()
+    core = engine.llm.llm_engine
+
+    def fail(job: Any, pages: Any, *_: Any) -> None:
+        for layer in pages[0]._layers:
+            layer[list(job.groups[0].block_ids)] = 0
+        if ends == "in the step that loads" and engine.mode == "sync":
+            # As the engine's own process does it during a step.
+            engine.core.abort_requests([job.request_id])
+        tried.set()
+        raise LeaseLost("made to fail")
+
+    monkeypatch.setattr(engine.worker, "_copy_in", fail)
+    for name in ("aborted", "beside it"):
+        core.add_request(
+            name,
+            TokensPrompt(prompt_token_ids=asked[0]),
+            SamplingParams(max_tokens=4, temperature=0),
+        )
+    while not tried.is_set():
+        core.step()
+    core.abort_request(["aborted", "beside it"])
+    engine.drain()
+    monkeypatch.undo()
+    outputs = engine.generate(asked)
+    assert [output.tokens for output in outputs] == expected
+
+
 def test_an_abort_before_allocation_releases_the_lease(
     kit: Any, engine: Any, daemon: Any, asked: list[list[int]]
 ) -> None:
@@ -178,3 +216,22 @@ def test_a_reset_hides_what_was_saved(
     outputs = engine.generate(asked)
     assert [output.tokens for output in outputs] == expected
     assert all(output.cached for output in outputs)
+
+
+@pytest.mark.parametrize("mode", ["auto", "sync"])
+def test_where_steps_overlap_no_load_is_synchronous(
+    kit: Any, llama: Path, daemon: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """As with async scheduling, which vLLM switches off on CPUs."""
+    from vllm.config import VllmConfig
+
+    monkeypatch.setattr(VllmConfig, "max_concurrent_batches", 2)
+    if mode == "sync":
+        with (
+            pytest.raises(ConfigError, match="load_mode sync needs an engine whose steps do not"),
+            kit.run_engine(llama, daemon, {"load_mode": mode}),
+        ):
+            pass
+        return
+    with kit.run_engine(llama, daemon, {"load_mode": mode}) as engine:
+        assert not engine.connector._scheduler._engine.sync_loads

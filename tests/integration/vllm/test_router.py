@@ -82,10 +82,8 @@ def served(kit: Any, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         nodes = stack.enter_context(kit.run_cluster(folder, 2))
         sockets = {name: node.socket for name, node in zip("ab", nodes, strict=True)}
         servers = {
-            name: stack.enter_context(
-                BENCH.ApiServer(name, llama, folder, socket, "both", BENCH.CORES[place])
-            )
-            for place, (name, socket) in enumerate(sockets.items())
+            name: stack.enter_context(BENCH.ApiServer(name, llama, folder, socket, "both"))
+            for name, socket in sockets.items()
         }
         for server in servers.values():
             server.wait_ready()

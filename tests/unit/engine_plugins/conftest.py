@@ -345,6 +345,10 @@ class FakeBlockPool:
 
     def __init__(self, blocks: int) -> None:
         self.blocks = [FakeBlock(block_id) for block_id in range(blocks)]
+        self.evicted: set[int] = set()
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.evicted |= block_ids
 
     def touch(self, blocks: Sequence[FakeBlock]) -> None:
         for block in blocks:

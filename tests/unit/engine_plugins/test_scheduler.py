@@ -50,7 +50,7 @@ class Harness:
             TOKENS,
             blocks or len(block_pool.blocks),
             ranks,
-            single_group=len(rules) == 1,
+            sync_loads=len(rules) == 1,
             loads=loads,
             saves=saves,
             stages=stages,
@@ -741,6 +741,38 @@ def test_a_failed_synchronous_load_is_acknowledged(pool: Any, block_pool: Any) -
     harness.end(plan, failed=True)
     assert harness.half.plan_step({}, lambda _: [[]]).acknowledged == [plan.loads[0].job]
     assert harness.half.plan_step({}, lambda _: [[]]).acknowledged == []
+
+
+def test_a_failed_synchronous_load_takes_all_that_is_on_top_of_it_out_of_the_engines_cache(
+    pool: Any, block_pool: Any
+) -> None:
+    harness = Harness(pool, block_pool)
+    request, shares, alone = (harness.request(name, 6) for name in ("r", "shares", "alone"))
+    harness.store(request.block_hashes[:4])
+    before = harness.request("before", 6)
+    harness.half.allocated(before, [[1, 2, 30, 31, 32, 33]], 0)
+    harness.half.matched_tokens(request, 2 * TOKENS)
+    harness.half.allocated(request, [[1, 2, 3, 4, 5, 6]], 2 * TOKENS)
+    # The engine finds in its cache what is still to be loaded, and computes on top of that.
+    harness.half.allocated(shares, [[1, 2, 3, 10, 11, 12]], 0)
+    harness.half.allocated(alone, [[1, 2, 20, 21, 22, 23]], 0)
+    everyone = {one.request_id: 1 for one in (before, request, shares, alone)}
+    plan = harness.half.plan_step(everyone, lambda _: tables(0))
+    harness.half.request_finished(request, tables(6), completed=False)
+    harness.end(plan, failed=True)
+    assert block_pool.evicted == {3, 4, 5, 6, 10, 11, 12}
+
+
+def test_a_synchronous_load_that_succeeds_stays_in_the_engines_cache(
+    pool: Any, block_pool: Any
+) -> None:
+    harness = Harness(pool, block_pool)
+    request = harness.request("r", 4)
+    harness.store(request.block_hashes)
+    harness.half.matched_tokens(request, 0)
+    harness.half.allocated(request, tables(5), 4 * TOKENS)
+    harness.end(harness.step(request, 1, tables(5)))
+    assert block_pool.evicted == set()
 
 
 # --- saves
