@@ -3,7 +3,8 @@
     .venv/bin/python bench/peers.py [--quick] [--json FILE] [--docs]
 
 kvpool       shm: one node, put, get, `contains` and `match`. tcp: acquired from another node's daemon, copied
-             out, released; `pull` is the same without the copy out. nixl: the same over NIXL
+             out, released; `pull` is the same without the copy out; two nodes on etcd and Redis. nixl: the same
+             over NIXL
 mooncake     Mooncake Store, non-CUDA wheel: master, a process that holds the segment, and the caller's,
              which reads and writes over its TCP transport, zero copy. Once as it comes and once with more
              connections and larger slices (`TUNED`): checks take the better of the two, each time
@@ -62,6 +63,7 @@ from peers_results import (
 from kvpool.client import Client
 from kvpool.testing.servers.etcd import Etcd, free_port
 from kvpool.testing.servers.find import find_server
+from kvpool.testing.servers.redis import Redis
 
 HERE = Path(__file__).resolve().parent
 PEERS_PYTHON = REPO / ".venv-peers" / "bin" / "python"
@@ -283,12 +285,10 @@ def kvpool_shm(folder: Path) -> Any:
     return start
 
 
-def kvpool_tcp(folder: Path) -> Any:
+def kvpool_tcp(folder: Path, etcd: str) -> Any:
     def start(stack: ExitStack) -> tuple[dict[str, Any], Callable[[], list[int]]]:
-        memory = str(STORE_BYTES)
-        a = stack.enter_context(daemon(folder, "tcp-a", memory, "--listen", "tcp://127.0.0.1:0"))
-        b = stack.enter_context(daemon(folder, "tcp-b", memory, "--peer", a.url))
-        return {"socket_path": b.socket, "owner": a.socket}, pids_of(a, b)
+        a, b, pids = joined(stack, folder, etcd, "tcp")
+        return {"socket_path": b.socket, "owner": a.socket}, pids
 
     return start
 
@@ -301,10 +301,12 @@ def joined(
     *flags: str,
     python: str = sys.executable,
     variables: Mapping[str, str] | None = None,
-) -> tuple[Daemon, Daemon]:
-    """Two daemons, a cluster of their own, that have met through etcd."""
+) -> tuple[Daemon, Daemon, Callable[[], list[int]]]:
+    """Two daemons, a cluster of their own, that have met through etcd and share a directory; and whose CPU counts."""
+    kept = stack.enter_context(Redis(folder / f"directory-{name}"))
+    directory = ("--directory", f"redis://127.0.0.1:{kept.port}")
     memory, listen = str(STORE_BYTES), ("--listen", "tcp://127.0.0.1:0")
-    common = (memory, *listen, "--join", etcd, "--cluster", name, *flags)
+    common = (memory, *listen, "--join", etcd, "--cluster", name, *directory, *flags)
     a, b = (
         stack.enter_context(daemon(folder, each, *common, python=python, variables=variables))
         for each in (f"{name}-a", f"{name}-b")
@@ -315,13 +317,16 @@ def joined(
             if time.monotonic() > deadline:
                 raise OutError("the two nodes did not meet")
             time.sleep(0.05)
-    return a, b
+    assert kept.process is not None
+    server = kept.process.pid
+    daemons = pids_of(a, b)
+    return a, b, lambda: [*daemons(), server]
 
 
 def kvpool_nixl(folder: Path, etcd: str, lane: str, variables: Mapping[str, str]) -> Any:
     def start(stack: ExitStack) -> tuple[dict[str, Any], Callable[[], list[int]]]:
         needs_peers_python()
-        a, b = joined(
+        a, b, pids = joined(
             stack,
             folder,
             etcd,
@@ -331,7 +336,7 @@ def kvpool_nixl(folder: Path, etcd: str, lane: str, variables: Mapping[str, str]
             variables={**variables, "KVPOOL_PULL_OVER": "nixl"},
         )
         options = {"socket_path": b.socket, "owner": a.socket, "over_nixl": True}
-        return options, pids_of(a, b)
+        return options, pids
 
     return start
 
@@ -340,7 +345,7 @@ def entries(folder: Path, etcd: str) -> list[Entry]:
     ours = sys.executable
     return [
         Entry("kvpool shm", "kvpool", kvpool_shm(folder), ours),
-        Entry("kvpool tcp", "kvpool-remote", kvpool_tcp(folder), ours),
+        Entry("kvpool tcp", "kvpool-remote", kvpool_tcp(folder, etcd), ours),
         Entry("kvpool nixl tcp", "kvpool-remote", kvpool_nixl(folder, etcd, "tcp", UCX_TCP), ours),
         Entry("kvpool nixl shm", "kvpool-remote", kvpool_nixl(folder, etcd, "shm", UCX_SHM), ours),
         Entry("mooncake", "mooncake", mooncake(folder, {})),

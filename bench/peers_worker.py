@@ -294,6 +294,12 @@ class KvpoolRemote(Kvpool):
         stored = self._owner.put(self._there, names, self.payload[batch])
         if stored != len(self.out):
             raise WrongBytesError(f"put stored {stored} blocks of {len(self.out)}")
+        # The directory is told of them in the background.
+        deadline = time.monotonic() + 30
+        while len(self._client.locate(names)) < len(self.out):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the directory was not told of the blocks")
+            time.sleep(0.002)
 
     def get(self, names: Any) -> None:
         lease = self._client.acquire(self._ns, names, wait_s=30.0)

@@ -211,14 +211,17 @@ class Cluster:
         """Whether peers may be served, and blocks announced: see `Standing`."""
         return self.membership.standing(self._clock()) in {Standing.MEMBER, Standing.AWAY}
 
-    def met(self, namespace: NamespaceState, key: bytes, entry: Entry) -> None:
-        """A lookup found an entry of somebody who does not live, or not yet, or is ourselves."""
+    def met(self, namespace: NamespaceState, keys: Sequence[bytes], entry: Entry) -> None:
+        """A lookup found an entry, the same for all these keys, of somebody who does not live, or not yet, or is
+        ourselves."""
         announcer = self.announcers.get(entry.tier)
         if entry.incarnation == self.own:
             if announcer is not None:
-                _, here = self.holdings[entry.tier].masks(namespace.directory_digest, [key])
-                if here != [entry.mask]:
-                    announcer.doubt(namespace.directory_digest, [key])
+                _, here = self.holdings[entry.tier].masks(namespace.directory_digest, keys)
+                here = here or [0] * len(keys)  # the namespace is not known any more
+                doubtful = [key for key, mask in zip(keys, here, strict=True) if mask != entry.mask]
+                if doubtful:
+                    announcer.doubt(namespace.directory_digest, doubtful)
             return
         self._dead.met([entry.incarnation])
         announcer = announcer or self.announcers.get(TIERS["dram"])
@@ -228,7 +231,7 @@ class Cluster:
                 len(namespace.tables),
                 entry.incarnation,
                 entry.tier,
-                [key],
+                keys,
             )
 
     def _announce(self) -> None:

@@ -149,8 +149,8 @@ class Neighbours(Protocol):
     @property
     def directory(self) -> Directory | None: ...
 
-    def met(self, namespace: NamespaceState, key: bytes, entry: Entry) -> None:
-        """An entry of the directory is of an incarnation that does not live."""
+    def met(self, namespace: NamespaceState, keys: Sequence[bytes], entry: Entry) -> None:
+        """The directory has this entry, of an incarnation that is none of the others that live, for these keys."""
 
 
 @dataclass(eq=False, slots=True)
@@ -648,6 +648,7 @@ class Remote:
         living = self._neighbours.living
         kept: list[list[Entry]] = []
         last: Sequence[Entry] | None = None
+        strangers: dict[Entry, list[bytes]] = {}
         for key, found in zip(keys, entries, strict=True):
             if found == last:  # of neighbours in a chain mostly the same is known
                 kept.append(kept[-1])
@@ -663,7 +664,9 @@ class Remote:
             if len(kept[-1]) != len(found):
                 for entry in found:
                     if entry.incarnation not in living:
-                        self._neighbours.met(namespace, key, entry)
+                        strangers.setdefault(entry, []).append(key)
+        for entry, some in strangers.items():
+            self._neighbours.met(namespace, some, entry)
         return kept
 
     async def _ask_all(
