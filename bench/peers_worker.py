@@ -295,11 +295,7 @@ class KvpoolRemote(Kvpool):
         if stored != len(self.out):
             raise WrongBytesError(f"put stored {stored} blocks of {len(self.out)}")
         # The directory is told of them in the background.
-        deadline = time.monotonic() + 30
-        while len(self._client.locate(names)) < len(self.out):
-            if time.monotonic() > deadline:
-                raise RuntimeError("the directory was not told of the blocks")
-            time.sleep(0.002)
+        self._wait(lambda: len(self._client.locate(names)) == len(self.out))
 
     def get(self, names: Any) -> None:
         lease = self._client.acquire(self._ns, names, wait_s=30.0)
@@ -318,6 +314,15 @@ class KvpoolRemote(Kvpool):
     def forget_copies(self, names: Any) -> None:
         self._moved += len(self.out)  # what comes next is read from afar
         self._client.remove(self._ns, names)
+        self._wait(lambda: self._client.stats()["cluster"]["directory"]["queued"] == 0)
+
+    def _wait(self, known: Callable[[], bool]) -> None:
+        """Until the directory knows."""
+        deadline = time.monotonic() + 30
+        while not known():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the directory was not told within 30 s")
+            time.sleep(0.002)
 
     def audit(self) -> None:
         if not self._over_nixl:
