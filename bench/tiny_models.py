@@ -4,7 +4,7 @@ Plain default initialisation repeats one token whatever the KV holds, so it prov
 these standard deviations every token depends on the whole prompt, and zeroing the stored KV changes
 the output. Nothing is downloaded.
 
-Usage: python bench/tiny_models.py KIND OUT_DIR      (KIND: llama, gemma)
+Usage: python bench/tiny_models.py KIND OUT_DIR      (KIND: llama, gemma, mistral)
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def _model(kind: str) -> Any:
         Gemma3TextConfig,
         LlamaConfig,
         LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
     )
 
     torch.manual_seed(0)
@@ -45,6 +47,20 @@ def _model(kind: str) -> Any:
                 num_hidden_layers=4,
                 num_attention_heads=4,
                 num_key_value_heads=2,
+                max_position_embeddings=MAX_POSITIONS,
+                dtype="bfloat16",
+            )
+        )
+    if kind == "mistral":  # all layers see a window only
+        return MistralForCausalLM(
+            MistralConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=256,
+                intermediate_size=512,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                sliding_window=64,
                 max_position_embeddings=MAX_POSITIONS,
                 dtype="bfloat16",
             )
@@ -66,7 +82,7 @@ def _model(kind: str) -> Any:
                 dtype="bfloat16",
             )
         )
-    raise ValueError(f"no tiny model {kind!r}: llama or gemma")
+    raise ValueError(f"no tiny model {kind!r}: llama, gemma or mistral")
 
 
 def _save_model(model: Any, out: Path) -> None:

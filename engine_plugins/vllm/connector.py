@@ -58,7 +58,7 @@ from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
 from kvpool.engine_plugins.vllm.steps import DeviceTimer, HostTimer
 from kvpool.engine_plugins.vllm.worker import WorkerHalf
 from kvpool.errors import ConfigError
-from kvpool.types import NamespaceRecord
+from kvpool.types import NamespaceRecord, PartKind
 
 logger = init_logger(__name__)
 
@@ -84,6 +84,15 @@ class KvpoolWorkerMetadata(KVConnectorWorkerMetadata):
         return self
 
 
+def can_go_back(vllm_config: Any) -> bool:
+    """Whether the engine computes anew, and right, what it has computed on top of a load that failed.
+
+    Of a step that begins before that is known, vLLM keeps the tokens; and its second model runner goes on at the
+    position where the request was.
+    """
+    return vllm_config.max_concurrent_batches == 1 and not vllm_config.use_v2_model_runner
+
+
 class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     """KV blocks of this engine in the node's pool. Best effort: without a pool it only computes."""
 
@@ -101,21 +110,21 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._by_version = namespace.check_hashes(
             vllm_config.cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
         )
-        self._single_group = len(kv_cache_config.kv_cache_groups) == 1
-        # Of a step that begins before it is known that a load of the last one has failed, vLLM keeps what was
-        # computed on top of the blocks that are not there.
-        overlapping = vllm_config.max_concurrent_batches > 1
+        # Of a window, the blocks before the first that failed may never have been there.
+        full = [rule.kind is PartKind.FULL for rule in self._rules]
+        self._block_errors = len(kv_cache_config.kv_cache_groups) == 1 and full == [True]
+        goes_back = can_go_back(vllm_config)
         if self._config.load_mode is LoadMode.SYNC:
-            if not self._single_group:
+            if not self._block_errors:
                 raise ConfigError(
-                    "load_mode sync needs a model with one cache group: vLLM has no way to report a "
-                    "failed synchronous load of several. Use auto or async"
+                    "load_mode sync needs a model with one cache group, of full attention: vLLM has no way "
+                    "to report another failed synchronous load. Use auto or async"
                 )
-            if overlapping:
+            if not goes_back:
                 raise ConfigError(
-                    "load_mode sync needs an engine whose steps do not overlap: vLLM would answer with what "
-                    "the next step computed after a failed load. Use auto or async, or switch off async "
-                    "scheduling and pipeline parallelism"
+                    "load_mode sync needs an engine whose steps do not overlap, with vLLM's first model "
+                    "runner: others would answer with what was computed after a failed load. Use auto or "
+                    "async, or switch off async scheduling, pipeline parallelism and the second runner"
                 )
         self._client = self._make_client(
             self._config.lookup_timeout_s
@@ -142,7 +151,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     hash_tokens=_hash_tokens(kv_cache_config),
                     blocks=kv_cache_config.num_blocks,
                     ranks=parallel.world_size,
-                    sync_loads=self._single_group and not overlapping,
+                    sync_loads=self._block_errors and goes_back,
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
                     stages=parallel.pipeline_parallel_size,
@@ -281,7 +290,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._client,
             report,
             make_pages,
-            single_group=self._single_group,
+            block_errors=self._block_errors,
             record_ready=record_ready,
             thread_setup=thread_setup,
             counters=counters,

@@ -98,9 +98,8 @@ class RequestState:
 class RunningLoad:
     """start: chain index of its first block.
 
-    suspects: of a synchronous load: the engine's blocks that hold what it should if the load succeeds, and
-    anything if it fails: those that are loaded, and those that are computed in the same step on top of them, by
-    this request and by others that share its prefix.
+    suspects: of a synchronous load: the engine's blocks that hold what they should if the load succeeds, and
+    anything if it fails: those that are loaded, and those that the request computes in the same step.
     """
 
     state: RequestState
@@ -292,6 +291,8 @@ class SchedulerHalf:
             return 0, False
         state = self._state(request)
         tokens = self._engine.hash_tokens
+        if self._is_loading(request, local_tokens // tokens):
+            return None, False
         state.local = local_tokens // tokens
         lookup = self._current_lookup(state)
         if lookup is None:
@@ -304,6 +305,20 @@ class SchedulerHalf:
         if lookup.lease is None or blocks < self._config.min_load_blocks:
             return 0, False
         return blocks * tokens, not lookup.sync
+
+    def _is_loading(self, request: Any, local: int) -> bool:
+        """Whether blocks of the engine's own hit are to be loaded by another request at the start of this step.
+
+        The engine counts them as cached already, and would let this one compute on top of them. If the load
+        failed, it would not know of all who did.
+        """
+        for job in self._plan.loads:
+            load = self._loads[job.job]
+            if job.sync and local > load.start:
+                hashes = load.state.request.block_hashes
+                if hashes[load.start] == request.block_hashes[load.start]:
+                    return True
+        return False
 
     def _synchronous(self, blocks: int) -> bool:
         if not self._engine.sync_loads or self._config.load_mode is LoadMode.ASYNC:
@@ -450,7 +465,6 @@ class SchedulerHalf:
         """The engine gave the request its blocks, and loads `tokens` into them (0: none)."""
         state = self._state(request)
         lookup = state.lookup
-        self._suspect(tables)
         if tokens == 0 or lookup is None or lookup.lease is None:
             assert tokens == 0, "an engine loads what a lookup promised"
             self._drop_lookup(state)
@@ -476,29 +490,21 @@ class SchedulerHalf:
         )
         self._plan.loads.append(job)
 
-    def _suspect(self, tables: Sequence[Sequence[int]]) -> None:
-        """A request that is let in beside synchronous loads of the same step may share their blocks: the engine
-        counts these as cached already."""
-        for job in self._plan.loads:
-            if job.sync:
-                table = tables[self._engine.rules[0].group]
-                suspects = self._loads[job.job].suspects
-                shared = next((at for at, block in enumerate(table) if block in suspects), None)
-                if shared is not None:
-                    suspects.update(table[shared:])
-
     # --- a step -------------------------------------------------------------------------------
 
     def plan_step(
         self, scheduled: dict[str, int], table_of: Callable[[str], Sequence[Sequence[int]]]
     ) -> StepPlan:
         """What the ranks are to do in this step. `scheduled`: tokens that it computes, by request."""
+        # Whether the blocks of a synchronous load were there is known after the step. A rank saves nothing then if its
+        # own were not, but does not know of the others', whose part it has computed with.
+        doubtful = self._engine.ranks > 1 and any(job.sync for job in self._plan.loads)
         opened = self._namespace
         if opened is not None and self._weights < 0 and self._client.generation(opened) >= 0:
             self._open_on_ranks(opened)  # the daemon has answered since
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
-            if state is None or not self._engine.saves or not self._usable:
+            if state is None or not self._engine.saves or not self._usable or doubtful:
                 continue
             whole = self._whole(state, state.request.num_computed_tokens + tokens)
             if whole > state.saved:

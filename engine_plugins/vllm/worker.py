@@ -63,8 +63,9 @@ class WorkerHalf:
     """One rank of one engine.
 
     make_pages: gives the rank's stored groups for one thread's use; called once for each.
-    single_group: whether the engine has one cache group; only then are block ids a way to say
-        which loads failed, and only then are there synchronous loads.
+    block_errors: whether block ids are a way to say which loads failed: the engine computes from the first of
+        them on, with what is before it. Else requests are named, which it computes from their beginning, and
+        there are no synchronous loads.
     counters: what the worker counts in; its own unless pages count too.
     record_ready: an event behind all that the engine has queued on its device, or None on a host.
     timer: for forward passes; None where another rank of the pipeline stage measures them.
@@ -77,7 +78,7 @@ class WorkerHalf:
         report: RankReport,
         make_pages: Callable[[], Sequence[Pages]],
         *,
-        single_group: bool,
+        block_errors: bool,
         record_ready: Callable[[], Any],
         thread_setup: Callable[[], None] | None = None,
         counters: Counters | None = None,
@@ -90,7 +91,7 @@ class WorkerHalf:
         self._pages = make_pages()
         self._load_pages = make_pages()
         self._save_pages = make_pages()
-        self._single_group = single_group
+        self._block_errors = block_errors
         self._record_ready = record_ready
         self._first_part = report.rank * len(self._pages)
         self._load_thread = _thread("kvpool-load", thread_setup)
@@ -165,7 +166,7 @@ class WorkerHalf:
             self._done.loads[job.job] = 1
             if not future.result():
                 self._done.failed_loads.add(job.job)
-                if self._single_group:
+                if self._block_errors:
                     self._failed_blocks |= job.block_ids()
                 else:
                     failed.add(job.request_id)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ def test_an_abort_after_a_failed_load_leaves_nothing_in_the_engines_cache(
     def fail(job: Any, pages: Any, *_: Any) -> None:
         for layer in pages[0]._layers:
             layer[list(job.groups[0].block_ids)] = 0
-        if ends == "in the step that loads" and engine.mode == "sync":
+        if ends == "in the step that loads" and engine.mode == "sync" and not tried.is_set():
             # As the engine's own process does it during a step.
             engine.core.abort_requests([job.request_id])
         tried.set()
@@ -157,11 +158,17 @@ def test_an_abort_after_a_failed_load_leaves_nothing_in_the_engines_cache(
         core.add_request(
             name,
             TokensPrompt(prompt_token_ids=asked[0]),
-            SamplingParams(max_tokens=4, temperature=0),
+            SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
         )
+    said: list[int] = []
     while not tried.is_set():
         core.step()
-    core.abort_request(["aborted", "beside it"])
+    core.abort_request(["aborted"])
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.request_id == "beside it":
+                said = list(output.outputs[0].token_ids)
+    assert said == expected[0][:4]
     engine.drain()
     monkeypatch.undo()
     outputs = engine.generate(asked)
@@ -219,7 +226,7 @@ def test_a_reset_hides_what_was_saved(
 
 
 @pytest.mark.parametrize("mode", ["auto", "sync"])
-def test_where_steps_overlap_no_load_is_synchronous(
+def test_where_vllm_cannot_go_back_no_load_is_synchronous(
     kit: Any, llama: Path, daemon: Any, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """As with async scheduling, which vLLM switches off on CPUs."""
@@ -235,3 +242,13 @@ def test_where_steps_overlap_no_load_is_synchronous(
         return
     with kit.run_engine(llama, daemon, {"load_mode": mode}) as engine:
         assert not engine.connector._scheduler._engine.sync_loads
+
+
+@pytest.mark.parametrize(
+    ("batches", "second", "can"), [(1, False, True), (2, False, False), (1, True, False)]
+)
+def test_vllm_goes_back_where_steps_do_not_overlap(batches: int, second: bool, can: bool) -> None:
+    from kvpool.engine_plugins.vllm.connector import can_go_back
+
+    config = SimpleNamespace(max_concurrent_batches=batches, use_v2_model_runner=second)
+    assert can_go_back(config) is can

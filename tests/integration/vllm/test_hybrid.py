@@ -77,9 +77,12 @@ def test_a_failed_load_is_recomputed(
         engine.assert_nothing_held(daemon)
 
 
-def test_a_synchronous_load_is_refused_at_start(kit: Any, gemma: Path, daemon: Any) -> None:
+@pytest.mark.parametrize("model", ["gemma", "mistral"])
+def test_a_synchronous_load_is_refused_at_start(
+    kit: Any, models: Callable[[str], Path], daemon: Any, model: str
+) -> None:
     with (
         pytest.raises(ConfigError, match="load_mode sync needs a model with one cache group"),
-        kit.run_engine(gemma, daemon, {"load_mode": "sync"}),
+        kit.run_engine(models(model), daemon, {"load_mode": "sync"}),
     ):
         pass

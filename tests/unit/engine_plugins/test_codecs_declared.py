@@ -171,7 +171,7 @@ def test_pages_and_worker_count_in_one_place(pool: Any) -> None:
         pool,
         RankReport(0, "cpu", "L", "", [], {}),
         list,
-        single_group=True,
+        block_errors=True,
         record_ready=lambda: None,
         counters=counters,
     )

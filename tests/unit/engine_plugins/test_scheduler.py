@@ -743,24 +743,58 @@ def test_a_failed_synchronous_load_is_acknowledged(pool: Any, block_pool: Any) -
     assert harness.half.plan_step({}, lambda _: [[]]).acknowledged == []
 
 
-def test_a_failed_synchronous_load_takes_all_that_is_on_top_of_it_out_of_the_engines_cache(
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_failed_synchronous_load_leaves_the_engines_cache(
+    pool: Any, block_pool: Any, aborted: bool
+) -> None:
+    harness = Harness(pool, block_pool)
+    request = harness.request("r", 6)
+    harness.store(request.block_hashes[:4])
+    harness.half.matched_tokens(request, 2 * TOKENS)
+    harness.half.allocated(request, [[1, 2, 3, 4, 5, 6]], 2 * TOKENS)
+    plan = harness.step(request, 2 * TOKENS + 1, [[1, 2, 3, 4, 5, 6]])
+    if aborted:
+        harness.half.request_finished(request, tables(6), completed=False)
+    harness.end(plan, failed=True)
+    # With what was computed on top of what was not there.
+    assert block_pool.evicted == {3, 4, 5, 6}
+
+
+def test_nobody_computes_on_top_of_a_synchronous_load_of_the_same_step(
     pool: Any, block_pool: Any
 ) -> None:
     harness = Harness(pool, block_pool)
-    request, shares, alone = (harness.request(name, 6) for name in ("r", "shares", "alone"))
+    request, shares = harness.request("r", 6), harness.request("shares", 6)
+    other = harness.request("other", 6, first=100)
     harness.store(request.block_hashes[:4])
-    before = harness.request("before", 6)
-    harness.half.allocated(before, [[1, 2, 30, 31, 32, 33]], 0)
     harness.half.matched_tokens(request, 2 * TOKENS)
     harness.half.allocated(request, [[1, 2, 3, 4, 5, 6]], 2 * TOKENS)
-    # The engine finds in its cache what is still to be loaded, and computes on top of that.
-    harness.half.allocated(shares, [[1, 2, 3, 10, 11, 12]], 0)
-    harness.half.allocated(alone, [[1, 2, 20, 21, 22, 23]], 0)
-    everyone = {one.request_id: 1 for one in (before, request, shares, alone)}
-    plan = harness.half.plan_step(everyone, lambda _: tables(0))
-    harness.half.request_finished(request, tables(6), completed=False)
-    harness.end(plan, failed=True)
-    assert block_pool.evicted == {3, 4, 5, 6, 10, 11, 12}
+    # The engine finds in its cache what is still to be loaded.
+    for _ in range(3):
+        assert harness.half.matched_tokens(shares, 3 * TOKENS) == (None, False)
+    # What was there before is there, and so are blocks of another prompt.
+    assert harness.half.matched_tokens(shares, 2 * TOKENS) == (2 * TOKENS, False)
+    assert harness.half.matched_tokens(other, 6 * TOKENS) == (0, False)
+    harness.step(request, 2 * TOKENS + 1, tables(6))
+    assert harness.half.matched_tokens(shares, 4 * TOKENS) == (0, False)
+
+
+@pytest.mark.parametrize(("ranks", "saves"), [(1, 1), (2, 0)])
+def test_ranks_save_nothing_in_a_step_of_which_they_do_not_know_the_others_loads(
+    pool: Any, block_pool: Any, ranks: int, saves: int
+) -> None:
+    harness = Harness(pool, block_pool, ranks=ranks)
+    request = harness.request("r", 6)
+    harness.store(request.block_hashes[:4], parts=range(ranks))
+    harness.half.matched_tokens(request, 0)
+    harness.half.allocated(request, tables(6), 4 * TOKENS)
+    request.num_computed_tokens = 4 * TOKENS
+    plan = harness.step(request, TOKENS, tables(6))
+    assert plan.loads[0].sync
+    assert len(plan.saves) == saves
+    harness.end(plan, ranks=ranks)
+    # It is made up for in the next one.
+    assert len(harness.step(request, 1, tables(6)).saves) == 1 - saves
 
 
 def test_a_synchronous_load_that_succeeds_stays_in_the_engines_cache(

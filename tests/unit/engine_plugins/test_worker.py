@@ -36,7 +36,7 @@ class Rank:
         pool: Any,
         rank: int = 0,
         *,
-        single_group: bool = False,
+        block_errors: bool = False,
         seed: int = 0,
         timer: Any = None,
         attachment: Attachment | None = None,
@@ -48,7 +48,7 @@ class Rank:
             pool,
             RankReport(rank, "cpu", "L", "", [], {}),
             lambda: [HostPages(self.full), HostPages(self.window)],
-            single_group=single_group,
+            block_errors=block_errors,
             record_ready=lambda: None,
             timer=timer,
             attachment=attachment,
@@ -147,10 +147,10 @@ def test_saves_tell_the_parent(pool: Any, stored: list[Rank]) -> None:
     assert pool.parents[1, KEYS[48:]] == KEYS[32:48]
 
 
-@pytest.mark.parametrize("single_group", [False, True])
-def test_a_late_lease_is_a_failed_load(pool: Any, stored: list[Rank], single_group: bool) -> None:
+@pytest.mark.parametrize("block_errors", [False, True])
+def test_a_late_lease_is_a_failed_load(pool: Any, stored: list[Rank], block_errors: bool) -> None:
     lease = leased(pool)
-    reader = Rank(pool, single_group=single_group)
+    reader = Rank(pool, block_errors=block_errors)
     pages = reader.half._load_pages[1]
     copy = pages.from_slots
 
@@ -161,7 +161,7 @@ def test_a_late_lease_is_a_failed_load(pool: Any, stored: list[Rank], single_gro
     pages.from_slots = slow  # type: ignore[method-assign]
     results = reader.step(load(lease.token))
     assert results.finished == {"r"}
-    if single_group:
+    if block_errors:
         assert results.failed_blocks == {1, 6, 7, 8, 9}
         assert results.failed_requests == set()
     else:
@@ -194,7 +194,7 @@ def test_a_pool_that_takes_nothing_costs_only_the_save(pool: Any, why: str) -> N
 
 
 def test_nothing_is_saved_between_a_failed_load_and_the_schedulers_answer(pool: Any) -> None:
-    worker = Rank(pool, single_group=True)
+    worker = Rank(pool, block_errors=True)
     plan = load("no such lease", sync=True)
     plan.saves = [SaveJob(1, "r", 1, [GroupSave(0, KEYS, [2, 3, 4, 5], None)])]
     results = worker.step(plan)
@@ -293,12 +293,12 @@ def test_a_load_of_a_part_of_what_is_leased_takes_the_right_rows(
     assert np.array_equal(reader.full[0][6:9], stored[0].full[0][3:6])
 
 
-@pytest.mark.parametrize("single_group", [False, True])
+@pytest.mark.parametrize("block_errors", [False, True])
 def test_device_memory_that_dies_under_a_load_fails_all_of_it(
-    pool: Any, stored: list[Rank], device: Any, threads: Any, single_group: bool
+    pool: Any, stored: list[Rank], device: Any, threads: Any, block_errors: bool
 ) -> None:
     lease = near(pool)
-    reader = Rank(pool, single_group=single_group, attachment=Hold(device, threads))
+    reader = Rank(pool, block_errors=block_errors, attachment=Hold(device, threads))
     pages = reader.half._load_pages[1]
     copy = pages.from_slots
 
@@ -308,7 +308,7 @@ def test_device_memory_that_dies_under_a_load_fails_all_of_it(
 
     pages.from_slots = die  # type: ignore[method-assign]
     results = reader.step(load(lease.token))
-    if single_group:
+    if block_errors:
         assert results.failed_blocks == {1, 6, 7, 8, 9}
     else:
         assert results.failed_requests == {"r"}
@@ -325,7 +325,7 @@ def test_dead_device_memory_is_not_touched(
     pool: Any, stored: list[Rank], device: Any, threads: Any
 ) -> None:
     lease = near(pool)
-    reader = Rank(pool, single_group=True, attachment=Hold(device, threads))
+    reader = Rank(pool, block_errors=True, attachment=Hold(device, threads))
     device.alive = False
     lease.slots[0].device_table = None
     assert reader.step(load(lease.token)).failed_blocks == {1, 6, 7, 8, 9}
@@ -337,7 +337,7 @@ def test_a_lease_on_memory_that_the_rank_has_not_is_a_failed_load(
 ) -> None:
     lease = near(pool)
     hold = None if attached is None else Hold(pool_types.FakeDevice(attached), threads)
-    reader = Rank(pool, single_group=True, attachment=hold)
+    reader = Rank(pool, block_errors=True, attachment=hold)
     assert reader.step(load(lease.token)).failed_blocks == {1, 6, 7, 8, 9}
     assert pool.holds == {lease.token: 1}
 
