@@ -38,48 +38,28 @@ def _model(kind: str) -> Any:
     )
 
     torch.manual_seed(0)
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_POSITIONS,
+        "dtype": "bfloat16",
+    }
     if kind == "llama":
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=256,
-                intermediate_size=512,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=MAX_POSITIONS,
-                dtype="bfloat16",
-            )
-        )
+        return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **common))
     if kind == "mistral":  # all layers see a window only
-        return MistralForCausalLM(
-            MistralConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=256,
-                intermediate_size=512,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                sliding_window=64,
-                max_position_embeddings=MAX_POSITIONS,
-                dtype="bfloat16",
-            )
-        )
+        return MistralForCausalLM(MistralConfig(num_hidden_layers=4, sliding_window=64, **common))
     if kind == "gemma":
         return Gemma3ForCausalLM(
             Gemma3TextConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=256,
-                intermediate_size=512,
                 num_hidden_layers=6,
-                num_attention_heads=4,
-                num_key_value_heads=2,
                 head_dim=64,
                 sliding_window=64,
                 query_pre_attn_scalar=16,
                 layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-                max_position_embeddings=MAX_POSITIONS,
-                dtype="bfloat16",
+                **common,
             )
         )
     raise ValueError(f"no tiny model {kind!r}: llama, gemma or mistral")

@@ -59,10 +59,9 @@ class PluginConfig:
     pull_wait_s: the longest that a request waits for blocks of other nodes; 0: none are asked for.
     pulls_max: how many requests ask for them at a time.
     follows_max: how many wait at a time for a prompt that is being computed elsewhere (`following.py`).
-    load_mode: `auto` loads synchronously when the engine has one cache group and a rank's share of
-        the hit is at most `sync_load_bytes`; `sync` is impossible with several cache groups, since
-        vLLM has no way to report a failed synchronous load there, and where steps overlap, since it
-        would keep what the next step computes after one.
+    load_mode: `auto` loads synchronously when a rank's share of the hit is at most `sync_load_bytes`, where
+        vLLM makes up for a load that failed: with one cache group of full attention, on an engine that can go
+        back (`connector.can_go_back`). `sync` is refused elsewhere.
     min_load_blocks: shorter hits are not worth a load.
     pin_share: the share of the engine's blocks that saves may pin at a time, at most 0.1.
     resave_s: a block that was offered to the pool is not offered again for so long.

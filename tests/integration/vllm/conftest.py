@@ -319,11 +319,14 @@ def zeroed_store(engine: Engine) -> Iterator[None]:
 def fail_loads(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> list[tuple[Any, ...]]:
-    """Make every load of the engine fail; gives the list that the tries go into."""
+    """Make every load fail, with anything in its blocks; gives the list that the tries go into."""
     tries: list[tuple[Any, ...]] = []
 
-    def fail(*arguments: Any) -> None:
-        tries.append(arguments)
+    def fail(job: Any, pages: Any, *rest: Any) -> None:
+        tries.append((job, pages, *rest))
+        for group, mine in zip(job.groups, pages, strict=True):
+            for layer in mine._layers:
+                layer[group.block_ids] = 0
         raise error
 
     monkeypatch.setattr(engine.worker, "_copy_in", fail)

@@ -60,15 +60,7 @@ def test_a_failed_load_is_computed_from_the_beginning(
 ) -> None:
     """The blocks before the window are nowhere: whoever goes on from the first that failed lacks them."""
     with kit.run_engine(mistral, daemon) as engine:
-        tries = []
-
-        def fail(job: Any, pages: Any, *_: Any) -> None:
-            tries.append(job)
-            for layer in pages[0]._layers:
-                layer[list(job.groups[0].block_ids)] = 0
-            raise LeaseLost("made to fail")
-
-        monkeypatch.setattr(engine.worker, "_copy_in", fail)
+        tries = kit.fail_loads(engine, monkeypatch, LeaseLost("made to fail"))
         outputs = engine.generate(asked)
         assert [output.tokens for output in outputs] == saved
         assert len(tries) == len(asked)
