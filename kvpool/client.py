@@ -1415,6 +1415,7 @@ class Client:
                 self._token,
                 self._operator_token,
                 device,
+                wire.PROTOCOL_OLDEST,
             )
             try:
                 sock.sendall(wire.encode(hello, 1))
@@ -1440,6 +1441,7 @@ class Client:
                 wire.raise_error(welcome)
             if type(welcome) is not wire.Welcome or len(fds) != 1 + bool(welcome.device):
                 raise ProtocolError("the daemon's first answer is not a Welcome with a segment")
+            wire.agree(welcome.version, welcome.version, "the daemon")
             view = LifeView(fds.pop()) if welcome.device else None
             daemon = self._meet(welcome, fds.pop())
         except LimitExceeded as error:

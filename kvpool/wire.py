@@ -110,7 +110,10 @@ Block keys, checksums and row numbers are packed into one bytes object each: one
 tens of times faster than one a block. Rows are u32 LE; `NO_ROW` stands for "nothing here".
 Times that travel are durations in seconds, never time stamps.
 
-A peer of another version is refused in the first exchange. Within a version messages do not change.
+Versions: each side says in its first message which it speaks best, and the oldest that it speaks. The lower
+one of the two best is spoken, and who does not speak that is refused then. From one version to the next a
+message may get further fields at its end, with defaults: who is older does not look at them, who is newer
+finds the defaults. Nothing else of a message changes, and none is sent to those who are too old to know it.
 """
 
 from __future__ import annotations
@@ -124,7 +127,8 @@ import msgspec
 from kvpool.errors import KvpoolError, ProtocolError, from_code
 from kvpool.types import EngineRecord
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
+PROTOCOL_OLDEST = 6
 HEADER = struct.Struct("<II")
 FRAME_BYTES_MAX = 16 << 20
 HELLO_BYTES_MAX = 64 << 10  # what a connection may send before it has introduced itself
@@ -134,8 +138,29 @@ BEING_WRITTEN = struct.Struct("<QIIIQ")  # in answers to `Await`
 HEARD = struct.Struct("<QQ")  # in an `Await`
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
+class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Base of all messages: an array on the wire, immutable, owned by whoever decoded it."""
+
+
+def spoken(version: int, oldest: int) -> int | None:
+    """The version that is spoken with somebody who speaks these; None: none is. oldest: 0 for `version`."""
+    lower = min(version, PROTOCOL_VERSION)
+    return lower if lower >= max(oldest or version, PROTOCOL_OLDEST) else None
+
+
+def agree(version: int, oldest: int, whose: str) -> int:
+    """As `spoken`. Raises `ProtocolError`. whose: "the client", "the peer"."""
+    found = spoken(version, oldest)
+    if found is None:
+        raise ProtocolError(
+            f"this side speaks protocol {_range(PROTOCOL_VERSION, PROTOCOL_OLDEST)}, {whose} "
+            f"{_range(version, oldest)}: install the same version of kvpool on both, or neighbouring ones"
+        )
+    return found
+
+
+def _range(version: int, oldest: int) -> str:
+    return f"{oldest} to {version}" if 0 < oldest < version else str(version)
 
 
 class Hello(Message, tag=1):
@@ -143,7 +168,7 @@ class Hello(Message, tag=1):
 
     `instance`: the engine instance that its leases belong to. `client`: chosen at random by each client
     and the same on all its connections; reservations belong to it. `operator`: the operator token. `device`:
-    the client wants to read spare device memory by itself.
+    the client wants to read spare device memory by itself. `version`, `oldest`: the protocols that it speaks.
     """
 
     version: int
@@ -153,6 +178,7 @@ class Hello(Message, tag=1):
     token: str | None = None
     operator: str = ""
     device: bool = False
+    oldest: int = 0
 
 
 class Welcome(Message, tag=2):
@@ -498,6 +524,7 @@ class PeerHello(Message, tag=40):
     cluster: str
     node: str
     nonce: bytes
+    oldest: int = 0
 
 
 class PeerChallenge(Message, tag=41):
@@ -508,6 +535,7 @@ class PeerChallenge(Message, tag=41):
     incarnation: str
     nonce: bytes
     proof: bytes
+    oldest: int = 0
 
 
 class PeerProof(Message, tag=42):

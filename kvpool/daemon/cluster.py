@@ -456,7 +456,7 @@ class Cluster:
             if (
                 record.incarnation != self.incarnation
                 and record.state in SERVED_FROM
-                and record.protocol == wire.PROTOCOL_VERSION
+                and wire.spoken(record.protocol, record.protocol_oldest) is not None
                 and (url := record.url)
             ):
                 living[incarnation] = Living(record, url)
@@ -540,6 +540,7 @@ class Cluster:
             self.surroundings.host,
             self.surroundings.numa,
             self.engines(),
+            wire.PROTOCOL_OLDEST,
         )
 
     async def tell(self) -> None:

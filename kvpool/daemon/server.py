@@ -492,7 +492,7 @@ class Server:
                 memory, life, life_fd = exported
                 fds.append(life_fd)
         welcome = wire.Welcome(
-            wire.PROTOCOL_VERSION,
+            wire.agree(hello.version, hello.oldest, "the client"),
             self.config.node,
             self.incarnation,
             handle.holder.tenant.segment,
@@ -509,11 +509,7 @@ class Server:
         await self._loop.connect_accepted_socket(lambda: connection, sock)
 
     def _admit(self, hello: wire.Hello, sock: socket.socket) -> ClientHandle:
-        if hello.version != wire.PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"this daemon speaks protocol {wire.PROTOCOL_VERSION}, the client {hello.version}: "
-                f"install the same version of kvpool on both sides"
-            )
+        wire.agree(hello.version, hello.oldest, "the client")
         expected = self._tokens.get(hello.tenant)
         if hello.tenant not in self._tokens or (
             expected is not None

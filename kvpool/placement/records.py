@@ -76,7 +76,8 @@ class NodeRecord(msgspec.Struct, frozen=True):
     """A node as all others see it. Bound to a lease: it goes with its node.
 
     incarnation: 16 hex digits, chosen at random for each life; another one after the lease was lost.
-    protocol: the wire protocol spoken (`kvpool.wire.PROTOCOL_VERSION`); version: of the package.
+    protocol, protocol_oldest: the wire protocols spoken (`kvpool.wire.PROTOCOL_VERSION`); 0 for the oldest: no
+    older one. version: of the package.
     labels: where it stands, `zone` and `rack`, and anything else.
     host: what all nodes on one machine have in common; empty: not known. numa: the NUMA node of its memory;
     -1: not known, or several. engines: that were announced there.
@@ -94,6 +95,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     host: str = ""
     numa: int = -1
     engines: tuple[EngineRecord, ...] = ()
+    protocol_oldest: int = 0
 
     @property
     def incarnation_bytes(self) -> bytes:

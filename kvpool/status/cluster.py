@@ -171,7 +171,7 @@ def _state(record: Mapping[str, Any], *, wanted: bool) -> Text:
 
 
 def _version(record: Mapping[str, Any], spoken: int | None) -> Text:
-    """Nodes of another wire protocol than this one's are seen, and not pulled from."""
+    """Nodes of a wire protocol that is too far from this one's are seen, and not pulled from."""
     if spoken is None or record["protocol"] == spoken:
         return Text(record["version"])
     return Text(f"{record['version']}, protocol {record['protocol']}", style="yellow")

@@ -27,12 +27,14 @@ from kvpool.transfer.base import Identity
 from kvpool.transfer.stream import Stream
 from kvpool.wire import (
     HELLO_BYTES_MAX,
+    PROTOCOL_OLDEST,
     PROTOCOL_VERSION,
     Done,
     Message,
     PeerChallenge,
     PeerHello,
     PeerProof,
+    agree,
     decode_peer,
     error_message,
     raise_error,
@@ -49,10 +51,12 @@ def greet(stream: Stream, us: Identity) -> PeerChallenge:
 
     Raises `NotAuthenticated`, `ProtocolError` for another version, and what `Stream` raises.
     """
-    hello = PeerHello(PROTOCOL_VERSION, us.cluster, us.node, os.urandom(NONCE_BYTES))
+    hello = PeerHello(
+        PROTOCOL_VERSION, us.cluster, us.node, os.urandom(NONCE_BYTES), PROTOCOL_OLDEST
+    )
     stream.send(hello, 1)
     challenge = _answer(stream, PeerChallenge)
-    _check_version(challenge.version)
+    agree(challenge.version, challenge.oldest, "the peer")
     _check_nonce(challenge.nonce)
     if not hmac.compare_digest(challenge.proof, _proof(us.secret, b"listens", hello, challenge)):
         raise NotAuthenticated(
@@ -73,7 +77,7 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
     hello = decode_peer(payload)
     if not isinstance(hello, PeerHello):
         raise ProtocolError("the first frame between daemons is a PeerHello")
-    _check_version(hello.version)
+    agree(hello.version, hello.oldest, "the peer")
     _check_nonce(hello.nonce)
     if hello.cluster != us.cluster:
         raise NotAuthenticated(
@@ -81,7 +85,9 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
             f"give all daemons of a cluster the same name"
         )
     nonce = os.urandom(NONCE_BYTES)
-    challenge = PeerChallenge(PROTOCOL_VERSION, us.node, us.incarnation, nonce, b"")
+    challenge = PeerChallenge(
+        PROTOCOL_VERSION, us.node, us.incarnation, nonce, b"", PROTOCOL_OLDEST
+    )
     proof = _proof(us.secret, b"listens", hello, challenge)
     stream.send(msgspec.structs.replace(challenge, proof=proof), request)
     request, payload = stream.receive(HELLO_BYTES_MAX)
@@ -112,14 +118,6 @@ def _answer(stream: Stream, kind: type[M]) -> M:
     return message
 
 
-def _check_version(version: int) -> None:
-    if version != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"this daemon speaks protocol {PROTOCOL_VERSION}, the peer {version}: "
-            f"install the same version of kvpool on both"
-        )
-
-
 def _check_nonce(nonce: bytes) -> None:
     if len(nonce) != NONCE_BYTES:
         raise ProtocolError(f"a nonce has {NONCE_BYTES} bytes, this one {len(nonce)}")
@@ -134,9 +132,11 @@ def _proof(secret: bytes, speaker: bytes, hello: PeerHello, challenge: PeerChall
         hello.cluster,
         hello.node,
         hello.nonce,
+        hello.oldest,
         challenge.version,
         challenge.node,
         challenge.incarnation,
         challenge.nonce,
+        challenge.oldest,
     )
     return hmac.digest(secret, msgspec.msgpack.encode(said), hashlib.sha256)
