@@ -1075,6 +1075,27 @@ class Client:
         found: dict[str, Any] = json.loads(answer.data)
         return found
 
+    def ask_node(
+        self,
+        message: wire.Message,
+        *,
+        node: str = "",
+        tenant: str = "",
+        by: str = "",
+        wait_s: float = 0.0,
+    ) -> Any:
+        """What a node of the cluster answers to an operator's request: its number, or its JSON decoded.
+
+        message: see `kvpool.wire`, "operator → daemon". node: empty for this one. tenant: whose blocks it is about;
+        empty for this client's. by: on whose behalf. wait_s: how long the answer may take beyond the usual. For
+        operators only.
+        """
+        payload = wire.encode(message, 0)[wire.HEADER.size :]
+        order = wire.OnNode(node, payload, wait_s, tenant, by)
+        with self._request() as connection:
+            answer = connection.ask(order, wait_s + self.timeout_s + RESET_S)
+        return answer.value if type(answer) is wire.Done else json.loads(answer.data)
+
     def _ask_json(self, message: wire.Message) -> Any:
         with self._request() as connection:
             return json.loads(connection.ask(message, self.timeout_s + RESET_S).data)

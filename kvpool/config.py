@@ -2,7 +2,8 @@
 
 Later ones win: defaults, file, environment, flags. Each setting has one name everywhere: `memory` in
 the file is `KVPOOL_MEMORY` in the environment and `--memory` on the command line. Every value is checked
-here, at the edge; inside, nothing reads the environment.
+here, at the edge; inside, nothing reads the environment. A secret may stand in a file instead, which
+`KVPOOL_NAME_FILE` names, as containers and systemd hand them over.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvpool.errors import ConfigError
 from kvpool.types import DEFAULT_TENANT
 
 SECRET_CHARACTERS_MIN = 16
+SECRET_FILE_BYTES_MAX = 4096
 LABELS_MAX = 32
 DISKS_MAX = 16
 DISK_BYTES_MIN = 4 << 20
@@ -114,6 +116,10 @@ class DaemonConfig:
     probe_s: how often nodes that nothing is pulled from are asked for the time that an answer takes; 0: never.
     peers: URLs of the nodes that blocks are pulled from, where no membership names them.
     cluster, cluster_secret: peers must agree on both. Without a secret only loopback is listened on.
+    tls_cert, tls_key, tls_ca: files: our certificate, its key, and who signs those of the nodes. With them all
+        that daemons say to each other is in TLS, and both show a certificate; without, only loopback is listened on.
+    tls_crl: which certificates are revoked, a file. Empty: nobody asks.
+    plaintext: listen off loopback without TLS, and let NIXL move bytes, which it does not encrypt.
     join: the etcd that keeps the membership, etcd://HOST:PORT[,HOST:PORT...], etcds:// with TLS. Empty:
         this node is alone, but for `peers`.
     join_password, join_ca, join_cert, join_key: for etcd; the last three are files. A user stands in the
@@ -165,6 +171,11 @@ class DaemonConfig:
     peers: tuple[str, ...] = ()
     cluster: str = "kvpool"
     cluster_secret: str = field(default="", repr=False)
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    tls_crl: str = ""
+    plaintext: bool = False
     join: str = ""
     join_password: str = field(default="", repr=False)
     join_ca: str = ""
@@ -489,6 +500,11 @@ _PARSERS: dict[str, Any] = {
     "peers": _urls,
     "cluster": _word,
     "cluster_secret": _secret,
+    "tls_cert": _text,
+    "tls_key": _text,
+    "tls_ca": _text,
+    "tls_crl": _text,
+    "plaintext": _switch,
     "join": _text,
     "join_password": _hidden,
     "join_ca": _text,
@@ -528,6 +544,31 @@ _PARSERS: dict[str, Any] = {
 SETTINGS = tuple(_PARSERS)
 # Flags that are repeated have the singular.
 FLAGS = {"peers": "peer", "labels": "label", "rails": "rail"}
+# Those that KVPOOL_NAME_FILE may be said of. A URL of the directory may hold a password.
+SECRETS = ("cluster_secret", "directory", "directory_password", "join_password", "operator_token")
+
+
+def secret_of(variable: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """What `variable` holds, or the file that `variable`_FILE names, less one newline at its end.
+
+    None: neither is set. Raises `ConfigError` when both are, or the file cannot be read.
+    """
+    path = environ.get(f"{variable}_FILE")
+    if path is None:
+        return environ.get(variable)
+    if variable in environ:
+        raise ConfigError(f"{variable} and {variable}_FILE are both set: unset one of them")
+    try:
+        with open(path, "rb") as file:
+            content = file.read(SECRET_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{variable}_FILE: cannot read {path}: {error.strerror}") from None
+    if len(content) > SECRET_FILE_BYTES_MAX:
+        raise ConfigError(f"{variable}_FILE: {path} has more than {SECRET_FILE_BYTES_MAX} bytes")
+    try:
+        return content.decode().removesuffix("\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{variable}_FILE: {path} is not text in UTF-8") from None
 
 
 def load(
@@ -550,8 +591,10 @@ def load(
         for key, value in _read(path).items():
             values[key] = _parse(key, value, f"{path}: {key}")
     for key in _PARSERS:
-        if key != "tenants" and (text := environ.get(f"KVPOOL_{key.upper()}")) is not None:
-            values[key] = _parse(key, text, f"KVPOOL_{key.upper()}")
+        variable = f"KVPOOL_{key.upper()}"
+        text = secret_of(variable, environ) if key in SECRETS else environ.get(variable)
+        if key != "tenants" and text is not None:
+            values[key] = _parse(key, text, variable)
     for key, value in (flags or {}).items():
         if value is not None:
             values[key] = _parse(key, value, f"--{FLAGS.get(key, key).replace('_', '-')}")
@@ -565,6 +608,7 @@ def load(
             "blocks for new ones after a restart: give it --data-dir FOLDER"
         )
     _check_nixl(values.get("listen", ()), values.get("peers", ()))
+    _check_tls(values)
     if values.get("join") and not values.get("listen"):
         raise ConfigError(
             "join: other nodes pull from this one, so it has to listen: give --listen tcp://HOST:PORT"
@@ -585,6 +629,38 @@ def _check_nixl(listen: tuple[str, ...], peers: tuple[str, ...]) -> None:
         raise ConfigError(
             "peers: give tcp:// URLs; that a node has NIXL is learnt from the membership (join)"
         )
+
+
+def _check_tls(values: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for files that do not belong together, or cannot be read, or can be by anybody."""
+    files = {name: values.get(name, "") for name in ("tls_cert", "tls_key", "tls_ca", "tls_crl")}
+    missing = [name for name in ("tls_cert", "tls_key", "tls_ca") if not files[name]]
+    if any(files.values()) and missing:
+        raise ConfigError(
+            f"{', '.join(missing)}: not set, and with TLS all of tls_cert, tls_key and tls_ca are needed: "
+            f"`kvpool certs init` and `kvpool certs node` make them"
+        )
+    for name, path in files.items():
+        if path:
+            _check_readable(name, path, secret=name == "tls_key")
+    nixl = any(url.startswith("nixl://") for url in values.get("listen", ()))
+    chosen = values.get("plaintext") or values.get("pull_over") == "nixl"
+    if files["tls_cert"] and nixl and not chosen:
+        raise ConfigError(
+            "listen: a nixl:// URL, and tls_cert: what NIXL moves is not encrypted. Leave that URL out, or where "
+            "its network is trusted, say so: plaintext (--plaintext), or pull_over nixl (--pull-over nixl)"
+        )
+
+
+def _check_readable(name: str, path: str, *, secret: bool) -> None:
+    try:
+        with Path(path).open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            file.read(1)
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from None
+    if secret and mode & 0o007:
+        raise ConfigError(f"{name}: every user of this machine can open {path}: chmod 600 {path}")
 
 
 def _node_name(host: str) -> str:

@@ -65,6 +65,7 @@ whose first element is its type number:
     56    Describe           daemon → daemon      Bytes: what NIXL needs to read here
     57    Taken              daemon → daemon      none
     58    Prefixes           client → daemon      Bytes: a JSON object
+    59    Operate            daemon → daemon      Bytes: the answer to the request in it
     60    MoverStart         control → mover      MoverReady
     61    MoverReady         mover → control
     62    AttachSegment      control → mover      Done; carries a descriptor
@@ -101,6 +102,14 @@ whose first element is its type number:
     97    DropPacks          control → store      Done
     98    StoreStats         control → store      Bytes: a JSON object
     99    ForgetBlocks       control → store      Kept
+    100   OnNode             operator → daemon    what the request in it is answered with
+    101   Inspect            operator → daemon    Bytes: a JSON object
+    102   ListBlocks         operator → daemon    Bytes: a JSON object
+    103   ShowBlocks         operator → daemon    Bytes: a JSON array
+    104   BeginJob           operator → daemon    Bytes: a JSON object
+    105   Jobs               operator → daemon    Bytes: a JSON array
+    106   StopJob            operator → daemon    Done: 1 if it was running
+    107   Events             operator → daemon    Bytes: a JSON object
     110   DeviceStart        control → device     Done
     111   LiftBlocks         control → device     Done
     112   LowerBlocks        control → device     Pulled
@@ -127,7 +136,7 @@ import msgspec
 from kvpool.errors import KvpoolError, ProtocolError, from_code
 from kvpool.types import EngineRecord
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 PROTOCOL_OLDEST = 6
 HEADER = struct.Struct("<II")
 FRAME_BYTES_MAX = 16 << 20
@@ -519,6 +528,89 @@ class Scrub(Message, tag=39):
     count: int
 
 
+class OnNode(Message, tag=100):
+    """An operator's request, for any node of the cluster and any tenant. One does not hold another.
+
+    `node`: its name; empty: the one that is asked. `request`: the payload of a frame. `tenant`: whose namespaces it is
+    about; empty: the connection's. `by`: on whose behalf, for the audit log. `wait_s`: for the other node's answer.
+    """
+
+    node: str
+    request: bytes
+    wait_s: float
+    tenant: str = ""
+    by: str = ""
+
+
+class Inspect(Message, tag=101):
+    """All numbers of this node, of all its tenants."""
+
+
+class ListBlocks(Message, tag=102):
+    """Some of this node's blocks, from `cursor` on (empty: from the beginning). JSON: blocks, cursor (null: the end).
+
+    Fewer than `count` may come where a cursor does. `tier`: dram, ssd or device. `digest`: of one namespace; empty:
+    of all that the tenant has.
+    """
+
+    tier: str
+    cursor: str
+    count: int
+    digest: bytes = b""
+
+
+class ShowBlocks(Message, tag=103):
+    """What this node has of these blocks, tier by tier. JSON: one object for each block that is here."""
+
+    digest: bytes
+    keys: bytes
+
+
+class BeginJob(Message, tag=104):
+    """`spec`: JSON, one of `kvpool.jobs.JobSpec`. `job`: its name, which this node does not know yet.
+
+    JSON: a `kvpool.jobs.JobView`.
+    """
+
+    job: str
+    spec: bytes
+    dry_run: bool = False
+
+
+class Jobs(Message, tag=105):
+    """`jobs`: names; none: all that the node remembers. JSON: an array of `kvpool.jobs.JobView`."""
+
+    jobs: list[str] = []
+
+
+class StopJob(Message, tag=106):
+    job: str
+
+
+class Events(Message, tag=107):
+    """What happened after event `after`; when that is nothing, what comes within `wait_s`.
+
+    JSON: events, first (the oldest that is remembered), last.
+    """
+
+    after: int
+    count: int
+    wait_s: float = 0.0
+
+
+class Operate(Message, tag=59):
+    """An operator of one node asks another one; `node`: the one that asks, the rest as in `OnNode`.
+
+    Answered with the payload of the answer's frame.
+    """
+
+    node: str
+    request: bytes
+    wait_s: float
+    tenant: str
+    by: str
+
+
 class PeerHello(Message, tag=40):
     version: int
     cluster: str
@@ -727,7 +819,7 @@ class Prefixes(Message, tag=58):
 class MoverStart(Message, tag=60):
     """First frame on a mover's control channel: who it is and where it listens (empty: nowhere).
 
-    `waits_max`: questions to peers that wait (`Await`) at a time.
+    `waits_max`: questions to peers that wait (`Await`) at a time. `tls_cert`, ...: paths, as in the configuration.
     """
 
     cluster: str
@@ -738,6 +830,11 @@ class MoverStart(Message, tag=60):
     connections_max: int
     inflight_bytes_max: int
     waits_max: int = 16
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    tls_crl: str = ""
+    plaintext: bool = False
 
 
 class MoverReady(Message, tag=61):
@@ -823,7 +920,7 @@ class AskPeer(Message, tag=68):
     """Ask the peer at `url`, for at most `deadline_s`. `background`: a late answer says nothing of the way."""
 
     url: str
-    question: Ask | Offer | Await
+    question: Ask | Offer | Await | Operate
     deadline_s: float
     background: bool = False
 
@@ -1175,6 +1272,14 @@ ClientMessage = (
     | AnnounceEngine
     | Engines
     | Prefixes
+    | OnNode
+    | Inspect
+    | ListBlocks
+    | ShowBlocks
+    | BeginJob
+    | Jobs
+    | StopJob
+    | Events
 )
 DaemonMessage = Welcome | Error | Done | Reserved | Leased | Bytes | Stored | Opened
 PeerMessage = (
@@ -1186,6 +1291,7 @@ PeerMessage = (
     | Ask
     | Offer
     | Await
+    | Operate
     | Corrupt
     | Readable
     | Describe
@@ -1206,6 +1312,7 @@ MoverMessage = (
     | Ask
     | Offer
     | Await
+    | Operate
     | AskPeer
     | StopOrder
     | Corrupt

@@ -83,6 +83,11 @@ class Budget:
         self._left = min(self._most, self._left + (now - self._at) * self._rate)
         self._at = now
 
+    def left_bytes(self, now: float) -> int:
+        """What may be written now; 0 where there is no limit."""
+        self._fill(now)
+        return max(0, int(self._left))
+
     def scarce(self, now: float) -> bool:
         """Whether only what was used again should be written."""
         self._fill(now)

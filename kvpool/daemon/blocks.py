@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvpool.daemon.divided import Divided
+from kvpool.daemon.traffic import Traffic
 from kvpool.errors import UnknownReservation
 from kvpool.placement.records import DEFAULT_SETTINGS, epoch_digest
 from kvpool.storage.eviction import EvictionPolicy, Lru
@@ -290,6 +291,7 @@ class Tenant:
         "name",
         "namespaces",
         "segment",
+        "traffic",
     )
 
     def __init__(self, name: str, segment: int, allocator: SlabAllocator) -> None:
@@ -303,6 +305,7 @@ class Tenant:
         self.holders: dict[int, Holder] = {}  # by id()
         self.hard: dict[Block, None] = {}  # hard pins, of all classes
         self.granted_bytes = 0
+        self.traffic = Traffic()
 
     @property
     def hard_bytes(self) -> int:
@@ -326,6 +329,7 @@ class Holder:
     instance: str
     name: str = ""
     operator: bool = False  # may inspect and change what is not its tenant's own
+    uid: int = -1  # whose process it is, by the kernel's word; -1: nobody asked
     reservations: dict[int, Reservation] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     reserved_bytes: int = 0
@@ -385,12 +389,13 @@ class Beside:
     """What a lease has of spare device memory.
 
     life: of the process that owns it. parts: part → its slots there, in block order, None for those that the
-    lease has in memory. end: gives them back; called once.
+    lease has in memory. end: gives them back; called once. nbytes: of those slots.
     """
 
     life: int
     parts: dict[int, list[Block | None]]
     end: Callable[[], None]
+    nbytes: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -428,6 +433,7 @@ class Counters:
     leased_bytes: int = 0
     leases_expired: int = 0
     evicted: int = 0
+    evicted_by_quota: int = 0  # of these: their namespace had more than its own
     evicted_soft_pins: int = 0  # of these
     evicted_secondary: int = 0  # of these: copies that others keep
     slabs_reclaimed: int = 0
@@ -441,8 +447,14 @@ class Counters:
     pulled_blocks: int = 0
     pulled_bytes: int = 0
     lent_blocks: int = 0
+    lent_bytes: int = 0
     epochs_ended: int = 0
     reclaimed_blocks: int = 0  # of ended epochs
+    # Parts of blocks:
+    removed_parts: int = 0  # by clients
+    given_up_parts: int = 0  # by operators
+    unused_parts: int = 0  # for longer than their namespace's time to live
+    corrupt_parts: int = 0
 
 
 def directory_digest(tenant: str, digest: bytes) -> bytes:

@@ -105,6 +105,7 @@ class Cluster:
         self.keep_epoch: Callable[[NamespaceState], Awaitable[None]] = _keep_nothing
         self.lost_nodes: list[Callable[[], None]] = []
         self.drain: Callable[[bool], None] = lambda _: None
+        self.viewed: Callable[[View, View], None] = lambda *_: None
         self.lower_tiers: Callable[[], Sequence[TierRecord]] = tuple
         self.engines: Callable[[], tuple[EngineRecord, ...]] = tuple
         self.surroundings = Surroundings()
@@ -449,6 +450,7 @@ class Cluster:
     def _look(self) -> None:
         """The membership has news."""
         before, self._view = self._view, self.membership.view
+        self.viewed(before, self._view)
         living = dict(self._static)
         by_url: dict[str, NodeRecord] = {}
         for record in self._view.nodes.values():
@@ -662,6 +664,9 @@ class Cluster:
             "incarnation": self.incarnation,
             "others": len(self._living),
             "directory": self._announcing(),
+            "drain": None if self.progress is None else plain(self.progress),
+            "leases_lost": self.lost,
+            "swept": self.swept,
         }
 
     def describe(self) -> dict[str, Any]:

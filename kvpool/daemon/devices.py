@@ -449,10 +449,10 @@ class DeviceTier:
         except KvpoolError:
             rules.release(own, direct.token)
             raise
-        lease.beside = Beside(life, here, lambda: rules.release(own, direct.token))
-        for _, blocks in chosen.values():
-            self.counters["leased_blocks"] += len(blocks)
-            self.counters["leased_bytes"] += sum(block.table.spec.nbytes for block in blocks)
+        nbytes = sum(block.table.spec.nbytes for _, blocks in chosen.values() for block in blocks)
+        lease.beside = Beside(life, here, lambda: rules.release(own, direct.token), nbytes)
+        self.counters["leased_blocks"] += sum(len(blocks) for _, blocks in chosen.values())
+        self.counters["leased_bytes"] += nbytes
         return lease
 
     def _lifted(self, table: PartTable) -> Mapping[bytes, Block]:
@@ -569,5 +569,6 @@ class DeviceTier:
             "used_bytes": self.used_bytes,
             "blocks": self.rules.block_count(),
             "queued_blocks": self._queued,
+            "gone": self.rules.gone(),
             **self.counters,
         }

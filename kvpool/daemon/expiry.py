@@ -61,6 +61,7 @@ class Expiry:
             await asyncio.sleep(LOOK_S)
             watches: dict[NamespaceState, Watch] = {}
             for node in self._nodes():
+                node.ages.note(self._clock(), node.tick)
                 for tenant in node.tenants.values():
                     for namespace in list(tenant.namespaces.values()):
                         if self._ttl_s(namespace) > 0:

@@ -40,7 +40,8 @@ class Lender:
 
     may_serve: whether this node is a member, as far as it can know; peers are refused while it is not.
     stale: told of blocks that a peer wanted and that are not here: the directory may say otherwise.
-    take: what to do about an `Offer`. stores: whether anything new may come.
+    take: what to do about an `Offer`. stores: whether anything new may come. operate: does what operators of other
+    nodes want.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Lender:
         stale: Callable[[NamespaceState, list[bytes]], None] = lambda *_: None,
         take: Callable[[wire.Offer], Awaitable[wire.Bytes]] | None = None,
         stores: Callable[[], bool] = lambda: True,
+        operate: Callable[[wire.Operate], Awaitable[wire.Bytes]] | None = None,
     ) -> None:
         self.node = node
         self._below = below
@@ -61,6 +63,7 @@ class Lender:
         self._stale = stale
         self._take = take
         self._stores = stores
+        self._operate = operate
 
     def asked(self, question: wire.Ask) -> wire.Done:
         """How many blocks of the prefix a peer could pull from here."""
@@ -78,6 +81,12 @@ class Lender:
         if self._take is None:
             raise Unavailable("this node takes no offers: it is in no cluster")
         return await self._take(offer)
+
+    async def operated(self, order: wire.Operate) -> wire.Bytes:
+        """An operator of another node wants something done here."""
+        if self._operate is None:
+            raise Unavailable("this node takes no orders: it is in no cluster")
+        return await self._operate(order)
 
     async def awaited(self, question: wire.Await) -> wire.Bytes:
         """What is in memory of these blocks, once that is more than the peer knows, or when it is late.
@@ -201,6 +210,7 @@ class Lender:
         if missing:
             self._stale(namespace, missing)
         self.node.counters.lent_blocks += len(blocks)
+        self.node.counters.lent_bytes += len(blocks) * table.spec.nbytes
         return wire.Lent(
             lease.token, tenant.segment, table.stride, rows.tobytes(), b"".join(checksums)
         )

@@ -9,6 +9,7 @@ in system calls that hold no GIL; none polls.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 
@@ -19,6 +20,7 @@ from kvpool.daemon.worker import Control, Jobs, OwedAnswer, WorkerProcess, run_w
 from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.transfer import scheme_of, transport_for
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits, Transport
+from kvpool.transfer.credentials import Credentials, TlsFiles
 from kvpool.wire import (
     Ask,
     AskPeer,
@@ -33,6 +35,7 @@ from kvpool.wire import (
     MoverReady,
     MoverStart,
     Offer,
+    Operate,
     PullBlocks,
     Return,
     StopOrder,
@@ -65,7 +68,7 @@ class ControlSource:
             raise ProtocolError(f"a question was answered with a {type(answer).__name__}")
         return answer
 
-    def awaited(self, question: Await) -> OwedAnswer:
+    def awaited(self, question: Await | Operate) -> OwedAnswer:
         return self._control.begin(question)
 
     def corrupt(self, report: Corrupt) -> None:
@@ -87,6 +90,7 @@ class Mover(WorkerProcess):
         self._transports: dict[str, Transport] = {}
         self._lock = threading.Lock()
         self._start: MoverStart | None = None
+        self._credentials: Credentials | None = None
 
     def handle(self, request: int, message: Message) -> None:
         match message:
@@ -115,10 +119,13 @@ class Mover(WorkerProcess):
         """Whose threads do it."""
         if isinstance(order, PullBlocks):
             return self._copies if order.background else self._jobs
-        waits = isinstance(order.question, Await) and order.question.wait_s > 0
+        waits = isinstance(order.question, (Await, Operate)) and order.question.wait_s > 0
         return self._waits if waits and self._waits is not None else self._jobs
 
     def _begin(self, start: MoverStart) -> Message:
+        if start.tls_cert:
+            files = TlsFiles(start.tls_cert, start.tls_key, start.tls_ca, start.tls_crl)
+            self._credentials = Credentials(files, start.cluster, start.node)
         self._start = start
         self._waits = Jobs("kvpool-wait", start.waits_max, self.control)
         return MoverReady([self._transport(url).listen(url) for url in start.listen])
@@ -147,7 +154,14 @@ class Mover(WorkerProcess):
         return transport_for(url)(
             self.memory,
             ControlSource(self.control),
-            Identity(start.cluster, start.node, start.incarnation, start.secret.encode()),
+            Identity(
+                start.cluster,
+                start.node,
+                start.incarnation,
+                start.secret.encode(),
+                self._credentials,
+                start.plaintext,
+            ),
             TransferLimits(
                 connections_max=start.connections_max, inflight_bytes_max=start.inflight_bytes_max
             ),
@@ -155,4 +169,7 @@ class Mover(WorkerProcess):
 
 
 if __name__ == "__main__":
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     run_worker(Mover)

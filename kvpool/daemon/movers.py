@@ -50,6 +50,10 @@ class Rules(Protocol):
         """What is in memory of some blocks, once there is news. Raises `KvpoolError`."""
         ...
 
+    def operated(self, order: wire.Operate) -> Coroutine[Any, Any, wire.Bytes]:
+        """The answer to what an operator of another node wants. Raises `KvpoolError`."""
+        ...
+
     def corrupt(self, report: wire.Corrupt) -> None:
         """A peer got these blocks from here, and they did not match their checksums."""
         ...
@@ -91,6 +95,11 @@ class MoverProcess(Worker):
                 connections_max=config.peers_max,
                 inflight_bytes_max=INFLIGHT_BYTES_MAX,
                 waits_max=WAITS_MAX,
+                tls_cert=config.tls_cert,
+                tls_key=config.tls_key,
+                tls_ca=config.tls_ca,
+                tls_crl=config.tls_crl,
+                plaintext=config.plaintext,
             ),
             START_S,
         )
@@ -108,8 +117,14 @@ class MoverProcess(Worker):
                 else:
                     full = LimitExceeded(f"{OFFERS_MAX} offers are being taken up here already")
                     self._channel.send(wire.error_message(full), request)
-            case wire.Await():
-                task = self._later(self._movers.source.awaited(message), request, self._awaiting)
+            case wire.Await() | wire.Operate():
+                source = self._movers.source
+                work = (
+                    source.awaited(message)
+                    if isinstance(message, wire.Await)
+                    else source.operated(message)
+                )
+                task = self._later(work, request, self._awaiting)
                 self._awaited[request] = task
                 task.add_done_callback(lambda _: self._awaited.pop(request, None))
             case wire.StopOrder():

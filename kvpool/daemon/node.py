@@ -927,16 +927,18 @@ class Node(Space):
     def remove(self, namespace: NamespaceState, packed: bytes) -> int:
         """Forget blocks, all their parts. Readers that hold leases finish; the count of blocks gone."""
         self.settle()
-        gone = 0
+        gone = parts = 0
         for key in split_keys(packed):
             hit = False
             for table in namespace.tables:
                 block = table.blocks.get(key)
                 if block is not None:
                     self._drop(block)
+                    parts += 1
                     hit = True
             gone += hit
         self.counters.removed += gone
+        self.counters.removed_parts += parts
         return gone
 
     def evict(self, n: int) -> int:
@@ -958,6 +960,19 @@ class Node(Space):
             )
         return gone
 
+    def evict_least(self, tenant: Tenant, n: int) -> tuple[int, int]:
+        """Give up to n of a tenant's blocks up, as if their room was needed; how many went, and their bytes."""
+        self.settle()
+        gone = nbytes = 0
+        for slot_class in tenant.classes.values():
+            for policy in (slot_class.secondary, slot_class.policy):
+                went = self._evict(tenant, slot_class, policy.pop, n - gone)
+                gone += went
+                nbytes += went * slot_class.stride
+                if gone == n:
+                    return gone, nbytes
+        return gone, nbytes
+
     def keys(self, namespace: NamespaceState) -> list[bytes]:
         """All blocks of which any part is here. O(blocks), in C."""
         self.settle()
@@ -975,6 +990,7 @@ class Node(Space):
             going = [block for block in found if block.pin != PIN_HARD]
             for block in going:
                 self._drop(block)
+            self.counters.given_up_parts += len(going)
             gone += bool(going)
         self.counters.removed += gone
         return gone
@@ -993,6 +1009,7 @@ class Node(Space):
         ]
         for block in unused:
             self._drop(block)
+        self.counters.unused_parts += len(unused)
         return len(unused)
 
     def drop_corrupt(self, namespace: NamespaceState, part: int, key: bytes) -> None:
@@ -1002,6 +1019,7 @@ class Node(Space):
         block = self._table(namespace, part).blocks.get(key)
         if block is not None:
             self._drop(block)
+            self.counters.corrupt_parts += 1
 
     def pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> set[bytes]:
         """Pin (soft: evict last; hard: never) or unpin what is here of these blocks; which keys are.
@@ -1268,24 +1286,38 @@ class Node(Space):
         parts is taken where its first one is. So each block is met of which no part comes or goes
         during the walk; of the others `take_changes` tells.
         """
+        blocks, after = self.scan(cursor, count)
+        found: dict[NamespaceState, list[bytes]] = {}
+        for block in blocks:
+            found.setdefault(block.table.namespace, []).append(block.key)
+        return [(namespace.directory_digest, keys) for namespace, keys in found.items()], after
+
+    def scan(self, cursor: int, count: int) -> tuple[list[Block], int | None]:
+        """The first parts of the blocks that `walk` finds."""
         self.settle()
         number, row = divmod(cursor, _WALK_ROWS)
-        found: dict[NamespaceState, list[bytes]] = {}
+        found: list[Block] = []
         left = count
         while number < len(self._classes):
             by_row = self._classes[number].by_row
             end = min(len(by_row), row + left)
-            for block in by_row[row:end]:
-                if block is not None and _is_here(block) and _is_first_part(block):
-                    found.setdefault(block.table.namespace, []).append(block.key)
+            found += [
+                block
+                for block in by_row[row:end]
+                if block is not None and _is_here(block) and _is_first_part(block)
+            ]
             left -= end - row
             if end < len(by_row):
                 row = end
                 break
             number, row = number + 1, 0
-        grouped = [(namespace.directory_digest, keys) for namespace, keys in found.items()]
         more = number < len(self._classes)
-        return grouped, number * _WALK_ROWS + row if more else None
+        return found, number * _WALK_ROWS + row if more else None
+
+    @property
+    def rows(self) -> int:
+        """How far a scan of all goes."""
+        return sum(len(slot_class.by_row) for slot_class in self._classes)
 
     # ---- the operator's view -----------------------------------------------------------------------
 
@@ -1295,6 +1327,7 @@ class Node(Space):
         return {
             "counters": {name: getattr(self.counters, name) for name in Counters.__slots__},
             "leases": len(self._leases),
+            "gone": self.gone(),
             "tenants": {
                 tenant.name: {
                     "segment_bytes": tenant.allocator.size,
@@ -1307,6 +1340,7 @@ class Node(Space):
                     "granted_bytes": tenant.granted_bytes,
                     "hard_pinned_bytes": tenant.hard_bytes,
                     "soft_pinned_bytes": tenant.soft_bytes,
+                    "traffic": tenant.traffic.stats(),
                     "space": tenant.allocator.stats(),
                     "namespaces": {
                         namespace.base.hex(): {
@@ -1323,6 +1357,19 @@ class Node(Space):
                 }
                 for tenant in self.tenants.values()
             },
+        }
+
+    def gone(self) -> dict[str, int]:
+        """Parts of blocks that are not here any more, by why."""
+        counters = self.counters
+        return {
+            "full": counters.evicted - counters.evicted_by_quota,
+            "quota": counters.evicted_by_quota,
+            "ttl": counters.unused_parts,
+            "operator": counters.given_up_parts,
+            "removed": counters.removed_parts,
+            "corrupt": counters.corrupt_parts,
+            "epoch": counters.reclaimed_blocks,
         }
 
     def usage(self, tenant: Tenant) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from kvpool import wire
+from kvpool.daemon.histogram import Histogram
 from kvpool.errors import Declined, KvpoolError, LimitExceeded, Unavailable
 from kvpool.placement.rails import Route, Way
 from kvpool.transfer import scheme_of
@@ -110,6 +111,7 @@ class Peer:
     pulls: int = 0  # that could be learnt from, since one went by another group
     every: int = EXPLORE_EVERY
     turn: int = 0
+    seconds: dict[str, Histogram] = field(default_factory=dict)  # of pulls, by scheme
 
     def see(self, route: Route, schemes: Mapping[str, object], draw: Callable[[], float]) -> None:
         """These ways there are now. A new life of the peer has failed at nothing yet. draw: below 1, at random."""
@@ -372,11 +374,12 @@ class Paths:
             left_s = order.deadline_s - (self._clock() - started)
             if at + 1 < len(ways):
                 # A card that swallows all leaves time for the next one, but a peer may wait as it was asked to.
-                waits_s = order.question.wait_s if isinstance(order.question, wire.Await) else 0.0
+                asks = order.question
+                waits_s = asks.wait_s if isinstance(asks, (wire.Await, wire.Operate)) else 0.0
                 left_s = min(left_s, waits_s + max(0.0, left_s - waits_s) * DEADLINE_SHARE)
-            question = msgspec.structs.replace(order, url=url, deadline_s=left_s)
+            asked = msgspec.structs.replace(order, url=url, deadline_s=left_s)
             try:
-                answer = await self._ask(question)
+                answer = await self._ask(asked)
             except Declined:
                 peer.well(url)
                 raise
@@ -461,6 +464,8 @@ class Paths:
         came = pulled.status.count(ARRIVED)
         state.pulls += 1
         state.nbytes += came * each
+        if came and not (order.background or order.start):
+            peer.seconds.setdefault(state.group[0], Histogram()).add(pulled.seconds)
         if nixl:
             self.counters["pulls"] += 1
             self.counters["blocks"] += came
@@ -510,6 +515,7 @@ class Paths:
                 url: {
                     "usual": peer.usual[0],
                     "bytes_s": peer.speed,
+                    "seconds": {scheme: seen.stats() for scheme, seen in peer.seconds.items()},
                     "others": {
                         f"{scheme} {rank}": {"bytes_s": seen.speed, "gain": seen.gain}
                         for (scheme, rank), seen in peer.others.items()
@@ -517,6 +523,7 @@ class Paths:
                     "ways": [
                         {
                             "url": way,
+                            "transport": state.group[0],
                             "pulls": state.pulls,
                             "bytes": state.nbytes,
                             "rests_s": max(0.0, state.until - now),

@@ -1,4 +1,4 @@
-"""Which process is at the other end of a unix socket, and when it dies."""
+"""Which process is at the other end of a unix socket, and when it dies; what this one and its children take."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import errno
 import os
 import socket
 import struct
+from pathlib import Path
+from typing import Any
 
 from kvpool.errors import LimitExceeded
 
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 _UCRED = struct.Struct("3i")
+_TICKS_S = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def peer_pid(sock: socket.socket) -> int:
@@ -54,3 +58,35 @@ def _raise_unless_gone(error: OSError) -> None:
         ) from None
     if error.errno not in (errno.ESRCH, errno.EINVAL):
         raise error
+
+
+def family() -> list[dict[str, Any]]:
+    """This process (`control`) and its children, by the module that they run: what they take. A few reads each.
+
+    resident_bytes: with what is shared, as segments are; private_bytes: without.
+    """
+    own = os.getpid()
+    found = [_usage(own, "control")]
+    children = Path(f"/proc/{own}/task/{own}/children")
+    # The kernel tells of children only where it was built to (CONFIG_PROC_CHILDREN, as all distributions' are).
+    for word in children.read_text().split() if children.exists() else []:
+        try:
+            command = Path(f"/proc/{word}/cmdline").read_bytes().split(b"\0")
+            module = command[command.index(b"-m") + 1].decode() if b"-m" in command else "other"
+            found.append(_usage(int(word), module.rpartition(".")[2]))
+        except (FileNotFoundError, ProcessLookupError):
+            pass  # it has ended meanwhile
+    return found
+
+
+def _usage(pid: int, kind: str) -> dict[str, Any]:
+    # The name, in parentheses, may have spaces.
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+    return {
+        "kind": kind,
+        "pid": pid,
+        "cpu_s": (int(words[11]) + int(words[12])) / _TICKS_S,
+        "resident_bytes": int(resident) * _PAGE,
+        "private_bytes": (int(resident) - int(shared)) * _PAGE,
+    }

@@ -33,6 +33,7 @@ from kvpool.daemon.node import Node
 from kvpool.daemon.pulling import pull_order
 from kvpool.daemon.space import OWN, Origin
 from kvpool.daemon.tasks import crash_if_failed
+from kvpool.daemon.traffic import Delivered, Loads
 from kvpool.daemon.worth import Choice, Sources, choose
 from kvpool.errors import (
     InvalidRequest,
@@ -80,6 +81,9 @@ LOCAL = b"kvp-disk"  # stands for this node's disks where others are known by th
 DEVICE = b"kvp-device"  # the same for its spare device memory; longer than an incarnation, as none can be
 STORE = b"kvp-store"  # the same for object storage; longer than an incarnation, as none can be
 NOT_NODES = {LOCAL: "ssd of this node", DEVICE: "device of this node", STORE: "object storage"}
+TIER_OF = {LOCAL: "ssd", DEVICE: "device", STORE: "remote"}
+PEER = "peer"  # the tier of all that other nodes have
+GONE = "gone"  # who delivered it is no member any more
 
 
 class Living(NamedTuple):
@@ -164,6 +168,7 @@ class Flight:
     background: bool = False  # nobody waits for it
     late: bool = False
     batch: Batch | None = None  # whose slots it has taken over, with the bytes that are in them
+    expected_s: float = 0.0
     task: asyncio.Task[None] = field(init=False)
 
 
@@ -225,6 +230,7 @@ class Remote:
         self._flying: dict[Flight, None] = {}
         self._tickets = 0
         self.ahead = Ahead(node, carrier, neighbours, peers, clock)
+        self.delivered = Delivered()
         self.counters = {
             "lookups": 0,
             "lookups_failed": 0,
@@ -251,9 +257,17 @@ class Remote:
             incarnation = bytes.fromhex(peer["incarnation"])
             other = self._neighbours.living.get(incarnation)
             peer["node"] = "" if other is None else other.record.node
+            peer["url"] = "" if other is None else other.url
             if incarnation in NOT_NODES:
                 peer["node"], peer["incarnation"] = NOT_NODES[incarnation], ""
-        return {**self.counters, "transfers": len(self._flying), "peers": peers}
+        return {
+            **self.counters,
+            "transfers": len(self._flying),
+            "negative": len(self._negative),
+            "remembered": len(self._remembered),
+            "peers": peers,
+            "delivered": self.delivered.stats(),
+        }
 
     def close(self) -> None:
         """Call all transfers off. They end by themselves, soon."""
@@ -1101,7 +1115,9 @@ class Remote:
         """Transfer, and commit what has come; None where that has failed."""
         node = self.node
         nbytes = len(slots.keys) * (flight.table.spec.nbytes - slots.have)
-        self.peers.started(flight.incarnation, nbytes, self._clock())
+        now = self._clock()
+        flight.expected_s = self._estimate_s(flight.incarnation, nbytes, now)
+        self.peers.started(flight.incarnation, nbytes, now)
         try:
             # This returns, raises or is cancelled only when nothing writes to the rows any more, so
             # that what did not arrive can be given back.
@@ -1115,11 +1131,27 @@ class Remote:
                 node.commit(slots.holder, slots.ticket, checksums, indices, origin)
         except KvpoolError as error:
             self._failed(flight, nbytes, str(error))
+            self._count(flight, Loads(failed=len(slots.keys)))
             return None
         except asyncio.CancelledError:
             self.peers.stopped(flight.incarnation, nbytes)
+            self._count(flight, Loads(called_off=len(slots.keys)))
             raise
         return pulled
+
+    def _estimate_s(self, incarnation: bytes, nbytes: int, now: float) -> float:
+        """How long so much from a source should take, behind what is in flight."""
+        peer = self.peers.get(incarnation) or self.peers.stranger(incarnation)
+        latency_s, per_byte = peer.expected(now)
+        return latency_s + (peer.inflight_bytes + nbytes) * per_byte
+
+    def _count(self, flight: Flight, loads: Loads) -> None:
+        """Count what has become of a transfer, by who was to deliver it and for whom."""
+        tier = TIER_OF.get(flight.incarnation, PEER)
+        flight.table.namespace.tenant.traffic.loaded(tier, loads)
+        if tier == PEER:
+            other = self._neighbours.living.get(flight.incarnation)
+            self.delivered.delivered(GONE if other is None else other.record.node, loads)
 
     async def _bring(self, flight: Flight, url: str, slots: _Slots, seconds: float) -> wire.Pulled:
         """Have reserved rows filled, by a peer, or where there is no URL, from disks or object storage."""
@@ -1161,6 +1193,14 @@ class Remote:
         self.counters["mismatches"] += mismatches
         self.counters["absent"] += pulled.status.count(0)
         nbytes = len(keys) * each
+        absent = pulled.status.count(0)
+        failed = len(keys) - came - absent - mismatches
+        self._count(flight, Loads(came, absent, mismatches, failed, nbytes=came * each))
+        tier = TIER_OF.get(incarnation, PEER)
+        if came and not flight.background:
+            self.delivered.took(tier, pulled.seconds)
+            if came == len(keys) and not slots.have:
+                self.delivered.foreseen(tier, flight.expected_s, pulled.seconds)
         if pulled.error:
             # Of what the error broke off, as much as one block may have been half here.
             arrived = (came + 1) * each

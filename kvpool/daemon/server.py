@@ -8,7 +8,6 @@ memory, movers (`movers.py`) carry blocks between nodes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import gc
@@ -29,10 +28,18 @@ from typing import Any, cast
 import msgspec
 import uvloop
 
-from kvpool import wire
+from kvpool import __version__, wire
 from kvpool.config import DaemonConfig
 from kvpool.daemon.announced import Announced, describe
-from kvpool.daemon.blocks import Block, Holder, Lease, Limits, NamespaceState, Tenant
+from kvpool.daemon.blocks import (
+    Block,
+    Holder,
+    Lease,
+    Limits,
+    NamespaceState,
+    PartTable,
+    Tenant,
+)
 from kvpool.daemon.cluster import Cluster
 from kvpool.daemon.copies import Copies
 from kvpool.daemon.devices import DeviceTier, check_environment
@@ -41,14 +48,17 @@ from kvpool.daemon.engines import Engines, zmq_subscribe
 from kvpool.daemon.expiry import Expiry
 from kvpool.daemon.follows import Follows
 from kvpool.daemon.joining import open_directory, open_membership
+from kvpool.daemon.journal import Journal, membership_news
 from kvpool.daemon.lending import Lender
 from kvpool.daemon.movers import Movers
 from kvpool.daemon.node import Node
+from kvpool.daemon.operators import KEYS_BYTES_MAX, Operators, asking_others
 from kvpool.daemon.prefixes import prefixes
 from kvpool.daemon.probing import Prober
-from kvpool.daemon.processes import peer_pid, peer_pidfd, peer_uid
-from kvpool.daemon.remote import NOT_NODES, STORE, Remote
-from kvpool.daemon.requests import parse_change, parse_parts, parse_wish, rows
+from kvpool.daemon.processes import family, peer_pid, peer_pidfd, peer_uid
+from kvpool.daemon.remote import NOT_NODES, Remote
+from kvpool.daemon.requests import parse_parts, parse_wish, rows
+from kvpool.daemon.sampling import Sampler
 from kvpool.daemon.shelf import TableRecord
 from kvpool.daemon.space import OWN, Origin
 from kvpool.daemon.store_tier import StoreTier
@@ -58,7 +68,6 @@ from kvpool.daemon.tiers import Tiers
 from kvpool.descriptors import raise_descriptor_limit
 from kvpool.errors import (
     AlreadyRunning,
-    ClusterUnavailable,
     ConfigError,
     InvalidRequest,
     KvpoolError,
@@ -66,11 +75,16 @@ from kvpool.errors import (
     NotAuthenticated,
     PoolFull,
     ProtocolError,
-    Unavailable,
 )
-from kvpool.placement.directory import TIERS, Directory, Entry
+from kvpool.placement.directory import TIERS, Directory
 from kvpool.placement.membership import Membership
-from kvpool.placement.records import NamespaceSettings, NodeState, new_incarnation, quota_bytes
+from kvpool.placement.records import (
+    NamespaceSettings,
+    NodeState,
+    View,
+    new_incarnation,
+    quota_bytes,
+)
 from kvpool.placement.sources import Peers
 from kvpool.segment import Segment
 from kvpool.storage.dram import PAGE, DramSegment, free_memory_bytes
@@ -87,12 +101,8 @@ WRITE_BUFFER_BYTES = (
     1 << 20
 )  # answers that a client has not read before its requests are left waiting
 WAITING_MAX = 64  # requests of one connection that wait for other nodes
-LOCATE_KEYS_MAX = 4096
-SCRUB_BLOCKS_MAX = 256
-EVICT_TOGETHER = 500  # by an operator, in one go: about a millisecond
 IDLE_S = 1.0
 GARBAGE_BLOCKS = 500  # of ended epochs, given back in one go: about a millisecond
-KEYS_BYTES_MAX = wire.KEYS_MAX * KEY_BYTES
 
 
 class ClientHandle:
@@ -109,7 +119,11 @@ class Server:
     """One daemon. `serve` runs it until it is told to stop."""
 
     def __init__(
-        self, config: DaemonConfig, *, clock: Callable[[], float] = time.monotonic
+        self,
+        config: DaemonConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
         self.incarnation = new_incarnation()
@@ -144,7 +158,10 @@ class Server:
         self.announced = Announced(config.engines_max)
         self.copies: Copies
         self.expiry: Expiry
+        self.sampler: Sampler
         self._drainer: Drainer
+        self.operators: Operators
+        self.journal = Journal(config.node, wall)
         self._handlers: dict[type, Callable[[Holder, Any], Any]] = {
             wire.OpenNamespace: self._open_namespace,
             wire.Reserve: self._reserve,
@@ -164,19 +181,11 @@ class Server:
             wire.Store: self._store,
             wire.GiveBack: self._give_back,
             wire.Reset: self._reset,
-            wire.Cluster: self._describe_cluster,
-            wire.Locate: self._locate,
-            wire.Drain: self._drain,
-            wire.Clear: self._clear,
-            wire.Evict: self._evict,
-            wire.PinBlocks: self._pin_blocks,
-            wire.Scrub: self._scrub,
             wire.FollowEvents: self._follow_events,
             wire.Follow: self._follow,
             wire.AnnounceEngine: self._announce_engine,
             wire.Engines: self._describe_engines,
             wire.Prefixes: self._prefixes,
-            wire.Configure: self._configure,
         }
 
     def _make_rules(self, costs: Costs) -> Node:
@@ -268,6 +277,7 @@ class Server:
         self.follows = Follows(node, self.remote, self.movers, self.cluster, clock, config.node)
         self.copies = Copies(node, self.cluster, self.remote, self.movers, clock)
         self.expiry = Expiry(lambda: (node, *self._rules_below()), self._ttl_s, clock)
+        self.sampler = Sampler(self._rules_by_tier, clock)
         self._drainer = Drainer(node, self.cluster, self.copies, self.tiers, clock)
         self.cluster.drain = self._drainer.wanted
         self.cluster.configured += [self._limit, self.tiers.limit]
@@ -291,6 +301,25 @@ class Server:
         self.cluster.entered += [self.engines.enter, self.store.enter]
         self.cluster.engines = self.announced.records
         self.cluster.lost_nodes.append(self.copies.repair)
+        self.operators = Operators(
+            config,
+            node,
+            self.cluster,
+            self.tiers,
+            self.store,
+            self.device,
+            self.remote,
+            self.engines,
+            self.movers,
+            self.journal,
+            clock,
+            stats=self._all_stats,
+            pin=self._pin_everywhere,
+        )
+        for kind in self.operators.requests:
+            self._handlers[kind] = self.operators.bare
+        self._handlers[wire.OnNode] = self.operators.on_node
+        self.cluster.viewed = self._tell_news
         self.movers.route = self.cluster.route
         self.movers.source = Lender(
             node,
@@ -300,6 +329,7 @@ class Server:
             stale=self.cluster.stale,
             take=self.copies.take,
             stores=lambda: self.cluster.state is NodeState.SERVING,
+            operate=self.operators.operated,
         )
 
     async def _enter_cluster(self) -> None:
@@ -310,6 +340,7 @@ class Server:
             self.copies.replicate(),
             self.copies.forward(),
             self.expiry.run(),
+            self.sampler.run(),
             Prober(self.movers, self.cluster, self.remote.peers, self.clock).run(
                 self.config.probe_s
             ),
@@ -345,6 +376,12 @@ class Server:
         if self.device is not None and tier in {"", "device"}:
             rules.append(self.device.rules)
         return rules
+
+    def _rules_by_tier(self) -> Iterator[tuple[str, Node]]:
+        yield "dram", self.node
+        for tier in ("ssd", "device"):
+            for rules in self._rules_below(tier):
+                yield tier, rules
 
     def _ttl_s(self, namespace: NamespaceState) -> float:
         """How long blocks live unused; asked about any tier's state of a namespace."""
@@ -393,6 +430,7 @@ class Server:
         if hasattr(self, "engines"):
             await self.engines.close()
         if hasattr(self, "cluster"):
+            await self.operators.close()
             await self._drainer.close()
             await self.follows.close()
             self.remote.close()
@@ -534,14 +572,15 @@ class Server:
         if pidfd is None:
             raise ProtocolError("the client's process has ended")
         holder = self.node.add_holder(hello.tenant, hello.instance, hello.client)
-        holder.operator = self._is_operator(hello, sock)
+        holder.uid = peer_uid(sock)
+        holder.operator = self._is_operator(hello, holder.uid)
         handle = ClientHandle(holder, pid, pidfd)
         self.clients[hello.tenant, hello.client] = handle
         self._loop.add_reader(pidfd, self._process_died, handle)
         return handle
 
-    def _is_operator(self, hello: wire.Hello, sock: socket.socket) -> bool:
-        if peer_uid(sock) not in {0, os.getuid()}:
+    def _is_operator(self, hello: wire.Hello, uid: int) -> bool:
+        if uid not in {0, os.getuid()}:
             return False
         expected = self.config.operator_token.encode()
         return not expected or secrets.compare_digest(hello.operator.encode(), expected)
@@ -637,6 +676,7 @@ class Server:
         stored = self.node.commit(holder, m.ticket, m.checksums, indices, origin)
         if stored and reservation is not None:
             namespace, part = reservation.table.namespace, reservation.table.part
+            _count_put(reservation.table, stored)
             self.copies.want(namespace, reservation.keys, m.copies)
             self.tiers.stored(namespace, part, lambda: reservation.keys)
         return wire.Done(stored)
@@ -661,6 +701,7 @@ class Server:
         if new and (m.copies or namespace.settings.replicas) > 1:
             self.copies.want(namespace, split_keys(m.keys), m.copies)
         if new:
+            _count_put(namespace.tables[m.part], new)
             self.tiers.stored(namespace, m.part, lambda: split_keys(m.keys))
         fresh: list[int] = []
         if m.count > 0:
@@ -690,17 +731,18 @@ class Server:
         asked_at = self.clock()
         if m.scattered and (m.life or len(m.parts) != 1):
             raise InvalidRequest("a scattered acquire is of one part, and not for device memory")
-        if m.wait_s > 0 and self.remote.active and not self._all_here(namespace, m):
-            return self._acquire_with_pull(holder, namespace, m, asked_at)
+        if m.wait_s > 0 and self.remote.active:
+            here = self._here(namespace, m)
+            if here * KEY_BYTES < len(m.keys):
+                return self._acquire_with_pull(holder, namespace, m, asked_at, here)
         return self._acquire_now(holder, namespace, m, asked_at)
 
-    def _all_here(self, namespace: NamespaceState, m: wire.Acquire) -> bool:
-        """Whether all that is asked for is where its reader reads it."""
+    def _here(self, namespace: NamespaceState, m: wire.Acquire) -> int:
+        """How many of the blocks that are asked for are where their reader reads them."""
         if m.scattered:
-            return 0 not in self.node.contains(namespace, m.parts[0], m.keys)
+            return self.node.contains(namespace, m.parts[0], m.keys).count(1)
         direct = self._direct(m) is not None
-        usable = self.remote.match(namespace, m.parts, m.keys, direct=direct)
-        return usable * KEY_BYTES == len(m.keys)
+        return self.remote.match(namespace, m.parts, m.keys, direct=direct)
 
     def _direct(self, m: wire.Acquire | wire.Pull) -> DeviceTier | None:
         """The spare device memory, if it is what the client has attached to and reads by itself."""
@@ -708,9 +750,16 @@ class Server:
         return device if device is not None and m.life and m.life == device.life else None
 
     def _acquire_now(
-        self, holder: Holder, namespace: NamespaceState, m: wire.Acquire, asked_at: float
+        self,
+        holder: Holder,
+        namespace: NamespaceState,
+        m: wire.Acquire,
+        asked_at: float,
+        here: int = wire.KEYS_MAX,
     ) -> wire.Leased:
+        """here: at most how many of the blocks could have been had without a wait."""
         now = self.clock()
+        counters, before = self.node.counters, self.node.counters.leased_bytes
         direct = self._direct(m)
         if direct is not None:
             lease = direct.acquire(holder, namespace, m.parts, m.keys, m.lease_s, now)
@@ -718,8 +767,17 @@ class Server:
             lease = self.node.acquire(
                 holder, namespace, m.parts, m.keys, m.lease_s, now, scattered=m.scattered
             )
+        reads = holder.tenant.traffic.reads
+        reads.requests += 1
+        reads.asked += len(m.keys) // KEY_BYTES
         if lease is None:
             return _NOTHING_LEASED
+        reads.got += lease.blocks
+        reads.nbytes += counters.leased_bytes - before
+        if here < lease.blocks:
+            reads.brought += lease.blocks - here
+        if lease.beside is not None:
+            holder.tenant.traffic.device_read_bytes += lease.beside.nbytes
         if lease.deadline is not None:
             self._expire_by(lease.deadline, now)
         if self.device is not None:
@@ -727,7 +785,12 @@ class Server:
         return describe_lease(lease, lease.parts, asked_at, m.keys if m.scattered else None)
 
     async def _acquire_with_pull(
-        self, holder: Holder, namespace: NamespaceState, m: wire.Acquire, asked_at: float
+        self,
+        holder: Holder,
+        namespace: NamespaceState,
+        m: wire.Acquire,
+        asked_at: float,
+        here: int,
     ) -> wire.Leased:
         wait_s = min(m.wait_s, self.config.lease_s_max)
         if m.scattered:
@@ -736,7 +799,8 @@ class Server:
             direct = self._direct(m) is not None
             recompute = _recompute(m)
             await self.remote.pull(namespace, m.parts, m.keys, wait_s, recompute, direct=direct)
-        return self._acquire_now(holder, namespace, m, asked_at)
+        self.remote.delivered.waits.add(self.clock() - asked_at)
+        return self._acquire_now(holder, namespace, m, asked_at, here)
 
     def _join(self, holder: Holder, m: wire.Join) -> wire.Leased:
         if len(set(m.parts)) != len(m.parts):
@@ -762,7 +826,12 @@ class Server:
             self.node.release(holder, token)
 
     def _match(self, holder: Holder, m: wire.Match) -> wire.Done:
-        return wire.Done(self.node.match(self._namespace(holder, m.ns, m.keys), m.parts, m.keys))
+        found = self.node.match(self._namespace(holder, m.ns, m.keys), m.parts, m.keys)
+        matches = holder.tenant.traffic.matches
+        matches.requests += 1
+        matches.asked += len(m.keys) // KEY_BYTES
+        matches.got += found
+        return wire.Done(found)
 
     def _contains(self, holder: Holder, m: wire.Contains) -> wire.Bytes:
         return wire.Bytes(self.node.contains(self._namespace(holder, m.ns, m.keys), m.part, m.keys))
@@ -779,7 +848,7 @@ class Server:
     async def _remove_beyond(
         self, namespace: NamespaceState, packed: bytes, gone: int
     ) -> wire.Done:
-        with _asking_others():
+        with asking_others():
             return wire.Done(max(gone, await self.store.remove(namespace, packed)))
 
     async def _pin(self, holder: Holder, m: wire.Pin) -> wire.Done:
@@ -799,9 +868,37 @@ class Server:
         return count
 
     def _stats(self, holder: Holder, m: wire.Stats) -> wire.Bytes:
+        """A tenant sees itself, and of the node what names no other."""
+        name = holder.tenant.name
+        stats = self._node_stats()
+        stats["tenants"] = {name: stats["tenants"][name]}
+        stats["usage"] = self._usage(holder.tenant)
+        stats["engines"] = self.engines.stats(name)
+        shares = stats["tiers"]["clean_share"]
+        stats["tiers"]["clean_share"] = {name: shares[name]}
+        return wire.Bytes(msgspec.json.encode(stats))
+
+    def _all_stats(self) -> dict[str, Any]:
+        """The same of all tenants, `usage` and `engines` by tenant."""
+        tenants = self.node.tenants
+        return {
+            **self._node_stats(),
+            "usage": {name: self._usage(tenant) for name, tenant in tenants.items()},
+            "engines": {name: self.engines.stats(name) for name in tenants},
+        }
+
+    def _usage(self, tenant: Tenant) -> dict[str, Any]:
+        return {
+            "dram": [{"where": "", **self.node.usage(tenant)}],
+            "ssd": self.tiers.usage(tenant.name),
+        }
+
+    def _tell_news(self, before: View, after: View) -> None:
+        for kind, details in membership_news(before, after):
+            self.journal.note(kind, **details)
+
+    def _node_stats(self) -> dict[str, Any]:
         stats = self.node.stats()
-        # A tenant sees itself, and of the node what names no other.
-        stats["tenants"] = {holder.tenant.name: stats["tenants"][holder.tenant.name]}
         stats["node"] = self.config.node
         stats["incarnation"] = self.incarnation
         stats["uptime_s"] = self.clock() - self._started
@@ -816,24 +913,25 @@ class Server:
         stats["copies"] = self.copies.stats()
         device = [] if self.device is None else [self.device.stats()]
         stats["tiers"] = {**self.tiers.stats(), "remote": self.store.stats(), "device": device}
-        stats["usage"] = {
-            "dram": [{"where": "", **self.node.usage(holder.tenant)}],
-            "ssd": self.tiers.usage(holder.tenant.name),
-        }
-        stats["engines"] = self.engines.stats(holder.tenant.name)
         stats["sources"] = self.remote.active
         stats["expired"] = self.expiry.expired
         stats["cluster"] = self.cluster.summary()
-        return wire.Bytes(msgspec.json.encode(stats))
+        stats["sampled"] = self.sampler.stats()
+        stats["processes"] = family()
+        stats["version"] = __version__
+        return stats
 
     async def _pull(self, holder: Holder, m: wire.Pull) -> wire.Done:
         namespace = self._namespace(holder, m.ns, m.keys)
         wait_s = min(m.wait_s, self.config.lease_s_max)
         direct = self._direct(m) is not None
         recompute = _recompute(m)
-        return wire.Done(
-            await self.remote.pull(namespace, [], m.keys, wait_s, recompute, direct=direct)
-        )
+        here = self.remote.match(namespace, [], m.keys, direct=direct)
+        asked_at = self.clock()
+        found = await self.remote.pull(namespace, [], m.keys, wait_s, recompute, direct=direct)
+        holder.tenant.traffic.pulls.waited(len(m.keys) // KEY_BYTES, found, here)
+        self.remote.delivered.waits.add(self.clock() - asked_at)
+        return wire.Done(found)
 
     async def _follow(self, holder: Holder, m: wire.Follow) -> wire.Done:
         namespace = self._namespace(holder, m.ns, m.keys)
@@ -862,156 +960,8 @@ class Server:
 
     async def _reset(self, holder: Holder, m: wire.Reset) -> wire.Opened:
         namespace = self.node.namespace(holder.tenant, m.ns)
-        with _asking_others():
+        with asking_others():
             return await self.cluster.reset(namespace, m.generation)
-
-    # ---- operators -----------------------------------------------------------------------------------
-
-    def _describe_cluster(self, holder: Holder, m: wire.Cluster) -> wire.Bytes:
-        self._check_operator(holder)
-        return wire.Bytes(msgspec.json.encode(self.cluster.describe()))
-
-    async def _locate(self, holder: Holder, m: wire.Locate) -> wire.Bytes:
-        self._check_operator(holder)
-        if len(m.keys) > LOCATE_KEYS_MAX * KEY_BYTES:
-            raise LimitExceeded(f"at most {LOCATE_KEYS_MAX} keys can be located in one request")
-        keys = split_keys(m.keys)
-        found = []
-        with _asking_others():
-            for namespace in self._chosen(holder.tenant, m.digest):
-                found += await self._replicas(namespace, keys)
-        return wire.Bytes(msgspec.json.encode(found))
-
-    @staticmethod
-    def _chosen(tenant: Tenant, digest: bytes) -> list[NamespaceState]:
-        """One of the tenant's namespaces, or all of them."""
-        if not digest:
-            return [epochs[-1] for epochs in tenant.epochs.values()]
-        epochs = tenant.epochs.get(digest)
-        if not epochs:
-            raise InvalidRequest(f"namespace {digest.hex()} is not open on this node")
-        return [epochs[-1]]
-
-    async def _evict(self, holder: Holder, m: wire.Evict) -> wire.Done:
-        self._check_operator(holder)
-        if m.tier not in {"", "dram", "ssd", "device"}:
-            raise InvalidRequest(
-                f"blocks are evicted from tier dram, ssd or device, not {m.tier!r}"
-            )
-        rules = [self.node] if m.tier in {"", "dram"} else []
-        rules += self._rules_below(m.tier)
-        gone = 0
-        for namespace in self._chosen(holder.tenant, m.digest):
-            for node in rules:
-                state = node.by_directory(namespace.directory_digest)
-                if state is None:
-                    continue
-                keys = split_keys(m.keys) or node.keys(state)
-                for at in range(0, len(keys), EVICT_TOGETHER):
-                    gone += node.give_up(state, keys[at : at + EVICT_TOGETHER])
-                    await asyncio.sleep(0)
-        return wire.Done(gone)
-
-    async def _pin_blocks(self, holder: Holder, m: wire.PinBlocks) -> wire.Done:
-        self._check_operator(holder)
-        if len(m.keys) > KEYS_BYTES_MAX:
-            raise LimitExceeded(f"at most {wire.KEYS_MAX} keys are pinned in one request")
-        return wire.Done(await self._pin_everywhere(self._chosen(holder.tenant, m.digest), m))
-
-    async def _scrub(self, holder: Holder, m: wire.Scrub) -> wire.Bytes:
-        self._check_operator(holder)
-        count = min(max(1, m.count), SCRUB_BLOCKS_MAX)
-        with _asking_others():
-            seen, bad, cursor = await self.tiers.scrub(max(0, m.cursor), count)
-        return wire.Bytes(msgspec.json.encode({"seen": seen, "bad": bad, "cursor": cursor}))
-
-    async def _replicas(
-        self, namespace: NamespaceState, keys: Sequence[bytes]
-    ) -> list[dict[str, Any]]:
-        """Where blocks of one namespace are: here by the books, elsewhere by the directory."""
-        digest = namespace.directory_digest
-        _, masks = self.node.masks(digest, keys)
-        _, on_disk = self.tiers.masks(digest, keys)
-        on_disk = on_disk or [0] * len(keys)
-        _, on_device = (0, []) if self.device is None else self.device.masks(digest, keys)
-        on_device = on_device or [0] * len(keys)
-        _, in_engines = self.engines.masks(digest, keys)
-        in_engines = in_engines or [0] * len(keys)
-        stored = await self.store.where(namespace, namespace.tables, keys)
-        remote: Sequence[Sequence[Entry]] = [[] for _ in keys]
-        if self.cluster.directory is not None:
-            remote = await self.remote.locate(namespace, keys, engines=True)
-        tier_names = {number: name for name, number in TIERS.items()}
-        found = []
-        for key, above, lifted, mask, below, entries in zip(
-            keys, in_engines, on_device, masks, on_disk, remote, strict=True
-        ):
-            replicas = [
-                {
-                    "node": self.cluster.living[entry.incarnation].record.node,
-                    "incarnation": entry.incarnation.hex(),
-                    "tier": tier_names.get(entry.tier, str(entry.tier)),
-                    "parts": entry.mask.bit_count(),
-                }
-                for entry in entries
-            ]
-            if beyond := stored.get(key, 0):
-                nowhere = {"node": NOT_NODES[STORE], "incarnation": ""}
-                replicas.append({**nowhere, "tier": "remote", "parts": beyond.bit_count()})
-            here = {"node": self.config.node, "incarnation": self.cluster.incarnation}
-            if below:
-                replicas.insert(0, {**here, "tier": "ssd", "parts": below.bit_count()})
-            if lifted:
-                replicas.insert(0, {**here, "tier": "device", "parts": lifted.bit_count()})
-            if mask:
-                replicas.insert(0, {**here, "tier": "dram", "parts": mask.bit_count()})
-            if above:
-                replicas.insert(0, {**here, "tier": "gpu", "parts": above.bit_count()})
-            if replicas:
-                found.append(
-                    {
-                        "key": key.hex(),
-                        "namespace": namespace.base.hex(),
-                        "parts": len(namespace.tables),
-                        "replicas": replicas,
-                    }
-                )
-        return found
-
-    async def _drain(self, holder: Holder, m: wire.Drain) -> wire.Done:
-        self._check_operator(holder)
-        known = {self.config.node, *self.cluster.view.nodes, *self.cluster.view.drains}
-        if m.node not in known:
-            raise InvalidRequest(
-                f"no node of this cluster is called {m.node!r}; `kvpool nodes` shows them"
-            )
-        if not self.config.join:
-            raise InvalidRequest(
-                "this node is alone: there is nobody to take its blocks. Stop it instead"
-            )
-        with _asking_others():
-            await self.cluster.membership.set_drain(m.node, m.wanted)
-        return wire.Done()
-
-    async def _clear(self, holder: Holder, m: wire.Clear) -> wire.Done:
-        self._check_operator(holder)
-        with _asking_others():
-            return wire.Done(await self.cluster.clear(holder.tenant, m.digest, fence=m.fence))
-
-    async def _configure(self, holder: Holder, m: wire.Configure) -> wire.Done:
-        self._check_operator(holder)
-        change = parse_change(m)
-        with _asking_others():
-            await self.cluster.configure(holder.tenant, m.digest, change)
-        return wire.Done()
-
-    def _check_operator(self, holder: Holder) -> None:
-        """Only operators see and change what is not a tenant's own."""
-        if not holder.operator:
-            raise NotAuthenticated(
-                "only an operator may do this: a process of the daemon's own user or root, with the "
-                "operator_token if one is set (KVPOOL_OPERATOR_TOKEN)"
-            )
 
     # ---- what nobody waits for -----------------------------------------------------------------------
 
@@ -1178,13 +1128,11 @@ class ClientConnection(asyncio.Protocol):
             self.transport.write(_frame(message, request))
 
 
-@contextlib.contextmanager
-def _asking_others() -> Iterator[None]:
-    """What is not to be had from others is no failure of this daemon: its client may go on using it."""
-    try:
-        yield
-    except Unavailable as error:
-        raise ClusterUnavailable(str(error)) from None
+def _count_put(table: PartTable, new: int) -> None:
+    """A client has put so many blocks that are new."""
+    traffic = table.namespace.tenant.traffic
+    traffic.put_parts += new
+    traffic.put_bytes += new * table.spec.nbytes
 
 
 def _recompute(m: wire.Acquire | wire.Pull) -> Recompute | None:

@@ -1003,5 +1003,6 @@ class Shelf:
             "codec_error": self.codec_error,
             "writing_bytes": self.writing_bytes,
             "written_bytes": self.written_bytes,
+            "gone": self.node.gone(),
             **self.counters,
         }

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from kvpool.daemon.ages import Ages
 from kvpool.daemon.awaited import Awaited
 from kvpool.daemon.blocks import (
     PIN_HARD,
@@ -34,6 +35,7 @@ PUT, READ, LEASED = range(3)  # what the journal tells of
 GARBAGE_PER_PUT = 1024  # blocks of ended epochs: about 4 ms
 QUOTA_PER_PUT = 1024  # blocks beyond its own, where a namespace holds more than its quota
 ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put behind them
+VICTIMS_MAX = 4096  # batches of evicted blocks whose age nobody has asked for yet
 
 
 class Origin(NamedTuple):
@@ -61,10 +63,12 @@ class Space:
         self._changed: list[tuple[NamespaceState, Sequence[bytes]]] | None = None
         self._notify: Callable[[], object] = lambda: None
         self.awaited = Awaited(limits.waiters_max, limits.waiters_per_peer_max)
+        self.ages = Ages()  # of ticks; whoever has a clock notes them
         self._classes: list[SlotClass] = []  # of all tenants, oldest first; never shorter
         self._garbage_left = 0  # blocks of ended epochs that the put under way may give back still
         self._garbage: dict[PartTable, None] = {}  # tables with blocks of an ended epoch
         self._quotas: dict[NamespaceState, None] = {}  # living namespaces that have one
+        self._victims: list[tuple[int, int]] = []  # see `take_victims`
 
     # ---- the journal -------------------------------------------------------------------------------
 
@@ -409,6 +413,7 @@ class Space:
                 if not evicted:
                     break
         self._changes += gone > 0  # slots of other sizes are free now
+        self.counters.evicted_by_quota += gone
         return gone
 
     def _evict_part(
@@ -444,7 +449,17 @@ class Space:
         self.counters.evicted += len(rows)
         if rows:
             tenant.allocator.free(slot_class.stride, rows)
+            if block is not None and len(self._victims) < VICTIMS_MAX:
+                self._victims.append((block.used, len(rows)))
         return len(rows)
+
+    def take_victims(self) -> list[tuple[int, int]]:
+        """Batches that were evicted since the last call: the last use of one of them, as a tick, and how many.
+
+        A sample: what went beyond `VICTIMS_MAX`, with its slab, or as a soft pin is not in it.
+        """
+        victims, self._victims = self._victims, []
+        return victims
 
     @property
     def has_garbage(self) -> bool:

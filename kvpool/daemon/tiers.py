@@ -524,6 +524,8 @@ class Tiers:
                 tenant.name: self._clean_share(tenant) for tenant in self.node.tenants.values()
             },
             "budget_bytes_per_day": self._budget.bytes_a_day,
+            "budget_left_bytes": self._budget.left_bytes(self._clock()),
+            "budget_refused_bytes": self._budget.refused_bytes,
             "ssd": [shelf.stats() for shelf in self.shelves],
         }
 

@@ -18,6 +18,7 @@ import uvloop
 from aiohttp import web
 
 from kvpool.client import Client
+from kvpool.config import secret_of
 from kvpool.descriptors import raise_descriptor_limit
 from kvpool.errors import ConfigError
 from kvpool.router.api import HEADER_BYTES_MAX, Api
@@ -178,8 +179,8 @@ def _pool(config: RouterConfig) -> Client | None:
         return None
     return Client(
         config.socket,
-        token=os.environ.get("KVPOOL_TOKEN"),
-        operator_token=os.environ.get("KVPOOL_OPERATOR_TOKEN", ""),
+        token=secret_of("KVPOOL_TOKEN"),
+        operator_token=secret_of("KVPOOL_OPERATOR_TOKEN") or "",
         timeout_s=CLIENT_TIMEOUT_S,
     )
 

@@ -1,7 +1,8 @@
 """The router's configuration: one TOML file, flags and a few secrets of the environment, read once, then frozen.
 
 Later ones win: defaults, file, flags. Secrets come from the environment or from files that only this user
-may read: `KVPOOL_ROUTER_TOKEN`, `KVPOOL_ENGINE_API_KEY`, `token_file`, `api_key_file`. Nothing prints them.
+may read: `KVPOOL_ROUTER_TOKEN`, `KVPOOL_ENGINE_API_KEY`, `token_file`, `api_key_file`; `KVPOOL_ROUTER_TOKEN_FILE`
+and `KVPOOL_ENGINE_API_KEY_FILE` name files whose content they are. Nothing prints them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvpool.config import default_socket_path
+from kvpool.config import default_socket_path, secret_of
 from kvpool.errors import ConfigError
 from kvpool.placement.engine_blocks import GROUPS_MAX
 from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
@@ -284,7 +285,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _secrets(config: RouterConfig, environ: Mapping[str, str]) -> Secrets:
-    token = environ.get(TOKEN_ENVIRON, "")
+    token = secret_of(TOKEN_ENVIRON, environ) or ""
     if config.token_file and not token:
         token = _secret_file(config.token_file, "token_file")
     tokens = {"": token} if token else {}
@@ -306,7 +307,7 @@ def _secrets(config: RouterConfig, environ: Mapping[str, str]) -> Secrets:
         for table in config.engines
         if table.api_key_file
     }
-    return Secrets(token, tenants, environ.get(API_KEY_ENVIRON, ""), keys)
+    return Secrets(token, tenants, secret_of(API_KEY_ENVIRON, environ) or "", keys)
 
 
 def _secret_file(path: str, name: str) -> str:

@@ -44,6 +44,7 @@ from kvpool.transfer.base import (
     TransferLimits,
     Transport,
 )
+from kvpool.transfer.credentials import Credentials
 from kvpool.transfer.memory import Memory
 from kvpool.wire import (
     NO_ROW,
@@ -56,6 +57,7 @@ from kvpool.wire import (
     Lend,
     Lent,
     Offer,
+    Operate,
     PullBlocks,
 )
 
@@ -109,7 +111,7 @@ class ScriptedSource:
         self.reports: list[Corrupt] = []
         self.offers: list[Offer] = []
         self.error: KvpoolError | None = None
-        self.waiting: queue.SimpleQueue[tuple[Await, ScriptedAnswer]] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[tuple[Await | Operate, ScriptedAnswer]] = queue.SimpleQueue()
         self.closed = threading.Semaphore(0)  # released when nobody waits for one of them any more
         self.hold: threading.Event | None = None  # lend waits for it
         self.entered = threading.Event()  # set when lend is called
@@ -153,7 +155,7 @@ class ScriptedSource:
             return Bytes(bytes(key in self.blocks for key in keys))
         return Done(next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys)))
 
-    def awaited(self, question: Await) -> Owed:
+    def awaited(self, question: Await | Operate) -> Owed:
         if self.error is not None:
             raise self.error
         owed = ScriptedAnswer(self.closed)
@@ -186,6 +188,8 @@ class Side:
         secret: bytes = b"",
         cluster: str = "test",
         limits: TransferLimits | None = None,
+        tls: Credentials | None = None,
+        plaintext: bool = False,
     ) -> None:
         self.bytes = mmap.mmap(-1, size)
         memory = Memory()
@@ -194,7 +198,7 @@ class Side:
         self.transport: Transport = transport_for(url)(
             memory,
             self.source,
-            Identity(cluster, "node", "incarnation", secret),
+            Identity(cluster, "node", "incarnation", secret, tls, plaintext),
             limits or TransferLimits(),
         )
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvpool.errors import Declined, InvalidRequest, KvpoolError, LimitExceeded, Unavailable
+from kvpool.transfer.credentials import Credentials
 from kvpool.transfer.memory import Memory
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
 from kvpool.wire import (
@@ -41,6 +42,7 @@ from kvpool.wire import (
     Lend,
     Lent,
     Offer,
+    Operate,
     PullBlocks,
     Pulled,
 )
@@ -57,12 +59,15 @@ class Identity:
 
     secret: shared by all daemons of the cluster and known to nobody else; at least 128 random bits,
         since whoever talks to a daemon gets material to test guesses on. Empty: no authentication.
+    tls: its certificates; None: it speaks no TLS. plaintext: it may listen to other machines without.
     """
 
     cluster: str
     node: str
     incarnation: str
     secret: bytes = field(default=b"", repr=False)
+    tls: Credentials | None = field(default=None, repr=False)
+    plaintext: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,7 @@ class Source(Protocol):
         """
         ...
 
-    def awaited(self, question: Await) -> Owed:
+    def awaited(self, question: Await | Operate) -> Owed:
         """The same for a question that may have to wait, until `wait_s` is over. Does not block itself."""
         ...
 
@@ -139,7 +144,7 @@ class Transport(Protocol):
         """Serve peers at `url`; returns it with the port that was really taken.
 
         Raises `ConfigError` when the address cannot be had, or is open to other machines while there
-        is no cluster secret.
+        is no cluster secret, or no TLS where that was not waived (`Identity.plaintext`).
         """
         ...
 

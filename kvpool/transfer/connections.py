@@ -11,6 +11,7 @@ from kvpool.transfer.addresses import parse, resolve, split_source
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import greet
 from kvpool.transfer.stream import Stream, Unreachable
+from kvpool.transfer.tls import open_stream
 
 IDLE_PER_PEER_MAX = 8  # as many as one pull uses
 IDLE_MAX = 64
@@ -35,7 +36,7 @@ class Connections:
                 stream = self._pop(url, -1)
             # Nothing is due on an idle connection: what can be read is its end, or nonsense.
             old = time.monotonic() - stream.idle_since > self._limits.idle_s
-            if not old and not stream.readable():
+            if not old and stream.fresh() and not stream.readable():
                 return stream
             stream.close()
 
@@ -54,11 +55,12 @@ class Connections:
             except OSError as error:  # out of descriptors, or no such family on this machine
                 failure = f"{url} cannot be reached: {error.strerror}"
                 continue
-            stream = Stream(sock, soon)
+            stream = open_stream(sock, soon, self._identity.tls, listens=False)
             try:
                 stop.register(stream.shut)
                 try:
                     stream.connect(address, source)
+                    stream.secure()
                     greet(stream, self._identity)
                     return stream
                 finally:

@@ -25,6 +25,7 @@ from kvpool.wire import (
     Fetched,
     Message,
     Offer,
+    Operate,
     PullBlocks,
     decode_peer,
 )
@@ -111,7 +112,7 @@ def fetch_message(order: PullBlocks, keys: bytes, deadline: Deadline) -> Fetch:
     )
 
 
-def ask(stream: Stream, question: Ask | Offer | Await) -> Done | Bytes:
+def ask(stream: Stream, question: Ask | Offer | Await | Operate) -> Done | Bytes:
     """The peer's answer to a question. Raises as `fetch` does."""
     if isinstance(question, Ask):
         return exchange(stream, question, 1, Done)

@@ -7,9 +7,12 @@
                             <-       Done
 
 A proof is HMAC-SHA256, keyed with the cluster secret, over everything both have said, and over who
-is speaking, so that neither can be given back its own. Without a secret proofs are empty. The bytes
-that follow are neither encrypted nor signed: what crosses a network that is not trusted belongs into a
-tunnel. (Blocks are checked against their checksums in any case, which stops accidents, not forgers.)
+is speaking, so that neither can be given back its own. Without a secret proofs are empty.
+
+Over TLS (`tls`) proofs cover what the two ends of that connection have in common, too, so one that was made for
+somebody in the middle proves nothing at his other end; and each side is who its certificate says. Without TLS the
+bytes that follow are neither encrypted nor signed. (Blocks are checked against their checksums in any case, which
+stops accidents, not forgers.)
 """
 
 from __future__ import annotations
@@ -58,12 +61,15 @@ def greet(stream: Stream, us: Identity) -> PeerChallenge:
     challenge = _answer(stream, PeerChallenge)
     agree(challenge.version, challenge.oldest, "the peer")
     _check_nonce(challenge.nonce)
-    if not hmac.compare_digest(challenge.proof, _proof(us.secret, b"listens", hello, challenge)):
+    _check_name(stream, challenge.node)
+    expected = _proof(us.secret, b"listens", hello, challenge, stream.binding)
+    if not hmac.compare_digest(challenge.proof, expected):
         raise NotAuthenticated(
             "the peer did not prove that it belongs to this cluster: "
             "give all its daemons the same cluster secret"
         )
-    stream.send(PeerProof(_proof(us.secret, b"connects", hello, challenge)), 2)
+    proof = _proof(us.secret, b"connects", hello, challenge, stream.binding)
+    stream.send(PeerProof(proof), 2)
     _answer(stream, Done)
     return challenge
 
@@ -84,17 +90,19 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
             f"this daemon belongs to another cluster than {hello.cluster!r}: "
             f"give all daemons of a cluster the same name"
         )
+    _check_name(stream, hello.node)
     nonce = os.urandom(NONCE_BYTES)
     challenge = PeerChallenge(
         PROTOCOL_VERSION, us.node, us.incarnation, nonce, b"", PROTOCOL_OLDEST
     )
-    proof = _proof(us.secret, b"listens", hello, challenge)
+    proof = _proof(us.secret, b"listens", hello, challenge, stream.binding)
     stream.send(msgspec.structs.replace(challenge, proof=proof), request)
     request, payload = stream.receive(HELLO_BYTES_MAX)
     shown = decode_peer(payload)
     if not isinstance(shown, PeerProof):
         raise ProtocolError("a PeerChallenge is answered with a PeerProof")
-    if not hmac.compare_digest(shown.proof, _proof(us.secret, b"connects", hello, challenge)):
+    expected = _proof(us.secret, b"connects", hello, challenge, stream.binding)
+    if not hmac.compare_digest(shown.proof, expected):
         raise NotAuthenticated("wrong proof: give all daemons of a cluster the same cluster secret")
     known()
     stream.send(Done(), request)
@@ -123,10 +131,20 @@ def _check_nonce(nonce: bytes) -> None:
         raise ProtocolError(f"a nonce has {NONCE_BYTES} bytes, this one {len(nonce)}")
 
 
-def _proof(secret: bytes, speaker: bytes, hello: PeerHello, challenge: PeerChallenge) -> bytes:
+def _check_name(stream: Stream, node: str) -> None:
+    if stream.peer_node not in (None, node):
+        raise NotAuthenticated(
+            f"a peer says that it is node {node!r} and shows the certificate of {stream.peer_node!r}: give each "
+            f"node its own (kvpool certs node)"
+        )
+
+
+def _proof(
+    secret: bytes, speaker: bytes, hello: PeerHello, challenge: PeerChallenge, binding: bytes
+) -> bytes:
     if not secret:
         return b""
-    said = (
+    said: tuple[object, ...] = (
         speaker,
         hello.version,
         hello.cluster,
@@ -139,4 +157,6 @@ def _proof(secret: bytes, speaker: bytes, hello: PeerHello, challenge: PeerChall
         challenge.nonce,
         challenge.oldest,
     )
+    if binding:
+        said = (*said, binding)
     return hmac.digest(secret, msgspec.msgpack.encode(said), hashlib.sha256)

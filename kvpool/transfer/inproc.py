@@ -28,7 +28,17 @@ from kvpool.transfer.base import (
 )
 from kvpool.transfer.memory import Memory
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
-from kvpool.wire import AskPeer, Await, Bytes, Corrupt, Done, Lend, PullBlocks, Pulled
+from kvpool.wire import (
+    AskPeer,
+    Await,
+    Bytes,
+    Corrupt,
+    Done,
+    Lend,
+    Operate,
+    PullBlocks,
+    Pulled,
+)
 
 _served: dict[str, InprocTransport] = {}
 _lock = threading.Lock()
@@ -68,7 +78,7 @@ class InprocTransport:
 
     def ask(self, order: AskPeer, stop: Stop) -> Done | Bytes:
         source = self._peer(order.url).source
-        if isinstance(order.question, Await):
+        if isinstance(order.question, (Await, Operate)):
             return _wait_for(source.awaited(order.question), Deadline(order.deadline_s), stop)
         return source.asked(order.question)
 

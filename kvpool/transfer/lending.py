@@ -12,7 +12,7 @@ from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.transfer.base import Deadline, Source, TransferLimits, check_lent, is_span, span_of
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.precedence import PIECE_BYTES, Precedence
-from kvpool.transfer.stream import Stream
+from kvpool.transfer.stream import Closed, Stream
 from kvpool.types import KEY_BYTES, split_keys
 from kvpool.wire import (
     KEYS_MAX,
@@ -23,6 +23,7 @@ from kvpool.wire import (
     Fetched,
     Lend,
     Offer,
+    Operate,
     decode_peer,
     encode,
     error_message,
@@ -102,6 +103,8 @@ class Conversation:
         # Longer than the peer keeps an idle connection, so that it seldom finds one closed.
         stream.deadline = Deadline(2 * self._limits.idle_s)
         request, payload = stream.receive(REQUEST_BYTES_MAX)
+        if not stream.fresh():
+            raise Closed("the peer has to show its certificate anew")
         message = decode_peer(payload)
         if isinstance(message, Fetch):
             self._fetched = message
@@ -109,7 +112,7 @@ class Conversation:
             self._send_blocks(request, message)
         elif isinstance(message, (Ask, Offer)):
             self._answer(request, message)
-        elif isinstance(message, Await):
+        elif isinstance(message, (Await, Operate)):
             self._answer_later(request, message)
         elif isinstance(message, Corrupt):
             self._report(message)
@@ -126,7 +129,7 @@ class Conversation:
             answer = encode(error_message(error), request)
         stream.send_buffers([memoryview(answer)])
 
-    def _answer_later(self, request: int, question: Await) -> None:
+    def _answer_later(self, request: int, question: Await | Operate) -> None:
         """Answer when there is something to say. A peer that has gone meanwhile ends the question."""
         stream = self._stream
         stream.deadline = Deadline(min(question.wait_s, AWAIT_S_MAX) + AWAIT_LATE_S)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 import threading
+import time
 
 from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated, ProtocolError, Unavailable
 from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
@@ -14,11 +16,35 @@ from kvpool.transfer.lending import Budgets, Conversation, Converse
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.precedence import Precedence
 from kvpool.transfer.stream import Stream
+from kvpool.transfer.tls import open_stream
 
 BACKLOG = 1024  # a SYN that finds no room is sent again a second later, which costs a peer its pull
 RESOLVE_S = 10.0
 ACCEPT_PAUSE_S = 0.1  # when the machine is out of descriptors
 LEAVE_S = 1.0  # for the thread of a connection that was ended
+COMPLAINT_S = 1.0
+
+log = logging.getLogger("kvpool.transfer")
+
+
+class Complaints:
+    """Logs why peers were refused: one line a second at most, whatever the network does. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0.0
+        self._unsaid = 0
+
+    def say(self, error: KvpoolError) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now < self._next:
+                self._unsaid += 1
+                return
+            self._next = now + COMPLAINT_S
+            unsaid, self._unsaid = self._unsaid, 0
+        more = f" ({unsaid} more since the last such line)" if unsaid else ""
+        log.warning("a peer was refused: %s%s", error, more)
 
 
 class Server:
@@ -52,6 +78,7 @@ class Server:
         self._strangers: dict[Stream, None] = {}  # those not admitted yet, in the order of arrival
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
+        self._complaints = Complaints()
 
     def listen(self, url: str) -> str:
         """See `Transport.listen`."""
@@ -64,6 +91,13 @@ class Server:
             raise ConfigError(
                 f"{url} can be reached from other machines, and no cluster secret is set: "
                 f"set one (KVPOOL_CLUSTER_SECRET), the same on all daemons, or listen on 127.0.0.1"
+            )
+        safe = self._identity.tls is not None or self._identity.plaintext
+        if not safe and not is_loopback((family, address)):
+            raise ConfigError(
+                f"{url} can be reached from other machines, and what is said there would not be encrypted: make "
+                f"certificates (kvpool certs init; for each node kvpool certs node) and set tls_cert, tls_key "
+                f"and tls_ca, or where that network is trusted, plaintext (--plaintext)"
             )
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -113,7 +147,8 @@ class Server:
                     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                         self._closing.wait(ACCEPT_PAUSE_S)
                     continue  # otherwise the connection died while it waited
-                self._welcome(Stream(sock, Deadline(self._limits.hello_s)))
+                deadline = Deadline(self._limits.hello_s)
+                self._welcome(open_stream(sock, deadline, self._identity.tls, listens=True))
         with self._lock:
             self._threads.discard(threading.current_thread())
 
@@ -152,6 +187,7 @@ class Server:
 
     def _serve(self, stream: Stream) -> None:
         try:
+            stream.secure()
             admit(stream, self._identity, lambda: self._no_stranger(stream))
             conversation = self._converse(
                 stream, self._memory, self._source, self._limits, self._budgets, self._precedence
@@ -159,7 +195,9 @@ class Server:
             while True:
                 conversation.step()
         except (ProtocolError, NotAuthenticated) as error:
+            self._complaints.say(error)
             refuse(stream, error)
+            stream.linger()
         except KvpoolError:
             # The peer has gone, or does not read. What it was to read would otherwise wait in the
             # kernel for minutes.

@@ -14,13 +14,16 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from kvpool.errors import ProtocolError, Unavailable
+from kvpool.errors import KvpoolError, ProtocolError, Unavailable
 from kvpool.transfer.base import Deadline
 from kvpool.wire import HEADER, Message, encode
 
 IOV_MAX = 1024  # buffers in one sendmsg or recvmsg_into
 WAKE_BYTES = 1 << 20  # wait for so much of what is still to come
 CALL_BYTES = 1 << 20  # moved by one call: on many kernels nothing else runs on its core meanwhile
+LINGER_S = 1.0  # for a peer that is refused to read why
+LINGER_BYTES = 64 << 10
+TLS_HANDSHAKE = b"\x16\x03"  # what somebody who speaks TLS begins with
 _TIMEVAL = struct.Struct("@ll")
 _LINGER = struct.Struct("@ii")
 
@@ -39,7 +42,13 @@ class Stream:
     Every method raises `Closed` when the connection has ended, `Unavailable` when `deadline` passes
     and `ProtocolError` for a frame above the limit. After any of these the only use of the stream is
     `close`: nobody knows where in the conversation it stands.
+
+    peer_node: the node's name in the certificate that the peer showed; None: it showed none. binding: what the
+    two ends of this connection have in common and nobody else has; empty: there is no such thing.
     """
+
+    peer_node: str | None = None
+    binding: bytes = b""
 
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -62,6 +71,13 @@ class Stream:
         except OSError as error:
             late = isinstance(error, BlockingIOError)
             raise Unreachable("no answer in time" if late else str(error.strerror)) from None
+
+    def secure(self) -> None:
+        """Agree on how bytes are protected, first of all. Here: not at all."""
+
+    def fresh(self) -> bool:
+        """Whether the peer would be let in as it was, and this connection may go on. Where not, it ends."""
+        return True
 
     def send(self, message: Message, request: int) -> None:
         self.send_buffers([memoryview(encode(message, request))])
@@ -92,6 +108,11 @@ class Stream:
         self.receive_into([memoryview(header)])
         length, request = HEADER.unpack(header)
         if length > limit:
+            if header.startswith(TLS_HANDSHAKE):
+                raise ProtocolError(
+                    "the peer speaks TLS, and this daemon does not: give all daemons of the cluster "
+                    "certificates (kvpool certs node; tls_cert, tls_key, tls_ca), or none"
+                )
             raise ProtocolError(
                 f"the peer sent a frame of {length} bytes; the limit here is {limit}"
             )
@@ -193,6 +214,21 @@ class Stream:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # not connected any more, which is what was asked for
+
+    def linger(self) -> None:
+        """Say no more, and wait a moment for the peer to have heard the last word. Never raises.
+
+        A connection that is closed over bytes that nobody read is reset, and with it goes what was sent.
+        """
+        said = memoryview(bytearray(LINGER_BYTES))
+        self.deadline = Deadline(LINGER_S)
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+            while said:
+                self._wait_for(1)
+                said = said[self._receive_some([said]) :]
+        except (OSError, KvpoolError):
+            pass  # it has gone, as it should, or goes on talking
 
     def reset(self) -> None:
         """Close, and drop what was sent and not yet received. As `close` otherwise."""

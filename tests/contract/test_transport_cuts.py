@@ -1,4 +1,4 @@
-"""TCP and NIXL, cut at each kind of place, held up, restarted: never a wrong byte, never a loan that stays."""
+"""TCP, with and without TLS, and NIXL, cut at each kind of place, held up, restarted: never a wrong byte, never a loan that stays."""
 
 import functools
 import random
@@ -11,9 +11,11 @@ from xxhash import xxh3_128_digest
 
 from kvpool import wire
 from kvpool.testing.mover import MoverSide
+from kvpool.testing.pki import Pki
 from kvpool.testing.proxy import Ending, Fault, Proxy, Way
 from kvpool.testing.transport import DIGEST, Side, key_of, order
 from kvpool.transfer.base import ARRIVED, MISSING, Stop, TransferLimits
+from kvpool.transfer.credentials import Credentials
 from kvpool.transfer.fetching import GROUP_BYTES
 
 SECRET = b"a secret for this file"
@@ -121,6 +123,7 @@ class Link:
     """An owner, a proxy before it, a reader: and what the reader has to have after a pull."""
 
     scheme = "tcp"
+    tls: Credentials | None = None
 
     def __init__(self, proxy: Proxy, nbytes: int, count: int) -> None:
         self.proxy = proxy
@@ -131,7 +134,7 @@ class Link:
         self.life = 0
         self.size = 3 * (count + 1) * nbytes
         self.owner = self.begin()
-        self.reader = Side(self.url, secret=SECRET, size=self.size)
+        self.reader = Side(self.url, secret=SECRET, size=self.size, tls=self.tls)
         self.untouched = b"\xee" * self.size
 
     @property
@@ -139,7 +142,7 @@ class Link:
         return f"{self.scheme}://{self.proxy.address[0]}:{self.proxy.address[1]}"
 
     def make_owner(self) -> Side:
-        return Side(self.url, secret=SECRET, limits=LIMITS, size=self.size)
+        return Side(self.url, secret=SECRET, limits=LIMITS, size=self.size, tls=self.tls)
 
     def begin(self) -> Side:
         """A life of the owner, with bytes that no other one had."""
@@ -375,6 +378,88 @@ def test_a_peer_that_is_restarted_and_whose_next_life_is_cut_as_well() -> None:
         assert pulls[0].error
         assert link.check(pulls[0]) == 0
         link.check_all_is_well()
+
+
+# ---- TLS: what is cut are records -------------------------------------------------------------------------
+
+TLS_SHAPE = 100_001, 16
+# Of what goes down, in the order of the conversation; sizes of a handshake vary by a few bytes, a signature's.
+TLS_DOWN = [
+    *(0, 1, 4, 5, 60, 127, 128, 200, 700, 1000, 1300, 1500, 2000, 2300),  # the handshakes
+    *(50_000, 16_406 * 10, 16_406 * 10 + 3, 16_406 * 30 + 7000, 1_048_576, 1_600_000),  # blocks
+]
+TLS_UP = [0, 1, 5, 100, 250, 516, 520, 900, 1200, 1500]
+
+
+@pytest.fixture(scope="module")
+def tls_link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
+    class TlsLink(Link):
+        tls = Pki(tmp_path_factory.mktemp("pki") / "ca").credentials("node")
+
+    with linked(TlsLink, *TLS_SHAPE) as link:
+        yield link
+
+
+def test_over_tls_no_byte_of_a_block_is_seen_on_the_way(tls_link: Link) -> None:
+    """More goes over the wire than the blocks have, and each of the places below is in the middle of it."""
+    link = tls_link
+    drop_idle(link)
+    before = dict(link.proxy.delivered)
+    assert link.check(link.pull()) == link.count
+    drop_idle(link)
+    down = link.proxy.delivered["down"] - before["down"]
+    assert down > link.nbytes * link.count + 22 * (link.nbytes * link.count // 16384)
+    assert max(TLS_DOWN) < down
+    assert max(TLS_UP) < link.proxy.delivered["up"] - before["up"]
+
+
+@pytest.mark.parametrize("ending", ["close", "reset"])
+@pytest.mark.parametrize(
+    ("way", "offset"), [*(("down", at) for at in TLS_DOWN), *(("up", at) for at in TLS_UP)]
+)
+def test_a_connection_with_tls_that_is_cut(
+    tls_link: Link, way: Way, offset: int, ending: Ending
+) -> None:
+    link = tls_link
+    drop_idle(link)
+    link.proxy.set(Fault(stop=(way, offset), ending=ending))
+    pulled = link.pull()
+    assert pulled.error
+    assert link.check(pulled) <= (offset // link.nbytes if way == "down" else 0)
+    link.check_all_is_well()
+
+
+@pytest.mark.parametrize(
+    ("way", "offset"), [("down", 3), ("down", 900), ("down", 200_000), ("up", 700)]
+)
+def test_a_peer_with_tls_that_falls_silent_costs_its_deadline(
+    tls_link: Link, way: Way, offset: int
+) -> None:
+    link = tls_link
+    drop_idle(link)
+    link.proxy.set(Fault(stop=(way, offset), ending="hold"))
+    pulled = link.pull(deadline_s=0.2)
+    assert pulled.error
+    assert link.check(pulled) < link.count
+    link.check_all_is_well()
+
+
+@pytest.mark.parametrize(
+    ("way", "offset"),
+    [
+        *(("down", at) for at in (0, 1, 3, 9, 130, 600, 1400, 2500, 60_000, 800_000, 1_600_000)),
+        *(("up", at) for at in (0, 7, 300, 700, 1300)),  # byte 2 is a version that nobody reads
+    ],
+)
+def test_a_bit_that_is_turned_over_inside_of_tls(tls_link: Link, way: Way, offset: int) -> None:
+    """Ends the connection there: not one block of it that came later, and none that is wrong."""
+    link = tls_link
+    drop_idle(link)
+    link.proxy.set(Fault(flip=(way, offset)))
+    pulled = link.pull(deadline_s=5.0)
+    assert pulled.error
+    assert link.check(pulled) <= (offset // link.nbytes if way == "down" else 0)
+    link.check_all_is_well()
 
 
 # ---- NIXL: what is said goes through the proxy -----------------------------------------------------------

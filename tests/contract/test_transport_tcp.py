@@ -488,7 +488,7 @@ def test_more_bytes_than_an_answer_has_are_nobodys(reader: Side) -> None:
             assert [reader.block(row, NBYTES, NBYTES) for row in (0, 2, 4, 6)] == BLOCKS
 
 
-def test_listening_to_the_world_takes_a_secret() -> None:
+def test_listening_to_the_world_takes_a_secret_and_tls_or_trust() -> None:
     side = Side(URL)
     try:
         for url in ("tcp://0.0.0.0:0", "tcp://[::]:0"):
@@ -499,7 +499,20 @@ def test_listening_to_the_world_takes_a_secret() -> None:
                 side.transport.listen(url)
     finally:
         side.transport.close()
-    guarded = Side(URL, secret=b"a long and random secret")
+    secret = b"a long and random secret"
+    guarded = Side(URL, secret=secret)
+    try:
+        with pytest.raises(ConfigError, match=r"(?s)not be encrypted.*kvpool certs.*--plaintext"):
+            guarded.transport.listen("tcp://0.0.0.0:0")
+    finally:
+        guarded.transport.close()
+    trusting = Side(URL, plaintext=True)
+    try:
+        with pytest.raises(ConfigError, match="no cluster secret is set"):
+            trusting.transport.listen("tcp://0.0.0.0:0")
+    finally:
+        trusting.transport.close()
+    guarded = Side(URL, secret=secret, plaintext=True)
     try:
         assert guarded.transport.listen("tcp://0.0.0.0:0").startswith("tcp://0.0.0.0:")
     finally:

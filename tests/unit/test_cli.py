@@ -1062,6 +1062,15 @@ def test_status_names_peers_where_it_may(daemon):
     assert json.loads(run("status", "--json").out) == STATS
 
 
+def test_quiet_status_says_with_its_exit_status_whether_the_daemon_answers(daemon):
+    done = run("status", "--quiet")
+    assert (done.status, done.out, done.err) == (0, "", "")
+    daemon.stats.side_effect = Unavailable("the daemon does not answer")
+    done = run("status", "-q")
+    assert (done.status, done.out) == (1, "")
+    assert isinstance(done.error, Unavailable)
+
+
 def test_locate(daemon):
     done = run("locate", "00" * 16)
     assert (done.status, done.err) == (0, "")

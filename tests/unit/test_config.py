@@ -71,10 +71,23 @@ def test_later_ones_win(tmp_path):
     assert load(file=str(other), environ=environ).node == "other"
 
 
-def test_every_setting_can_come_from_the_file(tmp_path):
+@pytest.fixture
+def tls_files(tmp_path):
+    """A path for each of the settings that name files of TLS, of which nothing but that they are there is looked at."""
+    paths = {}
+    for name in ("tls_cert", "tls_key", "tls_ca", "tls_crl"):
+        path = tmp_path / f"{name}.pem"
+        path.touch(mode=0o600)
+        paths[name] = str(path)
+    return paths
+
+
+def test_every_setting_can_come_from_the_file(tmp_path, tls_files):
     config = from_file(
         tmp_path,
-        """
+        "".join(f'{name} = "{path}"\n' for name, path in tls_files.items())
+        + """
+plaintext = true
 socket = "/s"
 socket_mode = 0o660
 memory = "40%"
@@ -143,6 +156,8 @@ memory = "50%"
         peers=("tcp://other:7070",),
         cluster="c",
         cluster_secret="hush hush hush hush",
+        **tls_files,
+        plaintext=True,
         join="etcds://user@etcd:2379",
         join_password="jp",
         join_ca="/ca",
@@ -185,8 +200,10 @@ memory = "50%"
     assert same == [], "a setting that this test does not change"
 
 
-def test_every_setting_but_tenants_can_come_from_the_environment():
+def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
     values = {
+        **tls_files,
+        "plaintext": "true",
         "socket": "/s",
         "socket_mode": "660",
         "memory": "1g",
@@ -255,6 +272,8 @@ def test_every_setting_but_tenants_can_come_from_the_environment():
     assert (config.events, config.engines_max) == (False, 64)
     assert (config.member_ttl_s, config.directory_timeout_s) == (2.5, 0.1)
     assert config.lease_s_max == 7.5
+    assert config.plaintext is True
+    assert {name: getattr(config, name) for name in tls_files} == tls_files
     texts = [name for name in values if name.startswith(("join", "operator", "directory"))]
     for name in set(texts) - {"directory_timeout_s"}:
         assert getattr(config, name) == values[name]
@@ -563,6 +582,45 @@ def test_nixl_stands_beside_tcp():
             load(flags={"listen": listen}, environ={})
     with pytest.raises(ConfigError, match=r"peers: give tcp:// URLs"):
         load(flags={"peers": "tcp://b:1,nixl://b:2"}, environ={})
+
+
+# ---- TLS -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["tls_cert", "tls_key", "tls_ca"])
+def test_files_of_tls_come_together(tls_files, missing):
+    del tls_files[missing]
+    with pytest.raises(ConfigError, match=f"{missing}: not set.*kvpool certs node"):
+        load(flags=tls_files, environ={})
+
+
+def test_a_list_of_revoked_certificates_is_not_needed(tls_files):
+    del tls_files["tls_crl"]
+    assert load(flags=tls_files, environ={}).tls_crl == ""
+
+
+@pytest.mark.parametrize("name", ["tls_cert", "tls_key", "tls_ca", "tls_crl"])
+def test_files_of_tls_that_cannot_be_read(tls_files, name):
+    os.unlink(tls_files[name])
+    with pytest.raises(ConfigError, match=f"{name}: cannot read .*No such file"):
+        load(flags=tls_files, environ={})
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o666])
+def test_a_key_that_every_user_can_open(tls_files, mode):
+    os.chmod(tls_files["tls_key"], mode)
+    with pytest.raises(ConfigError, match="tls_key: every user of this machine.*chmod 600"):
+        load(flags=tls_files, environ={})
+    os.chmod(tls_files["tls_key"], 0o640)  # a group of those who may
+    assert load(flags=tls_files, environ={}).tls_key == tls_files["tls_key"]
+
+
+def test_nixl_beside_tls_is_chosen_by_name(tls_files):
+    both = tls_files | {"listen": "tcp://a:1,nixl://a:2"}
+    with pytest.raises(ConfigError, match="what NIXL moves is not encrypted"):
+        load(flags=both, environ={})
+    assert load(flags=both | {"plaintext": True}, environ={}).plaintext
+    assert load(flags=both | {"pull_over": "nixl"}, environ={}).pull_over == "nixl"
 
 
 DISKS = (DiskConfig("/e", 300), DiskConfig("/f", 100))

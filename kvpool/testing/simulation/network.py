@@ -274,7 +274,7 @@ class Carrier:
 
     def asked(
         self,
-        question: wire.Ask | wire.Offer | wire.Await,
+        question: wire.Ask | wire.Offer | wire.Await | wire.Operate,
         answer: asyncio.Future[wire.Done | wire.Bytes],
     ) -> None:
         def settle(task: asyncio.Task[wire.Bytes]) -> None:
@@ -293,8 +293,13 @@ class Carrier:
                 task = self.world.loop.create_task(self._take(question))
                 task.add_done_callback(settle)
                 return
-            if isinstance(question, wire.Await):
-                task = self.world.loop.create_task(self._await(question))
+            if isinstance(question, (wire.Await, wire.Operate)):
+                work = (
+                    self._await(question)
+                    if isinstance(question, wire.Await)
+                    else self.source.operated(question)
+                )
+                task = self.world.loop.create_task(work)
                 task.add_done_callback(settle)
                 # Its connection ended: so does the question.
                 answer.add_done_callback(lambda _: task.cancel())

@@ -1,0 +1,395 @@
+"""Operators' jobs on one node: what each does, a little at a time, and how far it is. Event loop only.
+
+A job takes a tenth of the loop's time at most, so that what engines ask does not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from kvpool.daemon.blocks import PIN_HARD, Block, NamespaceState, Tenant
+from kvpool.daemon.journal import Journal
+from kvpool.daemon.listing import part_bytes
+from kvpool.daemon.node import Node
+from kvpool.daemon.remote import Remote
+from kvpool.daemon.tasks import crash_if_failed
+from kvpool.daemon.tiers import Tiers
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded
+from kvpool.jobs import EvictJob, JobSpec, JobState, JobView, ScrubJob, WarmJob
+
+REMEMBERED_MAX = 100
+RUNNING_MAX = 4
+TOGETHER = 100  # blocks in one go: some tenths of a millisecond
+LEAST_TOGETHER = 200
+IDLE_SHARE = 9.0  # of the time that a step took, until the next one
+DRY_LEAST_MAX = 100_000  # blocks of least worth that are counted without being given up
+UNRELATED_MAX = 100_000  # blocks remembered as not in any wanted chain
+WARM_TOGETHER = 256
+WARM_S = 30.0  # for so many
+SCRUB_TOGETHER = 64
+SHORT_S = 0.2  # between tries while nothing can be done
+
+ListOn = Callable[[str, NamespaceState, str], Awaitable[tuple[list[bytes], str | None]]]
+"""Blocks of a namespace that a node has, from a cursor on, and the next cursor."""
+EvictOn = Callable[[str, NamespaceState, Sequence[bytes], str], Awaitable[int]]
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One job. `task` ends when it does."""
+
+    name: str
+    spec: JobSpec
+    tenant: Tenant
+    by: str
+    dry_run: bool
+    began: float
+    state: JobState = JobState.RUNNING
+    seen: int = 0
+    total: int = 0
+    blocks: int = 0
+    nbytes: int = 0
+    kept: int = 0
+    ended: float | None = None
+    error: str = ""
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class JobRunner:
+    """The jobs of a node: a few at a time, the last ones remembered."""
+
+    def __init__(self, node: str, work: Work, journal: Journal, clock: Callable[[], float]) -> None:
+        self._node = node
+        self._work = work
+        self._journal = journal
+        self._clock = clock
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+
+    def begin(
+        self,
+        name: str,
+        spec: JobSpec,
+        spaces: Sequence[NamespaceState],
+        tenant: Tenant,
+        by: str,
+        *,
+        dry_run: bool,
+    ) -> JobView:
+        """Raises `LimitExceeded` when too many are running, `InvalidRequest` for a name that is taken."""
+        if not 0 < len(name) <= 64 or name in self._jobs:
+            raise InvalidRequest(f"there is a job {name!r:.80} here already, or it is no name")
+        running = sum(job.state is JobState.RUNNING for job in self._jobs.values())
+        if running >= RUNNING_MAX:
+            raise LimitExceeded(
+                f"{running} jobs are running on node {self._node}: wait for one, or stop it"
+            )
+        job = Job(name, spec, tenant, by, dry_run, self._clock())
+        self._jobs[name] = job
+        while len(self._jobs) > REMEMBERED_MAX:
+            old = next(n for n, each in self._jobs.items() if each.state is not JobState.RUNNING)
+            del self._jobs[old]
+        kind = _kind(spec)
+        self._journal.note("job began", job=name, what=kind, by=by, dry_run=dry_run)
+        job.task = asyncio.get_running_loop().create_task(self._run(job, spaces))
+        job.task.add_done_callback(crash_if_failed)
+        return self._view(job)
+
+    async def _run(self, job: Job, spaces: Sequence[NamespaceState]) -> None:
+        try:
+            await self._work.run(job, spaces)
+            job.state = JobState.DONE
+        except KvpoolError as error:
+            job.state, job.error = JobState.FAILED, str(error)
+        except asyncio.CancelledError:
+            job.state = JobState.CANCELLED
+        finally:
+            job.ended = self._clock()
+            self._journal.note(
+                "job ended",
+                job=job.name,
+                what=_kind(job.spec),
+                state=str(job.state),
+                blocks=job.blocks,
+                error=job.error,
+            )
+
+    def views(self, names: Iterable[str]) -> list[JobView]:
+        """Of these, as far as they are known; without names of all."""
+        wanted = list(names) or list(self._jobs)
+        return [self._view(self._jobs[name]) for name in wanted if name in self._jobs]
+
+    def stop(self, name: str) -> bool:
+        """Whether it was running."""
+        job = self._jobs.get(name)
+        if job is None or job.task is None or job.task.done():
+            return False
+        job.task.cancel()
+        return True
+
+    async def close(self) -> None:
+        tasks = [job.task for job in self._jobs.values() if job.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _view(self, job: Job) -> JobView:
+        now = self._clock()
+        return JobView(
+            job=job.name,
+            node=self._node,
+            kind=_kind(job.spec),
+            state=job.state,
+            dry_run=job.dry_run,
+            tenant=job.tenant.name,
+            by=job.by,
+            seen=job.seen,
+            total=job.total,
+            blocks=job.blocks,
+            nbytes=job.nbytes,
+            kept=job.kept,
+            age_s=round(now - job.began, 3),
+            took_s=round((job.ended or now) - job.began, 3),
+            error=job.error,
+        )
+
+
+class Work:
+    """What jobs do. rules: of this node's slots, by tier; all, or of one."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        remote: Remote,
+        rules: Callable[[], Mapping[str, list[Node]]],
+        list_on: ListOn,
+        evict_on: EvictOn,
+        clock: Callable[[], float],
+    ) -> None:
+        self._tiers = tiers
+        self._remote = remote
+        self._rules = rules
+        self._list_on = list_on
+        self._evict_on = evict_on
+        self._clock = clock
+
+    async def run(self, job: Job, spaces: Sequence[NamespaceState]) -> None:
+        """Raises `KvpoolError` when it cannot go on."""
+        match job.spec:
+            case EvictJob() as spec if spec.least_bytes:
+                await self._evict_least(job, spec)
+            case EvictJob() as spec:
+                await self._evict(job, spec, spaces)
+            case WarmJob() as spec:
+                await self._warm(job, spec, spaces[0])
+            case ScrubJob():
+                await self._scrub(job)
+            case other:
+                assert_never(other)
+
+    async def _pause(self, began: float) -> None:
+        await asyncio.sleep((self._clock() - began) * IDLE_SHARE)
+
+    # ---- evict -------------------------------------------------------------------------------------
+
+    def _chosen(self, spec: EvictJob) -> list[Node]:
+        rules = self._rules()
+        return [node for tier in spec.tiers or rules for node in rules.get(tier, [])]
+
+    async def _evict(self, job: Job, spec: EvictJob, spaces: Sequence[NamespaceState]) -> None:
+        chosen = self._chosen(spec)
+        wanted = {space.directory_digest for space in spaces}
+        keys = list(dict.fromkeys(map(bytes.fromhex, spec.keys)))
+        if keys and not spec.chains:
+            await self._evict_keys(job, spec, chosen, wanted, keys)
+            return
+        chains = _Chains(keys, [n for rules in self._rules().values() for n in rules], wanted)
+        job.total = sum(node.rows for node in chosen)
+        for node in chosen:
+            cursor: int | None = 0
+            while cursor is not None:
+                began = self._clock()
+                blocks, cursor = node.scan(cursor, TOGETHER)
+                some = [b for b in blocks if b.table.namespace.directory_digest in wanted]
+                if keys:
+                    some = [block for block in some if chains.has(block)]
+                self._give_up(job, spec, node, some)
+                job.seen = min(job.total, job.seen + TOGETHER)
+                await self._pause(began)
+        job.seen = job.total
+
+    async def _evict_keys(
+        self,
+        job: Job,
+        spec: EvictJob,
+        chosen: Sequence[Node],
+        wanted: set[bytes],
+        keys: Sequence[bytes],
+    ) -> None:
+        job.total = len(keys) * len(chosen)
+        for node in chosen:
+            for first in range(0, len(keys), TOGETHER):
+                began, some = self._clock(), keys[first : first + TOGETHER]
+                for digest in wanted:
+                    state = node.by_directory(digest)
+                    if state is not None and not state.retired:
+                        self._give_up(job, spec, node, _blocks(state, some))
+                job.seen += len(some)
+                await self._pause(began)
+
+    def _give_up(self, job: Job, spec: EvictJob, node: Node, blocks: Sequence[Block]) -> None:
+        """Those that are not pinned, and not used too recently; or only count them."""
+        oldest = -1
+        if spec.unused_s:
+            oldest = node.ages.tick_before(spec.unused_s, self._clock())
+        going: dict[NamespaceState, list[bytes]] = {}
+        for block in blocks:
+            if spec.unused_s and block.used > oldest:
+                continue
+            if block.pin == PIN_HARD:
+                job.kept += 1
+                continue
+            job.blocks += 1
+            job.nbytes += part_bytes(block)[1]
+            going.setdefault(block.table.namespace, []).append(block.key)
+        if not job.dry_run:
+            for namespace, keys in going.items():
+                node.give_up(namespace, keys)
+
+    async def _evict_least(self, job: Job, spec: EvictJob) -> None:
+        """What the policy would give up next, until enough is free."""
+        chosen = self._chosen(spec)
+        job.total = spec.least_bytes
+        for node in chosen:
+            tenant = node.tenants.get(job.tenant.name)
+            if tenant is None:
+                continue
+            if job.dry_run:
+                _count_least(job, spec, node, tenant)
+            gone = -1
+            while gone and not job.dry_run and job.nbytes < spec.least_bytes:
+                began = self._clock()
+                largest = max(tenant.classes, default=1)
+                n = min(LEAST_TOGETHER, -(-(spec.least_bytes - job.nbytes) // largest))
+                gone, nbytes = node.evict_least(tenant, n)
+                job.blocks += gone
+                job.nbytes += nbytes
+                await self._pause(began)
+            job.seen = min(job.total, job.nbytes)
+
+    # ---- warm --------------------------------------------------------------------------------------
+
+    async def _warm(self, job: Job, spec: WarmJob, space: NamespaceState) -> None:
+        keys = [bytes.fromhex(key) for key in spec.keys]
+        job.total = len(keys)
+        if keys:
+            for first in range(0, len(keys), WARM_TOGETHER):
+                await self._bring(job, spec, space, keys[first : first + WARM_TOGETHER])
+            return
+        cursor: str | None = ""
+        while cursor is not None:
+            keys, cursor = await self._list_on(spec.source, space, cursor)
+            job.total += len(keys)
+            await self._bring(job, spec, space, keys)
+            await asyncio.sleep(0)
+
+    async def _bring(
+        self, job: Job, spec: WarmJob, space: NamespaceState, keys: Sequence[bytes]
+    ) -> None:
+        job.seen += len(keys)
+        (node,) = self._rules()["dram"]
+        _, before = node.masks(space.directory_digest, keys)
+        every = (1 << len(space.tables)) - 1
+        lacking = [
+            k for k, mask in zip(keys, before or [0] * len(keys), strict=True) if mask != every
+        ]
+        if job.dry_run:
+            job.blocks += len(lacking)
+            return
+        if lacking:
+            await self._remote.pull_each(space, [], b"".join(lacking), WARM_S)
+        _, after = node.masks(space.directory_digest, keys)
+        here = {key for key, mask in zip(keys, after, strict=True) if mask}
+        came = [key for key in lacking if key in here]
+        job.blocks += len(came)
+        for key in came:
+            block = next(block for table in space.tables if (block := table.blocks.get(key)))
+            job.nbytes += part_bytes(block)[1]
+        if spec.move and here:
+            await self._evict_on(spec.source, space, sorted(here), job.by)
+
+    # ---- scrub -------------------------------------------------------------------------------------
+
+    async def _scrub(self, job: Job) -> None:
+        if job.dry_run:
+            raise InvalidRequest("a scrub has no dry run: it reads, and drops only what is broken")
+        job.total = sum(node.block_count() for node in self._rules().get("ssd", []))
+        cursor: int | None = 0
+        while cursor is not None:
+            seen, bad, cursor = await self._tiers.scrub(cursor, SCRUB_TOGETHER)
+            job.seen += seen
+            job.blocks += bad
+            await asyncio.sleep(0 if seen else SHORT_S)
+
+
+class _Chains:
+    """Which blocks come from any of some keys on, in prefix chains that may lie in several tiers."""
+
+    def __init__(self, keys: Iterable[bytes], nodes: Sequence[Node], wanted: set[bytes]) -> None:
+        self._in = set(keys)
+        self._out: set[bytes] = set()
+        self._states = [
+            state
+            for node in nodes
+            for digest in wanted
+            if (state := node.by_directory(digest)) is not None and not state.retired
+        ]
+
+    def has(self, block: Block) -> bool:
+        way: list[bytes] = []
+        key, parent = block.key, block.parent
+        while key not in self._in:
+            way.append(key)
+            if not parent or key in self._out or parent in self._out:
+                if len(self._out) > UNRELATED_MAX:
+                    self._out.clear()
+                self._out.update(way)
+                return False
+            key = parent
+            parent = next(
+                (b.parent for s in self._states for t in s.tables if (b := t.blocks.get(key))), b""
+            )
+        self._in.update(way)
+        return True
+
+
+def _blocks(state: NamespaceState, keys: Sequence[bytes]) -> list[Block]:
+    """One part of each that is there."""
+    found = []
+    for key in keys:
+        block = next((b for table in state.tables if (b := table.blocks.get(key))), None)
+        if block is not None:
+            found.append(block)
+    return found
+
+
+def _count_least(job: Job, spec: EvictJob, node: Node, tenant: Tenant) -> None:
+    """About what would go: policies spare what was read since, which only shows when it is its turn."""
+    coldest = [
+        *node.coldest_secondary(tenant, DRY_LEAST_MAX),
+        *node.coldest(tenant, DRY_LEAST_MAX),
+    ]
+    for block in coldest:
+        if job.nbytes >= spec.least_bytes:
+            return
+        job.blocks += 1
+        job.nbytes += block.table.stride
+    if len(coldest) >= DRY_LEAST_MAX:
+        raise LimitExceeded(f"a dry run counts up to {DRY_LEAST_MAX} blocks: ask for fewer bytes")
+
+
+def _kind(spec: JobSpec) -> str:
+    return str(type(spec).__struct_config__.tag)

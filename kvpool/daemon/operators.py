@@ -1,0 +1,459 @@
+"""What operators ask of a node, and have done: one place for all ways in. Event loop only.
+
+A request comes over the control socket, bare (about this node, for the connection's tenant) or in an `OnNode`, which
+names node, tenant and on whose behalf; or from another node in an `Operate`, which its operator's `OnNode` became
+there. Every change is one event of the journal (`journal.AUDIT`), on the node that makes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from kvpool import wire
+from kvpool.config import DaemonConfig
+from kvpool.daemon.blocks import Holder, NamespaceState, Tenant
+from kvpool.daemon.cluster import Cluster
+from kvpool.daemon.devices import DeviceTier
+from kvpool.daemon.engines import Engines
+from kvpool.daemon.jobs import JobRunner, Work
+from kvpool.daemon.journal import AUDIT, Journal
+from kvpool.daemon.listing import list_blocks, show_blocks
+from kvpool.daemon.node import Node
+from kvpool.daemon.prefixes import prefixes
+from kvpool.daemon.remote import NOT_NODES, STORE, Remote
+from kvpool.daemon.requests import parse_change
+from kvpool.daemon.store_tier import StoreTier
+from kvpool.daemon.tiers import Tiers
+from kvpool.errors import (
+    ClusterUnavailable,
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    NotAuthenticated,
+    ProtocolError,
+    Unavailable,
+)
+from kvpool.jobs import parse_job
+from kvpool.placement.directory import TIERS, Entry
+from kvpool.types import KEY_BYTES, split_keys
+
+KEYS_BYTES_MAX = wire.KEYS_MAX * KEY_BYTES
+LOCATE_KEYS_MAX = 4096
+SHOW_KEYS_MAX = 1024
+LIST_BLOCKS_MAX = 1000
+SCRUB_BLOCKS_MAX = 256
+EVICT_TOGETHER = 500  # in one go: about a millisecond
+EVENTS_MAX = 1000  # in one answer
+WAIT_S_MAX = 60.0
+ANSWER_S = 5.0  # beyond what a request may wait, for the way there and back
+BY_CHARACTERS_MAX = 200
+OPERATE_SINCE = 7  # protocol
+
+Answer = wire.Done | wire.Bytes
+
+
+class Asks(Protocol):
+    """How other nodes are asked: `Paths`."""
+
+    async def ask(self, order: wire.AskPeer) -> wire.Done | wire.Bytes: ...
+
+
+class Operators:
+    """See the module. stats: all numbers of this node. pin: in all tiers or in none."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        node: Node,
+        cluster: Cluster,
+        tiers: Tiers,
+        store: StoreTier,
+        device: DeviceTier | None,
+        remote: Remote,
+        engines: Engines,
+        carrier: Asks,
+        journal: Journal,
+        clock: Callable[[], float],
+        *,
+        stats: Callable[[], dict[str, Any]],
+        pin: Callable[[Sequence[NamespaceState], wire.PinBlocks], Awaitable[int]],
+    ) -> None:
+        self.config = config
+        self.node = node
+        self.cluster = cluster
+        self.tiers = tiers
+        self.store = store
+        self.device = device
+        self.remote = remote
+        self.engines = engines
+        self.journal = journal
+        self._carrier = carrier
+        self._clock = clock
+        self._stats = stats
+        self._pin = pin
+        work = Work(tiers, remote, self.rules, self._list_on, self._evict_on, clock)
+        self.jobs = JobRunner(config.node, work, journal, clock)
+        self._handlers: dict[type, Callable[[Tenant, str, Any], Awaitable[Answer]]] = {
+            wire.Cluster: self._describe_cluster,
+            wire.Inspect: self._inspect,
+            wire.Locate: self._locate,
+            wire.Prefixes: self._prefixes,
+            wire.ListBlocks: self._list_blocks,
+            wire.ShowBlocks: self._show_blocks,
+            wire.Drain: self._drain,
+            wire.Clear: self._clear,
+            wire.Configure: self._configure,
+            wire.Evict: self._evict,
+            wire.PinBlocks: self._pin_blocks,
+            wire.Scrub: self._scrub,
+            wire.BeginJob: self._begin_job,
+            wire.Jobs: self._jobs,
+            wire.StopJob: self._stop_job,
+            wire.Events: self._events,
+        }
+
+    @property
+    def requests(self) -> tuple[type, ...]:
+        """What operators may ask without an envelope; clients ask some of these themselves."""
+        return tuple(kind for kind in self._handlers if kind is not wire.Prefixes)
+
+    def rules(self, tier: str = "") -> dict[str, list[Node]]:
+        """The rules of this node's slots, by tier."""
+        found = {"dram": [self.node], "ssd": self.tiers.rules()}
+        if self.device is not None:
+            found["device"] = [self.device.rules]
+        return {tier: found.get(tier, [])} if tier else found
+
+    async def close(self) -> None:
+        """End all jobs."""
+        await self.jobs.close()
+
+    # ---- ways in -----------------------------------------------------------------------------------
+
+    async def bare(self, holder: Holder, message: wire.Message) -> Answer:
+        """A request about this node from a connection of an operator."""
+        check_operator(holder)
+        return await self._answer(holder.tenant, _user(holder), message)
+
+    async def on_node(self, holder: Holder, m: wire.OnNode) -> Answer:
+        """A request in an envelope. Raises `KvpoolError`; `ClusterUnavailable` for what another node does not do."""
+        check_operator(holder)
+        tenant, by = m.tenant or holder.tenant.name, m.by[:BY_CHARACTERS_MAX] or _user(holder)
+        wait_s = min(max(0.0, m.wait_s), WAIT_S_MAX)
+        if m.node in {"", self.config.node}:
+            return await self._answer(self._tenant(tenant), by, wire.decode_client(m.request))
+        with asking_others():
+            return await self._pass_on(m.node, tenant, by, m.request, wait_s)
+
+    async def _on(
+        self, node: str, tenant: str, by: str, message: wire.Message, wait_s: float
+    ) -> Answer:
+        """What another node answers."""
+        payload = wire.encode(message, 0)[wire.HEADER.size :]
+        return await self._pass_on(node, tenant, by, payload, wait_s)
+
+    async def _pass_on(
+        self, node: str, tenant: str, by: str, request: bytes, wait_s: float
+    ) -> Answer:
+        order = wire.Operate(self.config.node, request, wait_s, tenant, by)
+        answer = await self._carrier.ask(wire.AskPeer(self._url(node), order, wait_s + ANSWER_S))
+        if not isinstance(answer, wire.Bytes):
+            raise ProtocolError("an Operate was answered with no Bytes")
+        found = wire.decode_daemon(answer.data)
+        if isinstance(found, wire.Error):
+            wire.raise_error(found)
+        if not isinstance(found, (wire.Done, wire.Bytes)):
+            raise ProtocolError(f"an Operate was answered with a {type(found).__name__}")
+        return found
+
+    async def operated(self, order: wire.Operate) -> wire.Bytes:
+        """A request that comes from another node: the payload of what it is answered with."""
+        by = f"{order.by[:BY_CHARACTERS_MAX]} on {order.node[:63]}"
+        try:
+            answer: wire.Message = await self._answer(
+                self._tenant(order.tenant), by, wire.decode_client(order.request)
+            )
+        except KvpoolError as error:
+            answer = wire.error_message(error)
+        return wire.Bytes(wire.encode(answer, 0)[wire.HEADER.size :])
+
+    def _tenant(self, name: str) -> Tenant:
+        found = self.node.tenants.get(name)
+        if found is None:
+            raise InvalidRequest(f"node {self.config.node} has no tenant {name!r:.80}")
+        return found
+
+    def _url(self, node: str) -> str:
+        record = self.cluster.view.nodes.get(node)
+        if record is None or not record.url:
+            raise InvalidRequest(
+                f"no node of this cluster is called {node!r:.80}, or nobody listens there; "
+                f"`kvpool nodes` shows them"
+            )
+        if record.protocol < OPERATE_SINCE:
+            raise InvalidRequest(
+                f"node {node} is of version {record.version}, which takes no orders of other nodes: ask it "
+                f"through its own socket, or upgrade it"
+            )
+        return record.url
+
+    async def _answer(self, tenant: Tenant, by: str, message: wire.Message) -> Answer:
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise InvalidRequest(f"a {type(message).__name__} is no request of an operator")
+        return await handler(tenant, by, message)
+
+    def _changed(self, by: str, what: str, **details: Any) -> None:
+        self.journal.note(AUDIT, by=by, what=what, **details)
+
+    # ---- looking -----------------------------------------------------------------------------------
+
+    async def _describe_cluster(self, _tenant: Tenant, _by: str, _m: wire.Cluster) -> wire.Bytes:
+        return _json(self.cluster.describe())
+
+    async def _inspect(self, _tenant: Tenant, _by: str, _m: wire.Inspect) -> wire.Bytes:
+        return _json(self._stats())
+
+    async def _locate(self, tenant: Tenant, _by: str, m: wire.Locate) -> wire.Bytes:
+        keys = _keys(m.keys, LOCATE_KEYS_MAX)
+        found = []
+        with asking_others():
+            for namespace in self._chosen(tenant, m.digest):
+                found += await self._replicas(namespace, keys)
+        return _json(found)
+
+    async def _prefixes(self, tenant: Tenant, _by: str, m: wire.Prefixes) -> wire.Bytes:
+        keys = _keys(m.keys, wire.KEYS_MAX)
+        return _json(await prefixes(self.cluster, tenant, m.digest, keys, m.wait_s))
+
+    async def _list_blocks(self, tenant: Tenant, _by: str, m: wire.ListBlocks) -> wire.Bytes:
+        spaces = self._chosen(tenant, m.digest)
+        rules = self._tier(m.tier)
+        count = min(max(1, m.count), LIST_BLOCKS_MAX)
+        return _json(list_blocks(rules, spaces, m.cursor, count, self._clock()))
+
+    async def _show_blocks(self, tenant: Tenant, _by: str, m: wire.ShowBlocks) -> wire.Bytes:
+        keys = _keys(m.keys, SHOW_KEYS_MAX)
+        spaces = self._chosen(tenant, m.digest)
+        return _json(show_blocks(self.rules(), spaces, keys, self._clock()))
+
+    async def _events(self, _tenant: Tenant, _by: str, m: wire.Events) -> wire.Bytes:
+        journal = self.journal
+        await journal.wait(m.after, min(m.wait_s, WAIT_S_MAX))
+        events = journal.after(m.after, min(max(1, m.count), EVENTS_MAX))
+        return _json({"events": events, "first": journal.first, "last": journal.last})
+
+    def _tier(self, tier: str) -> list[Node]:
+        found = self.rules()
+        if tier not in found:
+            raise InvalidRequest(f"tier {tier!r:.40}: this node has {', '.join(found)}")
+        return found[tier]
+
+    @staticmethod
+    def _chosen(tenant: Tenant, digest: bytes) -> list[NamespaceState]:
+        """One of the tenant's namespaces, or all of them."""
+        if not digest:
+            return [epochs[-1] for epochs in tenant.epochs.values()]
+        epochs = tenant.epochs.get(digest)
+        if not epochs:
+            raise InvalidRequest(f"namespace {digest.hex()} is not open on this node")
+        return [epochs[-1]]
+
+    async def _replicas(
+        self, namespace: NamespaceState, keys: Sequence[bytes]
+    ) -> list[dict[str, Any]]:
+        """Where blocks of one namespace are: here by the books, elsewhere by the directory."""
+        digest = namespace.directory_digest
+        _, masks = self.node.masks(digest, keys)
+        _, on_disk = self.tiers.masks(digest, keys)
+        on_disk = on_disk or [0] * len(keys)
+        _, on_device = (0, []) if self.device is None else self.device.masks(digest, keys)
+        on_device = on_device or [0] * len(keys)
+        _, in_engines = self.engines.masks(digest, keys)
+        in_engines = in_engines or [0] * len(keys)
+        stored = await self.store.where(namespace, namespace.tables, keys)
+        remote: Sequence[Sequence[Entry]] = [[] for _ in keys]
+        if self.cluster.directory is not None:
+            remote = await self.remote.locate(namespace, keys, engines=True)
+        tier_names = {number: name for name, number in TIERS.items()}
+        found = []
+        for key, above, lifted, mask, below, entries in zip(
+            keys, in_engines, on_device, masks, on_disk, remote, strict=True
+        ):
+            replicas = [
+                {
+                    "node": self.cluster.living[entry.incarnation].record.node,
+                    "incarnation": entry.incarnation.hex(),
+                    "tier": tier_names.get(entry.tier, str(entry.tier)),
+                    "parts": entry.mask.bit_count(),
+                }
+                for entry in entries
+            ]
+            if beyond := stored.get(key, 0):
+                nowhere = {"node": NOT_NODES[STORE], "incarnation": ""}
+                replicas.append({**nowhere, "tier": "remote", "parts": beyond.bit_count()})
+            here = {"node": self.config.node, "incarnation": self.cluster.incarnation}
+            if below:
+                replicas.insert(0, {**here, "tier": "ssd", "parts": below.bit_count()})
+            if lifted:
+                replicas.insert(0, {**here, "tier": "device", "parts": lifted.bit_count()})
+            if mask:
+                replicas.insert(0, {**here, "tier": "dram", "parts": mask.bit_count()})
+            if above:
+                replicas.insert(0, {**here, "tier": "gpu", "parts": above.bit_count()})
+            if replicas:
+                found.append(
+                    {
+                        "key": key.hex(),
+                        "namespace": namespace.base.hex(),
+                        "parts": len(namespace.tables),
+                        "replicas": replicas,
+                    }
+                )
+        return found
+
+    # ---- changing ----------------------------------------------------------------------------------
+
+    async def _drain(self, _tenant: Tenant, by: str, m: wire.Drain) -> wire.Done:
+        known = {self.config.node, *self.cluster.view.nodes, *self.cluster.view.drains}
+        if m.node not in known:
+            raise InvalidRequest(
+                f"no node of this cluster is called {m.node!r}; `kvpool nodes` shows them"
+            )
+        if not self.config.join:
+            raise InvalidRequest(
+                "this node is alone: there is nobody to take its blocks. Stop it instead"
+            )
+        with asking_others():
+            await self.cluster.membership.set_drain(m.node, m.wanted)
+        self._changed(by, "drain" if m.wanted else "undrain", of=m.node)
+        return wire.Done()
+
+    async def _clear(self, tenant: Tenant, by: str, m: wire.Clear) -> wire.Done:
+        with asking_others():
+            epoch = await self.cluster.clear(tenant, m.digest, fence=m.fence)
+        self._changed(
+            by, "clear", tenant=tenant.name, namespace=m.digest.hex(), fence=m.fence, epoch=epoch
+        )
+        return wire.Done(epoch)
+
+    async def _configure(self, tenant: Tenant, by: str, m: wire.Configure) -> wire.Done:
+        change = parse_change(m)
+        with asking_others():
+            await self.cluster.configure(tenant, m.digest, change)
+        set_to = {
+            name: value for name, value in msgspec.to_builtins(change).items() if value is not None
+        }
+        self._changed(by, "configure", tenant=tenant.name, namespace=m.digest.hex(), to=set_to)
+        return wire.Done()
+
+    async def _evict(self, tenant: Tenant, by: str, m: wire.Evict) -> wire.Done:
+        if m.tier not in {"", "dram", "ssd", "device"}:
+            raise InvalidRequest(
+                f"blocks are evicted from tier dram, ssd or device, not {m.tier!r}"
+            )
+        rules = [node for nodes in self.rules(m.tier).values() for node in nodes]
+        gone = 0
+        for namespace in self._chosen(tenant, m.digest):
+            for node in rules:
+                state = node.by_directory(namespace.directory_digest)
+                if state is None:
+                    continue
+                keys = split_keys(m.keys) or node.keys(state)
+                for at in range(0, len(keys), EVICT_TOGETHER):
+                    gone += node.give_up(state, keys[at : at + EVICT_TOGETHER])
+                    await asyncio.sleep(0)
+        named = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "tier": m.tier}
+        self._changed(by, "evict", tenant=tenant.name, **named, gone=gone)
+        return wire.Done(gone)
+
+    async def _pin_blocks(self, tenant: Tenant, by: str, m: wire.PinBlocks) -> wire.Done:
+        _keys(m.keys, wire.KEYS_MAX)
+        count = await self._pin(self._chosen(tenant, m.digest), m)
+        named = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "kind": m.kind}
+        self._changed(by, "pin", tenant=tenant.name, **named, blocks=count)
+        return wire.Done(count)
+
+    async def _scrub(self, _tenant: Tenant, _by: str, m: wire.Scrub) -> wire.Bytes:
+        count = min(max(1, m.count), SCRUB_BLOCKS_MAX)
+        with asking_others():
+            seen, bad, cursor = await self.tiers.scrub(max(0, m.cursor), count)
+        return _json({"seen": seen, "bad": bad, "cursor": cursor})
+
+    # ---- jobs --------------------------------------------------------------------------------------
+
+    async def _begin_job(self, tenant: Tenant, by: str, m: wire.BeginJob) -> wire.Bytes:
+        spec = parse_job(m.spec)
+        digest = bytes.fromhex(getattr(spec, "namespace", ""))
+        spaces = self._chosen(tenant, digest)
+        view = self.jobs.begin(m.job, spec, spaces, tenant, by, dry_run=m.dry_run)
+        return _json(view)
+
+    async def _jobs(self, _tenant: Tenant, _by: str, m: wire.Jobs) -> wire.Bytes:
+        return _json(self.jobs.views(m.jobs))
+
+    async def _stop_job(self, _tenant: Tenant, by: str, m: wire.StopJob) -> wire.Done:
+        stopped = self.jobs.stop(m.job)
+        if stopped:
+            self._changed(by, "stop job", job=m.job)
+        return wire.Done(int(stopped))
+
+    async def _list_on(
+        self, node: str, namespace: NamespaceState, cursor: str
+    ) -> tuple[list[bytes], str | None]:
+        """Blocks that another node has in memory or on its disks, and where to go on."""
+        tier, _, inner = cursor.partition(":") if cursor else ("dram", "", "")
+        ask = wire.ListBlocks(tier, inner, LIST_BLOCKS_MAX, namespace.base)
+        answer = await self._on(node, namespace.tenant.name, "", ask, 0.0)
+        found = msgspec.json.decode(answer.data) if isinstance(answer, wire.Bytes) else {}
+        after = found["cursor"]
+        if after is not None:
+            after = f"{tier}:{after}"
+        elif tier == "dram":
+            after = "ssd:"
+        return [bytes.fromhex(each["key"]) for each in found["blocks"]], after
+
+    async def _evict_on(
+        self, node: str, namespace: NamespaceState, keys: Sequence[bytes], by: str
+    ) -> int:
+        """Have another node give blocks up; how many it had."""
+        request = wire.Evict(b"".join(keys), namespace.base)
+        answer = await self._on(node, namespace.tenant.name, by, request, ANSWER_S)
+        return answer.value if isinstance(answer, wire.Done) else 0
+
+
+def check_operator(holder: Holder) -> None:
+    """Only operators see and change what is not a tenant's own. Raises `NotAuthenticated`."""
+    if not holder.operator:
+        raise NotAuthenticated(
+            "only an operator may do this: a process of the daemon's own user or root, with the "
+            "operator_token if one is set (KVPOOL_OPERATOR_TOKEN)"
+        )
+
+
+@contextlib.contextmanager
+def asking_others() -> Iterator[None]:
+    """What is not to be had from others is no failure of this daemon: its client may go on using it."""
+    try:
+        yield
+    except Unavailable as error:
+        raise ClusterUnavailable(str(error)) from None
+
+
+def _user(holder: Holder) -> str:
+    return f"uid {holder.uid}" if holder.uid >= 0 else "local"
+
+
+def _keys(packed: bytes, most: int) -> Sequence[bytes]:
+    if len(packed) > most * KEY_BYTES:
+        raise LimitExceeded(f"at most {most} keys can be named in one such request")
+    return split_keys(packed)
+
+
+def _json(value: Any) -> wire.Bytes:
+    return wire.Bytes(msgspec.json.encode(value))

@@ -1,0 +1,232 @@
+"""TLS 1.3 over a `Stream`: both sides show a certificate, then all that is said is encrypted.
+
+OpenSSL works on buffers in memory and never on the socket, which stays with `Stream`: its time-outs in the
+kernel, its few large calls, its `shut`. On the socket, OpenSSL writes and reads record by record, with two system
+calls for each one that it reads; here a megabyte of records is one call, which measured 1.6 times as fast
+(`bench/tls.py` has the figures).
+
+Kernel TLS is not used: Python offers it from 3.12 on, it takes the kernel's `tls` module, and with it OpenSSL would
+have to own the socket, and its time-outs.
+
+What the ends of a connection have in common, and nobody else, is `binding`: the client's Finished message, a
+digest of the whole handshake, certificates included. The cluster secret is proved over it (`handshake`), so that
+who stands in the middle cannot pass on a proof that was made for him.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from typing import cast
+
+from kvpool.errors import KvpoolError, NotAuthenticated, ProtocolError
+from kvpool.transfer.base import Deadline
+from kvpool.transfer.credentials import Contexts, Credentials, node_in
+from kvpool.transfer.stream import Closed, Stream
+from kvpool.wire import HEADER, HELLO_BYTES_MAX
+
+RECORD_BYTES = 16384  # of plain bytes, at most
+RECORD_EXTRA = 22  # header, type and tag
+FLUSH_BYTES = 1 << 20  # encrypted, then sent by one call
+STAGE_BYTES = 256 << 10  # received by one call, then decrypted
+SMALL_STAGE_BYTES = 32 << 10  # the same where less is expected
+# With one key AES-GCM is good for 2**24.5 records (RFC 8446, 5.5); Python cannot ask for a new key.
+CARRIED_BYTES_MAX = 128 << 30
+HANDSHAKE_RECORD = 0x16  # the first byte of whoever speaks TLS
+
+
+def open_stream(
+    sock: socket.socket, deadline: Deadline, credentials: Credentials | None, *, listens: bool
+) -> Stream:
+    """A stream over a socket, with TLS where there are credentials. listens: whether we were connected to."""
+    if credentials is None:
+        return Stream(sock, deadline)
+    return TlsStream(sock, deadline, credentials, listens=listens)
+
+
+class TlsStream(Stream):
+    """See `Stream` and the module. Nothing is said or heard before `secure`."""
+
+    def __init__(
+        self, sock: socket.socket, deadline: Deadline, credentials: Credentials, *, listens: bool
+    ) -> None:
+        super().__init__(sock, deadline)
+        self._credentials = credentials
+        self._listens = listens
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls: ssl.SSLObject | None = None
+        self._contexts: Contexts | None = None
+        self._valid_until = 0.0  # of the peer's certificate, by the machine's clock
+        self._carried = 0
+        self._small = memoryview(bytearray(SMALL_STAGE_BYTES))
+        self._large: memoryview | None = None
+        self._speaks_plain = False  # the peer, which is to hear why that does not do
+
+    def secure(self) -> None:
+        """Shake hands, within the deadline.
+
+        Raises `NotAuthenticated` for a peer that has no certificate that does, or does not want ours (which who
+        connects may hear only with the peer's first answer), `ProtocolError` for one that speaks something else.
+        """
+        contexts = self._credentials.current()
+        context = contexts.listens if self._listens else contexts.connects
+        tls = context.wrap_bio(self._incoming, self._outgoing, server_side=self._listens)
+        try:
+            self._shake_hands(tls)
+        except ssl.SSLError as error:
+            self._tell()
+            raise _mapped(error) from None
+        # From here on the peer can be told in our own words what is wrong.
+        self._tls, self._contexts = tls, contexts
+        certificate = tls.getpeercert()
+        self.peer_node = node_in(certificate, self._credentials.cluster)
+        assert certificate is not None, "it was verified"
+        self._valid_until = ssl.cert_time_to_seconds(str(certificate["notAfter"]))
+        self.binding = tls.get_channel_binding("tls-unique") or b""
+        assert self.binding, "the handshake has been finished"
+
+    def _shake_hands(self, tls: ssl.SSLObject) -> None:
+        first = self._listens
+        while True:
+            try:
+                tls.do_handshake()
+                self._flush()
+                return
+            except ssl.SSLWantReadError:
+                self._flush()
+            self._wait_for(1)
+            got = self._receive_some([self._small])
+            if first:
+                self._check_speaks_tls(self._small[:got])
+                first = False
+            self._incoming.write(self._small[:got])
+
+    def _check_speaks_tls(self, said: memoryview) -> None:
+        """Raises `ProtocolError` for what is no handshake; a daemon that speaks no TLS can be told so."""
+        if said[0] == HANDSHAKE_RECORD:
+            return
+        if len(said) >= HEADER.size:
+            self._speaks_plain = HEADER.unpack_from(said)[0] <= HELLO_BYTES_MAX
+        raise ProtocolError(
+            "this daemon speaks with peers over TLS only: give all daemons of the cluster certificates "
+            "(kvpool certs node; tls_cert, tls_key, tls_ca)"
+        )
+
+    def _tell(self) -> None:
+        """Send what TLS has to say of a handshake that failed."""
+        try:
+            self._flush()
+        except KvpoolError:
+            pass  # the peer has gone; the reason that matters is the caller's
+
+    def send_buffers(self, buffers: list[memoryview]) -> None:
+        if self._speaks_plain:
+            super().send_buffers(buffers)
+            return
+        tls = self._secured()
+        try:
+            for piece in _pieces(buffers):
+                at, size = 0, len(piece)
+                while at < size:
+                    at += tls.write(piece[at:])  # a record
+                    if self._outgoing.pending >= FLUSH_BYTES:
+                        self._flush()
+                self._carried += size
+            self._flush()
+        except ssl.SSLError as error:
+            raise _mapped(error) from None
+
+    def _flush(self) -> None:
+        while self._outgoing.pending:
+            super().send_buffers([memoryview(self._outgoing.read())])
+
+    def receive_into(self, buffers: list[memoryview]) -> None:
+        tls = self._secured()
+        wanted = sum(map(len, buffers))
+        self._carried += wanted
+        for buffer in buffers:
+            at, size = 0, len(buffer)
+            while at < size:
+                try:
+                    got = cast(int, tls.read(size - at, buffer[at:]))  # into a buffer: how many
+                except ssl.SSLWantReadError:
+                    self._refill(wanted)
+                    continue
+                except ssl.SSLError as error:
+                    raise _mapped(error) from None
+                if not got:
+                    raise Closed("the peer closed the connection in the middle of a message")
+                at += got
+                wanted -= got
+
+    def _refill(self, wanted: int) -> None:
+        """Receive some of what is still to come: so many bytes, encrypted."""
+        stage = self._small
+        if wanted > SMALL_STAGE_BYTES:
+            self._large = stage = self._large or memoryview(bytearray(STAGE_BYTES))
+        # All of these are still on their way, but for what OpenSSL has of a record that is not whole.
+        coming = wanted - RECORD_BYTES - RECORD_EXTRA
+        self._wait_for(max(1, min(coming, len(stage))))
+        self._incoming.write(stage[: self._receive_some([stage])])
+        self._flush()  # TLS may have had something to answer
+
+    def _secured(self) -> ssl.SSLObject:
+        if self._tls is None:
+            raise Closed("there is no TLS on this connection")
+        return self._tls
+
+    def wait_beside(self, fd: int) -> None:
+        if self._heard():
+            raise Closed("the peer did not wait for its answer")
+        super().wait_beside(fd)
+
+    def readable(self) -> bool:
+        return self._heard() or super().readable()
+
+    def _heard(self) -> bool:
+        """Whether something was received that nobody has asked for yet."""
+        return bool(self._incoming.pending or self._secured().pending())
+
+    def fresh(self) -> bool:
+        return (
+            self._contexts is self._credentials.current()
+            and self._carried < CARRIED_BYTES_MAX
+            and time.time() < self._valid_until
+        )
+
+
+def _pieces(buffers: list[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in the same order, with small buffers put together: each one would become a record."""
+    small: list[memoryview] = []
+    size = 0
+    for buffer in buffers:
+        if small and size + len(buffer) > RECORD_BYTES:
+            yield memoryview(b"".join(small))
+            small, size = [], 0
+        if len(buffer) >= RECORD_BYTES:
+            yield buffer
+        else:
+            small.append(buffer)
+            size += len(buffer)
+    if small:
+        yield memoryview(b"".join(small))
+
+
+def _mapped(error: ssl.SSLError) -> KvpoolError:
+    """What OpenSSL says, in our words."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return NotAuthenticated(f"the peer's certificate is refused: {error.verify_message}")
+    reason = str(error.reason or error).replace("_", " ").lower()
+    if "did not return a certificate" in reason:
+        return NotAuthenticated("the peer showed no certificate")
+    if "wrong version number" in reason:
+        return NotAuthenticated(
+            "the peer speaks no TLS: give all daemons of the cluster certificates (kvpool certs node; tls_cert, "
+            "tls_key, tls_ca)"
+        )
+    _, alert, what = reason.partition(" alert ")
+    if alert:
+        return NotAuthenticated(f"the peer refuses this daemon or its certificate: {what}")
+    return ProtocolError(f"the peer's TLS is wrong: {reason}")

@@ -1,0 +1,51 @@
+"""Write the tables of `docs/metrics.md` anew, from those in the code.
+
+    .venv/bin/python scripts/document_metrics.py
+
+What stands outside of the marked parts is left as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from prometheus_client.metrics import MetricWrapperBase
+
+from kvpool.metrics import rows
+from kvpool.router.metrics import Metrics
+
+Row = tuple[str, str, tuple[str, ...], str]
+
+
+def router_rows() -> Iterable[Row]:
+    for metric in vars(Metrics()).values():
+        if isinstance(metric, MetricWrapperBase):
+            (family,) = metric.describe()
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            yield name, family.type, tuple(metric._labelnames), family.documentation
+
+
+def table(found: Iterable[Row]) -> str:
+    lines = ["| name | type | labels | what |", "|---|---|---|---|"]
+    for name, kind, labels, what in found:
+        shown = ", ".join(f"`{label}`" for label in labels)
+        escaped = what.replace("|", r"\|")
+        lines.append(f"| `{name}` | {kind} | {shown} | {escaped} |")
+    return "\n".join(lines)
+
+
+def document(text: str) -> str:
+    """The document with its tables as they are to be."""
+    for mark, found in (("daemon", rows()), ("router", router_rows())):
+        part = re.compile(rf"(<!-- {mark} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        made = table(found)
+        text, count = part.subn(lambda match, made=made: match[1] + made + match[2], text)
+        assert count == 1, f"docs/metrics.md has no place for the table of the {mark}"
+    return text
+
+
+if __name__ == "__main__":
+    path = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+    path.write_text(document(path.read_text()))

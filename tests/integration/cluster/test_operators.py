@@ -1,0 +1,234 @@
+"""What operators ask of any node through their own, and have done as jobs."""
+
+import json
+import os
+
+import pytest
+
+from kvpool import wire
+from kvpool.errors import ClusterUnavailable, InvalidRequest, LimitExceeded, NotAuthenticated
+from tests.integration.cluster.conftest import NBYTES, PLAIN, key, keys_of
+
+DIGEST = PLAIN.digest()
+
+
+@pytest.fixture
+def pair(start_cluster):
+    return start_cluster(nodes=2).seats()
+
+
+def begin(seat, spec, *, job="j", node="", dry_run=False, **more):
+    request = wire.BeginJob(job, json.dumps(spec).encode(), dry_run)
+    return seat.client.ask_node(request, node=node, **more)
+
+
+@pytest.fixture
+def ended(until):
+    """A job's view, once it has ended."""
+
+    def wait(seat, job="j", node=""):
+        found = []
+
+        def done():
+            found[:] = seat.client.ask_node(wire.Jobs([job]), node=node)
+            return found and found[0]["state"] != "running"
+
+        until(done)
+        return found[0]
+
+    return wait
+
+
+def every_block(seat, node="", tier="dram", count=7, digest=DIGEST):
+    """All pages, one after the other."""
+    found, cursor, pages = [], "", 0
+    while cursor is not None:
+        page = seat.client.ask_node(wire.ListBlocks(tier, cursor, count, digest), node=node)
+        assert len(page["blocks"]) <= count
+        found += page["blocks"]
+        cursor = page["cursor"]
+        pages += 1
+        assert pages < 10_000
+    return found
+
+
+def test_another_node_is_asked_through_ones_own(pair, numbers):
+    a, b = pair
+    some = numbers(20)
+    b.put(some)
+    for node, held in (("a", 0), ("b", 20)):
+        stats = a.client.ask_node(wire.Inspect(), node=node)
+        assert stats["node"] == node
+        assert stats["tenants"]["default"]["blocks"] == held
+    assert a.client.ask_node(wire.Inspect())["node"] == "a"
+    assert a.client.ask_node(wire.Cluster(), node="b")["node"] == "b"
+
+
+def test_what_is_wrong_is_told(pair):
+    a, _ = pair
+    for message, more, error, text in (
+        (wire.Inspect(), {"node": "z"}, InvalidRequest, "no node of this cluster"),
+        (wire.Inspect(), {"tenant": "other"}, InvalidRequest, "no tenant"),
+        (wire.Inspect(), {"tenant": "other", "node": "b"}, InvalidRequest, "b has no tenant"),
+        (wire.Stats(), {"node": "b"}, InvalidRequest, "Stats is no request of an operator"),
+        (wire.ListBlocks("tape", "", 10), {"node": "b"}, InvalidRequest, "dram"),
+        (wire.ListBlocks("dram", "x", 10), {"node": "b"}, InvalidRequest, "cursor"),
+        (wire.ListBlocks("dram", "", 10, b"n" * 16), {}, InvalidRequest, "not open"),
+        (wire.ShowBlocks(b"", bytes(16 * 1025)), {}, LimitExceeded, "1024"),
+        (wire.BeginJob("j", b"{}"), {"node": "b"}, InvalidRequest, "no job"),
+        (wire.BeginJob("j", b'{"kind":"evict","keys":["00"]}'), {}, InvalidRequest, "regex"),
+        (wire.BeginJob("", b'{"kind":"evict"}'), {}, InvalidRequest, "no name"),
+    ):
+        with pytest.raises(error, match=text):
+            a.client.ask_node(message, **more)
+
+
+def test_only_operators(start_cluster):
+    world = start_cluster(nodes=1, environ={"KVPOOL_OPERATOR_TOKEN": "o" * 20})
+    client = world.node("a").client(connect=True, operator_token="wrong")
+    for message in (wire.OnNode("", b"", 0.0), wire.Inspect(), wire.Events(0, 1)):
+        with pytest.raises(NotAuthenticated):
+            client._ask_json(message)
+    client.close()
+
+
+def test_all_blocks_are_listed_once(pair, numbers):
+    a, b = pair
+    some = numbers(100)
+    b.put(some)
+    listed = every_block(a, "b")
+    assert sorted(each["key"] for each in listed) == sorted(k.hex() for k in keys_of(some))
+    by_key = {each["key"]: each for each in listed}
+    for before, number in zip([None, *some], some, strict=False):
+        shown = by_key[key(number).hex()]
+        assert shown["parent"] == ("" if before is None else key(before).hex())
+        assert shown["depth"] == some.index(number)
+        assert shown["parts"] == 1 and shown["bytes"] >= NBYTES and shown["pin"] == "none"
+        assert 0 <= shown["age_s"] < 120 and not shown["reused"]
+    assert every_block(a) == []
+    (one,) = a.client.ask_node(wire.ShowBlocks(DIGEST, key(some[5])), node="b")
+    assert one["key"] == key(some[5]).hex()
+    assert [each["tier"] for each in one["here"]] == ["dram"]
+
+
+def test_a_chain_is_evicted_from_where_it_is(pair, numbers, ended):
+    a, b = pair
+    chain, other = numbers(60), numbers(30)
+    b.put(chain)
+    b.put(other)
+    spec = {"kind": "evict", "keys": [key(chain[40]).hex()], "chains": True}
+    begin(a, spec, job="dry", node="b", dry_run=True, by="somebody")
+    view = ended(a, "dry", "b")
+    assert (view["state"], view["blocks"], view["dry_run"]) == ("done", 20, True), view
+    assert view["by"] == "somebody on a"
+    assert b.here(chain) == 60
+    begin(a, spec, node="b")
+    view = ended(a, node="b")
+    assert (view["state"], view["blocks"], view["kept"]) == ("done", 20, 0)
+    assert view["nbytes"] >= 20 * NBYTES
+    assert (b.here(chain), b.here(chain[:40]), b.here(other)) == (40, 40, 30)
+
+
+def test_pinned_blocks_stay(pair, numbers, ended):
+    a, b = pair
+    some = numbers(40)
+    b.put(some)
+    pins = wire.PinBlocks(b"".join(keys_of(some[:4])), "hard", DIGEST)
+    assert a.client.ask_node(pins, node="b") == 4
+    begin(a, {"kind": "evict", "namespace": DIGEST.hex()}, node="b")
+    view = ended(a, node="b")
+    assert (view["blocks"], view["kept"]) == (36, 4)
+    assert b.here(some) == b.here(some[:4]) == 4
+
+
+def test_what_is_worth_least_goes_first(start_cluster, numbers, ended):
+    (b,) = start_cluster(nodes=1, environ={"KVPOOL_POLICY": "lru"}).seats()
+    old, young = numbers(40), numbers(40)
+    b.put(old)
+    b.put(young)
+    assert b.read(old) == 40, "so they were used later"
+    stride = every_block(b)[0]["bytes"]
+    begin(b, {"kind": "evict", "least_bytes": 10 * stride})
+    view = ended(b)
+    assert (view["state"], view["blocks"], view["nbytes"]) == ("done", 10, 10 * stride)
+    assert (b.here(old), b.here(young)) == (40, 30)
+    begin(b, {"kind": "evict", "least_bytes": 5 * stride}, job="dry", dry_run=True)
+    assert ended(b, "dry")["blocks"] == 5
+    assert (b.here(old), b.here(young)) == (40, 30)
+
+
+def test_what_was_not_used_for_a_while(pair, numbers, ended, until):
+    _, b = pair
+    old, young = numbers(10), numbers(10)
+    b.put(old)
+
+    def aged():
+        shown = b.client.ask_node(wire.ShowBlocks(DIGEST, key(old[0])))
+        return shown[0]["here"][0]["age_s"] >= 3
+
+    until(aged)
+    b.put(young)
+    begin(b, {"kind": "evict", "unused_s": 2.0})
+    assert ended(b)["blocks"] == 10
+    assert (b.here(old), b.here(young)) == (0, 10)
+
+
+def test_blocks_are_brought_and_moved(pair, numbers, ended, until):
+    a, b = pair
+    some = numbers(50)
+    b.put(some)
+    until(lambda: b.announced)
+    named = {"kind": "warm", "namespace": DIGEST.hex()}
+    begin(b, {**named, "keys": [k.hex() for k in keys_of(some[:8])]}, node="a")
+    view = ended(b, node="a")
+    assert (view["state"], view["blocks"], view["total"]) == ("done", 8, 8), view
+    assert (a.here(some), b.here(some)) == (8, 50)
+    begin(b, {**named, "source": "b", "move": True}, node="a", job="m")
+    view = ended(b, "m", "a")
+    assert (view["state"], view["blocks"], view["seen"]) == ("done", 42, 50), view
+    assert (a.get(some), b.here(some)) == (50, 0)
+
+
+def test_a_job_is_stopped_and_remembered(pair, numbers, ended):
+    a, b = pair
+    b.put(numbers(100))
+    begin(a, {"kind": "evict", "unused_s": 1e6}, node="b")
+    with pytest.raises(InvalidRequest, match="already"):
+        begin(b, {"kind": "evict"})
+    a.client.ask_node(wire.StopJob("j"), node="b")
+    view = ended(a, node="b")
+    assert view["state"] in {"cancelled", "done"}
+    assert a.client.ask_node(wire.StopJob("j"), node="b") == 0
+    assert a.client.ask_node(wire.Jobs(["nobody's"]), node="b") == []
+    assert len(a.client.ask_node(wire.Jobs(), node="b")) == 1
+
+
+def test_what_happened_is_told(pair, numbers, ended):
+    a, b = pair
+    b.put(numbers(3))
+    told = b.client.ask_node(wire.Events(0, 1000))
+    assert told["first"] == 1
+    assert [e["number"] for e in told["events"]] == list(range(1, told["last"] + 1))
+    joined = [e["details"]["of"] for e in told["events"] if e["kind"] == "node joined"]
+    assert set(joined) == {"a", "b"}
+    begin(a, {"kind": "evict"}, node="b", by="token ops")
+    ended(a, node="b")
+    a.client.ask_node(wire.PinBlocks(bytes(16), "soft", DIGEST), node="b", by="token ops")
+    news = b.client.ask_node(wire.Events(told["last"], 1000, 5.0))["events"]
+    assert [e["kind"] for e in news] == ["job began", "job ended", "change"]
+    assert news[2]["details"]["by"] == "token ops on a"
+    assert news[2]["details"]["what"] == "pin"
+    # Bare requests are in the name of who asks.
+    b.client.pin_blocks(bytes(16), "soft", digest=DIGEST)
+    last = b.client.ask_node(wire.Events(0, 1000))["events"][-1]
+    assert last["details"]["by"] == f"uid {os.getuid()}"
+    nothing = b.client.ask_node(wire.Events(last["number"], 10))
+    assert nothing["events"] == []
+
+
+def test_a_node_that_is_gone(pair):
+    a, b = pair
+    b.node.kill()
+    with pytest.raises((InvalidRequest, ClusterUnavailable), match="called 'b'|reached|ended|closed"):
+        a.client.ask_node(wire.Inspect(), node="b")
+    assert a.client.ask_node(wire.Inspect())["node"] == "a"

@@ -1,0 +1,396 @@
+"""The text for Prometheus, read back by Prometheus' own parser."""
+
+import copy
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpool.daemon.histogram import Histogram
+from kvpool.daemon.sampling import Sampler
+from kvpool.daemon.shelf import ShelfState
+from kvpool.daemon.store_tier import StoreState
+from kvpool.daemon.traffic import OTHERS, PEERS_MAX, Asked, Delivered, Loads, Traffic
+from kvpool.metrics import (
+    DISK_STATES,
+    DRAIN_PHASES,
+    METRICS,
+    NODE_STATES,
+    OUTCOMES,
+    STANDINGS,
+    STORE_STATES,
+    Kind,
+    render,
+    rows,
+)
+from kvpool.placement.membership import Standing
+from kvpool.placement.records import NodeState
+
+AWKWARD = 'a "quoted" back\\slash\nand a second line'
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def parsed(text: bytes) -> Samples:
+    """Every sample, by name and labels; none comes twice."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            where = (sample.name, frozenset(sample.labels.items()))
+            assert where not in found, f"{where} comes twice"
+            found[where] = sample.value
+    return found
+
+
+def at(samples: Samples, name: str, **labels: str) -> float:
+    return samples[f"kvpool_{name}", frozenset(labels.items())]
+
+
+def histogram(*values: float) -> dict[str, Any]:
+    made = Histogram((0.5, 1.0, 2.0))
+    for value in values:
+        made.add(value)
+    return made.stats()
+
+
+def space(held: int, model: str = "llama") -> dict[str, Any]:
+    return {
+        "fields": {"model": model},
+        "epoch": 3,
+        "held_bytes": held,
+        "quota_bytes": 0,
+        "blocks": [held // 4, held // 8],
+    }
+
+
+def peer(node: str, url: str, asked: int = 1) -> dict[str, Any]:
+    return {
+        "node": node,
+        "url": url,
+        "asked": asked,
+        "latency_ms": 2.0,
+        "bytes_s": 1e9,
+        "inflight_bytes": asked,
+        "suspended_s": 0.5 if asked == 7 else 0.0,
+    }
+
+
+def tenant(namespaces: dict[str, Any], traffic: Traffic | None = None) -> dict[str, Any]:
+    return {
+        "segment_bytes": 1000,
+        "blocks": 10,
+        "hard_pinned_bytes": 1,
+        "soft_pinned_bytes": 2,
+        "secondary_bytes": 3,
+        "granted_bytes": 0,
+        "space": {"bytes_used": 400},
+        "traffic": (traffic or Traffic()).stats(),
+        "namespaces": namespaces,
+    }
+
+
+def disk(path: str, **values: Any) -> dict[str, Any]:
+    names = ("segment_bytes", "size_bytes", "used_bytes", "blocks", "writing_bytes")
+    names += ("written_blocks", "written_bytes", "read_blocks", "read_bytes")
+    names += ("read_errors", "write_errors", "mismatches", "scrubbed_blocks", "queued_blocks")
+    base: dict[str, Any] = dict.fromkeys(names, 0)
+    return {**base, "path": path, "state": "serving", "gone": {"full": 0}, **values}
+
+
+class Anything(dict[str, Any]):
+    """Counts that this file does not care about are 0."""
+
+    def __missing__(self, name: str) -> int:
+        return 0
+
+
+def stats(**values: Any) -> dict[str, Any]:
+    """Of a node with one tenant, as `Inspect` answers."""
+    made: dict[str, Any] = {
+        "node": "n1",
+        "version": "9.9",
+        "uptime_s": 1.5,
+        "clients": 1,
+        "connections": 2,
+        "refused_connections": 3,
+        "leases": 4,
+        "counters": Anything(),
+        "gone": {"full": 5, "ttl": 6},
+        "processes": [
+            {"kind": "control", "cpu_s": 1.5, "resident_bytes": 10, "private_bytes": 5},
+            {"kind": "mover", "cpu_s": 2.0, "resident_bytes": 20, "private_bytes": 6},
+            {"kind": "mover", "cpu_s": 0.25, "resident_bytes": 30, "private_bytes": 7},
+        ],
+        "sampled": {"late_s": histogram(0.1), "evicted_age_s": {"dram": histogram(1.0, 7.0)}},
+        "movers": [{"restarts": 1, "orders": 2, "loans": 3}, {"restarts": 4, "orders": 0, "loans": 0}],
+        "tenants": {"red": tenant({"aa" * 16: space(80)})},
+        "usage": {"red": {"dram": [], "ssd": []}},
+        "engines": {"red": {"followed": [{"connected": True}, {"connected": False}]}},
+        "remote": Anything(
+            peers=[],
+            delivered=Delivered().stats(),
+        ),
+        "paths": {"changed_card": 0, "peers": {}},
+        "nixl": None,
+        "tiers": Anything(ssd=[], device=[], remote=[], clean_share={"red": 0.25}),
+        "copies": Anything(),
+        "follows": Anything(),
+        "cluster": {
+            "cluster": "c",
+            "standing": "away",
+            "state": "draining",
+            "others": 1,
+            "directory": None,
+            "drain": None,
+            "leases_lost": 0,
+        },
+    }  # fmt: skip
+    return {**made, **values}
+
+
+def test_every_metric_is_well_named_and_says_what_it_is() -> None:
+    names = [name for name, *_ in rows()]
+    assert len(set(names)) == len(names)
+    for metric in METRICS:
+        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+        assert metric.name.replace("_", "").isalnum() and metric.name == metric.name.lower()
+        assert not metric.name.endswith(("_bucket", "_sum", "_count", "_created", "_info_total"))
+        assert metric.what.endswith(".") and "|" not in metric.what
+        assert "le" not in metric.labels and len(set(metric.labels)) == len(metric.labels)
+
+
+def test_the_states_are_those_that_there_are() -> None:
+    assert {standing.value for standing in Standing} == set(STANDINGS)
+    assert set(map(str, NodeState)) == set(NODE_STATES)
+    assert set(map(str, ShelfState)) == set(DISK_STATES)
+    assert set(map(str, StoreState)) == set(STORE_STATES)
+    assert DRAIN_PHASES == ("copying", "waiting", "done")
+    assert set(OUTCOMES) == set(Loads.__slots__) - {"nbytes"}
+
+
+def test_the_parser_reads_what_was_written() -> None:
+    traffic = Traffic(put_parts=7, put_bytes=700, device_read_bytes=12)
+    traffic.reads.waited(10, 6, 4)
+    traffic.reads.nbytes = 11
+    traffic.loaded("ssd", Loads(came=2, absent=1, nbytes=64))
+    given_stats = stats(tenants={AWKWARD: tenant({"aa" * 16: space(80, AWKWARD)}, traffic)})
+    given_stats["usage"] = {AWKWARD: {"ssd": [{"namespaces": {"aa" * 16: {"held_bytes": 24}}}]}}
+    samples = parsed(render(given_stats))
+    assert at(samples, "metrics_missing") == 0
+    assert at(samples, "put_parts_total", tenant=AWKWARD) == 7
+    assert at(samples, "read_blocks_total", tenant=AWKWARD, result="here") == 4
+    assert at(samples, "read_blocks_total", tenant=AWKWARD, result="brought") == 2
+    assert at(samples, "read_blocks_total", tenant=AWKWARD, result="missed") == 4
+    assert at(samples, "read_bytes_total", tenant=AWKWARD, tier="dram") == 11
+    assert at(samples, "read_bytes_total", tenant=AWKWARD, tier="device") == 12
+    loads = {"tenant": AWKWARD, "tier": "ssd"}
+    assert at(samples, "load_parts_total", **loads, outcome="came") == 2
+    assert at(samples, "load_parts_total", **loads, outcome="absent") == 1
+    assert at(samples, "load_bytes_total", **loads) == 64
+    named = {"tenant": AWKWARD, "namespace": "aa" * 16, "model": AWKWARD}
+    assert at(samples, "namespace_held_bytes", **named, tier="dram") == 80
+    assert at(samples, "namespace_held_bytes", **named, tier="ssd") == 24
+    assert at(samples, "namespace_blocks", **named) == 20
+    assert at(samples, "process_cpu_seconds_total", process="mover") == 2.25
+    assert at(samples, "mover_restarts_total") == 5
+    assert at(samples, "gone_parts_total", reason="ttl", where="", tier="dram") == 6
+    assert at(samples, "engines", tenant="red", state="not_connected") == 1
+
+
+def test_a_state_is_one_among_all() -> None:
+    samples = parsed(render(stats()))
+    for standing in STANDINGS:
+        assert at(samples, "membership_standing", standing=standing) == (standing == "away")
+    assert at(samples, "membership_connected") == 0
+    assert at(samples, "node_state", state="draining") == 1
+
+
+def test_what_is_not_there_has_no_samples() -> None:
+    """Without a directory, a drain and RDMA there is nothing to say of them, and nothing is missing."""
+    text = render(stats()).decode()
+    for name in ("directory_connected", "announcer_lag", "drain_phase", "nixl", "tier_state"):
+        assert f"kvpool_{name}" not in text
+    directory = Anything(connected=True, lag_s=0.5)
+    full = stats(cluster={**stats()["cluster"], "directory": directory}, nixl={"failed_over": 8})
+    samples = parsed(render(full))
+    assert at(samples, "directory_connected") == 1
+    assert at(samples, "announcer_lag_seconds") == 0.5
+    assert at(samples, "nixl_failed_over_total") == 8
+
+
+def test_what_another_version_does_not_tell_is_counted() -> None:
+    older = copy.deepcopy(stats())
+    del older["uptime_s"], older["cluster"]["leases_lost"]
+    samples = parsed(render(older))
+    assert at(samples, "metrics_missing") == 2
+    assert ("kvpool_uptime_seconds", frozenset()) not in samples
+    assert at(samples, "clients") == 1
+
+
+def test_histograms_are_cumulative() -> None:
+    seconds = {"ssd": histogram(0.5, 0.6, 1.5, 99.0)}
+    delivered = {**Delivered().stats(), "seconds": seconds}
+    samples = parsed(render(stats(remote=Anything(peers=[], delivered=delivered))))
+    found = [
+        at(samples, "load_seconds_bucket", tier="ssd", le=le)
+        for le in ("0.5", "1.0", "2.0", "+Inf")
+    ]
+    assert found == [1, 2, 3, 4]
+    assert at(samples, "load_seconds_count", tier="ssd") == 4
+    assert at(samples, "load_seconds_sum", tier="ssd") == pytest.approx(101.6)
+
+
+def test_the_largest_namespaces_are_shown_and_the_rest_together() -> None:
+    spaces = {f"{number:032x}": space(number) for number in range(1, 51)}
+    samples = parsed(render(stats(tenants={"red": tenant(spaces)}), namespaces_max=20))
+    held = {
+        dict(labels)["namespace"]: value
+        for (name, labels), value in samples.items()
+        if name == "kvpool_namespace_held_bytes" and dict(labels)["tier"] == "dram"
+    }
+    assert len(held) == 21
+    assert {f"{number:032x}" for number in range(31, 51)} | {"others"} == set(held)
+    assert held["others"] == sum(range(1, 31))
+    assert at(samples, "namespaces", tenant="red") == 50
+    epochs = [labels for name, labels in samples if name == "kvpool_namespace_epoch"]
+    assert len(epochs) == 20, "an epoch of several is none"
+
+
+def test_peers_are_shown_by_name_and_the_rest_together() -> None:
+    delivered = Delivered()
+    paths = {}
+    for number in range(10):
+        delivered.delivered(f"n{number}", Loads(came=number, nbytes=100 * number))
+        ways = [
+            {
+                "url": f"tcp://{number}",
+                "transport": "tcp",
+                "pulls": number,
+                "bytes": 5,
+                "rests_s": 0.0,
+            }
+        ]
+        paths[f"tcp://{number}"] = {"ways": ways, "seconds": {"tcp": histogram(1.0)}}
+    delivered.delivered("gone", Loads(came=40, nbytes=1))
+    peers = [peer(f"n{number}", f"tcp://{number}", asked=number) for number in range(10)]
+    given_stats = stats(
+        remote=Anything(peers=peers, delivered=delivered.stats()),
+        paths={"changed_card": 0, "peers": paths},
+    )
+    samples = parsed(render(given_stats, peers_max=4))
+    came = {
+        dict(labels)["peer"]: value
+        for (name, labels), value in samples.items()
+        if name == "kvpool_pull_parts_total" and dict(labels)["outcome"] == "came"
+    }
+    assert came == {"n6": 6, "n7": 7, "n8": 8, "n9": 9, "gone": 40, OTHERS: sum(range(6))}
+    assert at(samples, "pull_seconds_count", peer=OTHERS, transport="tcp") == 6
+    assert at(samples, "path_pulls_total", peer=OTHERS, transport="tcp", path=OTHERS) == 15
+    assert at(samples, "path_pulls_total", peer="n9", transport="tcp", path="tcp://9") == 9
+    assert at(samples, "source_latency_seconds", source="n9") == 0.002
+    assert at(samples, "source_suspended", source="n7") == 1
+    assert at(samples, "source_suspended", source="n9") == 0
+
+
+def test_places_of_all_tiers_stand_beside_each_other() -> None:
+    tiers = Anything(
+        clean_share={},
+        ssd=[disk("/a", segment_bytes=7, gone={"full": 9}), disk("/b", state="read-only")],
+        device=[disk("cuda:0", segment_bytes=8)],
+        remote=[disk("s3://x", size_bytes=9, state="failing")],
+    )
+    samples = parsed(render(stats(tiers=tiers)))
+    capacity = {
+        (dict(labels)["tier"], dict(labels)["where"]): value
+        for (name, labels), value in samples.items()
+        if name == "kvpool_tier_capacity_bytes"
+    }
+    assert capacity == {
+        ("dram", ""): 1000,
+        ("ssd", "/a"): 7,
+        ("ssd", "/b"): 0,
+        ("device", "cuda:0"): 8,
+        ("remote", "s3://x"): 9,
+    }
+    assert at(samples, "tier_state", where="/b", tier="ssd", state="read-only") == 1
+    assert at(samples, "tier_state", where="s3://x", tier="remote", state="failing") == 1
+    assert at(samples, "gone_parts_total", reason="full", where="/a", tier="ssd") == 9
+
+
+# ---- what the daemon counts with ---------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=50), st.sets(st.floats(0.01, 1e5), min_size=1))
+def test_a_histogram_counts_what_is_not_above_each_bound(
+    values: list[float], ends: set[float]
+) -> None:
+    bounds = sorted(ends)
+    made = Histogram(bounds)
+    for value in values:
+        made.add(value)
+    counts = made.stats()["counts"]
+    for index, bound in enumerate(bounds):
+        assert sum(counts[: index + 1]) == sum(value <= bound for value in values)
+    assert sum(counts) == len(values)
+    assert made.stats()["sum"] == pytest.approx(sum(values))
+
+
+def test_what_was_asked_for_is_here_brought_or_missed() -> None:
+    asked = Asked()
+    asked.waited(10, 10, 10)
+    asked.waited(10, 4, 1)
+    asked.waited(5, 2, 4)  # some of what was here has gone while the rest was waited for
+    assert asked.stats() == {"requests": 3, "here": 13, "brought": 3, "missed": 9}
+
+
+def test_peers_beyond_the_bound_are_counted_together() -> None:
+    delivered = Delivered()
+    for number in range(PEERS_MAX + 10):
+        delivered.delivered("always", Loads(came=1))
+        delivered.delivered(f"n{number}", Loads(came=1))
+    peers = delivered.stats()["peers"]
+    assert len(peers) <= PEERS_MAX + 1
+    assert peers["always"]["came"] == PEERS_MAX + 10
+    assert sum(loads["came"] for loads in peers.values()) == 2 * (PEERS_MAX + 10)
+    assert peers[OTHERS]["came"] >= 10
+
+
+class OldRules:
+    """Rules that have evicted batches, and know how old ticks are."""
+
+    def __init__(self) -> None:
+        self.victims = [(3, 100), (9, 7)]
+        self.ages = self
+
+    def age_s(self, tick: int, now: float) -> float:
+        return now - tick
+
+    def take_victims(self) -> list[tuple[int, int]]:
+        taken, self.victims = self.victims, []
+        return taken
+
+
+def test_the_age_of_one_stands_for_its_batch() -> None:
+    old: Any = OldRules()
+    sampler = Sampler(lambda: [("dram", old)], lambda: 0.0)
+    sampler.look(10.0)
+    sampler.look(11.0)
+    ages = sampler.stats()["evicted_age_s"]["dram"]
+    assert ages["bounds"][:3] == [1.0, 5.0, 15.0]
+    assert ages["counts"][:3] == [7, 0, 100]
+    assert ages["sum"] == 100 * 7 + 7 * 1
+
+
+# ---- the document --------------------------------------------------------------------------------------
+
+
+def test_the_document_is_made_of_the_tables(repo_root: Path) -> None:
+    document = runpy.run_path(str(repo_root / "scripts" / "document_metrics.py"))["document"]
+    path = repo_root / "docs" / "metrics.md"
+    assert path.read_text() == document(path.read_text()), (
+        "docs/metrics.md is out of date: run scripts/document_metrics.py"
+    )
