@@ -459,6 +459,7 @@ class Client:
         recompute: Recompute | None = None,
         device: DeviceMemory | None = None,
         life: int = 0,
+        trace: str = "",
     ) -> Lease | None:
         """A lease on the longest usable prefix of `keys`; None if there is none.
 
@@ -472,6 +473,7 @@ class Client:
             into memory for it. Once its process has died the lease is on memory only.
         life: the same for a caller that is not attached, in the name of those who will `join` the lease and all
             are: `DeviceMemory.life` of theirs. The slots there are theirs to read.
+        trace: the W3C `traceparent` of the request that this is for; the daemon's spans belong to it.
         """
         packed = pack_keys(keys)
         if not packed:
@@ -483,7 +485,7 @@ class Client:
         return self._acquire(
             ns,
             lambda number: wire.Acquire(
-                number, packed, chosen, lease_s, wait_s, False, price, life
+                number, packed, chosen, lease_s, wait_s, False, price, life, trace
             ),
             wait_s,
             device=device,
@@ -849,10 +851,11 @@ class Client:
         wait_s: float = 1.0,
         recompute: Recompute | None = None,
         life: int = 0,
+        trace: str = "",
     ) -> int:
         """Bring blocks into memory here, from disks and other nodes; how many of the prefix are then.
 
-        recompute, life: as for `acquire`; what is in that device memory counts as here.
+        recompute, life, trace: as for `acquire`; what is in that device memory counts as here.
         """
         packed = pack_keys(keys)
         if not packed:
@@ -860,7 +863,7 @@ class Client:
         price = _price(recompute)
         return int(
             self._ask_ns(
-                ns, lambda number: wire.Pull(number, packed, wait_s, price, life), wait_s
+                ns, lambda number: wire.Pull(number, packed, wait_s, price, life, trace), wait_s
             ).value
         )
 
@@ -872,6 +875,7 @@ class Client:
         wait_s: float,
         source: str = "",
         parts: Sequence[int] | None = None,
+        trace: str = "",
     ) -> int:
         """Bring a prompt's blocks here while another node's engine computes them; how many are usable then.
 
@@ -881,7 +885,7 @@ class Client:
         thread, calls it off.
 
         source: the name of the node where the prompt is computed; without it the directory is asked who has
-            its beginning. parts: only these; None: all.
+            its beginning. parts: only these; None: all. trace: as for `acquire`.
         Raises `Unavailable` when the daemon is away, or called off, and `LimitExceeded` when it follows too
         many prompts already.
         """
@@ -890,7 +894,7 @@ class Client:
             return 0
         with self._request() as connection:
             message = wire.Follow(
-                self._number(connection, ns), packed, wait_s, source, list(parts or ())
+                self._number(connection, ns), packed, wait_s, source, list(parts or ()), trace
             )
             self._long.add(connection)
             try:

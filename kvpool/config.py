@@ -8,6 +8,7 @@ here, at the edge; inside, nothing reads the environment. A secret may stand in 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -34,6 +35,9 @@ REMOTE_WRITE_MODES = ("back", "none")
 PULL_OVER = ("auto", "nixl", "tcp")
 REMOTE_BYTES_MIN = 64 << 20
 SOCKET_PATH_MAX = 107  # sockaddr_un
+HTTP_ADDRESSES_MAX = 16
+HTTP_UNIX = "unix:"
+HTTP_RATE_MAX = 100_000.0
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE)
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
@@ -150,6 +154,13 @@ class DaemonConfig:
     remote_instance_credentials: where the environment has none, ask the metadata service of the cloud.
     device: spare memory of a GPU for what engines here read again, DEVICE=SIZE; None: no such tier.
     events: follow the KV events of this node's engines, and tell others what their caches hold.
+    http: addresses of the HTTP gateway, HOST:PORT or unix:PATH. None: there is no gateway. Off loopback it takes
+        http_tokens, and TLS (tls_cert) or `plaintext`.
+    http_tokens: a TOML file of those who may ask it, by the digests of their tokens. Empty: the daemon makes one
+        token, in a file beside the control socket.
+    http_rate: requests a second that each of them may make.
+    routers: URLs of routers that the gateway asks about requests and engines. router_token: their operator's.
+    otlp: where a collector takes traces by OTLP over HTTP, http://HOST:4318. Empty: none are recorded.
     movers: processes that move bytes.
     data_dir: where the node keeps what outlives it; empty: nothing is kept.
     node: this node's name.
@@ -204,6 +215,12 @@ class DaemonConfig:
     remote_instance_credentials: bool = False
     device: DeviceConfig | None = None
     events: bool = True
+    http: tuple[str, ...] = ()
+    http_tokens: str = ""
+    http_rate: float = 50.0
+    routers: tuple[str, ...] = ()
+    router_token: str = field(default="", repr=False)
+    otlp: str = ""
     movers: int = 1
     data_dir: str = ""
     node: str = ""
@@ -349,6 +366,61 @@ def _urls(value: object, name: str) -> tuple[str, ...]:
     return urls
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address in numbers is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of HOST:PORT, [ADDRESS]:PORT for IPv6. Raises `ValueError`."""
+    parts = urlsplit(f"//{address}")
+    if not parts.hostname or parts.port is None or parts.netloc != address or "@" in address:
+        raise ValueError(address)
+    return parts.hostname, parts.port
+
+
+def _http(value: object, name: str) -> tuple[str, ...]:
+    """HOST:PORT or unix:PATH."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)) or len(items) > HTTP_ADDRESSES_MAX:
+        raise ConfigError(f'{name} = {value!r}: a list of addresses such as ["127.0.0.1:7071"]')
+    addresses = tuple(_text(item, name).strip() for item in items if item)
+    for address in addresses:
+        if address.startswith(HTTP_UNIX):
+            _socket(address.removeprefix(HTTP_UNIX), name)
+            continue
+        try:
+            host_and_port(address)
+        except ValueError:
+            raise ConfigError(
+                f"{name}: {address!r} is not HOST:PORT, such as 127.0.0.1:7071, nor unix:/PATH"
+            ) from None
+    return addresses
+
+
+def _routers(value: object, name: str) -> tuple[str, ...]:
+    urls = _urls(value, name)
+    for url in urls:
+        if urlsplit(url).scheme not in {"http", "https"} or "@" in url:
+            raise ConfigError(f"{name}: {url!r} is not a router's URL such as http://10.0.0.9:8080")
+    return tuple(url.rstrip("/") for url in urls)
+
+
+def _rate(value: object, name: str) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 < number <= HTTP_RATE_MAX:
+        raise ConfigError(f"{name} = {value!r}: requests a second, above 0, {HTTP_RATE_MAX:.0f} at most")
+    return number
+
+
 def _rails(value: object, name: str) -> tuple[str, ...]:
     """Names; "-" is none."""
     items = value.split(",") if isinstance(value, str) else value
@@ -457,6 +529,21 @@ def _storage_bytes(value: object, name: str) -> int:
     return size
 
 
+def otlp_endpoint(value: object, name: str) -> str:
+    """Where a collector is: http://HOST:PORT, with or without a path; or empty. Raises `ConfigError`."""
+    text = _text(value, name)
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if text and (not good or parts.username or parts.query or parts.fragment):
+        raise ConfigError(
+            f"{name} = {text!r}: where a collector takes OTLP over HTTP, such as http://127.0.0.1:4318"
+        )
+    return text.rstrip("/")
+
+
 def _socket(value: object, name: str) -> str:
     text = _text(value, name)
     if not text or len(os.fsencode(text)) > SOCKET_PATH_MAX:
@@ -533,6 +620,12 @@ _PARSERS: dict[str, Any] = {
     "remote_instance_credentials": _switch,
     "device": _device,
     "events": _switch,
+    "http": _http,
+    "http_tokens": _text,
+    "http_rate": _rate,
+    "routers": _routers,
+    "router_token": _hidden,
+    "otlp": otlp_endpoint,
     "movers": lambda value, name: _whole(value, name, 1, 64),
     "data_dir": _text,
     "node": _word,
@@ -543,9 +636,16 @@ _PARSERS: dict[str, Any] = {
 }
 SETTINGS = tuple(_PARSERS)
 # Flags that are repeated have the singular.
-FLAGS = {"peers": "peer", "labels": "label", "rails": "rail"}
+FLAGS = {"peers": "peer", "labels": "label", "rails": "rail", "routers": "router"}
 # Those that KVPOOL_NAME_FILE may be said of. A URL of the directory may hold a password.
-SECRETS = ("cluster_secret", "directory", "directory_password", "join_password", "operator_token")
+SECRETS = (
+    "cluster_secret",
+    "directory",
+    "directory_password",
+    "join_password",
+    "operator_token",
+    "router_token",
+)
 
 
 def secret_of(variable: str, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -609,6 +709,7 @@ def load(
         )
     _check_nixl(values.get("listen", ()), values.get("peers", ()))
     _check_tls(values)
+    _check_http(values)
     if values.get("join") and not values.get("listen"):
         raise ConfigError(
             "join: other nodes pull from this one, so it has to listen: give --listen tcp://HOST:PORT"
@@ -652,6 +753,27 @@ def _check_tls(values: Mapping[str, Any]) -> None:
         )
 
 
+def _check_http(values: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a gateway that whoever reaches it could use, or overhear."""
+    tokens = values.get("http_tokens", "")
+    if tokens:
+        _check_readable("http_tokens", tokens, secret=True)
+    for address in values.get("http", ()):
+        if address.startswith(HTTP_UNIX) or is_loopback(host_and_port(address)[0]):
+            continue
+        if not tokens:
+            raise ConfigError(
+                f"http: {address} is not loopback, so whoever asks must show a token: make one with "
+                f"`kvpool token NAME --role admin --file FILE`, and name that file (http_tokens, --http-tokens)"
+            )
+        if not values.get("tls_cert") and not values.get("plaintext"):
+            raise ConfigError(
+                f"http: {address} is not loopback, and tokens must not be overheard: give tls_cert, tls_key and "
+                f"tls_ca, which `kvpool certs init` and `kvpool certs node` make; or, in a network that is "
+                f"trusted, plaintext (--plaintext)"
+            )
+
+
 def _check_readable(name: str, path: str, *, secret: bool) -> None:
     try:
         with Path(path).open("rb") as file:
@@ -674,6 +796,11 @@ def _read(path: str) -> dict[str, Any]:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def parse_setting(name: str, value: object) -> Any:
+    """What one setting of `DaemonConfig` is when it is given so. Raises `ConfigError`."""
+    return _parse(name, value, name)
 
 
 def _parse(key: str, value: object, where: str) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -172,28 +172,31 @@ def _gone_below(view: View) -> Iterator[Sample]:
 
 
 def _spaces(stats: Stats, most: int) -> list[tuple[tuple[str, str, str], Mapping[str, Any]]]:
-    found: list[tuple[tuple[str, str, str], dict[str, Any]]] = []
+    found: list[tuple[int, str, str, Mapping[str, Any], int]] = []
     usage = _at(stats, "usage")
     for tenant, books in _at(stats, "tenants").items():
         disks = [disk["namespaces"] for disk in _at(usage, tenant, "ssd")]
         for digest, space in _at(books, "namespaces").items():
-            model = str(space["fields"].get("model", ""))[:MODEL_CHARACTERS_MAX]
-            on_disks = sum(disk[digest]["held_bytes"] for disk in disks if digest in disk)
-            entry = {
-                "dram": space["held_bytes"],
-                "ssd": on_disks,
-                "quota": space["quota_bytes"],
-                "blocks": max(space["blocks"], default=0),
-                "epoch": space["epoch"],
-            }
-            found.append(((tenant, digest, model), entry))
-    found.sort(key=lambda one: -(one[1]["dram"] + one[1]["ssd"]))
-    shown: list[tuple[tuple[str, str, str], Mapping[str, Any]]] = [*found[:most]]
-    rest: dict[str, dict[str, Any]] = {}
-    for (tenant, _, _), entry in found[most:]:
+            on_disks = sum([disk[digest]["held_bytes"] for disk in disks if digest in disk])
+            found.append((space["held_bytes"] + on_disks, tenant, digest, space, on_disks))
+    found.sort(key=lambda one: -one[0])
+    shown: list[tuple[tuple[str, str, str], Mapping[str, Any]]] = []
+    for _, tenant, digest, space, on_disks in found[:most]:
+        model = str(space["fields"].get("model", ""))[:MODEL_CHARACTERS_MAX]
+        entry = {
+            "dram": space["held_bytes"],
+            "ssd": on_disks,
+            "quota": space["quota_bytes"],
+            "blocks": max(space["blocks"], default=0),
+            "epoch": space["epoch"],
+        }
+        shown.append(((tenant, digest, model), entry))
+    rest: dict[str, dict[str, int]] = {}
+    for _, tenant, _, space, on_disks in found[most:]:
         total = rest.setdefault(tenant, {"dram": 0, "ssd": 0, "blocks": 0})
-        for name in total:
-            total[name] += entry[name]
+        total["dram"] += space["held_bytes"]
+        total["ssd"] += on_disks
+        total["blocks"] += max(space["blocks"], default=0)
     return shown + [((tenant, OTHERS, ""), total) for tenant, total in rest.items()]
 
 
@@ -938,6 +941,7 @@ def _body(metric: Metric, samples: Mapping[tuple[str, ...], Any], lines: list[st
         )
 
 
+@lru_cache(maxsize=4096)
 def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 

@@ -110,14 +110,19 @@ whose first element is its type number:
     105   Jobs               operator → daemon    Bytes: a JSON array
     106   StopJob            operator → daemon    Done: 1 if it was running
     107   Events             operator → daemon    Bytes: a JSON object
+    108   Settings           operator → daemon    Bytes: a JSON array
+    109   ChangeSettings     operator → daemon    Done
     110   DeviceStart        control → device     Done
     111   LiftBlocks         control → device     Done
     112   LowerBlocks        control → device     Pulled
     113   ExportSegment      control → device     Bytes: a handle for one attach
+    120   GatewayStart       control → gateway    Bytes: the URLs that it listens on, a JSON array
+    121   TakeSpans          operator → daemon    Bytes: a JSON object
 
 Block keys, checksums and row numbers are packed into one bytes object each: one object a batch decodes
 tens of times faster than one a block. Rows are u32 LE; `NO_ROW` stands for "nothing here".
 Times that travel are durations in seconds, never time stamps.
+`trace` is the W3C `traceparent` of whoever asks, or empty; what is not valid or not sampled counts as empty.
 
 Versions: each side says in its first message which it speaks best, and the oldest that it speaks. The lower
 one of the two best is spoken, and who does not speak that is refused then. From one version to the next a
@@ -298,6 +303,7 @@ class Acquire(Message, tag=15):
     scattered: bool = False
     recompute: tuple[float, float] | None = None
     life: int = 0
+    trace: str = ""
 
 
 class LeasedPart(Message):
@@ -385,6 +391,7 @@ class Pull(Message, tag=25):
     wait_s: float
     recompute: tuple[float, float] | None = None
     life: int = 0
+    trace: str = ""
 
 
 class Grant(Message, tag=26):
@@ -598,6 +605,25 @@ class Events(Message, tag=107):
     wait_s: float = 0.0
 
 
+class Settings(Message, tag=108):
+    """This node's configuration as it is now; of secrets only whether they are set."""
+
+
+class ChangeSettings(Message, tag=109):
+    """`changes`: a JSON object, settings by name. They hold until the daemon ends."""
+
+    changes: bytes
+
+
+class TakeSpans(Message, tag=121):
+    """The oldest finished spans of this node, `count` at most, which then are not kept any longer.
+
+    JSON: spans, left, dropped; see `kvpool.spans.Batch`.
+    """
+
+    count: int
+
+
 class Operate(Message, tag=59):
     """An operator of one node asks another one; `node`: the one that asks, the rest as in `OnNode`.
 
@@ -651,6 +677,7 @@ class Fetch(Message, tag=43):
     background: bool = False
     start: int = 0
     stop: int = 0
+    trace: str = ""
 
 
 class Fetched(Message, tag=44):
@@ -786,6 +813,7 @@ class Follow(Message, tag=51):
     wait_s: float
     source: str = ""
     parts: list[int] = []
+    trace: str = ""
 
 
 class AnnounceEngine(Message, tag=53):
@@ -869,6 +897,7 @@ class PullBlocks(Message, tag=63):
     background: bool = False
     start: int = 0
     stop: int = 0
+    trace: str = ""
 
 
 class Pulled(Message, tag=64):
@@ -897,6 +926,7 @@ class Lend(Message, tag=65):
     keys: bytes
     deadline_s: float
     stop: int = 0
+    trace: str = ""
 
 
 class Lent(Message, tag=66):
@@ -1239,6 +1269,32 @@ class ExportSegment(Message, tag=113):
     segment: int
 
 
+class GatewayStart(Message, tag=120):
+    """First frame on the gateway's control channel: all that it needs, secrets included.
+
+    `addresses`, `tokens_file`, `rate`, `routers`, `otlp`, `node`: see `kvpool.config.DaemonConfig`. `socket`, `tenant`, `token`,
+    `operator_token`: how it gets in at its daemon. `digest`: SHA-256 of the token that the daemon has made, hex, or
+    empty. `verbose`: log more.
+    """
+
+    addresses: list[str]
+    socket: str
+    socket_mode: int
+    tenant: str
+    token: str | None
+    operator_token: str
+    tokens_file: str
+    digest: str
+    rate: float
+    tls_cert: str
+    tls_key: str
+    routers: list[str]
+    router_token: str
+    verbose: bool
+    otlp: str = ""
+    node: str = ""
+
+
 ClientMessage = (
     Hello
     | OpenNamespace
@@ -1280,6 +1336,9 @@ ClientMessage = (
     | Jobs
     | StopJob
     | Events
+    | Settings
+    | ChangeSettings
+    | TakeSpans
 )
 DaemonMessage = Welcome | Error | Done | Reserved | Leased | Bytes | Stored | Opened
 PeerMessage = (
@@ -1363,6 +1422,7 @@ StoreMessage = (
     | Error
 )
 
+GatewayMessage = GatewayStart | Bytes | Error
 DeviceMessage = (
     DeviceStart
     | AttachSegment
@@ -1399,6 +1459,7 @@ decode_mover = Decoder(MoverMessage)
 decode_disk = Decoder(DiskMessage)
 decode_device = Decoder(DeviceMessage)
 decode_store = Decoder(StoreMessage)
+decode_gateway = Decoder(GatewayMessage)
 
 
 def encode(message: Message, request: int) -> bytes:

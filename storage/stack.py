@@ -79,6 +79,14 @@ class Budget:
         self._at = now
         self.refused_bytes = 0
 
+    def change(self, bytes_a_day: int, now: float) -> None:
+        """From now on; what was not spent so far, and fits, may still be."""
+        self._fill(now)
+        self.bytes_a_day = bytes_a_day
+        self._rate = bytes_a_day / DAY_S
+        self._most = self._rate * BURST_S
+        self._left = min(self._left, self._most)
+
     def _fill(self, now: float) -> None:
         self._left = min(self._most, self._left + (now - self._at) * self._rate)
         self._at = now

@@ -42,6 +42,7 @@ class Pull:
     following: where the keys' blocks are being computed.
     recompute: the price of computing the keys' blocks instead, where it is known.
     life: of the device memory that the engine reads by itself: what is there needs not be brought.
+    trace: the request's W3C `traceparent`, or empty.
     future: the usable blocks of the keys, once a thread was free to ask. answered: when it had them.
     dropped: nobody waits for it any more.
     """
@@ -53,6 +54,7 @@ class Pull:
     following: Following | None = None
     recompute: Recompute | None = None
     life: int = 0
+    trace: str = ""
     future: Future[int] | None = None
     answered: float | None = None
     dropped: bool = False
@@ -97,6 +99,7 @@ class Pulls:
         recompute: Recompute | None = None,
         life: int = 0,
         following: Following | None = None,
+        trace: str = "",
     ) -> Pull | None:
         """Begin to bring a prefix here; None where nobody could have it, or pulls were in vain of late.
 
@@ -104,11 +107,11 @@ class Pulls:
         """
         now = self._clock()
         if following is not None:
-            pull = Pull(start, keys, now, following.follow_s, following)
+            pull = Pull(start, keys, now, following.follow_s, following, trace=trace)
         elif now < self._alone_until or self._quiet.holds(now):
             return None
         else:
-            pull = Pull(start, keys, now, self._wait_s, None, recompute, life)
+            pull = Pull(start, keys, now, self._wait_s, None, recompute, life, trace)
         self._ask(pull, now)
         return pull
 
@@ -179,6 +182,7 @@ class Pulls:
                     wait_s=wait_s,
                     recompute=pull.recompute,
                     life=pull.life,
+                    trace=pull.trace,
                 )
         except KvpoolError:
             pass  # the request computes, after what may have been a long wait: see `note`
@@ -192,7 +196,9 @@ class Pulls:
         while now < ends and not pull.dropped:
             asked, turn_s = now, min(FOLLOW_TURN_S, ends - now)
             try:
-                blocks = self._client.follow(namespace, pull.keys, wait_s=turn_s, source=source)
+                blocks = self._client.follow(
+                    namespace, pull.keys, wait_s=turn_s, source=source, trace=pull.trace
+                )
             except KvpoolError:
                 break  # what came in earlier turns is here
             now = self._clock()

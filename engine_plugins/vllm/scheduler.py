@@ -54,6 +54,7 @@ STEPS_MAX = 64
 """How many steps may be under way whose forward pass is measured."""
 OFFERED_PER_BLOCK = 8
 """How many offered keys are remembered, in multiples of what the engine's own cache holds."""
+TRACEPARENT = "traceparent"
 
 
 @dataclass
@@ -82,6 +83,7 @@ class RequestState:
     following: the prompt is being computed elsewhere. Once: what a preempted request lacks is pulled.
     local: chain index up to which the engine itself had blocks at the last question.
     saved: chain index up to which blocks were offered to the pool, loaded from it, or dropped.
+    trace: the W3C `traceparent` that the engine got with it, or empty.
     """
 
     request: Any
@@ -92,6 +94,7 @@ class RequestState:
     following: Following | None = None
     local: int = 0
     saved: int = 0
+    trace: str = ""
 
 
 @dataclass
@@ -275,6 +278,7 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Any) -> None:
         self._requests[request.request_id] = state = RequestState(request)
+        state.trace = (request.trace_headers or {}).get(TRACEPARENT, "")
         try:
             state.following = following(request.kv_transfer_params)
         except InvalidRequest as error:
@@ -356,7 +360,7 @@ class SchedulerHalf:
         lease = None
         if end - start >= self._config.min_load_blocks and not self._quiet.holds(self._clock()):
             self.counters.add(lookups=1)
-            lease = self._acquire(pack(state.request.block_hashes[start:end]))
+            lease = self._acquire(pack(state.request.block_hashes[start:end]), state.trace)
         blocks = 0 if lease is None else lease.blocks
         self.counters.add(hit_blocks=blocks)
         return Lookup(start, start + blocks, lease, self._preemptions(state))
@@ -367,13 +371,17 @@ class SchedulerHalf:
         end = min(request.num_tokens // self._engine.hash_tokens, len(request.block_hashes))
         return end if state.limit is None else min(end, state.limit)
 
-    def _acquire(self, keys: bytes) -> Lease | None:
+    def _acquire(self, keys: bytes, trace: str) -> Lease | None:
         assert self._namespace is not None
         begun = self._clock()
         lease = None
         try:
             lease = self._client.acquire(
-                self._namespace, keys, lease_s=self._config.lease_s, life=self._life
+                self._namespace,
+                keys,
+                lease_s=self._config.lease_s,
+                life=self._life,
+                trace=trace,
             )
         except KvpoolError:
             # Refused, for want of quota say: the request computes, and the count shows it.
@@ -399,7 +407,7 @@ class SchedulerHalf:
         keys = pack(state.request.block_hashes[lookup.start : end])
         price = self._recompute(lookup.start, end)
         followed = state.following if state.pulled < 0 else None
-        state.pull = self._pulls.begin(lookup.start, keys, price, self._life, followed)
+        state.pull = self._pulls.begin(lookup.start, keys, price, self._life, followed, state.trace)
         if state.pull is not None:
             state.pulled = lookup.preemptions
             self.counters.add(pulls=1, follows=followed is not None)
@@ -433,7 +441,8 @@ class SchedulerHalf:
 
     def _look_again(self, state: RequestState, before: Lookup) -> Lookup:
         """A lookup of more than before, or that one if there is not."""
-        lease = self._acquire(pack(state.request.block_hashes[before.start : self._end(state)]))
+        keys = pack(state.request.block_hashes[before.start : self._end(state)])
+        lease = self._acquire(keys, state.trace)
         if lease is None:
             return before
         if before.start + lease.blocks <= before.end:

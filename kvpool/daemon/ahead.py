@@ -21,8 +21,10 @@ from kvpool.daemon.blocks import Holder, PartTable, Reservation
 from kvpool.daemon.node import Node
 from kvpool.daemon.pulling import pull_order
 from kvpool.daemon.tasks import crash_if_failed
+from kvpool.daemon.tracing import CALLED_OFF
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
 from kvpool.placement.sources import Peers
+from kvpool.spans import TRANSFER, Span, current, working_for
 from kvpool.transfer.base import ARRIVED
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class Batch:
     number: of the owner's reservation. position: of each key in ours. have: bytes of each slot that are here.
     told: that are written there. taken: some of the slots were taken over by a transfer, and no more is pulled
     here. flights: of these transfers, those under way. over: nobody wants what is left.
+    span: of the follow that it was made for.
     """
 
     table: PartTable
@@ -57,6 +60,7 @@ class Batch:
     flights: int = 0
     over: bool = False
     pull: asyncio.Task[None] | None = None
+    span: Span | None = None
 
 
 class Ahead:
@@ -129,6 +133,7 @@ class Ahead:
         batch = Batch(table, owner, number, holder, self._tickets, reservation, position)
         self._batches.setdefault(table, {}).update(dict.fromkeys(position, batch))
         batch.told = nbytes
+        batch.span = current()
         self._begin(batch)
         return batch
 
@@ -249,26 +254,38 @@ class Ahead:
         batch.told = start
         self.counters["early_pulls"] += 1
         peers.started(batch.owner, nbytes, self._clock())
+        span = None if batch.span is None else batch.span.child(TRANSFER)
         try:
             # This returns, raises or is cancelled only when nothing writes to the rows any more.
-            pulled = await self._carrier.pull(
-                pull_order(
-                    table,
-                    url,
-                    reservation.keys,
-                    reservation.rows,
-                    PULL_S + peers.hedge_after_s(batch.owner, nbytes),
-                    start=start,
-                    stop=stop,
-                )
+            order = pull_order(
+                table,
+                url,
+                reservation.keys,
+                reservation.rows,
+                PULL_S + peers.hedge_after_s(batch.owner, nbytes),
+                start=start,
+                stop=stop,
+                trace="" if span is None else span.traceparent,
             )
+            if span is None:
+                pulled = await self._carrier.pull(order)
+            else:
+                other = self._neighbours.living.get(batch.owner)
+                node = "" if other is None else other.record.node
+                span.set(node=node, part=table.part, blocks_asked=len(reservation.keys), early=1)
+                with working_for(span):
+                    pulled = await self._carrier.pull(order)
         except KvpoolError as error:
+            _end(span, str(error))
             peers.failed(batch.owner, self._clock(), error=str(error), asked=nbytes)
             return
         except asyncio.CancelledError:
+            _end(span, CALLED_OFF)
             peers.stopped(batch.owner, nbytes)
             raise
         came = (stop - start) * pulled.status.count(ARRIVED)
+        if span is not None:
+            span.end(pulled.error, bytes=came)
         self.counters["early_bytes"] += came
         self._node.counters.pulled_bytes += came
         now = self._clock()
@@ -279,6 +296,11 @@ class Ahead:
         if came == nbytes:
             batch.have = stop
             batch.told = max(batch.told, told)
+
+
+def _end(span: Span | None, error: str) -> None:
+    if span is not None:
+        span.end(error)
 
 
 def _cancel(task: asyncio.Task[None] | None) -> None:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -52,27 +50,6 @@ REFUSED_S = 2.0  # a node that had no room is left alone for so long
 HEADROOM = 1 / 16  # of a segment: what should be free or superfluous when puts come
 AUDIT_EVERY_S = 1.0
 AUDIT_KEYS = 256
-AGES = 3600
-
-
-class Ages:
-    """When a block was used last, from the node's ticks: one sample a second."""
-
-    def __init__(self) -> None:
-        self._ticks: deque[int] = deque(maxlen=AGES)
-        self._times: deque[float] = deque(maxlen=AGES)
-
-    def note(self, tick: int, now: float) -> None:
-        if not self._times or now - self._times[-1] >= 1.0:
-            self._ticks.append(tick)
-            self._times.append(now)
-
-    def age_s(self, used: int, now: float) -> float:
-        """Seconds since that tick, about; older than an hour is an hour."""
-        at = bisect_left(self._ticks, used)
-        if at == len(self._ticks):
-            return 0.0
-        return now - self._times[at]
 
 
 class Copies:
@@ -91,7 +68,6 @@ class Copies:
         self.remote = remote
         self._carrier = carrier
         self._clock = clock
-        self._ages = Ages()
         bandwidth = cluster.config.copy_bandwidth
         self._pace_out = Pace(bandwidth, 2 * OFFER_BYTES)
         self._pace_in = Pace(bandwidth, 2 * OFFER_BYTES)
@@ -115,6 +91,11 @@ class Copies:
             "dropped_wishes": 0,
             "promoted": 0,
         }
+
+    def set_bandwidth(self, bytes_s: int) -> None:
+        """How much copying may take from now on, in and out each."""
+        for pace in (self._pace_in, self._pace_out):
+            pace.change(bytes_s)
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -226,7 +207,7 @@ class Copies:
             return nbytes <= tenant.allocator.size // 2
         now = self._clock()
         cold = self.node.coldest(tenant, 1)
-        cold_s = self._ages.age_s(cold[0].used, now) if cold else 0.0
+        cold_s = self.node.ages.age_s(cold[0].used, now) if cold else 0.0
         return accept_forward(
             int(self.node.spare_bytes(tenant) - tenant.allocator.size * HEADROOM),
             nbytes,
@@ -406,7 +387,6 @@ class Copies:
             await asyncio.sleep(pause if self.cluster.living else IDLE_S)
             pressed = False
             now = self._clock()
-            self._ages.note(self.node.tick, now)
             if now - self._audited_at >= AUDIT_EVERY_S:
                 self._audited_at = now
                 await self._audit()
@@ -439,7 +419,7 @@ class Copies:
         taken = 0
         for (namespace, hops), used in groups.items():
             for mask, keys in self.by_offer(namespace, used):
-                age_s = self._ages.age_s(max(used[key] for key in keys), self._clock())
+                age_s = self.node.ages.age_s(max(used[key] for key in keys), self._clock())
                 taken += await self._forward(namespace, mask, keys, hops + 1, age_s)
         return taken > 0
 

@@ -14,7 +14,15 @@ from kvpool import wire
 from kvpool.daemon.blocks import Holder, NamespaceState, PartTable, directory_digest
 from kvpool.daemon.masks import pack_masks, unpack_masks, width_of
 from kvpool.daemon.node import Node, Writing
-from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch, Unavailable
+from kvpool.daemon.tracing import CALLED_OFF
+from kvpool.errors import (
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    NamespaceMismatch,
+    Unavailable,
+)
+from kvpool.spans import LEND, Span, Spans, working_for
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, split_keys
 
 LEND_WAIT_SHARE = 0.5  # of the time a peer has: longest wait for this node's disks
@@ -41,7 +49,7 @@ class Lender:
     may_serve: whether this node is a member, as far as it can know; peers are refused while it is not.
     stale: told of blocks that a peer wanted and that are not here: the directory may say otherwise.
     take: what to do about an `Offer`. stores: whether anything new may come. operate: does what operators of other
-    nodes want.
+    nodes want. spans: takes those of loans that are traced.
     """
 
     def __init__(
@@ -55,6 +63,7 @@ class Lender:
         take: Callable[[wire.Offer], Awaitable[wire.Bytes]] | None = None,
         stores: Callable[[], bool] = lambda: True,
         operate: Callable[[wire.Operate], Awaitable[wire.Bytes]] | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.node = node
         self._below = below
@@ -64,6 +73,8 @@ class Lender:
         self._take = take
         self._stores = stores
         self._operate = operate
+        self._spans = spans
+        self._traced: dict[str, Span] = {}  # of loans, by token
 
     def asked(self, question: wire.Ask) -> wire.Done:
         """How many blocks of the prefix a peer could pull from here."""
@@ -150,6 +161,39 @@ class Lender:
 
         A coroutine where some of them have to be brought into memory first.
         """
+        if request.trace and self._spans is not None:
+            span = self._spans.begin(request.trace, LEND)
+            if span is not None:
+                return self._lend_traced(request, span)
+        return self._lend(request)
+
+    async def _lend_traced(self, request: wire.Lend, span: Span) -> wire.Lent:
+        """The span lasts as long as the loan: until the bytes are on their way."""
+        span.set(
+            tenant=request.tenant,
+            part=request.part,
+            blocks_asked=len(request.keys) // KEY_BYTES,
+        )
+        try:
+            with working_for(span):
+                lent = self._lend(request)
+                if not isinstance(lent, wire.Lent):
+                    lent = await lent
+        except KvpoolError as error:
+            span.end(str(error))
+            raise
+        except asyncio.CancelledError:
+            span.end(CALLED_OFF)
+            raise
+        blocks = len(lent.rows) // 4 - array("I", lent.rows).count(wire.NO_ROW)
+        span.set(blocks=blocks, bytes=blocks * request.nbytes)
+        if lent.token:
+            self._traced[lent.token] = span
+        else:
+            span.end()
+        return lent
+
+    def _lend(self, request: wire.Lend) -> wire.Lent | Coroutine[Any, Any, wire.Lent]:
         self._check_standing()
         namespace = self._known(request.tenant, request.digest)
         if not request.stop and namespace is not None and 0 <= request.part < len(namespace.tables):
@@ -217,6 +261,8 @@ class Lender:
 
     def give_back(self, token: str) -> None:
         """A mover has finished with a loan, or is dead."""
+        if self._traced and token in self._traced:
+            self._traced.pop(token).end()
         for holder in map(self._holder, self.node.tenants):
             if token in holder.leases:
                 self.node.release(holder, token)

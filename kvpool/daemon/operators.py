@@ -29,6 +29,7 @@ from kvpool.daemon.remote import NOT_NODES, STORE, Remote
 from kvpool.daemon.requests import parse_change
 from kvpool.daemon.store_tier import StoreTier
 from kvpool.daemon.tiers import Tiers
+from kvpool.daemon.tuning import changed, describe, set_log_level
 from kvpool.errors import (
     ClusterUnavailable,
     InvalidRequest,
@@ -40,6 +41,7 @@ from kvpool.errors import (
 )
 from kvpool.jobs import parse_job
 from kvpool.placement.directory import TIERS, Entry
+from kvpool.spans import Spans
 from kvpool.types import KEY_BYTES, split_keys
 
 KEYS_BYTES_MAX = wire.KEYS_MAX * KEY_BYTES
@@ -64,7 +66,10 @@ class Asks(Protocol):
 
 
 class Operators:
-    """See the module. stats: all numbers of this node. pin: in all tiers or in none."""
+    """See the module.
+
+    stats: all numbers of this node. pin: in all tiers or in none. tune: has a changed configuration followed.
+    """
 
     def __init__(
         self,
@@ -82,6 +87,8 @@ class Operators:
         *,
         stats: Callable[[], dict[str, Any]],
         pin: Callable[[Sequence[NamespaceState], wire.PinBlocks], Awaitable[int]],
+        tune: Callable[[DaemonConfig], None],
+        spans: Spans,
     ) -> None:
         self.config = config
         self.node = node
@@ -96,6 +103,8 @@ class Operators:
         self._clock = clock
         self._stats = stats
         self._pin = pin
+        self._tune = tune
+        self._spans = spans
         work = Work(tiers, remote, self.rules, self._list_on, self._evict_on, clock)
         self.jobs = JobRunner(config.node, work, journal, clock)
         self._handlers: dict[type, Callable[[Tenant, str, Any], Awaitable[Answer]]] = {
@@ -115,6 +124,9 @@ class Operators:
             wire.Jobs: self._jobs,
             wire.StopJob: self._stop_job,
             wire.Events: self._events,
+            wire.Settings: self._settings,
+            wire.ChangeSettings: self._change_settings,
+            wire.TakeSpans: self._take_spans,
         }
 
     @property
@@ -247,6 +259,9 @@ class Operators:
         await journal.wait(m.after, min(m.wait_s, WAIT_S_MAX))
         events = journal.after(m.after, min(max(1, m.count), EVENTS_MAX))
         return _json({"events": events, "first": journal.first, "last": journal.last})
+
+    async def _take_spans(self, _tenant: Tenant, _by: str, m: wire.TakeSpans) -> wire.Bytes:
+        return _json(self._spans.take(m.count))
 
     def _tier(self, tier: str) -> list[Node]:
         found = self.rules()
@@ -384,6 +399,20 @@ class Operators:
         with asking_others():
             seen, bad, cursor = await self.tiers.scrub(max(0, m.cursor), count)
         return _json({"seen": seen, "bad": bad, "cursor": cursor})
+
+    async def _settings(self, _tenant: Tenant, _by: str, _m: wire.Settings) -> wire.Bytes:
+        return _json(describe(self.config))
+
+    async def _change_settings(self, _tenant: Tenant, by: str, m: wire.ChangeSettings) -> wire.Done:
+        try:
+            changes = msgspec.json.decode(m.changes, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"settings are a JSON object: {error}") from None
+        self.config = changed(self.config, changes)
+        set_log_level(changes)
+        self._tune(self.config)
+        self._changed(by, "settings", to=changes)
+        return wire.Done(len(changes))
 
     # ---- jobs --------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from kvpool import wire
 from kvpool.daemon.histogram import Histogram
 from kvpool.errors import Declined, KvpoolError, LimitExceeded, Unavailable
 from kvpool.placement.rails import Route, Way
+from kvpool.spans import current
 from kvpool.transfer import scheme_of
 from kvpool.transfer.addresses import split_source
 from kvpool.transfer.base import ARRIVED, MISMATCH, MISSING, span_of
@@ -347,6 +348,9 @@ class Paths:
                 self._note_failure(ways[at - 1][1], len(left))
             part = order if whole is None else _cut(order, left, seconds)
             last = at + 1 == len(ways)
+            if order.trace and (span := current()) is not None:
+                span.set(path=state.group[0])
+                span.count("tries", 1)
             try:
                 came = await self._try(
                     peer, part, url, state, last=last, tried_s=0.0 if at else tried_s

@@ -18,8 +18,12 @@ def pull_order(
     background: bool = False,
     start: int = 0,
     stop: int = 0,
+    trace: str = "",
 ) -> wire.PullBlocks:
-    """From the peer at `url`. start, stop: the bytes of each block that are wanted; see `wire.PullBlocks`."""
+    """From the peer at `url`. start, stop: the bytes of each block that are wanted; see `wire.PullBlocks`.
+
+    trace: of the span that this is done for, or empty.
+    """
     namespace = table.namespace
     return wire.PullBlocks(
         url=url,
@@ -35,4 +39,5 @@ def pull_order(
         background=background,
         start=start,
         stop=stop,
+        trace=trace,
     )

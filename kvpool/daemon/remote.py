@@ -33,6 +33,7 @@ from kvpool.daemon.node import Node
 from kvpool.daemon.pulling import pull_order
 from kvpool.daemon.space import OWN, Origin
 from kvpool.daemon.tasks import crash_if_failed
+from kvpool.daemon.tracing import CALLED_OFF
 from kvpool.daemon.traffic import Delivered, Loads
 from kvpool.daemon.worth import Choice, Sources, choose
 from kvpool.errors import (
@@ -56,6 +57,7 @@ from kvpool.placement.sources import (
     faster,
     plan,
 )
+from kvpool.spans import LOOKUP, READ, TRANSFER, Span, child, current, working_for
 from kvpool.types import KEY_BYTES, Recompute, split_keys
 
 log = logging.getLogger("kvpool.daemon")
@@ -626,6 +628,29 @@ class Remote:
         """Living replicas of the keys that matter: what comes after `here`, and the windows before it."""
         if not self._neighbours.living:
             return {}
+        span = child(LOOKUP)
+        if span is None:
+            return await self._locate_now(namespace, tables, keys, here, deadline)
+        span.set(
+            source="peers" if self._neighbours.directory is None else "directory",
+            blocks_asked=len(keys) - here,
+        )
+        try:
+            with working_for(span):
+                located = await self._locate_now(namespace, tables, keys, here, deadline)
+            span.set(blocks=sum(map(bool, located.values())))
+            return located
+        finally:
+            span.end()
+
+    async def _locate_now(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        here: int,
+        deadline: float,
+    ) -> dict[bytes, Sequence[Entry]]:
         wait_s = (deadline - self._clock()) * LOOKUP_SHARE
         if self._neighbours.directory is None:
             return await self._ask_all(namespace, tables, keys, wait_s)
@@ -643,6 +668,8 @@ class Remote:
                         break
         except (Unavailable, TimeoutError):
             self.counters["lookups_failed"] += 1
+            if (span := current()) is not None:
+                span.set(remembered=1)
             rest = [key for key in keys[first:] if key not in located]
             remembered = self._remembered.recall(namespace.directory_digest, rest)
             self.counters["lookups_remembered"] += any(remembered)
@@ -1118,10 +1145,15 @@ class Remote:
         now = self._clock()
         flight.expected_s = self._estimate_s(flight.incarnation, nbytes, now)
         self.peers.started(flight.incarnation, nbytes, now)
+        span = child(TRANSFER if url else READ)
         try:
             # This returns, raises or is cancelled only when nothing writes to the rows any more, so
             # that what did not arrive can be given back.
-            pulled = await self._bring(flight, url, slots, seconds)
+            if span is None:
+                pulled = await self._bring(flight, url, slots, seconds)
+            else:
+                with working_for(span):
+                    pulled = await self._bring_traced(flight, url, slots, seconds, span)
             if slots.whole and pulled.status.count(PRESENT) == len(slots.keys):
                 node.commit(slots.holder, slots.ticket, pulled.checksums, None, origin)
             elif PRESENT in pulled.status:
@@ -1130,13 +1162,38 @@ class Remote:
                 indices = list(compress(slots.indices, here))
                 node.commit(slots.holder, slots.ticket, checksums, indices, origin)
         except KvpoolError as error:
+            if span is not None:
+                span.end(str(error))
             self._failed(flight, nbytes, str(error))
             self._count(flight, Loads(failed=len(slots.keys)))
             return None
         except asyncio.CancelledError:
+            if span is not None:
+                span.end(CALLED_OFF)
             self.peers.stopped(flight.incarnation, nbytes)
             self._count(flight, Loads(called_off=len(slots.keys)))
             raise
+        return pulled
+
+    async def _bring_traced(
+        self, flight: Flight, url: str, slots: _Slots, seconds: float, span: Span
+    ) -> wire.Pulled:
+        """As `_bring`, and say what came of it."""
+        tier = TIER_OF.get(flight.incarnation, PEER)
+        span.set(tier=tier, part=flight.table.part, blocks_asked=len(slots.keys))
+        if url:
+            other = self._neighbours.living.get(flight.incarnation)
+            span.set(node=GONE if other is None else other.record.node)
+        pulled = await self._bring(flight, url, slots, seconds, span.traceparent if url else "")
+        came, mismatches = pulled.status.count(PRESENT), pulled.status.count(MISMATCH)
+        span.count_above(f"parts_from_{tier}", came)
+        span.end(
+            pulled.error,
+            blocks=came,
+            bytes=came * (flight.table.spec.nbytes - slots.have),
+            mismatches=mismatches,
+            absent=pulled.status.count(0),
+        )
         return pulled
 
     def _estimate_s(self, incarnation: bytes, nbytes: int, now: float) -> float:
@@ -1153,7 +1210,9 @@ class Remote:
             other = self._neighbours.living.get(flight.incarnation)
             self.delivered.delivered(GONE if other is None else other.record.node, loads)
 
-    async def _bring(self, flight: Flight, url: str, slots: _Slots, seconds: float) -> wire.Pulled:
+    async def _bring(
+        self, flight: Flight, url: str, slots: _Slots, seconds: float, trace: str = ""
+    ) -> wire.Pulled:
         """Have reserved rows filled, by a peer, or where there is no URL, from disks or object storage."""
         table = flight.table
         if not url:
@@ -1168,6 +1227,7 @@ class Remote:
                 seconds,
                 background=flight.background,
                 start=slots.have,
+                trace=trace,
             )
         )
 

@@ -45,6 +45,8 @@ class Sampler:
 
     def stats(self) -> dict[str, Any]:
         """Plain values. evicted_age_s: by tier, since their last use. late_s: how late this process woke up."""
+        for tier, _ in self._rules():
+            self._evicted.setdefault(tier, Histogram(AGES_S))
         return {
             "evicted_age_s": {tier: seen.stats() for tier, seen in self._evicted.items()},
             "late_s": self._late.stats(),

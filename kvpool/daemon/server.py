@@ -47,6 +47,8 @@ from kvpool.daemon.draining import Drainer
 from kvpool.daemon.engines import Engines, zmq_subscribe
 from kvpool.daemon.expiry import Expiry
 from kvpool.daemon.follows import Follows
+from kvpool.daemon.gateway import Gateway
+from kvpool.daemon.heat import Heat
 from kvpool.daemon.joining import open_directory, open_membership
 from kvpool.daemon.journal import Journal, membership_news
 from kvpool.daemon.lending import Lender
@@ -65,6 +67,7 @@ from kvpool.daemon.store_tier import StoreTier
 from kvpool.daemon.surroundings import look_around
 from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers import Tiers
+from kvpool.daemon.tracing import TRACED, traced
 from kvpool.descriptors import raise_descriptor_limit
 from kvpool.errors import (
     AlreadyRunning,
@@ -87,6 +90,7 @@ from kvpool.placement.records import (
 )
 from kvpool.placement.sources import Peers
 from kvpool.segment import Segment
+from kvpool.spans import Spans
 from kvpool.storage.dram import PAGE, DramSegment, free_memory_bytes
 from kvpool.storage.eviction import DEFAULT_POLICY, Costs, make_policy
 from kvpool.storage.stack import dram_costs, ssd_costs
@@ -124,6 +128,7 @@ class Server:
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.config = config
         self.incarnation = new_incarnation()
@@ -161,7 +166,10 @@ class Server:
         self.sampler: Sampler
         self._drainer: Drainer
         self.operators: Operators
+        self._gateway: Gateway
         self.journal = Journal(config.node, wall)
+        self.spans = Spans(wall_ns, secrets.token_bytes, on=bool(config.otlp))
+        self.heat = Heat()
         self._handlers: dict[type, Callable[[Holder, Any], Any]] = {
             wire.OpenNamespace: self._open_namespace,
             wire.Reserve: self._reserve,
@@ -187,6 +195,9 @@ class Server:
             wire.Engines: self._describe_engines,
             wire.Prefixes: self._prefixes,
         }
+        if self.spans.on:
+            for kind, name in TRACED.items():
+                self._handlers[kind] = traced(self.spans, name, self._handlers[kind])
 
     def _make_rules(self, costs: Costs) -> Node:
         """Rules of a tier, with nothing in it."""
@@ -235,6 +246,8 @@ class Server:
             await self.tiers.start(dict(enumerate(self.segments.values())))
             listener = _listen(self.config.socket, self.config.socket_mode)
             loop.add_reader(listener.fileno(), self._accept, listener)
+            self._gateway = Gateway(self.config)
+            self._tasks.begin(self._gateway.run())
             _tune_gc()
             if ready is not None:
                 ready(self)
@@ -315,6 +328,8 @@ class Server:
             clock,
             stats=self._all_stats,
             pin=self._pin_everywhere,
+            tune=self._tune,
+            spans=self.spans,
         )
         for kind in self.operators.requests:
             self._handlers[kind] = self.operators.bare
@@ -330,6 +345,7 @@ class Server:
             take=self.copies.take,
             stores=lambda: self.cluster.state is NodeState.SERVING,
             operate=self.operators.operated,
+            spans=self.spans,
         )
 
     async def _enter_cluster(self) -> None:
@@ -340,6 +356,7 @@ class Server:
             self.copies.replicate(),
             self.copies.forward(),
             self.expiry.run(),
+            self.heat.run(),
             self.sampler.run(),
             Prober(self.movers, self.cluster, self.remote.peers, self.clock).run(
                 self.config.probe_s
@@ -421,6 +438,8 @@ class Server:
 
     async def _close(self) -> None:
         await self._tasks.end()
+        if hasattr(self, "_gateway"):
+            await self._gateway.stop()
         for handle in list(self.clients.values()):
             for connection in list(handle.connections):
                 connection.close()
@@ -782,6 +801,8 @@ class Server:
             self._expire_by(lease.deadline, now)
         if self.device is not None:
             self.device.was_read(lease)
+        if not m.scattered:
+            self.heat.read(namespace, m.keys, lease.blocks)
         return describe_lease(lease, lease.parts, asked_at, m.keys if m.scattered else None)
 
     async def _acquire_with_pull(
@@ -885,6 +906,7 @@ class Server:
             **self._node_stats(),
             "usage": {name: self._usage(tenant) for name, tenant in tenants.items()},
             "engines": {name: self.engines.stats(name) for name in tenants},
+            "hot": self.heat.hottest(),
         }
 
     def _usage(self, tenant: Tenant) -> dict[str, Any]:
@@ -892,6 +914,15 @@ class Server:
             "dram": [{"where": "", **self.node.usage(tenant)}],
             "ssd": self.tiers.usage(tenant.name),
         }
+
+    def _tune(self, config: DaemonConfig) -> None:
+        """Follow a configuration in which an operator has changed what may change."""
+        before, self.config = self.config, config
+        self.cluster.config = config
+        if config.copy_bandwidth != before.copy_bandwidth:
+            self.copies.set_bandwidth(config.copy_bandwidth)
+        if config.ssd_bytes_per_day != before.ssd_bytes_per_day:
+            self.tiers.budget.change(config.ssd_bytes_per_day, self.clock())
 
     def _tell_news(self, before: View, after: View) -> None:
         for kind, details in membership_news(before, after):

@@ -76,7 +76,7 @@ class Tiers:
         self._watermarks: dict[tuple[str, Place], Watermarks] = {}
         self._notify: Callable[[], object] = lambda: None
         self._following = False
-        self._budget = Budget(config.ssd_bytes_per_day, clock())
+        self.budget = Budget(config.ssd_bytes_per_day, clock())
         shares, total = config.ssd_shares(), sum(disk.size for disk in config.ssd)
         self.shelves = [
             Shelf(
@@ -337,7 +337,7 @@ class Tiers:
         now = self._clock()
         # Others may have begun to write some of them while the permit was waited for.
         blocks = [block for block in blocks if self._is_dirty(block)]
-        if self._budget.scarce(now):
+        if self.budget.scarce(now):
             used_again = [block for block in blocks if block.used > block.put]
             self.counters["once_used_blocks"] += len(blocks) - len(used_again)
             blocks = used_again
@@ -345,7 +345,7 @@ class Tiers:
         if not blocks or shelf is None:
             return False
         table = blocks[0].table
-        if not self._budget.spend(shelf.takes(table, len(blocks)), now):
+        if not self.budget.spend(shelf.takes(table, len(blocks)), now):
             self.counters["over_budget_blocks"] += len(blocks)
             return False
         lease = self.node.hold(self._holder(table.namespace.tenant.name), blocks)
@@ -523,9 +523,9 @@ class Tiers:
             "clean_share": {
                 tenant.name: self._clean_share(tenant) for tenant in self.node.tenants.values()
             },
-            "budget_bytes_per_day": self._budget.bytes_a_day,
-            "budget_left_bytes": self._budget.left_bytes(self._clock()),
-            "budget_refused_bytes": self._budget.refused_bytes,
+            "budget_bytes_per_day": self.budget.bytes_a_day,
+            "budget_left_bytes": self.budget.left_bytes(self._clock()),
+            "budget_refused_bytes": self.budget.refused_bytes,
             "ssd": [shelf.stats() for shelf in self.shelves],
         }
 

@@ -144,6 +144,10 @@ class Pace:
         self._tokens = burst_bytes
         self._at: float | None = None
 
+    def change(self, bytes_per_s: float) -> None:
+        """From now on."""
+        self._bytes_per_s = bytes_per_s
+
     def delay(self, nbytes: int, now: float) -> float:
         """Take so much, and say how many seconds to wait before sending it. 0.0: send now.
 

@@ -6,6 +6,7 @@
     GET    /explain/ID, POST /explain              why a request went where; where one would go
     GET    /metrics, /engines                      operators only, as all below
     POST   /engines/NAME/drain, DELETE the same
+    PUT    /engines/NAME/weight                    {"weight": 0.1}: a share of what it could get
 
 Errors have vLLM's form. Of the router's own headers an answer has one, `x-kvpool-request-id`.
 """
@@ -160,6 +161,7 @@ class Api:
                 web.get("/engines", self._engines),
                 web.post("/engines/{name}/drain", self._drain),
                 web.delete("/engines/{name}/drain", self._undrain),
+                web.put("/engines/{name}/weight", self._weigh),
                 web.get("/explain/{ident}", self._explain),
                 web.post("/explain", self._dry_run),
             ]
@@ -295,6 +297,15 @@ class Api:
         self._serving.undrain(request.match_info["name"])
         return _json({"engines": self._serving.engines()})
 
+    async def _weigh(self, request: web.Request) -> web.StreamResponse:
+        _operators_only(request)
+        try:
+            weight = msgspec.json.decode(await self._body(request), type=_Weight).weight
+        except msgspec.DecodeError as error:
+            raise BadRequest(400, f'the body is {{"weight": 0.5}}: {error}') from None
+        self._serving.weigh(request.match_info["name"], weight)
+        return _json({"engines": self._serving.engines()})
+
     async def _explain(self, request: web.Request) -> web.StreamResponse:
         account = self._serving.accounts.get(request.match_info["ident"])
         if account is None or request[TENANT] not in (OPERATOR, account.tenant):
@@ -310,6 +321,10 @@ class Api:
         if b'"messages"' in incoming.raw:
             incoming = replace(incoming, kind=Kind.CHAT)
         return _json(await self._serving.explain(incoming))
+
+
+class _Weight(msgspec.Struct, forbid_unknown_fields=True):
+    weight: float
 
 
 def _names_loopback(host: str) -> bool:

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 
@@ -17,10 +18,12 @@ import msgspec
 import uvloop
 from aiohttp import web
 
+from kvpool import __version__
 from kvpool.client import Client
 from kvpool.config import secret_of
 from kvpool.descriptors import raise_descriptor_limit
 from kvpool.errors import ConfigError
+from kvpool.otlp import Counts, Exporter, export_spans
 from kvpool.router.api import HEADER_BYTES_MAX, Api
 from kvpool.router.breaker import Rule
 from kvpool.router.config import EngineTable, RouterConfig, Secrets
@@ -37,9 +40,11 @@ from kvpool.scheduler.roles import RoleRule
 from kvpool.scheduler.scheduler import Scheduler, Settings
 from kvpool.scheduler.situation import Cluster, Traffic
 from kvpool.scheduler.tenants import TenantRule
+from kvpool.spans import TAKE_MAX, Batch, Spans
 
 log = logging.getLogger("kvpool.router")
 
+SERVICE = "kvpool-router"
 CLIENT_TIMEOUT_S = 2.0
 ACCEPTS = 1024
 CLOSE_S = 2.0
@@ -69,6 +74,9 @@ class Router:
         def api_key(spec: EngineSpec) -> str:
             return secrets.api_key_of(spec.url)
 
+        self._spans = Spans(time.time_ns, os.urandom)
+        self._exporter = _exporter(config)
+        self._exported = Counts()
         upstream = Upstream(session, api_key, config.connect_s)
         self._client = _pool(config)
         self._knowledge = Knowledge(
@@ -105,6 +113,7 @@ class Router:
             metrics=metrics,
             clock=clock,
             random=os.urandom,
+            spans=self._spans if config.otlp else None,
         )
         api = Api(
             config, secrets, self.serving, metrics, started_at=int(time.time()), random=os.urandom
@@ -118,6 +127,7 @@ class Router:
             shutdown_timeout=CLOSE_S,
         )
         self._rebalancing: asyncio.Task[None] | None = None
+        self._exporting: asyncio.Task[None] | None = None
 
     # What is known of engines decides whom health watches, and that who is in the scheduler.
 
@@ -142,6 +152,9 @@ class Router:
         await self._knowledge.start()
         await self.health.first_probes(self._config.probe_timeout_s)
         self._rebalancing = asyncio.create_task(self.serving.rebalance(), name="rebalance")
+        if self._exporter is not None:
+            export = export_spans(self._take_spans, self._exporter, self._exported)
+            self._exporting = asyncio.create_task(export, name="export spans")
         await self._runner.setup()
         host, port = self._config.address
         site = web.TCPSite(self._runner, host, port, backlog=ACCEPTS)
@@ -163,6 +176,20 @@ class Router:
         await self._knowledge.close()
         if self._client is not None:
             self._client.close()
+        await self._export_last()
+
+    async def _take_spans(self, count: int) -> Batch:
+        return self._spans.take(count)
+
+    async def _export_last(self) -> None:
+        """Of the requests that ended last. One attempt."""
+        if self._exporter is None or self._exporting is None:
+            return
+        self._exporting.cancel()
+        await asyncio.gather(self._exporting, return_exceptions=True)
+        if left := self._spans.take(TAKE_MAX).spans:
+            await asyncio.to_thread(self._exporter.export, left)
+        self._exporter.close()
 
 
 def _spare_collections() -> None:
@@ -171,6 +198,13 @@ def _spare_collections() -> None:
     gc.freeze()
     # Nothing here should need a full one; should something, it comes after some millions of objects.
     gc.set_threshold(5_000, 10, 100)
+
+
+def _exporter(config: RouterConfig) -> Exporter | None:
+    if not config.otlp:
+        return None
+    _, port = config.address
+    return Exporter(config.otlp, SERVICE, f"{socket.gethostname()}:{port}", __version__)
 
 
 def _pool(config: RouterConfig) -> Client | None:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvpool.config import default_socket_path, secret_of
+from kvpool.config import default_socket_path, otlp_endpoint, secret_of
 from kvpool.errors import ConfigError
 from kvpool.placement.engine_blocks import GROUPS_MAX
 from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
@@ -109,6 +109,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     role_dwell_s: between two changes of the roles of engines of one kind; role_smooth_s: over how long the load is
     looked at for that.
     decisions_max: requests that /explain remembers.
+    otlp: where a collector takes traces by OTLP over HTTP; empty: none are recorded. trace_share: of the requests that
+    come without a trace context, how many begin a trace then.
     """
 
     listen: str = "127.0.0.1:8080"
@@ -143,6 +145,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     role_dwell_s: Seconds = 60.0
     role_smooth_s: Seconds = 30.0
     decisions_max: Count = 1024
+    otlp: str = ""
+    trace_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
 
     @property
     def address(self) -> tuple[str, int]:
@@ -233,6 +237,7 @@ def _convert(values: Mapping[str, object], where: str) -> RouterConfig:
 
 def _check(config: RouterConfig) -> None:
     _address(config.listen)
+    otlp_endpoint(config.otlp, "otlp")
     if config.policy not in POLICIES:
         raise ConfigError(f"policy = {config.policy!r}: one of {', '.join(POLICIES)}")
     if config.deadline_s > config.deadline_s_max:

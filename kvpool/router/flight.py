@@ -34,11 +34,13 @@ from kvpool.router.sse import EventStream, EventTooLong, cached_tokens, usage_of
 from kvpool.router.tracing import Trace
 from kvpool.router.upstream import TOO_LARGE, Answer, EngineFailed, EngineRefused, Upstream
 from kvpool.scheduler.values import DecodeOrder, Order, Request
+from kvpool.spans import DECODE, GENERATE, PREFILL, QUEUE, Span
 
 COMPLETIONS_PATH = "/v1/completions"
 PREFILL_BYTES_MAX = 1 << 20
 SLOWER_MAX = 4.0
 """So many times what was expected of an engine, and `answer_s`, is taken for the time that it needs."""
+CALLED_OFF = "called off"
 TOKEN_S_MIN = 0.1
 """At least so long is expected of a token, where all of them come at once: engines differ, and learning takes time."""
 
@@ -106,7 +108,7 @@ class Call:
 
     expected_s: until it begins to answer; token_s: then for each token. began_at: when it did. usage: what the
     engine said of tokens.
-    events: parts of a streamed answer. task: ends with what went wrong; None once that was looked at.
+    events: parts of a streamed answer. span: where the request is traced; its end is that of the task. task: ends with what went wrong; None once that was looked at.
     """
 
     spec: EngineSpec
@@ -121,6 +123,7 @@ class Call:
     events: int = 0
     cancelled: bool = False
     presumed: asyncio.TimerHandle | None = None
+    span: Span | None = None
     task: asyncio.Task[KvpoolError | None] | None = None
 
     @property
@@ -155,7 +158,7 @@ News = Order | DecodeOrder | Ended | EngineGone | Expired
 class Flight:
     """prompt: None: its tokens are not known. answer_tokens: of the longest answer that it may have; None: any.
 
-    deadline: by the loop's clock. `run` ends when all of it has ended: nothing of it is left on any engine.
+    deadline: by the loop's clock. span: of the request, where it is traced. `run` ends when all of it has ended: nothing of it is left on any engine.
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class Flight:
         clock: Callable[[], float],
         deadline: float,
         answer_tokens: int | None,
+        span: Span | None = None,
     ) -> None:
         self.request = request
         self.body = body
@@ -193,6 +197,8 @@ class Flight:
         self._clock = clock
         self._deadline = deadline
         self._answer_tokens = answer_tokens
+        self._span = span
+        self._queue: Span | None = None
         self._news: deque[News] = deque()
         self._bell = asyncio.Event()
         self._calls: list[Call] = []
@@ -217,6 +223,8 @@ class Flight:
         self._reply = reply
         if direct is not None:
             self._answer_directly(direct)
+        elif self._span is not None:
+            self._queue = self._span.child(QUEUE)
         try:
             async with asyncio.timeout_at(self._deadline):
                 while not self._complete:
@@ -234,6 +242,8 @@ class Flight:
             # The frames that it came through hold it.
             raise error.with_traceback(None) from None
         finally:
+            if self._queue is not None:
+                self._queue.end("no order was given")
             await self._abort(list(self._calls))
 
     def _handle(self, news: News) -> None:
@@ -255,6 +265,8 @@ class Flight:
         now = self._clock()
         engine = order.outlook.engine
         self.account.ordered(order, now)
+        if self._queue is not None and not self._queue.ended:
+            self._first_ordered(self._queue, order)
         if self._reply.begun:
             # Whoever followed had all of it sooner.
             self._desk.skipped(self, order)
@@ -275,6 +287,15 @@ class Flight:
         self._start(call, self._compute, order)
         if order.follow:
             self._follow(order)
+
+    def _first_ordered(self, queue: Span, order: Order) -> None:
+        queue.end()
+        assert self._span is not None, "its wait is a part of it"
+        each = self.request.tokens / max(len(self.request.keys), 1)
+        self._span.set(
+            cached_tokens_expected=int(order.outlook.cached * each),
+            loaded_tokens_expected=int(order.outlook.loaded * each),
+        )
 
     def _follow(self, order: Order) -> None:
         assert order.decode is not None, "who follows is named"
@@ -407,8 +428,13 @@ class Flight:
             self._failed_decode(name, error)
 
     def _start(self, call: Call, work: Work, *args: Any) -> None:
+        if self._span is not None:
+            call.span = _span_of(call, self._span)
         call.task = asyncio.create_task(_outcome(work, call, *args))
         self._calls.append(call)
+        if (span := call.span) is not None:
+            # Before the news of it, which may be the end of the request.
+            call.task.add_done_callback(lambda task: _end_span(span, call, task))
         call.task.add_done_callback(lambda _: self.tell(Ended(call)))
 
     def _cancel(self, call: Call) -> None:
@@ -439,7 +465,7 @@ class Flight:
         try:
             async with (
                 asyncio.timeout(self._patience_s(call)),
-                self._upstream.post(call.spec, path, raw, self._headers_for_call()) as answer,
+                self._upstream.post(call.spec, path, raw, self._headers_for_call(call)) as answer,
             ):
                 call.usage = usage_of(await answer.whole(PREFILL_BYTES_MAX))
         except TimeoutError:
@@ -456,7 +482,7 @@ class Flight:
         try:
             async with (
                 timer,
-                self._upstream.post(call.spec, path, raw, self._headers_for_call()) as answer,
+                self._upstream.post(call.spec, path, raw, self._headers_for_call(call)) as answer,
             ):
                 if answer.streams:
                     await self._stream(answer, passing)
@@ -513,6 +539,9 @@ class Flight:
         """The first part of the answer has come. The client gets it first, and then the scheduler the news."""
         call.began_at = self._clock()
         self.account.note(call.began_at, "first token", engine=call.spec.name)
+        if self._span is not None:
+            ttft_s = call.began_at - self.account.arrived_s
+            self._span.set(engine=call.spec.name, ttft_s=ttft_s)
         self._desk.begun(self, call)
         asyncio.get_running_loop().call_soon(self._presumably_computed, call)
 
@@ -530,8 +559,29 @@ class Flight:
             expected_s += self._answer_tokens * max(call.token_s, TOKEN_S_MIN)
         return self._limits.answer_s + SLOWER_MAX * expected_s
 
-    def _headers_for_call(self) -> dict[str, str]:
-        return {**self._headers, **self._trace.headers(self._random)}
+    def _headers_for_call(self, call: Call) -> dict[str, str]:
+        return {**self._headers, **self._trace.headers(self._random, call.span)}
+
+
+def _span_of(call: Call, above: Span) -> Span | None:
+    if call.order is None:
+        name = DECODE
+    else:
+        name = GENERATE if call.order.whole else PREFILL
+    span = above.child(name)
+    if span is not None:
+        span.set(engine=call.spec.name, node=call.spec.node, expected_s=call.expected_s)
+        if call.order is not None:
+            span.set(up_to_token=call.order.end)
+    return span
+
+
+def _end_span(span: Span, call: Call, task: asyncio.Task[KvpoolError | None]) -> None:
+    if call.began_at:
+        span.set(begins_s=call.began_at - call.sent_at)
+    called_off = call.cancelled or task.cancelled()
+    error = CALLED_OFF if called_off else str(task.result() or "")
+    span.end(error, **_said(call))
 
 
 async def _outcome(work: Work, *args: Any) -> KvpoolError | None:

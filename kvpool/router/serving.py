@@ -45,6 +45,7 @@ from kvpool.scheduler.estimates import Error
 from kvpool.scheduler.roles import REBALANCE_S
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Rejection, Request, Role
+from kvpool.spans import PREPARE, REQUEST, Span, Spans
 
 log = logging.getLogger("kvpool.router")
 
@@ -126,6 +127,7 @@ class Serving:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[int], bytes] = os.urandom,
+        spans: Spans | None = None,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
@@ -136,6 +138,7 @@ class Serving:
         self._metrics = metrics
         self._clock = clock
         self._random = random
+        self._spans = spans
         self._limits = Limits(
             answer_s=config.answer_s,
             stall_s=config.stall_s,
@@ -151,6 +154,7 @@ class Serving:
         self._empty = asyncio.Event()
         self._engines: dict[str, Engine] = {}  # in the scheduler
         self._drains: set[str] = set()
+        self._weights: dict[str, float] = {}
         self._polls = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = math.inf
@@ -169,9 +173,10 @@ class Serving:
         arrived_s = self._clock()
         account = Account(incoming.ident, "", incoming.tenant, arrived_s)
         self.accounts.add(account)
+        span = self._span_of(incoming)
         outcome = "failed"
         try:
-            outcome = await self._serve(incoming, reply, account)
+            outcome = await self._serve(incoming, reply, account, span)
         except asyncio.CancelledError:
             outcome = "client_left" if account.outcome == IN_FLIGHT else account.outcome
             raise
@@ -183,10 +188,21 @@ class Serving:
             self._left()
             account.outcome = outcome
             account.note(self._clock(), outcome)
+            if span is not None:
+                span.end(outcome if outcome in _ERRORS else "", outcome=outcome)
             self._metrics.requests.labels(outcome).inc()
             log.info(
                 "request %s: %s after %.3f s", incoming.ident, outcome, self._clock() - arrived_s
             )
+
+    def _span_of(self, incoming: Incoming) -> Span | None:
+        """Where it is traced, and traces are exported."""
+        spans, trace = self._spans, incoming.trace
+        if spans is None or not trace.chosen(self._config.trace_share):
+            return None
+        span = spans.start(trace.trace, trace.parent, REQUEST)
+        span.set(request=incoming.ident, tenant=incoming.tenant)
+        return span
 
     def _admit(self) -> None:
         """Before anything is parsed."""
@@ -210,13 +226,22 @@ class Serving:
         finally:
             self._reading -= 1
 
-    async def _serve(self, incoming: Incoming, reply: Reply, account: Account) -> str:
+    async def _serve(
+        self, incoming: Incoming, reply: Reply, account: Account, span: Span | None
+    ) -> str:
         config = self._config
         loop = asyncio.get_running_loop()
         limit_s = min(incoming.deadline_s or config.deadline_s, config.deadline_s_max)
         deadline = loop.time() + limit_s
-        body, prompt, request = await self._read(incoming, account, limit_s)
+        prepare = None if span is None else span.child(PREPARE)
+        try:
+            body, prompt, request = await self._read(incoming, account, limit_s)
+        finally:
+            if prepare is not None:
+                prepare.end()
         now = self._clock()
+        if span is not None:
+            span.set(model=body.model, prompt_tokens=request.tokens)
         self._metrics.prepared.observe(now - account.arrived_s)
         self._metrics.prompt_tokens.inc(request.tokens)
         direct = self._too_long(body, prompt, request)
@@ -234,6 +259,7 @@ class Serving:
             clock=self._clock,
             deadline=deadline,
             answer_tokens=self._answer_tokens(body, request.tokens),
+            span=span,
         )
         if direct is None and (rejection := self._scheduler.submit(request, now)) is not None:
             if rejection.code != "too_long":
@@ -538,6 +564,7 @@ class Serving:
         self._scheduler.join(engine, now)
         if spec.name in self._drains:
             self._scheduler.drain(spec.name, now)
+        self._scheduler.weigh(spec.name, self._weights.get(spec.name, 1.0))
         if breaker := self._watched.breakers.get(spec.name):
             self._metrics.breaks(spec.name, breaker.state)
         task = asyncio.create_task(self._verify(spec.name), name=f"verify {spec.name}")
@@ -609,6 +636,19 @@ class Serving:
             self._scheduler.undrain(name, self._clock())
         self.kick()
 
+    def weigh(self, name: str, weight: float) -> None:
+        """Of the requests that it could get it gets this share at most, where others can serve them; 1: no limit.
+
+        Raises `BadRequest`.
+        """
+        self._must_know(name)
+        if not 0 <= weight <= 1:
+            raise BadRequest(400, "a weight is from 0 to 1", param="weight")
+        self._weights[name] = weight
+        if name in self._engines:
+            self._scheduler.weigh(name, weight)
+        self.kick()
+
     def _must_know(self, name: str) -> None:
         if name not in self._known.engines:
             raise BadRequest(404, f"no engine is called {name}", type="NotFoundError")
@@ -628,6 +668,7 @@ class Serving:
                 "models": list(dict.fromkeys((spec.model, *spec.models))),
                 "breaker": None if breaker is None else breaker.state.value,
                 "state": self._state(name, engine),
+                "weight": self._weights.get(name, 1.0),
                 "affinity": spec.hashing is not None,
             }
             if engine is not None:
@@ -730,6 +771,9 @@ class Serving:
         for task in list(self._verifying):
             task.cancel()
         await asyncio.gather(*self._verifying, return_exceptions=True)
+
+
+_ERRORS = frozenset(("failed", "deadline", "broken_off"))
 
 
 def _role_name(role: Role) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+
+from kvpool.spans import SAMPLED, RandomBytes, Span, identifier, parse
 
 REQUEST_ID_MAX = 128
 TRACE_STATE_MAX = 512
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]+")
-_TRACEPARENT = re.compile(
-    r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
-)
-
-RandomBytes = Callable[[int], bytes]
+NOT_SAMPLED = "00"
+SHARE_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +23,26 @@ class Trace:
     flags: str
     state: str
 
-    def headers(self, random: RandomBytes) -> dict[str, str]:
-        """For one call to an engine. No span is recorded here: the caller's is the engine's parent."""
-        span = self.parent or _identifier(8, random)
-        headers = {"traceparent": f"00-{self.trace}-{span}-{self.flags}"}
+    def chosen(self, share: float) -> bool:
+        """Whether it is to be recorded: as the caller has decided, or for a share of those that begin here.
+
+        The trace's own random digits decide, so that all who go by them decide alike.
+        """
+        if self.parent:
+            return self.sampled
+        return int(self.trace[-SHARE_DIGITS:], 16) < share * (1 << 4 * SHARE_DIGITS)
+
+    @property
+    def sampled(self) -> bool:
+        return bool(int(self.flags, 16) & SAMPLED)
+
+    def headers(self, random: RandomBytes, span: Span | None = None) -> dict[str, str]:
+        """For one call to an engine. span: the call's own; None: none is recorded, and the caller's is its parent."""
+        if span is not None:
+            headers = {"traceparent": span.traceparent}
+        else:
+            above = self.parent or identifier(8, random)
+            headers = {"traceparent": f"00-{self.trace}-{above}-{self.flags}"}
         if self.state:
             headers["tracestate"] = self.state
         return headers
@@ -36,18 +50,11 @@ class Trace:
 
 def trace_of(traceparent: str, tracestate: str, random: RandomBytes) -> Trace:
     """The context that came with a request. One that is not valid begins anew, as the standard has it."""
-    match = _TRACEPARENT.fullmatch(traceparent.strip())
-    good = (
-        match is not None
-        and match["version"] != "ff"
-        and not (match["version"] == "00" and match["more"])
-        and match["trace"].strip("0")
-        and match["span"].strip("0")
-    )
-    if match is None or not good:
-        return Trace(_identifier(16, random), "", "00", "")
+    found = parse(traceparent.strip())
+    if found is None:
+        return Trace(identifier(16, random), "", NOT_SAMPLED, "")
     state = tracestate if len(tracestate) <= TRACE_STATE_MAX and tracestate.isprintable() else ""
-    return Trace(match["trace"], match["span"], match["flags"], state)
+    return Trace(found.trace, found.span, found.flags, state)
 
 
 def request_id(given: str, random: RandomBytes) -> str:
@@ -55,11 +62,3 @@ def request_id(given: str, random: RandomBytes) -> str:
     if len(given) <= REQUEST_ID_MAX and _REQUEST_ID.fullmatch(given):
         return given
     return random(16).hex()
-
-
-def _identifier(size: int, random: RandomBytes) -> str:
-    """Of all zeros is no identifier."""
-    found = random(size)
-    while not any(found):
-        found = random(size)
-    return found.hex()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable, Sequence
 
 from kvpool.errors import InvalidRequest
@@ -19,6 +20,7 @@ class Fleet:
     def __init__(self, engines: Iterable[Engine] = ()) -> None:
         self.engines: dict[str, Engine] = {}
         self._resting: set[str] = set()
+        self._weights: dict[str, float] = {}  # below 1
         self._groups: dict[tuple[Role, Among], list[Engine]] = {}
         self._paired: dict[tuple[Among, bool], bool] = {}
         self.pairs_differ = False
@@ -37,6 +39,7 @@ class Fleet:
     def leave(self, name: str) -> Engine | None:
         engine = self.engines.pop(name, None)
         self._resting.discard(name)
+        self._weights.pop(name, None)
         self._changed()
         return engine
 
@@ -49,6 +52,13 @@ class Fleet:
             self._resting.discard(name)
         self._changed()
 
+    def weigh(self, name: str, weight: float) -> None:
+        """Of what may be sent there only this share is, from 0 to 1. Raises `KeyError` if it is unknown."""
+        name = self.engines[name].name
+        self._weights.pop(name, None)
+        if weight < 1:
+            self._weights[name] = weight
+
     def set_role(self, name: str, role: Role) -> None:
         """Raises `KeyError` if it is unknown."""
         self.engines[name].role = role
@@ -56,11 +66,18 @@ class Fleet:
 
     def computing(self, request: Request, avoid: Collection[str] = ()) -> Sequence[Engine]:
         """Those that may compute it; of these none to avoid, unless there are no others."""
-        return _without(self.of(Role.PREFILL, request.among), avoid)
+        return _without(self.of(Role.PREFILL, request.among), self._passed_over(request, avoid))
 
     def decoding(self, request: Request, avoid: Collection[str] = ()) -> Sequence[Engine]:
         """The same for its answer."""
-        return _without(self.of(Role.DECODE, request.among), avoid)
+        return _without(self.of(Role.DECODE, request.among), self._passed_over(request, avoid))
+
+    def _passed_over(self, request: Request, avoid: Collection[str]) -> Collection[str]:
+        """Those to avoid, and those whose weight leaves this request out: the same ones each time it is asked."""
+        if not self._weights:
+            return avoid
+        left_out = (n for n, weight in self._weights.items() if _share(request, n) >= weight)
+        return {*avoid, *left_out}
 
     def paired(self, request: Request, topology: Topology) -> bool:
         """Whether there are two, or one for both, that may serve it together."""
@@ -96,6 +113,11 @@ class Fleet:
         self.pairs_differ = len(pooled) > 1 or any(
             place(engine) in places or engine.labels for engine in decoding
         )
+
+
+def _share(request: Request, name: str) -> float:
+    """From 0 to below 1, evenly over requests, and another one for each engine."""
+    return zlib.crc32(f"{request.ident}\0{name}".encode()) / 2**32
 
 
 def _without(engines: list[Engine], avoid: Collection[str]) -> Sequence[Engine]:

@@ -285,6 +285,14 @@ class Scheduler:
         self._state.fleet.rest(name, resting=False)
         self._news = True
 
+    def weigh(self, name: str, weight: float) -> None:
+        """Of the requests that it could be sent only this share may be, from 0 to 1, where there is another engine.
+
+        Raises `KeyError` if it is unknown.
+        """
+        self._state.fleet.weigh(name, weight)
+        self._news = True
+
     def drained(self, name: str) -> bool:
         """Whether nothing is left on it. Raises `KeyError` if it is unknown."""
         engine = self.engines[name]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvpool.config import parse_size
 from kvpool.errors import ConfigError, InvalidRequest
+from kvpool.jobs import JOB_KEYS_MAX
 from kvpool.types import KEY_BYTES
 
 DIGEST_HEX = 32
 PREFIX_MIN = 4
+FILE_CHARACTERS_MAX = JOB_KEYS_MAX * 64  # of a file of keys
 SHOWN_MAX = 5  # candidates that an error lists
 QUOTA_TIERS = ("dram", "ssd")
 
@@ -27,6 +31,46 @@ def block_key(text: str) -> bytes:
             f"{text!r} is no block key: {2 * KEY_BYTES} hex digits, as `locate --json` shows them"
         )
     return bytes.fromhex(text)
+
+
+def block_keys(texts: Sequence[str], file: Path | None = None) -> list[bytes]:
+    """Keys that were typed, and those of a file, one a line; - is standard input. Each once, in order.
+
+    Raises `InvalidRequest` for what is none, and for more than one request may name.
+    """
+    lines = [(f"key {number}", text) for number, text in enumerate(texts, 1)]
+    if file is not None:
+        try:
+            with sys.stdin if str(file) == "-" else file.open() as opened:
+                content = opened.read(FILE_CHARACTERS_MAX + 1)
+        except OSError as error:
+            raise InvalidRequest(f"cannot read keys from {file}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"{file} is not text: one key a line") from None
+        if len(content) > FILE_CHARACTERS_MAX:
+            raise InvalidRequest(f"{file} is too long: at most {JOB_KEYS_MAX:,} keys")
+        rows = enumerate(content.splitlines(), 1)
+        lines += [(f"{file}, line {number}", row.strip()) for number, row in rows if row.strip()]
+    found: dict[bytes, None] = {}
+    for where, text in lines:
+        try:
+            found[block_key(text)] = None
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{where}: {error}") from None
+    if len(found) > JOB_KEYS_MAX:
+        raise InvalidRequest(f"{len(found):,} keys: at most {JOB_KEYS_MAX:,} may be named at once")
+    return list(found)
+
+
+def size(text: str) -> int:
+    """Bytes, from 10GiB. Raises `InvalidRequest`."""
+    try:
+        found = parse_size(text, "size")
+    except ConfigError:
+        found = 0
+    if not isinstance(found, int) or found <= 0:
+        raise InvalidRequest(f"{text!r} is no size: write 10GiB, 512MiB or bytes")
+    return found
 
 
 def period(text: str) -> float:

@@ -145,6 +145,21 @@ _COPIES: Entries = (
 )
 
 
+NOT_SERVING = frozenset(("unsure", "lost", "out"))
+"""How a node may stand in its cluster that others cannot count on; one that does not see etcd serves as before."""
+
+
+def not_serving(stats: Mapping[str, Any]) -> str:
+    """Why a node does not serve; empty if it does."""
+    cluster = stats["cluster"]
+    if cluster["state"] == "serving" and cluster["standing"] not in NOT_SERVING:
+        return ""
+    return (
+        f"node {stats['node']} does not serve: it is {cluster['state']}, standing {cluster['standing']}; "
+        f"`kvpool nodes` says what that means"
+    )
+
+
 def show(
     stats: Mapping[str, Any],
     tenant: str,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 FIELDS_SHOWN = 3
 FIELD_LENGTH_MAX = 32
@@ -22,6 +25,14 @@ def make_console() -> Console:
     """Standard output: as wide as the terminal, or wide enough for a row where there is none."""
     narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(highlight=False, width=None if narrow else PIPED_WIDTH)
+
+
+def make_bar(*columns: ProgressColumn, console: Console | None = None) -> Progress:
+    """For `with`: progress on standard error, gone when it ends; nothing where there is no terminal."""
+    from rich.progress import Progress
+
+    console = console or Console(file=sys.stderr, highlight=False)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def make_table(title: str, *columns: str) -> Table:

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from kvpool.status.text import (
     DIGEST_SHOWN,
     count,
     duration,
+    make_bar,
     make_console,
     make_table,
     size_text,
@@ -286,7 +287,7 @@ def scrub(client: Client, console: Console | None = None) -> tuple[int, int]:
         TextColumn("blocks"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console or make_console(), transient=True) as progress:
+    with make_bar(*columns, console=console) as progress:
         task = progress.add_task("", total=total)
         while cursor is not None:
             started = time.monotonic()

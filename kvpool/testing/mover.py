@@ -19,13 +19,17 @@ from kvpool.errors import KvpoolError, Unavailable, from_code
 from kvpool.storage.dram import DramSegment
 from kvpool.testing.transport import SEGMENT, ScriptedSource, Side
 from kvpool.transfer.base import Identity, Stop, TransferLimits
+from kvpool.transfer.credentials import TlsFiles
 from kvpool.wire import AskPeer, Bytes, Done, Message, PullBlocks, Pulled
 
 ANSWER_S = 60.0
 
 
 class MoverSide(Side):
-    """A `Side` whose transport runs in a mover. environ: what the process has beyond ours."""
+    """A `Side` whose transport runs in a mover. environ: what the process has beyond ours.
+
+    tls: files, which the process reads itself.
+    """
 
     def __init__(
         self,
@@ -36,13 +40,14 @@ class MoverSide(Side):
         cluster: str = "test",
         limits: TransferLimits | None = None,
         environ: Mapping[str, str] | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self._segment = DramSegment.create(size)
         self.bytes = self._segment.map()
         self.source = ScriptedSource(self.bytes)
         identity = Identity(cluster, "node", "incarnation", secret)
         self.mover = MoverTransport(
-            self._segment, self.source, identity, limits or TransferLimits(), environ or {}
+            self._segment, self.source, identity, limits or TransferLimits(), environ or {}, tls
         )
         self.transport = self.mover
 
@@ -60,10 +65,12 @@ class MoverTransport:
         identity: Identity,
         limits: TransferLimits,
         environ: Mapping[str, str],
+        tls: TlsFiles | None = None,
     ) -> None:
         self._source = source
         self._identity = identity
         self._limits = limits
+        self._tls = tls or TlsFiles("", "", "")
         self._lock = threading.Lock()
         self._answers: dict[int, queue.SimpleQueue[Message]] = {}
         self._bells: dict[
@@ -119,6 +126,10 @@ class MoverTransport:
                 listen,
                 limits.connections_max,
                 limits.inflight_bytes_max,
+                tls_cert=self._tls.cert,
+                tls_key=self._tls.key,
+                tls_ca=self._tls.ca,
+                tls_crl=self._tls.crl,
             )
         )
         assert isinstance(ready, wire.MoverReady)

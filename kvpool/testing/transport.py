@@ -111,7 +111,9 @@ class ScriptedSource:
         self.reports: list[Corrupt] = []
         self.offers: list[Offer] = []
         self.error: KvpoolError | None = None
-        self.waiting: queue.SimpleQueue[tuple[Await | Operate, ScriptedAnswer]] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[tuple[Await | Operate, ScriptedAnswer]] = (
+            queue.SimpleQueue()
+        )
         self.closed = threading.Semaphore(0)  # released when nobody waits for one of them any more
         self.hold: threading.Event | None = None  # lend waits for it
         self.entered = threading.Event()  # set when lend is called
@@ -190,6 +192,7 @@ class Side:
         limits: TransferLimits | None = None,
         tls: Credentials | None = None,
         plaintext: bool = False,
+        node: str = "node",
     ) -> None:
         self.bytes = mmap.mmap(-1, size)
         memory = Memory()
@@ -198,7 +201,7 @@ class Side:
         self.transport: Transport = transport_for(url)(
             memory,
             self.source,
-            Identity(cluster, "node", "incarnation", secret, tls, plaintext),
+            Identity(cluster, node, "incarnation", secret, tls, plaintext),
             limits or TransferLimits(),
         )
 

@@ -109,6 +109,7 @@ def fetch_message(order: PullBlocks, keys: bytes, deadline: Deadline) -> Fetch:
         order.background,
         order.start,
         order.stop,
+        order.trace,
     )
 
 

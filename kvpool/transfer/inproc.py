@@ -113,7 +113,14 @@ class InprocTransport:
         if len(keys) > KEY_BYTES and len(keys) // KEY_BYTES * nbytes > peer.limits.fetch_bytes_max:
             raise LimitExceeded("more bytes in one request than the peer lends")
         wanted = Lend(
-            order.tenant, order.digest, order.part, order.nbytes, keys, deadline.left(), order.stop
+            order.tenant,
+            order.digest,
+            order.part,
+            order.nbytes,
+            keys,
+            deadline.left(),
+            order.stop,
+            order.trace,
         )
         lent = peer.source.lend(wanted)
         try:

@@ -229,6 +229,7 @@ class Conversation:
                 fetch.keys,
                 self._stream.deadline.left(),
                 fetch.stop,
+                fetch.trace,
             )
             lent = self._source.lend(wanted)
         except KvpoolError as error:

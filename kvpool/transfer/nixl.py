@@ -205,6 +205,7 @@ class _Conversation(Conversation):
                     fetch.keys,
                     deadline.left(),
                     fetch.stop,
+                    fetch.trace,
                 )
                 lent = self._source.lend(wanted)
                 token = lent.token

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated, ProtocolError, Unavailable
 from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
@@ -30,13 +31,14 @@ log = logging.getLogger("kvpool.transfer")
 class Complaints:
     """Logs why peers were refused: one line a second at most, whatever the network does. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._next = 0.0
         self._unsaid = 0
 
     def say(self, error: KvpoolError) -> None:
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             if now < self._next:
                 self._unsaid += 1

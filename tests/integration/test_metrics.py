@@ -186,8 +186,20 @@ def test_a_tenant_is_told_of_no_other(start) -> None:
     assert numbers("put_parts_total", tenant="default") == 0
 
 
-def test_every_metric_is_told_by_a_node_with_disks(start, folder) -> None:
-    daemon = start("--ssd", f"{folder / 'disk'}=64MiB")
+def test_every_metric_is_told_by_a_node_with_disks_and_a_store(start, folder) -> None:
+    (folder / "store").mkdir()
+    daemon = start(
+        *("--ssd", f"{folder / 'disk'}=64MiB"),
+        *("--remote", f"file://{folder / 'store'}", "--data-dir", str(folder / "data")),
+    )
     view = View(inspect(daemon), 200, 200)
     for metric in METRICS:
         metric.samples(view)  # raises what is missing
+    states = {
+        (labels[2], labels[1]): value
+        for metric in METRICS
+        if metric.name == "kvpool_tier_state"
+        for labels, value in metric.samples(view).items()
+    }
+    assert states["ssd", "serving"] and not states["ssd", "failed"]
+    assert sum(on for (tier, _), on in states.items() if tier == "remote") == 1

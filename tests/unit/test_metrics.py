@@ -1,6 +1,8 @@
 """The text for Prometheus, read back by Prometheus' own parser."""
 
 import copy
+import random
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvpool.config import DeviceConfig
+from kvpool.daemon.devices import DeviceTier
 from kvpool.daemon.histogram import Histogram
+from kvpool.daemon.node import Node
+from kvpool.daemon.paths import Paths
 from kvpool.daemon.sampling import Sampler
 from kvpool.daemon.shelf import ShelfState
 from kvpool.daemon.store_tier import StoreState
@@ -28,7 +34,8 @@ from kvpool.metrics import (
     rows,
 )
 from kvpool.placement.membership import Standing
-from kvpool.placement.records import NodeState
+from kvpool.placement.records import DrainProgress, NodeState, plain
+from kvpool.storage.eviction import make_policy
 
 AWKWARD = 'a "quoted" back\\slash\nand a second line'
 
@@ -321,6 +328,30 @@ def test_places_of_all_tiers_stand_beside_each_other() -> None:
     assert at(samples, "gone_parts_total", reason="full", where="/a", tier="ssd") == 9
 
 
+def test_what_few_nodes_have_is_read_where_it_is_told() -> None:
+    """Spare device memory, RDMA and a drain: by what their owners say, without them."""
+    rules = Node(make_policy=lambda capacity: make_policy("lru", capacity))
+    device = DeviceTier(DeviceConfig("cpu", 1 << 20), rules, lambda: 0.0, lambda: rules)
+    never: Any = None
+    nixl = Paths({}, never, lambda _: None, lambda: 0.0, random.Random(1)).nixl_stats()
+    progress = DrainProgress(blocks=3, blocks_total=9, copied=2, failed=1, left=4, copied_bytes=77)
+    told = stats(
+        tiers=Anything(clean_share={}, ssd=[], remote=[], device=[device.stats()]),
+        nixl=nixl,
+        cluster={**stats()["cluster"], "drain": plain(progress)},
+    )
+    samples = parsed(render(told))
+    assert at(samples, "metrics_missing") == 0
+    assert at(samples, "device_queue_blocks", where="cpu", tier="device") == 0
+    assert at(samples, "tier_state", where="cpu", tier="device", state="opening") == 1
+    assert at(samples, "nixl_failed_over_total") == 0
+    assert at(samples, "drain_phase", phase="copying") == 1
+    drained = {"total": 9, "seen": 3, "copied": 2, "failed": 1, "left": 4}
+    for what, blocks in drained.items():
+        assert at(samples, "drain_blocks", what=what) == blocks
+    assert at(samples, "drain_copied_bytes") == 77
+
+
 # ---- what the daemon counts with ---------------------------------------------------------------------
 
 
@@ -394,3 +425,23 @@ def test_the_document_is_made_of_the_tables(repo_root: Path) -> None:
     assert path.read_text() == document(path.read_text()), (
         "docs/metrics.md is out of date: run scripts/document_metrics.py"
     )
+
+
+def test_alerts_and_dashboards_name_metrics_that_there_are(repo_root: Path) -> None:
+    script = runpy.run_path(str(repo_root / "scripts" / "document_metrics.py"))
+    known = {name for name, *_ in (*rows(), *script["router_rows"]())}
+    histograms = {
+        name for name, kind, *_ in (*rows(), *script["router_rows"]()) if kind == "histogram"
+    }
+    known |= {f"{name}_{end}" for name in histograms for end in ("bucket", "sum", "count")}
+    files = [
+        *(repo_root / "deploy" / "prometheus").rglob("*.y*ml"),
+        *(repo_root / "deploy" / "grafana").rglob("*.json"),
+        repo_root / "docs" / "metrics.md",
+    ]
+    named = {
+        name
+        for path in files
+        for name in re.findall(r"\bkvpool_[a-z0-9_]*[a-z]\b", path.read_text())
+    }
+    assert named and not named - known

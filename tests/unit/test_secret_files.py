@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import cli
+from kvpool.cli.base import client_of
 from kvpool.config import SECRET_FILE_BYTES_MAX, SECRETS, SETTINGS, load, secret_of
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.router import config as router_config
@@ -112,5 +112,5 @@ def test_commands_read_their_tokens_from_files(a_file, tmp_path, monkeypatch):
     monkeypatch.setenv("KVPOOL_TOKEN_FILE", a_file(b"of the tenant\n", "one"))
     monkeypatch.setenv("KVPOOL_OPERATOR_TOKEN_FILE", a_file(b"of the operator\n", "two"))
     with pytest.raises(Asked):
-        cli._client(str(tmp_path / "sock"), "red")
+        client_of(str(tmp_path / "sock"), "red")
     assert (asked["token"], asked["operator_token"]) == ("of the tenant", "of the operator")

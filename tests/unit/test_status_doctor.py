@@ -251,7 +251,7 @@ def test_the_command(monkeypatch):
     def nobody(socket, tenant):
         raise Unavailable("no daemon [here]")
 
-    monkeypatch.setattr(cli, "_client", nobody)
+    monkeypatch.setattr("kvpool.cli.base.client_of", nobody)
     monkeypatch.setattr(doctor, "examine", lambda paths: [Finding("x", OK, f"looked at {paths}")])
     done = CliRunner().invoke(cli.app, ["doctor", "--path", "/a", "--path", "/b", "--json"])
     assert done.exit_code == 0

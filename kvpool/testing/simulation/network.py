@@ -447,6 +447,7 @@ class Transfer:
             order.keys,
             deadline - world.now(),
             order.stop,
+            order.trace,
         )
         if network.drawn(world.plan.twice_message):
             nobody: asyncio.Future[wire.Lent] = world.loop.create_future()

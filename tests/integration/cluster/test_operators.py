@@ -6,7 +6,14 @@ import os
 import pytest
 
 from kvpool import wire
-from kvpool.errors import ClusterUnavailable, InvalidRequest, LimitExceeded, NotAuthenticated
+from kvpool.errors import (
+    ClusterUnavailable,
+    InvalidRequest,
+    LimitExceeded,
+    NotAuthenticated,
+    Unavailable,
+)
+from kvpool.testing.local import SECRET
 from tests.integration.cluster.conftest import NBYTES, PLAIN, key, keys_of
 
 DIGEST = PLAIN.digest()
@@ -232,3 +239,39 @@ def test_a_node_that_is_gone(pair):
     with pytest.raises((InvalidRequest, ClusterUnavailable), match="called 'b'|reached|ended|closed"):
         a.client.ask_node(wire.Inspect(), node="b")
     assert a.client.ask_node(wire.Inspect())["node"] == "a"
+
+
+def test_settings_that_may_change(pair):
+    a, b = pair
+
+    def shown(seat, node=""):
+        return {each["name"]: each for each in seat.client.ask_node(wire.Settings(), node=node)}
+
+    def change(**changes):
+        return a.client.ask_node(wire.ChangeSettings(json.dumps(changes).encode()), node="b")
+
+    before = shown(a, "b")
+    assert before["cluster_secret"] == {
+        **{"name": "cluster_secret", "value": True, "secret": True, "changeable": False}
+    }
+    assert before["operator_token"]["value"] is False
+    assert SECRET not in json.dumps(before)
+    wanted = {"copy_bandwidth": "1MiB", "forward": False, "clients_max": 7, "log_level": "debug"}
+    assert change(**wanted) == 4
+    after = shown(a, "b")
+    differ = {name: after[name]["value"] for name in after if after[name] != before[name]}
+    assert differ == {**wanted, "copy_bandwidth": 1 << 20}
+    assert shown(a) == {**before, **{n: shown(a)[n] for n in ("node", "socket", "listen")}}
+    for changes, text in (
+        ({"memory": "1GiB"}, "cannot be changed"),
+        ({"forward": False, "copies_max": 1000}, "1 to 64"),
+        ({"log_level": "loud"}, "one of"),
+        ({}, "no setting"),
+    ):
+        with pytest.raises(InvalidRequest, match=text):
+            change(**changes)
+    assert shown(a, "b") == after
+    # The limit holds at once: three processes of this one's are there at least.
+    assert change(clients_max=1) == 1
+    with pytest.raises(Unavailable, match="limit"):
+        b.node.client(connect=True)

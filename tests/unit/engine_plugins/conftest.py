@@ -188,6 +188,7 @@ class FakePool:
         wait_s: float,
         recompute: Recompute | None = None,
         life: int = 0,
+        trace: str = "",
     ) -> int:
         """Everything that is elsewhere comes at once; nothing when away."""
         self.pulls.append(wait_s)
@@ -201,7 +202,9 @@ class FakePool:
                     self.rows.setdefault((ns.digest, part, key), len(self.rows))
         return self._usable(ns, split, self._direct(life))
 
-    def follow(self, ns: Namespace, keys: Any, *, wait_s: float, source: str = "") -> int:
+    def follow(
+        self, ns: Namespace, keys: Any, *, wait_s: float, source: str = "", trace: str = ""
+    ) -> int:
         """As `pull`: what an engine elsewhere has computed by the time that the test lets this run."""
         self.follows.append((wait_s, source))
         blocks = self.pull(ns, keys, wait_s=wait_s)

@@ -159,7 +159,7 @@ def turns(
     asked: list[float] = []
     begun: list[Pull] = []
 
-    def follow(ns: Any, keys: bytes, *, wait_s: float, source: str) -> int:
+    def follow(ns: Any, keys: bytes, *, wait_s: float, source: str, trace: str) -> int:
         asked.append(wait_s)
         now[0] += takes_s
         if refuses:

@@ -117,6 +117,7 @@ class Harness:
             num_preemptions=0,
             skip_reading_prefix_cache=False,
             kv_transfer_params=params,
+            trace_headers=None,
         )
         self.half.on_new_request(request)
         return request

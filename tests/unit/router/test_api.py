@@ -423,6 +423,14 @@ def test_engines_are_shown_and_drained() -> None:
         assert site.bench.upstream.seen[-1].engine == "b"
         _, _, data = await site.call("/engines/a/drain", method="DELETE")
         assert [row["state"] for row in json.loads(data)["engines"]] == ["serving", "serving"]
+        _, _, data = await site.call("/engines/a/weight", {"weight": 0}, method="PUT")
+        assert [row["weight"] for row in json.loads(data)["engines"]] == [0.0, 1.0]
+        for number in range(10):
+            await site.call("/v1/completions", {**WHOLE, "prompt": f"another {number}"})
+            assert site.bench.upstream.seen[-1].engine == "b"
+        for body in ({"weight": 1.5}, {"weight": "x"}, {"share": 1}, []):
+            status, _, data = await site.call("/engines/a/weight", body, method="PUT")
+            assert status == 400 and error_of(data)["code"] == 400
         status, _, data = await site.call("/engines/nobody/drain", method="POST")
         assert status == 404 and error_of(data)["code"] == 404
 

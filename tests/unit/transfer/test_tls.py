@@ -26,6 +26,7 @@ from kvpool.transfer import tls
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.credentials import LOOK_S, Credentials, TlsFiles
 from kvpool.transfer.handshake import admit, greet, refuse
+from kvpool.transfer.serving import COMPLAINT_S, Complaints
 from kvpool.transfer.stream import Closed, Stream
 
 SECRET = b"a secret for this file"
@@ -277,8 +278,11 @@ def test_who_stands_in_the_middle_cannot_pass_a_proof_on(pki: Pki) -> None:
                 out.shutdown(socket.SHUT_RDWR)
 
         def connect() -> object:
-            client.secure()
-            return greet(client, A)
+            try:
+                client.secure()
+                return greet(client, A)
+            finally:
+                client.shut()
 
         def listen() -> object:
             server.secure()
@@ -362,6 +366,22 @@ def test_nothing_is_said_before_the_handshake(a: Credentials) -> None:
         far.settimeout(0)
         with pytest.raises(BlockingIOError):
             far.recv(1)
+
+
+def test_refusals_are_logged_once_a_second_at_most(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    complaints = Complaints(clock)
+    for number in range(100):
+        complaints.say(NotAuthenticated(f"number {number}"))
+    clock.now += COMPLAINT_S
+    complaints.say(NotAuthenticated("later"))
+    clock.now += COMPLAINT_S
+    complaints.say(NotAuthenticated("last"))
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "number 0",
+        "later (99 more since the last such line)",
+        "last",
+    ]
 
 
 # ---- the stream ----------------------------------------------------------------------------------------

@@ -1,0 +1,103 @@
+"""What TLS between daemons costs: pulls of 1 MiB x 32 on loopback, with and without, in turns.
+
+    .venv/bin/python bench/tls.py
+
+Two daemons' worth of transports in processes of their own (movers), so that neither shares an interpreter with the
+other. The limit beside them is AES-256-GCM in records of 16 KiB by `openssl speed`, one core, one way.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from array import array
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from harness import Report, in_turns, median, parse_arguments
+
+from kvpool.testing.mover import MoverSide
+from kvpool.testing.pki import Pki
+from kvpool.testing.transport import DIGEST, SEGMENT, key_of
+from kvpool.transfer.base import Stop
+from kvpool.transfer.credentials import TlsFiles
+from kvpool.wire import PullBlocks
+
+SECRET = b"a secret for this bench"
+SHAPES = {"1 MiB x 32": (1 << 20, 32), "64 KiB x 64": (64 << 10, 64), "4 KiB x 128": (4096, 128)}
+TLS_LEAST = 0.2  # of what goes without, at 1 MiB: two cores encrypt and decrypt at half of what one plain stream carries
+
+
+class Pair:
+    """An owner and a reader, over TLS where there are files."""
+
+    def __init__(self, stack: ExitStack, files: TlsFiles | None) -> None:
+        url = "tcp://127.0.0.1:0"
+        self.owner = MoverSide(url, secret=SECRET, tls=files)
+        stack.callback(self.owner.transport.close)
+        self.reader = MoverSide(url, secret=SECRET, tls=files)
+        stack.callback(self.reader.transport.close)
+        self.url = self.owner.transport.listen(url)
+
+    def fill(self, nbytes: int, count: int) -> None:
+        self.owner.source.blocks.clear()
+        self.owner.source.stride = nbytes
+        rng = np.random.default_rng(nbytes)
+        for number in range(count):
+            self.owner.source.put(key_of(number), number, rng.bytes(nbytes))
+        keys = b"".join(map(key_of, range(count)))
+        rows = array("I", range(count)).tobytes()
+        self.order = PullBlocks(
+            self.url, "default", DIGEST, 0, nbytes, keys, SEGMENT, nbytes, rows, 60.0
+        )
+
+    def pull(self) -> None:
+        pulled = self.reader.transport.pull(self.order, Stop())
+        assert pulled.status == b"\1" * len(pulled.status), pulled.error
+
+
+def cipher_speed() -> float | None:
+    """Bytes a second of one core; None where there is no openssl."""
+    command = ["openssl", "speed", "-seconds", "1", "-bytes", "16384", "-evp", "aes-256-gcm"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"AES-256-GCM\s+([\d.]+)k", done.stdout)
+    return float(found[1]) * 1000 if found else None
+
+
+def pulls(report: Report, pairs: dict[str, Pair]) -> None:
+    print("pulls, with and without TLS")
+    for shape, (nbytes, count) in SHAPES.items():
+        for pair in pairs.values():
+            pair.fill(nbytes, count)
+        # More to warm up than elsewhere: how many connections a pull takes is learnt from pulls.
+        rounds = 15 if report.quick else 61
+        times = in_turns(rounds, *(pair.pull for pair in pairs.values()), warmup=12)
+        speeds = {
+            name: nbytes * count / median(taken) / 1e9
+            for name, taken in zip(pairs, times, strict=True)
+        }
+        ratio = speeds["tls"] / speeds["plain"]
+        report.row(shape, **{f"{name}_gb_s": speed for name, speed in speeds.items()}, ratio=ratio)
+        if nbytes == 1 << 20:
+            report.check("tls_vs_plain_1m", ratio, at_least=TLS_LEAST)
+
+
+def main() -> int:
+    report, _ = parse_arguments(__doc__ or "")
+    if speed := cipher_speed():
+        report.row("aes-256-gcm, one core", gb_s=speed / 1e9)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-bench-")))
+        files = Pki(folder / "ca").files("node")
+        pulls(report, {"plain": Pair(stack, None), "tls": Pair(stack, files)})
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The gateway's process: `python -m kvpool.admin FD PARENT`, started by a daemon (`kvpool.daemon.gateway`).
+
+FD is its end of the control channel, from which its settings come, and whose end is its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+import uvloop
+
+from kvpool import wire
+from kvpool.descriptors import raise_descriptor_limit
+from kvpool.errors import ConfigError, KvpoolError, ProtocolError
+
+START_S = 60.0
+READ_BYTES = 64 << 10
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Until the daemon ends, or closes the channel."""
+    fd, parent = int(sys.argv[1]), int(sys.argv[2])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the daemon decides
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        return
+    channel = socket.socket(fileno=fd)
+    request, start = _first(channel)
+    logging.basicConfig(
+        level=logging.INFO if start.verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    raise_descriptor_limit()
+    with channel, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(channel, request, start))
+
+
+def _first(channel: socket.socket) -> tuple[int, wire.GatewayStart]:
+    """What the daemon says first."""
+    channel.settimeout(START_S)
+    reader = wire.FrameReader()
+    frames: list[tuple[int, bytes]] = []
+    while not frames:
+        data = channel.recv(READ_BYTES)
+        if not data:
+            sys.exit(0)
+        frames = reader.feed(data)
+    request, payload = frames[0]
+    start = wire.decode_gateway(payload)
+    if not isinstance(start, wire.GatewayStart):
+        raise ProtocolError("the first frame on a gateway's channel is a GatewayStart")
+    return request, start
+
+
+async def _serve(channel: socket.socket, request: int, start: wire.GatewayStart) -> None:
+    loop = asyncio.get_running_loop()
+    channel.setblocking(False)
+    try:
+        try:
+            from kvpool.admin.gateway import Gateway
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"http: the gateway needs {error.name}: pip install 'kvpool[admin]'"
+            ) from None
+        gateway = Gateway(start)
+        urls = await gateway.start()
+    except KvpoolError as error:
+        await loop.sock_sendall(channel, wire.encode(wire.error_message(error), request))
+        return
+    await loop.sock_sendall(channel, wire.encode(wire.Bytes(msgspec.json.encode(urls)), request))
+    try:
+        # The daemon says nothing more: what can be read is the end.
+        await loop.sock_recv(channel, READ_BYTES)
+    finally:
+        await gateway.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The cluster as the gateway sees it: asked when somebody wants to know, all nodes at a time. Event loop only.
+
+What many ask for is asked for once: an answer is good for a moment. A node that does not answer in time is named,
+and the others' answers come all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvpool import wire
+from kvpool.admin.daemon import Daemon
+from kvpool.errors import KvpoolError
+from kvpool.placement.records import NamespaceEntry, NodeRecord
+
+NODE_S = 2.0  # for one node's answer
+VIEW_FRESH_S = 0.25
+STATS_FRESH_S = 1.0
+TOGETHER_MAX = 64  # nodes that are asked at a time
+
+T = TypeVar("T")
+Stats = Mapping[str, Any]
+
+
+class View(msgspec.Struct, frozen=True):
+    """What `wire.Cluster` is answered with."""
+
+    cluster: str
+    node: str
+    incarnation: str
+    standing: str
+    state: str
+    nodes: tuple[NodeRecord, ...]
+    drains: tuple[str, ...]
+    namespaces: tuple[NamespaceEntry, ...]
+
+    def names(self) -> list[str]:
+        """All nodes that can be asked, sorted; a node that is alone is no record's."""
+        return sorted({self.node, *(record.node for record in self.nodes)})
+
+
+@dataclass(frozen=True, slots=True)
+class Answers(Generic[T]):
+    """By node. unreachable: why the others gave none."""
+
+    by_node: dict[str, T] = field(default_factory=dict)
+    unreachable: dict[str, str] = field(default_factory=dict)
+
+
+class Fresh(Generic[T]):
+    """A value that is good for `seconds`; those who want it meanwhile wait for one and the same question."""
+
+    def __init__(
+        self, find: Callable[[], Awaitable[T]], seconds: float, clock: Callable[[], float]
+    ) -> None:
+        self._find = find
+        self._seconds = seconds
+        self._clock = clock
+        self._task: asyncio.Task[T] | None = None
+        self._began = 0.0
+
+    async def get(self) -> T:
+        """Raises what finding it does."""
+        now = self._clock()
+        task = self._task
+        old = task is not None and (
+            now - self._began >= self._seconds
+            if task.done()
+            else False  # who comes meanwhile waits for it
+        )
+        if task is None or old or (task.done() and (task.cancelled() or task.exception())):
+            task = self._task = asyncio.ensure_future(self._found())
+            self._began = now
+        return await asyncio.shield(task)
+
+    def forget(self) -> None:
+        """Something has been changed."""
+        self._task = None
+
+    async def _found(self) -> T:
+        return await self._find()
+
+
+class Cluster:
+    """See the module. clock: monotonic."""
+
+    def __init__(self, daemon: Daemon, clock: Callable[[], float]) -> None:
+        self.daemon = daemon
+        self.clock = clock
+        self._view = Fresh(self._ask_view, VIEW_FRESH_S, clock)
+        self._stats = Fresh(self._ask_stats, STATS_FRESH_S, clock)
+
+    async def view(self) -> View:
+        return await self._view.get()
+
+    async def stats(self) -> Answers[Stats]:
+        """What `Inspect` says on each node."""
+        return await self._stats.get()
+
+    def changed(self) -> None:
+        """Somebody has changed something: what was heard before is old."""
+        self._view.forget()
+        self._stats.forget()
+
+    async def ask_each(
+        self, nodes: Iterable[str], ask: Callable[[str], Awaitable[T]]
+    ) -> Answers[T]:
+        """All of them at a time, each within what `ask` allows."""
+        found: Answers[T] = Answers()
+        gate = asyncio.Semaphore(TOGETHER_MAX)
+
+        async def one(node: str) -> None:
+            async with gate:
+                try:
+                    found.by_node[node] = await ask(node)
+                except KvpoolError as error:
+                    found.unreachable[node] = str(error)
+
+        await asyncio.gather(*(one(node) for node in nodes))
+        return found
+
+    async def json_each(
+        self, nodes: Sequence[str], message: wire.Message, kind: type[T], **more: Any
+    ) -> Answers[T]:
+        """The same question to each of these nodes, whose answer is JSON of type `kind`."""
+
+        async def ask(node: str) -> T:
+            return await self.daemon.json(message, kind, node=node, within_s=NODE_S, **more)
+
+        return await self.ask_each(nodes, ask)
+
+    async def _ask_view(self) -> View:
+        return await self.daemon.json(wire.Cluster(), View)
+
+    async def _ask_stats(self) -> Answers[Stats]:
+        view = await self.view()
+        return await self.json_each(view.names(), wire.Inspect(), dict[str, Any])

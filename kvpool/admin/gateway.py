@@ -1,0 +1,96 @@
+"""Puts the gateway's parts together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+
+from kvpool import __version__, wire
+from kvpool.admin.api import Api
+from kvpool.admin.blocks import Blocks
+from kvpool.admin.changing import Changing
+from kvpool.admin.cluster import Cluster
+from kvpool.admin.daemon import Daemon, Entrance
+from kvpool.admin.events import Events
+from kvpool.admin.guard import Guard
+from kvpool.admin.history import Sampler
+from kvpool.admin.idempotency import Remembered
+from kvpool.admin.looking import Looking
+from kvpool.admin.pages import Pages
+from kvpool.admin.routers import Routers
+from kvpool.admin.routes import routes
+from kvpool.admin.serving import Listeners, peer_uid
+from kvpool.admin.spans import SERVICE, export_of
+from kvpool.admin.tokens import Tokens
+from kvpool.admin.watching import Watching
+from kvpool.otlp import Counts, Exporter
+
+log = logging.getLogger("kvpool.admin")
+
+
+class Gateway:
+    """One gateway, from `start` to `close`. Raises `ConfigError` for tokens that cannot be used."""
+
+    def __init__(self, start: wire.GatewayStart) -> None:
+        clock = time.monotonic
+        self._start = start
+        entrance = Entrance(start.socket, start.tenant, start.token, start.operator_token)
+        self._daemon = Daemon(entrance)
+        cluster = Cluster(self._daemon, clock)
+        tokens = Tokens(start.tokens_file, start.digest, clock, log.warning)
+        guard = Guard(tokens, start.rate, os.getuid(), clock)
+        # Polls wait: they have connections of their own.
+        self._listening = Daemon(entrance)
+        self._events = Events(cluster, self._listening)
+        self._sampler = Sampler(cluster, time.time)
+        self._routers = Routers(cluster, list(start.routers), start.router_token)
+        looking, pages = Looking(cluster), Pages()
+        table = routes(
+            looking,
+            Blocks(cluster, self._routers),
+            Changing(cluster, looking),
+            self._routers,
+            Watching(cluster, self._events, self._sampler),
+            pages,
+        )
+        pages.describe(table)
+        app = Api(guard, Remembered(clock), peer_uid).application(table)
+        self._listeners = Listeners(app, start.tls_cert, start.tls_key)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._exporter = (
+            Exporter(start.otlp, SERVICE, start.node, __version__) if start.otlp else None
+        )
+        self._spans = Counts()
+
+    async def start(self) -> list[str]:
+        """Listen. The URLs. Raises `ConfigError`."""
+        urls = await self._listeners.open(self._start.addresses, self._start.socket_mode)
+        for work in (self._listeners.tend(), self._events.run(), self._sampler.run()):
+            task = asyncio.create_task(work)
+            task.add_done_callback(_crash_if_failed)
+            self._tasks.append(task)
+        if self._exporter is not None:
+            export = export_of(self._daemon, self._exporter, self._spans)
+            self._tasks.append(asyncio.create_task(export))
+        return urls
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        if self._exporter is not None:
+            self._exporter.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._listeners.close()
+        await self._routers.close()
+        self._listening.close()
+        self._daemon.close()
+
+
+def _crash_if_failed(task: asyncio.Task[None]) -> None:
+    """Work beside the requests has broken an invariant: the daemon starts another gateway."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("the gateway ends", exc_info=error)
+        os._exit(1)

@@ -1,0 +1,104 @@
+"""Who gets in: tokens, peers of unix sockets, hosts and origins, and how often somebody may be wrong. No I/O."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from kvpool.admin.problems import Refused
+from kvpool.admin.tokens import TOKEN_CHARACTERS_MAX, Principal, Rates, Tokens, digest_of
+from kvpool.config import is_loopback
+
+WRONG_MAX = 10  # tokens from one address at once
+WRONG_S = 6.0  # until there may be another one
+ADDRESSES_MAX = 4096
+KNOWN_MAX = 4096  # addresses and the tokens that were right there
+BURST = 2.0  # times the rate
+LOCAL = Principal("local", "admin")
+_HOST = re.compile(r"[A-Za-z0-9._\[\]:-]{0,255}")
+
+
+class Guard:
+    """Decides about requests before anything is done for them. Event loop only.
+
+    rate: requests a second of each token. uid: of the daemon, whose processes a unix socket lets in, as root's.
+    """
+
+    def __init__(self, tokens: Tokens, rate: float, uid: int, clock: Callable[[], float]) -> None:
+        self._tokens = tokens
+        self._uid = uid
+        self._wrong = Rates(1 / WRONG_S, WRONG_MAX, clock, ADDRESSES_MAX)
+        self._rates = Rates(rate, max(1.0, BURST * rate), clock, ADDRESSES_MAX)
+        self._known: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+
+    def admit(self, address: str, uid: int | None, authorization: str) -> Principal:
+        """address: of the client; of a unix socket's, whose user is `uid`, empty. Raises `Refused`."""
+        if uid is not None and not authorization and uid in {0, self._uid}:
+            who = LOCAL
+        else:
+            who = self._by_token(address, authorization)
+        if wait_s := self._rates.take(who.name):
+            raise _too_many("requests of this token", wait_s)
+        return who
+
+    def _by_token(self, address: str, authorization: str) -> Principal:
+        scheme, _, token = authorization.partition(" ")
+        token = token.strip()
+        # A token that was right from there is not shut out by others who guess.
+        place = (address, digest_of(token[:TOKEN_CHARACTERS_MAX]))
+        if place not in self._known and self._wrong.empty(address):
+            raise _too_many("attempts without a right token", WRONG_S)
+        found = None
+        if scheme.lower() == "bearer" and 0 < len(token) <= TOKEN_CHARACTERS_MAX:
+            found = self._tokens.find(token)
+        if found is None:
+            self._known.pop(place, None)
+            self._wrong.take(address)
+            raise Refused(
+                401,
+                "not_authenticated",
+                "Authorization: Bearer TOKEN is missing or wrong",
+                {"WWW-Authenticate": 'Bearer realm="kvpool"'},
+            )
+        self._known[place] = None
+        self._known.move_to_end(place)
+        if len(self._known) > KNOWN_MAX:
+            self._known.popitem(last=False)
+        return found
+
+
+def check_host(host: str, origin: str, *, loopback: bool) -> None:
+    """No page of another site asks here, by whatever name it has come. Raises `Refused`.
+
+    loopback: only this machine can have asked, by a name that leads nowhere else. Who sends no Origin is no browser's
+    page, or one that may read nothing.
+    """
+    if not _HOST.fullmatch(host):
+        raise Refused(400, "invalid", "the Host header is no name of a host")
+    if loopback and not _names_loopback(host):
+        raise Refused(421, "wrong_host", "on loopback this machine is asked, as localhost")
+    if origin:
+        try:
+            parts = urlsplit(origin)
+            same = bool(parts.netloc) and parts.netloc.lower() == host.lower()
+        except ValueError:
+            same = False
+        if not same:
+            raise Refused(403, "wrong_origin", "pages of other sites may not ask here")
+
+
+def _names_loopback(host: str) -> bool:
+    if not host:
+        return True
+    name, _, port = host.rpartition(":")
+    if not port.isdecimal():
+        name = host
+    return is_loopback(name.removeprefix("[").removesuffix("]"))
+
+
+def _too_many(what: str, wait_s: float) -> Refused:
+    return Refused(
+        429, "limit", f"too many {what}: wait {wait_s:.1f} s", {"Retry-After": str(int(wait_s) + 1)}
+    )

@@ -1,0 +1,97 @@
+"""Changes that are asked for twice are made once: answers by the key that came with the request. No I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from kvpool.admin.problems import Refused
+
+KEEP_S = 600.0
+KEYS_MAX = 1024
+BYTES_MAX = 16 << 20
+KEY_CHARACTERS_MAX = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """As it goes out."""
+
+    status: int
+    body: bytes
+    media: str
+    location: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    body: bytes
+    began: float
+    task: asyncio.Task[Answer]
+    nbytes: int = 0
+
+
+class Remembered:
+    """Answers to the last changes, bounded in number, bytes and time. Event loop only.
+
+    What has failed for now (5xx, 429) is not remembered: the same request may be made again.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._nbytes = 0
+
+    async def once(
+        self, scope: str, key: str, body: bytes, make: Callable[[], Awaitable[Answer]]
+    ) -> Answer:
+        """scope: who asks, and for what; keys of different ones are different. Raises `Refused`."""
+        if not 0 < len(key) <= KEY_CHARACTERS_MAX or not key.isprintable() or not key.isascii():
+            raise Refused(
+                400,
+                "invalid",
+                f"an Idempotency-Key has 1 to {KEY_CHARACTERS_MAX} characters, ASCII",
+            )
+        name = hashlib.sha256(f"{scope}\n{key}".encode()).hexdigest()
+        digest = hashlib.sha256(body).digest()
+        self._trim()
+        entry = self._entries.get(name)
+        if entry is None:
+            if len(self._entries) >= KEYS_MAX:
+                raise Refused(429, "limit", "too many changes are under way", {"Retry-After": "1"})
+            # A client that leaves takes nothing back.
+            task = asyncio.get_running_loop().create_task(self._make(name, make))
+            entry = self._entries[name] = _Entry(digest, self._clock(), task)
+        elif entry.body != digest:
+            raise Refused(
+                422, "idempotency", "this Idempotency-Key was used for another body: take a new one"
+            )
+        return await asyncio.shield(entry.task)
+
+    async def _make(self, name: str, make: Callable[[], Awaitable[Answer]]) -> Answer:
+        try:
+            made = await make()
+        except BaseException:
+            del self._entries[name]
+            raise
+        if made.status >= 500 or made.status == 429:
+            del self._entries[name]
+        else:
+            entry = self._entries[name]
+            entry.nbytes = len(made.body)
+            self._nbytes += entry.nbytes
+        return made
+
+    def _trim(self) -> None:
+        """The oldest go; those under way stay, which are as many as requests may be."""
+        oldest = self._clock() - KEEP_S
+        for name, entry in list(self._entries.items()):
+            over = len(self._entries) >= KEYS_MAX or self._nbytes > BYTES_MAX
+            if not (over or entry.began < oldest):
+                break
+            if entry.task.done():
+                self._nbytes -= entry.nbytes
+                del self._entries[name]

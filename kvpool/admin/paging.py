@@ -1,0 +1,39 @@
+"""Pages of lists: cursors that nobody has to understand. No I/O."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvpool.admin.problems import Refused
+
+T = TypeVar("T")
+
+
+def pack_cursor(*place: Any) -> str:
+    return base64.urlsafe_b64encode(msgspec.json.encode(place)).decode().rstrip("=")
+
+
+def unpack_cursor(cursor: str, kind: Any) -> Any:
+    """The place, of type `kind`. Raises `Refused` for what was never a cursor of this list."""
+    try:
+        raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
+        return msgspec.json.decode(raw, type=kind)
+    except (binascii.Error, msgspec.DecodeError, UnicodeDecodeError):
+        raise Refused(
+            400, "invalid", "cursor: this did not come with a page of this list"
+        ) from None
+
+
+def page(
+    items: Sequence[T], key: Callable[[T], str], limit: int, cursor: str
+) -> tuple[list[T], str | None]:
+    """Some of these, by ascending key, and the next cursor. What comes and goes meanwhile disturbs no other."""
+    after = unpack_cursor(cursor, tuple[str])[0] if cursor else ""
+    ordered = sorted((item for item in items if not cursor or key(item) > after), key=key)
+    some = ordered[:limit]
+    return some, pack_cursor(key(some[-1])) if len(ordered) > limit else None

@@ -1,0 +1,89 @@
+"""What goes wrong, as HTTP says it: one place that gives kvpool's errors their status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvpool.admin.types import Problem
+from kvpool.errors import (
+    ClusterUnavailable,
+    ConfigError,
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    NamespaceMismatch,
+    NotAuthenticated,
+    PoolFull,
+    ProtocolError,
+    StaleEpoch,
+    Unavailable,
+)
+
+TITLES = {
+    400: "Bad request",
+    401: "Not authenticated",
+    403: "Not allowed",
+    404: "Not found",
+    405: "Method not allowed",
+    408: "Too slow",
+    409: "Conflict",
+    413: "Too large",
+    415: "Not JSON",
+    421: "Wrong host",
+    422: "Idempotency key used before",
+    429: "Too many requests",
+    431: "Headers too large",
+    500: "Internal error",
+    502: "Bad answer from the daemon",
+    503: "Unavailable",
+    507: "Pool full",
+}
+# The first that fits; each stands before its bases.
+_STATUS: tuple[tuple[type[KvpoolError], int], ...] = (
+    (NamespaceMismatch, 409),
+    (StaleEpoch, 409),
+    (InvalidRequest, 400),
+    (PoolFull, 507),
+    (LimitExceeded, 429),
+    (ClusterUnavailable, 503),
+    (Unavailable, 503),
+    (NotAuthenticated, 502),  # it is the gateway that the daemon does not let in
+    (ProtocolError, 502),
+    (ConfigError, 500),
+)
+
+
+class Refused(Exception):
+    """A request that is answered with a problem. headers: beside it."""
+
+    def __init__(
+        self, status: int, code: str, detail: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+def not_found(what: str) -> Refused:
+    """For what is not there, and for what is another tenant's: nobody can tell which."""
+    return Refused(404, "not_found", what)
+
+
+def refused(error: KvpoolError) -> Refused:
+    """As which problem an error of kvpool is shown."""
+    status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+    headers = {"Retry-After": "1"} if status in {429, 503} else None
+    return Refused(status, error.code, str(error), headers)
+
+
+def problem(error: Refused, request: str) -> Problem:
+    """request: its id."""
+    return Problem(
+        type=f"urn:kvpool:problem:{error.code}",
+        title=TITLES.get(error.status, "Error"),
+        status=error.status,
+        detail=str(error),
+        code=error.code,
+        instance=f"urn:kvpool:request:{request}",
+    )

@@ -1,0 +1,102 @@
+"""One entry of the table of routes, and what turns a request into its parameters. No I/O."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvpool.admin.problems import Refused
+from kvpool.admin.tokens import Principal
+from kvpool.admin.types import Nothing, Role
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+JSON = "application/json"
+PATH_NAME = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request. who: asks. request: its id."""
+
+    who: Principal
+    request: str
+    http: web.Request
+
+    @property
+    def by(self) -> str:
+        """On whose behalf, for the audit log."""
+        return f"token {self.who.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A method and a path, who may use them, and what goes in and out.
+
+    do: called with the `Call`, the parameters (path and query are one struct) and, where there is one, the body. What
+    it returns is the answer's body, or the whole response. role: None: no token is needed. whole: for tokens that are
+    not limited to tenants. media: of the answer. body_optional: none is the default one.
+    """
+
+    method: str
+    path: str
+    do: Callable[..., Awaitable[Any]]
+    role: Role | None
+    answer: Any
+    params: type[msgspec.Struct] = Nothing
+    body: type[msgspec.Struct] | None = None
+    status: int = 200
+    whole: bool = False
+    media: str = JSON
+    body_optional: bool = False
+    routers: bool = False
+    hidden: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.do.__name__
+
+    @property
+    def in_path(self) -> tuple[str, ...]:
+        return tuple(PATH_NAME.findall(self.path))
+
+    @property
+    def changes(self) -> bool:
+        """Whether it may be asked for with an Idempotency-Key. Looking something up changes nothing."""
+        return self.method != "GET" and self.role in {"operator", "admin"}
+
+
+def parse_params(route: Route, path: Mapping[str, str], query: Mapping[str, str]) -> msgspec.Struct:
+    """Raises `Refused`. What a path names and cannot be is not found."""
+    names = list(query.keys())
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise Refused(400, "invalid", f"{', '.join(sorted(twice))}: given twice")
+    known = {field.encode_name for field in msgspec.structs.fields(route.params)}
+    unknown = [name for name in names if name not in known or name in path]
+    if unknown:
+        raise Refused(400, "invalid", f"there is no parameter {unknown[0]!r:.80}")
+    try:
+        return msgspec.convert({**query, **path}, type=route.params, strict=False)
+    except msgspec.ValidationError as error:
+        raise Refused(400, "invalid", _in_words(error)) from None
+
+
+def parse_body(route: Route, raw: bytes) -> msgspec.Struct:
+    """Raises `Refused`."""
+    assert route.body is not None, "only where there is one"
+    if not raw.strip() and route.body_optional:
+        return route.body()
+    try:
+        return msgspec.json.decode(raw, type=route.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(400, "invalid", _in_words(error)) from None
+
+
+def _in_words(error: Exception) -> str:
+    return str(error)[:500]

@@ -1,0 +1,64 @@
+"""What a request is about, as far as whoever asks may know of it. What is another's is not there. No I/O."""
+
+from __future__ import annotations
+
+from kvpool.admin.cluster import Answers, Stats, View
+from kvpool.admin.problems import Refused, not_found
+from kvpool.admin.tokens import Principal
+from kvpool.types import DEFAULT_TENANT
+
+
+def tenant_of(who: Principal, tenant: str) -> str:
+    """The tenant that is meant. Raises `Refused`."""
+    if tenant:
+        if not who.sees(tenant):
+            raise not_found(f"there is no tenant {tenant!r}")
+        return tenant
+    if who.tenants is None or DEFAULT_TENANT in who.tenants:
+        return DEFAULT_TENANT
+    return min(who.tenants)
+
+
+def check_node(view: View, node: str) -> str:
+    """Raises `Refused`."""
+    if node not in view.names():
+        raise not_found(f"no node of this cluster is called {node!r}; GET /v1/nodes lists them")
+    return node
+
+
+def chosen_nodes(view: View, names: list[str]) -> list[str]:
+    """These, or all. Raises `Refused`."""
+    return [check_node(view, name) for name in dict.fromkeys(names)] or view.names()
+
+
+def having(answers: Answers[Stats], tenant: str, digest: str = "") -> list[str]:
+    """The nodes that have this tenant and, where one is named, its namespace open."""
+    found = []
+    for node, stats in sorted(answers.by_node.items()):
+        known = stats["tenants"].get(tenant)
+        if known is not None and (not digest or digest in known["namespaces"]):
+            found.append(node)
+    return found
+
+
+def check_tenant(answers: Answers[Stats], tenant: str) -> None:
+    """Raises `Refused` when no node that answers has it."""
+    if not having(answers, tenant):
+        raise not_found(f"there is no tenant {tenant!r}")
+
+
+def check_namespace(view: View, answers: Answers[Stats], tenant: str, digest: str) -> None:
+    """Raises `Refused` for one that neither the cluster nor a node knows."""
+    in_cluster = any(entry.tenant == tenant and entry.digest == digest for entry in view.namespaces)
+    if not in_cluster and not having(answers, tenant, digest):
+        raise not_found(
+            f"tenant {tenant!r} has no namespace {digest}; GET /v1/namespaces lists them"
+        )
+
+
+def whole_only(who: Principal) -> None:
+    """Raises `Refused` for a token that is limited to tenants."""
+    if not who.whole:
+        raise Refused(
+            403, "forbidden", "this is of no one tenant: it takes a token for all of them"
+        )

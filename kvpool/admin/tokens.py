@@ -1,0 +1,265 @@
+"""Who may ask: tokens, their roles and tenants, and how often. No I/O but the reading of one file.
+
+    [[token]]
+    name = "ci"
+    sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+    role = "operator"
+    tenants = ["*"]
+
+The file has no secret in it: whoever reads it learns the digests of tokens that were made at random.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import tomllib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvpool.admin.types import Role
+from kvpool.errors import ConfigError
+
+ROLES: tuple[Role, ...] = ("viewer", "operator", "admin")
+ALL = "*"
+TOKENS_MAX = 1000
+FILE_BYTES_MAX = 1 << 20
+TOKEN_BYTES = 32
+TOKEN_CHARACTERS_MAX = 512
+LOOK_S = 1.0  # between two looks at the file
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+
+Tenant = Annotated[str, msgspec.Meta(pattern=r"^(\*|[A-Za-z0-9][A-Za-z0-9._-]{0,62})$")]
+
+
+class TokenEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One `[[token]]`."""
+
+    name: Name
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    role: Role
+    tenants: Annotated[list[Tenant], msgspec.Meta(min_length=1, max_length=1000)]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    token: Annotated[list[TokenEntry], msgspec.Meta(max_length=TOKENS_MAX)] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Whoever asks. tenants: None: all."""
+
+    name: str
+    role: Role
+    tenants: frozenset[str] | None = None
+
+    def may(self, role: Role) -> bool:
+        return ROLES.index(self.role) >= ROLES.index(role)
+
+    def sees(self, tenant: str) -> bool:
+        return self.tenants is None or tenant in self.tenants
+
+    @property
+    def whole(self) -> bool:
+        """Whether it sees what is of no one tenant."""
+        return self.tenants is None
+
+
+def digest_of(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+
+
+class Tokens:
+    """Principals by the digests of their tokens. Event loop only.
+
+    file: re-read when it changes; one that cannot be used leaves things as they are, and is logged. digest: of the
+    daemon's own token, hex, if any. Raises `ConfigError` when the file cannot be used at first.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        digest: str,
+        clock: Callable[[], float],
+        complain: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._path = Path(file) if file else None
+        self._clock = clock
+        self._complain = complain
+        self._own: dict[bytes, Principal] = {}
+        if digest:
+            self._own[bytes.fromhex(digest)] = Principal("local", "admin")
+        self._seen = self._look()
+        self._looked = clock()
+        self._known = self._load()
+
+    def find(self, token: str) -> Principal | None:
+        """Compared as digests, all of them: how long that takes tells nothing of any."""
+        self._refresh()
+        asked = digest_of(token)
+        found = None
+        for digest, principal in self._known.items():
+            if hmac.compare_digest(digest, asked):
+                found = principal
+        return found
+
+    def _refresh(self) -> None:
+        now = self._clock()
+        if self._path is None or now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        seen = self._look()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._known = self._load()
+        except ConfigError as error:
+            self._complain(f"the tokens stay as they were: {error}")
+
+    def _look(self) -> tuple[int, int, int] | None:
+        if self._path is None:
+            return None
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _load(self) -> dict[bytes, Principal]:
+        if self._path is None:
+            return self._own
+        entries = read_tokens(self._path)
+        return self._own | {
+            bytes.fromhex(entry.sha256): Principal(
+                entry.name, entry.role, None if ALL in entry.tenants else frozenset(entry.tenants)
+            )
+            for entry in entries
+        }
+
+
+def read_tokens(path: Path) -> list[TokenEntry]:
+    """Raises `ConfigError` for a file that is not one of tokens, or that others may read."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            raw = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"http_tokens: cannot read {path}: {error.strerror}") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"http_tokens: others than its owner may open {path}: chmod 600 {path}")
+    if len(raw) > FILE_BYTES_MAX:
+        raise ConfigError(f"http_tokens: {path} has more than {FILE_BYTES_MAX} bytes")
+    try:
+        found = msgspec.convert(tomllib.loads(raw.decode()), _File).token
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"http_tokens: {path} is no file of tokens: {error}") from None
+    names = [entry.name for entry in found]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"http_tokens: {path} has a name twice: each is one token's")
+    return found
+
+
+def add_token(path: Path, name: str, role: str, tenants: list[str]) -> str:
+    """Make a token, and append its entry to the file, which is made with mode 0600. The token.
+
+    The file is replaced at once: whoever reads it meanwhile sees the old one or the new one. Raises `ConfigError`.
+    """
+    old = read_tokens(path) if path.exists() else []
+    token = secrets.token_urlsafe(TOKEN_BYTES)
+    entry = {
+        "name": name,
+        "sha256": digest_of(token).hex(),
+        "role": role,
+        "tenants": tenants or [ALL],
+    }
+    try:
+        made = msgspec.convert(entry, TokenEntry)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"this is no token: {error}") from None
+    if any(each.name == name for each in old):
+        raise ConfigError(
+            f"{path} has a token {name!r} already: take it out first, or choose a name"
+        )
+    if len(old) >= TOKENS_MAX:
+        raise ConfigError(f"{path} has {TOKENS_MAX} tokens, the limit: take some out")
+    text = path.read_text() if path.exists() else ""
+    if text and not text.endswith("\n"):
+        text += "\n"
+    listed = ", ".join(f'"{tenant}"' for tenant in made.tenants)
+    text += (
+        f'\n[[token]]\nname = "{made.name}"\nsha256 = "{made.sha256}"\nrole = "{made.role}"\n'
+        f"tenants = [{listed}]\n"
+    )
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(text.lstrip("\n"))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    return token
+
+
+class Bucket:
+    """So many at once, and `rate` a second after that."""
+
+    __slots__ = ("_at", "_left")
+
+    def __init__(self, most: float, now: float) -> None:
+        self._left = most
+        self._at = now
+
+    def left(self, rate: float, most: float, now: float) -> float:
+        """How many there are now."""
+        self._left = min(most, self._left + (now - self._at) * rate)
+        self._at = now
+        return self._left
+
+    def take(self, rate: float, most: float, now: float) -> float:
+        """Take one. 0: it was there; else the seconds until there is one."""
+        left = self.left(rate, most, now)
+        if left >= 1:
+            self._left -= 1
+            return 0.0
+        return (1 - left) / rate
+
+
+class Rates:
+    """Buckets by name, of bounded number: the longest unused make way."""
+
+    def __init__(self, rate: float, most: float, clock: Callable[[], float], names: int) -> None:
+        self._rate = rate
+        self._most = most
+        self._clock = clock
+        self._names = names
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+
+    def take(self, name: str) -> float:
+        """0, or the seconds to wait."""
+        return self._bucket(name).take(self._rate, self._most, self._clock())
+
+    def empty(self, name: str) -> bool:
+        bucket = self._buckets.get(name)
+        return bucket is not None and bucket.left(self._rate, self._most, self._clock()) < 1
+
+    def _bucket(self, name: str) -> Bucket:
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            bucket = self._buckets[name] = Bucket(self._most, self._clock())
+            if len(self._buckets) > self._names:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end(name)
+        return bucket

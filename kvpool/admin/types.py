@@ -1,0 +1,645 @@
+"""What the REST interface takes and gives: the bodies and parameters of `routes.py`, checked at the edge.
+
+`openapi.py` describes these very structs. Times are durations in seconds unless they end in `_at_s` (seconds since
+1970); keys and digests are hex.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvpool.jobs import JobName, JobSpec, JobState, JobView
+from kvpool.placement.records import DrainProgress, NamespaceSettings, TransportRecord
+
+LIMIT_MAX = 1000
+KEYS_MAX = 1024
+LOOKUP_KEYS_MAX = 16_384
+PROMPT_CHARACTERS_MAX = 1 << 20
+TOKENS_MAX = 1 << 20
+
+TenantName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,62})?$",
+        description="Whose. Empty: `default`, or the first one that the token is good for.",
+    ),
+]
+AnyTenant = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,62})?$",
+        description="Of this one only. Empty: of all that the token is good for.",
+    ),
+]
+NodeName = Annotated[
+    str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="A node.")
+]
+AnyNode = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,62})?$",
+        description="On this node only. Empty: on all.",
+    ),
+]
+Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+AnyDigest = Annotated[
+    str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?$", description="Of this namespace; empty: of any.")
+]
+Limit = Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX, description="At most so many.")]
+Cursor = Annotated[
+    str,
+    msgspec.Meta(
+        max_length=512,
+        pattern=r"^[A-Za-z0-9_-]*$",
+        description="`next` of the page before. Empty: the first page.",
+    ),
+]
+EngineName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:@-]{1,200}$")]
+RequestName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:+=@-]{1,128}$")]
+Names = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[A-Za-z0-9._,-]{0,4096}$",
+        description="Names of nodes, with commas between them. Empty: all.",
+    ),
+]
+Role = Literal["viewer", "operator", "admin"]
+Tier = Literal["dram", "ssd", "device"]
+AnyTier = Annotated[
+    Literal["", "dram", "ssd", "device"], msgspec.Meta(description="In this tier only.")
+]
+Unreachable = Annotated[
+    dict[str, str], msgspec.Meta(description="Nodes that did not answer, and why.")
+]
+Next = Annotated[str | None, msgspec.Meta(description="`cursor` of the next page; null: none.")]
+
+
+class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of what comes from outside."""
+
+
+class Nothing(Given, frozen=True):
+    """No parameters."""
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Any error (RFC 9457). code: which, for programs. instance: the request's id, as in `x-request-id`."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    instance: str
+
+
+# ---- parameters --------------------------------------------------------------------------------------
+
+
+class Page(Given, frozen=True):
+    limit: Limit = 100
+    cursor: Cursor = ""
+
+
+class OfNode(Given, frozen=True):
+    node: NodeName
+
+
+class TenantPage(Page, frozen=True):
+    tenant: AnyTenant = ""
+
+
+class OfNamespace(Given, frozen=True):
+    digest: Hex32
+    tenant: TenantName = ""
+
+
+class BlockPage(Page, frozen=True, kw_only=True):
+    digest: Hex32
+    tenant: TenantName = ""
+    node: AnyNode = ""
+    tier: AnyTier = ""
+
+
+class OfBlock(Given, frozen=True):
+    key: Hex32
+    namespace: AnyDigest = ""
+    tenant: TenantName = ""
+
+
+class OfTenant(Given, frozen=True):
+    tenant: TenantName = ""
+
+
+class OnNode(Given, frozen=True):
+    node: Annotated[
+        str,
+        msgspec.Meta(
+            pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,62})?$",
+            description="Of this node. Empty: of the one that is asked.",
+        ),
+    ] = ""
+
+
+class OfJob(Given, frozen=True):
+    job: JobName
+
+
+class OfEngine(Given, frozen=True):
+    name: EngineName
+
+
+class OfRequest(Given, frozen=True):
+    id: RequestName
+
+
+class EventsWanted(Given, frozen=True):
+    nodes: Names = ""
+    replay: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=1000, description="Begin with so many of the last ones."),
+    ] = 0
+
+
+class HistoryWanted(Given, frozen=True):
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=3600, description="The last so many.")] = 3600.0
+
+
+class HotWanted(Given, frozen=True):
+    by: Literal["prefix", "tenant"] = "prefix"
+    seconds: Annotated[
+        float, msgspec.Meta(gt=0, le=3600, description="In the last so many; by tenant.")
+    ] = 60.0
+    limit: Limit = 100
+
+
+# ---- bodies ------------------------------------------------------------------------------------------
+
+
+class ClearRequest(Given, frozen=True):
+    """fence: engines must open the namespace again, since their weights may be old."""
+
+    fence: bool = False
+
+
+class SettingsPatch(Given, frozen=True):
+    """What is to change of a namespace's settings; what is left out stays. See `NamespaceSettings`."""
+
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    write: Literal["", "back", "through", "none"] | None = None
+    ttl_s: Annotated[float, msgspec.Meta(ge=0, le=315_360_000)] | None = None
+    ssd_codec: Literal["", "blosc2"] | None = None
+    dram_quota: Annotated[float, msgspec.Meta(ge=0, le=1 << 62)] | None = None
+    ssd_quota: Annotated[float, msgspec.Meta(ge=0, le=1 << 62)] | None = None
+    write_remote: Literal["", "back", "none"] | None = None
+
+
+class LookupRequest(Given, frozen=True):
+    """Either `namespace` and `keys`, in prefix order; or `model` and one of `prompt`, `messages`, `tokens`."""
+
+    namespace: AnyDigest = ""
+    keys: Annotated[list[Hex32], msgspec.Meta(max_length=LOOKUP_KEYS_MAX)] = []
+    model: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    prompt: Annotated[str, msgspec.Meta(max_length=PROMPT_CHARACTERS_MAX)] = ""
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=4096)] = []
+    tokens: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=TOKENS_MAX)
+    ] = []
+
+
+class PinRequest(Given, frozen=True):
+    """node: empty: on all. kind: `soft` is evicted last, `hard` never, `none` as any other."""
+
+    keys: Annotated[list[Hex32], msgspec.Meta(min_length=1, max_length=KEYS_MAX)]
+    kind: Literal["soft", "hard", "none"]
+    namespace: AnyDigest = ""
+    node: AnyNode = ""
+
+
+class JobRequest(Given, frozen=True):
+    """nodes: where; none: on all. dry_run: only count what would be done."""
+
+    spec: JobSpec
+    nodes: Annotated[list[NodeName], msgspec.Meta(max_length=1000)] = []
+    dry_run: bool = False
+
+
+class ConfigPatch(Given, frozen=True):
+    """changes: settings by name. nodes: where; none: on all."""
+
+    changes: Annotated[dict[str, Any], msgspec.Meta(min_length=1, max_length=100)]
+    nodes: Annotated[list[NodeName], msgspec.Meta(max_length=1000)] = []
+
+
+class WeightRequest(Given, frozen=True):
+    """weight: an engine gets this share at most of the requests that it could get; 1: no limit."""
+
+    weight: Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class ExplainRequest(Given, frozen=True):
+    """A request as an engine would get it: `model`, and one of `prompt` (text or tokens) and `messages`."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    prompt: (
+        Annotated[str, msgspec.Meta(max_length=PROMPT_CHARACTERS_MAX)]
+        | Annotated[
+            list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]],
+            msgspec.Meta(max_length=TOKENS_MAX),
+        ]
+        | None
+    ) = None
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=4096)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 16
+
+
+# ---- answers -----------------------------------------------------------------------------------------
+
+
+class Status(msgspec.Struct, frozen=True):
+    """status: `ok`, or what is lacking."""
+
+    status: str
+
+
+class Me(msgspec.Struct, frozen=True):
+    """Who a token is. tenants: `*`: all."""
+
+    name: str
+    role: Role
+    tenants: list[str]
+
+
+class TierSum(msgspec.Struct, frozen=True):
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+
+
+class ClusterInfo(msgspec.Struct, frozen=True):
+    """standing, state: of the node that was asked. states: how many nodes are in each. tiers: all nodes together;
+    none for a token that is limited to tenants."""
+
+    cluster: str
+    node: str
+    standing: str
+    state: str
+    states: dict[str, int]
+    tiers: list[TierSum]
+    versions: dict[str, int]
+    namespaces: int
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """An engine. node: where it was announced. routers: what each router that is known says of it, by URL."""
+
+    name: str
+    url: str
+    node: str
+    role: str
+    model: str
+    tenant: str
+    namespace: str
+    routers: dict[str, dict[str, Any]] = {}
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A node's record. tiers: none for a token that is limited to tenants. drain_wanted: by an operator."""
+
+    node: str
+    incarnation: str
+    state: str
+    labels: dict[str, str]
+    version: str
+    protocol: int
+    tiers: list[TierSum]
+    transports: list[TransportRecord]
+    drain: DrainProgress | None
+    drain_wanted: bool
+    engines: int
+
+
+class NodeList(msgspec.Struct, frozen=True):
+    items: list[Node]
+    next: Next
+
+
+class NodeDetail(msgspec.Struct, frozen=True):
+    """A node's record, and its own numbers in sections; of a tenant's token only what is of its tenants.
+
+    sections: as the node names them: `tenants`, `counters`, `remote`, `tiers`, `copies`, `follows`, `paths`,
+    `processes` and others.
+    """
+
+    node: Node
+    uptime_s: float
+    sections: dict[str, Any]
+
+
+class SlabClass(msgspec.Struct, frozen=True):
+    """Slots of one size. lost: bytes that blocks leave unused in theirs."""
+
+    stride: int
+    extents: int
+    slots_used: int
+    slots_free: int
+    bytes_used: int
+    bytes_free: int
+    bytes_lost: int
+
+
+class SegmentInfo(msgspec.Struct, frozen=True):
+    """A tenant's memory on a node."""
+
+    tenant: str
+    size_bytes: int
+    used_bytes: int
+    slab_bytes: int
+    slabs: int
+    slabs_unassigned: int
+    classes: list[SlabClass]
+
+
+class SegmentList(msgspec.Struct, frozen=True):
+    items: list[SegmentInfo]
+    next: Next
+
+
+class DrainInfo(msgspec.Struct, frozen=True):
+    node: str
+    wanted: bool
+    progress: DrainProgress | None
+
+
+class HeldOn(msgspec.Struct, frozen=True):
+    """What a node's memory holds of a namespace. blocks: by part."""
+
+    blocks: list[int]
+    held_bytes: int
+    quota_bytes: int
+
+
+class NamespaceInfo(msgspec.Struct, frozen=True):
+    """fields: what must agree for its blocks to be exchangeable. nodes: where it is open."""
+
+    digest: str
+    tenant: str
+    fields: dict[str, Any]
+    epoch: int
+    generation: int
+    settings: NamespaceSettings
+    part_bytes: list[int]
+    nodes: dict[str, HeldOn]
+    unreachable: Unreachable = {}
+
+
+class NamespaceList(msgspec.Struct, frozen=True):
+    items: list[NamespaceInfo]
+    next: Next
+    unreachable: Unreachable
+
+
+class ClearInfo(msgspec.Struct, frozen=True):
+    """epoch: the new one."""
+
+    digest: str
+    tenant: str
+    epoch: int
+
+
+class BlockInfo(msgspec.Struct, frozen=True):
+    """One block in one tier of a node. copy: it is held for others. age_s: since its last use."""
+
+    node: str
+    tier: str
+    key: str
+    namespace: str
+    parent: str
+    depth: int
+    parts: int
+    bytes: int
+    pin: str
+    copy: bool
+    reused: bool
+    age_s: float
+    leases: int = 0
+
+
+class BlockList(msgspec.Struct, frozen=True):
+    """A page may be short, or empty, and have a next one all the same."""
+
+    items: list[BlockInfo]
+    next: Next
+    unreachable: Unreachable
+
+
+class Replica(msgspec.Struct, frozen=True):
+    """By the directory, which is a hint; of the node that was asked, by its own books."""
+
+    node: str
+    incarnation: str
+    tier: str
+    parts: int
+
+
+class Located(msgspec.Struct, frozen=True):
+    namespace: str
+    parts: int
+    replicas: list[Replica]
+
+
+class BlockDetail(msgspec.Struct, frozen=True):
+    """located: where it is said to be. here: what nodes themselves say."""
+
+    key: str
+    located: list[Located]
+    here: list[BlockInfo]
+    unreachable: Unreachable
+
+
+class PrefixOn(msgspec.Struct, frozen=True):
+    """How many blocks of a prompt's prefix a node could give, from its memory, and with its disks. engine: which
+    would be given the prompt, where a router was asked."""
+
+    node: str
+    memory_blocks: int
+    blocks: int
+    engine: str = ""
+
+
+class LookupInfo(msgspec.Struct, frozen=True):
+    """The longest first. asked: blocks of the whole prompt."""
+
+    items: list[PrefixOn]
+    asked: int
+
+
+class TenantInfo(msgspec.Struct, frozen=True):
+    """All nodes together. ssd_bytes: of the tenant's parts of disks."""
+
+    tenant: str
+    segment_bytes: int
+    used_bytes: int
+    ssd_bytes: int
+    ssd_used_bytes: int
+    blocks: int
+    soft_pinned_bytes: int
+    hard_pinned_bytes: int
+    namespaces: int
+    nodes: int
+
+
+class TenantList(msgspec.Struct, frozen=True):
+    items: list[TenantInfo]
+    next: Next
+    unreachable: Unreachable
+
+
+class PinnedOn(msgspec.Struct, frozen=True):
+    node: str
+    blocks: int
+
+
+class PinInfo(msgspec.Struct, frozen=True):
+    """blocks: how many of them a node has, and has pinned or unpinned."""
+
+    items: list[PinnedOn]
+    unreachable: Unreachable
+
+
+class JobInfo(msgspec.Struct, frozen=True):
+    """A job on all its nodes. state: running as long as it is on any; failed if it has on any."""
+
+    job: str
+    kind: str
+    state: JobState
+    dry_run: bool
+    tenant: str
+    by: str
+    seen: int
+    total: int
+    blocks: int
+    nbytes: int
+    kept: int
+    nodes: list[JobView]
+    unreachable: Unreachable = {}
+
+
+class JobList(msgspec.Struct, frozen=True):
+    items: list[JobInfo]
+    next: Next
+    unreachable: Unreachable
+
+
+class EngineList(msgspec.Struct, frozen=True):
+    items: list[Engine]
+    next: Next
+    unreachable: Unreachable
+
+
+class EngineDrain(msgspec.Struct, frozen=True):
+    """routers: those that were told."""
+
+    name: str
+    draining: bool
+    routers: list[str]
+    unreachable: Unreachable
+
+
+class Explained(msgspec.Struct, frozen=True):
+    """What a router says. router: its URL."""
+
+    router: str
+    account: dict[str, Any]
+
+
+class EventInfo(msgspec.Struct, frozen=True):
+    """number: counts up in each life of a node. at_s: by that node's clock, seconds since 1970."""
+
+    number: int
+    at_s: float
+    node: str
+    kind: str
+    details: dict[str, Any]
+
+
+class AuditList(msgspec.Struct, frozen=True):
+    items: list[EventInfo]
+    next: Next
+    unreachable: Unreachable
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Of one node since the sample before; null: not known. tiers: bytes in use."""
+
+    put_bytes_s: float | None
+    read_bytes_s: float | None
+    pulled_bytes_s: float | None
+    hit_rate: float | None
+    tiers: dict[str, int]
+
+
+class Sample(msgspec.Struct, frozen=True):
+    at_s: float
+    nodes: dict[str, Rates]
+
+
+class History(msgspec.Struct, frozen=True):
+    """Oldest first."""
+
+    every_s: float
+    samples: list[Sample]
+
+
+class Heat(msgspec.Struct, frozen=True):
+    """Of a prefix: `namespace`, the `key` of its last block, its `blocks`, and about how often it was `reads` in the last
+    ten minutes or twenty. Of a tenant: bytes that it has read a second."""
+
+    tenant: str
+    namespace: str = ""
+    key: str = ""
+    blocks: int = 0
+    reads: float = 0.0
+    read_bytes_s: float = 0.0
+
+
+class HotList(msgspec.Struct, frozen=True):
+    """What was read most, on all nodes together, the most first. seconds: what bytes were counted over; 0: nothing is
+    known yet, or it is not counted so."""
+
+    by: str
+    seconds: float
+    items: list[Heat]
+    unreachable: Unreachable = {}
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """Of secrets `value` says only whether there is one. changeable: while the daemon runs."""
+
+    name: str
+    value: Any
+    secret: bool
+    changeable: bool
+
+
+class SettingList(msgspec.Struct, frozen=True):
+    node: str
+    items: list[Setting]
+
+
+class SettingsChanged(msgspec.Struct, frozen=True):
+    """nodes: those that have made the change, which holds until their daemons end."""
+
+    nodes: list[str]
+    unreachable: Unreachable
+
+
+class EngineWeight(msgspec.Struct, frozen=True):
+    """routers: those that were told."""
+
+    name: str
+    weight: float
+    routers: list[str]
+    unreachable: Unreachable

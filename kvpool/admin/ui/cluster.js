@@ -1,0 +1,303 @@
+// The cluster as a whole, and one node of it.
+
+import { change, get, list, path, session } from "./api.js";
+import { History, chart, hit_rate, mean_of_last, nice_bytes, summed } from "./charts.js";
+import { field, h, morph, notify, open_dialog } from "./dom.js";
+import { DASH, bytes, by_name, count, duration, milliseconds, percent, plural, rate, time_of, title_of } from "./format.js";
+import { bar, card, empty, heading, live, message, namespace_href, namespace_name, pairs, pill, ranking, state_pill,
+  table, tier_meter, tier_name, told } from "./parts.js";
+
+const THROUGHPUT = [["Written", "put_bytes_s"], ["Read", "read_bytes_s"], ["Pulled from peers", "pulled_bytes_s"]];
+const SILENT = 3; // samples without a node: it does not answer
+const RANKS = 6;
+const HIT_SAMPLES = 60; // five minutes
+
+const history = new History();
+const known = new Map(); // nodes seen by this page: name -> {node, at_s}
+
+function charts(node = null) {
+  const through = chart("Throughput", THROUGHPUT.map(([name, of]) => ({ name, of: summed(of, node) })),
+    { shown: rate, top: 1024, nice: nice_bytes, gap: 4 });
+  const hits = chart("Hit rate", [{ name: "Blocks found", of: hit_rate(node) }],
+    { shown: percent, top: 1, nice: (value) => Math.max(1, value), gap: 24 });
+  return {
+    element: h("div", { class: "halves", "data-own": "", "data-key": "charts" }, through.element, hits.element),
+    show() {
+      for (const each of [through, hits]) each.set(history.samples, history.every_s, history.seconds);
+    },
+  };
+}
+
+const node_href = (name) => `#/nodes/${encodeURIComponent(name)}`;
+const refresh_history = (signal) => history.refresh(get, path, signal);
+
+/** Why a node is taken to be unreachable, or nothing: it is in none of the gateway's last samples, but was before. */
+function silence(name) {
+  const last = history.samples.slice(-SILENT);
+  const missing = last.length === SILENT && last.every((sample) => !sample.nodes[name]);
+  const was = history.samples.some((sample) => sample.nodes[name]);
+  return missing && was ? "It has not answered for a while." : "";
+}
+
+/** Members, and those that this page has seen before. */
+function all_nodes(items) {
+  const now = Date.now() / 1000;
+  const shown = items.map((node) => {
+    known.set(node.node, { node, at_s: now });
+    const why = silence(node.node);
+    return { ...node, lost: why ? "unreachable" : "", why };
+  });
+  const here = new Set(items.map((node) => node.node));
+  for (const [name, seen] of known) {
+    if (!here.has(name)) {
+      shown.push({ ...seen.node, lost: "gone", why: `No member any more; last seen at ${time_of(seen.at_s)}` });
+    }
+  }
+  return shown.sort((one, other) => one.node.localeCompare(other.node, "en", { numeric: true }));
+}
+
+export function cluster_view(root) {
+  const drawn = charts();
+  const view = live(root, async (signal) => {
+    const [cluster, nodes, , spaces, hot, engines] = await Promise.all([
+      get(path(["cluster"]), signal), list(["nodes"], {}, { signal }), refresh_history(signal),
+      list(["namespaces"], {}, { signal }), get(path(["hot"], { by: "tenant", limit: RANKS }), signal),
+      list(["engines"], {}, { signal }),
+    ]);
+    return { cluster, nodes, spaces, hot: hot.items, engines };
+  }, (data) => {
+    document.getElementById("cluster-name").textContent = data.cluster.cluster;
+    const nodes = all_nodes(data.nodes);
+    queueMicrotask(drawn.show);
+    return [
+      heading("Cluster", { after: [standing_pill(data.cluster)] }),
+      tiles(nodes),
+      h("section", { "aria-label": "Nodes", class: "grid" }, nodes.map(node_card)),
+      drawn.element,
+      ranked(data),
+    ];
+  });
+  return view.stop;
+}
+
+/** How the node that was asked stands to the membership, where that is not as it should be. */
+function standing_pill({ standing }) {
+  return standing === "member" || standing === "alone" ? null : state_pill(standing);
+}
+
+const latest = (of) => (history.samples.length ? of(history.samples.at(-1)) : null);
+
+function tiles(nodes) {
+  const living = nodes.filter((node) => !node.lost);
+  const serving = living.filter((node) => node.state === "serving").length;
+  const versions = [...new Set(living.map((node) => node.version))].sort();
+  const sum = (tier, what) => living.flatMap((node) => node.tiers ?? []).filter((each) => each.name === tier)
+    .reduce((total, each) => total + (each[what] ?? 0), 0);
+  const tier = (name) => {
+    const [used, capacity] = [sum(name, "used_bytes"), sum(name, "capacity_bytes")];
+    return capacity ? tile(`${tier_name(name)} in use`, bytes(used), `${percent(used / capacity)} of ${bytes(capacity)}`)
+      : tile(tier_name(name), DASH, "no node has any");
+  };
+  const moved = (name) => rate(latest(summed(name)));
+  return h("dl", { class: "tiles" },
+    tile("Nodes serving", `${serving} of ${nodes.length}`,
+      `${versions.length > 1 ? "versions" : "version"} ${versions.join(", ") || DASH}`),
+    tier("dram"), tier("ssd"),
+    tile("Hit rate", percent(mean_of_last(history.samples, HIT_SAMPLES, hit_rate())), "of the last 5 minutes"),
+    tile("Read", moved("read_bytes_s"), "by engines"),
+    tile("Written", moved("put_bytes_s"), `${moved("pulled_bytes_s")} pulled from peers`));
+}
+
+const tile = (name, value, sub) => h("div", { class: "tile" }, h("dt", null, name), h("dd", null, value), h("dd", { class: "sub" }, sub));
+
+function node_card(node) {
+  const now = (name) => rate(latest(summed(name, node.node)));
+  const labels = Object.entries(node.labels ?? {}).map(([name, value]) => `${name} ${value}`);
+  return h("article", { class: `card node ${node.lost ? "lost" : ""}`, "data-key": node.node },
+    h("div", { class: "head" }, h("h3", null, h("a", { href: node_href(node.node) }, node.node)),
+      h("div", { class: "right" }, state_pill(node.lost || node.state))),
+    node.lost ? h("p", { class: "small" }, node.why) : null,
+    (node.tiers ?? []).filter((tier) => tier.capacity_bytes || tier.name === "dram").map(tier_meter),
+    node.drain ? drain_line(node.drain) : null,
+    h("p", { class: "facts" },
+      [...labels, plural(node.engines, "engine"), `kvpool ${node.version || DASH}`,
+        node.lost ? null : `read ${now("read_bytes_s")}`, node.lost ? null : `written ${now("put_bytes_s")}`]
+        .filter(Boolean).map((each) => h("span", null, each))));
+}
+
+function drain_line(drain) {
+  const share = drain.blocks_total ? drain.blocks / drain.blocks_total : drain.phase === "done" ? 1 : 0;
+  const left = drain.left || drain.failed ? `, ${count((drain.left ?? 0) + (drain.failed ?? 0))} left behind` : "";
+  return h("div", { class: "meter" },
+    h("span", null, `Draining: ${drain.phase}`),
+    h("span", { class: "of" }, `${count(drain.blocks)} of ${plural(drain.blocks_total, "block")}, ${bytes(drain.copied_bytes)} copied${left}`),
+    bar(share, "Drain: share of blocks looked at", "other"));
+}
+
+/** What is read most, what is largest, who is there. */
+function ranked({ hot, spaces, engines }) {
+  const held = (space) => Object.values(space.nodes).reduce((sum, each) => sum + each.held_bytes, 0);
+  const largest = spaces.map((space) => ({ space, nbytes: held(space) })).filter((each) => each.nbytes > 0)
+    .sort((one, other) => other.nbytes - one.nbytes).slice(0, RANKS);
+  const read = hot.filter((each) => each.read_bytes_s > 0);
+  return h("div", { class: "thirds" },
+    card("Hottest tenants", ranking(read.map((each) => ({
+      key: each.name, name: each.name, value: each.read_bytes_s, shown: rate(each.read_bytes_s),
+    })), "Nothing was read in the last minute.")),
+    card("Largest namespaces", ranking(largest.map(({ space, nbytes }) => ({
+      key: `${space.tenant}/${space.digest}`, name: namespace_name(space), note: space.tenant,
+      href: namespace_href(space), value: nbytes, shown: bytes(nbytes),
+    })), "No namespace holds anything.")),
+    card("Engines", engines.length ? h("ul", { class: "ranks" }, engines.slice(0, RANKS).map((each) => h("li", { "data-key": each.name },
+      h("span", null, each.name, " ", h("span", { class: "quiet small" }, each.model || each.url)),
+      h("span", { class: "nowrap" }, each.node ? h("a", { href: node_href(each.node) }, each.node) : null)))) : empty("No engine has been announced."),
+    engines.length > RANKS ? h("p", { class: "quiet small" }, `and ${count(engines.length - RANKS)} more`) : null));
+}
+
+// ---- one node ----------------------------------------------------------------------------------------
+
+export function node_view(root, name) {
+  const drawn = charts(name);
+  const view = live(root, async (signal) => {
+    const [detail, segments, engines] = await Promise.all([
+      get(path(["nodes", name]), signal), list(["nodes", name, "segments"], {}, { signal }),
+      list(["engines"], {}, { signal }), refresh_history(signal),
+    ]);
+    return { ...detail, segments, engines: engines.filter((engine) => engine.node === name) };
+  }, ({ node, uptime_s, sections, segments, engines }) => {
+    const why = silence(name);
+    queueMicrotask(drawn.show);
+    return [
+      heading(name, { crumb: { href: "#/cluster", text: "Cluster" },
+        after: [state_pill(why ? "unreachable" : node.state), pill(`kvpool ${node.version || DASH}`)],
+        actions: drain_actions(node, () => view.now()) }),
+      why ? message(why, "warn") : null,
+      h("div", { class: "halves" },
+        card("Tiers", node.tiers.length ? node.tiers.map(tier_meter) : empty("A token for all tenants is needed to see them."),
+          node.drain ? drain_line(node.drain) : null),
+        card("About", pairs([
+          ["Incarnation", h("code", null, node.incarnation || DASH)],
+          ["Addresses", node.transports.map((each) => each.url).join(", ") || DASH],
+          ["Labels", Object.entries(node.labels).map(([label, value]) => `${label}=${value}`).join(", ") || "none"],
+          ["Protocol", String(node.protocol || DASH)],
+          ["Running for", duration(uptime_s)],
+        ]))),
+      drawn.element,
+      card("Links to other nodes", links(sections.remote?.peers ?? [])),
+      card("Engines", engine_table(engines)),
+      card("Memory by tenant", memory(segments)),
+      numbers(sections),
+    ];
+  });
+  return view.stop;
+}
+
+function links(peers) {
+  return table("Links", [
+    { name: "Node", head: true, of: (link) => (link.node ? h("a", { href: node_href(link.node) }, link.node) : link.url) },
+    { name: "Distance", of: (link) => link.distance || DASH },
+    { name: "Answers in", num: true, of: (link) => [milliseconds(link.latency_ms / 1000), link.measured ? null : h("span", { class: "quiet" }, " assumed")] },
+    { name: "Throughput", num: true, of: (link) => [rate(link.bytes_s), link.measured ? null : h("span", { class: "quiet" }, " assumed")] },
+    { name: "Pulled", num: true, of: (link) => bytes(link.bytes) },
+    { name: "Asked", num: true, of: (link) => count(link.asked) },
+    { name: "Failed", num: true, of: (link) => count(link.failed) },
+    { name: "State", class: "name", of: (link) => (link.suspended_s > 0 || link.suspected
+      ? [state_pill("suspended"), link.last_error ? h("p", { class: "small" }, link.last_error) : null] : state_pill("ok")) },
+  ], peers, { none: "No other node is known here.", key: (link) => link.incarnation });
+}
+
+function engine_table(engines) {
+  return table("Engines", [
+    { name: "Engine", head: true, of: (engine) => engine.name },
+    { name: "Model", class: "name", of: (engine) => engine.model || DASH },
+    { name: "Role", of: (engine) => engine.role || DASH },
+    { name: "Tenant", of: (engine) => engine.tenant || DASH },
+    { name: "Routers", of: (engine) => Object.entries(engine.routers)
+      .map(([url, said]) => `${url}: ${said.state ?? "known"}`).join("; ") || DASH },
+    { name: "Address", of: (engine) => h("code", null, engine.url) },
+  ], engines, { none: "No engine has been announced on this node.", key: (engine) => engine.name });
+}
+
+function memory(segments) {
+  return table("Memory by tenant", [
+    { name: "Tenant", head: true, of: (each) => each.tenant },
+    { name: "Segment", num: true, of: (each) => bytes(each.size_bytes) },
+    { name: "Used", num: true, of: (each) => bytes(each.used_bytes) },
+    { name: "Fill", of: (each) => h("span", { class: "nowrap" }, bar(each.used_bytes / each.size_bytes, "Fill", "inline"), ` ${percent(each.used_bytes / each.size_bytes)}`) },
+    { name: "Slots by size", class: "name", of: (each) => each.classes.map((one) =>
+      `${bytes(one.stride)}: ${count(one.slots_used)} of ${count(one.slots_used + one.slots_free)}`).join("; ") || DASH },
+    { name: "Unassigned", num: true, of: (each) => bytes(each.slabs_unassigned * each.slab_bytes) },
+  ], segments, { none: "No tenant has memory on this node.", key: (each) => each.tenant });
+}
+
+/** All other numbers of a node, as it tells them. */
+function numbers(sections) {
+  const names = Object.keys(sections).filter((name) => sections[name] && typeof sections[name] === "object");
+  if (!names.length) return null;
+  return card("All numbers", names.map((name) => h("details", { "data-key": name },
+    h("summary", null, title_of(name)), pairs(flat_numbers(sections[name])))));
+}
+
+function flat_numbers(value, before = "") {
+  return Object.entries(value).flatMap(([name, each]) => {
+    const label = before ? `${before}, ${title_of(name).toLowerCase()}` : title_of(name);
+    if (each !== null && typeof each === "object" && !Array.isArray(each)) return flat_numbers(each, label);
+    return [[label, Array.isArray(each) ? each.map((one) => (typeof one === "object" ? JSON.stringify(one) : by_name(name, one))).join(", ") || DASH
+      : by_name(name, each)]];
+  });
+}
+
+// ---- draining ----------------------------------------------------------------------------------------
+
+function drain_actions(record, again) {
+  if (!session.may("operator")) return [];
+  if (record.drain_wanted) {
+    return [h("button", { type: "button", onclick: () => undrain(record.node, again) }, "Take the drain back")];
+  }
+  return [h("button", { type: "button", onclick: () => drain_dialog(record.node, again) }, "Drain…")];
+}
+
+async function undrain(node, again) {
+  try {
+    await change("DELETE", path(["nodes", node, "drain"]));
+    notify(`The drain of ${node} is taken back.`);
+    again();
+  } catch (problem) {
+    notify(told(problem), "bad");
+  }
+}
+
+function drain_dialog(node, again) {
+  open_dialog(`Drain ${node}?`, (dialog) => {
+    const typed = h("input", { type: "text", autocomplete: "off", spellcheck: "false", autocapitalize: "off" });
+    const go = h("button", { type: "submit", class: "danger", disabled: true }, "Drain");
+    const answer = h("div", null);
+    typed.oninput = () => {
+      go.disabled = typed.value !== node;
+    };
+    queueMicrotask(() => {
+      dialog.querySelector("form").onsubmit = async (event) => {
+        event.preventDefault();
+        if (typed.value !== node) return;
+        go.disabled = true;
+        try {
+          await change("PUT", path(["nodes", node, "drain"]), undefined, dialog.aborted);
+          dialog.close();
+          notify(`${node} is being drained.`);
+          again();
+        } catch (problem) {
+          if (dialog.aborted.aborted) return;
+          morph(answer, message(told(problem), "bad"));
+          go.disabled = false;
+        }
+      };
+      typed.focus();
+    });
+    return [
+      h("p", null, "Blocks that only this node holds are copied to others, nothing new is placed here, and then the node leaves the cluster. It can be taken back until then."),
+      field(`Type ${node} to confirm`, typed),
+      answer,
+      h("div", { class: "actions" }, h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"), go),
+    ];
+  });
+}

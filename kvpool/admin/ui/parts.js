@@ -1,0 +1,128 @@
+// Pieces that several views are made of.
+
+import { Problem, poll } from "./api.js";
+import { h, morph } from "./dom.js";
+import { bytes, percent } from "./format.js";
+
+const STATES = {
+  serving: "good", member: "good", done: "good", closed: "good", ok: "good", drained: "good",
+  joining: "accent", running: "accent", "in flight": "accent",
+  draining: "warn", cancelled: "warn", suspended: "warn", half_open: "warn", rejected: "warn",
+  unreachable: "bad", gone: "bad", failed: "bad", away: "bad", open: "bad", error: "bad",
+};
+
+export const state_pill = (state) => h("span", { class: `pill ${STATES[state] ?? ""}` }, state || "unknown");
+export const pill = (text, kind = "") => h("span", { class: `pill plain ${kind}` }, text);
+export const empty = (text) => h("p", { class: "empty" }, text);
+export const message = (text, kind = "") => h("p", { class: `message ${kind}`, role: kind === "bad" ? "alert" : null }, text);
+
+/** A heading and what can be done there. */
+export function heading(title, { crumb = null, after = [], actions = [] } = {}) {
+  return h("div", { class: "head" },
+    crumb && h("p", { class: "crumb" }, h("a", { href: crumb.href }, crumb.text)),
+    h("h1", { tabindex: "-1" }, title), after, actions.length ? h("div", { class: "right" }, actions) : null);
+}
+
+export function card(title, ...children) {
+  return h("section", { class: "card", "aria-label": title }, h("div", { class: "head" }, h("h2", null, title)), children);
+}
+
+/** Columns: [{name, of(item), num, head}]. head: the cell names its row. */
+export function table(caption, columns, items, { none = "Nothing here.", key = null, row = null } = {}) {
+  if (!items.length) return empty(none);
+  const of = (column, item) => {
+    const props = { class: [column.num ? "num" : "", column.class ?? ""].join(" ").trim() || null };
+    return column.head ? h("th", { scope: "row", ...props }, column.of(item)) : h("td", props, column.of(item));
+  };
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${caption}, table` },
+    h("table", null, h("caption", { class: "hidden-text" }, caption),
+      h("thead", null, h("tr", null, columns.map((column) => h("th", { scope: "col", class: column.num ? "num" : null },
+        column.name || h("span", { class: "hidden-text" }, "Actions"))))),
+      h("tbody", null, items.map((item) => h("tr", { "data-key": key?.(item) ?? null, class: row?.(item) || null },
+        columns.map((column) => of(column, item)))))));
+}
+
+const TIERS = { gpu: "Engines' GPU", device: "Spare GPU", dram: "DRAM", ssd: "SSD", remote: "Object storage" };
+export const tier_name = (name) => TIERS[name] ?? name;
+
+/** How full a tier is. */
+export function tier_meter(tier) {
+  const { name, capacity_bytes: capacity = 0, used_bytes: used = 0 } = tier;
+  const label = tier_name(name);
+  if (!capacity) {
+    return h("div", { class: "meter" }, h("span", null, label), h("span", { class: "of" }, used ? bytes(used) : "none"));
+  }
+  const share = Math.min(1, used / capacity);
+  const kind = share > 0.995 ? "full" : name === "dram" ? "" : name === "ssd" ? "ssd" : "other";
+  return h("div", { class: "meter" },
+    h("span", null, label), h("span", { class: "of" }, `${bytes(used)} of ${bytes(capacity)}, ${percent(share)}`),
+    bar(share, `${label}: share in use`, kind));
+}
+
+export function bar(share, label, kind = "") {
+  const value = Math.max(0, Math.min(1, share || 0));
+  return h("div", { class: `bar ${kind}`, role: "meter", "aria-label": label, "aria-valuemin": "0", "aria-valuemax": "100",
+    "aria-valuenow": (value * 100).toFixed(1), "aria-valuetext": percent(value) },
+    h("i", { style: { "--share": `${value * 100}%`, "--least": value > 0 ? "3px" : "0px" } }));
+}
+
+/** Names with numbers, longest bar first. items: [{key, name, href, note, value, shown}]. */
+export function ranking(items, none) {
+  if (!items.length) return empty(none);
+  const most = Math.max(...items.map((item) => item.value), 1e-9);
+  return h("ol", { class: "ranks" }, items.map((item) => h("li", { "data-key": item.key },
+    h("span", null, item.href ? h("a", { href: item.href }, item.name) : item.name,
+      item.note ? [" ", h("span", { class: "quiet small" }, item.note)] : null),
+    h("span", { class: "nowrap" }, item.shown),
+    h("div", { class: "bar", "aria-hidden": "true", style: { "grid-column": "1 / -1" } },
+      h("i", { style: { "--share": `${(item.value / most) * 100}%` } })))));
+}
+
+export function pairs(entries) {
+  return h("dl", { class: "pairs" }, entries.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))));
+}
+
+export const short_key = (key) => h("code", { title: key }, key.length > 14 ? `${key.slice(0, 6)}…${key.slice(-6)}` : key);
+
+/** How people call a namespace: its model, and what sets it apart. */
+export function namespace_name(namespace) {
+  return String(namespace.fields.model || namespace.digest);
+}
+
+export const namespace_href = ({ tenant, digest }) => `#/namespaces/${encodeURIComponent(tenant)}/${digest}`;
+
+/** Keeps a view true: load(signal) every few seconds, draw(data) into root. What fails is told above what was there.
+ *  Returns {stop, now, show}: show() draws again what was loaded last. */
+export function live(root, load, draw, every_ms) {
+  const trouble = h("div", null);
+  const content = h("div", { class: "live" });
+  content.style.display = "contents";
+  trouble.style.display = "contents";
+  root.replaceChildren(trouble, content);
+  let data;
+  const show = () => data !== undefined && morph(content, draw(data));
+  const stop = poll(async (signal) => {
+    const found = await load(signal);
+    if (signal.aborted) return;
+    data = found;
+    morph(trouble);
+    show();
+  }, (problem) => {
+    const kept = data === undefined ? "" : " What is shown below is older.";
+    morph(trouble, message(`${told(problem)}${kept}`, problem.status === 0 ? "warn" : "bad"));
+    if (data === undefined) morph(content);
+  }, every_ms);
+  return { stop, now: stop.now, show };
+}
+
+export function told(problem) {
+  if (!(problem instanceof Problem)) throw problem;
+  const detail = problem.message === problem.title ? "" : problem.message;
+  return [problem.title, detail].filter(Boolean).join(": ");
+}
+
+export function unreachable_note(unreachable) {
+  const names = Object.entries(unreachable ?? {});
+  if (!names.length) return null;
+  return message(`Not counted: ${names.map(([node, why]) => `${node} (${why})`).join("; ")}`, "warn");
+}

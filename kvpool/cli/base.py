@@ -1,0 +1,120 @@
+"""What all verbs share: the app, options, exit statuses, and the way to this node's daemon."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvpool.errors import ClusterUnavailable, KvpoolError, NotAuthenticated, Unavailable
+
+if TYPE_CHECKING:
+    from kvpool.client import Client
+
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_NO_DAEMON = 3
+EXIT_NOT_ALLOWED = 4
+EXIT_INTERRUPTED = 130
+EXIT_STATUSES = {
+    0: "all is well",
+    EXIT_ERROR: "what was asked for failed, or is not as it should be; the last line says why",
+    EXIT_USAGE: "the command line is wrong",
+    EXIT_NO_DAEMON: "no daemon answers on this machine",
+    EXIT_NOT_ALLOWED: "the daemon or the router answers, and does not let us",
+    EXIT_INTERRUPTED: "interrupted with Ctrl-C",
+}
+
+app = typer.Typer(
+    name="kvpool",
+    help="A cluster-wide KV cache pool for LLM serving.",
+    epilog="Exit status: "
+    + "; ".join(
+        f"{status} {meaning.partition(';')[0]}" for status, meaning in EXIT_STATUSES.items()
+    )
+    + ".",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+TIMEOUT_S = 10.0  # for each question to the daemon of this node
+
+OPERATORS = "For operators"
+
+# Passwords and tokens are no options: every user of a machine sees the arguments of its processes.
+Socket = Annotated[str | None, typer.Option(help="Path of the control socket.")]
+Tenant = Annotated[str, typer.Option(help="Whose pool; its token is read from KVPOOL_TOKEN.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")]
+AnyNode = Annotated[
+    str, typer.Option(help="Ask this node of the cluster, not this one.", metavar="NAME")
+]
+Digest = Annotated[
+    str, typer.Argument(help="A namespace: its first hex digits, 4 or more.", metavar="DIGEST")
+]
+
+
+def client_of(socket: str | None, tenant: str) -> Client:
+    """A client of this node's daemon, with what the environment says to prove who asks."""
+    from kvpool.client import Client
+    from kvpool.config import secret_of
+
+    return Client(
+        socket,
+        tenant=tenant,
+        token=secret_of("KVPOOL_TOKEN"),
+        operator_token=secret_of("KVPOOL_OPERATOR_TOKEN") or "",
+        timeout_s=TIMEOUT_S,
+        connect=True,
+    )
+
+
+def node_names(client: Client) -> dict[str, str]:
+    """Names of the nodes by incarnation; only operators are told."""
+    try:
+        found = client.cluster()["nodes"]
+    except NotAuthenticated:
+        return {}
+    return {record["incarnation"]: record["node"] for record in found}
+
+
+def resolve(client: Client, tenant: str, text: str) -> bytes:
+    from kvpool.status.naming import full_digest, known_digests
+
+    return full_digest(text, known_digests(client.cluster(), client.stats(), tenant))
+
+
+@contextmanager
+def in_doubt(command: str) -> Iterator[None]:
+    """A change that was asked for and not answered may have been made, or be made yet."""
+    try:
+        yield
+    except (Unavailable, ClusterUnavailable) as error:
+        raise type(error)(
+            f"{error}. It may have been done all the same, or be done yet: `kvpool {command}` shows "
+            f"that, and doing it again does no harm"
+        ) from None
+
+
+def print_json(value: Any) -> None:
+    import json
+
+    print(json.dumps(value, indent=2))
+
+
+def exit_status(error: KvpoolError) -> int:
+    """With what a command ends that raised this."""
+    match error:
+        case NotAuthenticated():
+            return EXIT_NOT_ALLOWED
+        case Unavailable():
+            return EXIT_NO_DAEMON
+        case _:
+            return EXIT_ERROR
+
+
+def complain(text: str) -> None:
+    print(f"kvpool: {text}", file=sys.stderr)

@@ -1,0 +1,34 @@
+"""`kvpool token`: tokens for the HTTP gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpool.cli.base import OPERATORS, app
+from kvpool.errors import ConfigError
+
+
+@app.command(rich_help_panel=OPERATORS)
+def token(
+    name: Annotated[str, typer.Argument(help="Whose it is: what the audit log will say.")],
+    file: Annotated[
+        Path, typer.Option(help="The gateway's file of tokens (http_tokens); made if absent.")
+    ],
+    role: Annotated[str, typer.Option(help="viewer, operator or admin.")] = "viewer",
+    tenants: Annotated[
+        list[str] | None,
+        typer.Option("--tenant", help="Good for this tenant only; may be repeated."),
+    ] = None,
+) -> None:
+    """Make a token for the HTTP gateway, print it once, and add its digest to the gateway's file.
+
+    Example: kvpool token ci --role operator --file /etc/kvpool/tokens.toml
+    """
+    try:
+        from kvpool.admin.tokens import add_token
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"this needs {error.name}: pip install 'kvpool[admin]'") from None
+    print(add_token(file, name, role, list(tenants or [])))

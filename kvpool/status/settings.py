@@ -1,0 +1,104 @@
+"""What `kvpool config check` prints: the settings that a daemon would run with, and where each comes from."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.markup import escape
+
+from kvpool.config import SECRETS, SETTINGS, load
+from kvpool.status.text import make_console, make_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+HIDDEN = "***"
+DEFAULT = "default"
+HIDDEN_FIELDS = frozenset(("token", "password", "secret"))
+"""Of tables, such as a tenant's."""
+
+
+class Setting(NamedTuple):
+    """source: default, the file's path, or the variable's name. value: plain, secrets hidden."""
+
+    name: str
+    value: Any
+    source: str
+
+
+def effective(file: str | None, environ: Mapping[str, str]) -> list[Setting]:
+    """All settings of a daemon. Raises `ConfigError`, which names what is wrong and what would be right."""
+    config = load(file=file, environ=environ)
+    path = file or environ.get("KVPOOL_CONFIG") or ""
+    in_file = tomllib.loads(Path(path).read_text()) if path else {}
+    found = []
+    for name in SETTINGS:
+        value = _plain(getattr(config, name))
+        if name in SECRETS and value:
+            value = HIDDEN
+        found.append(Setting(name, value, _source(name, in_file, path, environ)))
+    return found
+
+
+def _source(name: str, in_file: Mapping[str, Any], path: str, environ: Mapping[str, str]) -> str:
+    variable = f"KVPOOL_{name.upper()}"
+    if name != "tenants":
+        if name in SECRETS and f"{variable}_FILE" in environ:
+            return f"{variable}_FILE"
+        if variable in environ:
+            return variable
+    return path if name in in_file else DEFAULT
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, without secrets."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {
+            str(key): HIDDEN if key in HIDDEN_FIELDS and each else _plain(each)
+            for key, each in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
+
+
+def plain(found: Sequence[Setting]) -> dict[str, Any]:
+    """For `--json`."""
+    return {each.name: {"value": each.value, "source": each.source} for each in found}
+
+
+def show(found: Sequence[Setting], console: Console | None = None) -> None:
+    """Print a table: what somebody has set first."""
+    console = console or make_console()
+    table = make_table("", "setting", "value", "from")
+    for each in sorted(found, key=lambda each: each.source == DEFAULT):
+        style = "dim" if each.source == DEFAULT else ""
+        table.add_row(each.name, escape(_text(each)), escape(each.source), style=style)
+    for column in table.columns:
+        column.overflow = "fold"
+    console.print(table)
+
+
+def _text(setting: Setting) -> str:
+    value = setting.value
+    if setting.name == "socket_mode":
+        return f"{value:o}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(_words(each) for each in value)
+    return _words(value) if value is not None else ""
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={_words(each)}" for name, each in value.items())
+    return str(value)

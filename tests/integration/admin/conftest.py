@@ -1,0 +1,215 @@
+"""Gateways of real daemons, and a plain client that shows what HTTP says."""
+
+import contextlib
+import http.client
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from kvpool.admin.tokens import add_token
+from kvpool.testing.local import LocalNode
+from kvpool.testing.servers.etcd import free_port
+from tests.integration.cluster.conftest import (  # noqa: F401  (fixtures of this folder, too)
+    World,
+    numbers,
+    servers,
+    shared_cluster,
+    start_cluster,
+)
+
+TIMEOUT_S = 30.0
+TENANTS = """
+http_rate = 5000
+
+[tenants.default]
+memory = "8MiB"
+[tenants.red]
+memory = "8MiB"
+token = "the red tenant's own secret"
+[tenants.blue]
+memory = "8MiB"
+token = "the blue tenant's own secret"
+"""
+TENANT_TOKENS = {
+    "red": "the red tenant's own secret",
+    "blue": "the blue tenant's own secret",
+    "default": None,
+}
+# Name, role, tenants.
+PRINCIPALS = (
+    ("root", "admin", []),
+    ("op", "operator", []),
+    ("eye", "viewer", []),
+    ("red", "admin", ["red"]),
+    ("redop", "operator", ["red"]),
+    ("redeye", "viewer", ["red"]),
+    ("blue", "admin", ["blue"]),
+)
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def code(self) -> str:
+        """Of a problem, which has its form."""
+        found = self.json
+        assert self.headers["content-type"].startswith("application/problem+json"), self
+        assert set(found) == {"type", "title", "status", "detail", "code", "instance"}
+        assert found["status"] == self.status and found["detail"]
+        assert found["instance"].endswith(self.headers["x-request-id"])
+        return found["code"]
+
+
+@dataclass
+class Gate:
+    """A gateway and a token for it. Every request has a connection of its own."""
+
+    port: int
+    token: str = ""
+    unix: str = ""
+    tokens: dict[str, str] = field(default_factory=dict)
+
+    def of(self, name: str) -> "Gate":
+        """The same with somebody else's token."""
+        return Gate(self.port, self.tokens.get(name, name), self.unix, self.tokens)
+
+    def connect(self) -> socket.socket:
+        if self.unix:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.settimeout(TIMEOUT_S)
+            sock.connect(self.unix)
+            return sock
+        return socket.create_connection(("127.0.0.1", self.port), TIMEOUT_S)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        """body: bytes as they are, else JSON. headers: with _ for -."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if self.token:
+            named.setdefault("Authorization", f"Bearer {self.token}")
+        raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        if raw is not None:
+            named.setdefault("Content-Type", "application/json")
+        connection = http.client.HTTPConnection("localhost", self.port, timeout=TIMEOUT_S)
+        connection.sock = self.connect()
+        with contextlib.closing(connection):
+            connection.request(method, path, raw, named)
+            answer = connection.getresponse()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            return Answer(answer.status, found, answer.read())
+
+    def get(self, path: str, **headers: str) -> Any:
+        """The JSON of what is there."""
+        answer = self.ask("GET", path, **headers)
+        assert answer.status == 200, (path, answer)
+        return answer.json
+
+    def change(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+        answer = self.ask(method, path, body, **headers)
+        assert answer.status in {200, 202}, (path, answer)
+        return answer.json
+
+    def every(self, path: str, **query: Any) -> list[Any]:
+        """All items of all pages."""
+        found, cursor, pages = [], "", 0
+        while cursor is not None:
+            words = {**query, "cursor": cursor}
+            text = "&".join(f"{name}={quote(str(word))}" for name, word in words.items())
+            page = self.get(f"{path}?{text}")
+            assert len(page["items"]) <= int(query.get("limit", 100))
+            found += page["items"]
+            cursor = page["next"]
+            pages += 1
+            assert pages < 10_000
+        return found
+
+    def wait(self, path: str = "/readyz", seconds: float = 30.0) -> "Gate":
+        """Until it answers, and its daemon does."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if self.ask("GET", path).status == 200:
+                    return self
+            assert time.monotonic() < deadline, f"no gateway at {self.port}"
+            time.sleep(0.02)
+
+
+def tokens_in(folder: Path) -> tuple[Path, dict[str, str]]:
+    """A file of tokens for all of `PRINCIPALS`, and these."""
+    path = folder / f"tokens-{secrets.token_hex(4)}.toml"
+    return path, {name: add_token(path, name, role, who) for name, role, who in PRINCIPALS}
+
+
+def gateway_pid(node: LocalNode) -> int:
+    """The process of a node's gateway."""
+    for pid in node.pids[1:]:
+        with contextlib.suppress(OSError):
+            if b"kvpool.admin" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return 0
+
+
+def open_gate(world: World, folder: Path, name: str = "g", **environ: str) -> Gate:
+    """One more node with a gateway, whose tokens are `PRINCIPALS`'."""
+    port = free_port()
+    path, tokens = tokens_in(folder)
+    node = world.make(
+        name,
+        environ={"KVPOOL_HTTP": f"127.0.0.1:{port}", "KVPOOL_HTTP_TOKENS": str(path), **environ},
+    )
+    node.start()
+    gate = Gate(port, tokens["root"], tokens=tokens).wait()
+    wanted = {node.name for node in world.nodes if node.process is not None}
+    deadline = time.monotonic() + 30
+    while {each["node"] for each in gate.get("/v1/nodes")["items"]} != wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return gate
+
+
+def tenants_file(folder: Path) -> str:
+    path = folder / "tenants.toml"
+    path.write_text(TENANTS)
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def two(shared_cluster: Callable[..., Any], tmp_path_factory: Any) -> Iterator[World]:  # noqa: F811
+    """Two nodes with three tenants, one of them with a gateway, for tests that break nothing. `gate` is its way in."""
+    folder = tmp_path_factory.mktemp("gate")
+    flags = ("--config", tenants_file(folder))
+    with shared_cluster(nodes=1, flags=flags, environ={"KVPOOL_MEMORY": "8MiB"}, ssd="64MiB") as world:
+        world.gate = open_gate(world, folder)
+        yield world
+
+
+@pytest.fixture
+def gate(two: World) -> Gate:
+    """As `root`."""
+    return two.gate
+
+
+@pytest.fixture
+def seat_of(two: World) -> Callable[..., Any]:
+    """A client of a tenant at a node."""
+
+    def make(node: str, tenant: str = "default", **settings: Any) -> Any:
+        return two.seat(node, tenant=tenant, token=TENANT_TOKENS[tenant], **settings)
+
+    return make

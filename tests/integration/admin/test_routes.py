@@ -1,0 +1,354 @@
+"""Each route, on real daemons with real blocks."""
+
+import pytest
+
+from kvpool.types import NamespaceRecord
+from tests.integration.cluster.conftest import NBYTES, PLAIN, key
+
+DIGEST = PLAIN.digest().hex()
+
+
+def hexed(numbers):
+    return [key(number).hex() for number in numbers]
+
+
+def ended(gate, job, until):
+    """The job, once it is no longer running."""
+    return until(lambda: (j := gate.get(f"/v1/jobs/{job}"))["state"] != "running" and j)
+
+
+def test_the_gateway_lives_and_knows_who_asks(gate):
+    assert gate.of("").ask("GET", "/healthz").json == {"status": "ok"}
+    assert gate.of("").ask("GET", "/readyz").json == {"status": "ok"}
+    assert gate.get("/v1/me") == {"name": "root", "role": "admin", "tenants": ["*"]}
+    assert gate.of("red").get("/v1/me") == {"name": "red", "role": "admin", "tenants": ["red"]}
+
+
+def test_cluster_and_nodes(gate, two):
+    found = gate.get("/v1/cluster")
+    assert (found["cluster"], found["node"], found["standing"]) == (two.name, "g", "member")
+    assert found["states"] == {"serving": 2}
+    dram = next(tier for tier in found["tiers"] if tier["name"] == "dram")
+    assert dram["capacity_bytes"] == 2 * 3 * (8 << 20)
+    nodes = gate.get("/v1/nodes")["items"]
+    assert [node["node"] for node in nodes] == ["a", "g"]
+    assert [node["state"] for node in nodes] == ["serving", "serving"]
+    assert nodes[0]["transports"][0]["url"] == two.node("a").url
+    one = gate.get("/v1/nodes/a")
+    assert one["node"] == nodes[0] or one["node"]["incarnation"] == nodes[0]["incarnation"]
+    assert one["uptime_s"] > 0
+    assert set(one["sections"]["tenants"]) == {"default", "red", "blue"}
+    assert one["sections"]["node"] == "a"
+    segments = gate.get("/v1/nodes/a/segments")["items"]
+    assert [(each["tenant"], each["size_bytes"]) for each in segments] == [
+        (tenant, 8 << 20) for tenant in ("blue", "default", "red")
+    ]
+    assert gate.ask("GET", "/v1/nodes/zzz").code == "not_found"
+    assert gate.ask("GET", "/v1/nodes/zzz/segments").status == 404
+
+
+def test_namespaces_blocks_and_tenants(gate, seat_of, numbers, until):
+    a, g = seat_of("a"), seat_of("g")
+    some = numbers(30)
+    a.put(some)
+    g.put(some[:10])
+
+    def held():
+        found = gate.get(f"/v1/namespaces/{DIGEST}")["nodes"]
+        return {"a", "g"} <= set(found) and found["a"]["blocks"][0] >= 30 and found
+
+    nodes = until(held)
+    assert nodes["a"]["held_bytes"] >= 30 * NBYTES
+    listed = {(n["tenant"], n["digest"]): n for n in gate.every("/v1/namespaces")}
+    assert listed["default", DIGEST]["fields"]["model"] == "cluster"
+    assert listed["default", DIGEST]["part_bytes"] == [NBYTES]
+    assert gate.ask("GET", f"/v1/namespaces/{'0' * 32}").code == "not_found"
+
+    blocks = gate.every(f"/v1/namespaces/{DIGEST}/blocks", limit=7, tier="dram")
+    here = {(block["node"], block["key"]) for block in blocks}
+    assert len(here) == len(blocks), "each once"
+    assert {("a", each) for each in hexed(some)} <= here
+    assert {("g", each) for each in hexed(some[:10])} <= here
+    only = gate.every(f"/v1/namespaces/{DIGEST}/blocks", limit=1000, node="g", tier="dram")
+    assert {block["node"] for block in only} == {"g"}
+    by_key = {block["key"]: block for block in blocks if block["node"] == "a"}
+    assert by_key[hexed(some)[3]]["parent"] == hexed(some)[2]
+    assert by_key[hexed(some)[3]]["depth"] == 3
+
+    def whole():
+        found = gate.get(f"/v1/blocks/{hexed(some)[4]}?namespace={DIGEST}")
+        return len(found["located"]) == 1 and len(found["located"][0]["replicas"]) == 2 and found
+
+    one = until(whole)
+    assert {(each["node"], each["tier"]) for each in one["here"]} == {("a", "dram"), ("g", "dram")}
+    assert {each["node"] for each in one["located"][0]["replicas"]} == {"a", "g"}
+    assert gate.ask("GET", f"/v1/blocks/{'f' * 32}").code == "not_found"
+
+    tenants = {each["tenant"]: each for each in gate.every("/v1/tenants", limit=1)}
+    assert set(tenants) == {"default", "red", "blue"}
+    assert tenants["default"]["segment_bytes"] == 2 * (8 << 20)
+    assert tenants["default"]["blocks"] >= 40 and tenants["default"]["nodes"] == 2
+    assert tenants["default"]["ssd_bytes"] > 0
+
+
+def test_prefixes_of_each_node(gate, seat_of, numbers, until):
+    a, g = seat_of("a"), seat_of("g")
+    some = numbers(20)
+    a.put(some)
+    g.put(some[:5])
+    body = {"namespace": DIGEST, "keys": hexed(some)}
+
+    def found():
+        answer = gate.change("POST", "/v1/lookup", body)
+        return len(answer["items"]) == 2 and answer
+
+    answer = until(found)
+    assert [(each["node"], each["blocks"]) for each in answer["items"]] == [("a", 20), ("g", 5)]
+    assert answer["asked"] == 20
+    for wrong in ({}, {"namespace": DIGEST}, {"keys": hexed(some)}, {**body, "prompt": "x"}):
+        assert gate.ask("POST", "/v1/lookup", wrong).code == "invalid"
+    assert gate.ask("POST", "/v1/lookup", {"model": "m", "prompt": "x"}).code == "no_routers"
+
+
+def test_pins_stay_when_the_rest_is_evicted(gate, seat_of, numbers, until):
+    a = seat_of("a")
+    some = numbers(12)
+    a.put(some)
+    until(lambda: "a" in gate.get(f"/v1/namespaces/{DIGEST}")["nodes"])
+    body = {"namespace": DIGEST, "keys": hexed(some[:3]), "kind": "hard", "node": "a"}
+    assert gate.change("POST", "/v1/pins", body)["items"] == [{"node": "a", "blocks": 3}]
+    spec = {"kind": "evict", "namespace": DIGEST, "keys": hexed(some)}
+    dry = gate.change("POST", "/v1/jobs", {"spec": spec, "nodes": ["a"], "dry_run": True})
+    view = ended(gate, dry["job"], until)
+    assert (view["state"], view["blocks"], view["dry_run"], a.here(some)) == ("done", 9, True, 12)
+    answer = gate.ask("POST", "/v1/jobs", {"spec": spec})
+    assert answer.status == 202
+    assert answer.headers["location"] == f"/v1/jobs/{answer.json['job']}"
+    view = ended(gate, answer.json["job"], until)
+    assert (view["blocks"], view["kept"], a.here(some)) == (9, 3, 3)
+    assert {each["node"] for each in view["nodes"]} >= {"a"}
+    assert view["by"].startswith("token root")
+    assert answer.json["job"] in {job["job"] for job in gate.every("/v1/jobs", limit=1)}
+    body = {**body, "kind": "none", "node": ""}
+    assert {"node": "a", "blocks": 3} in gate.change("POST", "/v1/pins", body)["items"]
+
+
+def test_blocks_are_brought_to_another_node(gate, seat_of, numbers, until):
+    a, g = seat_of("a"), seat_of("g")
+    some = numbers(8)
+    a.put(some)
+    until(lambda: a.announced and "g" in gate.get(f"/v1/namespaces/{DIGEST}")["nodes"])
+    spec = {"kind": "warm", "namespace": DIGEST, "keys": hexed(some)}
+    job = gate.change("POST", "/v1/jobs", {"spec": spec, "nodes": ["g"]})
+    assert ended(gate, job["job"], until)["blocks"] == 8
+    assert g.here(some) == 8
+
+
+def test_jobs_stop_and_are_not_there(gate, until):
+    job = gate.change("POST", "/v1/jobs", {"spec": {"kind": "scrub"}})
+    assert {each["node"] for each in job["nodes"]} == {"a", "g"}
+    stopped = gate.change("DELETE", f"/v1/jobs/{job['job']}")
+    assert stopped["job"] == job["job"]
+    assert ended(gate, job["job"], until)["state"] in {"cancelled", "done"}
+    assert gate.ask("GET", "/v1/jobs/nobody-s").code == "not_found"
+    assert gate.ask("DELETE", "/v1/jobs/nobody-s").status == 404
+    wrong = {"spec": {"kind": "evict", "least_bytes": 1, "unused_s": 3}}
+    assert gate.ask("POST", "/v1/jobs", wrong).status == 409
+
+
+def test_settings_and_a_new_epoch_of_a_namespace(gate, two, numbers, until):
+    record = NamespaceRecord.simple("mine", block_bytes=4096, block_tokens=16)
+    seat = two.seat("a", record)
+    digest = record.digest().hex()
+    some = numbers(5)
+    seat.put(some)
+    until(lambda: gate.ask("GET", f"/v1/namespaces/{digest}").status == 200)
+    path = f"/v1/namespaces/{digest}"
+    found = gate.change("PATCH", path, {"ttl_s": 90, "dram_quota": 0.5})
+    assert (found["settings"]["ttl_s"], found["settings"]["dram_quota"]) == (90, 0.5)
+    found = gate.change("PATCH", path, {"dram_quota": 1 << 20})
+    assert (found["settings"]["ttl_s"], found["settings"]["dram_quota"]) == (90, 1 << 20)
+    assert gate.ask("PATCH", path, {}).code == "invalid"
+    assert gate.ask("PATCH", path, {"replicas": 0}).code == "invalid"
+    assert gate.ask("PATCH", path, {"dram_quota": 7.5}).code == "invalid"
+    assert gate.ask("PATCH", path, {"colour": 1}).code == "invalid"
+    before = gate.get(path)["epoch"]
+    assert gate.change("POST", f"{path}/clear")["epoch"] == before + 1
+    until(lambda: seat.here(some) == 0)
+    assert gate.change("POST", f"{path}/clear", {"fence": True})["epoch"] == before + 2
+    assert gate.get(path)["epoch"] == before + 2
+    assert gate.ask("POST", f"/v1/namespaces/{'1' * 32}/clear").code == "not_found"
+
+
+def test_a_node_is_drained_and_that_is_called_off(start_cluster, tmp_path, until):
+    from tests.integration.admin.conftest import open_gate
+
+    world = start_cluster(nodes=1)
+    gate = open_gate(world, tmp_path)
+    assert gate.change("PUT", "/v1/nodes/a/drain") | {"progress": None} == {
+        "node": "a",
+        "wanted": True,
+        "progress": None,
+    }
+    until(lambda: gate.get("/v1/nodes/a")["node"]["drain_wanted"])
+    assert not gate.change("DELETE", "/v1/nodes/a/drain")["wanted"]
+    until(lambda: not gate.get("/v1/nodes/a")["node"]["drain_wanted"])
+    assert gate.ask("PUT", "/v1/nodes/zzz/drain").code == "not_found"
+
+
+def test_settings_of_nodes(gate, until):
+    found = gate.get("/v1/config?node=a")
+    assert found["node"] == "a"
+    values = {each["name"]: each for each in found["items"]}
+    assert values["cluster_secret"] == {
+        "name": "cluster_secret",
+        "value": True,
+        "secret": True,
+        "changeable": False,
+    }
+    assert values["forward"]["value"] is True and values["forward"]["changeable"]
+    changed = gate.change("PATCH", "/v1/config", {"changes": {"forward": False}, "nodes": ["a"]})
+    assert changed == {"nodes": ["a"], "unreachable": {}}
+    named = {each["name"]: each["value"] for each in gate.get("/v1/config?node=a")["items"]}
+    assert named["forward"] is False
+    named = {each["name"]: each["value"] for each in gate.get("/v1/config")["items"]}
+    assert named["forward"] is True and named["node"] == "g"
+    assert gate.change("PATCH", "/v1/config", {"changes": {"forward": True}})["nodes"] == ["a", "g"]
+    assert gate.ask("PATCH", "/v1/config", {"changes": {"memory": 1}}).status == 409
+    assert gate.ask("PATCH", "/v1/config", {"changes": {}}).code == "invalid"
+
+
+def test_what_was_read_and_done(gate, seat_of, numbers, until):
+    a = seat_of("a", "red")
+    some = numbers(16)
+    a.put(some)
+    assert a.read(some) == 16
+
+    def charted():
+        samples = gate.get("/v1/history?seconds=600")["samples"]
+        return [s["nodes"]["a"] for s in samples if (s["nodes"]["a"]["read_bytes_s"] or 0) > 0]
+
+    found = until(charted, 30)
+    assert found[-1]["hit_rate"] == 1.0 and found[-1]["tiers"]["dram"] >= 16 * NBYTES
+    hot = gate.get("/v1/hot?by=tenant&seconds=600")
+    assert hot["items"][0]["tenant"] == "red" and hot["items"][0]["read_bytes_s"] > 0
+    by_prefix = until(lambda: gate.get("/v1/hot?by=prefix")["items"])
+    assert by_prefix[0]["tenant"] == "red" and by_prefix[0]["key"] == hexed(some)[15]
+    assert by_prefix[0]["blocks"] == 16
+    assert gate.of("blue").get("/v1/hot?by=prefix")["items"] == []
+    assert {each["tenant"] for each in gate.of("blue").get("/v1/hot?by=tenant")["items"]} <= {"blue"}
+    assert gate.get("/v1/history?seconds=0.001")["samples"] == []
+
+
+def test_numbers_for_prometheus(gate):
+    answer = gate.of("eye").ask("GET", "/metrics")
+    assert answer.status == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'kvpool_build_info{node="g"' in answer.body.decode()
+
+
+def test_without_routers_nobody_knows_requests(gate):
+    assert gate.get("/v1/engines") == {"items": [], "next": None, "unreachable": {}}
+    assert gate.ask("GET", "/v1/requests/abc").code == "no_routers"
+    assert gate.ask("PUT", "/v1/engines/e/drain").code == "no_routers"
+    assert gate.ask("PUT", "/v1/engines/e/weight", {"weight": 0.5}).code == "no_routers"
+    assert gate.ask("POST", "/v1/explain", {"model": "m", "prompt": "x"}).code == "no_routers"
+
+
+def test_a_change_is_made_once(gate, seat_of, numbers, until):
+    a = seat_of("a")
+    a.put(numbers(3))
+    until(lambda: "a" in gate.get(f"/v1/namespaces/{DIGEST}")["nodes"])
+    body = {"spec": {"kind": "evict", "namespace": DIGEST, "keys": ["0" * 32]}, "nodes": ["a"]}
+    first = gate.ask("POST", "/v1/jobs", body, Idempotency_Key="once")
+    again = gate.ask("POST", "/v1/jobs", body, Idempotency_Key="once")
+    assert first.status == again.status == 202
+    assert first.json["job"] == again.json["job"]
+    assert again.headers["location"] == first.headers["location"]
+    other = gate.ask("POST", "/v1/jobs", {**body, "dry_run": True}, Idempotency_Key="once")
+    assert (other.status, other.code) == (422, "idempotency")
+    somebody = gate.of("op").ask("POST", "/v1/jobs", body, Idempotency_Key="once")
+    assert somebody.json["job"] != first.json["job"]
+    assert gate.ask("POST", "/v1/jobs", body, Idempotency_Key="x" * 129).code == "invalid"
+    refused = gate.ask("POST", "/v1/jobs", {"spec": 1}, Idempotency_Key="bad")
+    assert (refused.status, gate.ask("POST", "/v1/jobs", {"spec": 1}, Idempotency_Key="bad").status) == (
+        400,
+        400,
+    )
+
+
+def test_five_thousand_blocks_are_listed_once_each(gate, two, until):
+    record = NamespaceRecord.simple("many", block_bytes=256, block_tokens=16)
+    seat = two.seat("a", record)
+    digest = record.digest().hex()
+    expected = set(hexed(range(5000)))
+    for first in range(0, 5000, 500):
+        seat.client.put(
+            seat.ns, [key(n) for n in range(first, first + 500)], [bytes([n % 251]) * 256 for n in range(500)]
+        )
+    until(lambda: "a" in gate.get(f"/v1/namespaces/{digest}")["nodes"])
+    for limit in (1000, 333):
+        listed = [b["key"] for b in gate.every(f"/v1/namespaces/{digest}/blocks", limit=limit, tier="dram")]
+        assert len(listed) == 5000 and set(listed) == expected
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/nodes?limit=0",
+        "/v1/nodes?limit=1001",
+        "/v1/nodes?limit=x",
+        "/v1/nodes?limit=1&limit=2",
+        "/v1/nodes?colour=red",
+        "/v1/nodes?cursor=zzz",
+        "/v1/nodes?cursor=" + "A" * 600,
+        "/v1/nodes/..%2f..",
+        "/v1/blocks/xyz",
+        f"/v1/blocks/{'F' * 32}",
+        "/v1/namespaces/00",
+        f"/v1/namespaces/{DIGEST}/blocks?tier=tape",
+        f"/v1/namespaces/{DIGEST}/blocks?cursor=W10",
+        "/v1/hot?by=colour",
+        "/v1/history?seconds=nan",
+        "/v1/history?seconds=-1",
+        "/v1/tenants?tenant=%00",
+    ],
+)
+def test_what_cannot_be_meant_is_refused(gate, path):
+    assert gate.ask("GET", path).code in {"invalid", "not_found"}
+
+
+def test_methods_and_bodies_that_are_not_taken(gate):
+    answer = gate.ask("POST", "/v1/nodes")
+    assert (answer.status, answer.code, answer.headers["allow"]) == (405, "method", "GET")
+    assert gate.ask("HEAD", "/v1/nodes").status == 405
+    assert gate.ask("GET", "/v1/nodes", {"a": 1}).code == "invalid"
+    assert gate.ask("POST", "/v1/pins", b"{").code == "invalid"
+    assert gate.ask("POST", "/v1/pins", b"").code == "invalid"
+    assert gate.ask("POST", "/v1/pins", b"{}", Content_Type="text/plain").status == 415
+    assert gate.ask("POST", "/v1/pins", b"[" * 200_000).code == "invalid"
+    assert gate.ask("GET", "/nowhere").code == "not_found"
+
+
+def test_every_answer_keeps_browsers_from_guessing(gate):
+    for path in ("/v1/nodes", "/healthz", "/nowhere", "/metrics"):
+        headers = gate.ask("GET", path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["cache-control"] == "no-store"
+        assert "python" not in headers.get("server", "").lower()
+    assert gate.ask("GET", "/v1/nodes", x_request_id="mine-7").headers["x-request-id"] == "mine-7"
+    assert gate.ask("GET", "/v1/nodes", x_request_id="<a>").headers["x-request-id"] != "<a>"
+
+
+def test_the_dashboard_is_served_and_nothing_beside_it(gate):
+    nobody = gate.of("")
+    assert nobody.ask("GET", "/ui").headers["location"] == "/ui/"
+    page = nobody.ask("GET", "/ui/")
+    if page.status == 200:  # the files are another part's
+        policy = page.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'")
+        assert "frame-ancestors 'none'" in policy and "unsafe" not in policy
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+    for path in ("/ui/../api.py", "/ui/..%2fapi.py", "/ui/%2e%2e/api.py", "/ui/.x", "/ui//etc/passwd", "/ui/a.py"):
+        assert nobody.ask("GET", path).status == 404

@@ -1,0 +1,544 @@
+"""The command line's verbs, each in a process of its own, against two real nodes."""
+
+import json
+import os
+import pty
+import re
+import runpy
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpool import wire
+from tests.integration.cluster.conftest import NBYTES, PLAIN, block, keys_of
+from tests.integration.test_cluster_cli import RUN_S, Commands, hear
+
+DIGEST = PLAIN.digest().hex()
+ABSENT = "ff" * 16
+
+
+def hexes(numbers) -> list[str]:
+    return [each.hex() for each in keys_of(numbers)]
+
+
+@pytest.fixture
+def kvpool(clean_environ, tmp_path: Path) -> Commands:
+    environ = clean_environ(tmp_path)
+    environ.pop("COLUMNS", None)
+    return Commands(environ)
+
+
+@pytest.fixture
+def pair(start_cluster):
+    """Seats at a and b."""
+    return start_cluster(nodes=2).seats()
+
+
+def rows(out: str) -> list[list[str]]:
+    return [line.split() for line in out.splitlines()]
+
+
+# ---- looking ---------------------------------------------------------------------------------------
+
+
+def test_status_of_any_node_and_what_its_exit_status_says(pair, numbers, kvpool, until):
+    a, b = pair
+    b.put(numbers(3))
+    done = kvpool(a.node, "status", "--node", "b")
+    assert (done.status, done.err) == (0, "")
+    assert done.out.startswith("node b ") and "3 blocks stored" in done.out
+    assert kvpool.json(a.node, "status", "--node", "b")["node"] == "b"
+    quiet = kvpool(a.node, "status", "--quiet")
+    assert (quiet.status, quiet.out, quiet.err) == (0, "", "")
+    assert kvpool(a.node, "drain", "b").status == 0
+    until(lambda: b.stats["cluster"]["state"] == "gone")
+    done = kvpool(b.node, "status", "--quiet")
+    assert (done.status, done.out, done.err) == (1, "", "")
+    done = kvpool(b.node, "status")
+    assert done.status == 1
+    assert re.fullmatch(r"kvpool: node b does not serve: it is gone, [^\n]+\n", done.err)
+    b.node.kill()
+    done = kvpool(b.node, "status", "--quiet")
+    assert (done.status, done.out) == (3, "")
+    assert "kvpool serve" in done.err
+
+
+def test_who_may_not_ask_is_told_so_by_the_exit_status(start_cluster, kvpool):
+    world = start_cluster(nodes=1, environ={"KVPOOL_OPERATOR_TOKEN": "o" * 20})
+    node = world.node("a")
+    for words in (("nodes",), ("evict", "--all"), ("events",), ("jobs", "list"), ("top", "--once")):
+        done = kvpool(node, *words)
+        assert (done.status, done.out) == (4, ""), words
+        assert re.fullmatch(r"kvpool: [^\n]*KVPOOL_OPERATOR_TOKEN[^\n]*\n", done.err)
+    assert kvpool(node, "nodes", KVPOOL_OPERATOR_TOKEN="o" * 20).status == 0
+
+
+def test_the_longest_prefix_by_node(pair, numbers, kvpool, until, tmp_path):
+    a, b = pair
+    some = numbers(12)
+    a.put(some[:5])
+    b.put(some)
+    until(lambda: a.announced and b.announced)
+    until(lambda: a.holders(some[11]) == {"b"})
+    done = kvpool(a.node, "lookup", DIGEST[:6], *hexes(some))
+    assert (done.status, done.err) == (0, "")
+    assert rows(done.out)[1:] == [["b", "12", "12", "12"], ["a", "5", "5", "12"]]
+    file = tmp_path / "keys"
+    file.write_text("\n".join(hexes(some[:8])) + "\n")
+    found = kvpool.json(a.node, "lookup", DIGEST, "--keys-file", str(file))
+    assert found["keys"] == 8
+    assert {row["node"]: row["memory_blocks"] for row in found["items"]} == {"a": 5, "b": 8}
+    done = kvpool(a.node, "lookup", DIGEST, ABSENT)
+    assert (done.status, done.out) == (1, "no node has the first of 1 block\n")
+    file.write_text("00\n")
+    done = kvpool(a.node, "lookup", DIGEST, "--keys-file", str(file))
+    assert (done.status, f"{file}, line 1: '00' is no block key" in done.err) == (1, True)
+
+
+def test_blocks_are_listed_page_by_page(pair, numbers, kvpool):
+    a, b = pair
+    some = numbers(30)
+    b.put(some)
+    assert kvpool(a.node, "pin", hexes(some)[4], "--kind", "hard", "--node", "b").status == 0
+    seen, cursor = [], []
+    while True:
+        page = kvpool.json(a.node, "blocks", DIGEST, "--node", "b", "--limit", "13", *cursor)
+        seen += page["items"]
+        if page["next"] is None:
+            break
+        cursor = ["--cursor", page["next"]]
+    assert sorted(each["key"] for each in seen) == sorted(hexes(some))
+    done = kvpool(a.node, "blocks", "--node", "b", "--limit", "40")
+    line = next(line for line in done.out.splitlines() if hexes(some)[4] in line)
+    assert line.split()[:4] == [hexes(some)[4], DIGEST[:12], "4", "1"]
+    assert line.split()[-1] == "hard"
+    assert kvpool(a.node, "blocks").out == "no blocks here\n"
+    assert "--cursor" in kvpool(a.node, "blocks", "--node", "b", "--limit", "7").out
+    done = kvpool(a.node, "blocks", "--tier", "tape")
+    assert (done.status, "dram" in done.err) == (1, True)
+
+
+def test_top_once(pair, numbers, kvpool):
+    a, b = pair
+    some = numbers(10)
+    b.put(some)
+    b.read(some)
+    done = kvpool(a.node, "top", "--once")
+    assert (done.status, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[0].endswith("2 nodes, 0 jobs running")
+    assert lines[2].split()[:5] == ["node", "state", "dram", "put/s", "read/s"]
+    for name in "ab":
+        (row,) = [line for line in lines if line.startswith(f"{name} ")]
+        assert row.split()[1] == "serving" and "/16 MiB" in row and "0 B/s" in row
+    found = kvpool.json(a.node, "top", "--once", "--every-s", "0.2")
+    by_name = {row["node"]: row for row in found["nodes"]}
+    assert by_name["b"]["totals"]["put_bytes"] == 10 * NBYTES
+    assert by_name["b"]["totals"]["got_blocks"] == 10
+    assert by_name["a"]["totals"]["put_bytes"] == 0
+    assert by_name["b"]["rates"]["put_bytes_s"] == 0
+    assert by_name["b"]["tiers"]["dram"]["size_bytes"] == 16 << 20
+
+
+def test_top_goes_on_without_a_node_that_hangs(pair, kvpool):
+    a, b = pair
+    b.node.signal(signal.SIGSTOP)
+    try:
+        found = kvpool.json(a.node, "top", "--once", "--every-s", "0.2")
+    finally:
+        b.node.signal(signal.SIGCONT)
+    by_name = {row["node"]: row for row in found["nodes"]}
+    assert by_name["a"]["rates"] is not None
+    # It is not a member any more when its lease has ended before the second look.
+    assert "b" not in by_name or by_name["b"]["error"]
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, kvpool: Commands, node, *words: str) -> None:
+        self.said = ""
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", ON_TERMINAL),
+                *kvpool._command,
+                *words,
+                *("--socket", node.socket),
+            ],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**kvpool._environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
+            start_new_session=True,
+        )
+        os.close(theirs)
+
+    def until(self, words: str) -> None:
+        """Read until the words occur."""
+        deadline = time.monotonic() + RUN_S
+        while words not in self.said:
+            assert self._read(deadline), f"it has not said {words!r}, but {self.said!r}"
+
+    def _read(self, deadline: float) -> bool:
+        readable, _, _ = select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))
+        try:
+            data = os.read(self._ours, 1 << 16) if readable else b""
+        except OSError:
+            data = b""  # nobody holds the other end any more
+        self.said += data.decode(errors="replace")
+        return bool(data)
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def end(self) -> int:
+        """Its exit status."""
+        deadline = time.monotonic() + RUN_S
+        while self._read(deadline):
+            pass
+        status = self.process.wait(RUN_S)
+        os.close(self._ours)
+        return status
+
+
+# Its own session, whose terminal is its standard input: so Ctrl-C reaches it, and only it.
+ON_TERMINAL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("ending", ["q", "\x03"])
+def test_top_is_watched_until_a_key(pair, kvpool, ending):
+    screen = Terminal(kvpool, pair[0].node, "top", "--every-s", "0.2")
+    screen.until("q ends")
+    screen.until("0 B/s")
+    screen.type(ending)
+    assert screen.end() == 0
+    assert "Traceback" not in screen.said
+
+
+# ---- evicting --------------------------------------------------------------------------------------
+
+
+def test_blocks_are_evicted_everywhere_or_on_some_nodes(pair, numbers, kvpool):
+    a, b = pair
+    some = numbers(20)
+    for seat in pair:
+        seat.put(some)
+    done = kvpool(a.node, "evict", *hexes(some[:3]), "--dry-run")
+    assert done.status == 0
+    assert done.out.splitlines()[-1].startswith("6 blocks would be evicted, ")
+    assert re.match(r"job evict-[0-9a-f]{8} runs on a, b\n", done.err)
+    assert (a.here(some), b.here(some)) == (20, 20)
+    assert kvpool(a.node, "evict", *hexes(some[:3]), "--node", "b").status == 0
+    assert (a.here(some), b.here(some)) == (20, 17)
+    done = kvpool(a.node, "evict", hexes(some)[15], "--chain", "--namespace", DIGEST[:4])
+    assert done.out.splitlines()[-1].startswith("10 blocks evicted, ")
+    assert (a.here(some), b.here(some)) == (15, 12)
+    assert kvpool(a.node, "pin", *hexes(some[4:6]), "--kind", "hard").status == 0
+    found = kvpool.json(a.node, "evict", "--all", "--tier", "dram")
+    by_node = {view["node"]: view for view in found["nodes"]}
+    assert (by_node["a"]["blocks"], by_node["a"]["kept"], by_node["b"]["blocks"]) == (13, 2, 12)
+    assert found["failures"] == {}
+    assert (a.here(some), b.here(some)) == (2, 0)
+    done = kvpool(a.node, "evict", "--all")
+    assert "2 blocks stay, pinned" in done.out
+    assert kvpool(a.node, "unpin", *hexes(some[4:6])).out == "2 of 2 blocks unpinned\n"
+    assert kvpool(a.node, "evict", "--least", "1MiB").status == 0
+    assert a.here(some) == 0
+    a.put(some)
+    done = kvpool(a.node, "evict", "--namespace", DIGEST, "--unused-s", "2h")
+    assert done.out.splitlines()[-1] == "0 blocks evicted"
+    assert a.here(some) == 20
+
+
+def test_what_evict_refuses(pair, kvpool):
+    a, _ = pair
+    for words, hint in (
+        ((), "or --all"),
+        (("--all", ABSENT), "or --all"),
+        (("--namespace", DIGEST, "--chain"), "--chain begins at keys"),
+        (("--namespace", "beef"), "`kvpool namespaces` shows"),
+        (("--unused-s", "5"), "30s, 15m, 12h"),
+        (("--least", "many"), "10GiB"),
+        (("--least", "1MiB", "--namespace", DIGEST), "least_bytes chooses by worth alone"),
+        (("--all", "--node", "z"), "`kvpool nodes` shows them"),
+    ):
+        done = kvpool(a.node, "evict", *words)
+        assert (done.status, done.out) == (1, ""), words
+        assert re.fullmatch(r"kvpool: [^\n]+\n", done.err), words
+        assert hint in done.err
+    assert kvpool(a.node, "evict", "--no-such-flag").status == 2
+
+
+def test_a_node_that_does_not_answer_is_named_and_the_others_are_done(pair, numbers, kvpool):
+    a, b = pair
+    some = numbers(4)
+    a.put(some)
+    b.node.signal(signal.SIGSTOP)
+    try:
+        done = kvpool(a.node, "evict", *hexes(some), "--node", "a", "--node", "b")
+    finally:
+        b.node.signal(signal.SIGCONT)
+    assert done.status == 1
+    assert re.search(r"^kvpool: b: ", done.err, re.MULTILINE)
+    assert done.out.splitlines()[-1].startswith("4 blocks evicted")
+    assert a.here(some) == 0
+
+
+def test_on_a_terminal_it_asks_first(pair, numbers, kvpool):
+    a, _ = pair
+    some = numbers(6)
+    a.put(some)
+    screen = Terminal(kvpool, a.node, "evict", "--namespace", DIGEST)
+    screen.until(f"Evict all blocks of namespace {DIGEST[:12]} on a, b? [y/N]")
+    screen.type("n\n")
+    assert screen.end() == 1
+    assert a.here(some) == 6
+    screen = Terminal(kvpool, a.node, "evict", "--namespace", DIGEST)
+    screen.until("[y/N]")
+    screen.type("y\n")
+    screen.until("6 blocks evicted")
+    assert screen.end() == 0
+    assert a.here(some) == 0
+    a.put(some)
+    screen = Terminal(kvpool, a.node, "evict", "--namespace", DIGEST, "--yes")
+    screen.until("6 blocks evicted")
+    assert screen.end() == 0
+
+
+@pytest.fixture
+def long_job(start_cluster, numbers):
+    """A seat at a node that has so much that an eviction takes a while."""
+    (seat,) = start_cluster(nodes=1, memory="192MiB").seats()
+    some = numbers(5500)
+    for at in range(0, len(some), 500):
+        seat.put(some[at : at + 500])
+    return seat
+
+
+def test_an_interrupted_wait_leaves_the_job_going(long_job, kvpool, until):
+    with kvpool.begin(long_job.node, "evict", "--unused-s", "1h") as process:
+        name = re.search(r"job (evict-\w+) runs on a\n", hear(process, "runs on a\n"))[1]
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=RUN_S)
+    assert (process.returncode, out) == (130, "")
+    assert f"job {name} goes on: `kvpool jobs show {name}`" in err
+    assert "Traceback" not in err
+    (view,) = kvpool.json(long_job.node, "jobs", "show", name)["jobs"]
+    assert view["state"] in {"running", "done"}
+    until(lambda: long_job.client.ask_node(wire.Jobs([name]))[0]["state"] == "done")
+
+
+def test_ctrl_c_on_a_terminal_offers_to_stop_the_job(long_job, kvpool, until):
+    screen = Terminal(kvpool, long_job.node, "evict", "--unused-s", "1h", "--yes")
+    screen.until("evict-")
+    screen.type("\x03")
+    screen.until("Stop job evict-")
+    screen.type("y\n")
+    assert screen.end() == 130
+    assert re.search(r"job evict-\w+ is stopped on (a|no node: it has ended)", screen.said)
+    assert "Traceback" not in screen.said
+
+
+# ---- jobs ------------------------------------------------------------------------------------------
+
+
+def test_jobs_are_listed_shown_and_stopped(pair, numbers, kvpool, until):
+    a, b = pair
+    b.put(numbers(5))
+    assert kvpool(a.node, "jobs", "list").out == "no node remembers a job\n"
+    done = kvpool(a.node, "evict", "--all", "--node", "b", "--no-wait")
+    assert (done.status, done.err) == (0, "")
+    name = done.out.strip()
+    assert re.fullmatch(r"evict-[0-9a-f]{8}", name)
+    until(lambda: a.client.ask_node(wire.Jobs([name]), node="b")[0]["state"] == "done")
+    (view,) = kvpool.json(a.node, "jobs", "show", name)["jobs"]
+    assert (view["node"], view["state"], view["blocks"]) == ("b", "done", 5)
+    (row,) = rows(kvpool(a.node, "jobs", "list").out)[1:]
+    assert row[:3] == [name, "b", "done"]
+    assert kvpool(b.node, "jobs", "stop", name).out == f"job {name} runs nowhere: it has ended\n"
+    for words in (("jobs", "show", "nobody-s"), ("jobs", "stop", "nobody-s")):
+        done = kvpool(a.node, *words)
+        assert (done.status, "`kvpool jobs list`" in done.err) == (1, True)
+
+
+def test_a_running_job_is_stopped(long_job, kvpool, until):
+    name = kvpool(long_job.node, "evict", "--unused-s", "1h", "--no-wait").out.strip()
+    done = kvpool(long_job.node, "jobs", "stop", name)
+    assert done.status == 0
+    assert done.out.startswith(f"job {name} ")
+    until(lambda: long_job.client.ask_node(wire.Jobs([name]))[0]["state"] != "running")
+
+
+def test_blocks_are_brought_and_moved(pair, numbers, kvpool, until):
+    a, b = pair
+    some = numbers(20)
+    b.put(some)
+    until(lambda: b.announced)
+    done = kvpool(a.node, "warm", DIGEST[:8], *hexes(some[:4]))
+    assert done.status == 0, done.err
+    assert done.out.splitlines()[-1].startswith("4 blocks brought, ")
+    assert a.get(some) == 4
+    done = kvpool(b.node, "move", DIGEST[:8], "--from", "b", "--to", "a")
+    assert done.status == 0, done.err
+    assert done.out.splitlines()[-1].startswith("16 blocks brought, ")
+    assert (a.get(some), b.here(some)) == (20, 0)
+    found = kvpool.json(a.node, "warm", DIGEST, "--from", "a", "--node", "b", "--dry-run")
+    assert (found["nodes"][0]["blocks"], b.here(some)) == (20, 0)
+    for words in (("warm", DIGEST), ("move", DIGEST, "--from", "a", "--to", "a")):
+        assert kvpool(a.node, *words).status == 1
+
+
+def test_disks_are_scrubbed_on_any_node(start_cluster, numbers, kvpool, until):
+    world = start_cluster(nodes=2, ssd="64MiB", environ={"KVPOOL_SSD_WRITE": "through"})
+    a, b = world.seats()
+    some = numbers(40)
+    b.put(some)
+    until(lambda: sum(disk["blocks"] for disk in b.stats["tiers"]["ssd"]) == 40)
+    assert kvpool.json(a.node, "scrub") == {"seen": 0, "bad": 0}
+    done = kvpool(b.node, "scrub")
+    assert (done.status, done.out) == (0, "40 blocks seen, 0 bad and dropped\n")
+    (file,) = (Path(b.node.socket).parent / "b-ssd").rglob("segment")
+    content = file.read_bytes()
+    where = content.index(block(some[7]))
+    with file.open("r+b") as opened:
+        opened.seek(where + 100)
+        opened.write(bytes([content[where + 100] ^ 1]))
+        opened.flush()
+        os.fsync(opened.fileno())
+    done = kvpool(a.node, "scrub", "--node", "b")
+    assert (done.status, done.out) == (1, "40 blocks seen, 1 bad and dropped\n")
+    done = kvpool(a.node, "scrub", "--node", "b")
+    assert (done.status, done.out) == (0, "39 blocks seen, 0 bad and dropped\n")
+    assert re.fullmatch(r"scrub-\w{8}\n", kvpool(a.node, "scrub", "--no-wait").out)
+
+
+# ---- events, measuring, settings -------------------------------------------------------------------
+
+
+def test_events_of_all_nodes(pair, numbers, kvpool):
+    a, b = pair
+    some = numbers(1)
+    b.put(some)
+    assert kvpool(a.node, "pin", *hexes(some), "--node", "b").status == 0
+    done = kvpool(a.node, "events")
+    assert (done.status, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert any(re.fullmatch(r"\d{4}-\S+Z  b  node joined  of=a  .*", line) for line in lines)
+    found = kvpool.json(a.node, "events", "--kind", "change")
+    assert [(e["node"], e["details"]["what"]) for e in found] == [("b", "pin")]
+    assert found[0]["details"]["by"] == f"uid {os.getuid()} on a"
+    assert len(kvpool.json(a.node, "events", "--limit", "2")) == 2
+    assert {e["node"] for e in kvpool.json(a.node, "events", "--node", "a")} == {"a"}
+
+
+def test_events_are_followed(pair, numbers, kvpool):
+    a, _ = pair
+    some = numbers(1)
+    a.put(some)
+    words = ("events", "--follow", "--json", "--kind", "change")
+    with kvpool.begin(a.node, *words, PYTHONUNBUFFERED="1") as process:
+        assert kvpool(a.node, "pin", *hexes(some)).status == 0
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=RUN_S)
+    assert json.loads(line)["details"]["what"] == "pin"
+    assert (process.returncode, err) == (130, "")
+
+
+def test_bench_leaves_nothing_behind(pair, numbers, kvpool):
+    a, _ = pair
+    some = numbers(5)
+    a.put(some)
+    found = kvpool.json(a.node, "bench", "--block-size", "16KiB", "--size", "2MiB")
+    assert [row["what"] for row in found["measured"]] == ["memcpy", "put", "match", "get"]
+    assert all(row["blocks"] == 128 and row["seconds"] > 0 for row in found["measured"])
+    assert a.stats["tenants"]["default"]["blocks"] == a.here(some) == 5
+    done = kvpool(a.node, "bench", "--size", "1MiB")
+    assert done.out.startswith("16 blocks of 64 KiB, the best of 3\n")
+    done = kvpool(a.node, "bench", "--block-size", "32MiB")
+    assert (done.status, "--block-size" in done.err) == (1, True)
+
+
+def test_changes_answer_in_json(pair, numbers, kvpool):
+    a, _ = pair
+    some = numbers(2)
+    a.put(some)
+    found = kvpool.json(a.node, "pin", *hexes(some))
+    assert found == {"kind": "soft", "keys": 2, "found": {"": 2}}
+    assert kvpool.json(a.node, "configure", DIGEST, "--ttl", "1h")["namespace"] == DIGEST
+    assert kvpool.json(a.node, "reset", DIGEST)["epoch"] == 1
+    assert kvpool.json(a.node, "drain", "b", "--no-wait")["node"] == "b"
+    assert kvpool.json(a.node, "drain", "b", "--cancel")["node"] == "b"
+
+
+# ---- examples --------------------------------------------------------------------------------------
+
+ELSEWHERE = {
+    "kvpool serve": "all of these tests begin one",
+    "kvpool router": "tests/integration/router",
+    "kvpool explain": "tests/integration/router/test_explain.py",
+    "kvpool sim": "tests/unit/simulator/test_command.py",
+    "kvpool plan": "tests/unit/planner/test_command.py",
+    "kvpool certs": "needs no daemon: its own tests",
+    "kvpool token": "needs no daemon: its own tests",
+}
+LAST = ("kvpool evict", "kvpool move", "kvpool reset", "kvpool drain")
+
+
+def examples(repo_root: Path) -> list[str]:
+    """Those in the help of the verbs that ask daemons; what takes things away comes last."""
+    found = [
+        example
+        for verb in runpy.run_path(str(repo_root / "scripts" / "document_cli.py"))["verbs"]()
+        for example in verb.examples
+        if " ".join(verb.path.split()[:2]) not in ELSEWHERE
+    ]
+    return sorted(found, key=lambda text: LAST.index(p) if (p := text[:13].strip()) in LAST else -1)
+
+
+def test_the_examples_of_the_help_work(pair, numbers, kvpool, repo_root, tmp_path, until):
+    a, b = pair
+    some = numbers(3)
+    b.put(some)
+    until(lambda: b.announced)
+    until(lambda: a.holders(some[0]) == {"b"})
+    a.client.ask_node(wire.BeginJob("evict-5f21c09a", b'{"kind":"evict","unused_s":9e6}'))
+    settings = tmp_path / "kvpool.toml"
+    settings.write_text('memory = "1GiB"')
+    real = {
+        "host-7": "b",
+        "host-8": "a",
+        "3fa9": DIGEST[:6],
+        "research": "default",
+        "00112233445566778899aabbccddeeff": hexes(some)[0],
+        "/etc/kvpool/kvpool.toml": str(settings),
+        "/mnt/nvme0/kvpool": str(tmp_path),
+    }
+    texts = examples(repo_root)
+    assert len(texts) > 30
+    on_b = ("kvpool pin", "kvpool unpin")  # where the block is
+    for text in texts:
+        command = text.partition(" > ")[0]
+        for name, value in real.items():
+            command = command.replace(name, value)
+        words = shlex.split(command)[1:]
+        if {"completion", "config", "version"} & set(words):
+            done = kvpool.alone(*words)
+        else:
+            node = b.node if text.startswith(on_b) else a.node
+            done = kvpool(node, *words)
+        # The machine may lack what doctor looks for.
+        assert done.status == 0 or "doctor" in words, (text, done.out, done.err)
+        assert done.out or "--quiet" in words, text

@@ -1,0 +1,144 @@
+"""A cluster is upgraded node by node, and back: real daemons of this version and of the one before it."""
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from kvpool import wire
+from kvpool.errors import InvalidRequest, Unavailable
+from tests.integration.cluster.conftest import Load
+
+ROOT = Path(__file__).resolve().parents[3]
+BEFORE = "a353e5dd5e7f275d33e07dd80e529904de3b45ff"
+"""The last commit of the protocol before this one."""
+
+OLD_CLIENT = """
+import json, sys
+from kvpool import wire
+from kvpool.client import Client
+from kvpool.types import NamespaceRecord
+with Client(sys.argv[1]) as client:
+    ns = client.open(NamespaceRecord.simple("both", block_bytes=4096, block_tokens=16))
+    keys = [n.to_bytes(16, "big") for n in range(20)]
+    stored = client.put(ns, keys[:10], [bytes([n]) * 4096 for n in range(10)])
+    found = client.get(ns, keys)
+    right = [data == bytes([n]) * 4096 for n, data in enumerate(found)]
+    print(json.dumps([wire.PROTOCOL_VERSION, stored, right]))
+"""
+
+
+@pytest.fixture(scope="session")
+def before(tmp_path_factory) -> dict[str, str]:
+    """The environment in which Python finds the version before, and not the folder that it is started in."""
+    command = ["git", "-C", str(ROOT), "archive", BEFORE, "kvpool", "storage", "engine_plugins"]
+    try:
+        packed = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"the version before is not in this checkout's history: {error}")
+    folder = tmp_path_factory.mktemp("before")
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        tar.extractall(folder, filter="data")
+    return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+
+
+@pytest.fixture
+def as_before(before):
+    """Makes a node's next life one of the version before, or of this one again."""
+
+    def become(node, *, old: bool) -> None:
+        for name, value in before.items():
+            node._environ.pop(name, None)
+            if old:
+                node._environ[name] = value
+
+    return become
+
+
+def protocols(seat) -> dict[str, int]:
+    return {name: record["protocol"] for name, record in seat.members.items()}
+
+
+def answers(seat) -> bool:
+    """A client finds out by itself, after a moment, that its daemon is back."""
+    try:
+        return bool(seat.stats)
+    except Unavailable:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_node_by_node_and_back(start_cluster, as_before, numbers, until):
+    old, new = wire.PROTOCOL_VERSION - 1, wire.PROTOCOL_VERSION
+    world = start_cluster(nodes=3, ssd="64MiB", environ={"KVPOOL_SSD_WRITE": "through"})
+    nodes = [world.node(name) for name in "abc"]
+    for node in nodes:
+        as_before(node, old=True)
+        node.restart()
+    seats = world.seats()
+    assert set(protocols(seats[0]).values()) == {old}
+    kept = {seat.name: numbers(30) for seat in seats}
+    for seat in seats:
+        seat.put(kept[seat.name])
+        until(lambda seat=seat: seat.announced)
+
+    def reads_of_the_others(turn: int) -> None:
+        reader, other = seats[turn % 3], seats[(turn + 1) % 3]
+        reader.read(kept[other.name], wait_s=0.5)
+
+    def everything_is_read() -> None:
+        """By everybody, wherever it is: what is read is compared with what is right."""
+        for reader in seats:
+            for blocks in kept.values():
+                until(lambda r=reader, b=blocks: r.read(b, wait_s=2.0) == 30, 30)
+
+    for to_old in (False, True):
+        for node in nodes:
+            with Load(reads_of_the_others):
+                node.stop()
+                as_before(node, old=to_old)
+                node.start()
+            until(lambda: all(map(answers, seats)), 30)
+            world.until_all_see(seats)
+            everything_is_read()
+            more = numbers(10)
+            writer = next(seat for seat in seats if seat.name == node.name)
+            writer.put(more)
+            until(lambda w=writer: w.announced)
+            for reader in seats:
+                assert reader.read(more) == 10
+            if to_old:
+                continue
+            mixed = protocols(writer)
+            for name, protocol in mixed.items():
+                if protocol == old:
+                    with pytest.raises(InvalidRequest, match="upgrade it"):
+                        writer.client.ask_node(wire.Inspect(), node=name)
+                else:
+                    assert writer.client.ask_node(wire.Inspect(), node=name)["node"] == name
+        assert set(protocols(seats[0]).values()) == {old if to_old else new}
+
+
+def test_engines_may_be_older_or_newer_than_their_daemon(start_cluster, as_before, before):
+    """Their library is in the engine's environment, which is upgraded at another time."""
+    world = start_cluster(nodes=1)
+    node = world.node("a")
+    command = [sys.executable, "-c", OLD_CLIENT, node.socket]
+    for old_daemon in (False, True):
+        as_before(node, old=old_daemon)
+        node.restart()
+        for old_client in (False, True):
+            environ = before if old_client else {}
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=60, check=False, env=environ
+            )
+            assert done.returncode == 0, done.stderr
+            version, stored, right = json.loads(done.stdout)
+            assert version == wire.PROTOCOL_VERSION - old_client
+            assert stored == (0 if old_client else 10), "the second one finds what the first one put"
+            assert right == [True] * 10 + [False] * 10

@@ -1,0 +1,165 @@
+"""The command line's documents are made of its help, and the help says what it has to."""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpool import cli
+from kvpool.cli import base
+from kvpool.errors import KvpoolError
+
+NO_JSON = {  # and why
+    "kvpool serve": "runs until it is stopped",
+    "kvpool router": "the same",
+    "kvpool completion": "prints a script",
+}
+
+
+@pytest.fixture(scope="module")
+def script(repo_root: Path) -> dict:
+    return runpy.run_path(str(repo_root / "scripts" / "document_cli.py"))
+
+
+def test_the_reference_is_made_of_the_help(repo_root: Path, script) -> None:
+    path = repo_root / "docs" / "cli.md"
+    made = script["document"](path.read_text())
+    assert path.read_text() == made, "docs/cli.md is out of date: run scripts/document_cli.py"
+
+
+def test_the_man_page_is_made_of_the_help(repo_root: Path, script) -> None:
+    path = repo_root / "docs" / "man" / "kvpool.1"
+    made = script["man_page"]()
+    assert path.read_text() == made, "docs/man/kvpool.1 is out of date: run scripts/document_cli.py"
+
+
+@pytest.mark.skipif(shutil.which("groff") is None, reason="needs groff")
+def test_the_man_page_is_well_formed(repo_root: Path) -> None:
+    path = repo_root / "docs" / "man" / "kvpool.1"
+    done = subprocess.run(
+        ["groff", "-man", "-Tascii", "-ww", str(path)], capture_output=True, text=True, check=True
+    )
+    # Lines that cannot be filled evenly are no fault.
+    warnings = [w for w in done.stderr.splitlines() if "cannot adjust line" not in w]
+    assert [w for w in warnings if "cannot break line" not in w] == []
+    assert "--unused-s TIME" in re.sub(r"\x1b\[\d+m|.\x08", "", done.stdout)
+
+
+def test_every_verb_has_an_example_and_json(script) -> None:
+    verbs = list(script["verbs"]())
+    assert len(verbs) > 35
+    for verb in verbs:
+        assert verb.text, verb.path
+        assert verb.examples, f"{verb.path} has no example"
+        assert all(each.startswith(verb.path) for each in verb.examples), verb.path
+        names = {option.names.split()[0] for option in verb.options}
+        # What certs and tokens make are files; the numbers of sim and plan go to a file, too.
+        own = verb.path.split()[1] in {"certs", "token"} or verb.path in NO_JSON
+        assert own or "--json" in names, f"{verb.path} has no --json"
+
+
+def test_no_text_of_the_help_is_taken_for_markup(script) -> None:
+    """What stands in brackets would vanish from the screen."""
+    for verb in script["verbs"]():
+        for text in (*verb.text, *(each.help for each in (*verb.arguments, *verb.options))):
+            assert not re.search(r"(?<!\\)\[[a-z/]", text), (verb.path, text)
+
+
+def test_exit_statuses_are_in_the_help() -> None:
+    said = " ".join(CliRunner().invoke(cli.app, ["--help"]).output.split())
+    assert "Exit status: 0 all is well;" in said
+    for status in base.EXIT_STATUSES:
+        assert re.search(rf"[:;] {status} ", said), status
+
+
+def every_error(root: type[KvpoolError] = KvpoolError) -> set[type[KvpoolError]]:
+    return {root}.union(*map(every_error, root.__subclasses__()))
+
+
+def test_every_error_has_its_exit_status() -> None:
+    found = {kind.__name__: base.exit_status(kind("x")) for kind in every_error()}
+    others = {name: status for name, status in found.items() if status != base.EXIT_ERROR}
+    assert others == {"Unavailable": 3, "Declined": 3, "NotAuthenticated": 4}
+
+
+def test_the_help_loads_nothing_heavy() -> None:
+    code = "import sys, kvpool.cli; print(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    for heavy in (
+        "numpy",
+        "asyncio",
+        "uvloop",
+        "aiohttp",
+        "msgspec",
+        "rich.live",
+        "urllib.request",
+    ):
+        assert heavy not in loaded, heavy
+    assert not any(name.startswith(("kvpool.daemon", "kvpool.status")) for name in loaded)
+
+
+# ---- completion ------------------------------------------------------------------------------------
+
+
+def kvpool(*words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", "from kvpool.cli import main; main()", *words],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell: str) -> None:
+    done = kvpool("completion", shell)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"_KVPOOL_COMPLETE=complete_{shell}" in done.stdout
+    assert kvpool("completion", SHELL=f"/bin/{shell}").stdout == done.stdout
+
+
+def test_completion_of_an_unknown_shell() -> None:
+    done = kvpool("completion", SHELL="/bin/ksh")
+    assert done.returncode == 1
+    assert "name one of them" in done.stderr
+    assert kvpool("completion", "ksh").returncode == 2
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    program = tmp_path / "kvpool"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvpool.cli "$@"\n')
+    program.chmod(0o755)
+    script = kvpool("completion", "bash").stdout
+    ask = (
+        'COMP_WORDS=(kvpool {}); COMP_CWORD=1; _kvpool_completion kvpool; echo "${{COMPREPLY[@]}}"'
+    )
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{ask.format('nam')}"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "namespaces"
+
+
+def test_completion_is_installed_at_home(tmp_path: Path) -> None:
+    done = kvpool("completion", "fish", "--install", HOME=str(tmp_path))
+    path = tmp_path / ".config" / "fish" / "completions" / "kvpool.fish"
+    assert (done.returncode, str(path) in done.stdout) == (0, True)
+    assert "complete --command kvpool" in path.read_text()
+    # Where it cannot be written, the message says what to do instead.
+    other = tmp_path / "file"
+    other.write_text("")
+    done = kvpool("completion", "fish", "--install", HOME=str(other))
+    assert (done.returncode, "`kvpool completion fish` prints it" in done.stderr) == (1, True)
