@@ -117,6 +117,8 @@ def parse_job(raw: bytes) -> JobSpec:
             )
         case EvictJob(keys=[], chains=True):
             raise InvalidRequest("chains begin at keys: name some")
+        case WarmJob(namespace=""):
+            raise InvalidRequest("name the namespace whose blocks are wanted")
         case WarmJob(keys=[], source=""):
             raise InvalidRequest("name keys, or the node whose blocks are wanted (source)")
         case WarmJob(source="", move=True):

@@ -27,7 +27,10 @@ TAKE_MAX = 512
 ATTRIBUTES_MAX = 32
 TEXT_CHARACTERS_MAX = 256
 TRACEPARENT_CHARACTERS_MAX = 256
+USUAL_CHARACTERS = 55
 SAMPLED = 1
+EVEN = "02468ace"
+"""Last digits of flags that are not sampled."""
 
 SERVER, CLIENT, INTERNAL = "server", "client", "internal"
 
@@ -196,8 +199,8 @@ class Spans:
 
     def begin(self, traceparent: str, name: str) -> Span | None:
         """What is done for a caller; None where the context that came is not valid, or not sampled."""
-        if not self.on:
-            return None
+        if not self.on or (len(traceparent) == USUAL_CHARACTERS and traceparent[-1] in EVEN):
+            return None  # most are turned away here, without being read
         context = parse(traceparent)
         if context is None or not context.sampled:
             return None

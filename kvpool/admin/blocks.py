@@ -65,17 +65,32 @@ class Blocks:
         self._cluster = cluster
         self._routers = routers
 
+    async def _places(
+        self, tenant: str, digest: str, node: str = "", *, now: bool = True
+    ) -> tuple[list[str], View, Answers[Stats]]:
+        """The nodes that may have blocks of it. Raises `Refused` for what does not exist."""
+
+        def find(view: View, answers: Answers[Stats]) -> tuple[list[str], View, Answers[Stats]]:
+            if digest:
+                check_namespace(view, answers, tenant, digest)
+            else:
+                check_tenant(answers, tenant)
+            nodes = having(answers, tenant, digest)
+            if node:
+                check_node(view, node)
+                nodes = [each for each in nodes if each == node]
+            return nodes, view, answers
+
+        return await self._cluster.consult(find, now=now)
+
     # ---- lists -------------------------------------------------------------------------------------
 
     async def list_blocks(self, call: Call, wanted: BlockPage) -> BlockList:
         """Blocks of a namespace: node by node, tier by tier."""
         tenant = tenant_of(call.who, wanted.tenant)
-        view, answers = await self._cluster.view(), await self._cluster.stats()
-        check_namespace(view, answers, tenant, wanted.digest)
-        nodes = having(answers, tenant, wanted.digest)
-        if wanted.node:
-            check_node(view, wanted.node)
-            nodes = [node for node in nodes if node == wanted.node]
+        nodes, _, answers = await self._places(
+            tenant, wanted.digest, wanted.node, now=not wanted.cursor
+        )
         tiers = [wanted.tier] if wanted.tier else list(TIERS)
         walk = _Walk(nodes, tiers, wanted.cursor)
         items: list[BlockInfo] = []
@@ -127,8 +142,7 @@ class Blocks:
     async def get_block(self, call: Call, wanted: OfBlock) -> BlockDetail:
         """Where a block is, and what each node knows of it."""
         tenant = tenant_of(call.who, wanted.tenant)
-        view, answers = await self._cluster.view(), await self._cluster.stats()
-        nodes = _open_on(view, answers, tenant, wanted.namespace)
+        nodes, view, answers = await self._places(tenant, wanted.namespace)
         key, digest = bytes.fromhex(wanted.key), bytes.fromhex(wanted.namespace)
         shown = await self._cluster.json_each(
             nodes, wire.ShowBlocks(digest, key), list[_Shown], tenant=tenant
@@ -196,9 +210,8 @@ class Blocks:
         return await self._routers.lookup(call, body)
 
     async def _by_keys(self, tenant: str, body: LookupRequest) -> LookupInfo:
-        view, answers = await self._cluster.view(), await self._cluster.stats()
-        check_namespace(view, answers, tenant, body.namespace)
-        nodes = having(answers, tenant, body.namespace) or having(answers, tenant)
+        nodes, view, answers = await self._places(tenant, body.namespace)
+        nodes = nodes or having(answers, tenant)
         if not nodes:
             raise not_found(f"there is no tenant {tenant!r}")
         node = view.node if view.node in nodes else nodes[0]
@@ -221,11 +234,7 @@ class Blocks:
     async def pin(self, call: Call, wanted: OfTenant, body: PinRequest) -> PinInfo:
         """Keep blocks where they are, or no longer."""
         tenant = tenant_of(call.who, wanted.tenant)
-        view, answers = await self._cluster.view(), await self._cluster.stats()
-        nodes = _open_on(view, answers, tenant, body.namespace)
-        if body.node:
-            check_node(view, body.node)
-            nodes = [node for node in nodes if node == body.node]
+        nodes, _, answers = await self._places(tenant, body.namespace, body.node)
         keys = b"".join(dict.fromkeys(map(bytes.fromhex, body.keys)))
         message = wire.PinBlocks(keys, body.kind, bytes.fromhex(body.namespace))
         daemon = self._cluster.daemon
@@ -276,15 +285,6 @@ class _Walk:
     def next_node(self) -> None:
         assert self.place is not None
         self._begin(self._nodes.index(self.place[0]) + 1)
-
-
-def _open_on(view: View, answers: Answers[Stats], tenant: str, digest: str) -> list[str]:
-    """The nodes that may have blocks of it. Raises `Refused` for what does not exist."""
-    if digest:
-        check_namespace(view, answers, tenant, digest)
-    else:
-        check_tenant(answers, tenant)
-    return having(answers, tenant, digest)
 
 
 def _info(node: str, tier: str, block: dict[str, Any]) -> BlockInfo:

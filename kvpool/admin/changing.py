@@ -43,7 +43,7 @@ from kvpool.admin.types import (
     SettingsPatch,
     TenantPage,
 )
-from kvpool.jobs import JobState, JobView, ScrubJob
+from kvpool.jobs import JobState, JobView, ScrubJob, parse_job
 
 CHANGE_S = 5.0  # for what goes to the membership
 JOB_BYTES = 8
@@ -115,9 +115,12 @@ class Changing:
 
     async def _one_that_knows(self, tenant: str, digest: str) -> str:
         """A node for a change of a namespace: our own one, if it has the tenant. Raises `Refused`."""
-        view, answers = await self._cluster.view(), await self._cluster.stats()
-        check_namespace(view, answers, tenant, digest)
-        return _best(view, answers, tenant, digest)
+
+        def find(view: View, answers: Answers[Stats]) -> str:
+            check_namespace(view, answers, tenant, digest)
+            return _best(view, answers, tenant, digest)
+
+        return await self._cluster.consult(find, now=True)
 
     # ---- settings ----------------------------------------------------------------------------------
 
@@ -167,20 +170,24 @@ class Changing:
         tenant = tenant_of(call.who, wanted.tenant)
         if isinstance(body.spec, ScrubJob):
             whole_only(call.who)
-        view, answers = await self._cluster.view(), await self._cluster.stats()
+        raw = msgspec.json.encode(body.spec)
+        parse_job(raw)  # whether its parts go together
         digest = getattr(body.spec, "namespace", "")
-        if digest:
-            check_namespace(view, answers, tenant, digest)
-        else:
-            check_tenant(answers, tenant)
-        nodes = chosen_nodes(view, body.nodes)
-        if not body.nodes:
-            known = having(answers, tenant, digest)
-            nodes = [node for node in nodes if node in known or node in answers.unreachable]
+
+        def find(view: View, answers: Answers[Stats]) -> list[str]:
+            if digest:
+                check_namespace(view, answers, tenant, digest)
+            else:
+                check_tenant(answers, tenant)
+            nodes = chosen_nodes(view, body.nodes)
+            known = {*having(answers, tenant, digest), *answers.unreachable}
+            return nodes if body.nodes else [node for node in nodes if node in known]
+
+        nodes = await self._cluster.consult(find, now=True)
         job = secrets.token_hex(JOB_BYTES)
         begun = await self._cluster.json_each(
             nodes,
-            wire.BeginJob(job, msgspec.json.encode(body.spec), body.dry_run),
+            wire.BeginJob(job, raw, body.dry_run),
             JobView,
             tenant=tenant,
             by=call.by,
@@ -269,5 +276,5 @@ def _best(view: View, answers: Answers[Stats], tenant: str, digest: str) -> str:
 
 
 def _quota(value: float) -> int | float:
-    """Bytes are whole; a share is not, but for all of it."""
-    return int(value) if value == 0 or value > 1 else float(value)
+    """Bytes are whole numbers above 1, a share is up to 1; what is neither is for the daemon to refuse."""
+    return int(value) if value == 0 or (value > 1 and value.is_integer()) else value

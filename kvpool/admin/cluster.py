@@ -7,7 +7,8 @@ and the others' answers come all the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +16,7 @@ import msgspec
 
 from kvpool import wire
 from kvpool.admin.daemon import Daemon
+from kvpool.admin.problems import Refused
 from kvpool.errors import KvpoolError
 from kvpool.placement.records import NamespaceEntry, NodeRecord
 
@@ -56,7 +58,7 @@ class Fresh(Generic[T]):
     """A value that is good for `seconds`; those who want it meanwhile wait for one and the same question."""
 
     def __init__(
-        self, find: Callable[[], Awaitable[T]], seconds: float, clock: Callable[[], float]
+        self, find: Callable[[], Coroutine[Any, Any, T]], seconds: float, clock: Callable[[], float]
     ) -> None:
         self._find = find
         self._seconds = seconds
@@ -65,25 +67,31 @@ class Fresh(Generic[T]):
         self._began = 0.0
 
     async def get(self) -> T:
-        """Raises what finding it does."""
-        now = self._clock()
-        task = self._task
-        old = task is not None and (
-            now - self._began >= self._seconds
-            if task.done()
-            else False  # who comes meanwhile waits for it
-        )
-        if task is None or old or (task.done() and (task.cancelled() or task.exception())):
-            task = self._task = asyncio.ensure_future(self._found())
-            self._began = now
-        return await asyncio.shield(task)
+        """One that was asked for lately. Raises what finding it does."""
+        return await self._since(self._clock() - self._seconds)
+
+    async def now(self) -> T:
+        """One that was asked for after this call. There is one question at a time, whoever asks."""
+        return await self._since(self._clock())
+
+    async def _since(self, moment: float) -> T:
+        while True:
+            task = self._task
+            if task is not None and self._began >= moment and not _failed(task):
+                return await asyncio.shield(task)
+            if task is None or task.done():
+                task = self._task = asyncio.get_running_loop().create_task(self._find())
+                self._began = max(self._clock(), moment)
+                return await asyncio.shield(task)
+            await asyncio.wait((task,))
 
     def forget(self) -> None:
         """Something has been changed."""
-        self._task = None
+        self._began = -math.inf
 
-    async def _found(self) -> T:
-        return await self._find()
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 class Cluster:
@@ -101,6 +109,20 @@ class Cluster:
     async def stats(self) -> Answers[Stats]:
         """What `Inspect` says on each node."""
         return await self._stats.get()
+
+    async def consult(self, decide: Callable[[View, Answers[Stats]], T], *, now: bool = False) -> T:
+        """What follows from what is known; from what is known now, where something is about to be changed.
+
+        decide: raises what it refuses with. What it does not find may be new: it is asked once more.
+        """
+        if not now:
+            try:
+                return decide(await self.view(), await self.stats())
+            except Refused as error:
+                if error.status != 404:
+                    raise
+        view = await self._view.now()
+        return decide(view, await self._stats.now())
 
     def changed(self) -> None:
         """Somebody has changed something: what was heard before is old."""

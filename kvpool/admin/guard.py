@@ -11,8 +11,8 @@ from kvpool.admin.problems import Refused
 from kvpool.admin.tokens import TOKEN_CHARACTERS_MAX, Principal, Rates, Tokens, digest_of
 from kvpool.config import is_loopback
 
-WRONG_MAX = 10  # tokens from one address at once
-WRONG_S = 6.0  # until there may be another one
+WRONG_BURST = 0.2  # of the rate: so many wrong tokens from one address at once
+WRONG_SHARE = 1 / 300  # of the rate: so many a second after that
 ADDRESSES_MAX = 4096
 KNOWN_MAX = 4096  # addresses and the tokens that were right there
 BURST = 2.0  # times the rate
@@ -29,7 +29,9 @@ class Guard:
     def __init__(self, tokens: Tokens, rate: float, uid: int, clock: Callable[[], float]) -> None:
         self._tokens = tokens
         self._uid = uid
-        self._wrong = Rates(1 / WRONG_S, WRONG_MAX, clock, ADDRESSES_MAX)
+        self._wrong_s = 1 / (WRONG_SHARE * rate)
+        burst = max(1.0, WRONG_BURST * rate)
+        self._wrong = Rates(WRONG_SHARE * rate, burst, clock, ADDRESSES_MAX)
         self._rates = Rates(rate, max(1.0, BURST * rate), clock, ADDRESSES_MAX)
         self._known: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
@@ -49,7 +51,7 @@ class Guard:
         # A token that was right from there is not shut out by others who guess.
         place = (address, digest_of(token[:TOKEN_CHARACTERS_MAX]))
         if place not in self._known and self._wrong.empty(address):
-            raise _too_many("attempts without a right token", WRONG_S)
+            raise _too_many("attempts without a right token", self._wrong_s)
         found = None
         if scheme.lower() == "bearer" and 0 < len(token) <= TOKEN_CHARACTERS_MAX:
             found = self._tokens.find(token)

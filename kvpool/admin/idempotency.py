@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ KEEP_S = 600.0
 KEYS_MAX = 1024
 BYTES_MAX = 16 << 20
 KEY_CHARACTERS_MAX = 128
+_KEY = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,11 @@ class Remembered:
         self, scope: str, key: str, body: bytes, make: Callable[[], Awaitable[Answer]]
     ) -> Answer:
         """scope: who asks, and for what; keys of different ones are different. Raises `Refused`."""
-        if not 0 < len(key) <= KEY_CHARACTERS_MAX or not key.isprintable() or not key.isascii():
+        if not _KEY.fullmatch(key):
             raise Refused(
                 400,
                 "invalid",
-                f"an Idempotency-Key has 1 to {KEY_CHARACTERS_MAX} characters, ASCII",
+                f"an Idempotency-Key has 1 to {KEY_CHARACTERS_MAX} characters, visible ASCII",
             )
         name = hashlib.sha256(f"{scope}\n{key}".encode()).hexdigest()
         digest = hashlib.sha256(body).digest()

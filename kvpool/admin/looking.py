@@ -10,9 +10,9 @@ import msgspec
 
 from kvpool.admin.cluster import Answers, Cluster, Stats, View
 from kvpool.admin.paging import page
-from kvpool.admin.problems import Refused, not_found
+from kvpool.admin.problems import Refused
 from kvpool.admin.routing import Call
-from kvpool.admin.scope import check_node, tenant_of
+from kvpool.admin.scope import check_namespace, check_node, tenant_of
 from kvpool.admin.tokens import ALL, Principal
 from kvpool.admin.types import (
     ClusterInfo,
@@ -161,14 +161,14 @@ class Looking:
 
     async def namespace(self, tenant: str, digest: str) -> NamespaceInfo:
         """Raises `Refused` when there is none."""
-        view, answers = await self._cluster.view(), await self._cluster.stats()
-        found = gather_namespaces(view, answers, tenant.__eq__)
-        for each in found:
-            if each.digest == digest:
-                return msgspec.structs.replace(each, unreachable=answers.unreachable)
-        raise not_found(
-            f"tenant {tenant!r} has no namespace {digest}; GET /v1/namespaces lists them"
-        )
+
+        def find(view: View, answers: Answers[Stats]) -> NamespaceInfo:
+            check_namespace(view, answers, tenant, digest)
+            found = gather_namespaces(view, answers, tenant.__eq__)
+            one = next(each for each in found if each.digest == digest)
+            return msgspec.structs.replace(one, unreachable=answers.unreachable)
+
+        return await self._cluster.consult(find)
 
     async def list_tenants(self, call: Call, wanted: TenantPage) -> TenantList:
         """Tenants, with what they have on all nodes together."""

@@ -37,7 +37,7 @@ def describe(table: Sequence[Route]) -> dict[str, Any]:
     """The document."""
     shown = [route for route in table if not route.hidden]
     bodies = [route.body for route in shown if route.body is not None]
-    answers = [route.answer for route in shown if route.answer is not None]
+    answers = [route.answer for route in shown if route.answer not in {None, dict}]
     kinds = list(dict.fromkeys([Problem, *bodies, *answers]))
     _, schemas = msgspec.json.schema_components(kinds, ref_template=TEMPLATE)
     paths: dict[str, dict[str, Any]] = {}
@@ -130,6 +130,8 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
 def _responses(route: Route) -> dict[str, Any]:
     if route.answer is None:
         content: dict[str, Any] = {route.media: {"schema": {"type": "string"}}}
+    elif route.answer is dict:
+        content = {route.media: {"schema": {"type": "object"}}}
     else:
         content = {route.media: {"schema": {"$ref": TEMPLATE.format(name=route.answer.__name__)}}}
     good: dict[str, Any] = {"description": "As asked for.", "content": content}
@@ -155,7 +157,7 @@ def _errors(route: Route) -> set[int]:
     found: set[int] = set()
     if route.role is not None:
         found |= {401, 502}
-    if route.in_path or "tenant" in route.params.__struct_fields__ or route.routers:
+    if route.params.__struct_fields__ or route.body is not None or route.routers:
         found.add(404)
     if route.body is not None:
         found |= {408, 415}

@@ -190,6 +190,8 @@ class Routers:
         for url in self._urls:
             try:
                 return url, await self._ask(url, "POST", "/explain", asked)
+            except NotThere:
+                raise not_found(f"router {url} serves no such model") from None
             except Unavailable as error:
                 failed[url] = str(error)
         raise Unavailable(_why(failed))

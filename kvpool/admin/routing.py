@@ -73,7 +73,7 @@ class Route:
 
 def parse_params(route: Route, path: Mapping[str, str], query: Mapping[str, str]) -> msgspec.Struct:
     """Raises `Refused`. What a path names and cannot be is not found."""
-    names = list(query.keys())
+    names = [name for name, _ in query.items()]  # `keys` has each once
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise Refused(400, "invalid", f"{', '.join(sorted(twice))}: given twice")

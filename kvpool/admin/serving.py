@@ -12,6 +12,8 @@ import struct
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 
 from kvpool.admin.api import FIELD_BYTES_MAX, HEADERS_MAX
 from kvpool.config import HTTP_UNIX, host_and_port
@@ -41,6 +43,7 @@ class Listeners:
             max_field_size=FIELD_BYTES_MAX,
             max_headers=HEADERS_MAX,
             shutdown_timeout=CLOSE_S,
+            lingering_time=CLOSE_S,
         )
         self._cert = cert
         self._key = key
@@ -50,6 +53,7 @@ class Listeners:
     async def open(self, addresses: list[str], unix_mode: int) -> list[str]:
         """Listen on all of them, as written in the configuration. Their URLs. Raises `ConfigError`."""
         await self._runner.setup()
+        server_logger.addFilter(NotOurs())
         if self._cert:
             self._tls = tls_context(self._cert, self._key)
         urls = []
@@ -125,6 +129,14 @@ class Listeners:
         for server in self._servers:
             server.close()
         await self._runner.cleanup()
+
+
+class NotOurs(logging.Filter):
+    """Leaves out what clients do wrong: it is told to them, and may hold their tokens."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError)
 
 
 class _Refusing(asyncio.Protocol):

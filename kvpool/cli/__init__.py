@@ -68,7 +68,7 @@ def main() -> None:
 
         prepare()
     try:
-        app()
+        app(prog_name="kvpool")
     except KvpoolError as error:
         complain(str(error))
         raise SystemExit(exit_status(error)) from None

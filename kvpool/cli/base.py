@@ -116,5 +116,15 @@ def exit_status(error: KvpoolError) -> int:
             return EXIT_ERROR
 
 
+@contextmanager
+def in_foreground() -> Iterator[None]:
+    """Around a service: what it cannot reach, or is refused, is no daemon that did not answer us."""
+    try:
+        yield
+    except KvpoolError as error:
+        complain(str(error))
+        raise typer.Exit(EXIT_ERROR) from None
+
+
 def complain(text: str) -> None:
     print(f"kvpool: {text}", file=sys.stderr)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvpool import __version__
+from kvpool.cli import base
 from kvpool.cli.base import Socket, app
 from kvpool.errors import ConfigError
 
@@ -76,7 +77,8 @@ def router(
         stream=sys.stderr,
     )
     settings, secrets = load(file=config, flags=flags)
-    run(settings, secrets, _say_router_ready)
+    with base.in_foreground():
+        run(settings, secrets, _say_router_ready)
 
 
 def _say_router_ready(url: str, engines: int) -> None:

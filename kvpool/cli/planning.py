@@ -47,7 +47,7 @@ def sim(
     reject: Annotated[bool, typer.Option(help="Refuse what will not meet them.")] = False,
     json_path: Annotated[str | None, typer.Option("--json", help="Write rows here.")] = None,
     plot: Annotated[
-        str | None, typer.Option(help="Draw a PNG of the policies here; needs kvpool[plots].")
+        str | None, typer.Option(help="Draw a PNG of the policies here; needs the extra plots.")
     ] = None,
 ) -> None:
     """Simulate a cluster on a trace: the real scheduler and eviction, simulated engines and links.
@@ -120,7 +120,7 @@ def plan(
     seed: Annotated[int, typer.Option(help="The same seed, the same plan.")] = 0,
     json_path: Annotated[str | None, typer.Option("--json", help="Write all trials here.")] = None,
     plot: Annotated[
-        str | None, typer.Option(help="Draw the sweeps as a PNG here; needs kvpool[plots].")
+        str | None, typer.Option(help="Draw the sweeps as a PNG here; needs the extra plots.")
     ] = None,
 ) -> None:
     """Find how many engines of which kind, and how large a pool, a workload needs.

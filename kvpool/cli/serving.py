@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvpool import __version__
+from kvpool.cli import base
 from kvpool.cli.base import Socket, app
 from kvpool.errors import ConfigError
 
@@ -327,7 +328,9 @@ def serve(
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    run(load(file=config, flags=flags), _say_ready)
+    settings = load(file=config, flags=flags)
+    with base.in_foreground():
+        run(settings, _say_ready)
 
 
 def _holds_password(url: str) -> bool:

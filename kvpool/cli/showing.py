@@ -42,6 +42,8 @@ def status(
     with base.client_of(socket, tenant) as client:
         stats = client.ask_node(wire.Inspect(), node=node) if node else client.stats()
         names = {} if as_json or quiet else base.node_names(client)
+    if tenant not in stats["tenants"]:
+        raise InvalidRequest(f"node {stats['node']} has no tenant {tenant}: its configuration says")
     if as_json:
         base.print_json(stats)
     elif not quiet:

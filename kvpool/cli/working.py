@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -380,6 +379,8 @@ def _work(
 
     silent: nodes that were meant and do not answer, which is not well either.
     """
+    import secrets
+
     from kvpool.status.jobs import Job, carry_out, complaints, name_for, show_job
 
     job = Job(client, name_for(verb, secrets.randbits(32)))

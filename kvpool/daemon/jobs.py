@@ -23,8 +23,8 @@ from kvpool.jobs import EvictJob, JobSpec, JobState, JobView, ScrubJob, WarmJob
 
 REMEMBERED_MAX = 100
 RUNNING_MAX = 4
-TOGETHER = 100  # blocks in one go: some tenths of a millisecond
-LEAST_TOGETHER = 200
+TOGETHER = 20  # blocks in one go: about a tenth of a millisecond
+LEAST_TOGETHER = 50
 IDLE_SHARE = 9.0  # of the time that a step took, until the next one
 DRY_LEAST_MAX = 100_000  # blocks of least worth that are counted without being given up
 UNRELATED_MAX = 100_000  # blocks remembered as not in any wanted chain
@@ -329,10 +329,12 @@ class Work:
         job.total = sum(node.block_count() for node in self._rules().get("ssd", []))
         cursor: int | None = 0
         while cursor is not None:
+            began = self._clock()
             seen, bad, cursor = await self._tiers.scrub(cursor, SCRUB_TOGETHER)
             job.seen += seen
             job.blocks += bad
-            await asyncio.sleep(0 if seen else SHORT_S)
+            # Half of the disks' time is for engines.
+            await asyncio.sleep(self._clock() - began if seen else SHORT_S)
 
 
 class _Chains:

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import aiohttp
 import msgspec
@@ -77,6 +78,7 @@ class Router:
         self._spans = Spans(time.time_ns, os.urandom)
         self._exporter = _exporter(config)
         self._exported = Counts()
+        self._exported_before = Counts()  # as the metrics have it
         upstream = Upstream(session, api_key, config.connect_s)
         self._client = _pool(config)
         self._knowledge = Knowledge(
@@ -179,6 +181,11 @@ class Router:
         await self._export_last()
 
     async def _take_spans(self, count: int) -> Batch:
+        metrics, now, before = self._metrics, self._exported, self._exported_before
+        metrics.spans.labels("exported").inc(now.exported - before.exported)
+        metrics.spans.labels("lost").inc(now.lost - before.lost)
+        metrics.spans.labels("dropped").inc(now.dropped - before.dropped)
+        self._exported_before = replace(now)
         return self._spans.take(count)
 
     async def _export_last(self) -> None:

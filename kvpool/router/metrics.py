@@ -21,6 +21,9 @@ OUTCOMES = ("answered", "refused", "rejected", "failed", "deadline", "broken_off
 """How a request may end: with an answer; with an engine's own error; not taken; with no engine that could do
 it; too late; with an error after its beginning; nobody waits for it any more."""
 
+SPAN_OUTCOMES = ("exported", "lost", "dropped")
+"""What becomes of a span: a collector has it; none took it; there was no room for it meanwhile."""
+
 
 class Metrics:
     """One registry a router. Not thread-safe."""
@@ -71,6 +74,11 @@ class Metrics:
         self.error_bias = gauge(
             "estimate_bias", "Mean of (expected - seen) / seen.", ("kind", "what")
         )
+        self.spans = counter(
+            "spans", "Spans of traces that have ended, by what became of them.", ("outcome",)
+        )
+        for outcome in SPAN_OUTCOMES:
+            self.spans.labels(outcome)
         for outcome in OUTCOMES:
             self.requests.labels(outcome)
 

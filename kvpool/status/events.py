@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from kvpool import wire
-from kvpool.errors import KvpoolError
+from kvpool.errors import KvpoolError, NotAuthenticated
 from kvpool.status.jobs import Asks
 from kvpool.status.text import make_console
 
@@ -33,11 +33,13 @@ class Feed:
         self._after = dict.fromkeys(nodes, 0)
 
     def news(self) -> list[dict[str, Any]]:
-        """What has come since the last call."""
+        """What has come since the last call. Raises `NotAuthenticated`."""
         found: list[dict[str, Any]] = []
         for node in self._after:
             try:
                 found += self._of(node)
+            except NotAuthenticated:
+                raise
             except KvpoolError as error:
                 self.silent[node] = str(error)
             else:

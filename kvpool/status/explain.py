@@ -149,7 +149,7 @@ def _print_rows(
     table = make_table("", "  engine", *columns.values())
     for row in rows:
         mark = "*" if row["engine"] == chosen else " "
-        cells = (_text(name, row[name]) for name in columns)
+        cells = (escape(_text(name, row[name])) for name in columns)
         table.add_row(escape(f"{mark} {row['engine']}"), *cells)
     console.print(table)
 
@@ -163,4 +163,4 @@ def _text(name: str, value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.3f} s" if name.endswith("_s") else f"{value:.3f}"
-    return escape(str(value)) if isinstance(value, str) else str(value)
+    return str(value)

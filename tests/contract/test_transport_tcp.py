@@ -196,7 +196,7 @@ def test_wrong_bytes_under_right_checksums(reader: Side) -> None:
         (b"SSH-2.0-OpenSSH_9.2\r\n", ""),
         (
             wire.encode(wire.PeerChallenge(99, "n", "i", b"n" * 32, b""), 1),
-            f"protocol {wire.PROTOCOL_VERSION}, the peer 99",
+            f"to {wire.PROTOCOL_VERSION}, the peer 99",
         ),
         (wire.encode(wire.PeerChallenge(wire.PROTOCOL_VERSION, "n", "i", b"n", b""), 1), "nonce"),
         (

@@ -158,3 +158,64 @@ def test_two_at_a_time_fetch_once(machine: Path) -> None:
     ]
     said = {process.communicate(timeout=60)[0].strip() for process in several}
     assert said == {str(machine / "cache" / "etcd")}
+
+
+DEB = """case "$*" in *--download-only*)
+    for word in "$@"; do case "$word" in Dir::Cache=*) cache="${word#Dir::Cache=}";; esac; done
+    echo > "$cache/archives/chromium.deb"; echo > "$cache/archives/libfoo.deb";; esac"""
+DPKG = """#!/bin/sh
+[ "$1" = -x ] || exit 1
+case "$2" in
+*chromium.deb) mkdir -p "$3/usr/lib/chromium"
+    printf '#!/bin/sh\\necho "$LD_LIBRARY_PATH $FONTCONFIG_FILE $*"\\n' > "$3/usr/lib/chromium/chromium"
+    chmod +x "$3/usr/lib/chromium/chromium";;
+*libfoo.deb) mkdir -p "$3/usr/lib/x86_64-linux-gnu"; echo > "$3/usr/lib/x86_64-linux-gnu/libfoo.so.1";;
+esac
+"""
+
+
+@pytest.fixture
+def unpacking(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user other than root, with an apt-get and a dpkg that give stand-ins."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for tool in ("mkdir", "dirname"):
+        (machine / "bin" / tool).symlink_to(f"/bin/{tool}")
+    apt(machine, DEB)
+    script(machine / "bin" / "dpkg", DPKG)
+    return machine
+
+
+def test_users_other_than_root_unpack_what_is_in_no_wheel(unpacking: Path) -> None:
+    found = find.find_server("chromium")
+    cache = unpacking / "cache"
+    assert found == str(cache / "chromium")
+    asked = (unpacking / "apt.log").read_text().splitlines()
+    assert len(asked) == 2 and "update" in asked[0]
+    assert "--download-only --no-install-recommends chromium fonts-liberation" in asked[1]
+    assert all(f"Dir::State={cache}" in each for each in asked), (
+        "the machine's state is not touched"
+    )
+    said = subprocess.run([found, "--a", "b c"], capture_output=True, text=True, check=True)
+    files = cache / "chromium-files"
+    libraries, fonts, *arguments = said.stdout.split()
+    assert libraries == str(files / "usr/lib/x86_64-linux-gnu")
+    assert Path(fonts).exists() and Path(fonts).is_relative_to(files)
+    assert arguments == ["--a", "b", "c"]
+    assert {path.name for path in cache.iterdir()} == {"chromium", "chromium-files"}
+    (unpacking / "apt.log").unlink()
+    assert find.find_server("chromium") == found
+    assert not (unpacking / "apt.log").exists(), "what was found once is not looked for again"
+
+
+def test_what_was_unpacked_may_be_moved(unpacking: Path) -> None:
+    find.find_server("chromium")
+    moved = (unpacking / "cache").rename(unpacking / "moved")
+    said = subprocess.run([moved / "chromium"], capture_output=True, text=True, check=True)
+    assert str(moved / "chromium-files") in said.stdout
+
+
+def test_what_does_not_run_is_not_kept(unpacking: Path) -> None:
+    script(unpacking / "bin" / "dpkg", DPKG.replace("echo", "exit 126; echo", 1))
+    with pytest.raises(ConfigError, match="no chromium: not on PATH"):
+        find.find_server("chromium")
+    assert not (unpacking / "cache" / "chromium").exists()

@@ -945,6 +945,18 @@ COMMANDS = (
     "namespaces",
     "reset",
     "configure",
+    "top",
+    "events",
+    "lookup",
+    "blocks",
+    "pin",
+    "unpin",
+    "evict",
+    "warm",
+    "move",
+    "scrub",
+    "tiers",
+    "bench",
 )
 
 
@@ -967,7 +979,8 @@ def test_secrets_are_no_options():
         text = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"}).output
         flags = {word for word in text.split() if word.startswith("--")}
         assert "--socket" in flags
-        assert not {flag for flag in flags if "password" in flag or "token" in flag}
+        files = {"--http-tokens"}  # the path of a file, which holds digests
+        assert not {flag for flag in flags - files if "password" in flag or "token" in flag}
         assert "--cluster-secret" not in flags
 
 
@@ -995,7 +1008,8 @@ def test_other_directories_are_taken_from_the_command_line(monkeypatch, url):
 
 def server(**settings) -> SimpleNamespace:
     config = SimpleNamespace(
-        **{"node": "n", "socket": "/s", "join": "", "cluster": "prod", "directory": ""} | settings
+        **{"node": "n", "socket": "/s", "join": "", "cluster": "prod", "directory": "", "http": ()}
+        | settings
     )
     found = SimpleNamespace(incarnation="a" * 16, summary=lambda: {"others": 1})
     return SimpleNamespace(
@@ -1273,6 +1287,8 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     """Each flag of `serve` sets the setting of its name, and wins over the file."""
     file = tmp_path / "kvpool.toml"
     file.write_text('forward = true\ncopies_max = 2\nlabels = { zone = "z" }\nclients_max = 3')
+    pem = tmp_path / "pem"
+    pem.touch(0o600)
     seen = {}
 
     def run(config, ready):
@@ -1291,6 +1307,9 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         " --ssd-drain-s 9"
         " --remote s3://b/p --remote-bytes-max 1TiB --remote-instance-credentials"
         " --no-events --engines-max 3 --device cuda:0=8GiB"
+        f" --tls-cert {pem} --tls-key {pem} --tls-ca {pem} --tls-crl {pem} --plaintext"
+        f" --http 127.0.0.1:7071 --http unix:/h --http-tokens {pem} --http-rate 7"
+        " --router http://r:1 --otlp http://c:4318"
     )
     result = CliRunner().invoke(cli.app, args.split())
     assert result.exit_code == 0, result.output
@@ -1316,10 +1335,15 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert config.remote_instance_credentials is True
     assert (config.events, config.engines_max) == (False, 3)
     assert config.device == DeviceConfig("cuda:0", 8 << 30)
+    assert {config.tls_cert, config.tls_key, config.tls_ca, config.tls_crl} == {str(pem)}
+    assert (config.plaintext, config.http) == (True, ("127.0.0.1:7071", "unix:/h"))
+    assert (config.http_tokens, config.http_rate) == (str(pem), 7)
+    assert (config.routers, config.otlp) == (("http://r:1",), "http://c:4318")
     secrets = {"cluster_secret", "join_password", "directory_password", "operator_token"}
+    secrets |= {"router_token"}
     given = {word[2:].replace("-", "_") for word in args.split() if word.startswith("--")}
-    given -= {"config", "peer", "label", "rail", "no_forward", "no_events"}
-    given |= {"peers", "labels", "rails", "forward", "events"}
+    given -= {"config", "peer", "label", "rail", "router", "no_forward", "no_events"}
+    given |= {"peers", "labels", "rails", "routers", "forward", "events"}
     assert given | secrets | {"tenants", "clients_max"} == set(SETTINGS)
     result = CliRunner().invoke(cli.app, ["serve", "--clients-max", "7", "--forward"])
     assert result.exit_code == 0, result.output
@@ -1328,7 +1352,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
 
 
 def test_errors_are_one_line_and_a_status(monkeypatch, capsys):
-    def fail():
+    def fail(prog_name):
         raise ConfigError("memory = 'x': give bytes")
 
     monkeypatch.setattr(cli, "app", fail)

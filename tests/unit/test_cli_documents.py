@@ -1,5 +1,6 @@
 """The command line's documents are made of its help, and the help says what it has to."""
 
+import json
 import os
 import re
 import runpy
@@ -83,7 +84,8 @@ def every_error(root: type[KvpoolError] = KvpoolError) -> set[type[KvpoolError]]
 
 
 def test_every_error_has_its_exit_status() -> None:
-    found = {kind.__name__: base.exit_status(kind("x")) for kind in every_error()}
+    kinds = {kind for kind in every_error() if kind.__module__ == "kvpool.errors"}
+    found = {kind.__name__: base.exit_status(kind("x")) for kind in kinds}
     others = {name: status for name, status in found.items() if status != base.EXIT_ERROR}
     assert others == {"Unavailable": 3, "Declined": 3, "NotAuthenticated": 4}
 
@@ -103,6 +105,31 @@ def test_the_help_loads_nothing_heavy() -> None:
     ):
         assert heavy not in loaded, heavy
     assert not any(name.startswith(("kvpool.daemon", "kvpool.status")) for name in loaded)
+
+
+# ---- what asks nobody ------------------------------------------------------------------------------
+
+
+def test_a_configuration_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "kvpool.toml"
+    file.write_text('memory = "1GiB"\ncluster_secret = "0123456789abcdef0123456789abcdef"\n')
+    done = kvpool("config", "check", str(file), KVPOOL_MOVERS="3")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert rows["memory"] == [str(1 << 30), str(file)]
+    assert rows["movers"] == ["3", "KVPOOL_MOVERS"]
+    assert rows["cluster_secret"] == ["***", str(file)]
+    found = json.loads(kvpool("config", "check", str(file), "--json").stdout)
+    assert found["memory"] == {"value": 1 << 30, "source": str(file)}
+    assert "0123456789abcdef" not in done.stdout
+    done = kvpool("config", "check", str(file), KVPOOL_MOVERS="many")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"kvpool: KVPOOL_MOVERS[^\n]+\n", done.stderr)
+
+
+def test_a_wrong_command_line_is_a_usage_error() -> None:
+    for words in (("evict", "--nope"), ("nope",), ("move", "3fa9"), ("jobs", "show")):
+        assert kvpool(*words).returncode == base.EXIT_USAGE, words
 
 
 # ---- completion ------------------------------------------------------------------------------------

@@ -22,7 +22,10 @@ from kvpool.config import (
 )
 from kvpool.errors import ConfigError
 
-SECRETS = ("cluster_secret", "directory", "directory_password", "join_password", "operator_token")
+SECRETS = (
+    *("cluster_secret", "directory", "directory_password", "join_password", "operator_token"),
+    "router_token",
+)
 
 
 def from_file(tmp_path, text: str, **flags) -> DaemonConfig:
@@ -86,6 +89,7 @@ def test_every_setting_can_come_from_the_file(tmp_path, tls_files):
     config = from_file(
         tmp_path,
         "".join(f'{name} = "{path}"\n' for name, path in tls_files.items())
+        + f'http_tokens = "{tls_files["tls_key"]}"\n'
         + """
 plaintext = true
 socket = "/s"
@@ -135,6 +139,11 @@ clients_max = 5
 peers_max = 6
 engines_max = 7
 lease_s_max = 7
+otlp = "https://collector:4318/tenant/"
+http = ["127.0.0.1:7071", "10.0.0.5:7071", "unix:/h"]
+http_rate = 7
+routers = ["http://r:8080/"]
+router_token = "rt"
 [tenants.red]
 memory = 4096
 token = "t"
@@ -193,6 +202,12 @@ memory = "50%"
         peers_max=6,
         engines_max=7,
         lease_s_max=7.0,
+        otlp="https://collector:4318/tenant",
+        http=("127.0.0.1:7071", "10.0.0.5:7071", "unix:/h"),
+        http_tokens=tls_files["tls_key"],
+        http_rate=7.0,
+        routers=("http://r:8080",),
+        router_token="rt",
     )
     assert config.all_tenants() == config.tenants, "the file has said what the default one gets"
     unset = DaemonConfig(socket="")
@@ -251,6 +266,12 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "peers_max": "6",
         "engines_max": "64",
         "lease_s_max": "7.5",
+        "otlp": "http://127.0.0.1:4318",
+        "http": "[::1]:7071, unix:/h",
+        "http_tokens": tls_files["tls_key"],
+        "http_rate": ".5",
+        "routers": "http://r:8080,https://s:1/",
+        "router_token": "rt",
     }
     assert values.keys() | {"tenants"} == set(SETTINGS)
     config = load(environ={f"KVPOOL_{name.upper()}": value for name, value in values.items()})
@@ -272,6 +293,10 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
     assert (config.events, config.engines_max) == (False, 64)
     assert (config.member_ttl_s, config.directory_timeout_s) == (2.5, 0.1)
     assert config.lease_s_max == 7.5
+    assert config.otlp == "http://127.0.0.1:4318"
+    assert (config.http, config.http_rate) == (("[::1]:7071", "unix:/h"), 0.5)
+    assert config.routers == ("http://r:8080", "https://s:1")
+    assert (config.http_tokens, config.router_token) == (values["http_tokens"], "rt")
     assert config.plaintext is True
     assert {name: getattr(config, name) for name in tls_files} == tls_files
     texts = [name for name in values if name.startswith(("join", "operator", "directory"))]
@@ -477,6 +502,17 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
         ("movers = 1.5", "1 to 64"),
         ('movers = "many"', "1 to 64"),
         ("lease_s_max = 0", "seconds"),
+        *[
+            (f"otlp = {wrong!r}", "OTLP over HTTP, such as http://127.0.0.1:4318")
+            for wrong in (
+                "collector:4318",
+                "grpc://a:4317",
+                "http://",
+                "http://a:0",
+                "http://u:p@a:1",
+                "http://a:1?b",
+            )
+        ],
         ("lease_s_max = nan", "seconds"),
         ("lease_s_max = inf", "seconds"),
         ('lease_s_max = "soon"', "seconds"),
@@ -690,3 +726,47 @@ def test_rails_are_names_one_for_each_address(rails, message):
     flags = {"listen": ["tcp://a:1", "tcp://b:2"], "rails": rails}
     with pytest.raises(ConfigError, match=message):
         load(flags=flags, environ={})
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "7071",
+        "host",
+        "host:",
+        ":7071",
+        "host:70000",
+        "http://h:1",
+        "a@h:1",
+        "h:1/x",
+        "unix:",
+        "h:x",
+    ],
+)
+def test_what_is_no_address_of_a_gateway(address):
+    if address:
+        with pytest.raises(ConfigError, match="http"):
+            load(flags={"http": [address]}, environ={})
+    else:
+        assert load(flags={"http": [address]}, environ={}).http == ()
+
+
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "example.org:1", "127.0.0.1.nip.io:1"]
+)
+def test_a_gateway_off_loopback_takes_tokens_and_tls(address, tls_files):
+    tokens = {"http": [address], "http_tokens": tls_files["tls_key"]}
+    for flags, text in (
+        ({"http": [address]}, "kvpool token"),
+        ({"http": [address], "plaintext": True}, "kvpool token"),
+        ({"http": [address], **tls_files}, "kvpool token"),
+        (tokens, "kvpool certs"),
+        ({"http": [address], "http_tokens": "/nowhere"}, "cannot read"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            load(flags=flags, environ={})
+    assert load(flags={**tokens, **tls_files}, environ={}).http == (address,)
+    assert load(flags={**tokens, "plaintext": True}, environ={}).http == (address,)
+    for local in ("127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1", "unix:/h"):
+        assert load(flags={"http": [local]}, environ={}).http == (local,)

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from pathlib import Path
 
 import hypothesis.strategies as st
 import msgspec
@@ -204,3 +205,9 @@ def test_tasks_work_for_the_span_under_which_they_were_created() -> None:
 def test_names(name: str) -> None:
     assert re.fullmatch(r"kvpool\.[a-z]+", name)
     assert NAMES[name] in {spans.SERVER, spans.CLIENT, spans.INTERNAL}
+
+
+def test_all_spans_are_documented(repo_root: Path) -> None:
+    text = (repo_root / "docs" / "tracing.md").read_text()
+    table = text.partition("## Spans")[2].partition("Attributes begin")[0]
+    assert re.findall(r"^\| `(kvpool\.\w+)` \|", table, re.MULTILINE) == list(NAMES)

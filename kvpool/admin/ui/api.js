@@ -25,6 +25,10 @@ export const session = {
     if (value) sessionStorage.setItem(TOKEN, value);
     else sessionStorage.removeItem(TOKEN);
   },
+  /** Whether the token sees what is of no one tenant: tiers, history, drains. */
+  get whole() {
+    return this.me?.tenants.includes("*") ?? false;
+  },
   may(role) {
     const order = ["viewer", "operator", "admin"];
     return order.indexOf(this.me?.role) >= order.indexOf(role);

@@ -9,6 +9,8 @@ const TOP = 10;
 const BOTTOM = 24;
 const RULES = 4;
 const TABLE_ROWS = 60;
+const SPAN_STEP_S = 300;
+const TICKS_S = [60, 120, 300, 600, 900, 1200];
 
 /** A chart in an element of its own. series: [{name, of(sample)}]; of gives a number or null.
  *  shown(value): its text. top: the least upper end of the axis; nice(value): that end as it is drawn. gap: so many
@@ -19,10 +21,12 @@ export function chart(title, series, { shown, top, nice, gap }) {
     "aria-valuemin": "0", "aria-valuemax": "0", "aria-valuenow": "0",
   });
   const legend = h("div", { class: "legend" });
+  const when = h("span", { class: "when" });
   const table = h("div", { class: "table-view", tabindex: "0", role: "region", "aria-label": `${title} as a table` });
   const more = h("details", { ontoggle: () => draw_table() }, h("summary", null, "Show as table"), table);
   const element = h("section", { class: "card", "data-own": "", "aria-label": title },
-    h("h2", null, title), h("div", { class: "chart" }, legend, plot, more));
+    h("div", { class: "head" }, h("h2", null, title), h("div", { class: "right" }, when)),
+    h("div", { class: "chart" }, legend, plot, more));
   let samples = [];
   let every_s = 5;
   let span_s = 3600;
@@ -49,7 +53,7 @@ export function chart(title, series, { shown, top, nice, gap }) {
       marks.push(h("line", { class: "rule", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
       marks.push(h("text", { class: "axis", x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, shown(value)));
     }
-    const step = span_s / (width < 480 ? 3 : 6);
+    const step = TICKS_S.find((each) => span_s / each <= (width < 480 ? 4 : 7)) ?? TICKS_S.at(-1);
     for (let t = Math.ceil((end - span_s) / step) * step; t <= end; t += step) {
       if (x(t) < LEFT + 12 || x(t) > width - RIGHT - 14) continue;
       marks.push(h("text", { class: "axis", x: x(t), y: height - 6, "text-anchor": "middle" }, minute_of(t)));
@@ -101,8 +105,8 @@ export function chart(title, series, { shown, top, nice, gap }) {
     morph(legend,
       series.map((each, number) => h("span", { class: "key" },
         h("svg", { width: 22, height: 8, "aria-hidden": "true" }, h("path", { class: `series s${number}`, d: "M1 4H21" })),
-        h("span", null, each.name), h("b", null, text(each)))),
-      h("span", { class: "when" }, sample ? `${at === null ? "now, " : "at "}${time_of(sample.at_s)}` : ""));
+        h("span", null, each.name), h("b", null, text(each)))));
+    when.textContent = sample ? `${at === null ? "now, " : "at "}${time_of(sample.at_s)}` : "";
     plot.setAttribute("aria-valuemax", String(Math.max(0, samples.length - 1)));
     plot.setAttribute("aria-valuenow", String(at ?? Math.max(0, samples.length - 1)));
     plot.setAttribute("aria-valuetext", sample
@@ -157,11 +161,13 @@ export function chart(title, series, { shown, top, nice, gap }) {
 
   return {
     element,
+    /** seconds: as far back as is shown at most; where less is known, less is. */
     set(found, seconds_between, seconds) {
       const under = at === null ? null : samples[at]?.at_s;
       samples = found;
       every_s = seconds_between;
-      span_s = seconds;
+      const known_s = found.length ? found.at(-1).at_s - found[0].at_s : 0;
+      span_s = Math.min(seconds, Math.max(SPAN_STEP_S, Math.ceil(known_s / SPAN_STEP_S) * SPAN_STEP_S));
       if (under !== null) {
         const again = samples.findIndex((sample) => sample.at_s === under);
         at = again < 0 ? null : again;
@@ -172,11 +178,13 @@ export function chart(title, series, { shown, top, nice, gap }) {
   };
 }
 
-/** The next 1, 2, 4 or 8 times a power of 1024 or ten of them: an end of an axis in bytes. */
+/** The next end of an axis in bytes whose quarters are short numbers, too. */
 export function nice_bytes(value) {
   let unit = 1;
   while (unit * 1024 <= value) unit *= 1024;
-  for (const times of [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]) if (unit * times >= value) return unit * times;
+  for (const times of [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]) {
+    if (unit * times >= value) return unit * times;
+  }
   return value;
 }
 

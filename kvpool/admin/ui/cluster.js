@@ -4,12 +4,14 @@ import { change, get, list, path, session } from "./api.js";
 import { History, chart, hit_rate, mean_of_last, nice_bytes, summed } from "./charts.js";
 import { field, h, morph, notify, open_dialog } from "./dom.js";
 import { DASH, bytes, by_name, count, duration, milliseconds, percent, plural, rate, time_of, title_of } from "./format.js";
-import { bar, card, empty, heading, live, message, namespace_href, namespace_name, pairs, pill, ranking, state_pill,
-  table, tier_meter, tier_name, told } from "./parts.js";
+import { bar, card, empty, heading, live, message, namespace_href, namespace_name, pairs, pill, ranking, short_key,
+  state_pill, table, tier_meter, tier_name, told } from "./parts.js";
 
 const THROUGHPUT = [["Written", "put_bytes_s"], ["Read", "read_bytes_s"], ["Pulled from peers", "pulled_bytes_s"]];
 const SILENT = 3; // samples without a node: it does not answer
 const RANKS = 6;
+const PREFIXES = 1000; // among which each namespace's hottest one is looked for
+const LATELY = "Nothing was read in the last ten minutes.";
 const HIT_SAMPLES = 60; // five minutes
 
 const history = new History();
@@ -29,7 +31,7 @@ function charts(node = null) {
 }
 
 const node_href = (name) => `#/nodes/${encodeURIComponent(name)}`;
-const refresh_history = (signal) => history.refresh(get, path, signal);
+const refresh_history = (signal) => (session.whole ? history.refresh(get, path, signal) : null);
 
 /** Why a node is taken to be unreachable, or nothing: it is in none of the gateway's last samples, but was before. */
 function silence(name) {
@@ -59,12 +61,12 @@ function all_nodes(items) {
 export function cluster_view(root) {
   const drawn = charts();
   const view = live(root, async (signal) => {
-    const [cluster, nodes, , spaces, hot, engines] = await Promise.all([
+    const hot = (by, limit) => get(path(["hot"], { by, limit }), signal);
+    const [cluster, nodes, , spaces, prefixes, tenants, engines] = await Promise.all([
       get(path(["cluster"]), signal), list(["nodes"], {}, { signal }), refresh_history(signal),
-      list(["namespaces"], {}, { signal }), get(path(["hot"], { by: "tenant", limit: RANKS }), signal),
-      list(["engines"], {}, { signal }),
+      list(["namespaces"], {}, { signal }), hot("prefix", PREFIXES), hot("tenant", RANKS), list(["engines"], {}, { signal }),
     ]);
-    return { cluster, nodes, spaces, hot: hot.items, engines };
+    return { cluster, nodes, spaces, prefixes: prefixes.items, tenants: tenants.items, engines };
   }, (data) => {
     document.getElementById("cluster-name").textContent = data.cluster.cluster;
     const nodes = all_nodes(data.nodes);
@@ -73,7 +75,7 @@ export function cluster_view(root) {
       heading("Cluster", { after: [standing_pill(data.cluster)] }),
       tiles(nodes),
       h("section", { "aria-label": "Nodes", class: "grid" }, nodes.map(node_card)),
-      drawn.element,
+      session.whole ? drawn.element : null,
       ranked(data),
     ];
   });
@@ -105,7 +107,7 @@ function tiles(nodes) {
     tier("dram"), tier("ssd"),
     tile("Hit rate", percent(mean_of_last(history.samples, HIT_SAMPLES, hit_rate())), "of the last 5 minutes"),
     tile("Read", moved("read_bytes_s"), "by engines"),
-    tile("Written", moved("put_bytes_s"), `${moved("pulled_bytes_s")} pulled from peers`));
+    tile("Written", moved("put_bytes_s"), `${moved("pulled_bytes_s")} pulled`));
 }
 
 const tile = (name, value, sub) => h("div", { class: "tile" }, h("dt", null, name), h("dd", null, value), h("dd", { class: "sub" }, sub));
@@ -114,7 +116,7 @@ function node_card(node) {
   const now = (name) => rate(latest(summed(name, node.node)));
   const labels = Object.entries(node.labels ?? {}).map(([name, value]) => `${name} ${value}`);
   return h("article", { class: `card node ${node.lost ? "lost" : ""}`, "data-key": node.node },
-    h("div", { class: "head" }, h("h3", null, h("a", { href: node_href(node.node) }, node.node)),
+    h("div", { class: "head" }, h("h2", null, h("a", { href: node_href(node.node) }, node.node)),
       h("div", { class: "right" }, state_pill(node.lost || node.state))),
     node.lost ? h("p", { class: "small" }, node.why) : null,
     (node.tiers ?? []).filter((tier) => tier.capacity_bytes || tier.name === "dram").map(tier_meter),
@@ -134,20 +136,29 @@ function drain_line(drain) {
     bar(share, "Drain: share of blocks looked at", "other"));
 }
 
-/** What is read most, what is largest, who is there. */
-function ranked({ hot, spaces, engines }) {
-  const held = (space) => Object.values(space.nodes).reduce((sum, each) => sum + each.held_bytes, 0);
-  const largest = spaces.map((space) => ({ space, nbytes: held(space) })).filter((each) => each.nbytes > 0)
-    .sort((one, other) => other.nbytes - one.nbytes).slice(0, RANKS);
-  const read = hot.filter((each) => each.read_bytes_s > 0);
-  return h("div", { class: "thirds" },
-    card("Hottest tenants", ranking(read.map((each) => ({
-      key: each.name, name: each.name, value: each.read_bytes_s, shown: rate(each.read_bytes_s),
+/** What is read most, and the engines that read. */
+function ranked({ prefixes, tenants, spaces, engines }) {
+  const names = new Map(spaces.map((space) => [`${space.tenant}/${space.digest}`, namespace_name(space)]));
+  const whose = (each) => `${each.tenant}/${each.namespace}`;
+  const name = (each) => names.get(whose(each)) ?? each.namespace;
+  const reads = (value) => plural(value < 10 ? Number(value.toFixed(1)) : Math.round(value), "read");
+  // Prefixes contain each other, so their reads cannot be summed up: a namespace is as hot as its hottest one.
+  const hottest = new Map();
+  for (const each of prefixes) if (!hottest.has(whose(each))) hottest.set(whose(each), each);
+  const namespaces = [...hottest.values()].slice(0, RANKS);
+  const busy = tenants.filter((each) => each.read_bytes_s > 0);
+  return h("div", { class: "halves" },
+    card("Hottest prefixes", ranking(prefixes.slice(0, RANKS).map((each) => ({
+      key: `${whose(each)}/${each.key}`, name: short_key(each.key), note: `${plural(each.blocks, "block")} of ${name(each)}`,
+      href: `#/blocks/${encodeURIComponent(each.tenant)}/${each.namespace}/${each.key}`, value: each.reads, shown: reads(each.reads),
+    })), LATELY)),
+    card("Hottest namespaces", ranking(namespaces.map((each) => ({
+      key: whose(each), name: name(each), note: each.tenant, href: namespace_href({ tenant: each.tenant, digest: each.namespace }),
+      value: each.reads, shown: `${reads(each.reads)} of one prefix`,
+    })), LATELY)),
+    card("Hottest tenants", ranking(busy.map((each) => ({
+      key: each.tenant, name: each.tenant, value: each.read_bytes_s, shown: rate(each.read_bytes_s),
     })), "Nothing was read in the last minute.")),
-    card("Largest namespaces", ranking(largest.map(({ space, nbytes }) => ({
-      key: `${space.tenant}/${space.digest}`, name: namespace_name(space), note: space.tenant,
-      href: namespace_href(space), value: nbytes, shown: bytes(nbytes),
-    })), "No namespace holds anything.")),
     card("Engines", engines.length ? h("ul", { class: "ranks" }, engines.slice(0, RANKS).map((each) => h("li", { "data-key": each.name },
       h("span", null, each.name, " ", h("span", { class: "quiet small" }, each.model || each.url)),
       h("span", { class: "nowrap" }, each.node ? h("a", { href: node_href(each.node) }, each.node) : null)))) : empty("No engine has been announced."),
@@ -160,10 +171,10 @@ export function node_view(root, name) {
   const drawn = charts(name);
   const view = live(root, async (signal) => {
     const [detail, segments, engines] = await Promise.all([
-      get(path(["nodes", name]), signal), list(["nodes", name, "segments"], {}, { signal }),
+      get(path(["nodes", name]), signal), get(path(["nodes", name, "segments"]), signal),
       list(["engines"], {}, { signal }), refresh_history(signal),
     ]);
-    return { ...detail, segments, engines: engines.filter((engine) => engine.node === name) };
+    return { ...detail, segments: segments.items, engines: engines.filter((engine) => engine.node === name) };
   }, ({ node, uptime_s, sections, segments, engines }) => {
     const why = silence(name);
     queueMicrotask(drawn.show);
@@ -182,7 +193,7 @@ export function node_view(root, name) {
           ["Protocol", String(node.protocol || DASH)],
           ["Running for", duration(uptime_s)],
         ]))),
-      drawn.element,
+      session.whole ? drawn.element : null,
       card("Links to other nodes", links(sections.remote?.peers ?? [])),
       card("Engines", engine_table(engines)),
       card("Memory by tenant", memory(segments)),
@@ -250,7 +261,7 @@ function flat_numbers(value, before = "") {
 // ---- draining ----------------------------------------------------------------------------------------
 
 function drain_actions(record, again) {
-  if (!session.may("operator")) return [];
+  if (!session.may("operator") || !session.whole) return [];
   if (record.drain_wanted) {
     return [h("button", { type: "button", onclick: () => undrain(record.node, again) }, "Take the drain back")];
   }

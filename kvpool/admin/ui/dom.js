@@ -97,8 +97,8 @@ export function open_dialog(title, build) {
   dialog.addEventListener("close", () => {
     gone.abort();
     dialog.remove();
-    if (before?.isConnected) before.focus();
-    else document.getElementById("main").focus();
+    // The browser gives the focus back itself, if there still is what had it.
+    if (!before?.isConnected) document.getElementById("main").focus();
   });
   dialog.addEventListener("keydown", (event) => keep_inside(dialog, event));
   document.body.append(dialog);

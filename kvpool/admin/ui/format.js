@@ -1,7 +1,7 @@
 // Numbers as people read them: with units, of a length that does not jump.
 
 const STEPS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-const counts = new Intl.NumberFormat("en");
+const counts = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 export const DASH = "–";
 
 export function bytes(value) {
@@ -18,7 +18,7 @@ export function bytes(value) {
 
 const trimmed = (value, digits) => (Number.isInteger(value) ? String(value) : value.toFixed(digits));
 export const rate = (value) => (Number.isFinite(value) ? `${bytes(value)}/s` : DASH);
-export const count = (value) => (Number.isFinite(value) ? counts.format(Math.round(value)) : DASH);
+export const count = (value) => (Number.isFinite(value) ? counts.format(value) : DASH);
 export const plural = (value, one, many = `${one}s`) => `${count(value)} ${value === 1 ? one : many}`;
 
 export function percent(share) {

@@ -6,6 +6,7 @@ import { DASH, by_name, count, date_of, duration, milliseconds, time_of, title_o
 import { card, empty, heading, live, message, pairs, pill, table, told, unreachable_note } from "./parts.js";
 
 const EVENTS_MAX = 500;
+const REPLAYED = 200;
 
 // ---- requests ----------------------------------------------------------------------------------------
 
@@ -111,6 +112,7 @@ export function events_view(root) {
   const log = h("ol", { class: "log" });
   const none = empty("No events yet.");
   let drawing = 0;
+  let gaps = 0;
   const draw = () => {
     drawing = 0;
     const wanted = filter.value.trim().toLowerCase();
@@ -127,7 +129,7 @@ export function events_view(root) {
     heading("Events", { after: [status], actions: [filter] }), trouble,
     h("p", { class: "quiet" }, `What has happened on all nodes, as it comes; the last ${EVENTS_MAX} are kept here.`),
     h("section", { class: "card", role: "log", "aria-label": "Events, newest first", "aria-live": "off" }, log, none));
-  stream(path(["events"], { replay: 200 }), {
+  stream(path(["events"], { replay: REPLAYED }), {
     signal: gone.signal,
     heard({ kind, data }) {
       let event;
@@ -136,7 +138,7 @@ export function events_view(root) {
       } catch {
         return; // no event of ours: a comment of a proxy
       }
-      event.kind ??= kind;
+      if (kind === "gap") event = { number: (gaps += 1), at_s: Date.now() / 1000, node: "gateway", kind, details: event };
       event.text = `${event.node} ${event.kind} ${JSON.stringify(event.details)}`.toLowerCase();
       const at = events.findIndex((each) => each.at_s <= event.at_s);
       events.splice(at < 0 ? events.length : at, 0, event);

@@ -53,7 +53,7 @@ export function tier_meter(tier) {
     return h("div", { class: "meter" }, h("span", null, label), h("span", { class: "of" }, used ? bytes(used) : "none"));
   }
   const share = Math.min(1, used / capacity);
-  const kind = share > 0.995 ? "full" : name === "dram" ? "" : name === "ssd" ? "ssd" : "other";
+  const kind = name === "dram" ? "" : name === "ssd" ? "ssd" : "other"; // a full one is as it should be: it is a cache
   return h("div", { class: "meter" },
     h("span", null, label), h("span", { class: "of" }, `${bytes(used)} of ${bytes(capacity)}, ${percent(share)}`),
     bar(share, `${label}: share in use`, kind));

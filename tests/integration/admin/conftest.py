@@ -84,18 +84,28 @@ class Gate:
     token: str = ""
     unix: str = ""
     tokens: dict[str, str] = field(default_factory=dict)
+    source: str = "127.0.0.1"
+
+    def stranger(self, token: str = "") -> "Gate":
+        """Somebody at an address of their own, which others' wrong tokens are not counted for."""
+        source = f"127.{secrets.randbelow(250) + 1}.{secrets.randbelow(250) + 1}.9"
+        return Gate(self.port, token, self.unix, source=source)
 
     def of(self, name: str) -> "Gate":
         """The same with somebody else's token."""
-        return Gate(self.port, self.tokens.get(name, name), self.unix, self.tokens)
+        return Gate(self.port, self.tokens.get(name, name), self.unix, self.tokens, self.source)
 
     def connect(self) -> socket.socket:
         if self.unix:
             sock = socket.socket(socket.AF_UNIX)
             sock.settimeout(TIMEOUT_S)
-            sock.connect(self.unix)
+            try:
+                sock.connect(self.unix)
+            except OSError:
+                sock.close()
+                raise
             return sock
-        return socket.create_connection(("127.0.0.1", self.port), TIMEOUT_S)
+        return socket.create_connection(("127.0.0.1", self.port), TIMEOUT_S, (self.source, 0))
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         """body: bytes as they are, else JSON. headers: with _ for -."""
@@ -194,7 +204,9 @@ def two(shared_cluster: Callable[..., Any], tmp_path_factory: Any) -> Iterator[W
     """Two nodes with three tenants, one of them with a gateway, for tests that break nothing. `gate` is its way in."""
     folder = tmp_path_factory.mktemp("gate")
     flags = ("--config", tenants_file(folder))
-    with shared_cluster(nodes=1, flags=flags, environ={"KVPOOL_MEMORY": "8MiB"}, ssd="64MiB") as world:
+    with shared_cluster(
+        nodes=1, flags=flags, environ={"KVPOOL_MEMORY": "8MiB"}, ssd="64MiB"
+    ) as world:
         world.gate = open_gate(world, folder)
         yield world
 

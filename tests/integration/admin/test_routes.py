@@ -3,6 +3,7 @@
 import pytest
 
 from kvpool.types import NamespaceRecord
+from tests.integration.admin.conftest import open_gate
 from tests.integration.cluster.conftest import NBYTES, PLAIN, key
 
 DIGEST = PLAIN.digest().hex()
@@ -152,8 +153,12 @@ def test_jobs_stop_and_are_not_there(gate, until):
     assert ended(gate, job["job"], until)["state"] in {"cancelled", "done"}
     assert gate.ask("GET", "/v1/jobs/nobody-s").code == "not_found"
     assert gate.ask("DELETE", "/v1/jobs/nobody-s").status == 404
-    wrong = {"spec": {"kind": "evict", "least_bytes": 1, "unused_s": 3}}
-    assert gate.ask("POST", "/v1/jobs", wrong).status == 409
+    for wrong in (
+        {"kind": "evict", "least_bytes": 1, "unused_s": 3},
+        {"kind": "warm", "namespace": "", "source": "a"},
+    ):
+        assert gate.ask("POST", "/v1/jobs?tenant=blue", {"spec": wrong}).code == "invalid"
+    assert gate.get("/v1/nodes/a")["node"]["state"] == "serving"
 
 
 def test_settings_and_a_new_epoch_of_a_namespace(gate, two, numbers, until):
@@ -181,8 +186,6 @@ def test_settings_and_a_new_epoch_of_a_namespace(gate, two, numbers, until):
 
 
 def test_a_node_is_drained_and_that_is_called_off(start_cluster, tmp_path, until):
-    from tests.integration.admin.conftest import open_gate
-
     world = start_cluster(nodes=1)
     gate = open_gate(world, tmp_path)
     assert gate.change("PUT", "/v1/nodes/a/drain") | {"progress": None} == {
@@ -236,7 +239,9 @@ def test_what_was_read_and_done(gate, seat_of, numbers, until):
     assert by_prefix[0]["tenant"] == "red" and by_prefix[0]["key"] == hexed(some)[15]
     assert by_prefix[0]["blocks"] == 16
     assert gate.of("blue").get("/v1/hot?by=prefix")["items"] == []
-    assert {each["tenant"] for each in gate.of("blue").get("/v1/hot?by=tenant")["items"]} <= {"blue"}
+    assert {each["tenant"] for each in gate.of("blue").get("/v1/hot?by=tenant")["items"]} <= {
+        "blue"
+    }
     assert gate.get("/v1/history?seconds=0.001")["samples"] == []
 
 
@@ -271,7 +276,10 @@ def test_a_change_is_made_once(gate, seat_of, numbers, until):
     assert somebody.json["job"] != first.json["job"]
     assert gate.ask("POST", "/v1/jobs", body, Idempotency_Key="x" * 129).code == "invalid"
     refused = gate.ask("POST", "/v1/jobs", {"spec": 1}, Idempotency_Key="bad")
-    assert (refused.status, gate.ask("POST", "/v1/jobs", {"spec": 1}, Idempotency_Key="bad").status) == (
+    assert (
+        refused.status,
+        gate.ask("POST", "/v1/jobs", {"spec": 1}, Idempotency_Key="bad").status,
+    ) == (
         400,
         400,
     )
@@ -284,11 +292,16 @@ def test_five_thousand_blocks_are_listed_once_each(gate, two, until):
     expected = set(hexed(range(5000)))
     for first in range(0, 5000, 500):
         seat.client.put(
-            seat.ns, [key(n) for n in range(first, first + 500)], [bytes([n % 251]) * 256 for n in range(500)]
+            seat.ns,
+            [key(n) for n in range(first, first + 500)],
+            [bytes([n % 251]) * 256 for n in range(500)],
         )
     until(lambda: "a" in gate.get(f"/v1/namespaces/{digest}")["nodes"])
     for limit in (1000, 333):
-        listed = [b["key"] for b in gate.every(f"/v1/namespaces/{digest}/blocks", limit=limit, tier="dram")]
+        listed = [
+            b["key"]
+            for b in gate.every(f"/v1/namespaces/{digest}/blocks", limit=limit, tier="dram")
+        ]
         assert len(listed) == 5000 and set(listed) == expected
 
 
@@ -350,5 +363,12 @@ def test_the_dashboard_is_served_and_nothing_beside_it(gate):
         assert policy.startswith("default-src 'none'; script-src 'self'")
         assert "frame-ancestors 'none'" in policy and "unsafe" not in policy
         assert page.headers["content-type"] == "text/html; charset=utf-8"
-    for path in ("/ui/../api.py", "/ui/..%2fapi.py", "/ui/%2e%2e/api.py", "/ui/.x", "/ui//etc/passwd", "/ui/a.py"):
+    for path in (
+        "/ui/../api.py",
+        "/ui/..%2fapi.py",
+        "/ui/%2e%2e/api.py",
+        "/ui/.x",
+        "/ui//etc/passwd",
+        "/ui/a.py",
+    ):
         assert nobody.ask("GET", path).status == 404

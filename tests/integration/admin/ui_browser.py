@@ -7,10 +7,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 PATIENCE_MS = 20_000
 WATCH = """
-window.complaints = [];
-addEventListener('securitypolicyviolation', (event) => {
-  window.complaints.push(`${event.violatedDirective} ${event.blockedURI}`);
-});
+addEventListener('securitypolicyviolation', (event) => complain(`${event.violatedDirective} ${event.blockedURI}`));
 """
 # Text that a user reads, with its colour and what lies behind it; 4.5 is WCAG's AA for text of any size.
 CONTRAST = """
@@ -52,45 +49,46 @@ CONTRAST = """
 
 
 class Tab:
-    """A tab at a gateway. said: what the console was told as an error; hosts: who was asked for anything."""
+    """A tab at a gateway. said: what the browser's policy has refused, and what the console was told as an error;
+    hosts: who was asked for anything."""
 
     def __init__(self, browser: Browser, url: str, **settings: Any) -> None:
         self.url = url
         self.said: list[str] = []
         self.hosts: set[str] = set()
-        self.bytes_by_path: dict[str, int] = {}
         settings.setdefault("viewport", {"width": 1280, "height": 900})
         self.context: BrowserContext = browser.new_context(**settings)
         self.context.set_default_timeout(PATIENCE_MS)
+        self.context.expose_function("complain", self._complained)
         self.context.add_init_script(WATCH)
         self.page: Page = self.context.new_page()
         self.page.on("console", lambda m: self.said.append(m.text) if m.type == "error" else None)
         self.page.on("pageerror", lambda error: self.said.append(f"uncaught: {error}"))
         self.page.on("request", self._asked)
 
+    def _complained(self, text: str) -> None:
+        self.said.append(text)
+
     def _asked(self, request: Any) -> None:
         self.hosts.add(urlsplit(request.url).netloc)
 
     def enter(self, token: str, view: str = "cluster") -> Page:
         """Signed in, with a view shown."""
-        self.page.goto(f"{self.url}/ui#token={token}")
+        self.page.goto("about:blank")
+        self.page.goto(f"{self.url}/ui/#token={token}")
         self.main_heading()
         if view != "cluster":
             self.go(view)
         return self.page
 
     def go(self, view: str) -> None:
-        """Another view, once it has something to show."""
-        self.page.goto(f"{self.url}/ui#/{view}")
+        """Another view, from an empty tab, once it has something to show."""
+        self.page.goto("about:blank")
+        self.page.goto(f"{self.url}/ui/#/{view}")
         self.main_heading()
 
     def main_heading(self) -> None:
         expect(self.page.locator("main h1")).to_be_visible(timeout=PATIENCE_MS)
-
-    def complaints(self) -> list[str]:
-        """What the browser's policy has refused, and what it said was wrong."""
-        refused: list[str] = self.page.evaluate("window.complaints")
-        return refused + self.said
 
     def contrasts(self) -> list[tuple[float, str]]:
         """Of each text on the page: its contrast, and where it is. The least first."""

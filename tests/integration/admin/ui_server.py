@@ -176,7 +176,11 @@ class UiServer:
                 "key": "0" * 32, "here": [], "unreachable": {},
                 "located": [{"namespace": DIGESTS[0], "parts": 1, "replicas": [replica]}]},
             "requests/req-1": {"router": "http://10.0.0.9:8080", "account": ACCOUNT},
-            "hot": {"by": "tenant", "seconds": 60.0, "items": [{"name": "default", "read_bytes_s": 5e7}]},
+            "hot?tenant": {
+                "by": "tenant", "seconds": 60.0, "unreachable": {}, "items": [{"tenant": "default", "read_bytes_s": 5e7}]},
+            "hot?prefix": {"by": "prefix", "seconds": 0.0, "unreachable": {}, "items": [
+                {"tenant": "default", "namespace": digest, "key": f"{n:032x}", "blocks": 4 * n + 1, "reads": 90.0 - n}
+                for n in range(9) for digest in DIGESTS]},
         }  # fmt: skip
         for number, digest in enumerate(DIGESTS):
             self.answers[f"namespaces/{digest}"] = spaces[number]
@@ -198,6 +202,8 @@ class UiServer:
     async def _api(self, request: web.Request) -> web.StreamResponse:
         role = TOKENS.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
         path = request.path.removeprefix("/v1/")
+        if path == "hot":
+            path = f"hot?{request.query['by']}"
         self.asked.append(path)
         if role is None:
             return problem(401, "Unauthorized", "This token is not known.")
@@ -292,8 +298,7 @@ class UiServer:
         self._thread = threading.current_thread()
         self._ended = asyncio.Event()
         app = web.Application()
-        app.router.add_get("/ui", self._static)
-        app.router.add_get("/ui/{name}", self._static)
+        app.router.add_get("/ui/{name:.*}", self._static)
         app.router.add_route("*", "/v1/{rest:.*}", self._api)
         runner = web.AppRunner(app, shutdown_timeout=0.5)
         await runner.setup()

@@ -515,6 +515,7 @@ def test_the_examples_of_the_help_work(pair, numbers, kvpool, repo_root, tmp_pat
     until(lambda: b.announced)
     until(lambda: a.holders(some[0]) == {"b"})
     a.client.ask_node(wire.BeginJob("evict-5f21c09a", b'{"kind":"evict","unused_s":9e6}'))
+    b.client.pin_blocks(keys_of(some[2:]))  # a change that `kvpool events` has to tell
     settings = tmp_path / "kvpool.toml"
     settings.write_text('memory = "1GiB"')
     real = {

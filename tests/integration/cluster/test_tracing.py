@@ -10,7 +10,7 @@ from kvpool import wire
 from kvpool.errors import NotAuthenticated
 from kvpool.spans import SPANS_MAX, Batch
 from kvpool.testing.collector import Collector
-from tests.integration.cluster.conftest import keys_of
+from tests.integration.cluster.conftest import keys_of, wait_until
 
 CALLER = "00f067aa0ba902b7"
 NBYTES = 32 << 10
@@ -32,7 +32,15 @@ def world(shared_cluster, collector):
         flags=["--no-forward"],
         environ={"KVPOOL_OTLP": collector.url},
     ) as world:
-        world.seats()
+        # The processes that export are started last, and nobody waits for them.
+        seats = world.seats()
+        for seat in seats:
+            seat.client.acquire(seat.ns, keys_of([0]), trace=context("f" * 32))
+
+        def heard() -> bool:
+            return {node_of(one) for one in collector.spans("f" * 32)} == {"a", "b"}
+
+        wait_until(heard, 60, "both nodes export")
         yield world
 
 

@@ -153,6 +153,19 @@ async def test_a_router_serves_while_the_collector_is_away(world: Any) -> None:
             world.prompt(8, 60), max_tokens=3, headers={"traceparent": f"00-{later}-{CALLER}-01"}
         )
         await spans_of(world, collector, later, 4)
+
+        async def counted() -> bool:
+            # A batch that was tried once or twice came in the end.
+            lines = [
+                line
+                for line in (await world.get("/metrics")).splitlines()
+                if "spans_total{" in line
+            ]
+            counts = {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+            assert counts.keys() == {"exported", "lost", "dropped"}
+            return counts["exported"] == len(collector.spans()) and sum(counts.values()) == 24
+
+        await world.until(counted, "what became of the spans is counted")
         assert process.said.count("does not take traces") == 1
         assert "opentelemetry" not in process.said
 

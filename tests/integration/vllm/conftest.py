@@ -136,6 +136,13 @@ class Node(Daemon):
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         return [int(pid) for pid in children.split()]
 
+    def spans(self, trace: str) -> list[dict[str, Any]]:
+        """Of a trace, what the nodes of a traced cluster have exported."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("spans\n")
+        self.process.stdin.flush()
+        return [one for one in json.loads(self.process.stdout.readline()) if one["trace"] == trace]
+
     def settled(self) -> bool:
         """Whether the cluster's directory knows all that the node holds."""
         return bool(self.client.stats()["cluster"]["directory"]["settled"])
@@ -150,11 +157,17 @@ def runs(pid: int) -> bool:
 
 
 @contextmanager
-def run_cluster(folder: Path, nodes: int) -> Iterator[list[Node]]:
-    """Daemons on nodes a, b, ... with a real etcd and Redis, started by the other environment."""
+def run_cluster(folder: Path, nodes: int, *, traced: bool = False) -> Iterator[list[Node]]:
+    """Daemons on nodes a, b, ... with a real etcd and Redis, started by the other environment.
+
+    traced: see `Node.spans`.
+    """
     program = Path(__file__).with_name("serve_cluster.py")
     process = subprocess.Popen(
-        [str(ROOT / ".venv/bin/python"), str(program), str(folder), str(nodes)],
+        [
+            *(str(ROOT / ".venv/bin/python"), str(program), str(folder), str(nodes)),
+            *(["traced"] if traced else []),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,0 +1,90 @@
+"""What routers know, through the gateway: a real router before a stub engine."""
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import urllib.request
+from json import dumps, loads
+
+import pytest
+
+from kvpool.testing.servers.etcd import free_port
+from tests.integration.admin.conftest import open_gate
+
+TOKEN = "a router's token, long enough"
+
+
+@contextlib.contextmanager
+def program(*command, **environ):
+    """Its first line. It ends with the `with`."""
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **environ},
+    )
+    try:
+        readable, _, _ = select.select([process.stdout], [], [], 30)
+        assert readable
+        yield process.stdout.readline().decode()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def routed(start_cluster, tmp_path):
+    """(gateway, engine's name, request's id)."""
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(program("kvpool.testing.stub_engine", "--port", "0"))
+        engine = loads(line)["url"]
+        url = f"http://127.0.0.1:{free_port()}"
+        command = ("kvpool.cli", "router", "--engine", engine, "--no-daemon", "--listen", url[7:])
+        stack.enter_context(program(*command, KVPOOL_ROUTER_TOKEN=TOKEN))
+        gate = open_gate(
+            start_cluster(nodes=1),
+            tmp_path,
+            KVPOOL_ROUTERS=f"{url},http://127.0.0.1:{free_port()}",
+            KVPOOL_ROUTER_TOKEN=TOKEN,
+        )
+        request = urllib.request.Request(
+            f"{url}/v1/completions",
+            dumps({"model": "stub", "prompt": "hello there", "max_tokens": 2}).encode(),
+            {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            ident = answer.headers["x-kvpool-request-id"]
+        yield gate, engine, ident, url
+
+
+def test_engines_and_requests(routed):
+    gate, engine, ident, url = routed
+    found = gate.get("/v1/engines")
+    assert [each["url"] for each in found["items"]] == [engine]
+    assert list(found["items"][0]["routers"]) == [url]
+    assert len(found["unreachable"]) == 1, "nobody is at the second URL"
+    assert gate.of("red").get("/v1/engines")["items"] == []
+    name = found["items"][0]["name"]
+    account = gate.get(f"/v1/requests/{ident}")
+    assert account["router"] == url and account["account"]["request"] == ident
+    assert gate.ask("GET", "/v1/requests/unknown").code == "unavailable", "the other one might know"
+    assert gate.of("red").ask("GET", f"/v1/requests/{ident}").status in {404, 503}
+
+    drained = gate.change("PUT", f"/v1/engines/{name}/drain")
+    assert drained["routers"] == [url] and drained["draining"]
+    assert not gate.change("DELETE", f"/v1/engines/{name}/drain")["draining"]
+    weighed = gate.change("PUT", f"/v1/engines/{name}/weight", {"weight": 0.25})
+    assert weighed["weight"] == 0.25 and weighed["routers"] == [url]
+
+    explained = gate.change("POST", "/v1/explain", {"model": "stub", "prompt": "hello there"})
+    assert explained["account"]["engine"] == name
+    body = {"model": "stub", "prompt": "hello there"}
+    looked = gate.change("POST", "/v1/lookup", body)
+    assert [each["engine"] for each in looked["items"]] == [name]
+    assert gate.of("redeye").ask("POST", "/v1/lookup", body).status == 403
+    assert gate.ask("POST", "/v1/explain", {"model": "stub"}).code == "invalid"
+    assert gate.ask("POST", "/v1/explain", {"model": "other", "prompt": "x"}).code == "not_found"

@@ -1,0 +1,66 @@
+"""A gateway over TLS, with the certificates that daemons use."""
+
+import http.client
+import shutil
+import ssl
+
+import pytest
+
+from kvpool.admin.tokens import add_token
+from kvpool.testing.pki import Pki
+from kvpool.testing.servers.etcd import free_port
+
+SETTINGS = {"KVPOOL_CLUSTER": "test", "KVPOOL_NODE": "n"}
+
+
+def ask(port, ca, token="", path="/v1/me"):
+    """The status, and the serial number of the certificate that was shown."""
+    context = ssl.create_default_context(cafile=str(ca))
+    connection = http.client.HTTPSConnection("localhost", port, timeout=20, context=context)
+    try:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status, connection.sock.getpeercert()[
+            "serialNumber"
+        ] if connection.sock else ""
+    finally:
+        connection.close()
+
+
+def test_tokens_go_over_tls_and_new_certificates_are_taken(start, tmp_path, until):
+    pki = Pki(tmp_path / "pki")
+    files = pki.files("n")
+    tokens, port = tmp_path / "tokens.toml", free_port()
+    token = add_token(tokens, "ci", "viewer", [])
+    start(
+        *("--http", f"0.0.0.0:{port}", "--http-tokens", str(tokens)),
+        *("--tls-cert", files.cert, "--tls-key", files.key, "--tls-ca", files.ca),
+        **SETTINGS,
+    )
+
+    def answers():
+        try:
+            return ask(port, pki.ca, token)
+        except ConnectionRefusedError:
+            return None
+
+    status, serial = until(answers)
+    assert status == 200
+    assert ask(port, pki.ca)[0] == 401
+    plain = http.client.HTTPConnection("localhost", port, timeout=20)
+    plain.request("GET", "/healthz")
+    with pytest.raises((http.client.HTTPException, ConnectionError)):
+        plain.getresponse()
+    plain.close()
+    with pytest.raises(ssl.SSLCertVerificationError):
+        ask(port, Pki(tmp_path / "other").ca)
+    newer = Pki(tmp_path / "pki2").files(
+        "n"
+    )  # another authority: files that do not fit are not taken
+    shutil.copy(newer.key, files.key)
+    assert ask(port, pki.ca, token) == (200, serial)
+    fresh = pki.files("n")
+    assert fresh.cert == files.cert
+    until(lambda: ask(port, pki.ca, token)[1] not in {"", serial})

@@ -1,0 +1,353 @@
+"""What `kvpool top`, `events`, `blocks`, `config check` and `explain` make of what they are told. No daemon."""
+
+import io
+import os
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from kvpool import wire
+from kvpool.errors import ClusterUnavailable, ConfigError, InvalidRequest, NotAuthenticated
+from kvpool.status.blocks import list_some, show_blocks, show_prefixes
+from kvpool.status.events import Feed, chosen, line
+from kvpool.status.explain import RouterHttp, show_past, show_possible
+from kvpool.status.naming import block_keys, size
+from kvpool.status.settings import HIDDEN, effective, plain, show
+from kvpool.status.top import Rates, Seen, Sums, fills, rates_between, sums_of, view
+
+
+def printed(print_it, *what) -> str:
+    out = io.StringIO()
+    print_it(*what, Console(file=out, width=140, highlight=False))
+    return out.getvalue()
+
+
+# ---- top -------------------------------------------------------------------------------------------
+
+
+def tenant(put: int, read: int, here: int, missed: int) -> dict:
+    reads = {"requests": 1, "here": here, "brought": 1, "missed": missed}
+    traffic = {"put_bytes": put, "read_bytes": read, "device_read_bytes": 5, "reads": reads}
+    return {"traffic": traffic, "space": {"size": 4 << 20, "bytes_used": 1 << 20}}
+
+
+def stats(**fields) -> dict:
+    return {
+        "incarnation": "i",
+        "leases": 3,
+        "clients": 2,
+        "tenants": {"red": tenant(100, 50, 7, 2), "blue": tenant(1, 1, 0, 0)},
+        "counters": {"pulled_bytes": 9},
+        "tiers": {"ssd": [{"used_bytes": 1, "size_bytes": 8}] * 2, "device": []},
+        "cluster": {"state": "serving", "standing": "member"},
+    } | fields
+
+
+def test_all_tenants_are_summed():
+    assert sums_of(stats()) == Sums(101, 61, 9, 11, 9)
+    assert fills(stats()) == {"dram": (2 << 20, 8 << 20), "ssd": (2, 16)}
+
+
+@given(st.tuples(*[st.integers(0, 1 << 40)] * 5), st.integers(1, 60))
+def test_rates_are_what_was_added_in_the_time(added, seconds):
+    before = Sums(1, 2, 3, 4, 4)
+    put, read, pulled, asked, got = added
+    after = Sums(1 + put, 2 + read, 3 + pulled, 4 + asked + got, 4 + got)
+    found = rates_between(before, after, seconds)
+    assert found.put_bytes_s * seconds == pytest.approx(put)
+    assert found.pulled_bytes_s * seconds == pytest.approx(pulled)
+    hit = None if asked + got == 0 else got / (asked + got)
+    assert found.hit_rate == (hit if hit is None else pytest.approx(hit))
+
+
+def test_there_are_no_rates_of_a_node_that_was_started_anew():
+    assert rates_between(Sums(9, 0, 0, 0, 0), Sums(8, 0, 0, 0, 0), 1.0) is None
+    assert rates_between(Sums(0, 0, 0, 0, 0), Sums(8, 0, 0, 0, 0), 0.0) is None
+
+
+def test_the_screen():
+    job = {
+        "job": "evict-1",
+        "node": "b",
+        "state": "running",
+        "dry_run": False,
+        "error": "",
+        "by": "me",
+    }
+    job |= dict.fromkeys(("seen", "total", "blocks", "nbytes", "took_s"), 4)
+    seen = {
+        "a": Seen(stats(), rates=Rates(2048.0, 0.0, 1.0, 0.5)),
+        "b[x]": Seen(stats(), [job, job | {"state": "done", "job": "old"}], error="silent since"),
+        "c": Seen(error="no answer yet (serving)"),
+    }
+    watch = SimpleNamespace(seen=seen, cluster={"cluster": "prod"})
+    out = io.StringIO()
+    Console(file=out, width=140, highlight=False).print(view(watch, hint="q ends"))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "cluster prod, 3 nodes, 1 job running"
+    (row,) = [each for each in lines if each.startswith("a ")]
+    assert row.split() == [
+        "a",
+        "serving",
+        "2/8",
+        "MiB",
+        "2/16",
+        "B",
+        "2",
+        "KiB/s",
+        "0",
+        "B/s",
+        "1",
+        "B/s",
+        "50%",
+        "3",
+        "2",
+    ]
+    (row,) = [each for each in lines if each.startswith("b[x] ")]
+    assert row.split()[-2:] == ["silent", "since"] and "/s" not in row
+    assert any(each.startswith("c ") and "no answer yet" in each for each in lines)
+    assert any(each.startswith("evict-1 ") for each in lines)
+    assert not any(each.startswith("old") for each in lines)
+    assert lines[-1] == "q ends"
+
+
+# ---- events ----------------------------------------------------------------------------------------
+
+
+class Journal:
+    """A node's events; at most `page` in an answer."""
+
+    def __init__(self, page: int = 3) -> None:
+        self.numbers: list[int] = []
+        self.last = 0
+        self.page = page
+
+    def note(self, count: int = 1) -> None:
+        self.numbers += range(self.last + 1, self.last + 1 + count)
+        self.last += count
+
+    def answer(self, node: str, m: wire.Events) -> dict:
+        found = [n for n in self.numbers if n > m.after][: self.page]
+        events = [{"number": n, "node": node, "at_s": n, "kind": "k", "details": {}} for n in found]
+        return {"events": events, "first": 1, "last": self.last}
+
+
+class Cluster(dict):
+    def ask_node(self, message, *, node="", tenant="", by="", wait_s=0.0):
+        if isinstance(self[node], Exception):
+            raise self[node]
+        return self[node].answer(node, message)
+
+
+def test_each_event_is_told_once_and_in_order():
+    nodes = Cluster(a=Journal(), b=Journal())
+    feed = Feed(nodes, ["a", "b"])
+    nodes["a"].note(5)
+    nodes["b"].note(2)
+    found = [(e["node"], e["number"]) for e in feed.news()]
+    assert found == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("a", 3), ("a", 4), ("a", 5)]
+    assert feed.news() == []
+    nodes["b"].note()
+    assert [(e["node"], e["number"]) for e in feed.news()] == [("b", 3)]
+
+
+def test_a_node_that_was_started_anew_is_followed_from_its_beginning():
+    nodes = Cluster(a=Journal())
+    feed = Feed(nodes, ["a"])
+    nodes["a"].note(5)
+    feed.news()
+    nodes["a"] = Journal()
+    nodes["a"].note(2)
+    assert [e["number"] for e in feed.news()] == [1, 2]
+    assert feed.news() == []
+
+
+def test_nodes_that_do_not_answer_are_known_until_they_do():
+    nodes = Cluster(a=ClusterUnavailable("away"), b=Journal())
+    feed = Feed(nodes, ["a", "b"])
+    nodes["b"].note()
+    assert len(feed.news()) == 1
+    assert feed.silent == {"a": "away"}
+    nodes["a"] = Journal()
+    feed.news()
+    assert feed.silent == {}
+    nodes["a"] = NotAuthenticated("operators only")
+    with pytest.raises(NotAuthenticated):
+        feed.news()
+
+
+def test_an_event_is_a_line():
+    event = {"number": 1, "at_s": 0.5, "node": "a", "kind": "change"}
+    event["details"] = {"by": "[red]", "keys": 3, "to": {"ttl_s": 1.0}}
+    assert (
+        line(event).plain == '1970-01-01T00:00:00Z  a  change  by=[red]  keys=3  to={"ttl_s": 1.0}'
+    )
+    events = [event | {"kind": kind} for kind in "xyxyx"]
+    assert [e["kind"] for e in chosen(events, ["x"], 2)] == ["x", "x"]
+    assert [e["kind"] for e in chosen(events, [], 2)] == ["y", "x"]
+
+
+# ---- blocks ----------------------------------------------------------------------------------------
+
+
+def test_blocks_are_asked_for_in_pages():
+    asked = []
+
+    class Pages:
+        def ask_node(self, message, *, node="", tenant="", by="", wait_s=0.0):
+            asked.append((message.cursor, message.count))
+            at = int(message.cursor or 0)
+            blocks = list(range(at, at + min(message.count, 400)))
+            return {"blocks": blocks, "cursor": str(at + len(blocks)) if at < 1200 else None}
+
+    found, after = list_some(Pages(), "n", "dram", b"", "", 1000)
+    assert (found, after) == (list(range(1000)), "1000")
+    assert asked == [("", 1000), ("400", 600), ("800", 200)]
+    found, after = list_some(Pages(), "n", "dram", b"", after, 1000)
+    assert (found[0], after) == (1000, None)
+
+
+def test_blocks_and_prefixes_as_tables():
+    block = {"key": "ab" * 16, "namespace": "cd" * 16, "depth": 1200, "parts": 2, "bytes": 2048}
+    block |= {"age_s": 61.0, "pin": "none", "copy": True, "reused": True}
+    text = printed(show_blocks, [block], "0.7")
+    assert text.splitlines()[1].split()[2:] == [
+        "1,200",
+        "2",
+        "2",
+        "KiB",
+        "1",
+        "min",
+        "1",
+        "s",
+        "a",
+        "copy,",
+        "read",
+        "again",
+    ]
+    assert text.splitlines()[-1] == "there is more: --cursor 0.7"
+    assert printed(show_blocks, [], None) == "no blocks here\n"
+    text = printed(show_prefixes, {"a": (0, 3), "b": (3, 3), "c": (9, 9)}, 9)
+    assert [row.split()[0] for row in text.splitlines()[1:]] == ["c", "b", "a"]
+
+
+# ---- what is typed ---------------------------------------------------------------------------------
+
+
+def test_keys_from_a_file(tmp_path, monkeypatch):
+    one, two = "01" * 16, "AB" * 16
+    file = tmp_path / "keys"
+    file.write_text(f"{two}\n\n  {one}\n{two.lower()}\n")
+    assert block_keys([one], file) == [bytes.fromhex(one), bytes.fromhex(two)]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{one}\n"))
+    assert block_keys([], type(file)("-")) == [bytes.fromhex(one)]
+    file.write_text("x\n")
+    for path, hint in ((file, "line 1: 'x' is no block key"), (tmp_path, "Is a directory")):
+        with pytest.raises(InvalidRequest, match=hint):
+            block_keys([], path)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidRequest, match="not text"):
+        block_keys([], file)
+    file.write_text("\n".join(f"{n:032x}" for n in range((1 << 16) + 1)))
+    with pytest.raises(InvalidRequest, match="keys: at most 65,536"):
+        block_keys([], file)
+    file.write_text("\n" * ((1 << 16) * 64 + 1))
+    with pytest.raises(InvalidRequest, match="too long: at most 65,536"):
+        block_keys([], file)
+
+
+def test_sizes():
+    assert (size("10GiB"), size("5")) == (10 << 30, 5)
+    for text in ("25%", "0", "many", ""):
+        with pytest.raises(InvalidRequest, match="10GiB"):
+            size(text)
+
+
+# ---- settings --------------------------------------------------------------------------------------
+
+
+def test_where_each_setting_comes_from(tmp_path):
+    file = tmp_path / "kvpool.toml"
+    file.write_text(
+        'memory = "1GiB"\nmovers = 3\nlabels = { zone = "z" }\n'
+        '[tenants.red]\ntoken = "a secret of red"\nmemory = "25%"\n'
+    )
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 32)
+    environ = {
+        "KVPOOL_MOVERS": "2",
+        "KVPOOL_CLUSTER_SECRET_FILE": str(secret),
+        "KVPOOL_DIRECTORY": "redis://:hush@r",
+        "KVPOOL_SOCKET": "/s",
+    }
+    found = plain(effective(str(file), environ))
+    assert found["memory"] == {"value": 1 << 30, "source": str(file)}
+    assert found["movers"] == {"value": 2, "source": "KVPOOL_MOVERS"}
+    assert found["labels"] == {"value": {"zone": "z"}, "source": str(file)}
+    assert found["cluster_secret"] == {"value": HIDDEN, "source": "KVPOOL_CLUSTER_SECRET_FILE"}
+    assert found["directory"] == {"value": HIDDEN, "source": "KVPOOL_DIRECTORY"}
+    assert found["operator_token"]["source"] == "default"
+    assert found["tenants"]["source"] == str(file)
+    text = str(found) + printed(show, effective(str(file), environ))
+    for hidden in ("hush", "secret of red", "ssss"):
+        assert hidden not in text
+    assert plain(effective(None, {"KVPOOL_CONFIG": str(file)}))["movers"]["value"] == 3
+
+
+def test_what_is_wrong_in_a_configuration_is_named(tmp_path):
+    file = tmp_path / "kvpool.toml"
+    file.write_text('memroy = "1GiB"')
+    with pytest.raises(ConfigError, match="memroy: there is no such setting"):
+        effective(str(file), {})
+    with pytest.raises(ConfigError, match="cannot read"):
+        effective(str(tmp_path / "none"), os.environ)
+
+
+# ---- explain ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8080", "file:///etc/passwd", "ftp://h", "http://"])
+def test_only_http_is_asked(url):
+    with pytest.raises(InvalidRequest, match="give a router's URL"):
+        RouterHttp(url, "")
+
+
+OUTLOOK = {
+    "engine": "e[1]",
+    "cached_blocks": 3,
+    "loaded_blocks": 0,
+    "pulled_blocks": 0,
+    "source": None,
+    "waits_for_blocks": False,
+    "load_s": 0.0,
+    "starts_s": 0.5,
+    "prefill_s": 0.25,
+    "ttft_s": None,
+    "cost": 1.0,
+}
+
+
+def test_where_a_prompt_would_go():
+    told = {"prompt_tokens": 1000, "prompt_blocks": 62, "output_tokens": 5, "engine": "e[1]"}
+    told |= {"expected": OUTLOOK, "candidates": [OUTLOOK], "decode_candidates": []}
+    lines = printed(show_possible, told).splitlines()
+    assert lines[0] == "1,000 tokens of prompt, 62 blocks: would go to e[1]"
+    assert lines[3].split() == ["*", "e[1]", "3", "0", "0", "0.500", "s", "0.250", "s", "1.000"]
+    why = {"code": "slo", "reason": "too [late]", "retry_after_s": 1.0}
+    refused = {"prompt_tokens": 1, "prompt_blocks": 0, "output_tokens": 5, "rejected": why}
+    assert "would be refused, slo: too [late]" in printed(show_possible, refused)
+
+
+def test_what_became_of_a_request():
+    steps = [
+        {"at_s": 0.001, "what": "order", "engine": "e[1]", "candidates": [OUTLOOK]},
+        {"at_s": 1.5, "what": "answered", "tokens": 2},
+    ]
+    told = {"request": "r", "model": "m[x]", "tenant": "t", "outcome": "answered", "steps": steps}
+    text = printed(show_past, told)
+    assert text.startswith("request r: answered\nmodel=m[x], tenant=t\n")
+    assert "* e[1]" in text
+    assert "    1.500 s  answered  tokens=2" in text
