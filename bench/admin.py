@@ -19,7 +19,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import numpy as np
 from harness import Report, daemon, median, parse_arguments, percentile, seconds
@@ -78,7 +78,7 @@ class Reader:
         times, self._times = self._times, []
         return times
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -417,7 +417,9 @@ def _rate(value: object, name: str) -> float:
     except (TypeError, ValueError):
         number = -1.0
     if not 0 < number <= HTTP_RATE_MAX:
-        raise ConfigError(f"{name} = {value!r}: requests a second, above 0, {HTTP_RATE_MAX:.0f} at most")
+        raise ConfigError(
+            f"{name} = {value!r}: requests a second, above 0, {HTTP_RATE_MAX:.0f} at most"
+        )
     return number
 
 

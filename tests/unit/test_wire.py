@@ -28,6 +28,7 @@ DECODERS = [
     wire.decode_disk,
     wire.decode_store,
     wire.decode_device,
+    wire.decode_gateway,
 ]
 UNIONS = [
     wire.ClientMessage,
@@ -37,6 +38,7 @@ UNIONS = [
     wire.DiskMessage,
     wire.StoreMessage,
     wire.DeviceMessage,
+    wire.GatewayMessage,
 ]
 
 

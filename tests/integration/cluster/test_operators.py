@@ -236,7 +236,9 @@ def test_what_happened_is_told(pair, numbers, ended):
 def test_a_node_that_is_gone(pair):
     a, b = pair
     b.node.kill()
-    with pytest.raises((InvalidRequest, ClusterUnavailable), match="called 'b'|reached|ended|closed"):
+    with pytest.raises(
+        (InvalidRequest, ClusterUnavailable), match=r"called 'b'|reached|ended|closed"
+    ):
         a.client.ask_node(wire.Inspect(), node="b")
     assert a.client.ask_node(wire.Inspect())["node"] == "a"
 
@@ -252,7 +254,10 @@ def test_settings_that_may_change(pair):
 
     before = shown(a, "b")
     assert before["cluster_secret"] == {
-        **{"name": "cluster_secret", "value": True, "secret": True, "changeable": False}
+        "name": "cluster_secret",
+        "value": True,
+        "secret": True,
+        "changeable": False,
     }
     assert before["operator_token"]["value"] is False
     assert SECRET not in json.dumps(before)

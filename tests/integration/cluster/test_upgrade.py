@@ -140,5 +140,7 @@ def test_engines_may_be_older_or_newer_than_their_daemon(start_cluster, as_befor
             assert done.returncode == 0, done.stderr
             version, stored, right = json.loads(done.stdout)
             assert version == wire.PROTOCOL_VERSION - old_client
-            assert stored == (0 if old_client else 10), "the second one finds what the first one put"
+            assert stored == (0 if old_client else 10), (
+                "the second one finds what the first one put"
+            )
             assert right == [True] * 10 + [False] * 10
