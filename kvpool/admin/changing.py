@@ -135,7 +135,7 @@ class Changing:
 
     async def change_config(self, call: Call, _: Nothing, body: ConfigPatch) -> SettingsChanged:
         """Change settings while daemons run. What is to outlive them belongs into their files."""
-        nodes = chosen_nodes(await self._cluster.view(), body.nodes)
+        nodes = chosen_nodes(await self._cluster.view(), [body.node] if body.node else [])
         message = wire.ChangeSettings(msgspec.json.encode(body.changes))
         daemon = self._cluster.daemon
 

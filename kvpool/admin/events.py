@@ -28,6 +28,7 @@ log = logging.getLogger("kvpool.admin")
 POLL_S = 25.0
 TOGETHER_MAX = 1000
 RING_MAX = 20_000
+RING_BYTES_MAX = 8 << 20  # of JSON; in memory it is some times as much
 LISTENERS_MAX = 100
 LISTENER_MAX = 2000  # events that one has not taken
 OF_TOKEN_MAX = 10
@@ -46,12 +47,13 @@ class _Told(msgspec.Struct, frozen=True):
 class Heard:
     """An event, and its place in the gateway's order."""
 
-    __slots__ = ("early", "event", "place")
+    __slots__ = ("data", "early", "event", "place")
 
     def __init__(self, place: int, event: EventInfo, *, early: bool) -> None:
         """early: it is from before the gateway listened, so its place is by its time."""
         self.place = place
         self.event = event
+        self.data = msgspec.json.encode(event)
         self.early = early
 
     @property
@@ -107,7 +109,8 @@ class Events:
     def __init__(self, cluster: Cluster, daemon: Daemon) -> None:
         self._cluster = cluster
         self._daemon = daemon
-        self._ring: deque[Heard] = deque(maxlen=RING_MAX)
+        self._ring: deque[Heard] = deque()
+        self._nbytes = 0
         self._last = 0
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._first: dict[str, list[EventInfo]] | None = {}
@@ -208,6 +211,9 @@ class Events:
         self._last += 1
         heard = Heard(self._last, event, early=early)
         self._ring.append(heard)
+        self._nbytes += len(heard.data)
+        while len(self._ring) > RING_MAX or self._nbytes > RING_BYTES_MAX:
+            self._nbytes -= len(self._ring.popleft().data)
         for listener in self._listeners:
             if listener.wants(event):
                 listener.put(heard)

@@ -227,10 +227,10 @@ class JobRequest(Given, frozen=True):
 
 
 class ConfigPatch(Given, frozen=True):
-    """changes: settings by name. nodes: where; none: on all."""
+    """changes: settings by name. node: where; empty: on all."""
 
     changes: Annotated[dict[str, Any], msgspec.Meta(min_length=1, max_length=100)]
-    nodes: Annotated[list[NodeName], msgspec.Meta(max_length=1000)] = []
+    node: AnyNode = ""
 
 
 class WeightRequest(Given, frozen=True):

@@ -141,9 +141,8 @@ def hottest_prefixes(stats: Iterable[Stats], sees: Callable[[str], bool]) -> lis
 
 
 def _event(heard: Heard) -> bytes:
-    event = heard.event
-    data = msgspec.json.encode(event).decode()
-    return f"event: {_word(event.kind)}\nid: {heard.name}\ndata: {data}\n\n".encode()
+    head = f"event: {_word(heard.event.kind)}\nid: {heard.name}\ndata: "
+    return head.encode() + heard.data + b"\n\n"
 
 
 def _gap(why: str) -> bytes:
