@@ -142,8 +142,6 @@ def warm(
 ) -> None:
     """Bring blocks into nodes' memory, from wherever they are, before engines ask for them.
 
-    An engine must have the namespace open on the node that they come to.
-
     Example: kvpool warm 3fa9 00112233445566778899aabbccddeeff --node host-7
     """
     from kvpool.status.naming import block_keys
@@ -176,8 +174,6 @@ def move(
     as_json: AsJson = False,
 ) -> None:
     """Move what a node has of a namespace, in memory and on disks, into another node's memory.
-
-    An engine must have the namespace open on the node that they come to.
 
     Example: kvpool move 3fa9 --from host-7 --to host-8
     """

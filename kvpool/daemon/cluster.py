@@ -21,6 +21,7 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.blocks import NamespaceState, Tenant
 from kvpool.daemon.node import Node
 from kvpool.daemon.remote import Living
+from kvpool.daemon.requests import parse_parts
 from kvpool.daemon.surroundings import Surroundings
 from kvpool.daemon.tasks import Tasks
 from kvpool.errors import (
@@ -297,6 +298,15 @@ class Cluster:
         """The state of a namespace by what the cluster is known to say; None if it has to be asked."""
         entry = self._entry(namespace.tenant, namespace.base)
         return None if entry is None else self._apply(namespace, entry)
+
+    def open_known(self, tenant: Tenant, base: bytes) -> NamespaceState | None:
+        """A namespace that the cluster knows, whether or not an engine here has it open; None: it knows none."""
+        entry = self._entry(tenant, base)
+        if entry is None:
+            return None
+        fields = entry.fields.encode()
+        specs = parse_parts(base, fields, list(entry.parts))
+        return self._apply(self.node.open_namespace(tenant, base, fields, specs), entry)
 
     def _entry(self, tenant: Tenant, base: bytes) -> NamespaceEntry | None:
         return self._view.namespaces.get((tenant.name, base.hex()))

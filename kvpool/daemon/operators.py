@@ -39,7 +39,7 @@ from kvpool.errors import (
     ProtocolError,
     Unavailable,
 )
-from kvpool.jobs import parse_job
+from kvpool.jobs import WarmJob, parse_job
 from kvpool.placement.directory import TIERS, Entry
 from kvpool.spans import Spans
 from kvpool.types import KEY_BYTES, split_keys
@@ -419,6 +419,8 @@ class Operators:
     async def _begin_job(self, tenant: Tenant, by: str, m: wire.BeginJob) -> wire.Bytes:
         spec = parse_job(m.spec)
         digest = bytes.fromhex(getattr(spec, "namespace", ""))
+        if isinstance(spec, WarmJob):
+            self.cluster.open_known(tenant, digest)  # a new node is warm before its engines begin
         spaces = self._chosen(tenant, digest)
         view = self.jobs.begin(m.job, spec, spaces, tenant, by, dry_run=m.dry_run)
         return _json(view)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from kvpool.daemon.blocks import Tenant
+from kvpool.daemon.blocks import Tenant, directory_digest
 from kvpool.daemon.cluster import Cluster
+from kvpool.daemon.requests import parse_parts
 from kvpool.errors import Unavailable
 from kvpool.placement.directory import BATCH_MAX, TIERS, Entry
 from kvpool.placement.reach import reach, usable_by_masks
 from kvpool.placement.records import epoch_digest
-from kvpool.types import PartKind, PartSpec
+from kvpool.types import PartSpec
 
 WAIT_S_MAX = 5.0
 _IN_MEMORY = (TIERS["dram"], TIERS["device"])
@@ -34,11 +35,8 @@ async def prefixes(
     if epochs:
         digest, specs = epochs[-1].directory_digest, epochs[-1].parts
     elif entry is not None:
-        digest = epoch_digest(base, entry.epoch)
-        specs = tuple(
-            PartSpec(nbytes, PartKind(kind), window, stride)
-            for nbytes, kind, window, stride in entry.parts
-        )
+        digest = directory_digest(tenant.name, epoch_digest(base, entry.epoch))
+        specs = tuple(parse_parts(base, entry.fields.encode(), list(entry.parts)))
     else:
         return {}
     found = {}

@@ -196,6 +196,21 @@ def test_blocks_are_brought_and_moved(pair, numbers, ended, until):
     assert (a.get(some), b.here(some)) == (50, 0)
 
 
+def test_a_node_is_warmed_before_its_engines_begin(start_cluster, numbers, ended, until):
+    world = start_cluster(nodes=2)
+    b, some = world.seat("b"), numbers(30)
+    b.put(some)
+    until(lambda: b.announced)
+    assert "a" in {found["node"] for found in b.client.cluster()["nodes"]}
+    with world.node("a").client(connect=True) as stranger:
+        found = stranger.prefixes(DIGEST, b"".join(keys_of(some)), wait_s=5.0)
+        assert found == {"b": (30, 30)}
+    begin(b, {"kind": "warm", "namespace": DIGEST.hex(), "source": "b"}, node="a")
+    view = ended(b, node="a")
+    assert (view["state"], view["blocks"]) == ("done", 30), view
+    assert world.seat("a").here(some) == 30
+
+
 def test_a_job_is_stopped_and_remembered(pair, numbers, ended):
     a, b = pair
     b.put(numbers(100))
