@@ -8,7 +8,6 @@ here, at the edge; inside, nothing reads the environment. A secret may stand in 
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import socket
@@ -21,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvpool.errors import ConfigError
+from kvpool.loopback import is_loopback
 from kvpool.types import DEFAULT_TENANT
 
 SECRET_CHARACTERS_MIN = 16
@@ -364,16 +364,6 @@ def _urls(value: object, name: str) -> tuple[str, ...]:
         if not good:
             raise ConfigError(f"{name}: {url!r} is not a URL such as tcp://127.0.0.1:7070")
     return urls
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address in numbers is this machine's own."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -25,8 +25,8 @@ from kvpool.admin.idempotency import Answer, Remembered
 from kvpool.admin.problems import Refused, problem, refused
 from kvpool.admin.routing import JSON, Call, Route, parse_body, parse_params
 from kvpool.admin.tokens import Principal
-from kvpool.config import is_loopback
 from kvpool.errors import KvpoolError
+from kvpool.loopback import is_loopback
 
 log = logging.getLogger("kvpool.admin")
 
@@ -191,7 +191,7 @@ def _is_loopback_address(request: web.Request) -> bool:
     """Whether the request came to an address of loopback."""
     transport = request.transport
     name = None if transport is None else transport.get_extra_info("sockname")
-    return isinstance(name, tuple) and is_loopback(str(name[0]).removeprefix("::ffff:"))
+    return isinstance(name, tuple) and is_loopback(str(name[0]))
 
 
 async def _body(request: web.Request) -> bytes:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from kvpool.admin.problems import Refused
 from kvpool.admin.tokens import TOKEN_CHARACTERS_MAX, Principal, Rates, Tokens, digest_of
-from kvpool.config import is_loopback
+from kvpool.loopback import names_loopback
 
 WRONG_BURST = 0.2  # of the rate: so many wrong tokens from one address at once
 WRONG_SHARE = 1 / 300  # of the rate: so many a second after that
@@ -79,7 +79,7 @@ def check_host(host: str, origin: str, *, loopback: bool) -> None:
     """
     if not _HOST.fullmatch(host):
         raise Refused(400, "invalid", "the Host header is no name of a host")
-    if loopback and not _names_loopback(host):
+    if loopback and not names_loopback(host):
         raise Refused(421, "wrong_host", "on loopback this machine is asked, as localhost")
     if origin:
         try:
@@ -89,15 +89,6 @@ def check_host(host: str, origin: str, *, loopback: bool) -> None:
             same = False
         if not same:
             raise Refused(403, "wrong_origin", "pages of other sites may not ask here")
-
-
-def _names_loopback(host: str) -> bool:
-    if not host:
-        return True
-    name, _, port = host.rpartition(":")
-    if not port.isdecimal():
-        name = host
-    return is_loopback(name.removeprefix("[").removesuffix("]"))
 
 
 def _too_many(what: str, wait_s: float) -> Refused:

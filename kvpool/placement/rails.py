@@ -9,12 +9,12 @@ routed more often than labels say.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from kvpool.loopback import is_loopback
 from kvpool.placement.records import NIXL, NodeRecord, TransportRecord
 
 WAYS_MAX = 16
@@ -123,9 +123,8 @@ def _reachable(node: NodeRecord, host: str) -> list[TransportRecord]:
 
 def _is_loopback(url: str) -> bool:
     try:
-        host = urlsplit(url).hostname
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:  # a name
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:  # no URL
         return False
 
 

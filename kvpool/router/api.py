@@ -25,8 +25,9 @@ from typing import Any, NoReturn
 import msgspec
 from aiohttp import web
 
+from kvpool.loopback import names_loopback
 from kvpool.router.bodies import BadRequest, Kind, error_body
-from kvpool.router.config import RouterConfig, Secrets, is_loopback
+from kvpool.router.config import RouterConfig, Secrets
 from kvpool.router.flight import ClientGone
 from kvpool.router.metrics import Metrics
 from kvpool.router.serving import RETRY_AFTER_S_MAX, Incoming, Rejected, Serving
@@ -111,7 +112,7 @@ class Guard:
         if not self._tenants:
             # Without tokens it listens on loopback only. A page in a browser is not from there, and may have a
             # name of its own that leads here.
-            if "Origin" in request.headers or not _names_loopback(request.headers.get("Host", "")):
+            if "Origin" in request.headers or not names_loopback(request.headers.get("Host", "")):
                 raise BadRequest(
                     403,
                     "without a token only this machine may ask, as localhost, and no browser's page",
@@ -325,16 +326,6 @@ class Api:
 
 class _Weight(msgspec.Struct, forbid_unknown_fields=True):
     weight: float
-
-
-def _names_loopback(host: str) -> bool:
-    """host: of a request, maybe with its port; browsers always send one."""
-    if not host:
-        return True
-    name, _, port = host.rpartition(":")
-    if not port.isdecimal():
-        name = host
-    return is_loopback(name.removeprefix("[").removesuffix("]"))
 
 
 def _hang_up(request: web.Request) -> None:

@@ -7,7 +7,6 @@ and `KVPOOL_ENGINE_API_KEY_FILE` name files whose content they are. Nothing prin
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import stat
@@ -21,6 +20,7 @@ import msgspec
 
 from kvpool.config import default_socket_path, otlp_endpoint, secret_of
 from kvpool.errors import ConfigError
+from kvpool.loopback import is_loopback
 from kvpool.placement.engine_blocks import GROUPS_MAX
 from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
 
@@ -277,16 +277,6 @@ def _address(listen: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise ConfigError(f"listen = {listen!r}: HOST:PORT, such as 127.0.0.1:8080 or [::1]:8080")
     return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address in numbers is this machine's own."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _secrets(config: RouterConfig, environ: Mapping[str, str]) -> Secrets:

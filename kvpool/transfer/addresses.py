@@ -8,6 +8,7 @@ import threading
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvpool import loopback
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
 from kvpool.transfer.base import Deadline, Stop
 
@@ -37,8 +38,8 @@ def url_of(host: str, port: int) -> str:
 
 
 def is_loopback(info: AddressInfo) -> bool:
-    host = str(info[1][0])
-    return host == "::1" or host.startswith(("127.", "::ffff:127."))
+    """Whether what was resolved is this machine's own."""
+    return loopback.is_loopback(str(info[1][0]))
 
 
 def resolve(
