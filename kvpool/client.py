@@ -1455,7 +1455,7 @@ class Client:
                 self._back_off()
             raise Unavailable(
                 f"no kvpool daemon answers at {self.socket_path} ({error.strerror or error}). "
-                f"Start one with `kvpool serve`, or name its socket"
+                f"Start one with `kvpool serve`, or name its socket (--socket, KVPOOL_SOCKET)"
             ) from None
         try:
             frames = wire.FrameReader(wire.HELLO_BYTES_MAX).feed(data)

@@ -52,7 +52,8 @@ class WarmJob(
 ):
     """Have blocks in this node's memory, from wherever they are.
 
-    keys: in prefix order; none: all that node `source` has of the namespace. move: `source` gives up what has come.
+    keys: in prefix order; none: all that node `source` has of the namespace. move: `source` gives up what has come;
+    where there is no room for more that nobody else's only copies have, the job fails, and the rest stays there.
     """
 
     namespace: Digest

@@ -509,12 +509,14 @@ class Opened(Message, tag=36):
 class Evict(Message, tag=37):
     """Give blocks up on this node, as if there were no room. What is leased goes when its readers are done.
 
-    `keys`: empty: all. `digest`: of one namespace; empty: all of the tenant's. `tier`: one, or empty: all.
+    `keys`: empty: all. `digest`: of one namespace; empty: all of the tenant's. `tier`: one, or empty: all. `masks`:
+    for each key the parts that whoever takes it over has: a block of which more is here stays. Empty: nobody does.
     """
 
     keys: bytes
     digest: bytes = b""
     tier: str = ""
+    masks: bytes = b""
 
 
 class PinBlocks(Message, tag=38):
@@ -847,7 +849,8 @@ class Prefixes(Message, tag=58):
 class MoverStart(Message, tag=60):
     """First frame on a mover's control channel: who it is and where it listens (empty: nowhere).
 
-    `waits_max`: questions to peers that wait (`Await`) at a time. `tls_cert`, ...: paths, as in the configuration.
+    `waits_max`: questions to peers that wait, at a time: engines' (`Await`), and as many of operators (`Operate`).
+    `tls_cert`, ...: paths, as in the configuration.
     """
 
     cluster: str

@@ -14,7 +14,9 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import msgspec
@@ -24,6 +26,7 @@ from kvpool.admin.guard import Guard, check_host
 from kvpool.admin.idempotency import Answer, Remembered
 from kvpool.admin.problems import Refused, problem, refused
 from kvpool.admin.routing import JSON, Call, Route, parse_body, parse_params
+from kvpool.admin.scope import whole_only
 from kvpool.admin.tokens import Principal
 from kvpool.errors import KvpoolError
 from kvpool.loopback import is_loopback
@@ -36,6 +39,7 @@ HEADERS_MAX = 64
 BODY_S = 10.0  # to come
 STALL_S = 20.0  # to be read
 UNDER_WAY_MAX = 256
+OF_TOKEN_MAX = 64  # of these
 REQUEST_ID = "x-request-id"
 IDEMPOTENCY_KEY = "Idempotency-Key"
 PROBLEM = "application/problem+json"
@@ -66,6 +70,7 @@ class Api:
         self._remembered = remembered
         self._peer_uid = peer_uid
         self._under_way = 0
+        self._of_token: Counter[str] = Counter()
 
     def application(self, routes: list[Route]) -> web.Application:
         app = web.Application(
@@ -110,29 +115,53 @@ class Api:
     def _handler(self, route: Route) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             who = self._admit(request, route)
-            call = Call(who, request[_IDENT], request)
-            params = parse_params(route, request.match_info, cast(Any, request.query))
-            raw = await _body(request)
-            key = request.headers.get(IDEMPOTENCY_KEY)
-            if key is None or not route.changes:
-                return await self._answer(route, call, params, raw)
-            scope = f"{who.name} {request.method} {request.path_qs}"
-
-            async def make() -> Answer:
-                try:
-                    response = await self._answer(route, call, params, raw)
-                except (Refused, KvpoolError) as error:
-                    response = _problem(
-                        error if isinstance(error, Refused) else refused(error), call.request
-                    )
-                assert isinstance(response, web.Response), "changes are answered in one piece"
-                location = response.headers.get("Location", "")
-                body = cast(bytes, response.body or b"")
-                return Answer(response.status, body, response.content_type, location)
-
-            return _again(await self._remembered.once(scope, key, raw, make))
+            with self._one_of_token(who):
+                return await self._take(route, request, who)
 
         return handle
+
+    @contextmanager
+    def _one_of_token(self, who: Principal) -> Iterator[None]:
+        """The requests of one token, or of all without one, take a share of the places. Raises `Refused`."""
+        if self._of_token[who.name] >= OF_TOKEN_MAX:
+            why = f"{OF_TOKEN_MAX} requests of this token are under way"
+            raise Refused(429, "limit", why, {"Retry-After": "1"})
+        self._of_token[who.name] += 1
+        try:
+            yield
+        finally:
+            self._of_token[who.name] -= 1
+            if not self._of_token[who.name]:
+                del self._of_token[who.name]
+
+    async def _take(self, route: Route, request: web.Request, who: Principal) -> web.StreamResponse:
+        """A request of somebody who may."""
+        call = Call(who, request[_IDENT], request, lambda: self._guard.admits_still(who))
+        params = parse_params(route, request.match_info, cast(Any, request.query))
+        raw = b""
+        if route.body is not None:
+            raw = await _body(request)
+        elif request.can_read_body:
+            # Not waited for: of what needs no token, anybody could keep all the places so.
+            raise Refused(400, "invalid", "this takes no body", {"Connection": "close"})
+        key = request.headers.get(IDEMPOTENCY_KEY)
+        if key is None or not route.changes:
+            return await self._answer(route, call, params, raw)
+        scope = f"{who.name} {request.method} {request.path_qs}"
+
+        async def make() -> Answer:
+            try:
+                response = await self._answer(route, call, params, raw)
+            except (Refused, KvpoolError) as error:
+                response = _problem(
+                    error if isinstance(error, Refused) else refused(error), call.request
+                )
+            assert isinstance(response, web.Response), "changes are answered in one piece"
+            location = response.headers.get("Location", "")
+            body = cast(bytes, response.body or b"")
+            return Answer(response.status, body, response.content_type, location)
+
+        return _again(await self._remembered.once(scope, key, raw, make))
 
     def _admit(self, request: web.Request, route: Route) -> Principal:
         """Raises `Refused`."""
@@ -152,10 +181,8 @@ class Api:
             raise Refused(
                 403, "forbidden", f"this takes the role {route.role}, and this token is {who.role}"
             )
-        if route.whole and not who.whole:
-            raise Refused(
-                403, "forbidden", "this is of no one tenant: it takes a token for all of them"
-            )
+        if route.whole:
+            whole_only(who)
         return who
 
     async def _answer(
@@ -167,8 +194,6 @@ class Api:
             if raw and media != JSON and not media.endswith("+json"):
                 raise Refused(415, "not_json", f"the body is to be {JSON}, not {media[:80]}")
             arguments.append(parse_body(route, raw))
-        elif raw:
-            raise Refused(400, "invalid", "this takes no body")
         found = await route.do(*arguments)
         if isinstance(found, web.StreamResponse):
             return found

@@ -193,21 +193,13 @@ class Blocks:
         """How much of a prompt each node holds."""
         tenant = tenant_of(call.who, wanted.tenant)
         by_prompt = [bool(body.prompt), bool(body.messages), bool(body.tokens)].count(True)
-        if body.keys or body.namespace:
-            if by_prompt or not (body.keys and body.namespace):
-                raise Refused(
-                    400,
-                    "invalid",
-                    "name namespace and keys, or model and one of prompt, messages, tokens",
-                )
+        if body.keys and body.namespace and not by_prompt:
             return await self._by_keys(tenant, body)
-        if by_prompt != 1 or not body.model:
-            raise Refused(
-                400,
-                "invalid",
-                "name namespace and keys, or model and one of prompt, messages, tokens",
-            )
-        return await self._routers.lookup(call, body)
+        if by_prompt == 1 and body.model and not (body.keys or body.namespace):
+            return await self._routers.lookup(call, body)
+        raise Refused(
+            400, "invalid", "name namespace and keys, or model and one of prompt, messages, tokens"
+        )
 
     async def _by_keys(self, tenant: str, body: LookupRequest) -> LookupInfo:
         nodes, view, answers = await self._places(tenant, body.namespace)

@@ -67,7 +67,10 @@ class Changing:
         return await self._drain(call, wanted.node, wanted_so=False)
 
     async def _drain(self, call: Call, node: str, *, wanted_so: bool) -> DrainInfo:
-        check_node(await self._cluster.view(), node)
+        known = await self._cluster.view()
+        # One that was drained has left, and is brought back by calling that off.
+        if wanted_so or node not in known.drains:
+            check_node(known, node)
         await self._cluster.daemon.number(wire.Drain(node, wanted_so), by=call.by, wait_s=CHANGE_S)
         self._cluster.changed()
         view = await self._cluster.view()
@@ -172,7 +175,7 @@ class Changing:
             whole_only(call.who)
         raw = msgspec.json.encode(body.spec)
         parse_job(raw)  # whether its parts go together
-        digest = getattr(body.spec, "namespace", "")
+        digest, source = getattr(body.spec, "namespace", ""), getattr(body.spec, "source", "")
 
         def find(view: View, answers: Answers[Stats]) -> list[str]:
             if digest:
@@ -181,7 +184,7 @@ class Changing:
                 check_tenant(answers, tenant)
             nodes = chosen_nodes(view, body.nodes)
             known = {*having(answers, tenant, digest), *answers.unreachable}
-            return nodes if body.nodes else [node for node in nodes if node in known]
+            return nodes if body.nodes else [n for n in nodes if n in known and n != source]
 
         nodes = await self._cluster.consult(find, now=True)
         job = secrets.token_hex(JOB_BYTES)

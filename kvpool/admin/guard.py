@@ -8,7 +8,14 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from kvpool.admin.problems import Refused
-from kvpool.admin.tokens import TOKEN_CHARACTERS_MAX, Principal, Rates, Tokens, digest_of
+from kvpool.admin.tokens import (
+    LOCAL_NAME,
+    TOKEN_CHARACTERS_MAX,
+    Principal,
+    Rates,
+    Tokens,
+    digest_of,
+)
 from kvpool.loopback import names_loopback
 
 WRONG_BURST = 0.2  # of the rate: so many wrong tokens from one address at once
@@ -16,7 +23,7 @@ WRONG_SHARE = 1 / 300  # of the rate: so many a second after that
 ADDRESSES_MAX = 4096
 KNOWN_MAX = 4096  # addresses and the tokens that were right there
 BURST = 2.0  # times the rate
-LOCAL = Principal("local", "admin")
+LOCAL = Principal(LOCAL_NAME, "admin")
 _HOST = re.compile(r"[A-Za-z0-9._\[\]:-]{0,255}")
 
 
@@ -44,6 +51,10 @@ class Guard:
         if wait_s := self._rates.take(who.name):
             raise _too_many("requests of this token", wait_s)
         return who
+
+    def admits_still(self, who: Principal) -> bool:
+        """Whether somebody who was let in would be now: tokens are taken back."""
+        return who is LOCAL or self._tokens.has(who)
 
     def _by_token(self, address: str, authorization: str) -> Principal:
         scheme, _, token = authorization.partition(" ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,12 @@ PATH_NAME = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request. who: asks. request: its id."""
+    """One request. who: asks. request: its id. still: whether whoever asks would be let in now."""
 
     who: Principal
     request: str
     http: web.Request
+    still: Callable[[], bool]
 
     @property
     def by(self) -> str:
@@ -74,7 +76,7 @@ class Route:
 def parse_params(route: Route, path: Mapping[str, str], query: Mapping[str, str]) -> msgspec.Struct:
     """Raises `Refused`. What a path names and cannot be is not found."""
     names = [name for name, _ in query.items()]  # `keys` has each once
-    twice = {name for name in names if names.count(name) > 1}
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise Refused(400, "invalid", f"{', '.join(sorted(twice))}: given twice")
     known = {field.encode_name for field in msgspec.structs.fields(route.params)}

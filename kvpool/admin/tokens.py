@@ -19,7 +19,7 @@ import stat
 import tomllib
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +30,8 @@ from kvpool.errors import ConfigError
 
 ROLES: tuple[Role, ...] = ("viewer", "operator", "admin")
 ALL = "*"
+LOCAL_NAME = "local"
+"""The name of whoever needs no token, and of the one that the daemon makes."""
 TOKENS_MAX = 1000
 FILE_BYTES_MAX = 1 << 20
 TOKEN_BYTES = 32
@@ -56,11 +58,12 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Whoever asks. tenants: None: all."""
+    """Whoever asks. tenants: None: all. digest: of the token; empty: it took none."""
 
     name: str
     role: Role
     tenants: frozenset[str] | None = None
+    digest: bytes = field(default=b"", repr=False)
 
     def may(self, role: Role) -> bool:
         return ROLES.index(self.role) >= ROLES.index(role)
@@ -97,7 +100,8 @@ class Tokens:
         self._complain = complain
         self._own: dict[bytes, Principal] = {}
         if digest:
-            self._own[bytes.fromhex(digest)] = Principal("local", "admin")
+            own = bytes.fromhex(digest)
+            self._own[own] = Principal(LOCAL_NAME, "admin", digest=own)
         self._seen = self._look()
         self._looked = clock()
         self._known = self._load()
@@ -111,6 +115,11 @@ class Tokens:
             if hmac.compare_digest(digest, asked):
                 found = principal
         return found
+
+    def has(self, principal: Principal) -> bool:
+        """Whether its token is still good, for the same."""
+        self._refresh()
+        return self._known.get(principal.digest) == principal
 
     def _refresh(self) -> None:
         now = self._clock()
@@ -139,12 +148,12 @@ class Tokens:
         if self._path is None:
             return self._own
         entries = read_tokens(self._path)
-        return self._own | {
-            bytes.fromhex(entry.sha256): Principal(
-                entry.name, entry.role, None if ALL in entry.tenants else frozenset(entry.tenants)
-            )
-            for entry in entries
-        }
+        found = dict(self._own)
+        for entry in entries:
+            tenants = None if ALL in entry.tenants else frozenset(entry.tenants)
+            digest = bytes.fromhex(entry.sha256)
+            found[digest] = Principal(entry.name, entry.role, tenants, digest)
+        return found
 
 
 def read_tokens(path: Path) -> list[TokenEntry]:
@@ -166,6 +175,10 @@ def read_tokens(path: Path) -> list[TokenEntry]:
     names = [entry.name for entry in found]
     if len(set(names)) != len(names):
         raise ConfigError(f"http_tokens: {path} has a name twice: each is one token's")
+    if LOCAL_NAME in names:
+        raise ConfigError(
+            f"http_tokens: {path} names a token {LOCAL_NAME!r}, as the daemon's own is called"
+        )
     return found
 
 
@@ -186,7 +199,7 @@ def add_token(path: Path, name: str, role: str, tenants: list[str]) -> str:
         made = msgspec.convert(entry, TokenEntry)
     except msgspec.ValidationError as error:
         raise ConfigError(f"this is no token: {error}") from None
-    if any(each.name == name for each in old):
+    if name == LOCAL_NAME or any(each.name == name for each in old):
         raise ConfigError(
             f"{path} has a token {name!r} already: take it out first, or choose a name"
         )

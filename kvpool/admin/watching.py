@@ -114,6 +114,8 @@ class Watching:
                 await _write(response, _gap("what was seen last is not remembered here"))
             while True:
                 found = await listener.take(HEARTBEAT_S)
+                if not call.still():
+                    break
                 text = b"".join(map(_event, found)) if found else b": still here\n\n"
                 await _write(response, text)
                 if listener.lost:

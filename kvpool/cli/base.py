@@ -22,7 +22,7 @@ EXIT_INTERRUPTED = 130
 EXIT_STATUSES = {
     0: "all is well",
     EXIT_ERROR: "what was asked for failed, or is not as it should be; the last line says why",
-    EXIT_USAGE: "the command line is wrong",
+    EXIT_USAGE: "the command line cannot be read: an option or argument is unknown or missing",
     EXIT_NO_DAEMON: "no daemon answers on this machine",
     EXIT_NOT_ALLOWED: "the daemon or the router answers, and does not let us",
     EXIT_INTERRUPTED: "interrupted with Ctrl-C",

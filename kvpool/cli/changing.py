@@ -95,12 +95,14 @@ def reset(
     if as_json:
         base.print_json({"namespace": chosen.hex(), "epoch": epoch, "fence": fence})
         return
-    print(f"namespace {chosen.hex()} of tenant {tenant} is in epoch {epoch}: no node finds what")
-    print("was stored before, and the memory of that is given back bit by bit.")
+    print(
+        f"namespace {chosen.hex()} of tenant {tenant} is in epoch {epoch}: no node finds what was stored "
+        f"before, and its memory is given back bit by bit"
+    )
     if fence:
-        print("Engines that have it open find and store nothing until they open it again.")
+        print("engines that have it open find and store nothing until they open it again")
     else:
-        print("Engines that have it open go on in the new epoch.")
+        print("engines that have it open go on in the new epoch")
 
 
 @app.command(rich_help_panel=OPERATORS)
@@ -175,10 +177,12 @@ def configure(
     if as_json:
         base.print_json({"namespace": chosen.hex(), "configured": True})
         return
-    print(f"The settings of namespace {chosen.hex()} of tenant {tenant} are changed on all nodes;")
-    print("`kvpool namespaces` shows them.")
+    print(
+        f"the settings of namespace {chosen.hex()} of tenant {tenant} are changed on all nodes; "
+        f"`kvpool namespaces` shows them"
+    )
     if copies is not None and copies > 1:
-        print("Nodes make copies in the background: new blocks at once, those there by and by.")
+        print("nodes make copies in the background: new blocks at once, those there by and by")
 
 
 PinKeys = Annotated[
@@ -259,4 +263,7 @@ def _pin(
             noun = "block" if len(wanted) == 1 else "blocks"
             print(f"{count} of {len(wanted)} {noun} {what}{where}")
     if any(count < len(wanted) for count in found.values()):
+        base.complain(
+            "not all of them are there: `kvpool locate KEY` shows which nodes have a block (--node NAME)"
+        )
         raise typer.Exit(EXIT_ERROR)

@@ -119,20 +119,24 @@ def locate(
 
     Example: kvpool locate 00112233445566778899aabbccddeeff --namespace 3fa9
     """
-    from kvpool.status.cluster import not_found, show_replicas
+    from kvpool.status.cluster import not_found, replicas, show_replicas
+    from kvpool.status.jobs import nodes_of
     from kvpool.status.naming import block_key
 
     wanted = list(dict.fromkeys(map(block_key, keys)))
     with base.client_of(socket, tenant) as client:
         digest = base.resolve(client, tenant, namespace) if namespace else b""
-        found = client.locate(wanted, digest=digest)
-        directory = client.stats()["cluster"]["directory"]
+        cluster = client.cluster()
+        found, silent = replicas(client, wanted, digest, nodes_of(cluster))
     if as_json:
         base.print_json(found)
     else:
         show_replicas(found)
-    if missing := not_found(wanted, found, directory):
-        base.complain(missing)
+    missing = not_found(wanted, found, cluster["directory"])
+    for line in (*(f"{name}: {why}" for name, why in silent.items()), missing):
+        if line:
+            base.complain(line)
+    if missing:
         raise typer.Exit(EXIT_ERROR)
 
 
@@ -200,12 +204,14 @@ def blocks(
 
     Example: kvpool blocks 3fa9 --node host-7 --tier ssd --limit 20
     """
-    from kvpool.status.blocks import list_some, show_blocks
+    from kvpool.status.blocks import check_open, list_some, show_blocks
 
     with base.client_of(socket, tenant) as client:
         chosen = base.resolve(client, tenant, digest) if digest else b""
+        if chosen:
+            check_open(client, node, tenant, chosen.hex())
         found, after = list_some(client, node, tier, chosen, cursor, limit)
     if as_json:
         base.print_json({"items": found, "next": after})
     else:
-        show_blocks(found, after)
+        show_blocks(found, after, of_one=bool(chosen))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli.base import OPERATORS, app
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, InvalidRequest
 
 
 @app.command(rich_help_panel=OPERATORS)
@@ -28,7 +28,9 @@ def token(
     Example: kvpool token ci --role operator --file /etc/kvpool/tokens.toml
     """
     try:
-        from kvpool.admin.tokens import add_token
+        from kvpool.admin.tokens import ROLES, add_token
     except ModuleNotFoundError as error:
         raise ConfigError(f"this needs {error.name}: pip install 'kvpool[admin]'") from None
+    if role not in ROLES:
+        raise InvalidRequest(f"--role {role!r:.40}: it is one of {', '.join(ROLES)}")
     print(add_token(file, name, role, list(tenants or [])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -90,6 +90,7 @@ def evict(
 
     Example: kvpool evict 00112233445566778899aabbccddeeff --chain
     """
+    from kvpool.jobs import TierName
     from kvpool.status.naming import block_keys, period, size
 
     named = block_keys(keys or [], keys_file)
@@ -100,6 +101,11 @@ def evict(
         )
     if chain and not named:
         raise InvalidRequest("--chain begins at keys: name some")
+    for name in tier or ():
+        if name not in get_args(TierName):
+            raise InvalidRequest(
+                f"--tier {name!r:.40}: it is one of {', '.join(get_args(TierName))}"
+            )
     spec: dict[str, Any] = {
         "kind": "evict",
         "keys": [key.hex() for key in named],

@@ -9,7 +9,10 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import assert_never
+
+import msgspec
 
 from kvpool.daemon.blocks import PIN_HARD, Block, NamespaceState, Tenant
 from kvpool.daemon.journal import Journal
@@ -26,7 +29,7 @@ RUNNING_MAX = 4
 TOGETHER = 20  # blocks in one go: about a tenth of a millisecond
 LEAST_TOGETHER = 50
 IDLE_SHARE = 9.0  # of the time that a step took, until the next one
-DRY_LEAST_MAX = 100_000  # blocks of least worth that are counted without being given up
+DRY_LEAST_MAX = 20_000  # blocks of least worth that are counted without being given up
 UNRELATED_MAX = 100_000  # blocks remembered as not in any wanted chain
 WARM_TOGETHER = 256
 WARM_S = 30.0  # for so many
@@ -35,7 +38,8 @@ SHORT_S = 0.2  # between tries while nothing can be done
 
 ListOn = Callable[[str, NamespaceState, str], Awaitable[tuple[list[bytes], str | None]]]
 """Blocks of a namespace that a node has, from a cursor on, and the next cursor."""
-EvictOn = Callable[[str, NamespaceState, Sequence[bytes], str], Awaitable[int]]
+EvictOn = Callable[[str, NamespaceState, Mapping[bytes, int], str], Awaitable[int]]
+"""Have a node give blocks up of which it has no more than these parts, on whose behalf; how many it had."""
 
 
 @dataclass(eq=False, slots=True)
@@ -96,6 +100,7 @@ class JobRunner:
         self._journal.note("job began", job=name, what=kind, by=by, dry_run=dry_run)
         job.task = asyncio.get_running_loop().create_task(self._run(job, spaces))
         job.task.add_done_callback(crash_if_failed)
+        job.task.add_done_callback(partial(self._ended, job))
         return self._view(job)
 
     async def _run(self, job: Job, spaces: Sequence[NamespaceState]) -> None:
@@ -104,18 +109,22 @@ class JobRunner:
             job.state = JobState.DONE
         except KvpoolError as error:
             job.state, job.error = JobState.FAILED, str(error)
-        except asyncio.CancelledError:
-            job.state = JobState.CANCELLED
-        finally:
-            job.ended = self._clock()
-            self._journal.note(
-                "job ended",
-                job=job.name,
-                what=_kind(job.spec),
-                state=str(job.state),
-                blocks=job.blocks,
-                error=job.error,
-            )
+
+    def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
+        """What is remembered of it takes little."""
+        if task.cancelled():
+            job.state = JobState.CANCELLED  # perhaps before it began
+        job.ended = self._clock()
+        if not isinstance(job.spec, ScrubJob):
+            job.spec = msgspec.structs.replace(job.spec, keys=[])
+        self._journal.note(
+            "job ended",
+            job=job.name,
+            what=_kind(job.spec),
+            state=str(job.state),
+            blocks=job.blocks,
+            error=job.error,
+        )
 
     def views(self, names: Iterable[str]) -> list[JobView]:
         """Of these, as far as they are known; without names of all."""
@@ -207,12 +216,13 @@ class Work:
             await self._evict_keys(job, spec, chosen, wanted, keys)
             return
         chains = _Chains(keys, [n for rules in self._rules().values() for n in rules], wanted)
-        job.total = sum(node.rows for node in chosen)
-        for node in chosen:
+        theirs = [(node, t) for node in chosen if (t := node.tenants.get(job.tenant.name))]
+        job.total = sum(node.rows_of(tenant) for node, tenant in theirs)
+        for node, tenant in theirs:
             cursor: int | None = 0
             while cursor is not None:
                 began = self._clock()
-                blocks, cursor = node.scan(cursor, TOGETHER)
+                blocks, cursor = node.scan(cursor, TOGETHER, tenant)
                 some = [b for b in blocks if b.table.namespace.directory_digest in wanted]
                 if keys:
                     some = [block for block in some if chains.has(block)]
@@ -268,7 +278,9 @@ class Work:
             if tenant is None:
                 continue
             if job.dry_run:
+                began = self._clock()
                 _count_least(job, spec, node, tenant)
+                await self._pause(began)
             gone = -1
             while gone and not job.dry_run and job.nbytes < spec.least_bytes:
                 began = self._clock()
@@ -293,12 +305,14 @@ class Work:
         while cursor is not None:
             keys, cursor = await self._list_on(spec.source, space, cursor)
             job.total += len(keys)
-            await self._bring(job, spec, space, keys)
+            for first in range(0, len(keys), WARM_TOGETHER):
+                await self._bring(job, spec, space, keys[first : first + WARM_TOGETHER])
             await asyncio.sleep(0)
 
     async def _bring(
         self, job: Job, spec: WarmJob, space: NamespaceState, keys: Sequence[bytes]
     ) -> None:
+        """Raises `LimitExceeded` where what is moved would push others' last copies out, or what was moved before."""
         job.seen += len(keys)
         (node,) = self._rules()["dram"]
         _, before = node.masks(space.directory_digest, keys)
@@ -309,17 +323,44 @@ class Work:
         if job.dry_run:
             job.blocks += len(lacking)
             return
+        most = _room(node, space) if spec.move else len(lacking)
+        left = set(lacking[most:])
+        lacking = lacking[:most]
+        keys = [key for key in keys if key not in left]
         if lacking:
             await self._remote.pull_each(space, [], b"".join(lacking), WARM_S)
         _, after = node.masks(space.directory_digest, keys)
-        here = {key for key, mask in zip(keys, after, strict=True) if mask}
+        here = {key: mask for key, mask in zip(keys, after, strict=False) if mask}
         came = [key for key in lacking if key in here]
         job.blocks += len(came)
         for key in came:
             block = next(block for table in space.tables if (block := table.blocks.get(key)))
             job.nbytes += part_bytes(block)[1]
         if spec.move and here:
-            await self._evict_on(spec.source, space, sorted(here), job.by)
+            await self._take_over(job, spec, space, node, here)
+        if left:
+            raise LimitExceeded(
+                f"this node has no room for more of namespace {space.base.hex()}: what is not moved stays on node "
+                f"{spec.source}. Give blocks up here first (kvpool evict --least SIZE), then move on"
+            )
+
+    async def _take_over(
+        self, job: Job, spec: WarmJob, space: NamespaceState, node: Node, here: Mapping[bytes, int]
+    ) -> None:
+        """Have the source give up what is here: from now on these are the copies that are kept.
+
+        They are held until it has, so that no block is nowhere.
+        """
+        kept: list[str] = []
+        try:
+            for table in space.tables:
+                keys = [key for key in here if key in table.blocks]
+                if keys and not self._remote.hold(table, keys, kept):
+                    raise LimitExceeded("too many leases are held on this node: try again")
+            node.promote([b for t in space.tables for key in here if (b := t.blocks.get(key))])
+            await self._evict_on(spec.source, space, here, job.by)
+        finally:
+            self._remote.let_go(space.tenant.name, kept)
 
     # ---- scrub -------------------------------------------------------------------------------------
 
@@ -351,11 +392,13 @@ class _Chains:
         ]
 
     def has(self, block: Block) -> bool:
-        way: list[bytes] = []
+        way: dict[bytes, None] = {}
         key, parent = block.key, block.parent
         while key not in self._in:
-            way.append(key)
-            if not parent or key in self._out or parent in self._out:
+            # Clients say what comes before what: it may lead in a circle.
+            circle = key in way
+            way[key] = None
+            if circle or not parent or key in self._out or parent in self._out:
                 if len(self._out) > UNRELATED_MAX:
                     self._out.clear()
                 self._out.update(way)
@@ -366,6 +409,15 @@ class _Chains:
             )
         self._in.update(way)
         return True
+
+
+def _room(node: Node, space: NamespaceState) -> int:
+    """How many more whole blocks fit in this node's memory without any that others lack having to go."""
+    tenant = space.tenant
+    room = node.spare_bytes(tenant)
+    if space.quota:
+        room = min(room, space.quota - space.held_bytes)
+    return max(0, int(room // sum(table.stride / table.spec.stride for table in space.tables)))
 
 
 def _blocks(state: NamespaceState, keys: Sequence[bytes]) -> list[Block]:

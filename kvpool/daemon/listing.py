@@ -18,18 +18,23 @@ _PINS = {level: kind for kind, level in PIN_KINDS.items()}
 def list_blocks(
     rules: Sequence[Node], spaces: Sequence[NamespaceState], cursor: str, count: int, now: float
 ) -> dict[str, Any]:
-    """About `count` blocks of these namespaces in one tier, and where the next ones begin (null: nowhere).
+    """About `count` blocks of these namespaces of one tenant in one tier, and where the next ones begin (null: nowhere).
 
     rules: of the tier's parts. Few may come, or none, where others' blocks lie between. A block that is there all the
     while is met once; one that comes or goes meanwhile at most once.
     """
     wanted = {space.directory_digest for space in spaces}
+    name = spaces[0].tenant.name if spaces else ""
     number, inner = _parse(cursor)
     found: list[dict[str, Any]] = []
     left = SCAN_ROWS
     while number < len(rules) and left > 0 and len(found) < count:
         step = min(STEP_ROWS, left, count - len(found))
-        blocks, after = rules[number].scan(inner, step)
+        tenant = rules[number].tenants.get(name)
+        if tenant is None:
+            number, inner = number + 1, 0
+            continue
+        blocks, after = rules[number].scan(inner, step, tenant)
         left -= step
         ages = rules[number].ages
         found += [

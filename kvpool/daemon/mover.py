@@ -87,6 +87,7 @@ class Mover(WorkerProcess):
         # for them.
         self._copies = Jobs("kvpool-copy", COPY_THREADS_MAX, self.control)
         self._waits: Jobs | None = None
+        self._operators: Jobs | None = None  # which wait too: theirs hold no engine's up
         self._transports: dict[str, Transport] = {}
         self._lock = threading.Lock()
         self._start: MoverStart | None = None
@@ -105,7 +106,7 @@ class Mover(WorkerProcess):
                     lambda stop, deadline: self._run_job(message, stop, deadline),
                 )
             case StopOrder():
-                for jobs in (self._jobs, self._copies, self._waits):
+                for jobs in (self._jobs, self._copies, self._waits, self._operators):
                     if jobs is not None:
                         jobs.stop(message.request)
             case wire.AttachSegment():
@@ -119,8 +120,14 @@ class Mover(WorkerProcess):
         """Whose threads do it."""
         if isinstance(order, PullBlocks):
             return self._copies if order.background else self._jobs
-        waits = isinstance(order.question, (Await, Operate)) and order.question.wait_s > 0
-        return self._waits if waits and self._waits is not None else self._jobs
+        match order.question:
+            case Operate(wait_s=wait_s) if wait_s > 0:
+                waits = self._operators
+            case Await(wait_s=wait_s) if wait_s > 0:
+                waits = self._waits
+            case _:
+                waits = None
+        return waits or self._jobs
 
     def _begin(self, start: MoverStart) -> Message:
         if start.tls_cert:
@@ -128,6 +135,7 @@ class Mover(WorkerProcess):
             self._credentials = Credentials(files, start.cluster, start.node)
         self._start = start
         self._waits = Jobs("kvpool-wait", start.waits_max, self.control)
+        self._operators = Jobs("kvpool-operator", start.waits_max, self.control)
         return MoverReady([self._transport(url).listen(url) for url in start.listen])
 
     def _run_job(self, order: PullBlocks | AskPeer, stop: Stop, deadline: Deadline) -> Message:

@@ -1292,14 +1292,22 @@ class Node(Space):
             found.setdefault(block.table.namespace, []).append(block.key)
         return [(namespace.directory_digest, keys) for namespace, keys in found.items()], after
 
-    def scan(self, cursor: int, count: int) -> tuple[list[Block], int | None]:
-        """The first parts of the blocks that `walk` finds."""
+    def scan(
+        self, cursor: int, count: int, tenant: Tenant | None = None
+    ) -> tuple[list[Block], int | None]:
+        """The first parts of the blocks that `walk` finds.
+
+        tenant: of this one only, so that its cursors tell nothing of others. No more than `count` slots are looked
+        at, whatever the cursor: it may be made up.
+        """
         self.settle()
+        classes = self._classes if tenant is None else list(tenant.classes.values())
         number, row = divmod(cursor, _WALK_ROWS)
         found: list[Block] = []
         left = count
-        while number < len(self._classes):
-            by_row = self._classes[number].by_row
+        while number < len(classes):
+            by_row = classes[number].by_row
+            row = min(row, len(by_row))
             end = min(len(by_row), row + left)
             found += [
                 block
@@ -1311,13 +1319,13 @@ class Node(Space):
                 row = end
                 break
             number, row = number + 1, 0
-        more = number < len(self._classes)
+        more = number < len(classes)
         return found, number * _WALK_ROWS + row if more else None
 
-    @property
-    def rows(self) -> int:
-        """How far a scan of all goes."""
-        return sum(len(slot_class.by_row) for slot_class in self._classes)
+    @staticmethod
+    def rows_of(tenant: Tenant) -> int:
+        """How far a scan of a tenant's blocks goes."""
+        return sum(len(slot_class.by_row) for slot_class in tenant.classes.values())
 
     # ---- the operator's view -----------------------------------------------------------------------
 

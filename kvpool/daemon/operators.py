@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -23,6 +23,7 @@ from kvpool.daemon.engines import Engines
 from kvpool.daemon.jobs import JobRunner, Work
 from kvpool.daemon.journal import AUDIT, Journal
 from kvpool.daemon.listing import list_blocks, show_blocks
+from kvpool.daemon.masks import pack_masks, unpack_masks, width_for, width_of
 from kvpool.daemon.node import Node
 from kvpool.daemon.prefixes import prefixes
 from kvpool.daemon.remote import NOT_NODES, STORE, Remote
@@ -39,7 +40,7 @@ from kvpool.errors import (
     ProtocolError,
     Unavailable,
 )
-from kvpool.jobs import WarmJob, parse_job
+from kvpool.jobs import Key, WarmJob, parse_job
 from kvpool.placement.directory import TIERS, Entry
 from kvpool.spans import Spans
 from kvpool.types import KEY_BYTES, split_keys
@@ -57,6 +58,17 @@ BY_CHARACTERS_MAX = 200
 OPERATE_SINCE = 7  # protocol
 
 Answer = wire.Done | wire.Bytes
+
+
+class _Named(msgspec.Struct, frozen=True):
+    key: Key
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    """What is needed of a `ListBlocks`' answer."""
+
+    blocks: list[_Named]
+    cursor: str | None
 
 
 class Asks(Protocol):
@@ -374,18 +386,33 @@ class Operators:
             )
         rules = [node for nodes in self.rules(m.tier).values() for node in nodes]
         gone = 0
-        for namespace in self._chosen(tenant, m.digest):
-            for node in rules:
-                state = node.by_directory(namespace.directory_digest)
-                if state is None:
-                    continue
-                keys = split_keys(m.keys) or node.keys(state)
-                for at in range(0, len(keys), EVICT_TOGETHER):
-                    gone += node.give_up(state, keys[at : at + EVICT_TOGETHER])
-                    await asyncio.sleep(0)
-        named = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "tier": m.tier}
-        self._changed(by, "evict", tenant=tenant.name, **named, gone=gone)
+        named: Sequence[bytes] = split_keys(m.keys)
+        if m.masks:
+            if not m.digest:
+                raise InvalidRequest(
+                    "blocks with masks of their parts are of one namespace: name it"
+                )
+            named = self._taken_over(self._chosen(tenant, m.digest)[0], m)
+            if not named:
+                return wire.Done()
+        wanted = {namespace.directory_digest for namespace in self._chosen(tenant, m.digest)}
+        for node in rules:
+            for state, keys in _some_each(node, tenant.name, wanted, named):
+                gone += node.give_up(state, keys)
+                await asyncio.sleep(0)
+        what = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "tier": m.tier}
+        self._changed(by, "evict", tenant=tenant.name, **what, gone=gone)
         return wire.Done(gone)
+
+    def _taken_over(self, namespace: NamespaceState, m: wire.Evict) -> list[bytes]:
+        """Those of the blocks of which nothing is here, in any tier, but what another node says that it has."""
+        keys = split_keys(m.keys)
+        theirs = unpack_masks(m.masks, width_of(m.keys, m.masks))
+        more = set()
+        for node in (node for nodes in self.rules().values() for node in nodes):
+            _, ours = node.masks(namespace.directory_digest, keys)
+            more |= {k for k, our, their in zip(keys, ours, theirs, strict=False) if our & ~their}
+        return [key for key in keys if key not in more]
 
     async def _pin_blocks(self, tenant: Tenant, by: str, m: wire.PinBlocks) -> wire.Done:
         _keys(m.keys, wire.KEYS_MAX)
@@ -420,6 +447,10 @@ class Operators:
         spec = parse_job(m.spec)
         digest = bytes.fromhex(getattr(spec, "namespace", ""))
         if isinstance(spec, WarmJob):
+            if spec.source == self.config.node:
+                raise InvalidRequest(
+                    f"node {spec.source} brings nothing from itself: begin this on the nodes that are to have it"
+                )
             self.cluster.open_known(tenant, digest)  # a new node is warm before its engines begin
         spaces = self._chosen(tenant, digest)
         view = self.jobs.begin(m.job, spec, spaces, tenant, by, dry_run=m.dry_run)
@@ -441,21 +472,47 @@ class Operators:
         tier, _, inner = cursor.partition(":") if cursor else ("dram", "", "")
         ask = wire.ListBlocks(tier, inner, LIST_BLOCKS_MAX, namespace.base)
         answer = await self._on(node, namespace.tenant.name, "", ask, 0.0)
-        found = msgspec.json.decode(answer.data) if isinstance(answer, wire.Bytes) else {}
-        after = found["cursor"]
+        if not isinstance(answer, wire.Bytes):
+            raise ProtocolError(f"node {node} listed its blocks with a number")
+        try:
+            found = msgspec.json.decode(answer.data, type=_Listed)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"node {node} listed no blocks: {error}") from None
+        after = found.cursor
         if after is not None:
             after = f"{tier}:{after}"
         elif tier == "dram":
             after = "ssd:"
-        return [bytes.fromhex(each["key"]) for each in found["blocks"]], after
+        return [bytes.fromhex(each.key) for each in found.blocks], after
 
     async def _evict_on(
-        self, node: str, namespace: NamespaceState, keys: Sequence[bytes], by: str
+        self, node: str, namespace: NamespaceState, taken: Mapping[bytes, int], by: str
     ) -> int:
-        """Have another node give blocks up; how many it had."""
-        request = wire.Evict(b"".join(keys), namespace.base)
+        """Have another node give blocks up of which it has no parts but these; how many it had."""
+        masks = pack_masks(list(taken.values()), width_for(len(namespace.tables)))
+        request = wire.Evict(b"".join(taken), namespace.base, masks=masks)
         answer = await self._on(node, namespace.tenant.name, by, request, ANSWER_S)
         return answer.value if isinstance(answer, wire.Done) else 0
+
+
+def _some_each(
+    node: Node, tenant: str, wanted: set[bytes], named: Sequence[bytes]
+) -> Iterator[tuple[NamespaceState, Sequence[bytes]]]:
+    """The named blocks of these namespaces, or all that are here, a few at a time."""
+    states = {digest: state for digest in wanted if (state := node.by_directory(digest))}
+    for state in states.values() if named else ():
+        for at in range(0, len(named), EVICT_TOGETHER):
+            yield state, named[at : at + EVICT_TOGETHER]
+    owner = node.tenants.get(tenant)
+    cursor: int | None = None if named or owner is None else 0
+    while cursor is not None:
+        blocks, cursor = node.scan(cursor, EVICT_TOGETHER, owner)
+        found: dict[bytes, list[bytes]] = {digest: [] for digest in states}
+        for block in blocks:
+            if (digest := block.table.namespace.directory_digest) in found:
+                found[digest].append(block.key)
+        for digest, keys in found.items():
+            yield states[digest], keys
 
 
 def check_operator(holder: Holder) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from kvpool import wire
-from kvpool.status.jobs import Asks
+from kvpool.errors import InvalidRequest
+from kvpool.status.jobs import Asks, holders, nodes_of
 from kvpool.status.text import (
     DIGEST_SHOWN,
     count,
@@ -39,6 +40,19 @@ def show_prefixes(
     console.print(table)
 
 
+def check_open(client: Asks, node: str, tenant: str, digest: str) -> None:
+    """Raises `InvalidRequest`, which names the nodes that have the namespace, where this one does not. node: empty for
+    the one that is asked."""
+    own = client.ask_node(wire.Inspect(), node=node)
+    if tenant not in own["tenants"] or digest in own["tenants"][tenant]["namespaces"]:
+        return
+    having, _ = holders(client, nodes_of(client.ask_node(wire.Cluster())), tenant, digest)
+    raise InvalidRequest(
+        f"node {own['node']} has nothing of namespace {digest}; these have it: "
+        f"{', '.join(having) or 'none that answers'} (--node NAME)"
+    )
+
+
 def list_some(
     client: Asks, node: str, tier: str, digest: bytes, cursor: str, limit: int
 ) -> tuple[list[dict[str, Any]], str | None]:
@@ -54,18 +68,23 @@ def list_some(
 
 
 def show_blocks(
-    found: Sequence[Mapping[str, Any]], after: str | None, console: Console | None = None
+    found: Sequence[Mapping[str, Any]],
+    after: str | None,
+    console: Console | None = None,
+    *,
+    of_one: bool = False,
 ) -> None:
-    """Print blocks, and how to get the next ones."""
+    """Print blocks, and how to get the next ones. of_one: all are of one namespace, which is known."""
     console = console or make_console()
     if found:
+        space = [] if of_one else ["namespace"]
         table = make_table(
-            "", "key", "namespace", ">depth", ">parts", ">bytes", ">unused for", "pin", ""
+            "", "key", *space, ">depth", ">parts", ">bytes", ">unused for", "pin", ""
         )
         for block in found:
             table.add_row(
                 block["key"],
-                block["namespace"][:DIGEST_SHOWN],
+                *([] if of_one else [block["namespace"][:DIGEST_SHOWN]]),
                 f"{block['depth']:,}",
                 str(block["parts"]),
                 size_text(block["bytes"]),
@@ -73,6 +92,9 @@ def show_blocks(
                 "" if block["pin"] == "none" else block["pin"],
                 _remarks(block),
             )
+        for column in table.columns:
+            column.no_wrap = column.header in {"key", "namespace"}
+            column.overflow = "fold"
         console.print(table)
     else:
         console.print("no blocks here")

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.text import Text
 
+from kvpool import wire
+from kvpool.errors import ClusterUnavailable, InvalidRequest, Unavailable
+from kvpool.status.jobs import Asks
 from kvpool.status.text import (
     DIGEST_SHOWN,
     count,
@@ -22,6 +25,7 @@ from kvpool.status.text import (
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 INCARNATION_SHOWN = 8
 KEYS_SHOWN = 3  # of those that were not found
@@ -140,19 +144,22 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
 
 def _print_links(links: Sequence[Mapping[str, Any]], console: Console) -> None:
     """What this node expects of pulling from each other one."""
-    table = make_table("Pulling from others", "node", "away", ">answer", ">rate", "", "by")
+    table = make_table("Pulling from others", "node", "distance", ">answer", ">rate", "", "by")
     for link in sorted(links, key=lambda link: str(link["node"])):
         unmeasured = [
             what
             for what, age in (("answer", "latency_age_s"), ("rate", "bytes_age_s"))
             if link[age] is None
         ]
+        assumed = (
+            f"{'both' if len(unmeasured) > 1 else unmeasured[0]} assumed" if unmeasured else ""
+        )
         table.add_row(
             escape(link["node"]),
             link["distance"],
             f"{link['latency_s'] * 1e3:.1f} ms",
             f"{size_text(link['bytes_s'])}/s",
-            Text(f"{' and '.join(unmeasured)} not measured" if unmeasured else "", style="dim"),
+            Text(assumed, style="dim"),
             escape(link["path"]),
         )
     for column in table.columns:
@@ -278,25 +285,26 @@ def _held(one: Mapping[str, Any] | None) -> dict[str, int]:
     }
 
 
-_SETTINGS = {
-    "write": "to SSD",
-    "ttl_s": ">unused for",
-    "ssd_codec": "SSD codec",
-    "dram_quota": ">DRAM quota",
-    "ssd_quota": ">SSD quota",
-    "write_remote": "to objects",
-}
-"""Columns that are shown where a namespace has the setting."""
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """What a namespace has set, in the words of `kvpool configure`; copies are shown for all."""
+    quotas = ",".join(
+        f"{tier}={_quota_text(settings[f'{tier}_quota'])}"
+        for tier in ("dram", "ssd")
+        if settings[f"{tier}_quota"]
+    )
+    words = {
+        "write": settings["write"],
+        "ttl": period_text(settings["ttl_s"]) if settings["ttl_s"] else "",
+        "ssd-codec": settings["ssd_codec"],
+        "write-remote": settings["write_remote"],
+        "quota": quotas,
+    }
+    return ", ".join(f"{name} {value}" for name, value in words.items() if value)
 
 
-def _setting_text(name: str, value: str | float) -> str:
-    if isinstance(value, str):
-        return value
-    if not value:
-        return ""
-    if name == "ttl_s":
-        return period_text(value)
-    return size_text(value) if isinstance(value, int) else f"{100 * value:.3g}%"
+def _quota_text(quota: float) -> str:
+    """Bytes are whole numbers, shares are not."""
+    return size_text(quota).replace(" ", "") if isinstance(quota, int) else f"{100 * quota:.3g}%"
 
 
 def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
@@ -306,9 +314,7 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         console.print("no engine has opened a namespace yet")
         return
     several = len({row["tenant"] for row in rows}) > 1
-    chosen = [name for name in _SETTINGS if any(row["settings"][name] for row in rows)]
-    columns = ["digest", "fields", ">epoch", ">copies", *map(_SETTINGS.__getitem__, chosen)]
-    columns += [">a block", ">blocks", ">bytes"]
+    columns = ["digest", "fields", ">epoch", ">copies", ">a block", ">blocks", ">bytes"]
     table = make_table("", *(["tenant"] if several else []), *columns)
     for row in rows:
         hidden = row["blocks"] is None
@@ -317,7 +323,6 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
             escape(", ".join(facts(row["fields"]))),
             str(row["epoch"]) if row["agreed"] else Text(f"{row['epoch']}?", style="yellow"),
             str(row["settings"]["replicas"]),
-            *(_setting_text(name, row["settings"][name]) for name in chosen),
             size_text(sum(part[0] for part in row["parts"])),
             "" if hidden else f"{row['blocks']:,}",
             "" if hidden else size_text(row["bytes"]),
@@ -327,6 +332,9 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         column.no_wrap = column.header != "fields"
         column.overflow = "fold"
     console.print(table)
+    if any(settings_text(row["settings"]) for row in rows):
+        console.print()
+        console.print(_settings_table(rows, several=several))
     console.print()
     console.print("Blocks and bytes are those of this node.")
     fenced = [row["digest"][:DIGEST_SHOWN] for row in rows if 0 < row["fence"] == row["epoch"]]
@@ -338,7 +346,46 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         console.print("?: not agreed with the cluster yet; that follows by itself", style="yellow")
 
 
+def _settings_table(rows: Sequence[Mapping[str, Any]], *, several: bool) -> Table:
+    """What is set for namespaces; a table of its own, since few have much of it."""
+    table = make_table("Settings", *(["tenant"] if several else []), "digest", "")
+    for row in rows:
+        if text := settings_text(row["settings"]):
+            digest = row["digest"][:DIGEST_SHOWN]
+            table.add_row(*([escape(row["tenant"])] if several else []), digest, escape(text))
+    return table
+
+
 # ---- blocks ----------------------------------------------------------------------------------------
+
+
+def replicas(
+    client: Asks, keys: Sequence[bytes], digest: bytes, nodes: Sequence[str]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Where blocks are; and nodes that do not answer, with why. nodes: of the cluster, this one first.
+
+    A node finds blocks of the namespaces that are open on it, wherever they are. So the others are asked, one after
+    the other, for what was not found yet. Raises what the first one said when all of them refuse.
+    """
+    found: list[dict[str, Any]] = []
+    silent: dict[str, str] = {}
+    refused: InvalidRequest | None = None
+    missing, answered = list(keys), False
+    for node in nodes:
+        try:
+            found += client.ask_node(wire.Locate(b"".join(missing), digest), node=node)
+            answered = True
+        except InvalidRequest as error:
+            refused = refused or error
+        except (Unavailable, ClusterUnavailable) as error:
+            silent[node] = str(error)
+        there = {block["key"] for block in found}
+        missing = [key for key in missing if key.hex() not in there]
+        if not missing:
+            break
+    if refused is not None and not answered:
+        raise refused
+    return found, silent
 
 
 def show_replicas(found: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
@@ -372,9 +419,9 @@ def not_found(
     if not missing:
         return ""
     more = f" and {len(missing) - KEYS_SHOWN} more" if len(missing) > KEYS_SHOWN else ""
-    hint = "looked for were namespaces that are open on this node"
+    hint = "looked for in all namespaces that a node has open"
     if directory is None:
-        hint += "; without a directory only what this node itself holds is known"
+        hint += "; without a directory nodes know only what they hold themselves"
     elif not directory["connected"]:
         hint += "; the directory does not answer"
     return f"not found: {', '.join(missing[:KEYS_SHOWN])}{more} ({hint})"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.text import Text
 
-from kvpool.status.text import make_console, make_table, size_text
+from kvpool.status.text import fold, make_console, make_table, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -347,6 +347,7 @@ def show(
             escape(one.found),
             escape(one.remedy),
         )
+    fold(table)
     console.print(table)
     if pairs:
         peers = make_table("Other nodes", "node", "pulled from by", "at", "where that fails", "")
@@ -354,5 +355,6 @@ def show(
             peers.add_row(
                 *(escape(pair[key]) for key in ("node", "transport", "url", "otherwise", "note"))
             )
+        fold(peers)
         console.print()
         console.print(peers)

@@ -80,6 +80,8 @@ def line(event: Mapping[str, Any]) -> Text:
     text = Text(f"{at}  {event['node']}  ")
     text.append(event["kind"], style=KIND_STYLES.get(event["kind"], "bold"))
     for name, value in event["details"].items():
+        if value == "":
+            continue
         shown = value if isinstance(value, str) else json.dumps(value)
         text.append(f"  {name}={shown}")
     return text

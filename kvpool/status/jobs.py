@@ -261,7 +261,9 @@ def show_jobs(views: Sequence[Mapping[str, Any]], console: Console | None = None
 def jobs_table(views: Iterable[Mapping[str, Any]]) -> Table:
     table = make_table("", "job", "node", "state", ">seen", ">blocks", ">bytes", ">took", "by")
     for view in views:
-        seen = f"{view['seen']:,} of {view['total']:,}" if view["total"] else f"{view['seen']:,}"
+        seen = f"{view['seen']:,}"
+        if view["total"] > view["seen"] and view["state"] != JobState.DONE:
+            seen += f" of {view['total']:,}"
         words = f"{view['state']}, dry run" if view["dry_run"] else view["state"]
         table.add_row(
             escape(view["job"]),
@@ -273,6 +275,9 @@ def jobs_table(views: Iterable[Mapping[str, Any]]) -> Table:
             duration(view["took_s"]),
             escape(view["by"]),
         )
+    for column in table.columns:
+        column.no_wrap = column.header in {"job", "node", "state"}
+        column.overflow = "fold"
     return table
 
 

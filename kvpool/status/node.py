@@ -291,7 +291,8 @@ def _counters(title: str, counters: Mapping[str, Any], entries: Entries) -> Tabl
             value = counters.get(key, 0)
             if value or at == 0 or key == "match_keys":
                 number = size_text(value) if key.endswith("_bytes") else f"{value:,}"
-                words.append(f"{number} {unit}".rstrip())
+                noun = unit.removesuffix("s") if (value, unit) == (1, "calls") else unit
+                words.append(f"{number} {noun}".rstrip())
         text = ", ".join(words).replace(" of, ", " of ")
         table.add_row(name, Text(text, style="yellow" if trouble else ""))
     return table

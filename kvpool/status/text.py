@@ -53,6 +53,12 @@ def make_table(title: str, *columns: str) -> Table:
     return table
 
 
+def fold(table: Table) -> None:
+    """Cut nothing off: what is too wide goes on in the next line."""
+    for column in table.columns:
+        column.overflow = "fold"
+
+
 def facts(fields: Mapping[str, Any]) -> Iterator[str]:
     """The first few facts of a namespace's record, those that say most to a reader first."""
     names = sorted(

@@ -152,12 +152,15 @@ def show_tiers(stats: Mapping[str, Any], tenant: str, console: Console | None = 
     """Print where this node keeps blocks."""
     console = console or make_console()
     console.print(_tiers(tier_rows(stats, tenant)))
+    console.print()
     console.print(_usage(stats["usage"], tenant))
-    remarks = (
+    remarks = [
         *_engine_remarks(stats["engines"]),
         *_packing(stats["tiers"]["ssd"]),
         *_remarks(stats["tiers"]),
-    )
+    ]
+    if remarks:
+        console.print()
     for line in remarks:
         console.print(line)
 
@@ -189,7 +192,7 @@ def _tiers(rows: list[dict[str, Any]]) -> Table:
 
 def _usage(usage: Mapping[str, Any], tenant: str) -> Table:
     """What the tenant has of each tier, and its namespaces of that; quotas where there are some."""
-    table = make_table("", "of", "tier", "where", ">used", ">at most")
+    table = make_table("Used", "by", "tier", "where", ">used", ">at most")
     for tier, places in usage.items():
         for place in places:
             where = escape(place["where"])

@@ -98,7 +98,8 @@ def fills(stats: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         places = stats["tiers"][tier]
         if places:
             used = sum(place["used_bytes"] for place in places)
-            found[tier] = (used, sum(place["size_bytes"] for place in places))
+            sizes = (place["segment_bytes"] or place["size_bytes"] for place in places)
+            found[tier] = (used, sum(sizes))
     return found
 
 
@@ -208,10 +209,15 @@ def view(watch: Watch, *, hint: str = "") -> RenderableType:
         ">hits",
         ">leases",
         ">clients",
-        "",
+        *([""] if any(seen.error for seen in watch.seen.values()) else []),
     )
+    if len(tiers) > 1:
+        table.padding = (0, 1, 0, 0)  # for 80 columns
     for name, seen in watch.seen.items():
-        table.add_row(*_row(name, seen, tiers))
+        table.add_row(*_row(name, seen, tiers)[: len(table.columns)])
+    for column in table.columns:
+        column.no_wrap = column.header in {"state", *tiers}
+        column.overflow = "fold"
     parts: list[RenderableType] = [title, Text(), table]
     jobs = [job for seen in known for job in _running(seen)]
     if jobs:

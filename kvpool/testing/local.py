@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvpool.client import Client
+from kvpool.daemon.gateway import TOKEN_FILE
 from kvpool.testing.servers.etcd import Etcd, free_port
 from kvpool.testing.servers.redis import Redis
 
@@ -51,6 +52,7 @@ class LocalNode:
         advertise: Callable[[str], str] | None = None,
     ) -> None:
         self.name = name
+        self.http = environ.get("KVPOOL_HTTP", "")
         self.socket = str(folder / f"{name}.sock")
         self.log = folder / f"{name}.log"
         self._said_before = 0
@@ -164,7 +166,7 @@ class LocalCluster:
     environ: further settings of all daemons, KVPOOL_*. name: of the cluster, for several on one etcd.
     etcd, redis: the servers, to be killed and restarted by tests; started here unless given.
     etcd_url: by node, where it finds etcd instead, such as a proxy. directory: likewise, of Redis, for all.
-    advertise: by node and its URL, what its peers are told instead.
+    advertise: by node and its URL, what its peers are told instead. http: whether each has a gateway.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class LocalCluster:
         etcd_url: Callable[[str], str] | None = None,
         directory: str | None = None,
         advertise: Callable[[str, str], str] | None = None,
+        http: bool = False,
     ) -> None:
         self._folder = folder
         self._names = [chr(ord("a") + number) for number in range(nodes)]
@@ -199,6 +202,7 @@ class LocalCluster:
         self._etcd_url = etcd_url
         self._directory = directory
         self._advertise = advertise
+        self._http = http
         self._stack = contextlib.ExitStack()
         self.etcd: Etcd
         self.redis: Redis
@@ -282,6 +286,8 @@ class LocalCluster:
         }
         if self._ssd:
             settings["KVPOOL_SSD"] = f"{self._folder / f'{name}-ssd'}={self._ssd}"
+        if self._http:
+            settings["KVPOOL_HTTP"] = f"127.0.0.1:{free_port()}"
         advertise = self._advertise
         node = LocalNode(
             name,
@@ -301,13 +307,16 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="kvpool-cluster-") as folder:
         try:
-            with LocalCluster(Path(folder)) as cluster:
+            with LocalCluster(Path(folder), ssd="256MiB", http=True) as cluster:
                 cluster.wait_acquainted()
+                first = cluster.nodes[0]
+                token = (Path(folder) / TOKEN_FILE).read_text().strip()
                 print(f"etcd   {cluster.etcd.url}")
                 print(f"redis  {cluster.directory_url}")
                 for node in cluster.nodes:
-                    print(f"node {node.name}  {node.url}  socket {node.socket}")
-                print(f"\nTry: .venv/bin/kvpool nodes --socket {cluster.nodes[0].socket}")
+                    print(f"node {node.name}  {node.url}  http://{node.http}  socket {node.socket}")
+                print(f"\nDashboard: http://{first.http}/ui/#token={token}")
+                print(f"Try: .venv/bin/kvpool nodes --socket {first.socket}")
                 print("Ctrl-C stops it all.", flush=True)
                 while all(node.process and node.process.poll() is None for node in cluster.nodes):
                     time.sleep(0.5)

@@ -104,6 +104,7 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
     expected = _proof(us.secret, b"connects", hello, challenge, stream.binding)
     if not hmac.compare_digest(shown.proof, expected):
         raise NotAuthenticated("wrong proof: give all daemons of a cluster the same cluster secret")
+    stream.peer_node = hello.node
     known()
     stream.send(Done(), request)
     return hello

@@ -132,6 +132,10 @@ class Conversation:
     def _answer_later(self, request: int, question: Await | Operate) -> None:
         """Answer when there is something to say. A peer that has gone meanwhile ends the question."""
         stream = self._stream
+        if isinstance(question, Operate) and question.node != stream.peer_node:
+            raise ProtocolError(
+                "a peer asks in another node's name"
+            )  # which the audit log would tell
         stream.deadline = Deadline(min(question.wait_s, AWAIT_S_MAX) + AWAIT_LATE_S)
         try:
             owed = self._source.awaited(question)

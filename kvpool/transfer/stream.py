@@ -43,8 +43,9 @@ class Stream:
     and `ProtocolError` for a frame above the limit. After any of these the only use of the stream is
     `close`: nobody knows where in the conversation it stands.
 
-    peer_node: the node's name in the certificate that the peer showed; None: it showed none. binding: what the
-    two ends of this connection have in common and nobody else has; empty: there is no such thing.
+    peer_node: which node the peer is, by the certificate that it showed, or by its own word once it has been admitted
+    to the cluster; None: nobody knows. binding: what the two ends of this connection have in common and nobody else
+    has; empty: there is no such thing.
     """
 
     peer_node: str | None = None

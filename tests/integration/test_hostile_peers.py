@@ -311,6 +311,22 @@ def test_a_peer_that_talks_nonsense_is_answered_or_shown_out(pair: Pair, said: s
     pair.check_nobody_died()
 
 
+def test_what_operators_ask_comes_in_the_name_of_the_node_that_asks(pair: Pair) -> None:
+    """The audit log tells that name: no other one can be put there."""
+    request = wire.encode(wire.PinBlocks(KEY, "soft"), 0)[wire.HEADER.size :]
+    for name, done in (("x", True), ("a", False), ("", False)):
+        peer = Peer(pair.address)
+        try:
+            answer = peer.ask(wire.Operate(name, request, 0.0, "default", "somebody"))
+        finally:
+            peer.close()
+        assert isinstance(answer, wire.Bytes) is done, (name, answer)
+        if not done:
+            assert isinstance(answer, wire.Error)
+            assert "another node's name" in answer.message
+    pair.check_nobody_died()
+
+
 def test_a_key_twice_in_one_pull_is_one_block(pair: Pair) -> None:
     numbers = pair.put()
     twice = [key for key in keys_of(numbers) for _ in range(2)]

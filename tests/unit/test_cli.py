@@ -518,7 +518,7 @@ def test_what_is_expected_of_pulling_from_others():
     assert "zone" in words
     assert "1.2 ms" in words
     assert "200 MiB/s" in words
-    assert "rate not measured" in words
+    assert "rate assumed" in words
     assert "Pulling from others" not in printed(show_nodes, CLUSTER)
 
 
@@ -649,18 +649,21 @@ def test_settings_are_shown_where_a_namespace_has_them():
     rows = namespace_rows(CLUSTER | {"namespaces": [ENTRY | {"settings": kept}]}, STATS, "red")
     other = rows[0] | {"digest": "f" * 32, "settings": DEFAULTS}
     text = printed(show_namespaces, [*rows, other], width=200)
-    assert line_with(text, "digest").split()[3:8] == ["copies", "to", "SSD", "unused", "for"]
-    assert line_with(text, DIGEST[:12]).split()[-8:-5] == ["1", "through", "12h"]
-    assert line_with(text, "f" * 12).split()[-6:-5] == ["1"]
+    assert f"\n{DIGEST[:12]}  write through, ttl 12h\n" in text
+    assert text.count("f" * 12) == 1, "it has no settings"
+    assert "Settings" not in printed(show_namespaces, [other])
     coded = rows[0] | {"settings": DEFAULTS | {"ssd_codec": "blosc2"}}
-    text = printed(show_namespaces, [coded], width=200)
-    assert "SSD codec" in text
-    assert "to SSD" not in text
-    assert line_with(text, DIGEST[:12]).split()[-7:-5] == ["1", "blosc2"]
+    text = printed(show_namespaces, [coded])
+    assert f"\n{DIGEST[:12]}  ssd-codec blosc2" in text
     limited = rows[0] | {"settings": DEFAULTS | {"dram_quota": 0.125, "ssd_quota": 50 << 30}}
-    text = printed(show_namespaces, [limited], width=200)
-    assert "DRAM quota" in text and "SSD quota" in text
-    assert line_with(text, DIGEST[:12]).split()[-9:-5] == ["1", "12.5%", "50", "GiB"]
+    text = printed(show_namespaces, [limited])
+    shown_quota = line_with(text, "quota").split()[-1]
+    assert shown_quota == "dram=12.5%,ssd=50GiB"
+    assert quotas(shown_quota) == {"dram": 0.125, "ssd": 50 << 30}, "it can be typed"
+    assert max(map(len, text.splitlines())) <= 80
+    foreign = limited | {"tenant": "blue", "blocks": None, "bytes": None}
+    text = printed(show_namespaces, [limited, foreign])
+    assert f"blue    {DIGEST[:12]}  quota dram=12.5%,ssd=50GiB" in text
 
 
 def test_quotas_are_sizes_or_shares_by_tier():
@@ -715,7 +718,7 @@ def test_what_was_not_found_is_named():
     assert "directory" not in text
     text = not_found(others, FOUND, None)
     assert f"{'03' * 16} and 2 more" in text
-    assert "without a directory only what this node itself holds is known" in text
+    assert "without a directory nodes know only what they hold themselves" in text
     assert "does not answer" in not_found(others, [], DIRECTORY | {"connected": False})
 
 
@@ -1043,7 +1046,6 @@ def daemon(monkeypatch):
     double.__enter__.return_value = double
     double.cluster.return_value = CLUSTER
     double.stats.return_value = STATS
-    double.locate.return_value = FOUND
     double.clear.return_value = 3
     monkeypatch.setattr(base, "client_of", lambda socket, tenant: double)
     return double
@@ -1089,23 +1091,46 @@ def test_quiet_status_says_with_its_exit_status_whether_the_daemon_answers(daemo
 
 
 def test_locate(daemon):
+    def answer(message, *, node):
+        asked.append((node, message.keys, message.digest))
+        return FOUND if bytes(16) in message.keys else []
+
+    asked: list = []
+    daemon.ask_node.side_effect = answer
     done = run("locate", "00" * 16)
     assert (done.status, done.err) == (0, "")
     assert "host-2" in done.out
-    daemon.locate.assert_called_with([bytes(16)], digest=b"")
+    assert asked == [("host-1", bytes(16), b"")]
+    asked.clear()
     done = run("locate", "00" * 16, "FF" * 16, "ff" * 16, "--namespace", "0123")
     assert done.status == 1
     assert done.err.startswith(f"kvpool: not found: {'ff' * 16} (")
     assert "host-2" in done.out
-    daemon.locate.assert_called_with([bytes(16), b"\xff" * 16], digest=bytes.fromhex(DIGEST))
+    digest = bytes.fromhex(DIGEST)
+    assert asked == [
+        ("host-1", bytes(16) + b"\xff" * 16, digest),
+        ("host-2", b"\xff" * 16, digest),
+    ]
     done = run("locate", "00" * 16, "ff" * 16, "--json")
     assert done.status == 1
     assert json.loads(done.out) == FOUND
 
 
+def test_locate_goes_on_where_a_namespace_is_not_open_or_nobody_answers(daemon):
+    daemon.ask_node.side_effect = [InvalidRequest("it is not open here"), FOUND]
+    done = run("locate", "00" * 16, "--namespace", "0123")
+    assert (done.status, done.err) == (0, "")
+    assert "host-2" in done.out
+    daemon.ask_node.side_effect = [ClusterUnavailable("it hangs"), FOUND]
+    done = run("locate", "00" * 16)
+    assert (done.status, done.err) == (0, "kvpool: host-1: it hangs\n")
+    daemon.ask_node.side_effect = [InvalidRequest("too many keys"), InvalidRequest("so many")]
+    assert str(run("locate", "00" * 16).error) == "too many keys"
+
+
 def test_locate_refuses_what_is_no_key_before_it_asks(daemon):
     assert isinstance(run("locate", "abcd").error, InvalidRequest)
-    daemon.locate.assert_not_called()
+    daemon.ask_node.assert_not_called()
 
 
 def test_namespaces(daemon):

@@ -244,6 +244,10 @@ def test_what_is_shown():
     ]
     show(findings, pairs, Console(file=out, width=100))
     assert "nixl://n:2" in out.getvalue()
+    narrow = io.StringIO()
+    remedy = f"echo advise > /sys/{'x' * 60}"
+    show([Finding("pages", NOTE, "none " * 9, remedy)], [], Console(file=narrow, width=60))
+    assert narrow.getvalue().count("x") == 60, "a remedy is to be typed"
     assert "tcp://n:1" in out.getvalue()
 
 

@@ -150,6 +150,21 @@ def test_a_table_of_jobs():
     assert "4 of 10" in text
     assert "[red]x" in text
     assert text.splitlines()[-1] == "j on b: etcd [away]"
+    out = io.StringIO()
+    name = name_for("evict", 1)
+    told = view(
+        "gpu-host-17",
+        "done",
+        nbytes=1 << 29,
+        job=name,
+        dry_run=True,
+        total=9,
+        seen=9,
+        by="token local on host-7",
+    )
+    show_jobs([told], Console(file=out, width=80, highlight=False))
+    assert name in out.getvalue(), "`jobs show` takes the whole name"
+    assert "done, dry run" in out.getvalue()
     assert printed(show_jobs, []) == "no node remembers a job\n"
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvpool import wire
 from kvpool.errors import ClusterUnavailable, ConfigError, InvalidRequest, NotAuthenticated
-from kvpool.status.blocks import list_some, show_blocks, show_prefixes
+from kvpool.status.blocks import check_open, list_some, show_blocks, show_prefixes
 from kvpool.status.events import Feed, chosen, line
 from kvpool.status.explain import RouterHttp, show_past, show_possible
 from kvpool.status.naming import block_keys, size
@@ -34,6 +34,10 @@ def tenant(put: int, read: int, here: int, missed: int) -> dict:
     return {"traffic": traffic, "space": {"size": 4 << 20, "bytes_used": 1 << 20}}
 
 
+def disk(segment_bytes: int) -> dict:
+    return {"used_bytes": 1, "size_bytes": 8, "segment_bytes": segment_bytes}
+
+
 def stats(**fields) -> dict:
     return {
         "incarnation": "i",
@@ -41,14 +45,14 @@ def stats(**fields) -> dict:
         "clients": 2,
         "tenants": {"red": tenant(100, 50, 7, 2), "blue": tenant(1, 1, 0, 0)},
         "counters": {"pulled_bytes": 9},
-        "tiers": {"ssd": [{"used_bytes": 1, "size_bytes": 8}] * 2, "device": []},
+        "tiers": {"ssd": [disk(7), disk(0)], "device": []},
         "cluster": {"state": "serving", "standing": "member"},
     } | fields
 
 
 def test_all_tenants_are_summed():
     assert sums_of(stats()) == Sums(101, 61, 9, 11, 9)
-    assert fills(stats()) == {"dram": (2 << 20, 8 << 20), "ssd": (2, 16)}
+    assert fills(stats()) == {"dram": (2 << 20, 8 << 20), "ssd": (2, 15)}, "as `kvpool tiers` says"
 
 
 @given(st.tuples(*[st.integers(0, 1 << 40)] * 5), st.integers(1, 60))
@@ -94,7 +98,7 @@ def test_the_screen():
         "serving",
         "2/8",
         "MiB",
-        "2/16",
+        "2/15",
         "B",
         "2",
         "KiB/s",
@@ -112,6 +116,10 @@ def test_the_screen():
     assert any(each.startswith("evict-1 ") for each in lines)
     assert not any(each.startswith("old") for each in lines)
     assert lines[-1] == "q ends"
+    watch.seen = {"a": Seen(stats(), rates=Rates(2048.0, 0.0, 1.0, 0.5))}
+    out = io.StringIO()
+    Console(file=out, width=80, highlight=False).print(view(watch))
+    assert len(out.getvalue().splitlines()) == 4, "a row is a line"
 
 
 # ---- events ----------------------------------------------------------------------------------------
@@ -181,7 +189,7 @@ def test_nodes_that_do_not_answer_are_known_until_they_do():
 
 def test_an_event_is_a_line():
     event = {"number": 1, "at_s": 0.5, "node": "a", "kind": "change"}
-    event["details"] = {"by": "[red]", "keys": 3, "to": {"ttl_s": 1.0}}
+    event["details"] = {"by": "[red]", "keys": 3, "tier": "", "to": {"ttl_s": 1.0}}
     assert (
         line(event).plain == '1970-01-01T00:00:00Z  a  change  by=[red]  keys=3  to={"ttl_s": 1.0}'
     )
@@ -230,8 +238,28 @@ def test_blocks_and_prefixes_as_tables():
     ]
     assert text.splitlines()[-1] == "there is more: --cursor 0.7"
     assert printed(show_blocks, [], None) == "no blocks here\n"
+    out = io.StringIO()
+    show_blocks([block], None, Console(file=out, width=80, highlight=False), of_one=True)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith(f"{block['key']} ") for line in lines), "to be copied"
+    assert "cdcd" not in out.getvalue()
     text = printed(show_prefixes, {"a": (0, 3), "b": (3, 3), "c": (9, 9)}, 9)
     assert [row.split()[0] for row in text.splitlines()[1:]] == ["c", "b", "a"]
+
+
+def test_blocks_of_a_namespace_that_is_not_on_the_node():
+    class Two:
+        def ask_node(self, message, *, node="", tenant="", by="", wait_s=0.0):
+            if isinstance(message, wire.Cluster):
+                nodes = [{"node": name, "state": "serving"} for name in "ab"]
+                return {"node": "a", "nodes": nodes}
+            spaces = {"ab": {}} if node == "b" else {}
+            return {"node": node or "a", "tenants": {"red": {"namespaces": spaces}}}
+
+    check_open(Two(), "b", "red", "ab")
+    with pytest.raises(InvalidRequest, match=r"node a has nothing of namespace ab; .*: b \("):
+        check_open(Two(), "", "red", "ab")
 
 
 # ---- what is typed ---------------------------------------------------------------------------------

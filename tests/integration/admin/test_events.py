@@ -138,6 +138,22 @@ def test_a_tenant_hears_of_itself_alone(two):
         assert data["details"]["tenant"] == "red"
 
 
+def test_a_stream_ends_with_its_token(pair, until):
+    """Who has opened it hears nothing more when the token is taken back."""
+    (file,) = pair.folder.glob("tokens-*.toml")
+    with Stream(pair.gate.of("eye")) as stream:
+        pin(pair.gate, "a")
+        assert stream.pins(1)
+        left = [e for e in file.read_text().split("\n\n") if 'name = "eye"' not in e]
+        file.write_text("\n\n".join(left))
+        until(
+            lambda: pair.gate.stranger(pair.gate.tokens["eye"]).ask("GET", "/v1/me").status == 401
+        )
+        pin(pair.gate, "a")
+        assert b"change" not in stream.answer.read()
+    assert pair.gate.get("/v1/me")["name"] == "root"
+
+
 def test_so_many_listen_and_no_more(pair):
     gate = pair.gate
     with contextlib.ExitStack() as stack:

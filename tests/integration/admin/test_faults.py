@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from kvpool.admin.api import OF_TOKEN_MAX
 from tests.integration.admin.conftest import Gate, gateway_pid, open_gate
 from tests.integration.cluster.conftest import PLAIN
 
@@ -140,6 +141,35 @@ def test_bodies_that_are_too_large(gate):
     found, _ = raw(gate, begin + b"Transfer-Encoding: chunked\r\n\r\n" + 4 * chunks + b"0\r\n\r\n")
     assert b" 413 " in found.split(b"\r\n")[0] or found == b""
     assert gate.get("/v1/me")
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/ui/", "/v1/me"])
+def test_a_body_that_nobody_takes_is_not_waited_for(gate, path):
+    """Whoever needs no token could keep all the places by promising one."""
+    begin = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {gate.token}\r\n"
+    for body in ("Content-Length: 100\r\n\r\n", "Transfer-Encoding: chunked\r\n\r\n"):
+        found, _ = raw(gate, (begin + body).encode())
+        assert found.startswith(b"HTTP/1.1 400") and b"takes no body" in found
+
+
+def test_the_requests_of_one_token_leave_others_places(gate, until):
+    begin = (
+        f"POST /v1/pins HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {gate.tokens['redop']}\r\n"
+        "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    ).encode()
+    socks = []
+    try:
+        for _ in range(OF_TOKEN_MAX):
+            socks.append(gate.connect())
+            socks[-1].sendall(begin)
+        red = gate.of("redop")
+        refused = until(lambda: (a := red.ask("GET", "/v1/me")).status == 429 and a)
+        assert refused.code == "limit" and "under way" in refused.json["detail"]
+        assert gate.of("redeye").get("/v1/me")["name"] == "redeye"
+    finally:
+        for sock in socks:
+            sock.close()
+    until(lambda: red.ask("GET", "/v1/me").status == 200)
 
 
 @pytest.mark.slow

@@ -143,6 +143,13 @@ def test_blocks_are_brought_to_another_node(gate, seat_of, numbers, until):
     job = gate.change("POST", "/v1/jobs", {"spec": spec, "nodes": ["g"]})
     assert ended(gate, job["job"], until)["blocks"] == 8
     assert g.here(some) == 8
+    spec = {"kind": "warm", "namespace": DIGEST, "source": "a", "move": True}
+    job = gate.change("POST", "/v1/jobs", {"spec": spec})
+    assert [each["node"] for each in job["nodes"]] == ["g"], "all, but the one they come from"
+    assert ended(gate, job["job"], until)["state"] == "done"
+    assert (a.here(some), g.here(some)) == (0, 8)
+    only = gate.ask("POST", "/v1/jobs", {"spec": spec, "nodes": ["a"]})
+    assert only.status == 409 and "from itself" in only.json["detail"]
 
 
 def test_jobs_stop_and_are_not_there(gate, until):
@@ -196,7 +203,17 @@ def test_a_node_is_drained_and_that_is_called_off(start_cluster, tmp_path, until
     until(lambda: gate.get("/v1/nodes/a")["node"]["drain_wanted"])
     assert not gate.change("DELETE", "/v1/nodes/a/drain")["wanted"]
     until(lambda: not gate.get("/v1/nodes/a")["node"]["drain_wanted"])
-    assert gate.ask("PUT", "/v1/nodes/zzz/drain").code == "not_found"
+    for method in ("PUT", "DELETE"):
+        assert gate.ask(method, "/v1/nodes/zzz/drain").code == "not_found"
+
+
+def test_a_node_that_was_drained_and_has_left_is_brought_back(start_cluster, tmp_path, until):
+    world = start_cluster(nodes=2)
+    gate = open_gate(world, tmp_path)
+    gate.change("PUT", "/v1/nodes/b/drain")
+    until(lambda: gate.ask("GET", "/v1/nodes/b").status == 404)
+    assert not gate.change("DELETE", "/v1/nodes/b/drain")["wanted"]
+    until(lambda: gate.ask("GET", "/v1/nodes/b").status == 200)
 
 
 def test_settings_of_nodes(gate, until):

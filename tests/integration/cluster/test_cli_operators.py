@@ -254,6 +254,9 @@ def test_blocks_are_evicted_everywhere_or_on_some_nodes(pair, numbers, kvpool):
     done = kvpool(a.node, "evict", "--all")
     assert "2 blocks stay, pinned" in done.out
     assert kvpool(a.node, "unpin", *hexes(some[4:6])).out == "2 of 2 blocks unpinned\n"
+    done = kvpool(a.node, "pin", ABSENT)
+    assert (done.status, done.out) == (1, "0 of 1 block pinned soft\n")
+    assert "`kvpool locate KEY`" in done.err
     assert kvpool(a.node, "evict", "--least", "1MiB").status == 0
     assert a.here(some) == 0
     a.put(some)
@@ -270,6 +273,7 @@ def test_what_evict_refuses(pair, kvpool):
         (("--namespace", DIGEST, "--chain"), "--chain begins at keys"),
         (("--namespace", "beef"), "`kvpool namespaces` shows"),
         (("--unused-s", "5"), "30s, 15m, 12h"),
+        (("--all", "--tier", "tape"), "it is one of dram, ssd, device"),
         (("--least", "many"), "10GiB"),
         (("--least", "1MiB", "--namespace", DIGEST), "least_bytes chooses by worth alone"),
         (("--all", "--node", "z"), "`kvpool nodes` shows them"),

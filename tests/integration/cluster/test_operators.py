@@ -14,9 +14,11 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.testing.local import SECRET
+from kvpool.types import NamespaceRecord, PartSpec
 from tests.integration.cluster.conftest import NBYTES, PLAIN, key, keys_of
 
 DIGEST = PLAIN.digest()
+TWO = NamespaceRecord({"model": "of two ranks"}, (PartSpec(NBYTES), PartSpec(NBYTES)))
 
 
 @pytest.fixture
@@ -194,6 +196,68 @@ def test_blocks_are_brought_and_moved(pair, numbers, ended, until):
     view = ended(b, "m", "a")
     assert (view["state"], view["blocks"], view["seen"]) == ("done", 42, 50), view
     assert (a.get(some), b.here(some)) == (50, 0)
+
+
+def test_a_node_brings_nothing_from_itself(pair, numbers, until):
+    """It would have what it lists, and give it up."""
+    _, b = pair
+    some = numbers(10)
+    b.put(some)
+    until(lambda: b.announced)
+    spec = {"kind": "warm", "namespace": DIGEST.hex(), "source": "b", "move": True}
+    with pytest.raises(InvalidRequest, match="from itself"):
+        begin(b, spec)
+    assert b.here(some) == 10
+
+
+def test_a_block_of_which_the_source_has_more_stays_there(start_cluster, numbers):
+    """Whoever takes blocks over says which of their parts it has."""
+    a, b = start_cluster(nodes=2).seats(TWO)
+    whole, half = numbers(4), numbers(4)
+    b.put([*whole, *half])
+    taken, masks = b"".join(keys_of([*whole, *half])), bytes([0b11] * 4 + [0b01] * 4)
+    for wrong in (
+        wire.Evict(taken, TWO.digest(), masks=masks[:7]),
+        wire.Evict(taken, masks=masks),
+    ):
+        with pytest.raises(InvalidRequest, match="masks"):
+            a.client.ask_node(wrong, node="b")
+    assert a.client.ask_node(wire.Evict(taken, TWO.digest(), masks=masks), node="b") == 4
+    assert (b.here(whole), b.read(half)) == (0, 4)
+    again = wire.Evict(taken[64:], TWO.digest(), masks=masks[4:])
+    assert a.client.ask_node(again, node="b") == 0, "which is not: all"
+    assert b.read(half) == 4
+
+
+def test_what_finds_no_room_stays_where_it_is(start_cluster, numbers, ended, until):
+    """A move ends before what has come pushes out what came before it, or what only the target has."""
+    world = start_cluster(nodes=1, environ={"KVPOOL_MEMORY": "32MiB"})
+    world.make("small", environ={"KVPOOL_MEMORY": "4MiB", "KVPOOL_FORWARD": "false"}).start()
+    big, small = world.seat("a"), world.seat("small")
+    mine, some = numbers(40), numbers(600)
+    small.put(mine)
+    big.put(some)
+    until(lambda: big.announced and small.announced)
+    keys = [k.hex() for k in keys_of(some)]
+    begin(
+        big,
+        {"kind": "warm", "namespace": DIGEST.hex(), "keys": keys, "source": "a", "move": True},
+        node="small",
+    )
+    view = ended(big, node="small")
+    assert view["state"] == "failed" and "no room" in view["error"], view
+    assert 0 < view["blocks"] < 600
+    assert small.here(mine) == 40
+    there, here = (
+        {
+            k
+            for k, flag in zip(some, seat.client.contains(seat.ns, keys_of(some)), strict=True)
+            if flag
+        }
+        for seat in (small, big)
+    )
+    assert there | here == set(some), "each is somewhere"
+    assert len(there) == view["blocks"] and not there & here
 
 
 def test_a_node_is_warmed_before_its_engines_begin(start_cluster, numbers, ended, until):

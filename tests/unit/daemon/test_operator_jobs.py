@@ -1,0 +1,141 @@
+"""Operators' jobs on one node, and what they and lists look at of its books."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvpool.daemon.blocks import NamespaceState
+from kvpool.daemon.jobs import JobRunner, Work
+from kvpool.daemon.journal import Journal
+from kvpool.daemon.listing import list_blocks
+from kvpool.jobs import EvictJob, JobState, JobView
+from kvpool.types import PartSpec
+from tests.unit.daemon.conftest import BASE, QUARTER, Pool
+
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool(slabs=8)
+
+
+def hexed(*numbers: int) -> list[str]:
+    return [n.to_bytes(16, "big").hex() for n in numbers]
+
+
+class Jobs:
+    """A runner over the rules of one node's memory, whose clock stands still."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.journal = Journal("a", lambda: 0.0)
+        nothing: Any = None
+        rules = {"dram": [pool.node]}
+        work = Work(nothing, nothing, lambda: rules, nothing, nothing, lambda: 0.0)
+        self.runner = JobRunner("a", work, self.journal, lambda: 0.0)
+
+    def begin(self, spec: EvictJob, name: str = "j") -> None:
+        space = self.pool.space
+        self.runner.begin(name, spec, [space], space.tenant, "somebody", dry_run=False)
+
+    async def ended(self, name: str = "j") -> JobView:
+        task = self.runner._jobs[name].task
+        assert task is not None
+        await asyncio.wait([task], timeout=PATIENCE_S)
+        return self.view(name)
+
+    def view(self, name: str = "j") -> JobView:
+        return self.runner.views([name])[0]
+
+
+def test_chains_that_lead_in_a_circle_end(pool: Pool) -> None:
+    """What comes before a block is what its client says."""
+    first, second, third, itself, free = range(1, 6)
+    for number, parent in ((first, third), (second, first), (third, second), (itself, itself)):
+        pool.put([number], parent=pool.keys([parent]))
+    pool.put([free])
+
+    async def story() -> JobView:
+        jobs = Jobs(pool)
+        jobs.begin(EvictJob(keys=hexed(free), chains=True))
+        return await jobs.ended()
+
+    view = asyncio.run(story())
+    assert (view.state, view.blocks) == (JobState.DONE, 1), view
+    assert pool.here([first, second, third, itself, free]) == [first, second, third, itself]
+
+
+def test_a_job_that_is_stopped_before_it_begins_has_ended(pool: Pool) -> None:
+    pool.put([1])
+
+    async def story() -> tuple[JobView, list[str]]:
+        jobs = Jobs(pool)
+        jobs.begin(EvictJob())
+        assert jobs.runner.stop("j"), "both came in one go"
+        view = await jobs.ended()
+        return view, [event.kind for event in jobs.journal.after(0, 10)]
+
+    view, told = asyncio.run(story())
+    assert view.state is JobState.CANCELLED
+    assert told == ["job began", "job ended"]
+    assert pool.here([1]) == [1]
+
+
+def test_what_is_remembered_of_a_job_is_small(pool: Pool) -> None:
+    async def story() -> JobView:
+        jobs = Jobs(pool)
+        jobs.begin(EvictJob(keys=hexed(*range(1000))))
+        view = await jobs.ended()
+        (job,) = jobs.runner._jobs.values()
+        assert isinstance(job.spec, EvictJob)
+        assert job.spec.keys == []
+        return view
+
+    assert asyncio.run(story()).seen == 1000
+
+
+@pytest.fixture
+def others(pool: Pool) -> list[NamespaceState]:
+    """Another tenant's namespaces beside ours, whose blocks are of two sizes."""
+    tenant = pool.node.add_tenant("blue", 1, 8 * 4096, 4096)
+    holder = pool.node.add_holder("blue", "engine")
+    spaces = []
+    for base, spec in ((BASE, QUARTER), (b"m" * 16, PartSpec(2048))):
+        space = pool.node.open_namespace(tenant, base, b"{}", (spec,))
+        pool.put(range(100, 108), space=space, holder=holder)
+        spaces.append(space)
+    return spaces
+
+
+@pytest.mark.usefixtures("others")
+def test_numbers_of_others_do_not_show(pool: Pool) -> None:
+    """Neither in how far a job has to go, nor in cursors."""
+    pool.put([1, 2])
+
+    async def story() -> JobView:
+        jobs = Jobs(pool)
+        jobs.begin(EvictJob(unused_s=1.0))
+        return await jobs.ended()
+
+    own = len(pool.tenant.classes[1024].by_row)
+    assert asyncio.run(story()).total == own
+    page = list_blocks([pool.node], [pool.space], "", 10, 0.0)
+    assert [each["key"] for each in page["blocks"]] == hexed(1, 2)
+    assert page["cursor"] is None
+
+
+@pytest.mark.parametrize("row", [0, 3, 1 << 20, (1 << 40) - 1])
+@pytest.mark.parametrize("number", [0, 1, 2, 1 << 30])
+def test_a_cursor_that_somebody_made_up_costs_no_more(
+    pool: Pool, others: list[NamespaceState], number: int, row: int
+) -> None:
+    """Than one that came with an answer: so many slots are looked at, and no more."""
+    pool.put([1, 2])
+    for tenant in (None, others[0].tenant):
+        blocks, after = pool.node.scan((number << 40) + row, 3, tenant)
+        assert len(blocks) <= 3
+        assert after is None or after > (number << 40)
+    page = list_blocks([pool.node], others, f"0.{(number << 40) + row}", 3, 0.0)
+    assert len(page["blocks"]) <= 3
