@@ -314,6 +314,7 @@ class Client:
         self._finished: deque[str] = deque(maxlen=FINISHED_MAX)  # tokens of leases to release
         self._orphans: deque[tuple[str, wire.Message]] = deque(maxlen=1 << 16)
         self._retry_at = 0.0
+        self._failure = ""
         self._backoff = BACKOFF_S[0]
         self._probing = False
         self._hasher: ThreadPoolExecutor | None = None
@@ -1369,7 +1370,7 @@ class Client:
             self._open -= 1
             if connection.daemon is self._daemon:  # not one whose successor answers already
                 self._close_idle()
-                self._back_off()
+                self._back_off(f"the daemon at {self.socket_path} failed")
             self._freed.notify()
 
     def _close_idle(self) -> None:
@@ -1397,9 +1398,10 @@ class Client:
                     self._drop(connection)
                     raise
 
-    def _back_off(self) -> None:
+    def _back_off(self, why: str) -> None:
         """With the lock held. Many requests that fail together are one failure."""
         now = time.monotonic()
+        self._failure = why
         if now >= self._retry_at:
             self._retry_at = now + self._backoff
             self._backoff = min(2 * self._backoff, BACKOFF_S[1])
@@ -1411,8 +1413,7 @@ class Client:
             probe = self._backoff > BACKOFF_S[0]
             if wait_s > 0 or (probe and self._probing):
                 raise Unavailable(
-                    f"the daemon at {self.socket_path} failed a moment ago; the next attempt is in "
-                    f"{max(wait_s, 0):.2f} s"
+                    f"{self._failure} (the next attempt is in {max(wait_s, 0):.2f} s)"
                 )
             self._probing = probe
         try:
@@ -1451,12 +1452,13 @@ class Client:
                 os.set_inheritable(fd, False)  # `recv_fds` drops the flag that would do it
         except OSError as error:
             sock.close()
-            with self._lock:
-                self._back_off()
-            raise Unavailable(
+            why = (
                 f"no kvpool daemon answers at {self.socket_path} ({error.strerror or error}). "
                 f"Start one with `kvpool serve`, or name its socket (--socket, KVPOOL_SOCKET)"
-            ) from None
+            )
+            with self._lock:
+                self._back_off(why)
+            raise Unavailable(why) from None
         try:
             frames = wire.FrameReader(wire.HELLO_BYTES_MAX).feed(data)
             if not frames:
@@ -1471,15 +1473,16 @@ class Client:
             daemon = self._meet(welcome, fds.pop())
         except LimitExceeded as error:
             sock.close()
+            why = f"the daemon at {self.socket_path} takes no more: {error}"
             with self._lock:
-                self._back_off()
-            raise Unavailable(f"the daemon at {self.socket_path} takes no more: {error}") from None
-        except KvpoolError:
+                self._back_off(why)
+            raise Unavailable(why) from None
+        except KvpoolError as error:
             sock.close()
             for fd in fds:
                 os.close(fd)
             with self._lock:
-                self._back_off()
+                self._back_off(str(error))
             raise
         return Connection(sock, daemon), welcome, view
 

@@ -973,31 +973,29 @@ class Node(Space):
                     return gone, nbytes
         return gone, nbytes
 
-    def keys(self, namespace: NamespaceState) -> list[bytes]:
-        """All blocks of which any part is here. O(blocks), in C."""
-        self.settle()
-        return list(dict.fromkeys(key for table in namespace.tables for key in table.blocks))
-
     def give_up(self, namespace: NamespaceState, keys: Sequence[bytes]) -> int:
         """An operator wants these blocks gone; how many were there.
 
         What is pinned hard stays; what is leased goes with its last lease.
         """
         self.settle()
-        gone = 0
-        for key in keys:
-            found = [block for table in namespace.tables if (block := table.blocks.get(key))]
-            going = [block for block in found if block.pin != PIN_HARD]
-            for block in going:
-                self._drop(block)
-            self.counters.given_up_parts += len(going)
-            gone += bool(going)
+        keys = list(dict.fromkeys(keys))
+        going = [
+            block
+            for table in namespace.tables
+            for block in map(table.blocks.get, keys)
+            if block is not None and block.pin != PIN_HARD
+        ]
+        self._drop_all(going)
+        gone = len({block.key for block in going})
+        self.counters.given_up_parts += len(going)
         self.counters.removed += gone
         return gone
 
     def drop_unused(self, namespace: NamespaceState, keys: Sequence[bytes], tick: int) -> int:
         """Drop those that nobody has used since this tick, uses under way and pins apart; how many parts."""
         self.settle()
+        keys = list(dict.fromkeys(keys))
         unused = [
             block
             for table in namespace.tables
@@ -1007,8 +1005,7 @@ class Node(Space):
             and not block.leases
             and block.pin == PIN_NONE
         ]
-        for block in unused:
-            self._drop(block)
+        self._drop_all(unused)
         self.counters.unused_parts += len(unused)
         return len(unused)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvpool.config import DaemonConfig, parse_setting
+from kvpool.config import SETTINGS, DaemonConfig, parse_setting
 from kvpool.errors import ConfigError, InvalidRequest
 
 CHANGEABLE = (
@@ -61,9 +61,11 @@ def changed(config: DaemonConfig, changes: Mapping[str, Any]) -> DaemonConfig:
                 raise InvalidRequest(f"{LOG_LEVEL}: one of {', '.join(LOG_LEVELS)}")
             continue
         if name not in CHANGEABLE:
+            what = (
+                "cannot be changed while the daemon runs" if name in SETTINGS else "is no setting"
+            )
             raise InvalidRequest(
-                f"{name:.40} cannot be changed while the daemon runs; these can: "
-                f"{', '.join((*CHANGEABLE, LOG_LEVEL))}"
+                f"{name:.40} {what}; these can be changed: {', '.join((*CHANGEABLE, LOG_LEVEL))}"
             )
         try:
             parsed[name] = parse_setting(name, value)

@@ -9,6 +9,6 @@ and clocks. The same seed takes the same steps, in every process.
 
 from __future__ import annotations
 
-from kvpool.testing.simulation.world import Result, World, run_seed
+from kvpool.testing.simulation.world import Result, World, plan_of, run_seed
 
-__all__ = ["Result", "World", "run_seed"]
+__all__ = ["Result", "World", "plan_of", "run_seed"]

@@ -886,6 +886,14 @@ def _scaled(constants: Constants) -> Iterator[None]:
             setattr(module, name, value)
 
 
+def plan_of(seed: int, *, disks: bool = True, quotas: bool = False, follow: bool = True) -> Plan:
+    """What a seed is about, without living it. The arguments: see `run_seed`."""
+    plan = Plan.draw(random.Random(f"{seed}/plan"), disks=disks)
+    if follow:
+        plan = plan.with_follows(random.Random(f"{seed}/follow"))
+    return plan.with_quotas() if quotas else plan
+
+
 def run_seed(
     seed: int,
     tell: Callable[[str], None] | None = None,
@@ -899,11 +907,7 @@ def run_seed(
     tell: hears every event. disks: see `Plan.draw`. quotas: with quotas of the namespace, too. follow: False:
     nobody follows prompts, where two of five seeds have some who do; all else is then as if there were none.
     """
-    plan = Plan.draw(random.Random(f"{seed}/plan"), disks=disks)
-    if follow:
-        plan = plan.with_follows(random.Random(f"{seed}/follow"))
-    if quotas:
-        plan = plan.with_quotas()
+    plan = plan_of(seed, disks=disks, quotas=quotas, follow=follow)
     gc.disable()
     try:
         with _scaled(_ALWAYS):

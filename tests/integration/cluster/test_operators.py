@@ -348,6 +348,7 @@ def test_settings_that_may_change(pair):
     assert shown(a) == {**before, **{n: shown(a)[n] for n in ("node", "socket", "listen")}}
     for changes, text in (
         ({"memory": "1GiB"}, "cannot be changed"),
+        ({"colour": "red"}, "is no setting"),
         ({"forward": False, "copies_max": 1000}, "1 to 64"),
         ({"log_level": "loud"}, "one of"),
         ({}, "no setting"),

@@ -9,6 +9,7 @@ from kvpool.daemon.blocks import NamespaceState
 from kvpool.daemon.jobs import JobRunner, Work
 from kvpool.daemon.journal import Journal
 from kvpool.daemon.listing import list_blocks
+from kvpool.errors import LimitExceeded
 from kvpool.jobs import EvictJob, JobState, JobView
 from kvpool.types import PartSpec
 from tests.unit.daemon.conftest import BASE, QUARTER, Pool
@@ -36,8 +37,8 @@ class Jobs:
         work = Work(nothing, nothing, lambda: rules, nothing, nothing, lambda: 0.0)
         self.runner = JobRunner("a", work, self.journal, lambda: 0.0)
 
-    def begin(self, spec: EvictJob, name: str = "j") -> None:
-        space = self.pool.space
+    def begin(self, spec: EvictJob, name: str = "j", space: NamespaceState | None = None) -> None:
+        space = space or self.pool.space
         self.runner.begin(name, spec, [space], space.tenant, "somebody", dry_run=False)
 
     async def ended(self, name: str = "j") -> JobView:
@@ -107,6 +108,31 @@ def others(pool: Pool) -> list[NamespaceState]:
         pool.put(range(100, 108), space=space, holder=holder)
         spaces.append(space)
     return spaces
+
+
+def test_one_tenants_jobs_leave_room_for_anothers(pool: Pool, others: list[NamespaceState]) -> None:
+    """Among those that run, and among those that are remembered."""
+
+    async def story() -> list[JobView]:
+        jobs = Jobs(pool)
+        jobs.begin(EvictJob(), "blue", others[0])
+        await jobs.ended("blue")
+        for number in range(200):
+            jobs.begin(EvictJob(), f"j{number}")
+            await jobs.ended(f"j{number}")
+        for number in range(4):
+            jobs.begin(EvictJob(), f"k{number}")
+        with pytest.raises(LimitExceeded, match="4 jobs of tenant"):
+            jobs.begin(EvictJob(), "k4")
+        jobs.begin(EvictJob(), "blue-2", others[0])
+        for number in range(4):
+            await jobs.ended(f"k{number}")
+        await jobs.ended("blue-2")
+        return jobs.runner.views([])
+
+    views = asyncio.run(story())
+    assert len(views) == 100
+    assert [view.job for view in views if view.tenant == "blue"] == ["blue", "blue-2"]
 
 
 @pytest.mark.usefixtures("others")
