@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpool import __version__
 from kvpool.errors import ClusterUnavailable, KvpoolError, NotAuthenticated, Unavailable
 
 if TYPE_CHECKING:
@@ -40,6 +41,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    pass
+
 
 TIMEOUT_S = 10.0  # for each question to the daemon of this node
 

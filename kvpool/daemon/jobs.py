@@ -27,7 +27,7 @@ from kvpool.jobs import EvictJob, JobSpec, JobState, JobView, ScrubJob, WarmJob
 REMEMBERED_MAX = 100
 RUNNING_MAX = 8
 RUNNING_OF_TENANT_MAX = 4
-TOGETHER = 10  # blocks in one go: about 40 microseconds
+TOGETHER = 20  # blocks in one go: about 70 microseconds
 LEAST_TOGETHER = 50
 IDLE_SHARE = 9.0  # of the time that a step took, until the next one
 DRY_LEAST_MAX = 20_000  # blocks of least worth that are counted without being given up

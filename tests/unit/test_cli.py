@@ -935,7 +935,8 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys):
 
 
 def test_version():
-    assert CliRunner().invoke(cli.app, ["version"]).output == f"{__version__}\n"
+    for words in (["version"], ["--version"]):
+        assert CliRunner().invoke(cli.app, words).output == f"{__version__}\n"
 
 
 COMMANDS = (

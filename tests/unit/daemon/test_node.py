@@ -557,6 +557,7 @@ def _work_of_a_put(resident: int) -> tuple[int, int]:
     for n in range(0, resident, 512):
         pool.put(range(n, n + 512))
     pool.put([resident])
+    pool.put(range(3 * resident, 3 * resident + 8))  # what is made at the first put of so many
     pool.node.settle()
     evicted = pool.node.counters.evicted
     lines = 0
