@@ -258,6 +258,39 @@ def test_a_dead_owners_lease_is_waited_for(etcd: Etcd, cluster: str, process: Pr
     asyncio.run(main())
 
 
+def test_a_name_that_is_taken_over_while_its_owner_is_still_joining(
+    etcd: Etcd, cluster: str
+) -> None:
+    """The owner's answer comes later than what the watch tells of the other one."""
+
+    async def main() -> None:
+        async with Members(etcd.url, cluster, ttl_s=60.0) as members:
+            late, other = await members.start(), await members.start()
+            written, go, lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
+            late.on_lost(lost.set)
+            txn = late._client.txn
+
+            async def slow(*arguments: Any) -> Any:
+                answer = await txn(*arguments)
+                written.set()
+                await go.wait()
+                return answer
+
+            late._client.txn = slow  # type: ignore[method-assign]
+            joining = asyncio.create_task(late.join(record("p", 1111)))
+            await written.wait()
+            await other.join(new := record("p", 1111))
+            await until(lambda: late.view.nodes == {"p": new}, "it hears of the other one")
+            go.set()
+            await joining
+            assert lost.is_set()
+            assert standing(late) is Standing.LOST
+            assert standing(other) is Standing.MEMBER
+            late._client.txn = txn  # type: ignore[method-assign]
+
+    asyncio.run(main())
+
+
 def test_a_killed_nodes_address_is_taken_over_at_once(
     etcd: Etcd, cluster: str, process: Process
 ) -> None:

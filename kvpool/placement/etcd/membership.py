@@ -74,6 +74,7 @@ CHANGES_MAX = 10  # attempts to change a record that others change at the same t
 USE_S = 5.0  # a node's use of its tiers is written at most that often,
 SMALL_USE_S = 60.0  # and that often, when it has changed by less than
 SMALL_USE = 1 / 64  # of the tier
+NO_LEASE = 0
 
 
 @dataclass(slots=True)
@@ -123,6 +124,9 @@ class EtcdMembership:
         self._member: _Member | None = None
         self._absent = Standing.OUT  # the standing while there is no `_member`
         self._joined_before = False
+        # While we write our record: its key, and the revision and lease of what the watch said of it last.
+        self._joining: bytes | None = None
+        self._seen = (0, NO_LEASE)
         self._heard_at: float | None = None
         self._write_lock = asyncio.Lock()
         self._watchers: list[Callable[[], None]] = []
@@ -198,6 +202,9 @@ class EtcdMembership:
 
     def reset(self, kvs: list[Any], revision: int) -> None:
         self._told(self._mirror.reset(kvs, revision, self._clock()))
+        if self._joining is not None:
+            leases = [kv.lease for kv in kvs if kv.key == self._joining]
+            self._seen = revision, leases[0] if leases else NO_LEASE
         member = self._member
         if member is not None and revision >= member.revision:
             own = self._paths.node(member.written.node)
@@ -208,6 +215,10 @@ class EtcdMembership:
 
     def changed(self, events: list[Any], revision: int) -> None:
         self._told(self._mirror.changed(events, revision, self._clock()))
+        for event in events:
+            if event.kv.key == self._joining:
+                gone = event.type == rpc.Event.DELETE
+                self._seen = event.kv.mod_revision, NO_LEASE if gone else event.kv.lease
         member = self._member
         if member is None:
             return
@@ -272,11 +283,14 @@ class EtcdMembership:
         check_config(config, self._own_config, self._protocol)
         begun = self._clock()
         lease = await self._client.grant(max(1, math.ceil(self._ttl_s)))
+        self._joining, self._seen = self._paths.node(record.node), (0, NO_LEASE)
         try:
             revision = await self._enter(record, lease)
         except KvpoolError:
             await self._revoke(lease)
             raise
+        finally:
+            self._joining = None
         member = _Member(
             lease=lease,
             watch=LeaseWatch(self._ttl_s, begun),
@@ -291,6 +305,10 @@ class EtcdMembership:
         member.keeper = self._spawn(self._keep(member), "keep")
         node = {self._paths.node(record.node): encode_record(record)}
         self._told(self._mirror.wrote(revision, node, ended))
+        # The watch may have been faster than the answer.
+        seen_at, holder = self._seen
+        if seen_at > revision and holder != lease:
+            self._lose(member, "another daemon has taken its name")
 
     async def _enter(self, record: NodeRecord, lease: int) -> int:
         """Write the node's keys; the revision. Waits for a dead owner's lease, and for no longer."""
