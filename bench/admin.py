@@ -185,7 +185,9 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-bench-")))
         port = free_port()
         size = str(int(blocks * NBYTES * 1.1) + (64 << 20))
-        node = stack.enter_context(daemon(folder, "a", size, "--http", f"127.0.0.1:{port}"))
+        node = stack.enter_context(
+            daemon(folder, "a", size, "--http", f"127.0.0.1:{port}", "--http-rate", "1000")
+        )
         token = (Path(node.socket).parent / "http.token").read_text().strip()
         rest = Rest(f"http://127.0.0.1:{port}", token)
         client = stack.enter_context(Client(node.socket, connect=True))
