@@ -30,10 +30,12 @@ SECTOR = 512
 RECORD_S = 300.0
 FILES = ("segment", "index/data.mdb")
 _CALLS = "openat,close,lseek,write,writev,pwrite64,pwritev,pwritev2,fdatasync,fsync"
+_WRITES = {"write", "writev", "pwrite64", "pwritev", "pwritev2"}
 _STRING_MAX = 8 << 20  # bytes of one buffer that strace writes out
 _UNFINISHED = " <unfinished ...>"
 _RESUMED = re.compile(r"<\.\.\. (\w+) resumed>.*= (-?\d+)")
 _CALL = re.compile(r"(\w+)\((.*)\)\s+= (-?\d+)")
+_CUT_OFF = re.compile(r"(\w+)\((.*)\)\s+= \?")  # by the end of the process
 _DATA = re.compile(r'"((?:\\x[0-9a-f]{2})*)"')
 
 
@@ -171,14 +173,20 @@ def record(
         timeout=RECORD_S,
     )
     recording = Recording(base, size, nbytes, [], [], [])
+    parser = _Parser(recording, store)
     with trace.open() as lines:
-        _Parser(recording, store).parse(lines)
+        parser.parse(lines)
     for file in FILES:  # the model is complete: it ends where the disk has ended
+        there = (store / file).read_bytes()
+        recording.writes += [
+            write
+            for write in parser.cut_off
+            if write.file == file and there.startswith(write.data, write.at)
+        ]
         whole = bytearray(base[file])
         for write in recording.writes:
             if write.file == file:
                 _apply(whole, write)
-        there = (store / file).read_bytes()
         differs = next(
             (at for at, (x, y) in enumerate(zip(whole, there, strict=False)) if x != y), -1
         )
@@ -197,9 +205,11 @@ class _Parser:
         self._begun: dict[str, tuple[int, str]] = {}  # thread → line and text of its call
         self._places: dict[str, int] = {}  # descriptor → where `write` goes on
         self._dsync: set[str] = set()
+        self.cut_off: list[Write] = []  # the process ended meanwhile: nobody knows whether they were done
 
     def parse(self, lines: Iterator[str]) -> None:
-        for number, line in enumerate(lines):
+        number = 0
+        for number, line in enumerate(lines, 1):
             thread, text = line.rstrip("\n").split(None, 1)
             if text.endswith(_UNFINISHED):
                 self._begun[thread] = (number, text.removesuffix(_UNFINISHED))
@@ -209,10 +219,18 @@ class _Parser:
                 self._take(call, rest, int(match[2]), began, number)
             elif match := _CALL.match(text):
                 self._take(match[1], match[2], int(match[3]), number, number)
+            elif match := _CUT_OFF.match(text):
+                self._begun[thread] = (number, f"{match[1]}({match[2]}")
+        for began, start in self._begun.values():
+            call, _, rest = start.partition("(")
+            if call in _WRITES and (file := self._file(rest)):
+                data = _data(rest)
+                at = self._place(call, rest, rest.partition("<")[0], len(data))
+                self.cut_off.append(Write(file, at, data, began, number + 1, synced=False))
 
     def _take(self, call: str, rest: str, result: int, began: int, ended: int) -> None:
         fd = rest.partition("<")[0]
-        file = next((file for name, file in self._names.items() if f"<{name}>" in rest), None)
+        file = self._file(rest)
         if call == "openat":
             # The path is an argument here, with the result behind it: found by its name.
             if "O_DSYNC" in rest or "O_SYNC" in rest:
@@ -234,6 +252,9 @@ class _Parser:
             assert result == len(data), f"{call} did {result} of {len(data)} bytes"
             at = self._place(call, rest, fd, len(data))
             self._recording.writes.append(Write(file, at, data, began, ended, fd in self._dsync))
+
+    def _file(self, rest: str) -> str | None:
+        return next((file for name, file in self._names.items() if f"<{name}>" in rest), None)
 
     def _place(self, call: str, rest: str, fd: str, nbytes: int) -> int:
         if call in {"write", "writev"}:
