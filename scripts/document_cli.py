@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from kvpool.cli import app
+from kvpool.cli.verbs import app
 from kvpool.cli.base import EXIT_STATUSES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from kvpool import cli
+from kvpool.cli import verbs
 from kvpool.admin.tokens import read_tokens
 from kvpool.config import SECRETS, SETTINGS, load, parse_setting
 from kvpool.engine_plugins.vllm import NAME
@@ -135,7 +135,7 @@ class WrongCommand(Exception):
 
 @cache
 def program() -> Any:
-    return typer.main.get_command(cli.app)
+    return typer.main.get_command(verbs.app)
 
 
 def parse(where: str, words: list[str]) -> tuple[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kvpool import certs
 from kvpool.certificate_names import CLIENT, NODE
-from kvpool.cli import app
+from kvpool.cli.verbs import app
 from kvpool.errors import ConfigError, InvalidRequest, KvpoolError
 
 NOW = datetime.now(UTC).replace(microsecond=0)
@@ -303,7 +303,7 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
 def test_neither_the_command_line_nor_a_daemon_loads_cryptography() -> None:
     """Only who makes certificates needs it."""
     code = (
-        "import sys, kvpool.cli, kvpool.daemon.server, kvpool.daemon.mover\n"
+        "import sys, kvpool.cli.verbs, kvpool.daemon.server, kvpool.daemon.mover\n"
         "assert not any(name.partition('.')[0] == 'cryptography' for name in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvpool import __version__, cli
-from kvpool.cli import base, serving
+from kvpool.cli import base, serving, verbs
 from kvpool.client import Client
 from kvpool.config import SETTINGS, DeviceConfig, DiskConfig
 from kvpool.daemon.blocks import Counters
@@ -936,7 +936,7 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys):
 
 def test_version():
     for words in (["version"], ["--version"]):
-        assert CliRunner().invoke(cli.app, words).output == f"{__version__}\n"
+        assert CliRunner().invoke(verbs.app, words).output == f"{__version__}\n"
 
 
 COMMANDS = (
@@ -964,15 +964,27 @@ COMMANDS = (
 )
 
 
+def test_a_command_imports_the_module_of_its_verbs_only() -> None:
+    found = [(each.name, each.callback) for each in verbs.app.registered_commands]
+    for group in verbs.app.registered_groups:
+        assert group.typer_instance is not None
+        name = group.name or group.typer_instance.info.name
+        found.append((name, group.typer_instance.registered_commands[0].callback))
+    names = {(name or callback.__name__, callback.__module__) for name, callback in found if callback}
+    assert names == {
+        (verb, f"kvpool.cli.{name}") for name, those in cli.VERBS.items() for verb in those
+    }
+
+
 def test_help_names_the_commands():
-    text = CliRunner().invoke(cli.app, ["--help"]).output
+    text = CliRunner().invoke(verbs.app, ["--help"]).output
     for command in (*COMMANDS, "version"):
         assert f" {command} " in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_has_an_example(command):
-    text = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "100"}).output
+    text = CliRunner().invoke(verbs.app, [command, "--help"], env={"COLUMNS": "100"}).output
     assert f" kvpool {command}" in text
     assert "Options" in text
 
@@ -980,7 +992,7 @@ def test_help_of_a_command_has_an_example(command):
 def test_secrets_are_no_options():
     """Every user of a machine sees the arguments of its processes."""
     for command in COMMANDS:
-        text = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"}).output
+        text = CliRunner().invoke(verbs.app, [command, "--help"], env={"COLUMNS": "200"}).output
         flags = {word for word in text.split() if word.startswith("--")}
         assert "--socket" in flags
         files = {"--http-tokens"}  # the path of a file, which holds digests
@@ -993,7 +1005,7 @@ def test_secrets_are_no_options():
 )
 def test_a_password_on_the_command_line_is_refused(monkeypatch, url):
     monkeypatch.setattr("kvpool.daemon.server.serve", lambda config, ready: None)
-    result = CliRunner().invoke(cli.app, ["serve", "--directory", url])
+    result = CliRunner().invoke(verbs.app, ["serve", "--directory", url])
     assert isinstance(result.exception, ConfigError)
     assert "KVPOOL_DIRECTORY_PASSWORD" in str(result.exception)
     assert "hush" not in str(result.exception)
@@ -1005,7 +1017,7 @@ def test_a_password_on_the_command_line_is_refused(monkeypatch, url):
 def test_other_directories_are_taken_from_the_command_line(monkeypatch, url):
     seen = []
     monkeypatch.setattr("kvpool.daemon.server.serve", lambda config, ready: seen.append(config))
-    result = CliRunner().invoke(cli.app, ["serve", "--directory", url])
+    result = CliRunner().invoke(verbs.app, ["serve", "--directory", url])
     assert result.exit_code == 0, result.output
     assert [config.directory for config in seen] == [url]
 
@@ -1054,7 +1066,7 @@ def daemon(monkeypatch):
 
 def run(*words: str) -> SimpleNamespace:
     """A command of tenant red: its exit status, what it printed, and its error."""
-    result = CliRunner().invoke(cli.app, [*words, "--tenant", "red"])
+    result = CliRunner().invoke(verbs.app, [*words, "--tenant", "red"])
     error = result.exception
     if error is not None and not isinstance(error, (SystemExit, KvpoolError)):
         raise error
@@ -1252,7 +1264,7 @@ def test_a_drain_is_called_off(daemon):
 def test_an_interrupted_wait_leaves_the_drain_going(daemon):
     daemon.cluster.side_effect = [draining(), KeyboardInterrupt]
     done = run("drain", "host-2")
-    assert done.status == cli.EXIT_INTERRUPTED
+    assert done.status == base.EXIT_INTERRUPTED
     assert "the drain of host-2 goes on" in done.err.splitlines()[-1]
     daemon.drain.assert_called_once_with("host-2")
 
@@ -1303,7 +1315,7 @@ def test_serve_with_a_wrong_setting(tmp_path):
         text=True,
         check=False,
     )
-    assert done.returncode == cli.EXIT_ERROR
+    assert done.returncode == base.EXIT_ERROR
     assert "astrology" in done.stderr
     assert done.stderr.startswith("kvpool: ")
     assert done.stderr.count("\n") == 1
@@ -1337,7 +1349,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         f" --http 127.0.0.1:7071 --http unix:/h --http-tokens {pem} --http-rate 7"
         " --router http://r:1 --otlp http://c:4318"
     )
-    result = CliRunner().invoke(cli.app, args.split())
+    result = CliRunner().invoke(verbs.app, args.split())
     assert result.exit_code == 0, result.output
     config = seen["config"]
     assert (config.socket, config.memory, config.policy) == ("/s", 1 << 20, "lru")
@@ -1371,7 +1383,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     given -= {"config", "peer", "label", "rail", "router", "no_forward", "no_events"}
     given |= {"peers", "labels", "rails", "routers", "forward", "events"}
     assert given | secrets | {"tenants", "clients_max"} == set(SETTINGS)
-    result = CliRunner().invoke(cli.app, ["serve", "--clients-max", "7", "--forward"])
+    result = CliRunner().invoke(verbs.app, ["serve", "--clients-max", "7", "--forward"])
     assert result.exit_code == 0, result.output
     assert (seen["config"].clients_max, seen["config"].forward) == (7, True)
     assert seen["config"].listen == ()

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvpool import cli
-from kvpool.cli import base
+from kvpool.cli import base, verbs
 from kvpool.errors import KvpoolError
 
 NO_JSON = {  # and why
@@ -73,7 +72,7 @@ def test_no_text_of_the_help_is_taken_for_markup(script) -> None:
 
 
 def test_exit_statuses_are_in_the_help() -> None:
-    said = " ".join(CliRunner().invoke(cli.app, ["--help"]).output.split())
+    said = " ".join(CliRunner().invoke(verbs.app, ["--help"]).output.split())
     assert "Exit status: 0 all is well;" in said
     for status in base.EXIT_STATUSES:
         assert re.search(rf"[:;] {status} ", said), status
@@ -91,7 +90,7 @@ def test_every_error_has_its_exit_status() -> None:
 
 
 def test_the_help_loads_nothing_heavy() -> None:
-    code = "import sys, kvpool.cli; print(' '.join(sys.modules))"
+    code = "import sys, kvpool.cli.verbs; print(' '.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     for heavy in (

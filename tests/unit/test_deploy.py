@@ -21,7 +21,8 @@ import pytest
 import typer.main
 import yaml
 
-from kvpool import cli, metrics
+from kvpool import metrics
+from kvpool.cli import verbs
 from kvpool.config import SECRETS, SETTINGS, load
 from kvpool.router.breaker import State
 from kvpool.router.config import SETTINGS as ROUTER_SETTINGS
@@ -249,7 +250,7 @@ def test_an_alert_says_what_there_is_to_know(rule: dict[str, Any]) -> None:
 
 
 def commands() -> set[str]:
-    return set(typer.main.get_command(cli.app).commands)
+    return set(typer.main.get_command(verbs.app).commands)
 
 
 def test_commands_in_the_runbook_exist() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvpool import cli
+from kvpool.cli import verbs
 from kvpool.errors import Unavailable
 from kvpool.status import doctor
 from kvpool.status.doctor import BAD, NOTE, OK, Finding, Machine, examine, routes, show
@@ -257,7 +257,7 @@ def test_the_command(monkeypatch):
 
     monkeypatch.setattr("kvpool.cli.base.client_of", nobody)
     monkeypatch.setattr(doctor, "examine", lambda paths: [Finding("x", OK, f"looked at {paths}")])
-    done = CliRunner().invoke(cli.app, ["doctor", "--path", "/a", "--path", "/b", "--json"])
+    done = CliRunner().invoke(verbs.app, ["doctor", "--path", "/a", "--path", "/b", "--json"])
     assert done.exit_code == 0
     assert json.loads(done.stdout) == {
         "findings": [
@@ -271,6 +271,6 @@ def test_the_command(monkeypatch):
         ],
         "peers": [],
     }
-    assert "no daemon [here]" in CliRunner().invoke(cli.app, ["doctor"]).stdout
+    assert "no daemon [here]" in CliRunner().invoke(verbs.app, ["doctor"]).stdout
     monkeypatch.setattr(doctor, "examine", lambda paths: [Finding("x", BAD, "broken")])
-    assert CliRunner().invoke(cli.app, ["doctor"]).exit_code == 1
+    assert CliRunner().invoke(verbs.app, ["doctor"]).exit_code == 1

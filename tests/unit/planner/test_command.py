@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvpool.cli import app
+from kvpool.cli.verbs import app
 from kvpool.errors import ConfigError, InvalidRequest
 from kvpool.planner.command import requests_of
 from kvpool.planner.workload import Workload, at_rate

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvpool.cli import router as command
+from kvpool.cli.fronting import router as command
 from kvpool.router.breaker import State
 from kvpool.router.command import Router, _drain
 from kvpool.router.config import SETTINGS

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvpool.cli import app
+from kvpool.cli.verbs import app
 from kvpool.errors import ConfigError, InvalidRequest
 from kvpool.simulator.traces import generate, write_trace
 
