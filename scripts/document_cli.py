@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import typer
 
-from kvpool.cli.verbs import app
 from kvpool.cli.base import EXIT_STATUSES
+from kvpool.cli.verbs import app
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 EXAMPLE = "Example: "

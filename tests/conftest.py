@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import preloaded
+
 REPO_ROOT = Path(__file__).resolve().parent.parent
 VLLM_TESTS = Path(__file__).parent / "integration" / "vllm"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -17,6 +19,8 @@ os.environ.pop("COLUMNS", None)
 # How long an example takes, and its making, says how busy the machine is.
 settings.register_profile("kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvpool")
+
+preloaded.install()
 
 # They import vLLM at their top; `make test` runs them where it is.
 collect_ignore = [] if HAS_VLLM else [str(VLLM_TESTS)]

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import typer.main
 
-from kvpool.cli import verbs
 from kvpool.admin.tokens import read_tokens
+from kvpool.cli import verbs
 from kvpool.config import SECRETS, SETTINGS, load, parse_setting
 from kvpool.engine_plugins.vllm import NAME
 from kvpool.engine_plugins.vllm.config import PluginConfig

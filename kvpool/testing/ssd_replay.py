@@ -205,7 +205,9 @@ class _Parser:
         self._begun: dict[str, tuple[int, str]] = {}  # thread → line and text of its call
         self._places: dict[str, int] = {}  # descriptor → where `write` goes on
         self._dsync: set[str] = set()
-        self.cut_off: list[Write] = []  # the process ended meanwhile: nobody knows whether they were done
+        self.cut_off: list[
+            Write
+        ] = []  # the process ended meanwhile: nobody knows whether they were done
 
     def parse(self, lines: Iterator[str]) -> None:
         number = 0

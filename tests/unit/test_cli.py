@@ -970,7 +970,9 @@ def test_a_command_imports_the_module_of_its_verbs_only() -> None:
         assert group.typer_instance is not None
         name = group.name or group.typer_instance.info.name
         found.append((name, group.typer_instance.registered_commands[0].callback))
-    names = {(name or callback.__name__, callback.__module__) for name, callback in found if callback}
+    names = {
+        (name or callback.__name__, callback.__module__) for name, callback in found if callback
+    }
     assert names == {
         (verb, f"kvpool.cli.{name}") for name, those in cli.VERBS.items() for verb in those
     }
