@@ -5,7 +5,8 @@
 Two kinds, half of each. REST: requests that are right by the description, with parts replaced, cut, repeated or
 flooded, and raw bytes. Wire: frames of real messages to the control socket, with bytes and fields changed, as an
 operator's. Counted: processes that died, answers of 500, requests that nobody answered, and by how much the two
-processes have grown since a tenth of it was done. Exit status 1 if any died, or there was a 500 or no answer.
+processes have grown in the second half, when what they remember of the past is as much as they ever remember. Exit
+status 1 if any died, there was a 500 or no answer, or one has grown by more than 32 MiB.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from kvpool.types import NamespaceRecord
 RECORD = NamespaceRecord.simple("fuzz", block_bytes=256, block_tokens=16)
 PATIENCE_S = 20.0
 ALIVE_EVERY = 500
+GREW_BYTES_MAX = 32 << 20
 STRANGE: tuple[Any, ...] = (
     *(
         None,
@@ -355,7 +357,7 @@ def _attack(
             statuses[rest.one()] += 1
         else:
             unanswered += frames.one() < 0
-        if number == count // 10:
+        if number == count // 2:
             before = (_resident(daemon), _resident(gateway))
         if number % ALIVE_EVERY == 0 or number == count - 1:
             assert node.process is not None
@@ -391,7 +393,9 @@ def main() -> None:
     else:
         for name, value in found.items():
             print(f"{name:20} {value}")
-    sys.exit(bool(found["deaths"] or found["internal_errors"] or found["unanswered"]))
+    grew = max(found["daemon_grew_bytes"], found["gateway_grew_bytes"])
+    wrong = found["deaths"] or found["internal_errors"] or found["unanswered"]
+    sys.exit(bool(wrong or grew > GREW_BYTES_MAX))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 
 from kvpool import wire
-from kvpool.admin.cluster import NODE_S, Answers, Cluster, Stats, View
+from kvpool.admin.cluster import NODE_S, Answers, Cluster, View
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.routers import Routers
 from kvpool.admin.routing import Call
 from kvpool.admin.scope import check_namespace, check_node, check_tenant, having, tenant_of
+from kvpool.admin.stats import Stats
 from kvpool.admin.types import (
     BlockDetail,
     BlockInfo,

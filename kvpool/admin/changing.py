@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvpool import wire
-from kvpool.admin.cluster import NODE_S, Answers, Cluster, Stats, View
+from kvpool.admin.cluster import NODE_S, Answers, Cluster, View
 from kvpool.admin.looking import Looking
 from kvpool.admin.paging import page
 from kvpool.admin.problems import Refused, not_found
@@ -22,6 +22,7 @@ from kvpool.admin.scope import (
     tenant_of,
     whole_only,
 )
+from kvpool.admin.stats import Stats
 from kvpool.admin.types import (
     ClearInfo,
     ClearRequest,

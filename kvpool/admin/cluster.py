@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +17,7 @@ import msgspec
 from kvpool import wire
 from kvpool.admin.daemon import Daemon
 from kvpool.admin.problems import Refused
+from kvpool.admin.stats import Stats, check
 from kvpool.errors import KvpoolError
 from kvpool.placement.records import NamespaceEntry, NodeRecord
 
@@ -26,7 +27,6 @@ STATS_FRESH_S = 1.0
 TOGETHER_MAX = 64  # nodes that are asked at a time
 
 T = TypeVar("T")
-Stats = Mapping[str, Any]
 
 
 class View(msgspec.Struct, frozen=True):
@@ -161,4 +161,16 @@ class Cluster:
 
     async def _ask_stats(self) -> Answers[Stats]:
         view = await self.view()
-        return await self.json_each(view.names(), wire.Inspect(), dict[str, Any])
+        return await self.stats_of(view.names())
+
+    async def stats_of(self, nodes: Iterable[str]) -> Answers[Stats]:
+        """What `Inspect` says on each of these now."""
+
+        async def ask(node: str) -> Stats:
+            stats = await self.daemon.json(
+                wire.Inspect(), dict[str, Any], node=node, within_s=NODE_S
+            )
+            check(stats)
+            return stats
+
+        return await self.ask_each(nodes, ask)

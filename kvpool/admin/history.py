@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.admin.cluster import Answers, Cluster, Stats
+from kvpool.admin.cluster import Answers, Cluster
+from kvpool.admin.stats import Stats
 from kvpool.admin.types import Heat, History, HotList, Rates, Sample
 from kvpool.errors import KvpoolError
 
@@ -59,10 +60,7 @@ class Sampler:
         """Add a sample."""
         counted = {}
         for node, stats in sorted(answers.by_node.items())[:NODES_MAX]:
-            try:
-                counted[node] = count(stats, now)
-            except (KeyError, TypeError, AttributeError):
-                continue  # it is of another version, and counts otherwise
+            counted[node] = count(stats, now)
         nodes, heat, seconds = {}, dict[str, float](), 0.0
         for node, new in counted.items():
             old = self._before.get(node)

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
-from kvpool.admin.cluster import Answers, Cluster, Stats, View
+from kvpool.admin.cluster import Answers, Cluster, View
 from kvpool.admin.paging import page
 from kvpool.admin.problems import Refused
 from kvpool.admin.routing import Call
 from kvpool.admin.scope import check_namespace, check_node, tenant_of
+from kvpool.admin.stats import Stats
 from kvpool.admin.tokens import ALL, Principal
 from kvpool.admin.types import (
     ClusterInfo,

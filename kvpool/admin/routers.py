@@ -36,11 +36,6 @@ from kvpool.errors import InvalidRequest, KvpoolError, NotAuthenticated, Protoco
 
 ROUTER_S = 3.0
 ANSWER_BYTES_MAX = 4 << 20
-NO_ROUTERS = Refused(
-    404,
-    "no_routers",
-    "this gateway knows no router: name them (routers, --router http://HOST:8080)",
-)
 
 
 class NotThere(InvalidRequest):
@@ -185,7 +180,7 @@ class Routers:
     async def _first(self, asked: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """The first router that answers, in the order of the configuration."""
         if not self._urls:
-            raise NO_ROUTERS
+            raise _no_routers()
         failed: dict[str, str] = {}
         for url in self._urls:
             try:
@@ -203,7 +198,7 @@ class Routers:
     ) -> Answers[dict[str, Any]]:
         """All routers at a time. absent: an answer that is none."""
         if not self._urls and absent is not None:
-            raise NO_ROUTERS
+            raise _no_routers()
         found: Answers[dict[str, Any]] = Answers()
 
         async def one(url: str) -> None:
@@ -283,3 +278,11 @@ def _may_see(who: Principal, account: Mapping[str, Any]) -> bool:
 
 def _why(failed: Mapping[str, str]) -> str:
     return "; ".join(sorted(failed.values()))
+
+
+def _no_routers() -> Refused:
+    return Refused(
+        404,
+        "no_routers",
+        "this gateway knows no router: name them (routers, --router http://HOST:8080)",
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvpool.admin.cluster import Answers, Stats, View
+from kvpool.admin.cluster import Answers, View
 from kvpool.admin.problems import Refused, not_found
+from kvpool.admin.stats import Stats
 from kvpool.admin.tokens import Principal
 from kvpool.types import DEFAULT_TENANT
 

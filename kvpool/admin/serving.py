@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -49,6 +50,7 @@ class Listeners:
         self._key = key
         self._tls: ssl.SSLContext | None = None
         self._servers: list[asyncio.Server] = []
+        self._places: dict[Path, tuple[int, int]] = {}  # of unix sockets, and which they are there
 
     async def open(self, addresses: list[str], unix_mode: int) -> list[str]:
         """Listen on all of them, as written in the configuration. Their URLs. Raises `ConfigError`."""
@@ -85,7 +87,9 @@ class Listeners:
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound}"
 
     async def _open_unix(self, address: str, mode: int) -> str:
-        sock = _bind(Path(address.removeprefix(HTTP_UNIX)), mode)
+        path = Path(address.removeprefix(HTTP_UNIX))
+        sock = _bind(path, mode)
+        self._places[path] = _which(path)
         server = await asyncio.get_running_loop().create_unix_server(
             self._accept, sock=sock, backlog=128
         )
@@ -128,6 +132,8 @@ class Listeners:
     async def close(self) -> None:
         for server in self._servers:
             server.close()
+        for path, which in self._places.items():
+            _leave(path, which)
         await self._runner.cleanup()
 
 
@@ -181,6 +187,18 @@ def _bind(path: Path, mode: int) -> socket.socket:
         os.umask(mask)
     sock.setblocking(False)
     return sock
+
+
+def _which(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino
+
+
+def _leave(path: Path, which: tuple[int, int]) -> None:
+    """Remove this socket, unless another gateway has put its own in the place."""
+    with contextlib.suppress(FileNotFoundError):
+        if _which(path) == which:
+            path.unlink()
 
 
 def _answers(path: Path) -> bool:

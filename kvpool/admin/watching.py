@@ -9,12 +9,13 @@ import msgspec
 from aiohttp import web
 
 from kvpool import metrics
-from kvpool.admin.cluster import Cluster, Stats
+from kvpool.admin.cluster import Cluster
 from kvpool.admin.events import Events, Heard, Listener, visible
 from kvpool.admin.history import Sampler
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused
 from kvpool.admin.routing import Call
+from kvpool.admin.stats import Stats
 from kvpool.admin.types import (
     AuditList,
     EventInfo,

@@ -308,8 +308,11 @@ class Api:
         return _json({"engines": self._serving.engines()})
 
     async def _explain(self, request: web.Request) -> web.StreamResponse:
-        account = self._serving.accounts.get(request.match_info["ident"])
-        if account is None or request[TENANT] not in (OPERATOR, account.tenant):
+        tenant = request[TENANT]
+        account = self._serving.accounts.get(
+            request.match_info["ident"], None if tenant == OPERATOR else tenant
+        )
+        if account is None:
             raise BadRequest(
                 404, "nothing is known of this request, or no longer", type="NotFoundError"
             )

@@ -73,20 +73,25 @@ class Account:
 
 
 class Accounts:
-    """The last so many, by request id. Of an id that comes again, the later one."""
+    """The last so many, by tenant and request id, which clients choose. Of one that comes again, the later account."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._kept: OrderedDict[str, Account] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Account] = OrderedDict()
+        self._latest: dict[str, Account] = {}  # of any tenant, by id
 
     def add(self, account: Account) -> None:
-        self._kept.pop(account.ident, None)
-        self._kept[account.ident] = account
+        name = (account.tenant, account.ident)
+        self._kept.pop(name, None)
+        self._kept[name] = self._latest[account.ident] = account
         if len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+            _, oldest = self._kept.popitem(last=False)
+            if self._latest[oldest.ident] is oldest:
+                del self._latest[oldest.ident]
 
-    def get(self, ident: str) -> Account | None:
-        return self._kept.get(ident)
+    def get(self, ident: str, tenant: str | None = None) -> Account | None:
+        """The tenant's; None: the latest of all tenants'."""
+        return self._latest.get(ident) if tenant is None else self._kept.get((tenant, ident))
 
 
 def outlook_of(outlook: Outlook) -> dict[str, Any]:

@@ -295,8 +295,10 @@ def test_a_unix_socket_knows_its_user(start, folder):
     assert gate.of("a wrong token").ask("GET", "/v1/me").status == 401
     assert path.stat().st_mode & 0o777 == 0o600
     daemon.kill()
-    start("--http", f"unix:{path}")
+    daemon = start("--http", f"unix:{path}")
     Gate(0, unix=str(path)).wait()
+    assert daemon.stop() == 0
+    assert not path.exists()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")

@@ -367,6 +367,11 @@ def test_tenants_serve_requests_and_operators_all() -> None:
         assert (await site.call("/explain/hers", token=ALICE))[0] == 200
         assert (await site.call("/explain/hers", token=BOB))[0] == 404
         assert (await site.call("/explain/hers", token=OPERATOR))[0] == 200
+        # Clients choose the ids: another's request of the same one takes nothing away.
+        await site.call("/v1/completions", WHOLE, token=BOB, x_request_id="hers")
+        for token, tenant in ((ALICE, "alice"), (BOB, "bob"), (OPERATOR, "bob")):
+            _, _, data = await site.call("/explain/hers", token=token)
+            assert json.loads(data)["tenant"] == tenant
         for method, path in (
             ("GET", "/metrics"),
             ("GET", "/engines"),
