@@ -40,7 +40,7 @@ from kvpool.errors import (
     ProtocolError,
     Unavailable,
 )
-from kvpool.jobs import Key, WarmJob, parse_job
+from kvpool.jobs import JobSpec, Key, WarmJob, parse_job
 from kvpool.placement.directory import TIERS, Entry
 from kvpool.spans import Spans
 from kvpool.types import KEY_BYTES, split_keys
@@ -454,6 +454,8 @@ class Operators:
             self.cluster.open_known(tenant, digest)  # a new node is warm before its engines begin
         spaces = self._chosen(tenant, digest)
         view = self.jobs.begin(m.job, spec, spaces, tenant, by, dry_run=m.dry_run)
+        if not m.dry_run:
+            self._changed(by, view.kind, tenant=tenant.name, job=m.job, **_chosen_by(spec))
         return _json(view)
 
     async def _jobs(self, _tenant: Tenant, _by: str, m: wire.Jobs) -> wire.Bytes:
@@ -541,6 +543,14 @@ def _keys(packed: bytes, most: int) -> Sequence[bytes]:
     if len(packed) > most * KEY_BYTES:
         raise LimitExceeded(f"at most {most} keys can be named in one such request")
     return split_keys(packed)
+
+
+def _chosen_by(spec: JobSpec) -> dict[str, Any]:
+    """What a job is to do, in few words: how many keys, not which."""
+    asked = {name: value for name, value in msgspec.structs.asdict(spec).items() if value}
+    if "keys" in asked:
+        asked["keys"] = len(asked["keys"])
+    return asked
 
 
 def _json(value: Any) -> wire.Bytes:

@@ -8,6 +8,7 @@ import { audit_view, events_view, requests_view } from "./logs.js";
 import { empty, message, told } from "./parts.js";
 
 const THEME = "kvpool-theme";
+const UNKNOWN_TOKEN = "Your token is not known here.";
 const main = document.getElementById("main");
 const nav = document.getElementById("nav");
 const box = document.getElementById("session");
@@ -100,8 +101,9 @@ function sign_in_form(why) {
       session.token = "";
       morph(answer, message(problem.status === 401 ? "This token is not known here." : told(problem), "bad"));
       token.select();
-    }
-  } }, h("h1", null, "Sign in"), field("Token", token, "An operator makes one with `kvpool token NAME --role viewer`. It is kept in this tab only."), answer, go));
+    } else main.focus({ preventScroll: true }); // what had it is gone
+  } }, h("h1", null, "Sign in"), field("Token", token, ["An operator makes one with ", h("code", null, "kvpool token NAME --role viewer"),
+    ". Without http_tokens it is in ", h("code", null, "http.token"), " beside the daemon's socket. It is kept in this tab only."]), answer, go));
   token.focus();
 }
 
@@ -159,7 +161,7 @@ window.addEventListener("hashchange", async () => {
   if (location.hash.startsWith("#token=")) {
     take_token();
     const problem = await enter();
-    if (problem) sign_out(told(problem));
+    if (problem) sign_out(problem.status === 401 ? UNKNOWN_TOKEN : told(problem));
   } else if (session.me) show(true);
 });
 
@@ -170,7 +172,7 @@ async function begin() {
   for (let wait_ms = 1000; ; wait_ms = Math.min(8000, wait_ms * 2)) {
     const problem = await enter();
     if (!problem) return undefined;
-    if (problem.status === 401) return sign_out("Your token is not known here.");
+    if (problem.status === 401) return sign_out(UNKNOWN_TOKEN);
     if (problem.status !== 0 && problem.status < 500) return sign_out(told(problem));
     main.replaceChildren(message(`${told(problem)} Trying again…`, "warn"));
     await new Promise((go) => setTimeout(go, wait_ms));

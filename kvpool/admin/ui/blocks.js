@@ -38,7 +38,7 @@ export function namespaces_view(root) {
       { name: "Epoch", num: true, of: (space) => count(space.epoch) },
     ], spaces, { none: "No namespace yet: an engine opens one when it connects.", key: (space) => `${space.tenant}/${space.digest}` }),
     more ? h("p", { class: "quiet small" }, "The first 1,000 are shown.") : null),
-  ]);
+  ], { head: () => heading("Namespaces") });
   return view.stop;
 }
 
@@ -58,10 +58,11 @@ function setting(name, value) {
 
 export function namespace_view(root, tenant, digest) {
   const blocks = block_list(tenant, digest);
+  const crumb = { href: "#/namespaces", text: "Namespaces" };
   const view = live(root, (signal) => get(path(["namespaces", digest], { tenant }), signal), (space) => {
     const { blocks: number, nbytes } = held(space);
     return [
-      heading(namespace_name(space), { crumb: { href: "#/namespaces", text: "Namespaces" },
+      heading(namespace_name(space), { crumb,
         after: [pill(`${plural(number, "block")} in memory`), pill(bytes(nbytes))],
         actions: evict_button(space) }),
       h("div", { class: "halves" },
@@ -74,7 +75,7 @@ export function namespace_view(root, tenant, digest) {
       by_nodes(space),
       blocks,
     ];
-  });
+  }, { head: () => heading(h("code", null, digest), { crumb }) });
   return view.stop;
 }
 
@@ -138,10 +139,11 @@ function blocks_table(items, tenant, partial) {
 }
 
 export function block_view(root, tenant, namespace, key) {
+  const head = () => heading(h("code", null, key), { crumb: { href: namespace_href({ tenant, digest: namespace }), text: "Namespace" } });
   const view = live(root, (signal) => get(path(["blocks", key], { tenant, namespace }), signal), (block) => {
     const replicas = block.located.flatMap((each) => each.replicas.map((one) => ({ ...one, of: each.parts })));
     return [
-      heading(h("code", null, key), { crumb: { href: namespace_href({ tenant, digest: namespace }), text: "Namespace" } }),
+      head(),
       unreachable_note(block.unreachable),
       card("Replicas", h("p", { class: "quiet small" }, "As the directory has them, which is a hint."), table("Replicas", [
         { name: "Node", head: true, of: (each) => each.node },
@@ -159,7 +161,7 @@ export function block_view(root, tenant, namespace, key) {
         { name: "Before it", of: (each) => (each.parent ? short_key(each.parent) : DASH) },
       ], block.here, { none: "No node has it." })),
     ];
-  });
+  }, { head });
   return view.stop;
 }
 
@@ -326,18 +328,22 @@ export function jobs_view(root, chosen) {
       { name: "Nodes", class: "name", of: (job) => job.nodes.map((each) => each.node).join(", ") || DASH },
       { name: "Tenant", of: (job) => job.tenant },
       { name: "By", of: (job) => job.by || DASH },
-      { name: "Began", num: true, of: (job) => ago(Math.max(...job.nodes.map((each) => each.age_s))) },
+      { name: "Began", num: true, of: (job) => ago(age_s(job)) },
       { name: "", of: (job) => (job.state === "running" && session.may("operator")
         ? h("button", { type: "button", class: "small", "aria-label": `Stop ${job.job}`, onclick: () => stop_job(job.job, () => view.now()) }, "Stop") : null) },
-    ], items, { none: "No job has been asked for since the nodes were started.", key: (job) => job.job,
+    ], items.sort((one, other) => age_s(one) - age_s(other)), { none: "No job has been asked for since the nodes were started.", key: (job) => job.job,
       row: (job) => (job.job === chosen ? "chosen" : "") })),
-  ], 2000);
+  ], { head: () => heading("Jobs"), every_ms: 2000 });
   return view.stop;
 }
 
+/** Since the first of its nodes began it; without any: long ago. */
+const age_s = (job) => (job.nodes.length ? Math.max(...job.nodes.map((each) => each.age_s)) : Infinity);
+
 function progress(job) {
   const share = job.state === "done" ? 1 : job.total ? job.seen / job.total : 0;
-  const text = job.total ? `${count(job.seen)} of ${count(job.total)}` : `${count(job.seen)} seen`;
+  // Each kind counts something else: places in memory, blocks, bytes. What they have in common is their share.
+  const text = job.total || job.state === "done" ? percent(share) : DASH;
   return h("span", { class: "nowrap" }, bar(share, "Progress", "inline"), " ", h("span", { class: "quiet small" }, text));
 }
 

@@ -1,6 +1,6 @@
 // The cluster as a whole, and one node of it.
 
-import { change, get, list, path, session } from "./api.js";
+import { Problem, change, get, list, path, session } from "./api.js";
 import { History, chart, hit_rate, mean_of_last, nice_bytes, summed } from "./charts.js";
 import { field, h, morph, notify, open_dialog } from "./dom.js";
 import { DASH, bytes, by_name, count, duration, milliseconds, percent, plural, rate, time_of, title_of } from "./format.js";
@@ -11,7 +11,7 @@ const THROUGHPUT = [["Written", "put_bytes_s"], ["Read", "read_bytes_s"], ["Pull
 const SILENT = 3; // samples without a node: it does not answer
 const RANKS = 6;
 const PREFIXES = 1000; // among which each namespace's hottest one is looked for
-const LATELY = "Nothing was read in the last ten minutes.";
+const LATELY = "No prefix was read in the last ten minutes.";
 const HIT_SAMPLES = 60; // five minutes
 
 const history = new History();
@@ -41,6 +41,13 @@ function silence(name) {
   return missing && was ? "It has not answered for a while." : "";
 }
 
+/** How one that was seen before, and is no member any more, is called, and why. "left": it was to leave. */
+function departure({ node, at_s }) {
+  const seen = `last seen at ${time_of(at_s)}.`;
+  return node.drain_wanted ? { lost: "left", why: `It was being drained, and has left; ${seen}` }
+    : { lost: "gone", why: `No member any more; ${seen}` };
+}
+
 /** Members, and those that this page has seen before. */
 function all_nodes(items) {
   const now = Date.now() / 1000;
@@ -51,9 +58,7 @@ function all_nodes(items) {
   });
   const here = new Set(items.map((node) => node.node));
   for (const [name, seen] of known) {
-    if (!here.has(name)) {
-      shown.push({ ...seen.node, lost: "gone", why: `No member any more; last seen at ${time_of(seen.at_s)}` });
-    }
+    if (!here.has(name)) shown.push({ ...seen.node, ...departure(seen) });
   }
   return shown.sort((one, other) => one.node.localeCompare(other.node, "en", { numeric: true }));
 }
@@ -78,7 +83,7 @@ export function cluster_view(root) {
       session.whole ? drawn.element : null,
       ranked(data),
     ];
-  });
+  }, { head: () => heading("Cluster") });
   return view.stop;
 }
 
@@ -101,9 +106,12 @@ function tiles(nodes) {
       : tile(tier_name(name), DASH, "no node has any");
   };
   const moved = (name) => rate(latest(summed(name)));
+  const wanted = nodes.filter((node) => node.lost !== "left").length;
+  const first = tile("Nodes serving", `${serving} of ${wanted}`,
+    `${versions.length > 1 ? "versions" : "version"} ${versions.join(", ") || DASH}`);
+  if (!session.whole) return h("dl", { class: "tiles" }, first); // the others are of all tenants together
   return h("dl", { class: "tiles" },
-    tile("Nodes serving", `${serving} of ${nodes.length}`,
-      `${versions.length > 1 ? "versions" : "version"} ${versions.join(", ") || DASH}`),
+    first,
     tier("dram"), tier("ssd"),
     tile("Hit rate", percent(mean_of_last(history.samples, HIT_SAMPLES, hit_rate())), "of the last 5 minutes"),
     tile("Read", moved("read_bytes_s"), "by engines"),
@@ -115,15 +123,16 @@ const tile = (name, value, sub) => h("div", { class: "tile" }, h("dt", null, nam
 function node_card(node) {
   const now = (name) => rate(latest(summed(name, node.node)));
   const labels = Object.entries(node.labels ?? {}).map(([name, value]) => `${name} ${value}`);
-  return h("article", { class: `card node ${node.lost ? "lost" : ""}`, "data-key": node.node },
+  const told_rates = session.whole && !node.lost;
+  return h("article", { class: `card node ${node.lost && node.lost !== "left" ? "lost" : ""}`, "data-key": node.node },
     h("div", { class: "head" }, h("h2", null, h("a", { href: node_href(node.node) }, node.node)),
       h("div", { class: "right" }, state_pill(node.lost || node.state))),
     node.lost ? h("p", { class: "small" }, node.why) : null,
-    (node.tiers ?? []).filter((tier) => tier.capacity_bytes || tier.name === "dram").map(tier_meter),
+    (node.tiers ?? []).filter((tier) => tier.capacity_bytes || tier.name === "dram").map((tier) => tier_meter(tier)),
     node.drain ? drain_line(node.drain) : null,
     h("p", { class: "facts" },
       [...labels, plural(node.engines, "engine"), `kvpool ${node.version || DASH}`,
-        node.lost ? null : `read ${now("read_bytes_s")}`, node.lost ? null : `written ${now("put_bytes_s")}`]
+        told_rates ? `read ${now("read_bytes_s")}` : null, told_rates ? `written ${now("put_bytes_s")}` : null]
         .filter(Boolean).map((each) => h("span", null, each))));
 }
 
@@ -169,22 +178,31 @@ function ranked({ prefixes, tenants, spaces, engines }) {
 
 export function node_view(root, name) {
   const drawn = charts(name);
+  const crumb = { href: "#/cluster", text: "Cluster" };
   const view = live(root, async (signal) => {
-    const [detail, segments, engines] = await Promise.all([
-      get(path(["nodes", name]), signal), get(path(["nodes", name, "segments"]), signal),
-      list(["engines"], {}, { signal }), refresh_history(signal),
-    ]);
-    return { ...detail, segments: segments.items, engines: engines.filter((engine) => engine.node === name) };
+    try {
+      const [detail, segments, engines] = await Promise.all([
+        get(path(["nodes", name]), signal), get(path(["nodes", name, "segments"]), signal),
+        list(["engines"], {}, { signal }), refresh_history(signal),
+      ]);
+      known.set(name, { node: detail.node, at_s: Date.now() / 1000 });
+      return { ...detail, segments: segments.items, engines: engines.filter((engine) => engine.node === name) };
+    } catch (problem) {
+      if (problem instanceof Problem && problem.status === 404) return { node: null };
+      throw problem;
+    }
   }, ({ node, uptime_s, sections, segments, engines }) => {
+    if (node === null) return no_member(name, crumb, () => view.now());
     const why = silence(name);
+    const copies_bytes = Object.values(sections.tenants ?? {}).reduce((sum, each) => sum + (each.secondary_bytes ?? 0), 0);
     queueMicrotask(drawn.show);
     return [
-      heading(name, { crumb: { href: "#/cluster", text: "Cluster" },
+      heading(name, { crumb,
         after: [state_pill(why ? "unreachable" : node.state), pill(`kvpool ${node.version || DASH}`)],
         actions: drain_actions(node, () => view.now()) }),
       why ? message(why, "warn") : null,
       h("div", { class: "halves" },
-        card("Tiers", node.tiers.length ? node.tiers.map(tier_meter) : empty("A token for all tenants is needed to see them."),
+        card("Tiers", node.tiers.length ? node.tiers.map((tier) => tier_meter(tier, tier.name === "dram" ? copies_bytes : 0)) : empty("A token for all tenants is needed to see them."),
           node.drain ? drain_line(node.drain) : null),
         card("About", pairs([
           ["Incarnation", h("code", null, node.incarnation || DASH)],
@@ -194,13 +212,23 @@ export function node_view(root, name) {
           ["Running for", duration(uptime_s)],
         ]))),
       session.whole ? drawn.element : null,
-      card("Links to other nodes", links(sections.remote?.peers ?? [])),
+      session.whole ? card("Links to other nodes", links(sections.remote?.peers ?? [])) : null,
       card("Engines", engine_table(engines)),
       card("Memory by tenant", memory(segments)),
       numbers(sections),
     ];
-  });
+  }, { head: () => heading(name, { crumb }) });
   return view.stop;
+}
+
+/** In place of a node that is not there, or not any more. One that was drained can be brought back. */
+function no_member(name, crumb, again) {
+  const seen = known.get(name);
+  const { lost, why } = seen ? departure(seen) : { lost: "unknown", why: `No node of this cluster is called ${name}.` };
+  return [
+    heading(name, { crumb, after: [state_pill(lost)], actions: lost === "left" ? drain_actions(seen.node, again) : [] }),
+    message(why, lost === "left" ? "" : "warn"),
+  ];
 }
 
 function links(peers) {

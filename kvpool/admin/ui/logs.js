@@ -108,6 +108,7 @@ export function events_view(root) {
   const events = [];
   const status = h("span", null, pill("connecting…"));
   const trouble = h("div", null);
+  trouble.style.display = "contents";
   const filter = h("input", { type: "search", "aria-label": "Show only events with", placeholder: "Show only events with…" });
   const log = h("ol", { class: "log" });
   const none = empty("No events yet.");
@@ -160,9 +161,11 @@ function event_row(event) {
     h("span", null, details_of(event.details)));
 }
 
+const DETAIL_NAMES = { of: "Node" }; // the one it is about; the event's own node is who tells it
+
 function details_of(details) {
   return Object.entries(details ?? {}).filter(([, value]) => value !== "" && value !== null)
-    .map(([name, value]) => `${title_of(name)}: ${by_name(name, value)}`).join(" · ") || DASH;
+    .map(([name, value]) => `${DETAIL_NAMES[name] ?? title_of(name)}: ${by_name(name, value)}`).join(" · ") || DASH;
 }
 
 // ---- audit -------------------------------------------------------------------------------------------
@@ -181,6 +184,6 @@ export function audit_view(root) {
       } },
       { name: "Node", of: (event) => event.node },
     ], items, { none: "Nobody has changed anything.", key: (event) => `${event.node}:${event.number}:${event.at_s}` })),
-  ]);
+  ], { head: () => heading("Audit") });
   return view.stop;
 }

@@ -45,8 +45,8 @@ export function table(caption, columns, items, { none = "Nothing here.", key = n
 const TIERS = { gpu: "Engines' GPU", device: "Spare GPU", dram: "DRAM", ssd: "SSD", remote: "Object storage" };
 export const tier_name = (name) => TIERS[name] ?? name;
 
-/** How full a tier is. */
-export function tier_meter(tier) {
+/** How full a tier is. copies_bytes: beside what is in use, copies of other nodes' blocks, which are evicted first. */
+export function tier_meter(tier, copies_bytes = 0) {
   const { name, capacity_bytes: capacity = 0, used_bytes: used = 0 } = tier;
   const label = tier_name(name);
   if (!capacity) {
@@ -56,7 +56,8 @@ export function tier_meter(tier) {
   const kind = name === "dram" ? "" : name === "ssd" ? "ssd" : "other"; // a full one is as it should be: it is a cache
   return h("div", { class: "meter" },
     h("span", null, label), h("span", { class: "of" }, `${bytes(used)} of ${bytes(capacity)}, ${percent(share)}`),
-    bar(share, `${label}: share in use`, kind));
+    bar(share, `${label}: share in use`, kind),
+    copies_bytes > 0 ? h("span", { class: "of whole" }, `and ${bytes(copies_bytes)} of copies of other nodes' blocks, evicted first`) : null);
 }
 
 export function bar(share, label, kind = "") {
@@ -82,7 +83,7 @@ export function pairs(entries) {
   return h("dl", { class: "pairs" }, entries.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))));
 }
 
-export const short_key = (key) => h("code", { title: key }, key.length > 14 ? `${key.slice(0, 6)}…${key.slice(-6)}` : key);
+export const short_key = (key) => h("code", { class: "nowrap", title: key }, key.length > 14 ? `${key.slice(0, 6)}…${key.slice(-6)}` : key);
 
 /** How people call a namespace: its model, and what sets it apart. */
 export function namespace_name(namespace) {
@@ -92,8 +93,9 @@ export function namespace_name(namespace) {
 export const namespace_href = ({ tenant, digest }) => `#/namespaces/${encodeURIComponent(tenant)}/${digest}`;
 
 /** Keeps a view true: load(signal) every few seconds, draw(data) into root. What fails is told above what was there.
- *  Returns {stop, now, show}: show() draws again what was loaded last. */
-export function live(root, load, draw, every_ms) {
+ *  head(): what is shown in place of data that could not be had. Returns {stop, now, show}: show() draws again what
+ *  was loaded last. */
+export function live(root, load, draw, { head = () => null, every_ms } = {}) {
   const trouble = h("div", null);
   const content = h("div", { class: "live" });
   content.style.display = "contents";
@@ -108,9 +110,9 @@ export function live(root, load, draw, every_ms) {
     morph(trouble);
     show();
   }, (problem) => {
-    const kept = data === undefined ? "" : " What is shown below is older.";
-    morph(trouble, message(`${told(problem)}${kept}`, problem.status === 0 ? "warn" : "bad"));
-    if (data === undefined) morph(content);
+    const kept = data === undefined ? "" : "What is shown below is older.";
+    morph(trouble, message(sentences(told(problem), kept), problem.status === 0 ? "warn" : "bad"));
+    if (data === undefined) morph(content, head());
   }, every_ms);
   return { stop, now: stop.now, show };
 }
@@ -119,6 +121,12 @@ export function told(problem) {
   if (!(problem instanceof Problem)) throw problem;
   const detail = problem.message === problem.title ? "" : problem.message;
   return [problem.title, detail].filter(Boolean).join(": ");
+}
+
+/** One after the other; what a gateway tells ends without a full stop mostly. */
+function sentences(first, second) {
+  if (!second) return first;
+  return `${first}${/[.!?]$/.test(first) ? "" : "."} ${second}`;
 }
 
 export function unreachable_note(unreachable) {

@@ -200,6 +200,14 @@ def test_who_has_changed_something_is_told(gate, two, numbers, until):
 
     found = until(told)
     assert found[0]["details"]["what"] == "pin" and found[0]["details"]["tenant"] == "red"
+    spec = {"kind": "evict", "keys": ["1" * 32, "2" * 32], "tiers": ["dram"]}
+    body = {"spec": spec, "nodes": ["a"]}
+    assert gate.of("redop").change("POST", "/v1/jobs?tenant=red", {**body, "dry_run": True})["job"]
+    job = gate.of("redop").change("POST", "/v1/jobs?tenant=red", body)["job"]
+    began = until(lambda: [each for each in told() if each["details"]["what"] == "evict"])
+    assert [each["node"] for each in began] == ["a"], "a dry run changes nothing"
+    kept = {name: began[0]["details"][name] for name in ("tenant", "job", "keys", "tiers")}
+    assert kept == {"tenant": "red", "job": job, "keys": 2, "tiers": ["dram"]}
     assert gate.of("op").ask("GET", "/v1/audit").status == 403
     pages = gate.every("/v1/audit", limit=2)
     names = [(each["node"], each["number"]) for each in pages]

@@ -85,6 +85,7 @@ def test_sign_in_by_typing(tab):
     expect(page.locator("#session")).to_contain_text("the operator operator")
     assert page.evaluate("Object.values(sessionStorage)") == [OPERATOR]
     assert page.evaluate("Object.values(localStorage)") == []
+    expect(page.locator("main")).to_be_focused()
     page.get_by_role("button", name="Sign out").click()
     expect(page.get_by_label("Token")).to_be_focused()
     assert page.evaluate("sessionStorage.length") == 0
@@ -104,6 +105,15 @@ def test_sign_in_by_address(tab, server):
     other = tab.context.new_page()
     other.goto(f"{tab.url}/ui/")
     expect(other.get_by_label("Token")).to_be_visible()
+
+
+def test_an_address_with_a_wrong_token(tab):
+    """In a page that is open, and in one that is not: the same words."""
+    page = tab.enter(VIEWER)
+    for before in (page.url, "about:blank"):
+        page.goto(before)
+        page.goto(f"{tab.url}/ui/#token=wrong")
+        expect(page.get_by_text("Your token is not known here.")).to_be_visible()
 
 
 def test_a_token_that_was_taken_away(tab, server):
@@ -160,8 +170,10 @@ def test_the_map(tab, server):
     expect(c).to_contain_text("unreachable")
     expect(page.locator(".tile").first).to_contain_text("1 of 3")
     server.answers["nodes"] = [node("a", version="0.2.0")]
-    expect(cards.nth(1)).to_contain_text("No member any more", timeout=PATIENCE_MS)
+    expect(cards.nth(2)).to_contain_text("No member any more", timeout=PATIENCE_MS)
+    expect(cards.nth(1)).to_contain_text("It was being drained, and has left")
     expect(cards.nth(0)).to_contain_text("kvpool 0.2.0")
+    expect(page.locator(".tile").first).to_contain_text("1 of 2")
 
 
 def test_a_node(tab):
@@ -174,8 +186,29 @@ def test_a_node(tab):
     expect(page.get_by_role("region", name="Memory by tenant, table")).to_contain_text(
         "2 MiB: 900 of 924"
     )
+    expect(page.get_by_role("region", name="Tiers")).to_contain_text("and 3 GiB of copies")
     page.get_by_text("Counters").click()
     expect(page.get_by_text("20 MiB")).to_be_visible()
+
+
+def test_a_node_that_is_no_member(tab, server):
+    page = tab.enter(OPERATOR, "nodes/b")
+    expect(page.get_by_text("400 of 1,000 blocks")).to_be_visible()
+    everybody = server.answers["nodes"]
+    server.answers["nodes"] = [node("a")]
+    expect(page.get_by_text("It was being drained, and has left")).to_be_visible(
+        timeout=PATIENCE_MS
+    )
+    expect(page.get_by_role("heading", name="b", exact=True)).to_be_visible()
+    expect(page.get_by_text("400 of 1,000 blocks")).to_have_count(0)
+    expect(page.get_by_role("alert")).to_have_count(0)
+    server.answers["nodes"] = everybody
+    page.get_by_role("button", name="Take the drain back").click()
+    assert server.changes == [("DELETE", "nodes/b/drain", None)]
+    expect(page.get_by_text("400 of 1,000 blocks")).to_be_visible()
+    tab.go("nodes/z")
+    expect(page.get_by_text("No node of this cluster is called z.")).to_be_visible()
+    expect(page.get_by_role("button", name="drain")).to_have_count(0)
 
 
 def test_charts_are_read_by_keys_and_as_a_table(tab):
@@ -235,6 +268,7 @@ def test_events_come_as_they_happen(tab, server):
     rows = page.get_by_role("log").locator("li")
     expect(rows).to_have_count(2)
     expect(rows.first).to_contain_text("ops")
+    expect(rows.nth(1)).to_contain_text(f"Node: {HOSTILE}")
     server.events.append(
         {"number": 3, "at_s": 2e9, "node": "c", "kind": "job ended", "details": {"job": "evict-9"}}
     )
@@ -254,9 +288,15 @@ def test_what_the_gateway_refuses_is_told_in_its_words(tab, server):
     server.answers["jobs"] = problem(503, "Unavailable", "node b did not answer within 2 s")
     tab.page.goto(f"{tab.url}/ui/#/jobs")
     expect(page.get_by_role("alert")).to_have_text("Unavailable: node b did not answer within 2 s")
+    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
     server.answers["jobs"] = [job("evict-1", "running")]
     expect(page.get_by_text("evict-1")).to_be_visible(timeout=PATIENCE_MS)
     expect(page.get_by_role("alert")).to_have_count(0)
+    server.answers["jobs"] = lambda: problem(503, "Unavailable", "node b did not answer within 2 s")
+    expect(page.get_by_role("alert")).to_have_text(
+        "Unavailable: node b did not answer within 2 s. What is shown below is older.",
+        timeout=PATIENCE_MS,
+    )
 
 
 def test_empty_lists_say_so(tab, server):
@@ -267,6 +307,7 @@ def test_empty_lists_say_so(tab, server):
     page = tab.enter(ADMIN)
     for view, text in (
         ("cluster", "Nothing was read in the last minute."),
+        ("cluster", "No prefix was read in the last ten minutes."),
         ("cluster", "No engine has been announced."),
         ("namespaces", "No namespace yet"),
         ("jobs", "No job has been asked for"),
@@ -274,7 +315,7 @@ def test_empty_lists_say_so(tab, server):
         (SPACE, "No blocks in this tier."),
     ):
         tab.go(view)
-        expect(page.get_by_text(text)).to_be_visible()
+        expect(page.get_by_text(text).first).to_be_visible()
 
 
 @each_view
@@ -324,10 +365,20 @@ def test_eviction_counts_first(tab, server):
 
 def test_a_job_is_stopped(tab, server):
     page = tab.enter(OPERATOR, "jobs")
-    expect(page.locator("tr").nth(1)).to_contain_text("30 of 120")
+    expect(page.locator("tr").nth(1)).to_contain_text("25.0 %")
     page.get_by_role("button", name="Stop evict-1").click()
     expect(page.get_by_text("evict-1 is being stopped.")).to_be_visible()
     assert server.changes == [("DELETE", "jobs/evict-1", None)]
+
+
+def test_the_newest_job_is_first(tab, server):
+    """The interface has them by their names, which say nothing."""
+    jobs = [job(name, "done") for name in ("a-old", "b-new", "c-older")]
+    for one, age_s in zip(jobs, (60.0, 2.0, 90.0), strict=True):
+        one["nodes"][0]["age_s"] = age_s
+    server.answers["jobs"] = jobs
+    page = tab.enter(VIEWER, "jobs")
+    expect(page.locator("tbody th")).to_have_text(["b-new", "a-old", "c-older"])
 
 
 def test_a_drain_takes_the_nodes_name(tab, server):
@@ -454,6 +505,8 @@ def test_a_phone(open_tab):
         tab.go(view)
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, view
     tab.go("namespaces")
+    lines = "(e) => e.getBoundingClientRect().height / parseFloat(getComputedStyle(e).fontSize)"
+    assert page.locator("tbody code").first.evaluate(lines) < 2, "a digest in one line"
     page.get_by_role("button", name="Evict…").click()
     box = page.get_by_role("dialog").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= 360

@@ -159,7 +159,9 @@ def test_a_tenants_token(pair, open_tab):
     page = tab.page
     expect(page.locator(".node")).to_have_count(2)
     expect(page.get_by_role("slider")).to_have_count(0)
+    expect(page.locator(".tile")).to_have_count(1)
     tab.go("nodes/a")
+    expect(page.get_by_text("Links to other nodes")).to_have_count(0)
     expect(page.get_by_text("A token for all tenants is needed")).to_be_visible()
     expect(page.get_by_role("button", name="Drain…")).to_have_count(0)
     expect(page.get_by_role("alert")).to_have_count(0)

@@ -12,14 +12,19 @@ addEventListener('securitypolicyviolation', (event) => complain(`${event.violate
 # Text that a user reads, with its colour and what lies behind it; 4.5 is WCAG's AA for text of any size.
 CONTRAST = """
 () => {
+  const canvas = document.createElement('canvas');
+  canvas.width = canvas.height = 1;
+  const paper = canvas.getContext('2d', { willReadFrequently: true });
+  const parsed = new Map();
   const parse = (text) => {
-    const canvas = document.createElement('canvas');
-    canvas.width = canvas.height = 1;
-    const paper = canvas.getContext('2d', { willReadFrequently: true });
-    paper.fillStyle = text;
-    paper.fillRect(0, 0, 1, 1);
-    const [r, g, b, a] = paper.getImageData(0, 0, 1, 1).data;
-    return [r, g, b, a / 255];
+    if (!parsed.has(text)) {
+      paper.clearRect(0, 0, 1, 1);
+      paper.fillStyle = text;
+      paper.fillRect(0, 0, 1, 1);
+      const [r, g, b, a] = paper.getImageData(0, 0, 1, 1).data;
+      parsed.set(text, [r, g, b, a / 255]);
+    }
+    return parsed.get(text);
   };
   const over = ([r, g, b, a], [R, G, B]) => [r * a + R * (1 - a), g * a + G * (1 - a), b * a + B * (1 - a), 1];
   const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)

@@ -321,6 +321,7 @@ SECTIONS = {
              "suspected": True, "last_error": HOSTILE}],
     },
     "counters": {"committed": 10, "committed_bytes": 10 << 21},
+    "tenants": {"default": {"secondary_bytes": 2 << 30}, "red": {"secondary_bytes": 1 << 30}},
 }  # fmt: skip
 
 
