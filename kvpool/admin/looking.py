@@ -85,9 +85,10 @@ class Looking:
         sums: dict[str, list[int]] = {}
         for record in view.nodes if call.who.whole else ():
             for tier in record.tiers:
-                total = sums.setdefault(tier.name, [0, 0])
+                total = sums.setdefault(tier.name, [0, 0, 0])
                 total[0] += tier.capacity_bytes
                 total[1] += tier.used_bytes
+                total[2] += tier.secondary_bytes
         return ClusterInfo(
             cluster=view.cluster,
             node=view.node,
@@ -194,7 +195,10 @@ def show_node(view: View, name: str, who: Principal) -> Node:
         labels=record.labels,
         version=record.version,
         protocol=record.protocol,
-        tiers=[TierSum(t.name, t.capacity_bytes, t.used_bytes) for t in record.tiers if who.whole],
+        tiers=[
+            TierSum(t.name, t.capacity_bytes, t.used_bytes, t.secondary_bytes)
+            for t in (record.tiers if who.whole else ())
+        ],
         transports=list(record.transports),
         drain=record.drain if who.whole else None,
         drain_wanted=name in view.drains,

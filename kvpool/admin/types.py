@@ -273,9 +273,12 @@ class Me(msgspec.Struct, frozen=True):
 
 
 class TierSum(msgspec.Struct, frozen=True):
+    """secondary_bytes: beside what is in use, copies of what other nodes keep; they go before anything else."""
+
     name: str
     capacity_bytes: int
     used_bytes: int
+    secondary_bytes: int
 
 
 class ClusterInfo(msgspec.Struct, frozen=True):

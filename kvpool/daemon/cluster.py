@@ -539,12 +539,13 @@ class Cluster:
         tenants = self.node.tenants.values()
         capacity = sum(tenant.allocator.size for tenant in tenants)
         used = capacity - sum(map(self.node.spare_bytes, tenants))
+        secondary = sum(map(self.node.secondary_bytes, tenants))
         return NodeRecord(
             self.config.node,
             self.incarnation,
             self.state,
             self._transports,
-            (TierRecord("dram", capacity, max(0, used)), *self.lower_tiers()),
+            (TierRecord("dram", capacity, max(0, used), secondary), *self.lower_tiers()),
             dict(self.config.labels),
             __version__,
             wire.PROTOCOL_VERSION,

@@ -38,11 +38,15 @@ class NodeState(StrEnum):
 
 
 class TierRecord(msgspec.Struct, frozen=True):
-    """One tier of a node: how much there is and how much of it is in use, all tenants together."""
+    """One tier of a node: how much there is and how much of it is in use, all tenants together.
+
+    secondary_bytes: beside that, copies of what other nodes keep. They go before anything else.
+    """
 
     name: str
     capacity_bytes: int = 0
     used_bytes: int = 0
+    secondary_bytes: int = 0
 
 
 class TransportRecord(msgspec.Struct, frozen=True):

@@ -101,6 +101,7 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
     nodes = cluster["nodes"]
     tiers = list(dict.fromkeys(tier["name"] for record in nodes for tier in record["tiers"]))
     labelled = any(record["labels"] for record in nodes)
+    copies = any(_secondary(tier) for record in nodes for tier in record["tiers"])
     table = make_table(
         "",
         "  node",
@@ -109,6 +110,7 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
         *(["labels"] if labelled else []),
         "address",
         *(f">{name}" for name in tiers),
+        *([">copies"] if copies else []),
         *(["version"] if versions_differ else []),
     )
     own = cluster["incarnation"]
@@ -133,6 +135,8 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
             else ""
             for name in tiers
         ]
+        if copies:
+            cells.append(size_text(sum(map(_secondary, record["tiers"]))))
         if versions_differ:
             cells.append(_version(record, protocols.get(own)))
         table.add_row(*cells)
@@ -140,6 +144,11 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
         column.no_wrap = column.header not in {"labels", "address"}
         column.overflow = "fold"
     console.print(table)
+
+
+def _secondary(tier: Mapping[str, Any]) -> int:
+    """What others keep too; a node of an older version does not tell."""
+    return int(tier.get("secondary_bytes", 0))
 
 
 def _print_links(links: Sequence[Mapping[str, Any]], console: Console) -> None:

@@ -501,6 +501,19 @@ def test_the_nodes_of_a_cluster_on_a_narrow_terminal():
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_copies_of_what_others_keep_are_beside_what_is_used() -> None:
+    assert "copies" not in printed(show_nodes, CLUSTER)
+    tier = {"name": "dram", "capacity_bytes": 64 << 30, "used_bytes": 0, "secondary_bytes": 5 << 30}
+    nodes = [node("host-1", "a", tiers=[tier]), node("host-2", "b")]
+    lines = printed(show_nodes, CLUSTER | {"nodes": nodes}, width=200).splitlines()
+    head = next(line for line in lines if "copies" in line)
+    first = next(line for line in lines if "host-1" in line)
+    second = next(line for line in lines if "host-2" in line)
+    end = head.index("copies") + len("copies")
+    assert first[:end].endswith("5 GiB") and "0/64 GiB" in first
+    assert second[:end].endswith(" 0 B")
+
+
 def test_what_is_expected_of_pulling_from_others():
     link = {
         "node": "host-2",

@@ -101,8 +101,9 @@ function tiles(nodes) {
   const sum = (tier, what) => living.flatMap((node) => node.tiers ?? []).filter((each) => each.name === tier)
     .reduce((total, each) => total + (each[what] ?? 0), 0);
   const tier = (name) => {
-    const [used, capacity] = [sum(name, "used_bytes"), sum(name, "capacity_bytes")];
-    return capacity ? tile(`${tier_name(name)} in use`, bytes(used), `${percent(used / capacity)} of ${bytes(capacity)}`)
+    const [used, capacity, copies] = ["used_bytes", "capacity_bytes", "secondary_bytes"].map((what) => sum(name, what));
+    const beside = copies ? `, and ${bytes(copies)} of copies` : "";
+    return capacity ? tile(`${tier_name(name)} in use`, bytes(used), `${percent(used / capacity)} of ${bytes(capacity)}${beside}`)
       : tile(tier_name(name), DASH, "no node has any");
   };
   const moved = (name) => rate(latest(summed(name)));
@@ -128,7 +129,7 @@ function node_card(node) {
     h("div", { class: "head" }, h("h2", null, h("a", { href: node_href(node.node) }, node.node)),
       h("div", { class: "right" }, state_pill(node.lost || node.state))),
     node.lost ? h("p", { class: "small" }, node.why) : null,
-    (node.tiers ?? []).filter((tier) => tier.capacity_bytes || tier.name === "dram").map((tier) => tier_meter(tier)),
+    (node.tiers ?? []).filter((tier) => tier.capacity_bytes || tier.name === "dram").map(tier_meter),
     node.drain ? drain_line(node.drain) : null,
     h("p", { class: "facts" },
       [...labels, plural(node.engines, "engine"), `kvpool ${node.version || DASH}`,
@@ -194,7 +195,6 @@ export function node_view(root, name) {
   }, ({ node, uptime_s, sections, segments, engines }) => {
     if (node === null) return no_member(name, crumb, () => view.now());
     const why = silence(name);
-    const copies_bytes = Object.values(sections.tenants ?? {}).reduce((sum, each) => sum + (each.secondary_bytes ?? 0), 0);
     queueMicrotask(drawn.show);
     return [
       heading(name, { crumb,
@@ -202,7 +202,7 @@ export function node_view(root, name) {
         actions: drain_actions(node, () => view.now()) }),
       why ? message(why, "warn") : null,
       h("div", { class: "halves" },
-        card("Tiers", node.tiers.length ? node.tiers.map((tier) => tier_meter(tier, tier.name === "dram" ? copies_bytes : 0)) : empty("A token for all tenants is needed to see them."),
+        card("Tiers", node.tiers.length ? node.tiers.map(tier_meter) : empty("A token for all tenants is needed to see them."),
           node.drain ? drain_line(node.drain) : null),
         card("About", pairs([
           ["Incarnation", h("code", null, node.incarnation || DASH)],

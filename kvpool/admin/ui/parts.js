@@ -45,9 +45,9 @@ export function table(caption, columns, items, { none = "Nothing here.", key = n
 const TIERS = { gpu: "Engines' GPU", device: "Spare GPU", dram: "DRAM", ssd: "SSD", remote: "Object storage" };
 export const tier_name = (name) => TIERS[name] ?? name;
 
-/** How full a tier is. copies_bytes: beside what is in use, copies of other nodes' blocks, which are evicted first. */
-export function tier_meter(tier, copies_bytes = 0) {
-  const { name, capacity_bytes: capacity = 0, used_bytes: used = 0 } = tier;
+/** How full a tier is; beside what is in use, copies of what other nodes keep. */
+export function tier_meter(tier) {
+  const { name, capacity_bytes: capacity = 0, used_bytes: used = 0, secondary_bytes: copies = 0 } = tier;
   const label = tier_name(name);
   if (!capacity) {
     return h("div", { class: "meter" }, h("span", null, label), h("span", { class: "of" }, used ? bytes(used) : "none"));
@@ -57,7 +57,7 @@ export function tier_meter(tier, copies_bytes = 0) {
   return h("div", { class: "meter" },
     h("span", null, label), h("span", { class: "of" }, `${bytes(used)} of ${bytes(capacity)}, ${percent(share)}`),
     bar(share, `${label}: share in use`, kind),
-    copies_bytes > 0 ? h("span", { class: "of whole" }, `and ${bytes(copies_bytes)} of copies of other nodes' blocks, evicted first`) : null);
+    copies > 0 ? h("span", { class: "of whole" }, `and ${bytes(copies)} of copies of other nodes' blocks, evicted first`) : null);
 }
 
 export function bar(share, label, kind = "") {

@@ -37,8 +37,8 @@ def node(name: str, **more: Any) -> dict[str, Any]:
         "version": "0.1.0",
         "protocol": 7,
         "tiers": [
-            {"name": "dram", "capacity_bytes": 64 * GIB, "used_bytes": 41 * GIB},
-            {"name": "ssd", "capacity_bytes": 1000 * GIB, "used_bytes": 220 * GIB},
+            {"name": "dram", "capacity_bytes": 64 * GIB, "used_bytes": 41 * GIB, "secondary_bytes": 3 * GIB},
+            {"name": "ssd", "capacity_bytes": 1000 * GIB, "used_bytes": 220 * GIB, "secondary_bytes": 0},
         ],
         "transports": [
             {"url": f"tcp://10.0.0.{ord(name[0])}:7070", "metadata": "", "numa": -1, "rail": "", "net": ""}
@@ -321,7 +321,6 @@ SECTIONS = {
              "suspected": True, "last_error": HOSTILE}],
     },
     "counters": {"committed": 10, "committed_bytes": 10 << 21},
-    "tenants": {"default": {"secondary_bytes": 2 << 30}, "red": {"secondary_bytes": 1 << 30}},
 }  # fmt: skip
 
 

@@ -363,3 +363,19 @@ def test_settings_that_may_change(pair):
     assert change(clients_max=1) == 1
     with pytest.raises(Unavailable, match="limit"):
         b.node.client(connect=True)
+
+
+def test_copies_are_told_beside_what_is_in_use(pair, numbers, until):
+    a, b = pair
+    some = numbers(20)
+    a.put(some)
+    until(lambda: a.announced)
+    assert until(lambda: b.read(some)) == 20
+
+    def told(node):
+        nodes = {each["node"]: each for each in a.client.cluster()["nodes"]}
+        return nodes[node]["tiers"][0]
+
+    held = until(lambda: told("b")["secondary_bytes"])
+    assert held >= 20 * NBYTES
+    assert told("b")["used_bytes"] == 0
