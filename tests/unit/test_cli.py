@@ -507,8 +507,8 @@ def test_copies_of_what_others_keep_are_beside_what_is_used() -> None:
     nodes = [node("host-1", "a", tiers=[tier]), node("host-2", "b")]
     lines = printed(show_nodes, CLUSTER | {"nodes": nodes}, width=200).splitlines()
     head = next(line for line in lines if "copies" in line)
-    first = next(line for line in lines if "host-1" in line)
-    second = next(line for line in lines if "host-2" in line)
+    first = next(line for line in lines if "host-1 " in line and "tcp" in line)
+    second = next(line for line in lines if "host-2 " in line and "tcp" in line)
     end = head.index("copies") + len("copies")
     assert first[:end].endswith("5 GiB") and "0/64 GiB" in first
     assert second[:end].endswith(" 0 B")
