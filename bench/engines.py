@@ -40,7 +40,7 @@ NEAR_TIE = 0.1
 CORES = sorted(os.sched_getaffinity(0))
 ENDS_WITH_PARENT = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
 """For programs that do not watch their input: ends them even when their parent is killed."""
-START_S, ANSWER_S, STOP_S = 180.0, 60.0, 10.0
+START_S, ANSWER_S, STOP_S = 600.0, 60.0, 10.0  # engines on a busy machine take minutes to start
 
 
 class Broken(Exception):
@@ -456,7 +456,7 @@ def wait_for_port(port: int, child: Child) -> None:
         if child.process.poll() is not None:
             raise Broken(f"{child.name} ended with {child.process.returncode}\n{child.tail()}")
         time.sleep(0.05)
-    raise Broken(f"{child.name} does not listen\n{child.tail()}")
+    raise Broken(f"{child.name} does not listen after {START_S:g} s\n{child.tail()}")
 
 
 def tiny_model(kind: str = "llama") -> Path:
