@@ -198,14 +198,15 @@ def test_who_has_changed_something_is_told(gate, two, numbers, until):
             if each["details"].get("by", "").startswith("token redop")
         ]
 
-    found = until(told)
-    assert found[0]["details"]["what"] == "pin" and found[0]["details"]["tenant"] == "red"
+    found = until(lambda: [each for each in told() if each["details"]["what"] == "pin"])
+    assert found[0]["details"]["tenant"] == "red"
     spec = {"kind": "evict", "keys": ["1" * 32, "2" * 32], "tiers": ["dram"]}
     body = {"spec": spec, "nodes": ["a"]}
-    assert gate.of("redop").change("POST", "/v1/jobs?tenant=red", {**body, "dry_run": True})["job"]
+    dry = gate.of("redop").change("POST", "/v1/jobs?tenant=red", {**body, "dry_run": True})["job"]
     job = gate.of("redop").change("POST", "/v1/jobs?tenant=red", body)["job"]
-    began = until(lambda: [each for each in told() if each["details"]["what"] == "evict"])
-    assert [each["node"] for each in began] == ["a"], "a dry run changes nothing"
+    began = until(lambda: [each for each in told() if each["details"].get("job") == job])
+    assert [(each["node"], each["details"]["what"]) for each in began] == [("a", "evict")]
+    assert dry not in {each["details"].get("job") for each in told()}, "it changes nothing"
     kept = {name: began[0]["details"][name] for name in ("tenant", "job", "keys", "tiers")}
     assert kept == {"tenant": "red", "job": job, "keys": 2, "tiers": ["dram"]}
     assert gate.of("op").ask("GET", "/v1/audit").status == 403
