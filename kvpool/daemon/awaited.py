@@ -88,7 +88,7 @@ class Awaited:
             self._by_peer[waiter.who] -= 1
             if not self._by_peer[waiter.who]:
                 del self._by_peer[waiter.who]
-        waiting = self._waiting[waiter.name]
+        waiting = self._waiting.get(waiter.name, {})  # gone, where all that are left wait for nothing
         for key in waiter.keys:
             others = waiting.get(key)
             if others is not None:
@@ -96,7 +96,7 @@ class Awaited:
                 if not others:
                     del waiting[key]
         if not waiting:
-            del self._waiting[waiter.name]
+            self._waiting.pop(waiter.name, None)
 
     def came(self, name: bytes, keys: Sequence[bytes]) -> None:
         """Parts of these blocks were committed."""

@@ -82,6 +82,15 @@ def test_ends_that_wake():
     assert (red.rung, blue.rung, ours.rung) == (1, 1, 0)
 
 
+def test_who_waits_for_nothing_may_leave_after_others():
+    awaited = Awaited(9, 9)
+    some = [awaited.add("a", RED, [], Bell()), awaited.add("b", RED, keys(1), Bell())]
+    some.append(awaited.add("a", RED, [], Bell()))
+    for waiter in some:
+        awaited.remove(waiter)
+    assert not awaited
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 1), st.lists(st.integers(0, 4), max_size=4)),
