@@ -88,7 +88,8 @@ class Awaited:
             self._by_peer[waiter.who] -= 1
             if not self._by_peer[waiter.who]:
                 del self._by_peer[waiter.who]
-        waiting = self._waiting.get(waiter.name, {})  # gone, where all that are left wait for nothing
+        # It is gone where all that are left wait for nothing.
+        waiting: dict[bytes, dict[Waiter, None]] = self._waiting.get(waiter.name, {})
         for key in waiter.keys:
             others = waiting.get(key)
             if others is not None:
