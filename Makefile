@@ -1,7 +1,7 @@
 # The one door, for people and for CI. What takes more than a line lives in scripts/.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo cluster test sim check bench venv vllm-venv clean
+.PHONY: help demo cluster test coverage sim check bench venv vllm-venv clean
 
 help: ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -11,13 +11,16 @@ demo: venv vllm-venv ## real engines that share one pool behind a router: right 
 	@.venv/bin/python bench/demo.py
 
 cluster: venv ## three daemons, an etcd and a Redis on this machine, until Ctrl-C
-	@.venv/bin/python -m kvpool.testing.local
+	@.venv/bin/python -m tests.support.local_cluster
 
 test: venv vllm-venv ## every test, in both environments (ARGS="..." goes to pytest)
 	@scripts/test $(ARGS)
 
+coverage: venv ## how much of the product the unit and contract tests run
+	@scripts/coverage $(ARGS)
+
 sim: venv ## ten thousand seeds of a simulated cluster with faults
-	@.venv/bin/python -m kvpool.testing.simulation 0 10000
+	@.venv/bin/python -m tests.sim.simulation 0 10000
 
 check: venv ## ruff, mypy and the direction of imports
 	@scripts/check
@@ -32,6 +35,6 @@ vllm-venv: ## .venv-vllm: a CPU build of vLLM with kvpool in it
 	@scripts/vllm-venv
 
 clean: ## remove what the other targets made, environments included
-	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-peers .venv-peers.lock .servers .demo .bench dist .coverage
+	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-peers .venv-peers.lock .servers .demo .bench dist .coverage .coverage.*
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find kvpool storage engine_plugins tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,10 +24,10 @@ from typing import Self
 import numpy as np
 from harness import Report, daemon, median, parse_arguments, percentile, seconds
 
-from kvpool import wire
-from kvpool.client import Client
-from kvpool.testing.servers.etcd import free_port
+from kvpool.client import OperatorClient
 from kvpool.types import Namespace, NamespaceRecord
+from kvpool.wire import operator as operator_wire
+from tests.support.servers.etcd import free_port
 
 NBYTES = 1024
 TOGETHER = 1000
@@ -54,7 +54,7 @@ class Rest:
 class Reader:
     """Reads blocks again and again in a thread; `take` gives the times of what was read since the last call."""
 
-    def __init__(self, client: Client, ns: Namespace, keys: list[bytes]) -> None:
+    def __init__(self, client: OperatorClient, ns: Namespace, keys: list[bytes]) -> None:
         self._client = client
         self._ns = ns
         self._keys = keys
@@ -87,7 +87,7 @@ class Reader:
         self._thread.join()
 
 
-def fill(client: Client, ns: Namespace, blocks: int) -> None:
+def fill(client: OperatorClient, ns: Namespace, blocks: int) -> None:
     data = np.zeros((TOGETHER, NBYTES), dtype=np.uint8)
     rng = np.random.default_rng(time.time_ns())
     for _ in range(blocks // TOGETHER):
@@ -141,7 +141,7 @@ def scrapes(report: Report, rest: Rest) -> None:
     report.check("metrics_ms", median(times) * 1e3, at_most=50)
 
 
-def evicts(report: Report, client: Client, reader: Reader, big: Namespace) -> None:
+def evicts(report: Report, client: OperatorClient, reader: Reader, big: Namespace) -> None:
     """The reader beside a job, and without it, a few seconds each by turns: the machine has moods of its own."""
     spec = json.dumps({"kind": "evict", "namespace": big.digest.hex()}).encode()
     turns = 4 if report.quick else 10
@@ -154,13 +154,13 @@ def evicts(report: Report, client: Client, reader: Reader, big: Namespace) -> No
         time.sleep(SLICE_S)
         idle.append(reader.take())
         begun = time.perf_counter()
-        client.ask_node(wire.BeginJob(name, spec))
+        client.ask_node(operator_wire.BeginJob(name, spec))
         reader.take()
         time.sleep(SLICE_S)
         during.append(reader.take())
-        client.ask_node(wire.StopJob(name))
+        client.ask_node(operator_wire.StopJob(name))
         took += time.perf_counter() - begun
-        view = client.ask_node(wire.Jobs([name]))[0]
+        view = client.ask_node(operator_wire.Jobs([name]))[0]
         assert view["blocks"], view
         gone += view["blocks"]
     p99 = [median([percentile(times, 0.99) for times in found]) for found in (idle, during)]
@@ -190,7 +190,7 @@ def main() -> int:
         )
         token = (Path(node.socket).parent / "http.token").read_text().strip()
         rest = Rest(f"http://127.0.0.1:{port}", token)
-        client = stack.enter_context(Client(node.socket, connect=True))
+        client = stack.enter_context(OperatorClient(node.socket, connect=True))
         served = client.open(NamespaceRecord.simple("served", block_bytes=NBYTES, block_tokens=16))
         big = client.open(NamespaceRecord.simple("big", block_bytes=NBYTES, block_tokens=16))
         keys = [np.random.default_rng(n).bytes(16 * READ_BLOCKS) for n in range(64)]
@@ -199,7 +199,7 @@ def main() -> int:
         fill(client, big, blocks)
         lists(report, rest, big.digest.hex(), blocks, node.pids)
         scrapes(report, rest)
-        engine = stack.enter_context(Client(node.socket, connect=True))
+        engine = stack.enter_context(OperatorClient(node.socket, connect=True))
         ns = engine.open(NamespaceRecord.simple("served", block_bytes=NBYTES, block_tokens=16))
         with Reader(engine, ns, keys) as reader:
             evicts(report, client, reader, big)

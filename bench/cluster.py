@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,17 +38,17 @@ import uvloop
 from harness import Report, median, parse_arguments, percentile, seconds
 from store import plain_stream
 
-from kvpool.client import Client
-from kvpool.placement.etcd.membership import EtcdMembership
+from kvpool.client import OperatorClient
+from kvpool.hit_rule import usable
+from kvpool.placement.directory.redis import open_directory
 from kvpool.placement.etcd.settings import EtcdSettings
-from kvpool.placement.prefix import usable
+from kvpool.placement.membership.etcd import EtcdMembership
 from kvpool.placement.records import NodeRecord, NodeState, TransportRecord, new_incarnation
-from kvpool.placement.redis_directory import open_directory
-from kvpool.placement.redis_settings import parse_url
-from kvpool.testing.local import LocalCluster, LocalNode
-from kvpool.testing.proxy import Fault, Proxy
-from kvpool.testing.servers.etcd import Etcd
+from kvpool.placement.redis.settings import parse_url
 from kvpool.types import Namespace, NamespaceRecord, PartSpec
+from tests.support.local_cluster import LocalCluster, LocalNode
+from tests.support.proxy import Fault, Proxy
+from tests.support.servers.etcd import Etcd
 
 SMALL = 64
 READ_BYTES = 64 << 10
@@ -72,7 +73,7 @@ def block(number: int) -> bytes:
     return np.random.default_rng(number).bytes(READ_BYTES)
 
 
-def open_as(client: Client, name: str, nbytes: int) -> Namespace:
+def open_as(client: OperatorClient, name: str, nbytes: int) -> Namespace:
     return client.open(NamespaceRecord.simple(name, block_bytes=nbytes, block_tokens=16))
 
 
@@ -86,7 +87,7 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0)
     return time.perf_counter() - begun
 
 
-def settled(client: Client) -> bool:
+def settled(client: OperatorClient) -> bool:
     directory = client.stats()["cluster"]["directory"]
     return bool(directory["settled"] and not directory["queued"])
 
@@ -187,7 +188,7 @@ def owner(report: Report) -> None:
                 names = {x["incarnation"]: x["node"] for x in reads.client.cluster()["nodes"]}
                 busiest = max(names, key=lambda inc: now.get(inc, 0) - before.get(inc, 0))
                 struck.append(running.node(names[busiest]))
-                struck[0].signal(signal.SIGKILL if kill else signal.SIGSTOP, movers=not kill)
+                struck[0].signal(signal.SIGKILL if kill else signal.SIGSTOP, workers=not kill)
 
             times = reads.run(strike)
             worst.append(max(times))
@@ -211,9 +212,9 @@ def owner(report: Report) -> None:
         reads.client.close()
 
 
-def asked(client: Client) -> dict[str, int]:
+def asked(client: OperatorClient) -> dict[str, int]:
     """How many requests each peer has been sent, by incarnation."""
-    return {peer["incarnation"]: peer["asked"] for peer in client.stats()["remote"]["peers"]}
+    return {peer["incarnation"]: peer["asked"] for peer in client.stats()["fetch"]["peers"]}
 
 
 def replicate(a: LocalNode, b: LocalNode, reads: Reads) -> None:
@@ -244,7 +245,7 @@ def replicate(a: LocalNode, b: LocalNode, reads: Reads) -> None:
 # ---- redis -------------------------------------------------------------------------------------------
 
 
-def fill(client: Client, name: str, n: int, space: int) -> bytes:
+def fill(client: OperatorClient, name: str, n: int, space: int) -> bytes:
     """Put n small blocks; their keys."""
     ns = open_as(client, name, SMALL)
     keys = many_keys(space, n)
@@ -296,13 +297,13 @@ def redis(report: Report) -> None:
         report.check("redis_refill_s", back, at_most=10)
 
 
-def lookups(report: Report, at_a: Client, url: str, keys: bytes) -> None:
+def lookups(report: Report, at_a: OperatorClient, url: str, keys: bytes) -> None:
     """What a daemon does for a prompt of 256 blocks: locate, and the longest prefix."""
 
     async def measure() -> list[float]:
         directory = await open_directory(parse_url(url), cluster="kvpool", timeout_s=5.0)
         digest = bytes.fromhex(at_a.cluster()["namespaces"][0]["digest"])
-        from kvpool.daemon.blocks import directory_digest
+        from kvpool.daemon.core.blocks import directory_digest
 
         where = directory_digest("default", digest)
         spec = PartSpec(SMALL)
@@ -364,7 +365,7 @@ def expiry(report: Report) -> None:
 class Probe:
     """Puts, lookups, reads and remote misses on one node, one after the other, timed."""
 
-    def __init__(self, client: Client, space: int) -> None:
+    def __init__(self, client: OperatorClient, space: int) -> None:
         self._client = client
         self._ns = open_as(client, "probe", 4096)
         self._space = space
@@ -421,7 +422,7 @@ def etcd(report: Report) -> None:
             begun = time.perf_counter()
             at_a.drain(name)
             wait_until(
-                lambda name=name: all(x["node"] != name for x in at_a.cluster()["nodes"]),
+                partial(_left, at_a, name),
                 "the node has left",
             )
             drained = time.perf_counter() - begun
@@ -547,8 +548,8 @@ COPY_LOOP = """
 import itertools, sys, threading
 import numpy as np
 from cluster import open_as
-from kvpool.client import Client
-client = Client(sys.argv[1], connect=True)
+from kvpool.client import OperatorClient
+client = OperatorClient(sys.argv[1], connect=True)
 ns = open_as(client, "copied", 1 << 20)
 data = np.ones((8, 1 << 20), np.uint8)
 stop = threading.Event()
@@ -556,7 +557,7 @@ threading.Thread(target=lambda: (sys.stdin.readline(), stop.set()), daemon=True)
 numbers = itertools.count()
 print("running", flush=True)
 while not stop.is_set():
-    if client.stats()["copies"]["wanted"] < 32:
+    if client.stats()["replication"]["wanted"] < 32:
         client.put(ns, [next(numbers).to_bytes(16, "big") for _ in range(8)], data, copies=2)
     stop.wait(0.005)
 """
@@ -630,7 +631,7 @@ def follow(report: Report) -> None:
             pull_of_the_last_chunk=1e3 * median(times["chunk"]),
             put_of_a_chunk=1e3 * median(put_s),
         )
-        follows = at_b.stats()["follows"]
+        follows = at_b.stats()["prefix_streams"]
         report.row(
             "in all",
             follows=follows["ended"],
@@ -677,7 +678,7 @@ def follow_layers(report: Report) -> None:
                     least_ms=1e3 * min(times),
                     most_ms=1e3 * max(times),
                 )
-            follows = at_b.stats()["follows"]
+            follows = at_b.stats()["prefix_streams"]
             report.row(
                 f"{name}, in all",
                 early_pulls=follows["early_pulls"],
@@ -688,7 +689,9 @@ def follow_layers(report: Report) -> None:
     report.check("follow_layers_vs_chunk", ratio, at_most=0.3)
 
 
-def follow_by_layers(report: Report, at_a: Client, at_b: Client) -> dict[str, list[float]]:
+def follow_by_layers(
+    report: Report, at_a: OperatorClient, at_b: OperatorClient
+) -> dict[str, list[float]]:
     """Seconds from the commit until all was there, for each way."""
     nbytes, n, every_s = 1 << 20, 64, 0.5 / LAYERS
     rounds = 4 if report.quick else 12
@@ -718,7 +721,9 @@ def follow_by_layers(report: Report, at_a: Client, at_b: Client) -> dict[str, li
             committed = time.perf_counter()
         follower.join()
         assert ended[0][0] == n, f"{ended[0][0]} of {n} blocks came"
-        with at_b.acquire(here, keys) as lease:
+        lease = at_b.acquire(here, keys)
+        assert lease is not None, "the blocks are here"
+        with lease:
             held = lease.slots[0]
             assert (held.table[held.rows, :nbytes] == data).all(), "other bytes than were put"
         if number > 1:  # the first of each is for warmth
@@ -728,9 +733,18 @@ def follow_by_layers(report: Report, at_a: Client, at_b: Client) -> dict[str, li
     return taken
 
 
-def copied(client: Client) -> int:
+def _left(client: OperatorClient, name: str) -> bool:
+    """Whether no node of this name is in the cluster."""
+    return all(node["node"] != name for node in client.cluster()["nodes"])
+
+
+def _copied_more(client: OperatorClient, nbytes: int) -> bool:
+    return copied(client) > nbytes
+
+
+def copied(client: OperatorClient) -> int:
     """Bytes that other nodes took from this one."""
-    return int(client.stats()["copies"]["accepted_bytes"])
+    return int(client.stats()["replication"]["accepted_bytes"])
 
 
 def waiting(report: Report) -> None:
@@ -777,7 +791,7 @@ def waiting(report: Report) -> None:
                 assert load.stdout is not None
                 assert load.stdout.readline() == "running\n"
                 settle_at = copied(at_a) + (192 << 20)  # the burst that its pace allows is over
-                wait_until(lambda at=settle_at: copied(at_a) > at, "copies are made")
+                wait_until(partial(_copied_more, at_a, settle_at), "replicas are made")
                 before, begun = copied(at_a), time.perf_counter()
             times = [one() for _ in range(calls)]
             p50[busy].append(median(times))
@@ -786,7 +800,7 @@ def waiting(report: Report) -> None:
                 copied_s += time.perf_counter() - begun
                 copied_bytes += copied(at_a) - before
                 load.communicate("stop\n", timeout=WAIT_S)
-                wait_until(lambda: not at_a.stats()["copies"]["wanted"], "all is copied")
+                wait_until(lambda: not at_a.stats()["replication"]["wanted"], "all is copied")
         report.row(
             "4 MiB in blocks of 64 KiB, ms",
             idle_p50=1e3 * median(p50[False]),
@@ -817,14 +831,16 @@ def idle(report: Report) -> None:
             report.row(
                 name,
                 hit_rate=rates[name],
-                forwarded=stats["copies"]["forwarded_blocks"],
+                forwarded=stats["replication"]["forwarded_blocks"],
                 pulled=stats["counters"]["pulled_blocks"],
                 refused_puts=stats["counters"]["refused_full"],
             )
     report.check("idle_memory_hit_rate", rates["with two idle nodes"], at_least=0.9)
 
 
-def working_set(client: Client, ns: Namespace, count: int, nbytes: int, quick: bool) -> float:
+def working_set(
+    client: OperatorClient, ns: Namespace, count: int, nbytes: int, quick: bool
+) -> float:
     """Ask for blocks of a working set at random, put what is missing; the share found in the second half."""
     keys = keys_of(10, range(count))
     chooser = random.Random(11)

@@ -20,9 +20,9 @@ from urllib.request import urlopen
 
 from harness import daemon, median, parse_arguments
 
-from kvpool.daemon.gateway import TOKEN_FILE
-from kvpool.testing.servers.chromium import chromium
-from kvpool.testing.servers.etcd import free_port
+from kvpool.daemon.workers.gateway import TOKEN_FILE
+from tests.support.servers.chromium import chromium
+from tests.support.servers.etcd import free_port
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -52,7 +52,7 @@ from rich.console import Console
 from rich.table import Table
 from tiny_models import prompt
 
-from kvpool.testing.local import LocalCluster, LocalNode
+from tests.support.local_cluster import LocalCluster, LocalNode
 
 PROMPT_TOKENS = (1990, 2000, 2010)
 PULL_WAIT_S = 10.0

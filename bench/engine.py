@@ -97,7 +97,7 @@ def run(folder: Path, rounds: int) -> Measured:
         socket_path = stack.enter_context(daemon(folder))
         transfer = kvpool_transfer(socket_path)
 
-        def start(name: str, transfer: dict[str, Any], **environment: str) -> EngineProcess:
+        def start(name: str, transfer: dict[str, Any], **environment: Any) -> EngineProcess:
             engine = EngineProcess(name, model, folder, transfer, **environment)
             return stack.enter_context(engine)
 

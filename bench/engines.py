@@ -319,7 +319,9 @@ def ask(url: str, prompt: Sequence[int], max_tokens: int) -> Answer:
         response = connection.getresponse()
         if response.status != 200:
             raise Broken(f"{url} answered {response.status}: {response.read(2000)!r}")
-        first, tokens, margins, usage = None, [], [], None
+        first, usage = None, None
+        tokens: list[int] = []
+        margins: list[float] = []
         for line in response:
             if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                 continue

@@ -28,11 +28,13 @@ from typing import Any
 
 import msgspec
 
-from kvpool import wire
 from kvpool.client import Client
-from kvpool.testing.local import LocalNode
-from kvpool.testing.servers.etcd import free_port
 from kvpool.types import NamespaceRecord
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+from kvpool.wire import operator as operator_wire
+from tests.support.local_cluster import LocalNode
+from tests.support.servers.etcd import free_port
 
 RECORD = NamespaceRecord.simple("fuzz", block_bytes=256, block_tokens=16)
 PATIENCE_S = 20.0
@@ -200,32 +202,45 @@ class Wire:
         self._path = path
         self._rng = rng
         digest, key = RECORD.digest(), bytes(15) + b"\1"
-        self._messages: tuple[wire.Message, ...] = (
-            *(wire.Cluster(), wire.Inspect(), wire.Settings(), wire.Jobs(), wire.Events(0, 10)),
+        self._messages: tuple[frame.Message, ...] = (
             *(
-                wire.Locate(key, digest),
-                wire.ListBlocks("dram", "", 10, digest),
-                wire.ShowBlocks(digest, key),
+                operator_wire.Cluster(),
+                operator_wire.Inspect(),
+                operator_wire.Settings(),
+                operator_wire.Jobs(),
+                operator_wire.Events(0, 10),
             ),
-            *(wire.Evict(key, digest), wire.PinBlocks(key, "soft", digest), wire.Scrub(0, 10)),
             *(
-                wire.Prefixes(digest, key, 0.1),
-                wire.StopJob("j"),
-                wire.Clear(digest),
-                wire.Drain("n"),
+                operator_wire.Locate(key, digest),
+                operator_wire.ListBlocks("dram", "", 10, digest),
+                operator_wire.ShowBlocks(digest, key),
             ),
-            *(wire.Configure(digest, ttl_s=1.0), wire.ChangeSettings(b'{"forward":true}')),
-            wire.BeginJob("j", b'{"kind":"evict","keys":["' + b"0" * 32 + b'"]}'),
+            *(
+                operator_wire.Evict(key, digest),
+                operator_wire.PinBlocks(key, "soft", digest),
+                operator_wire.Scrub(0, 10),
+            ),
+            *(
+                client_wire.Prefixes(digest, key, 0.1),
+                operator_wire.StopJob("j"),
+                operator_wire.Clear(digest),
+                operator_wire.Drain("n"),
+            ),
+            *(
+                operator_wire.Configure(digest, ttl_s=1.0),
+                operator_wire.ChangeSettings(b'{"forward":true}'),
+            ),
+            operator_wire.BeginJob("j", b'{"kind":"evict","keys":["' + b"0" * 32 + b'"]}'),
         )
 
     def one(self) -> int:
         """How many frames came back; -1: the daemon neither answered nor hung up."""
         rng = self._rng
-        hello = wire.Hello(wire.PROTOCOL_VERSION, "default", "fuzz", secrets.token_hex(8))
+        hello = client_wire.Hello(frame.PROTOCOL_VERSION, "default", "fuzz", secrets.token_hex(8))
         with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(PATIENCE_S)
             sock.connect(self._path)
-            first = wire.encode(hello, 1)
+            first = frame.encode(hello, 1)
             if rng.random() < 0.1:
                 sock.sendall(_cut(first, rng))
                 sock.shutdown(socket.SHUT_WR)
@@ -244,11 +259,11 @@ class Wire:
         rng = self._rng
         message = rng.choice(self._messages)
         if rng.random() < 0.5:
-            inner = wire.encode(message, 0)[wire.HEADER.size :]
-            message = wire.OnNode(
+            inner = frame.encode(message, 0)[frame.HEADER.size :]
+            message = operator_wire.OnNode(
                 rng.choice(["", "n", "z"]), inner, rng.choice([0.0, 0.1]), "", "fuzz"
             )
-        plain = msgspec.msgpack.decode(wire.encode(message, 0)[wire.HEADER.size :])
+        plain = msgspec.msgpack.decode(frame.encode(message, 0)[frame.HEADER.size :])
         for _ in range(rng.randrange(3)):
             if len(plain) > 1:
                 plain[rng.randrange(1, len(plain))] = rng.choice(
@@ -267,7 +282,7 @@ class Wire:
         payload = msgspec.msgpack.encode(plain)
         if rng.random() < 0.2:
             payload = _cut(payload, rng)
-        return wire.HEADER.pack(len(payload), request) + payload
+        return frame.HEADER.pack(len(payload), request) + payload
 
 
 def _drained(sock: socket.socket) -> int:

@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,14 +33,13 @@ from gpu_ways import EACH, driver_batch
 from harness import Report, in_turns, median, parse_arguments
 
 from kvpool.engine_plugins.vllm.device import (
-    STAGED,
     DevicePages,
     PinnedSegments,
-    Strategy,
     strategy_for,
 )
+from kvpool.engine_plugins.vllm.device_copies import STAGED, Strategy
 from kvpool.engine_plugins.vllm.layout import DeviceSlots
-from kvpool.storage.gpu import DeviceSegment, register
+from kvpool.storage.device import DeviceSegment, register
 
 KIB, MIB = 1 << 10, 1 << 20
 MATRIX = 8192  # bf16, and as many columns: a millisecond and a half on one H200
@@ -137,7 +137,7 @@ def measure(report: Report, shape: Shape, device: Any, name: str) -> None:
         prove(way, pages, layers, slots, blocks, rows, expected)
 
     def calls(call: Callable[[DevicePages], None]) -> list[Callable[[], None]]:
-        return [lambda pages=pages: call(pages) for pages in ways.values()]
+        return [partial(call, pages) for pages in ways.values()]
 
     stores = in_turns(
         rounds, plain_store, *calls(lambda pages: pages.to_slots(blocks, slots, rows))
@@ -164,8 +164,8 @@ def measure(report: Report, shape: Shape, device: Any, name: str) -> None:
         copies = {"memcpy": (plain_store, plain_load)}
         for way, pages in ways.items():
             copies[way] = (
-                lambda pages=pages: pages.to_slots(blocks, slots, rows),
-                lambda pages=pages: pages.from_slots(slots, rows, blocks),
+                partial(pages.to_slots, blocks, slots, rows),
+                partial(pages.from_slots, slots, rows, blocks),
             )
         beside_an_engine(report, copies, gigabytes, device)
     segments.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.engine_plugins.vllm.device import Paged, Strategy
+from kvpool.engine_plugins.vllm.device_copies import Paged, Strategy
 from kvpool.engine_plugins.vllm.layout import Index
 
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
@@ -88,4 +88,5 @@ def _addresses(paged: Paged, blocks: Index, segment: Any, rows: Index) -> tuple[
     device = [layer.data_ptr() + blocks * (layer.stride(0) * unit) for layer in paged.layers]
     host = [slots + start * unit for start, _ in paged.spans]
     sizes = [np.full(len(blocks), (stop - start) * unit) for start, stop in paged.spans]
-    return tuple(np.concatenate(each).astype(np.uint64) for each in (device, host, sizes))
+    found = [np.concatenate(each).astype(np.uint64) for each in (device, host, sizes)]
+    return found[0], found[1], found[2]

@@ -39,7 +39,7 @@ from harness import Daemon, Report, daemon, median, parse_arguments
 from tiny_models import prompt
 
 from kvpool.client import Client
-from kvpool.testing.proxy import Fault, Proxy
+from tests.support.proxy import Fault, Proxy
 
 PROMPT_TOKENS, STEP_TOKENS, NEW_TOKENS = 3840, 256, 8
 TOKEN_BYTES = 2048

@@ -131,7 +131,7 @@ class Daemon:
 
     @property
     def pids(self) -> list[int]:
-        """The control process and its movers."""
+        """The control process and its transfer workers."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return [pid, *map(int, children)]

@@ -60,10 +60,10 @@ from peers_results import (
     size,
 )
 
-from kvpool.client import Client
-from kvpool.testing.servers.etcd import Etcd, free_port
-from kvpool.testing.servers.find import find_server
-from kvpool.testing.servers.redis import Redis
+from kvpool.client import OperatorClient
+from tests.support.servers.etcd import Etcd, free_port
+from tests.support.servers.find import find_server
+from tests.support.servers.redis import Redis
 
 HERE = Path(__file__).resolve().parent
 PEERS_PYTHON = REPO / ".venv-peers" / "bin" / "python"
@@ -312,7 +312,7 @@ def joined(
         for each in (f"{name}-a", f"{name}-b")
     )
     deadline = time.monotonic() + START_S
-    with Client(b.socket, connect=True) as client:
+    with OperatorClient(b.socket, connect=True) as client:
         while len(client.cluster()["nodes"]) < 2:
             if time.monotonic() > deadline:
                 raise OutError("the two nodes did not meet")

@@ -234,9 +234,9 @@ class Kvpool(Contestant):
     ops: tuple[str, ...] = ("put", "get", "exists", "match")
 
     def __init__(self, socket_path: str) -> None:
-        from kvpool.client import Client
+        from kvpool.client import OperatorClient
 
-        self._client = Client(socket_path, connect=True)
+        self._client = OperatorClient(socket_path, connect=True)
 
     def open(self, payload: Bytes, out: Bytes) -> None:
         from kvpool.types import NamespaceRecord
@@ -279,10 +279,10 @@ class KvpoolRemote(Kvpool):
     ops: tuple[str, ...] = ("get", "pull")
 
     def __init__(self, socket_path: str, owner: str, over_nixl: bool = False) -> None:
-        from kvpool.client import Client
+        from kvpool.client import OperatorClient
 
         super().__init__(socket_path)
-        self._owner = Client(owner, connect=True)
+        self._owner = OperatorClient(owner, connect=True)
         self._over_nixl = over_nixl
         self._moved = 0  # blocks
 

@@ -8,7 +8,7 @@
 50 requests a second, a second through the router and a second past it by turns; chats of 1,000 tokens, each
 another one, so that the engine's tokeniser is asked each time. Measured is the time to the first token.
 
-`event to index`: 16 engines publish 20 batches a second each, of 16 blocks, to `Knowledge`. For every seventh
+`event to index`: 16 engines publish 20 batches a second each, of 16 blocks, to `EngineCatalog`. For every seventh
 batch a clock runs from before it is sent until its last block is found in the index, asked every millisecond.
 
     .venv/bin/python bench/router.py [--quick] [--json FILE] [--only decision|overhead|event]
@@ -32,21 +32,24 @@ from contextlib import AsyncExitStack, ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import aiohttp
 from harness import REPO, Report, median, parse_arguments, percentile
 
-from kvpool.placement.engine_blocks import short_hash
+from kvpool.placement.kv_events.engine_blocks import short_hash
+from kvpool.router.engine_catalog import EngineCatalog
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, chain, none_hash
-from kvpool.router.knowledge import Knowledge
+from kvpool.router.pool_view import PoolViews
+from kvpool.router.prompts import Prompts
 from kvpool.router.upstream import open_session
+from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import DEFAULT_POLICY, make_policy
 from kvpool.scheduler.scheduler import Scheduler
-from kvpool.scheduler.situation import Cluster, Traffic
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Role
-from kvpool.testing.stub_engine import Settings, StubEngine
+from tests.support.stub_engine import Settings, StubEngine
 
 ENGINES, BLOCKS, BLOCK_TOKENS, PROMPT_TOKENS = 64, 1_000_000, 16, 12_000
 PROMPT_BLOCKS, RUN_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS, 250
@@ -189,9 +192,9 @@ def compute(scheduler: Scheduler, orders: list[Order | DecodeOrder], now: float)
     while orders:
         for order in orders:
             if isinstance(order, Order):
-                outlook = order.outlook
-                now = max(now, outlook.engine.free_at)
-                scheduler.computed(outlook.engine, order.request.ident, now)
+                estimate = order.estimate
+                now = max(now, estimate.engine.free_at)
+                scheduler.computed(estimate.engine, order.request.ident, now)
         orders = scheduler.poll(now)
     return now
 
@@ -261,7 +264,7 @@ def start(stack: ExitStack, folder: Path) -> tuple[str, str]:
     free = ("--prefill-tokens-s", "inf", "--decode-s", "0")
     place = run(
         stack,
-        "kvpool.testing.stub_engine",
+        "tests.support.stub_engine",
         *free,
         *("--events", events, "--replay", replay),
     )
@@ -302,7 +305,7 @@ def event_prompt(number: int) -> list[int]:
     return [(number * 7919 + at * 31) % 30_000 for at in range(EVENT_BLOCKS * BLOCK_TOKENS)]
 
 
-def event_sockets(folder: str, number: int) -> dict[str, str]:
+def event_sockets(folder: str, number: int) -> dict[str, Any]:
     return {name: f"ipc://{folder}/{number}.{name}" for name in ("events", "replay")}
 
 
@@ -334,7 +337,7 @@ async def _publish(folder: str, pipe: Connection, rounds: int) -> None:
 
 
 async def listen(folder: str, pipe: Connection) -> tuple[list[float], list[float]]:
-    """Milliseconds until the last block of each batch is in the index, and what `Knowledge` says of it."""
+    """Milliseconds until the last block of each batch is in the index, and what `EngineCatalog` says of it."""
     urls = await asyncio.to_thread(pipe.recv)
     tables = [
         {"url": url, "name": f"e{number}", "groups": (0,), "hash": "sha256_cbor"}
@@ -343,18 +346,22 @@ async def listen(folder: str, pipe: Connection) -> tuple[list[float], list[float
     ]
     index, told, found = PrefixIndex(), [], []
     async with open_session() as session:
-        knowledge = Knowledge(
+        nodes: dict[str, str] = {}
+        pools = PoolViews(index, nodes)
+        catalog = EngineCatalog(
             engines=tables,
-            client=None,
+            daemon=None,
             session=session,
             index=index,
-            cluster=Cluster({}, {}, Traffic()),
+            pools=pools,
+            cluster=Cluster({}, nodes, Traffic()),
             joined=lambda _: None,
             left=lambda _: None,
             changed=lambda _: None,
             on_lag=lambda lag_s: told.append(1e3 * lag_s),
         )
-        await knowledge.start()
+        prompts = Prompts(catalog, daemon=None, session=session, pools=pools)
+        await catalog.start()
         try:
             await asyncio.sleep(EVENT_SETTLE_S)
             pipe.send("begin")
@@ -367,7 +374,7 @@ async def listen(folder: str, pipe: Connection) -> tuple[list[float], list[float
                     if said is not None:
                         number, sent = said
                         body = {"model": "stub", "prompt": event_prompt(number)}
-                        waiting[number] = sent, (await knowledge.prompt(body, "completions")).keys
+                        waiting[number] = sent, (await prompts.prompt(body, "completions")).keys
                 for number, (sent, keys) in list(waiting.items()):
                     now = time.monotonic()
                     if EVENT_BLOCKS in index.match(keys, now).lengths.values():
@@ -378,7 +385,7 @@ async def listen(folder: str, pipe: Connection) -> tuple[list[float], list[float
                 await asyncio.sleep(EVENT_POLL_S)
             pipe.send("end")
         finally:
-            await knowledge.close()
+            await catalog.close()
     return found, told
 
 

@@ -19,7 +19,7 @@ scheduler's index 50 ms late, beside an infinite cache.
 Runs are spread over the cores (`KVPOOL_BENCH_JOBS=1` for one at a time). A decision is timed, before
 they begin: 64 engines, 1 M blocks, prompts of 12 k tokens in blocks of 16.
 
-    python bench/sim.py [--quick] [--json FILE] [--trace FILE] [--half 1|2] [--wide | --paper]
+    python bench/sim.py [--quick] [--json FILE] [--trace FILE] [--half 1|2] [--wide | --paper] [--plot PNG]
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ from typing import Any
 
 from harness import Report, percentile
 
+from kvpool.scheduler.cluster import Cluster, Traffic
+from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import POLICIES, make_policy
-from kvpool.scheduler.situation import Cluster, Situation, Traffic
 from kvpool.scheduler.values import Engine, Request, Role
 from kvpool.simulator.bound import central_queue, scale_for
-from kvpool.simulator.cluster import Shape, Simulation
+from kvpool.simulator.plot import draw
 from kvpool.simulator.report import spread, summary
+from kvpool.simulator.simulated_cluster import Shape, Simulation
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 from kvpool.simulator.traces import STEP_S, Entry, arrivals, ideal_hits, read_trace
 
@@ -259,7 +261,7 @@ def decisions(report: Report, rounds: int) -> None:
         request = Request(number, keys, 12_000, 300, 0.0)
         began, began_cpu = time.perf_counter(), time.thread_time()
         match = index.match(keys, 0.0)
-        policy.choose(Situation(request, match, engines, cluster, rng, 0.0))
+        policy.choose(DecisionContext(request, match, engines, cluster, rng, 0.0))
         cpu.append(1e3 * (time.thread_time() - began_cpu))
         times.append(1e3 * (time.perf_counter() - began))
     figures = {"p50_ms": percentile(times, 0.5), "p99_ms": percentile(times, 0.99)}
@@ -288,6 +290,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed, one baseline")
     parser.add_argument("--json", metavar="FILE", help="write rows and checks there")
+    parser.add_argument(
+        "--plot", metavar="PNG", help="draw times to first token by policy and load"
+    )
     parser.add_argument("--trace", type=Path, default=Path(os.environ.get("KVPOOL_TRACE", TRACE)))
     parser.add_argument("--half", type=int, choices=(1, 2), default=2, help="of the trace")
     parser.add_argument("--wide", action="store_true", help="loads, links and noise as well")
@@ -312,6 +317,8 @@ def main() -> None:
         judge_hits(report, entries, shape, longest)
         if options.wide:
             wide(report, half, shape)
+    if options.plot is not None:
+        draw(report.rows, options.plot)
     raise SystemExit(report.finish())
 
 

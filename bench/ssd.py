@@ -44,14 +44,14 @@ from harness import REPO, Report, daemon, in_turns, median, parse_arguments, sec
 
 from kvpool.client import Client
 from kvpool.storage.codecs import BLOSC2, Blosc2, slot_bytes
-from kvpool.storage.ssd import DONE, ReadBatch, SsdStore, WriteBatch
-from kvpool.storage.ssd_files import LinuxDisk
-from kvpool.storage.ssd_index import ENTRY
-from kvpool.storage.ssd_pack import pack
-from kvpool.testing.servers.find import find_server
-from kvpool.testing.ssd_kills import KilledStore
-from kvpool.testing.ssd_replay import inspect_image, record
-from kvpool.types import NamespaceRecord
+from kvpool.storage.ssd.files import LinuxDisk
+from kvpool.storage.ssd.index import ENTRY
+from kvpool.storage.ssd.pack import pack
+from kvpool.storage.ssd.store import ReadBatch, SsdStore, WriteBatch
+from kvpool.types import BlockStatus, NamespaceRecord
+from tests.support.servers.find import find_server
+from tests.support.ssd_kills import KilledStore
+from tests.support.ssd_replay import inspect_image, record
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 CALLERS = 2
@@ -126,7 +126,7 @@ class Blocks:
             rows=numbers,
             **self._stored(numbers),
         )
-        assert (self.store.write(batch, self.store.forget(offsets)) == DONE).all()
+        assert (self.store.write(batch, self.store.forget(offsets)) == BlockStatus.PRESENT).all()
         self.held[slots] = numbers
 
     def _offsets(self, slots: Any) -> Any:
@@ -158,7 +158,7 @@ class Blocks:
             ReadBatch(self.nbytes, offsets, sums, out, self.rows[: len(slots)])
         )
         self.outs.put(out)
-        assert (statuses == DONE).all()
+        assert (statuses == BlockStatus.PRESENT).all()
 
 
 class PackedBlocks(Blocks):
@@ -186,7 +186,7 @@ class PackedBlocks(Blocks):
             )
         )
         self.outs.put(out)
-        assert (statuses == DONE).all()
+        assert (statuses == BlockStatus.PRESENT).all()
 
 
 def kv_like(n: int, nbytes: int, dice: np.random.Generator) -> Any:

@@ -26,10 +26,11 @@ import numpy as np
 from harness import Daemon, Report, daemon, in_turns, median, parse_arguments, percentile, seconds
 from xxhash import xxh3_128_digest
 
-from kvpool.buffers import Source
-from kvpool.client import HASH_IN_THREAD_BYTES, Client
+from kvpool.client import Client
+from kvpool.client.copying import HASH_IN_THREAD_BYTES
+from kvpool.memory.buffers import Source
 from kvpool.transfer.base import Deadline
-from kvpool.transfer.fetching import GROUP_BYTES
+from kvpool.transfer.requester import GROUP_BYTES
 from kvpool.transfer.stream import Stream
 from kvpool.types import Namespace, NamespaceRecord
 
@@ -64,7 +65,9 @@ RESIDENT_BYTES = 256 * MIB  # far more than a cache: what a get reads is as cold
 
 def rows_of(client: Client, ns: Namespace, keys: bytes) -> tuple[Any, Any]:
     """The segment as rows, and which of them hold these blocks."""
-    with client.acquire(ns, keys) as lease:
+    lease = client.acquire(ns, keys)
+    assert lease is not None, "the blocks are here"
+    with lease:
         slots = lease.slots[0]
         return slots.table, slots.rows.copy()
 
@@ -415,7 +418,7 @@ def checksums(report: Report) -> None:
 
     Put: one numpy copy of a batch into rows of a table, and xxh3-128 of the source in a second thread (after
     the copy for a small batch), as the client has it. Pull: a TCP stream into rows, each group hashed when it has been received, as a
-    mover has it. Disk: the same with `preadv` of a file that is in the page cache, a disk without equal.
+    transfer worker has it. Disk: the same with `preadv` of a file that is in the page cache, a disk without equal.
     There is no way to switch checksums off in the store; "without" exists here only.
     """
     print("checksums, GB/s and CPU seconds a GB")
@@ -429,7 +432,7 @@ def checksums(report: Report) -> None:
             table = np.zeros((RESIDENT_BYTES // nbytes, nbytes), dtype=np.uint8)
             places = itertools.cycle(np.split(rng.permutation(len(table)), len(table) // n))
             file.seek(0)
-            file.write(source)
+            file.write(source.data)
             file.flush()
             group = max(1, GROUP_BYTES // nbytes)
             expected = held.checksums(range(n))

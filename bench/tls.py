@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/tls.py
 
-Two daemons' worth of transports in processes of their own (movers), so that neither shares an interpreter with the
+Two daemons' worth of transports in processes of their own (transfer workers), so that neither shares an interpreter with the
 other. The limit beside them is AES-256-GCM in records of 16 KiB by `openssl speed`, one core, one way.
 """
 
@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 from harness import Report, in_turns, median, parse_arguments
 
-from kvpool.testing.mover import MoverSide
-from kvpool.testing.pki import Pki
+from kvpool.security.credentials import TlsFiles
 from kvpool.testing.transport import DIGEST, SEGMENT, key_of
 from kvpool.transfer.base import Stop
-from kvpool.transfer.credentials import TlsFiles
-from kvpool.wire import PullBlocks
+from kvpool.wire.worker import PullBlocks
+from tests.support.pki import Pki
+from tests.support.transfer_worker import MoverSide
 
 SECRET = b"a secret for this bench"
 SHAPES = {"1 MiB x 32": (1 << 20, 32), "64 KiB x 64": (64 << 10, 64), "4 KiB x 128": (4096, 128)}

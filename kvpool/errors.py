@@ -5,25 +5,45 @@
     ├── InvalidRequest           the caller asked for something that can never work
     │   ├── NamespaceMismatch    the sizes of a namespace differ from what is stored under it
     │   ├── StaleEpoch           the namespace was reset since it was opened: open it again
-    │   └── UnknownReservation   commit or abort of what was never reserved, was settled, or is another's
-    ├── ProtocolError            bytes on a connection are not the protocol, or not this version of it
-    ├── NotAuthenticated         the peer did not prove who it is
-    ├── PoolFull                 leases, reservations or hard pins hold all the space that is needed
+    │   └── UnknownReservation   commit or abort of slots that are not reserved, or reserved by another client
+    ├── ProtocolError            bytes on a connection violate the protocol or its version
+    ├── NotAuthenticated         the peer did not authenticate
+    ├── PoolFull                 leases, reservations or hard pins hold all space
     ├── LimitExceeded            a quota or a bound on queues, bytes or connections is reached
-    ├── LeaseLost                a lease ended before its reader did: what was read must not be used
-    ├── SegmentError             the memory or the file of a segment cannot be had
+    ├── LeaseLost                a lease ended before its reader finished: discard what was read
+    ├── SegmentError             the memory or file of a segment is not available
     ├── AlreadyRunning           another daemon holds the socket or the data directory
     ├── Unavailable              the daemon or a peer cannot be reached, or did not answer in time
-    │   └── Declined             a peer answered, and that it cannot at present
-    └── ClusterUnavailable       this node answers, but what it needs of its cluster does not
+    │   └── Declined             a peer answered that it cannot serve the request now
+    └── ClusterUnavailable       this node answers, but etcd, Redis or another node that it needs does not
 
-A miss is never an error, and neither is a block that is there already. A broken invariant is not in
-this tree either: it is an `AssertionError`, and ends the process.
+A miss is not an error, nor is a block that is present already. A broken invariant is an `AssertionError` and
+ends the process.
 
-`code` is what travels; `from_code` is its inverse.
+`code` is sent on the wire; `from_code` is its inverse.
 """
 
 from __future__ import annotations
+
+__all__ = [
+    "AlreadyRunning",
+    "ClusterUnavailable",
+    "ConfigError",
+    "Declined",
+    "InvalidRequest",
+    "KvpoolError",
+    "LeaseLost",
+    "LimitExceeded",
+    "NamespaceMismatch",
+    "NotAuthenticated",
+    "PoolFull",
+    "ProtocolError",
+    "SegmentError",
+    "StaleEpoch",
+    "Unavailable",
+    "UnknownReservation",
+    "from_code",
+]
 
 
 class KvpoolError(Exception):
@@ -39,7 +59,7 @@ class ConfigError(KvpoolError):
 
 
 class InvalidRequest(KvpoolError):
-    """The request can never work as it stands: a key of the wrong size, a part that does not exist."""
+    """The request is invalid: a key of the wrong size, a part that does not exist."""
 
     code = "invalid"
 
@@ -47,14 +67,14 @@ class InvalidRequest(KvpoolError):
 class NamespaceMismatch(InvalidRequest):
     """Two users of one namespace disagree about the sizes of its parts.
 
-    The namespace record lacks whatever makes them differ. Add it, so that they become two namespaces.
+    The namespace record lacks a field that distinguishes them. Add it, so that they become two namespaces.
     """
 
     code = "namespace_mismatch"
 
 
 class StaleEpoch(InvalidRequest):
-    """The namespace was reset since this client opened it. Open it again once its weights are right."""
+    """The namespace was reset since this client opened it. Open it again with the new weights."""
 
     code = "stale_epoch"
 
@@ -66,13 +86,13 @@ class UnknownReservation(InvalidRequest):
 
 
 class ProtocolError(KvpoolError):
-    """A connection carries something that is not this protocol in this version. It is closed."""
+    """A connection violates the protocol or speaks another version. It is closed."""
 
     code = "protocol"
 
 
 class NotAuthenticated(KvpoolError):
-    """The peer did not prove who it is. Check the tenant's token or the cluster secret."""
+    """The peer did not authenticate. Check the tenant's token or the cluster secret."""
 
     code = "not_authenticated"
 
@@ -96,7 +116,7 @@ class LeaseLost(KvpoolError):
 
 
 class SegmentError(KvpoolError):
-    """A segment's memory cannot be had. The message names the cause and the remedy."""
+    """A segment's memory is not available. The message names the cause and the remedy."""
 
     code = "segment"
 
@@ -114,13 +134,13 @@ class Unavailable(KvpoolError):
 
 
 class Declined(Unavailable):
-    """A peer was reached, and answered that it cannot at present. Another way to it would hear the same."""
+    """A peer answered that it cannot serve the request now. Another path to it gets the same answer."""
 
     code = "declined"
 
 
 class ClusterUnavailable(KvpoolError):
-    """etcd, Redis or another node did not answer this one, which goes on by itself. Retry later."""
+    """etcd, Redis or another node did not answer. This node continues alone. Retry later."""
 
     code = "cluster_unavailable"
 

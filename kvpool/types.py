@@ -12,11 +12,32 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import lru_cache
 from typing import Any
 
 from kvpool.errors import InvalidRequest
+
+__all__ = [
+    "CHECKSUM_BYTES",
+    "DEFAULT_TENANT",
+    "FORMAT_VERSION",
+    "KEY_BYTES",
+    "PARTS_MAX",
+    "PART_BYTES_MAX",
+    "RECORD_BYTES_MAX",
+    "BlockStatus",
+    "EngineRecord",
+    "Keys",
+    "Namespace",
+    "NamespaceRecord",
+    "PartKind",
+    "PartSpec",
+    "Recompute",
+    "pack_keys",
+    "plain_parts",
+    "split_keys",
+]
 
 KEY_BYTES = 16
 CHECKSUM_BYTES = 16
@@ -29,6 +50,26 @@ RECORD_BYTES_MAX = 64 << 10
 
 Keys = bytes | bytearray | memoryview | Iterable[bytes]
 """Block keys in prefix order: packed, 16 bytes each, or one bytes object a key."""
+
+
+class BlockStatus(IntEnum):
+    """The answer about one part of a block in a batch: one byte each, the same in all tiers and transports.
+
+    Batches of answers are `bytes` or u8 arrays. The numbers travel between the processes of one daemon only.
+    """
+
+    ABSENT = 0
+    """It is not there: never was, evicted, or its location is out of date."""
+    PRESENT = 1
+    """Written durably; or read into its slot, whole and with the right checksum."""
+    MISMATCH = 2
+    """What is there is not the block. The slot holds anything."""
+    FAILED = 3
+    """An error of the device or the store. Nothing is known of the block, and the slot holds anything."""
+    NO_SPACE = 4
+    """Not written: there is no room."""
+    LATE = 5
+    """Not begun, or not whole by the deadline. Nothing is known of the block, and the slot holds anything."""
 
 
 class PartKind(StrEnum):
@@ -175,12 +216,12 @@ class NamespaceRecord:
 class Namespace:
     """A namespace as a client holds it once `Client.open` has made it known to the daemon.
 
-    copies, write, ttl_s, ssd_codec, write_remote: what the client asked for; see `Client.open`.
+    replicas, write, ttl_s, ssd_codec, write_remote: what the client asked for; see `Client.open`.
     """
 
     record: NamespaceRecord
     digest: bytes
-    copies: int = 0
+    replicas: int = 0
     write: str = ""
     ttl_s: float = 0.0
     ssd_codec: str = ""
@@ -188,6 +229,7 @@ class Namespace:
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:
+        """Its parts, in the order of their numbers."""
         return self.record.parts
 
 

@@ -1,24 +1,33 @@
-"""Write what the command line's own help says into `docs/cli.md` and the man page `docs/man/kvpool.1`.
+"""Write what the code declares into documents: the help of the command line into `docs/cli.md` and the man page
+`docs/man/kvpool.1`, the settings into `docs/config.md` and
+`docs/router.md`.
 
     .venv/bin/python scripts/document_cli.py
 
-What stands outside of the marked parts of `docs/cli.md` is left as it is.
+What stands outside of the marked parts of these documents is left as it is.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from kvpool.cli.base import EXIT_STATUSES
 from kvpool.cli.verbs import app
+from kvpool.config import DaemonConfig, settings_of
+from kvpool.router.config import RouterConfig
+
+if TYPE_CHECKING:
+    import msgspec
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 EXAMPLE = "Example: "
+DECLARED: dict[str, type[msgspec.Struct]] = {"config.md": DaemonConfig, "router.md": RouterConfig}
 COMMON = ("--socket", "--tenant", "--json")
 """Said once; of these in the words of most commands."""
 
@@ -82,9 +91,12 @@ def _default(parameter: Any) -> str:
 
 
 def common(found: list[Verb]) -> dict[str, Option]:
-    """Those options of which most commands have one, as the first has it."""
-    every = [option for verb in found for option in verb.options]
-    return {name: next(o for o in every if o.names.split()[0] == name) for name in COMMON}
+    """Those options of which most commands have one, as most have it."""
+    every = Counter(option for verb in found for option in verb.options)
+    return {
+        name: next(each for each, _ in every.most_common() if each.names.split()[0] == name)
+        for name in COMMON
+    }
 
 
 def own(verb: Verb, shared: dict[str, Option]) -> list[Option]:
@@ -131,11 +143,39 @@ def document(text: str) -> str:
     """`docs/cli.md` as it is to be."""
     found = list(verbs())
     made = {"statuses": statuses(), "options": options(found), "verbs": reference(found)}
+    return _filled(text, made)
+
+
+def _filled(text: str, made: Mapping[str, str]) -> str:
+    """A document with these parts between their marks."""
     for mark, part in made.items():
         place = re.compile(rf"(<!-- {mark} -->\n)(?:(?!<!-- ).)*(<!-- end -->)", re.DOTALL)
-        text, count = place.subn(lambda m, part=part: f"{m[1]}{part}\n{m[2]}", text)
-        assert count == 1, f"docs/cli.md has no place for {mark}"
+        escaped = part.replace("\\", "\\\\")
+        text, count = place.subn(rf"\g<1>{escaped}\n\g<2>", text)
+        assert count == 1, f"there is no place for {mark}"
     return text
+
+
+# ---- docs/config.md --------------------------------------------------------------------------------
+
+
+def configuration(text: str, struct: type[msgspec.Struct] = DaemonConfig) -> str:
+    """`docs/config.md` as it is to be, or `docs/router.md`."""
+    rows = [
+        f"| `{each.name}` | {_plain_or_code(each.shown)} | {_cell(each.description)} |"
+        for each in settings_of(struct).values()
+    ]
+    table = ["| setting | default | what |", "|---|---|---|", *rows]
+    return _filled(text, {"settings": "\n".join(table)})
+
+
+def _plain_or_code(default: str) -> str:
+    """A value is code; words are not."""
+    return default if default == "none" or re.search("[ `]", default) else f"`{default}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
 
 
 # ---- the man page ----------------------------------------------------------------------------------
@@ -192,3 +232,6 @@ if __name__ == "__main__":
     path = DOCS / "cli.md"
     path.write_text(document(path.read_text()))
     (DOCS / "man" / "kvpool.1").write_text(man_page())
+    for name, struct in DECLARED.items():
+        path = DOCS / name
+        path.write_text(configuration(path.read_text(), struct))

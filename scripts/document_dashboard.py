@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 from kvpool.admin.tokens import add_token
 from kvpool.errors import KvpoolError
-from kvpool.testing.local import LocalCluster, LocalNode
-from kvpool.testing.servers.chromium import chromium
-from kvpool.testing.servers.etcd import free_port
 from kvpool.types import EngineRecord, NamespaceRecord
+from tests.support.local_cluster import LocalCluster, LocalNode
+from tests.support.servers.chromium import chromium
+from tests.support.servers.etcd import free_port
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -50,9 +50,9 @@ def use(node: LocalNode, number: int, stop: threading.Event) -> None:
     for model in MODELS:
         record = NamespaceRecord.simple(model, block_bytes=BLOCK_BYTES, block_tokens=16)
         spaces.append(client.open(record))
-    model = number % len(MODELS)
+    serves = number % len(MODELS)
     url = f"http://10.20.0.{10 + number}:8000"
-    client.announce_engine(spaces[model], EngineRecord(url, model=list(MODELS)[model]))
+    client.announce_engine(spaces[serves], EngineRecord(url, model=list(MODELS)[serves]))
     data = choose.randbytes(BLOCK_BYTES)
     begun = time.monotonic()
     while not stop.wait(TURN_S * choose.expovariate(1)):

@@ -1,8 +1,8 @@
-"""Write the tables of `docs/metrics.md` anew, from those in the code.
+"""Regenerate the tables of `docs/metrics.md` from the code.
 
     .venv/bin/python scripts/document_metrics.py
 
-What stands outside of the marked parts is left as it is.
+Text outside the marked parts is kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from kvpool.metrics import rows
+from kvpool.admin.metrics import rows
 from kvpool.router.metrics import Metrics
 
 Row = tuple[str, str, tuple[str, ...], str]
@@ -28,20 +28,24 @@ def router_rows() -> Iterable[Row]:
 
 
 def table(found: Iterable[Row]) -> str:
-    lines = ["| name | type | labels | what |", "|---|---|---|---|"]
-    for name, kind, labels, what in found:
+    lines = ["| name | type | labels | meaning |", "|---|---|---|---|"]
+    for name, kind, labels, text in found:
         shown = ", ".join(f"`{label}`" for label in labels)
-        escaped = what.replace("|", r"\|")
+        escaped = text.replace("|", r"\|")
         lines.append(f"| `{name}` | {kind} | {shown} | {escaped} |")
     return "\n".join(lines)
 
 
+def _escaped(text: str) -> str:
+    """Escape the replacement text of a regular expression."""
+    return text.replace("\\", "\\\\")
+
+
 def document(text: str) -> str:
-    """The document with its tables as they are to be."""
+    """The document with regenerated tables."""
     for mark, found in (("daemon", rows()), ("router", router_rows())):
         part = re.compile(rf"(<!-- {mark} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        made = table(found)
-        text, count = part.subn(lambda match, made=made: match[1] + made + match[2], text)
+        text, count = part.subn(rf"\g<1>{_escaped(table(found))}\g<2>", text)
         assert count == 1, f"docs/metrics.md has no place for the table of the {mark}"
     return text
 

@@ -136,7 +136,7 @@ class Blosc2:
                 f"the codec blosc2 needs a package that cannot be imported ({error}): install it "
                 "(pip install blosc2), or use the codec none"
             ) from None
-        # For the whole process, and off by default: a mover's other threads must go on meanwhile.
+        # For the whole process, and off by default: a transfer worker's other threads must go on meanwhile.
         blosc2.set_releasegil(True)
         self._compress = blosc2.compress2
         self._decompress = blosc2.decompress2

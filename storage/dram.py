@@ -1,4 +1,4 @@
-"""DRAM segments: sealed, pre-faulted shared memory that engines and movers map by descriptor.
+"""DRAM segments: sealed, pre-faulted shared memory that engines and transfer workers map by descriptor.
 
 A segment is a memfd: it has no name in any file system, lives as long as somebody holds a descriptor
 or a mapping, and is sealed against resizing, so that no mapper can be made to fault by another's
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from kvpool.errors import SegmentError
-from kvpool.segment import F_ADD_SEALS, SEALS, Segment
+from kvpool.memory.segment import F_ADD_SEALS, SEALS, Segment
 
 PAGE = 4096
 PREFAULT_CHUNK_BYTES = 256 << 20

@@ -1,6 +1,6 @@
 """The stack of tiers: when a block is written down, and when it is worth fetching up. No I/O, no clock.
 
-Rules only; `kvpool/daemon/tiers.py` acts on them. Times are seconds of a monotonic clock, sizes are bytes.
+Rules only; `kvpool/daemon/tiers/ssd_tier.py` acts on them. Times are seconds of a monotonic clock, sizes are bytes.
 
 A block is put into DRAM. How it gets to SSD is for its namespace to say (`WriteMode`):
 

@@ -1,12 +1,15 @@
 """What all tests share."""
 
 import importlib.util
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvpool.telemetry import logs
 from tests import preloaded
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +37,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(VLLM_TESTS):
             item.add_marker("vllm")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """What a test sets up for logging ends with it."""
+    root, ours = logging.getLogger(), logging.getLogger(logs.OURS)
+    levels = root.level, ours.level
+    yield
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+    for handler in root.handlers[:]:
+        if isinstance(handler.formatter, logs.LineFormatter):
+            root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

@@ -30,16 +30,26 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-MODULES = {"kvpool.cli", "kvpool.testing.stub_engine"}
+MODULES = {"kvpool.cli", "tests.support.stub_engine"}
 FLAGS = {"-Walways::ResourceWarning"}
 # What they import, in part only when they run. Of the command line not the verbs, which register themselves.
 IMPORTED = (
     *("typer.main", "rich.console", "rich.table", "rich.progress", "rich.markup", "uvloop"),
-    *("kvpool.cli.base", "kvpool.client", "kvpool.daemon.server", "kvpool.daemon.gateway"),
-    *("kvpool.status.jobs", "kvpool.status.node", "kvpool.status.cluster", "kvpool.status.top"),
+    *(
+        "kvpool.cli.base",
+        "kvpool.client",
+        "kvpool.daemon.server.server",
+        "kvpool.daemon.workers.gateway",
+    ),
+    *(
+        "kvpool.cli.render.jobs",
+        "kvpool.cli.render.node",
+        "kvpool.cli.render.cluster",
+        "kvpool.cli.render.top",
+    ),
 )
 # These are looked for: not every environment of the tests has them.
-IMPORTED_IF_THERE = ("typer._adapters", "kvpool.router.command", "kvpool.testing.stub_engine")
+IMPORTED_IF_THERE = ("typer._adapters", "kvpool.router.command", "tests.support.stub_engine")
 # What an interpreter reads only once, when it begins.
 EARLY = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OMP_", "OPENBLAS_", "TZ")
 REQUEST_BYTES_MAX = 200_000

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 COMMAND_S = 60.0
-STOP_S = 30.0
+STOP_S = 60.0
 PAUSE_S = 0.02
 
 SSH = """

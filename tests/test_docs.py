@@ -30,6 +30,8 @@ from kvpool.router.config import load as load_router
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # which typer does not export
+
 
 def _documents() -> ModuleType:
     spec = importlib.util.spec_from_file_location("documents", REPO_ROOT / "tests/documents.py")
@@ -148,7 +150,7 @@ def parse(where: str, words: list[str]) -> tuple[str, dict[str, Any]]:
                 return name, context.params
             rest = [*context._protected_args, *context.args]
             name, command, rest = command.resolve_command(context, rest)
-    except typer.BadParameter.__mro__[1] as error:  # UsageError, which typer does not export
+    except USAGE_ERROR as error:
         raise WrongCommand(where, words, error) from None
 
 
@@ -353,6 +355,8 @@ def check_toml(text: str, folder: Path) -> None:
         assert read_tokens(file)
     elif "engines" in tables:
         load_router(file=str(file), environ={})
+    elif "project" in tables:
+        assert tables["project"].keys() == {"entry-points"}, "of a package that extends kvpool"
     else:
         load(file=str(file), environ={})
 

@@ -1,15 +1,18 @@
 """What is shipped: nothing is lost through the links, and importing it stays light."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("storage", "engine_plugins")  # installed as kvpool.storage, kvpool.engine_plugins
@@ -123,3 +126,65 @@ def test_importing_is_light(module: str, unwanted: set[str]) -> None:
     loaded = modules_after(f"import {module}")
     assert module in loaded
     assert not loaded & unwanted
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_environments_install_pinned_versions() -> None:
+    """Of all that the development environment and the image ask for (`scripts/constraints`)."""
+    project = tomllib.loads((REPO_ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [
+        *project["dependencies"],
+        *(one for name in extras if name != "nixl" for one in extras[name]),
+    ]
+    names = {canonical(re.match(r"[\w.-]+", one)[0]) for one in wanted}
+    lines = (REPO_ROOT / "deploy" / "constraints.txt").read_text().splitlines()
+    pinned = {canonical(line.partition("==")[0]) for line in lines if "==" in line}
+    assert names - {"kvpool"} <= pinned
+    assert not [line for line in lines if line and "==" not in line and not line.startswith("#")]
+
+
+def test_the_changelog_can_be_made_of_the_fragments() -> None:
+    command = [sys.executable, "-m", "towncrier", "build", "--draft", "--version", "9.9.9"]
+    result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    fragments = [path for path in (REPO_ROOT / "changes").glob("*.md") if path.name != "README.md"]
+    kinds = {path.suffixes[0].strip(".") for path in fragments}
+    assert kinds <= {"breaking", "feature", "fix", "internal"}
+    for path in fragments:
+        assert path.read_text().strip().splitlines()[0][:60] in result.stdout, path.name
+
+
+def test_the_install_is_as_small_as_the_readme_says() -> None:
+    """The packages that `pip install .` brings, counted from what is installed here."""
+    closure = installed_closure("kvpool")
+    said = re.search(r"(\d+) packages, (\d+) MB", (REPO_ROOT / "README.md").read_text())
+    assert said is not None, "the README says how many packages, and how many MB"
+    assert len(closure) == int(said[1]), sorted(closure)
+    megabytes = sum(bytes_of(name) for name in closure) / 1e6
+    assert megabytes == pytest.approx(int(said[2]), rel=0.25)
+
+
+def installed_closure(root: str) -> set[str]:
+    """The distributions that one needs without extras, itself left out."""
+    found: set[str] = set()
+    left = [root]
+    while left:
+        for line in metadata.requires(left.pop()) or []:
+            need = Requirement(line)
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                name = canonical(need.name)
+                if name not in found:
+                    found.add(name)
+                    left.append(name)
+    return found
+
+
+def bytes_of(name: str) -> int:
+    """What its files take, without what Python compiles of them."""
+    files = metadata.files(name) or []
+    paths = [Path(str(file.locate())) for file in files if file.suffix != ".pyc"]
+    return sum(path.stat().st_size for path in paths if path.is_file())

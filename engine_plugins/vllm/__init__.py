@@ -11,7 +11,7 @@ torch; vLLM imports `connector` when a configuration names `KvpoolConnector`.
     events.py      where the engine tells of its own cache, for the daemon
     plan.py        messages between the halves; which blocks to load, save and pin (pure)
     layout.py      byte views of the paged KV, gather and scatter on the host
-    device.py      the same through a side stream, for accelerators
+    device.py      the same through a side stream, for accelerators; device_copies.py, device_kernel.py: how
     namespace.py   what must agree for bytes to be exchangeable; refusals at start-up
     config.py      kv_connector_extra_config, read once
     metrics.py     counters through vLLM's own seam

@@ -16,7 +16,7 @@ from kvpool.engine_plugins.vllm.plan import Quiet
 from kvpool.errors import KvpoolError
 
 if TYPE_CHECKING:
-    from kvpool.device_memory import DeviceMemory
+    from kvpool.client.device_memory import DeviceMemory
 
 log = logging.getLogger("kvpool.vllm")
 

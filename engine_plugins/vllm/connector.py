@@ -67,16 +67,22 @@ COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPE
 
 @dataclass
 class KvpoolHandshake(KVConnectorHandshakeMetadata):
+    """Tells the scheduler what a rank's worker found."""
+
     report: RankReport
 
 
 @dataclass
 class KvpoolMetadata(KVConnectorMetadata):
+    """Tells the workers what to do in a step."""
+
     plan: StepPlan = field(default_factory=StepPlan)
 
 
 @dataclass
 class KvpoolWorkerMetadata(KVConnectorWorkerMetadata):
+    """Tells the scheduler what a worker has finished."""
+
     done: StepDone
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KvpoolWorkerMetadata:

@@ -1,14 +1,7 @@
 """Copies between paged KV on an accelerator and the pool's slots, beside the engine's own stream.
 
-How the bytes go is a `Strategy`; `bench/gpu.py` measures them, beside others that are slower everywhere. All
-write into and read from the pool's segment itself, which is registered with the driver once:
-
-    kernel  one kernel reads and writes the segment over the bus by itself (`device_kernel.py`)
-    staged  blocks pass through a staging tensor on the device, gathered and scattered there by one kernel
-            a layer, and cross the bus in one copy for each slot, or run of slots that lie together
-
-What lies in the daemon's memory on the same device is read there, and crosses no bus: by the same kernel, or
-gathered into the staging tensor by one more.
+They write into and read from the pool's segment itself, which is registered with the driver once. How the bytes
+go is a `Strategy` (`device_copies.py`).
 """
 
 from __future__ import annotations
@@ -16,18 +9,15 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kvpool.engine_plugins.vllm.layout import CHUNK_BYTES, Index, SlotTable, chunks, spans
+from kvpool.engine_plugins.vllm.device_copies import STAGED, Copy, Paged, Strategy
+from kvpool.engine_plugins.vllm.layout import CHUNK_BYTES, Index, SlotTable
 from kvpool.errors import SegmentError
-
-WORD = 8
 
 
 class _Mapping:
@@ -134,133 +124,6 @@ def _forget_error() -> None:
         torch.ones(1, device="cuda")
     except RuntimeError:
         pass  # that was it
-
-
-class Paged:
-    """The layers of one group, as the strategies see them.
-
-    layers: tensors of shape (blocks, units of a block in that layer); spans: where each lies in a slot, in
-    units. A unit is eight bytes where sizes allow it: indexing kernels move elements, however small.
-    """
-
-    def __init__(self, layers: Sequence[Any], chunk_bytes: int) -> None:
-        import torch
-
-        sizes = [layer.shape[1] for layer in layers]
-        wide = all(
-            size % WORD == 0 and layer.stride(0) % WORD == 0
-            for size, layer in zip(sizes, layers, strict=True)
-        )
-        self.unit = WORD if wide else 1
-        self.dtype = torch.int64 if wide else torch.uint8
-        self.layers = [layer.view(self.dtype) for layer in layers]
-        self.spans = [(start // self.unit, stop // self.unit) for start, stop in spans(sizes)]
-        self.nbytes = sum(sizes)
-        self.device = layers[0].device
-        self._chunk_bytes = chunk_bytes
-        self._staging: Any = None
-
-    def chunks(self, count: int) -> Iterator[slice]:
-        """Cut so many blocks into runs that the staging memory has room for."""
-        return chunks(count, self.nbytes, self._chunk_bytes)
-
-    def staging(self, rows: int) -> Any:
-        """Memory on the device, made on first use so that an engine which never saves pays nothing.
-
-        One stream orders its users, so the next chunk may reuse it at once.
-        """
-        import torch
-
-        if self._staging is None:
-            shape = (max(1, self._chunk_bytes // self.nbytes), self.spans[-1][1])
-            self._staging = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return self._staging[:rows]
-
-    @cached_property
-    def places(self) -> Any:
-        """On the device, for each layer: its address, and in units its stride and its span's two ends."""
-        import torch
-
-        rows = [
-            (layer.data_ptr(), layer.stride(0), start, stop)
-            for layer, (start, stop) in zip(self.layers, self.spans, strict=True)
-        ]
-        return torch.tensor(rows, dtype=torch.int64).to(self.device)
-
-    def index(self, numbers: Index) -> Any:
-        """The same on the device. Copied when this returns: the numbers may go."""
-        import torch
-
-        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self.device)
-
-
-Copy = Callable[[Paged, Index, Any, Index], None]
-"""Copies between blocks of the layers and as many rows of a segment (a uint8 tensor, pinned or on the device).
-
-On the current stream, without waiting.
-"""
-
-
-def _store_staged(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
-    index = paged.index(blocks)
-    for chunk in paged.chunks(len(blocks)):
-        staging = paged.staging(len(blocks[chunk]))
-        for layer, (start, stop) in zip(paged.layers, paged.spans, strict=True):
-            staging[:, start:stop] = layer[index[chunk]]
-        for device, host in _runs(paged, staging, segment, rows[chunk]):
-            host.copy_(device, non_blocking=True)
-
-
-def _load_staged(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
-    index = paged.index(blocks)
-    for chunk in paged.chunks(len(blocks)):
-        staging = paged.staging(len(blocks[chunk]))
-        for device, host in _runs(paged, staging, segment, rows[chunk]):
-            device.copy_(host, non_blocking=True)
-        for layer, (start, stop) in zip(paged.layers, paged.spans, strict=True):
-            layer[index[chunk]] = staging[:, start:stop]
-
-
-def _runs(paged: Paged, staging: Any, segment: Any, rows: Index) -> Iterator[tuple[Any, Any]]:
-    """Staged blocks and their rows, those together that lie together.
-
-    Only where slots have no gaps between them: torch copies what is strided through memory of its own.
-    """
-    import torch
-
-    staged = staging.view(torch.uint8)
-    gaps = segment.shape[1] != paged.nbytes
-    breaks = np.arange(1, len(rows)) if gaps else np.flatnonzero(np.diff(rows) != 1) + 1
-    edges = [0, *breaks.tolist(), len(rows)]
-    for at, end in pairwise(edges):
-        row = int(rows[at])
-        if gaps:
-            yield staged[at], segment[row, : paged.nbytes]
-        else:
-            yield staged[at:end], segment[row : row + end - at]
-
-
-def _load_near(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
-    import torch
-
-    index, source = paged.index(blocks), paged.index(rows)
-    units = segment.view(paged.dtype)[:, : paged.spans[-1][1]]
-    for chunk in paged.chunks(len(blocks)):
-        staging = paged.staging(len(blocks[chunk]))
-        torch.index_select(units, 0, source[chunk], out=staging)
-        for layer, (start, stop) in zip(paged.layers, paged.spans, strict=True):
-            layer[index[chunk]] = staging[:, start:stop]
-
-
-class Strategy(NamedTuple):
-    """One way to move blocks. near: to load them from rows of memory on the same device."""
-
-    store: Copy
-    load: Copy
-    near: Copy = _load_near
-
-
-STAGED = Strategy(_store_staged, _load_staged)
 
 
 def strategy_for(device: Any) -> Strategy:

@@ -15,7 +15,7 @@ import numpy as np
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
-from kvpool.engine_plugins.vllm.device import WORD, Paged, Strategy
+from kvpool.engine_plugins.vllm.device_copies import WORD, Paged, Strategy
 from kvpool.engine_plugins.vllm.layout import Index
 
 PROGRAMS = 32

@@ -42,7 +42,7 @@ from kvpool.engine_plugins.vllm.plan import (
 from kvpool.engine_plugins.vllm.presence import Presence
 from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
 from kvpool.errors import InvalidRequest, KvpoolError, StaleEpoch
-from kvpool.prefill import PrefillFit, StepWork
+from kvpool.prefill_cost import PrefillFit, StepWork
 from kvpool.types import EngineRecord, Namespace, NamespaceRecord, Recompute
 
 if TYPE_CHECKING:
@@ -115,6 +115,8 @@ class RunningLoad:
 
 @dataclass
 class RunningSave:
+    """A save that not all ranks have finished."""
+
     blocks: list[int]
     keys: list[bytes]
     ranks_left: int

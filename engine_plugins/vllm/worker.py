@@ -35,11 +35,11 @@ from kvpool.engine_plugins.vllm.plan import (
 from kvpool.engine_plugins.vllm.steps import StepTimer
 from kvpool.errors import KvpoolError, LeaseLost, StaleEpoch
 from kvpool.types import Namespace
-from kvpool.wire import NO_ROW
+from kvpool.wire.frame import NO_ROW
 
 if TYPE_CHECKING:
     from kvpool.client import Client, Lease, Slots
-    from kvpool.device_memory import DeviceMemory
+    from kvpool.client.device_memory import DeviceMemory
 
 
 @dataclass(frozen=True)

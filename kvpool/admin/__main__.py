@@ -1,4 +1,4 @@
-"""The gateway's process: `python -m kvpool.admin FD PARENT`, started by a daemon (`kvpool.daemon.gateway`).
+"""The gateway's process: `python -m kvpool.admin FD PARENT`, started by a daemon (`kvpool.daemon.workers.gateway`).
 
 FD is its end of the control channel, from which its settings come, and whose end is its own.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
 import os
 import signal
 import socket
@@ -16,9 +15,11 @@ import sys
 import msgspec
 import uvloop
 
-from kvpool import wire
-from kvpool.descriptors import raise_descriptor_limit
 from kvpool.errors import ConfigError, KvpoolError, ProtocolError
+from kvpool.net import raise_descriptor_limit
+from kvpool.telemetry import logs
+from kvpool.wire import frame
+from kvpool.wire import worker as worker_wire
 
 START_S = 60.0
 READ_BYTES = 64 << 10
@@ -35,20 +36,16 @@ def main() -> None:
         return
     channel = socket.socket(fileno=fd)
     request, start = _first(channel)
-    logging.basicConfig(
-        level=logging.INFO if start.verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    logs.setup_worker("gateway")
     raise_descriptor_limit()
     with channel, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(channel, request, start))
 
 
-def _first(channel: socket.socket) -> tuple[int, wire.GatewayStart]:
+def _first(channel: socket.socket) -> tuple[int, worker_wire.GatewayStart]:
     """What the daemon says first."""
     channel.settimeout(START_S)
-    reader = wire.FrameReader()
+    reader = frame.FrameReader()
     frames: list[tuple[int, bytes]] = []
     while not frames:
         data = channel.recv(READ_BYTES)
@@ -56,13 +53,13 @@ def _first(channel: socket.socket) -> tuple[int, wire.GatewayStart]:
             sys.exit(0)
         frames = reader.feed(data)
     request, payload = frames[0]
-    start = wire.decode_gateway(payload)
-    if not isinstance(start, wire.GatewayStart):
+    start = worker_wire.decode_gateway(payload)
+    if not isinstance(start, worker_wire.GatewayStart):
         raise ProtocolError("the first frame on a gateway's channel is a GatewayStart")
     return request, start
 
 
-async def _serve(channel: socket.socket, request: int, start: wire.GatewayStart) -> None:
+async def _serve(channel: socket.socket, request: int, start: worker_wire.GatewayStart) -> None:
     loop = asyncio.get_running_loop()
     channel.setblocking(False)
     try:
@@ -75,9 +72,9 @@ async def _serve(channel: socket.socket, request: int, start: wire.GatewayStart)
         gateway = Gateway(start)
         urls = await gateway.start()
     except KvpoolError as error:
-        await loop.sock_sendall(channel, wire.encode(wire.error_message(error), request))
+        await loop.sock_sendall(channel, frame.encode(frame.error_message(error), request))
         return
-    await loop.sock_sendall(channel, wire.encode(wire.Bytes(msgspec.json.encode(urls)), request))
+    await loop.sock_sendall(channel, frame.encode(frame.Bytes(msgspec.json.encode(urls)), request))
     try:
         # The daemon says nothing more: what can be read is the end.
         await loop.sock_recv(channel, READ_BYTES)

@@ -29,7 +29,7 @@ from kvpool.admin.routing import JSON, Call, Route, parse_body, parse_params
 from kvpool.admin.scope import whole_only
 from kvpool.admin.tokens import Principal
 from kvpool.errors import KvpoolError
-from kvpool.loopback import is_loopback
+from kvpool.net import is_loopback
 
 log = logging.getLogger("kvpool.admin")
 

@@ -7,25 +7,26 @@ import logging
 import os
 import time
 
-from kvpool import __version__, wire
+from kvpool import __version__
 from kvpool.admin.api import Api
-from kvpool.admin.blocks import Blocks
-from kvpool.admin.changing import Changing
-from kvpool.admin.cluster import Cluster
-from kvpool.admin.daemon import Daemon, Entrance
-from kvpool.admin.events import Events
+from kvpool.admin.cluster_view import Cluster
+from kvpool.admin.daemon_link import Daemon, Entrance
+from kvpool.admin.event_feed import Events
 from kvpool.admin.guard import Guard
+from kvpool.admin.handlers.blocks import Blocks
+from kvpool.admin.handlers.changes import Changing
+from kvpool.admin.handlers.inventory import Looking
+from kvpool.admin.handlers.monitoring import Watching
+from kvpool.admin.handlers.pages import Pages
+from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.history import Sampler
 from kvpool.admin.idempotency import Remembered
-from kvpool.admin.looking import Looking
-from kvpool.admin.pages import Pages
-from kvpool.admin.routers import Routers
+from kvpool.admin.listeners import Listeners, peer_uid
 from kvpool.admin.routes import routes
-from kvpool.admin.serving import Listeners, peer_uid
-from kvpool.admin.spans import SERVICE, export_of
+from kvpool.admin.span_export import SERVICE, export_of
 from kvpool.admin.tokens import Tokens
-from kvpool.admin.watching import Watching
-from kvpool.otlp import Counts, Exporter
+from kvpool.telemetry.otlp import Counts, Exporter
+from kvpool.wire import worker as worker_wire
 
 log = logging.getLogger("kvpool.admin")
 
@@ -33,7 +34,7 @@ log = logging.getLogger("kvpool.admin")
 class Gateway:
     """One gateway, from `start` to `close`. Raises `ConfigError` for tokens that cannot be used."""
 
-    def __init__(self, start: wire.GatewayStart) -> None:
+    def __init__(self, start: worker_wire.GatewayStart) -> None:
         clock = time.monotonic
         self._start = start
         entrance = Entrance(start.socket, start.tenant, start.token, start.operator_token)

@@ -16,7 +16,7 @@ from kvpool.admin.tokens import (
     Tokens,
     digest_of,
 )
-from kvpool.loopback import names_loopback
+from kvpool.net import names_loopback
 
 WRONG_BURST = 0.2  # of the rate: so many wrong tokens from one address at once
 WRONG_SHARE = 1 / 300  # of the rate: so many a second after that
@@ -99,7 +99,7 @@ def check_host(host: str, origin: str, *, loopback: bool) -> None:
         except ValueError:
             same = False
         if not same:
-            raise Refused(403, "wrong_origin", "pages of other sites may not ask here")
+            raise Refused(403, "wrong_origin", "requests from pages of other sites are refused")
 
 
 def _too_many(what: str, wait_s: float) -> Refused:

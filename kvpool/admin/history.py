@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.admin.cluster import Answers, Cluster
-from kvpool.admin.stats import Stats
-from kvpool.admin.types import Heat, History, HotList, Rates, Sample
+from kvpool.admin.cluster_view import Answers, Cluster
+from kvpool.admin.node_stats import Stats
+from kvpool.admin.types import History, HotList, HotPrefix, Rates, Sample
 from kvpool.errors import KvpoolError
 
 EVERY_S = 5.0
@@ -91,7 +91,7 @@ class Sampler:
             for tenant, nbytes in heat.items():
                 total[tenant] = total.get(tenant, 0.0) + nbytes
         items = [
-            Heat(tenant, read_bytes_s=round(nbytes / over, 1))
+            HotPrefix(tenant, read_bytes_s=round(nbytes / over, 1))
             for tenant, nbytes in sorted(total.items(), key=lambda item: (-item[1], item[0]))
             if over and sees(tenant)
         ]
@@ -113,7 +113,7 @@ def count(stats: Stats, now: float) -> Counted:
         put_bytes=sum(each["put_bytes"] for each in traffic.values()),
         read_bytes=sum(_read(each) for each in traffic.values()),
         pulled_bytes=stats["counters"]["pulled_bytes"],
-        had=sum(each["here"] + each["brought"] for each in reads),
+        had=sum(each["local"] + each["fetched"] for each in reads),
         missed=sum(each["missed"] for each in reads),
         tiers=tiers,
         tenants={name: _read(each) for name, each in list(traffic.items())[:TENANTS_MAX]},

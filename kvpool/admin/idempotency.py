@@ -63,13 +63,15 @@ class Remembered:
         entry = self._entries.get(name)
         if entry is None:
             if len(self._entries) >= KEYS_MAX:
-                raise Refused(429, "limit", "too many changes are under way", {"Retry-After": "1"})
+                raise Refused(
+                    429, "limit", "too many changes are in progress", {"Retry-After": "1"}
+                )
             # A client that leaves takes nothing back.
             task = asyncio.get_running_loop().create_task(self._make(name, make))
             entry = self._entries[name] = _Entry(digest, self._clock(), task)
         elif entry.body != digest:
             raise Refused(
-                422, "idempotency", "this Idempotency-Key was used for another body: take a new one"
+                422, "idempotency", "this Idempotency-Key was used with another body: use a new one"
             )
         return await asyncio.shield(entry.task)
 

@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 
 def pack_cursor(*place: Any) -> str:
+    """A place in a list, as text that a client hands back."""
     return base64.urlsafe_b64encode(msgspec.json.encode(place)).decode().rstrip("=")
 
 
@@ -24,9 +25,7 @@ def unpack_cursor(cursor: str, kind: Any) -> Any:
         raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
         return msgspec.json.decode(raw, type=kind)
     except (binascii.Error, msgspec.DecodeError, UnicodeDecodeError):
-        raise Refused(
-            400, "invalid", "cursor: this did not come with a page of this list"
-        ) from None
+        raise Refused(400, "invalid", "cursor: this cursor is not from this list") from None
 
 
 def page(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from kvpool import metrics
+from kvpool.admin import metrics
 from kvpool.admin import types as t
-from kvpool.admin.blocks import Blocks
-from kvpool.admin.changing import Changing
-from kvpool.admin.looking import Looking
-from kvpool.admin.pages import OfFile, Pages
-from kvpool.admin.routers import Routers
+from kvpool.admin.handlers.blocks import Blocks
+from kvpool.admin.handlers.changes import Changing
+from kvpool.admin.handlers.inventory import Looking
+from kvpool.admin.handlers.monitoring import EVENT_STREAM, Watching
+from kvpool.admin.handlers.pages import OfFile, Pages
+from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.routing import Route
-from kvpool.admin.watching import EVENT_STREAM, Watching
 
 
 def routes(

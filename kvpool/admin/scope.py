@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvpool.admin.cluster import Answers, View
+from kvpool.admin.cluster_view import Answers, View
+from kvpool.admin.node_stats import Stats
 from kvpool.admin.problems import Refused, not_found
-from kvpool.admin.stats import Stats
 from kvpool.admin.tokens import Principal
 from kvpool.types import DEFAULT_TENANT
 
@@ -61,5 +61,5 @@ def whole_only(who: Principal) -> None:
     """Raises `Refused` for a token that is limited to tenants."""
     if not who.whole:
         raise Refused(
-            403, "forbidden", "this is of no one tenant: it takes a token for all of them"
+            403, "forbidden", "this concerns all tenants: it needs a token for all of them"
         )

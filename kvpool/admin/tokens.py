@@ -78,6 +78,7 @@ class Principal:
 
 
 def digest_of(token: str) -> bytes:
+    """The digest under which a token is stored."""
     return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
 
 
@@ -165,7 +166,9 @@ def read_tokens(path: Path) -> list[TokenEntry]:
     except OSError as error:
         raise ConfigError(f"http_tokens: cannot read {path}: {error.strerror}") from None
     if stat.S_IMODE(mode) & 0o077:
-        raise ConfigError(f"http_tokens: others than its owner may open {path}: chmod 600 {path}")
+        raise ConfigError(
+            f"http_tokens: users other than its owner may open {path}: chmod 600 {path}"
+        )
     if len(raw) > FILE_BYTES_MAX:
         raise ConfigError(f"http_tokens: {path} has more than {FILE_BYTES_MAX} bytes")
     try:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvpool.jobs import JobName, JobSpec, JobState, JobView
 from kvpool.placement.records import DrainProgress, NamespaceSettings, TransportRecord
+from kvpool.wire.jobs import JobName, JobSpec, JobState, JobView
 
 LIMIT_MAX = 1000
 KEYS_MAX = 1024
@@ -99,24 +99,34 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Page(Given, frozen=True):
+    """Which part of a list is wanted."""
+
     limit: Limit = 100
     cursor: Cursor = ""
 
 
 class OfNode(Given, frozen=True):
+    """A node by its name."""
+
     node: NodeName
 
 
 class TenantPage(Page, frozen=True):
+    """Part of a list, of one tenant or of all."""
+
     tenant: AnyTenant = ""
 
 
 class OfNamespace(Given, frozen=True):
+    """A namespace by its digest."""
+
     digest: Hex32
     tenant: TenantName = ""
 
 
 class BlockPage(Page, frozen=True, kw_only=True):
+    """Part of the list of a namespace's blocks."""
+
     digest: Hex32
     tenant: TenantName = ""
     node: AnyNode = ""
@@ -124,16 +134,22 @@ class BlockPage(Page, frozen=True, kw_only=True):
 
 
 class OfBlock(Given, frozen=True):
+    """A block by its key."""
+
     key: Hex32
     namespace: AnyDigest = ""
     tenant: TenantName = ""
 
 
 class OfTenant(Given, frozen=True):
+    """A tenant by its name."""
+
     tenant: TenantName = ""
 
 
 class OnNode(Given, frozen=True):
+    """Which node's answer is wanted."""
+
     node: Annotated[
         str,
         msgspec.Meta(
@@ -144,18 +160,26 @@ class OnNode(Given, frozen=True):
 
 
 class OfJob(Given, frozen=True):
+    """A job by its name."""
+
     job: JobName
 
 
 class OfEngine(Given, frozen=True):
+    """An engine by its name."""
+
     name: EngineName
 
 
 class OfRequest(Given, frozen=True):
+    """A request by its id."""
+
     id: RequestName
 
 
 class EventsWanted(Given, frozen=True):
+    """Which events a listener wants."""
+
     nodes: Names = ""
     replay: Annotated[
         int,
@@ -164,10 +188,14 @@ class EventsWanted(Given, frozen=True):
 
 
 class HistoryWanted(Given, frozen=True):
+    """How much of the history is wanted."""
+
     seconds: Annotated[float, msgspec.Meta(gt=0, le=3600, description="The last so many.")] = 3600.0
 
 
 class HotWanted(Given, frozen=True):
+    """What is to be ranked by its reads."""
+
     by: Literal["prefix", "tenant"] = "prefix"
     seconds: Annotated[
         float, msgspec.Meta(gt=0, le=3600, description="In the last so many; by tenant.")
@@ -273,7 +301,7 @@ class Me(msgspec.Struct, frozen=True):
 
 
 class TierSum(msgspec.Struct, frozen=True):
-    """secondary_bytes: beside what is in use, copies of what other nodes keep; they go before anything else."""
+    """secondary_bytes: beside what is in use, replicas of what other nodes keep; they go before anything else."""
 
     name: str
     capacity_bytes: int
@@ -325,6 +353,8 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class NodeList(msgspec.Struct, frozen=True):
+    """Part of the list of nodes."""
+
     items: list[Node]
     next: Next
 
@@ -332,7 +362,7 @@ class NodeList(msgspec.Struct, frozen=True):
 class NodeDetail(msgspec.Struct, frozen=True):
     """A node's record, and its own numbers in sections; of a tenant's token only what is of its tenants.
 
-    sections: as the node names them: `tenants`, `counters`, `remote`, `tiers`, `copies`, `follows`, `paths`,
+    sections: as the node names them: `tenants`, `counters`, `fetch`, `tiers`, `replication`, `prefix_streams`, `paths`,
     `processes` and others.
     """
 
@@ -366,11 +396,15 @@ class SegmentInfo(msgspec.Struct, frozen=True):
 
 
 class SegmentList(msgspec.Struct, frozen=True):
+    """Part of the list of segments."""
+
     items: list[SegmentInfo]
     next: Next
 
 
 class DrainInfo(msgspec.Struct, frozen=True):
+    """Whether a node is to be drained, and how far it is."""
+
     node: str
     wanted: bool
     progress: DrainProgress | None
@@ -399,6 +433,8 @@ class NamespaceInfo(msgspec.Struct, frozen=True):
 
 
 class NamespaceList(msgspec.Struct, frozen=True):
+    """Part of the list of namespaces."""
+
     items: list[NamespaceInfo]
     next: Next
     unreachable: Unreachable
@@ -448,6 +484,8 @@ class Replica(msgspec.Struct, frozen=True):
 
 
 class Located(msgspec.Struct, frozen=True):
+    """The replicas of a block in one namespace."""
+
     namespace: str
     parts: int
     replicas: list[Replica]
@@ -495,12 +533,16 @@ class TenantInfo(msgspec.Struct, frozen=True):
 
 
 class TenantList(msgspec.Struct, frozen=True):
+    """Part of the list of tenants."""
+
     items: list[TenantInfo]
     next: Next
     unreachable: Unreachable
 
 
 class PinnedOn(msgspec.Struct, frozen=True):
+    """How many blocks were pinned on a node."""
+
     node: str
     blocks: int
 
@@ -531,12 +573,16 @@ class JobInfo(msgspec.Struct, frozen=True):
 
 
 class JobList(msgspec.Struct, frozen=True):
+    """Part of the list of jobs."""
+
     items: list[JobInfo]
     next: Next
     unreachable: Unreachable
 
 
 class EngineList(msgspec.Struct, frozen=True):
+    """Part of the list of engines."""
+
     items: list[Engine]
     next: Next
     unreachable: Unreachable
@@ -569,6 +615,8 @@ class EventInfo(msgspec.Struct, frozen=True):
 
 
 class AuditList(msgspec.Struct, frozen=True):
+    """Part of the list of changes."""
+
     items: list[EventInfo]
     next: Next
     unreachable: Unreachable
@@ -585,6 +633,8 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
+    """The rates of all nodes at one time."""
+
     at_s: float
     nodes: dict[str, Rates]
 
@@ -596,7 +646,7 @@ class History(msgspec.Struct, frozen=True):
     samples: list[Sample]
 
 
-class Heat(msgspec.Struct, frozen=True):
+class HotPrefix(msgspec.Struct, frozen=True):
     """Of a prefix: `namespace`, the `key` of its last block, its `blocks`, and about how often it was `reads` in the last
     ten minutes or twenty. Of a tenant: bytes that it has read a second."""
 
@@ -614,7 +664,7 @@ class HotList(msgspec.Struct, frozen=True):
 
     by: str
     seconds: float
-    items: list[Heat]
+    items: list[HotPrefix]
     unreachable: Unreachable = {}
 
 
@@ -628,6 +678,8 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class SettingList(msgspec.Struct, frozen=True):
+    """A node's settings."""
+
     node: str
     items: list[Setting]
 

@@ -13,7 +13,7 @@ from kvpool import __version__
 from kvpool.errors import ClusterUnavailable, KvpoolError, NotAuthenticated, Unavailable
 
 if TYPE_CHECKING:
-    from kvpool.client import Client
+    from kvpool.client import OperatorClient
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -66,7 +66,7 @@ TIMEOUT_S = 10.0  # for each question to the daemon of this node
 OPERATORS = "For operators"
 
 # Passwords and tokens are no options: every user of a machine sees the arguments of its processes.
-Socket = Annotated[str | None, typer.Option(help="Path of the control socket.")]
+Socket = Annotated[str | None, typer.Option(help="Path of the control socket.", metavar="PATH")]
 Tenant = Annotated[str, typer.Option(help="Whose pool; its token is read from KVPOOL_TOKEN.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")]
 AnyNode = Annotated[
@@ -77,12 +77,12 @@ Digest = Annotated[
 ]
 
 
-def client_of(socket: str | None, tenant: str) -> Client:
+def client_of(socket: str | None, tenant: str) -> OperatorClient:
     """A client of this node's daemon, with what the environment says to prove who asks."""
-    from kvpool.client import Client
+    from kvpool.client import OperatorClient
     from kvpool.config import secret_of
 
-    return Client(
+    return OperatorClient(
         socket,
         tenant=tenant,
         token=secret_of("KVPOOL_TOKEN"),
@@ -92,7 +92,7 @@ def client_of(socket: str | None, tenant: str) -> Client:
     )
 
 
-def node_names(client: Client) -> dict[str, str]:
+def node_names(client: OperatorClient) -> dict[str, str]:
     """Names of the nodes by incarnation; only operators are told."""
     try:
         found = client.cluster()["nodes"]
@@ -101,8 +101,9 @@ def node_names(client: Client) -> dict[str, str]:
     return {record["incarnation"]: record["node"] for record in found}
 
 
-def resolve(client: Client, tenant: str, text: str) -> bytes:
-    from kvpool.status.naming import full_digest, known_digests
+def resolve(client: OperatorClient, tenant: str, text: str) -> bytes:
+    """The digest of the namespace that begins with a text. Raises `InvalidRequest`."""
+    from kvpool.cli.render.naming import full_digest, known_digests
 
     return full_digest(text, known_digests(client.cluster(), client.stats(), tenant))
 
@@ -114,12 +115,13 @@ def in_doubt(command: str) -> Iterator[None]:
         yield
     except (Unavailable, ClusterUnavailable) as error:
         raise type(error)(
-            f"{error}. It may have been done all the same, or be done yet: `kvpool {command}` shows "
-            f"that, and doing it again does no harm"
+            f"{error}. The command may still have taken effect: `kvpool {command}` shows "
+            f"it; repeating it is safe"
         ) from None
 
 
 def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
     import json
 
     print(json.dumps(value, indent=2))
@@ -147,4 +149,5 @@ def in_foreground() -> Iterator[None]:
 
 
 def complain(text: str) -> None:
+    """Print a line for the user on stderr."""
     print(f"kvpool: {text}", file=sys.stderr)

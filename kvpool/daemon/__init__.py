@@ -1,1 +1,1 @@
-"""One node: its rules (`node`), its server (`server`) and the processes that move bytes (`mover`)."""
+"""A node's daemon: the rules of a block (`core`), the tiers, the cluster, and the processes that move bytes."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvpool.config import REMOTE_WRITE_MODES, WRITE_MODES
+from kvpool.config import OBJECT_WRITE_MODES, WRITE_MODES
 from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.types import EngineRecord
 
@@ -40,7 +40,7 @@ class NodeState(StrEnum):
 class TierRecord(msgspec.Struct, frozen=True):
     """One tier of a node: how much there is and how much of it is in use, all tenants together.
 
-    secondary_bytes: beside that, copies of what other nodes keep. They go before anything else.
+    secondary_bytes: beside that, replicas of what other nodes keep. They go before anything else.
     """
 
     name: str
@@ -71,7 +71,7 @@ class DrainProgress(msgspec.Struct, frozen=True):
     blocks_total: int = 0
     copied: int = 0
     copied_bytes: int = 0
-    failed: int = 0  # sole copies that no other node would take
+    failed: int = 0  # sole replicas that no other node would take
     left: int = 0  # blocks that are only on its disks, and were not looked at when the time was up
     leases: int = 0
 
@@ -119,13 +119,13 @@ class NodeRecord(msgspec.Struct, frozen=True):
 class NamespaceSettings(msgspec.Struct, frozen=True):
     """How a namespace's blocks are kept. None of it changes what is read, only whether it is found.
 
-    replicas: copies wanted of each block, on as many nodes.
+    replicas: how many are wanted of each block, on as many nodes.
     write: when blocks are written to SSD, one of `WRITE_MODES`; empty: as each node does by default.
     ttl_s: a block that was not used for so long on a node is not found there any more; 0: never.
     ssd_codec: what makes blocks smaller on SSD, one of `SSD_CODECS`; empty: nothing.
     dram_quota, ssd_quota: what its blocks may take of each node's memory and disks: bytes, or a share of
         the tenant's part; 0: as much as the tenant has.
-    write_remote: when blocks are written to object storage, one of `REMOTE_WRITE_MODES`; empty: "back".
+    write_remote: when blocks are written to object storage, one of `OBJECT_WRITE_MODES`; empty: "back".
     """
 
     replicas: int = 1
@@ -137,7 +137,7 @@ class NamespaceSettings(msgspec.Struct, frozen=True):
     write_remote: str = ""
 
     def known_here(self, replicas_max: int) -> NamespaceSettings:
-        """What a node makes of the cluster's word: copies within its limits, and the rest.
+        """What a node makes of the cluster's word: replicas within its limits, and the rest.
 
         What only a newer version knows is as if nobody had asked for it: an epoch must not be missed
         since a record beside it cannot be followed.
@@ -149,11 +149,11 @@ class NamespaceSettings(msgspec.Struct, frozen=True):
             ssd_codec=self.ssd_codec if self.ssd_codec in SSD_CODECS else "",
             dram_quota=self.dram_quota if _is_quota(self.dram_quota) else 0,
             ssd_quota=self.ssd_quota if _is_quota(self.ssd_quota) else 0,
-            write_remote=self.write_remote if self.write_remote in REMOTE_WRITE_MODES else "",
+            write_remote=self.write_remote if self.write_remote in OBJECT_WRITE_MODES else "",
         )
 
     def filled(self, wanted: NamespaceSettings) -> NamespaceSettings:
-        """With what is wanted where nothing was asked for so far, and the larger number of copies."""
+        """With what is wanted where nothing was asked for so far, and the larger number of replicas."""
         return NamespaceSettings(
             replicas=max(self.replicas, wanted.replicas),
             write=self.write or wanted.write,
@@ -208,7 +208,7 @@ class SettingsChange(msgspec.Struct, frozen=True):
     def checked(self) -> SettingsChange:
         """The same. Raises `InvalidRequest` for what no namespace can have; a node's limits are its own."""
         if self.replicas is not None and self.replicas < 1:
-            raise InvalidRequest(f"{self.replicas} copies: at least 1 is kept of a block")
+            raise InvalidRequest(f"{self.replicas} replicas: at least 1 is kept of a block")
         if self.write and self.write not in WRITE_MODES:
             raise InvalidRequest(
                 f"write {self.write!r}: blocks are written to SSD {', '.join(WRITE_MODES)}; or empty, "
@@ -222,10 +222,10 @@ class SettingsChange(msgspec.Struct, frozen=True):
             raise InvalidRequest(
                 f"ssd_codec {self.ssd_codec!r}: {', '.join(SSD_CODECS)}; or empty for none"
             )
-        if self.write_remote and self.write_remote not in REMOTE_WRITE_MODES:
+        if self.write_remote and self.write_remote not in OBJECT_WRITE_MODES:
             raise InvalidRequest(
                 f"write_remote {self.write_remote!r}: blocks are written to object storage "
-                f"{', '.join(REMOTE_WRITE_MODES)}; or empty, which is back"
+                f"{', '.join(OBJECT_WRITE_MODES)}; or empty, which is back"
             )
         for name in ("dram_quota", "ssd_quota"):
             quota = getattr(self, name)
@@ -306,6 +306,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 def encode_record(record: msgspec.Struct) -> bytes:
+    """A record as it is stored."""
     return msgspec.json.encode(record)
 
 

@@ -18,8 +18,8 @@ from kvpool.planner.trials import Plan, Targets, Trial, Trials
 from kvpool.planner.workload import Workload, at_rate, unique_tokens
 from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import services_s
-from kvpool.simulator.cluster import Shape
 from kvpool.simulator.report import quantile
+from kvpool.simulator.simulated_cluster import Shape
 from kvpool.simulator.traces import read_trace, step_of
 
 if TYPE_CHECKING:
@@ -160,6 +160,7 @@ def document(found: Found, targets: Targets) -> dict[str, Any]:
 
 
 def write(found: Found, targets: Targets, path: str) -> None:
+    """Write all that was found as JSON."""
     Path(path).write_text(json.dumps(document(found, targets), indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The sweeps of a plan as a picture. Needs matplotlib (`pip install 'kvpool[plots]'`)."""
+"""The sweeps of a plan as a plot. Needs matplotlib (`pip install 'kvpool[plots]'`)."""
 
 from __future__ import annotations
 

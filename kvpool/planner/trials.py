@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from kvpool.errors import ConfigError
 from kvpool.scheduler.values import Request
-from kvpool.simulator.cluster import Outcome, Shape, Simulation
 from kvpool.simulator.report import mean, quantile
+from kvpool.simulator.simulated_cluster import Outcome, Shape, Simulation
 from kvpool.simulator.traces import BLOCK_TOKENS
 
 STABLE = 0.95

@@ -1,4 +1,4 @@
-"""The HTTP surface: paths, authentication, headers, error bodies. What happens to a request is `serving.py`'s.
+"""The HTTP surface: paths, authentication, headers, error bodies. What happens to a request is `requests.py`'s.
 
     POST   /v1/completions, /v1/chat/completions   answered by engines, streamed or not
     POST   /tokenize                               passed through to one
@@ -18,19 +18,21 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import msgspec
 from aiohttp import web
 
-from kvpool.loopback import names_loopback
+from kvpool.net import names_loopback
 from kvpool.router.bodies import BadRequest, Kind, error_body
+from kvpool.router.calls import ClientGone
 from kvpool.router.config import RouterConfig, Secrets
-from kvpool.router.flight import ClientGone
+from kvpool.router.engine_roster import EngineRoster
+from kvpool.router.intake import Incoming, Rejected
 from kvpool.router.metrics import Metrics
-from kvpool.router.serving import RETRY_AFTER_S_MAX, Incoming, Rejected, Serving
+from kvpool.router.requests import RETRY_AFTER_S_MAX, Serving
 from kvpool.router.tracing import request_id, trace_of
 
 log = logging.getLogger("kvpool.router")
@@ -51,7 +53,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpReply:
-    """A flight's way to its client. ended: all is sent. response: what the handler returns in the end."""
+    """A request's way to its client. ended: all is sent. response: what the handler returns in the end."""
 
     def __init__(self, request: web.Request, ident: str) -> None:
         self.begun = False
@@ -136,15 +138,19 @@ class Api:
         config: RouterConfig,
         secrets: Secrets,
         serving: Serving,
+        roster: EngineRoster,
         metrics: Metrics,
         *,
+        knowledge: Callable[[], Mapping[str, Any]],
         started_at: int,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """started_at: seconds since 1970."""
+        """knowledge: what is known of engines and prompts, as plain values. started_at: seconds since 1970."""
         self._config = config
         self._guard = Guard(secrets)
         self._serving = serving
+        self._roster = roster
+        self._knowledge = knowledge
         self._metrics = metrics
         self._started_at = started_at
         self._random = random
@@ -248,7 +254,7 @@ class Api:
                 async with asyncio.timeout(self._config.client_stall_s):
                     return await request.read()
         except TimeoutError:
-            raise BadRequest(408, "the body did not come in time") from None
+            raise BadRequest(408, "the body did not arrive in time") from None
         except web.HTTPRequestEntityTooLarge:
             raise too_large from None
         except web.RequestPayloadError as error:
@@ -270,7 +276,7 @@ class Api:
                 "owned_by": "kvpool",
                 "max_model_len": longest or None,
             }
-            for name, longest in self._serving.model_lengths().items()
+            for name, longest in self._roster.model_lengths().items()
         ]
         return _json({"object": "list", "data": rows})
 
@@ -286,17 +292,17 @@ class Api:
 
     async def _engines(self, request: web.Request) -> web.StreamResponse:
         _operators_only(request)
-        return _json({"engines": self._serving.engines(), "knowledge": self._serving.knowledge()})
+        return _json({"engines": self._roster.engines(), "knowledge": self._knowledge()})
 
     async def _drain(self, request: web.Request) -> web.StreamResponse:
         _operators_only(request)
-        self._serving.drain(request.match_info["name"])
-        return _json({"engines": self._serving.engines()})
+        self._roster.drain(request.match_info["name"])
+        return _json({"engines": self._roster.engines()})
 
     async def _undrain(self, request: web.Request) -> web.StreamResponse:
         _operators_only(request)
-        self._serving.undrain(request.match_info["name"])
-        return _json({"engines": self._serving.engines()})
+        self._roster.undrain(request.match_info["name"])
+        return _json({"engines": self._roster.engines()})
 
     async def _weigh(self, request: web.Request) -> web.StreamResponse:
         _operators_only(request)
@@ -304,8 +310,8 @@ class Api:
             weight = msgspec.json.decode(await self._body(request), type=_Weight).weight
         except msgspec.DecodeError as error:
             raise BadRequest(400, f'the body is {{"weight": 0.5}}: {error}') from None
-        self._serving.weigh(request.match_info["name"], weight)
-        return _json({"engines": self._serving.engines()})
+        self._roster.weigh(request.match_info["name"], weight)
+        return _json({"engines": self._roster.engines()})
 
     async def _explain(self, request: web.Request) -> web.StreamResponse:
         tenant = request[TENANT]
@@ -314,7 +320,7 @@ class Api:
         )
         if account is None:
             raise BadRequest(
-                404, "nothing is known of this request, or no longer", type="NotFoundError"
+                404, "nothing is known of this request, or it has expired", type="NotFoundError"
             )
         return _json(account.plain())
 

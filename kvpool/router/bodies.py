@@ -81,6 +81,11 @@ class Body:
     priority: int | None
     session: Hashable
 
+    @property
+    def streams(self) -> bool:
+        """Whether the answer is to come event by event."""
+        return self.value.get("stream") is True
+
 
 WHOLE_IF_SET = (
     "ec_transfer_params",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.errors import ConfigError
-from kvpool.placement.events import EngineFeed, EngineSource, EventSubscriber
+from kvpool.placement.kv_events.subscriber import EngineFeed, EngineSource, EventSubscriber
 from kvpool.router.engines import EngineSpec, gpu_holder
 from kvpool.scheduler.index import PrefixIndex
 
@@ -111,7 +111,12 @@ class Caches:
 
     def _refused(self, name: str, error: ConfigError) -> None:
         del self._followed[name]
-        log.warning("what engine %s has in its cache is not learnt: %s", name, error)
+        log.warning(
+            "the cache contents of engine %s cannot be read: %s",
+            name,
+            error,
+            extra={"engine": name},
+        )
 
     def _heard(self, name: str) -> None:
         self._dirty[name] = None

@@ -22,26 +22,31 @@ from aiohttp import web
 from kvpool import __version__
 from kvpool.client import Client
 from kvpool.config import secret_of
-from kvpool.descriptors import raise_descriptor_limit
 from kvpool.errors import ConfigError
-from kvpool.otlp import Counts, Exporter, export_spans
+from kvpool.net import raise_descriptor_limit
+from kvpool.retry import BreakerRule
 from kvpool.router.api import HEADER_BYTES_MAX, Api
-from kvpool.router.breaker import Rule
 from kvpool.router.config import EngineTable, RouterConfig, Secrets
+from kvpool.router.daemon_link import DaemonLink
+from kvpool.router.engine_catalog import EngineCatalog
+from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
 from kvpool.router.health import Health
-from kvpool.router.knowledge import Knowledge
 from kvpool.router.metrics import Metrics
-from kvpool.router.observing import Observing
-from kvpool.router.serving import Serving
+from kvpool.router.observations import Observing
+from kvpool.router.orders import Orders
+from kvpool.router.pool_view import PoolViews
+from kvpool.router.prompts import Prompts
+from kvpool.router.requests import Serving
 from kvpool.router.upstream import Upstream, open_session
+from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import make_policy
 from kvpool.scheduler.roles import RoleRule
 from kvpool.scheduler.scheduler import Scheduler, Settings
-from kvpool.scheduler.situation import Cluster, Traffic
 from kvpool.scheduler.tenants import TenantRule
-from kvpool.spans import TAKE_MAX, Batch, Spans
+from kvpool.telemetry.otlp import Counts, Exporter, export_spans
+from kvpool.telemetry.spans import TAKE_MAX, Batch, Spans
 
 log = logging.getLogger("kvpool.router")
 
@@ -69,8 +74,10 @@ class Router:
         clock = time.monotonic
         self._config = config
         self._metrics = metrics = Metrics()
-        cluster = Cluster({}, {}, Traffic())
+        nodes: dict[str, str] = {}
+        cluster = Cluster({}, nodes, Traffic())
         index = PrefixIndex()
+        pools = PoolViews(index, nodes)
 
         def api_key(spec: EngineSpec) -> str:
             return secrets.api_key_of(spec.url)
@@ -81,44 +88,73 @@ class Router:
         self._exported_before = Counts()  # as the metrics have it
         upstream = Upstream(session, api_key, config.connect_s)
         self._client = _pool(config)
-        self._knowledge = Knowledge(
+        self._daemon = None if self._client is None else DaemonLink(self._client)
+        self._catalog = EngineCatalog(
             engines=[_given(table) for table in config.engines],
-            client=self._client,
+            daemon=self._daemon,
             session=session,
             index=index,
+            pools=pools,
             cluster=cluster,
             joined=self._joined,
             left=self._left,
             changed=self._changed,
             clock=clock,
             api_key=api_key,
-            on_lag=metrics.lag.observe,
+            on_lag=metrics.engine_event_lag.observe,
+        )
+        self._prompts = Prompts(
+            self._catalog,
+            daemon=self._daemon,
+            session=session,
+            pools=pools,
+            clock=clock,
+            api_key=api_key,
         )
         self.health = Health(
             upstream,
-            Rule(config.failures_max, config.backoff_s, config.backoff_s_max),
+            BreakerRule(config.failures_max, config.backoff_s, config.backoff_s_max),
             probe_s=config.probe_s,
             probe_timeout_s=config.probe_timeout_s,
             clock=clock,
             up=self._up,
             down=self._down,
         )
+        scheduler = Scheduler(
+            (), cluster, index, make_policy(config.policy), random.Random(), _settings(config)
+        )
+        observer = Observing(cluster)
+        self._orders = Orders(scheduler, metrics, clock)
+        self._roster = EngineRoster(
+            scheduler=scheduler,
+            orders=self._orders,
+            catalog=self._catalog,
+            health=self.health,
+            metrics=metrics,
+            clock=clock,
+        )
         self.serving = Serving(
             config,
-            scheduler=Scheduler(
-                (), cluster, index, make_policy(config.policy), random.Random(), _settings(config)
-            ),
-            known=self._knowledge,
-            watched=self.health,
+            scheduler=scheduler,
+            orders=self._orders,
+            roster=self._roster,
+            prompts=self._prompts,
             upstream=upstream,
-            observer=Observing(cluster),
+            observer=observer,
             metrics=metrics,
             clock=clock,
             random=os.urandom,
             spans=self._spans if config.otlp else None,
         )
         api = Api(
-            config, secrets, self.serving, metrics, started_at=int(time.time()), random=os.urandom
+            config,
+            secrets,
+            self.serving,
+            self._roster,
+            metrics,
+            knowledge=lambda: {**self._catalog.stats(), **self._prompts.stats()},
+            started_at=int(time.time()),
+            random=os.urandom,
         )
         self._runner = web.AppRunner(
             api.application(),
@@ -144,16 +180,16 @@ class Router:
         self.health.change(spec)
 
     def _up(self, spec: EngineSpec) -> None:
-        self.serving.engine_up(spec)
+        self._roster.engine_up(spec)
 
     def _down(self, spec: EngineSpec) -> None:
-        self.serving.engine_down(spec)
+        self._roster.engine_down(spec)
 
     async def start(self) -> str:
         """Listen, once each engine that is configured was asked how it is. The URL."""
-        await self._knowledge.start()
+        await self._catalog.start()
         await self.health.first_probes(self._config.probe_timeout_s)
-        self._rebalancing = asyncio.create_task(self.serving.rebalance(), name="rebalance")
+        self._rebalancing = asyncio.create_task(self._roster.rebalance(), name="rebalance")
         if self._exporter is not None:
             export = export_spans(self._take_spans, self._exporter, self._exported)
             self._exporting = asyncio.create_task(export, name="export spans")
@@ -174,8 +210,12 @@ class Router:
             self._rebalancing.cancel()
             await asyncio.gather(self._rebalancing, return_exceptions=True)
         await self.health.close()
-        await self.serving.close()
-        await self._knowledge.close()
+        self._orders.close()
+        await self._roster.close()
+        await self._prompts.close()
+        await self._catalog.close()
+        if self._daemon is not None:
+            self._daemon.close()
         if self._client is not None:
             self._client.close()
         await self._export_last()
@@ -269,7 +309,7 @@ async def _drain(router: Router, within_s: float, hurry: asyncio.Event) -> None:
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
     if not (drained.done() and drained.result()):
-        log.warning("requests that are still in flight are aborted")
+        log.warning("active requests are aborted")
     for task in (drained, hurried):
         task.cancel()
     await asyncio.gather(drained, hurried, return_exceptions=True)

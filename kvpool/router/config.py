@@ -10,18 +10,28 @@ from __future__ import annotations
 import os
 import re
 import stat
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
-from kvpool.config import default_socket_path, otlp_endpoint, secret_of
+from kvpool.config import (
+    LogFormat,
+    LogLevel,
+    default_socket_path,
+    from_file,
+    from_flags,
+    kind,
+    otlp_endpoint,
+    secret_of,
+    setting,
+    settings_of,
+)
+from kvpool.config.parse import Seconds
 from kvpool.errors import ConfigError
-from kvpool.loopback import is_loopback
-from kvpool.placement.engine_blocks import GROUPS_MAX
+from kvpool.net import is_loopback
+from kvpool.placement.kv_events.engine_blocks import GROUPS_MAX
 from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
 
 TOKEN_CHARACTERS_MIN = 16
@@ -33,10 +43,9 @@ FOLLOW_S_MAX = 600
 
 _ENDPOINT = re.compile(r"tcp://[^\s/*]+:[1-9]\d{0,4}|ipc://[/@][^*\0]+")
 
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 34)]
-Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+Count = Annotated[int, kind(ge=1, le=1 << 20)]
+Bytes = Annotated[int, kind(ge=1, le=1 << 34)]
+Tokens = Annotated[int, kind(ge=1, le=1 << 30)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")]
 
 
@@ -83,70 +92,250 @@ class TenantTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     priority_max: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
 
 
-class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All settings of `kvpool router`.
+_ENGINE_FIELDS = tuple(
+    field.name
+    for field in msgspec.structs.fields(EngineTable)
+    if field.name not in {"labels", "groups", "flexible"}
+)
 
-    listen: HOST:PORT; anything but loopback takes a token. token_file: the operator's token, who may ask for
-    everything. tenants: further tokens, for requests only.
-    engines: those that are configured; others are found through the daemon.
-    daemon: whether this host's daemon is asked for engines and for what the pool holds; socket: where it is.
-    policy: which engine computes a prompt.
-    deadline_s: a request's, unless it says otherwise; deadline_s_max: the most it may say.
-    body_bytes_max, answer_bytes_max: of a request; of an answer that is not streamed.
-    requests_max: in flight, waiting ones included. queue_max: of those that wait.
-    connect_s: to an engine. answer_s: an engine that has not begun to answer so long after it was expected to
-    counts as failed. stall_s: so does one that stops in the middle. client_stall_s: a client that does not
-    read for so long is given up.
-    retries_max: engines that are tried after the first one failed.
-    probe_s, probe_timeout_s: how often engines are asked whether they are well, and the wait for that.
-    failures_max: after so many failures in a row an engine gets nothing for backoff_s, twice that the next
-    time, and so on up to backoff_s_max; then one request or probe shows how it is.
-    drain_s: how long requests in flight may still take when the router is told to end.
-    ttft_slo_s, tpot_slo_s: what is not expected to be met is refused at once; None: nothing is.
-    output_tokens: how long an answer is expected to be that names no limit.
-    follow_s: how long a decode engine waits for blocks while another one computes them.
-    priority_max: the highest that requests without a tenant may ask for.
-    role_dwell_s: between two changes of the roles of engines of one kind; role_smooth_s: over how long the load is
-    looked at for that.
-    decisions_max: requests that /explain remembers.
-    otlp: where a collector takes traces by OTLP over HTTP; empty: none are recorded. trace_share: of the requests that
-    come without a trace context, how many begin a trace then.
-    """
 
-    listen: str = "127.0.0.1:8080"
-    token_file: str = ""
-    tenants: dict[Name, TenantTable] = {}
-    engines: tuple[EngineTable, ...] = ()
-    daemon: bool = True
-    socket: str = ""
-    policy: str = DEFAULT_POLICY
-    deadline_s: Seconds = 600.0
-    deadline_s_max: Seconds = 3600.0
-    body_bytes_max: Bytes = 16 << 20
-    answer_bytes_max: Bytes = 64 << 20
-    requests_max: Count = 2048
-    queue_max: Count = 1024
-    connect_s: Seconds = 2.0
-    answer_s: Seconds = 30.0
-    stall_s: Seconds = 30.0
-    client_stall_s: Seconds = 60.0
-    retries_max: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
-    probe_s: Seconds = 2.0
-    probe_timeout_s: Seconds = 2.0
-    failures_max: Count = 3
-    backoff_s: Seconds = 1.0
-    backoff_s_max: Seconds = 30.0
-    drain_s: Seconds = 60.0
-    ttft_slo_s: Seconds | None = None
-    tpot_slo_s: Seconds | None = None
-    output_tokens: Tokens = 512
-    follow_s: Annotated[float, msgspec.Meta(gt=0, le=FOLLOW_S_MAX)] = 60.0
-    priority_max: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 100
-    role_dwell_s: Seconds = 60.0
-    role_smooth_s: Seconds = 30.0
-    decisions_max: Count = 1024
-    otlp: str = ""
-    trace_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
+def engine_flag(text: str) -> dict[str, object]:
+    """`http://127.0.0.1:8000,role=decode,node=b` as an `[[engines]]` table has it."""
+    url, *pairs = text.split(",")
+    table: dict[str, object] = {"url": url}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in _ENGINE_FIELDS or key == "url":
+            raise ConfigError(
+                f"--engine: {pair!r}: KEY=VALUE with one of {', '.join(_ENGINE_FIELDS[1:])}"
+            )
+        table[key] = value
+    return table
+
+
+def _engines(value: object, where: str) -> object:
+    """Tables, or texts as options have them."""
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{where}: write one table an engine, [[engines]]")
+    return [engine_flag(item) if isinstance(item, str) else item for item in value]
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of `kvpool router`. A value that is made directly is not checked; `load` checks."""
+
+    listen: Annotated[
+        str,
+        kind(metavar="HOST:PORT"),
+        setting(
+            "HOST:PORT where the router answers. Port 0 takes any. Off loopback only with a token."
+        ),
+    ] = "127.0.0.1:8080"
+    token_file: Annotated[
+        str,
+        kind(metavar="FILE"),
+        setting(
+            "A file of mode 0600 with the operator's token, at least 16 characters. `KVPOOL_ROUTER_TOKEN` goes "
+            "before it. With it, every request shows `Authorization: Bearer TOKEN`."
+        ),
+    ] = ""
+    tenants: Annotated[
+        dict[Name, TenantTable],
+        setting(
+            "`[tenants.NAME]`: `token_file`, `weight` of its share of the engines when they are short (1), "
+            "`priority_max` (0).",
+            file_only=True,
+        ),
+    ] = {}
+    engines: Annotated[
+        tuple[EngineTable, ...],
+        kind(parse=_engines, metavar="URL"),
+        setting(
+            "An engine's URL, and what is to be said of it: `http://10.0.0.5:8000,role=decode,node=b`. In the "
+            "file `[[engines]]`, see below.",
+            option="--engine",
+        ),
+    ] = ()
+    daemon: Annotated[
+        bool, setting("Ask this host's daemon for engines and for what the pool holds.")
+    ] = True
+    socket: Annotated[
+        str,
+        kind(metavar="PATH"),
+        setting("Path of the daemon's control socket.", default="as the daemon's"),
+    ] = ""
+    policy: Annotated[
+        str,
+        setting(
+            "Which [policy](scheduling.md#policies) chooses the engine that computes a prompt."
+        ),
+    ] = DEFAULT_POLICY
+    deadline_s: Annotated[
+        Seconds, setting("A request's deadline, unless its header says otherwise.")
+    ] = 600.0
+    deadline_s_max: Annotated[
+        Seconds, setting("The most that its header may say.", file_only=True)
+    ] = 3600.0
+    body_bytes_max: Annotated[
+        Bytes,
+        setting("The largest body of a request. Larger ones are refused: 413.", file_only=True),
+    ] = 16 << 20
+    answer_bytes_max: Annotated[
+        Bytes,
+        setting(
+            "The largest answer that is not streamed; it is kept until it is whole. A larger one ends in 502, and no other engine is asked.",
+            file_only=True,
+        ),
+    ] = 64 << 20
+    requests_max: Annotated[
+        Count,
+        setting(
+            "Requests in flight, waiting ones included, and bodies that are coming; more of either are refused: 429.",
+            file_only=True,
+        ),
+    ] = 2048
+    queue_max: Annotated[
+        Count, setting("Requests that wait for an engine; more are refused: 429.", file_only=True)
+    ] = 1024
+    connect_s: Annotated[
+        Seconds, setting("The longest wait for a connection to an engine.", file_only=True)
+    ] = 2.0
+    answer_s: Annotated[
+        Seconds,
+        setting(
+            "An engine that does not begin to answer so long, and four times what was expected, after it was "
+            "asked has failed.",
+            file_only=True,
+        ),
+    ] = 30.0
+    stall_s: Annotated[
+        Seconds,
+        setting(
+            "An engine that sends nothing for so long in the middle of a stream has failed.",
+            file_only=True,
+        ),
+    ] = 30.0
+    client_stall_s: Annotated[
+        Seconds,
+        setting(
+            "A client that reads nothing for so long is given up, whatever the answer, and so is one whose body"
+            " does not come.",
+            file_only=True,
+        ),
+    ] = 60.0
+    retries_max: Annotated[
+        int,
+        setting(
+            "How often a request whose engine failed is tried again.", ge=0, le=16, file_only=True
+        ),
+    ] = 2
+    probe_s: Annotated[
+        Seconds, setting("How often engines are asked for `/health`.", file_only=True)
+    ] = 2.0
+    probe_timeout_s: Annotated[
+        Seconds, setting("The longest wait for an answer to a probe.", file_only=True)
+    ] = 2.0
+    failures_max: Annotated[
+        Count,
+        setting(
+            "So many failures in a row, of requests or of probes, and an engine gets no requests.",
+            file_only=True,
+        ),
+    ] = 3
+    backoff_s: Annotated[
+        Seconds,
+        setting(
+            "How long an engine that failed gets no requests; twice as long each time that it fails again.",
+            file_only=True,
+        ),
+    ] = 1.0
+    backoff_s_max: Annotated[
+        Seconds,
+        setting(
+            "The longest such pause. Then it is probed, and gets requests if it is well.",
+            file_only=True,
+        ),
+    ] = 30.0
+    drain_s: Annotated[Seconds, setting("How long requests in flight may take after SIGTERM.")] = (
+        60.0
+    )
+    ttft_slo_s: Annotated[
+        Seconds | None,
+        kind("seconds, above 0 and at most 86400", metavar="SECONDS"),
+        setting(
+            "A request whose first token is expected later than that is refused: 429.",
+            file_only=True,
+        ),
+    ] = None
+    tpot_slo_s: Annotated[
+        Seconds | None,
+        kind("seconds, above 0 and at most 86400", metavar="SECONDS"),
+        setting(
+            "A request whose tokens would come more slowly than that is refused: 429.",
+            file_only=True,
+        ),
+    ] = None
+    output_tokens: Annotated[
+        Tokens, setting("How long an answer is expected to be that names no limit.", file_only=True)
+    ] = 512
+    follow_s: Annotated[
+        float,
+        kind(f"seconds, above 0 and at most {FOLLOW_S_MAX}"),
+        setting(
+            "How long an engine that decodes waits for blocks that another one computes; 600 at most.",
+            gt=0,
+            le=FOLLOW_S_MAX,
+            file_only=True,
+        ),
+    ] = 60.0
+    priority_max: Annotated[
+        int,
+        setting(
+            "The highest priority of requests that are no tenant's.",
+            ge=-100,
+            le=100,
+            file_only=True,
+        ),
+    ] = 100
+    role_dwell_s: Annotated[
+        Seconds,
+        setting(
+            "How long after one `flexible` engine has changed its role the next one of its kind may.",
+            file_only=True,
+        ),
+    ] = 60.0
+    role_smooth_s: Annotated[
+        Seconds,
+        setting("Over how long the load is looked at before a role changes.", file_only=True),
+    ] = 30.0
+    decisions_max: Annotated[
+        Count, setting("Requests that `/explain` remembers.", file_only=True)
+    ] = 1024
+    log_level: Annotated[LogLevel, setting("How much is logged. `-v` is short for `info`.")] = (
+        "warning"
+    )
+    log_format: Annotated[
+        LogFormat,
+        setting(
+            "One line a record for people, or one [JSON object](operations.md#logs) a line for programs."
+        ),
+    ] = "text"
+    otlp: Annotated[
+        str,
+        kind(parse=otlp_endpoint, metavar="URL"),
+        setting(
+            "Where a collector takes [traces](tracing.md) by OTLP over HTTP: `http://127.0.0.1:4318`. Needs the"
+            " package's extra `tracing`. None: nothing is recorded."
+        ),
+    ] = ""
+    trace_share: Annotated[
+        float,
+        kind("a share from 0 to 1"),
+        setting(
+            "With `otlp`, how many of the requests that come without a trace context begin a trace: 0 to 1.",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.01
 
     @property
     def address(self) -> tuple[str, int]:
@@ -171,7 +360,7 @@ class Secrets(msgspec.Struct, frozen=True):
         return self.api_keys.get(url.rstrip("/"), self.api_key)
 
 
-SETTINGS = tuple(field.name for field in msgspec.structs.fields(RouterConfig))
+SETTINGS = tuple(settings_of(RouterConfig))
 
 
 def load(
@@ -185,12 +374,10 @@ def load(
     Raises `ConfigError` for a file that cannot be read, an unknown name or a value that is not right;
     the message names the place.
     """
-    values: dict[str, Any] = {} if file is None else _read(file)
-    config = _convert(values, file or "the configuration")
-    given = {key: value for key, value in (flags or {}).items() if value is not None}
-    if engines := given.pop("engines", None):
-        given["engines"] = [engine_flag(text) for text in engines]  # type: ignore[attr-defined]
-    config = _convert({**values, **given}, "the flags") if given else config
+    given = from_flags(RouterConfig, flags or {})
+    if file is not None:
+        given = from_file(RouterConfig, file) | given
+    config = RouterConfig(**{name: each.value for name, each in given.items()})
     _check(config)
     if not config.socket:
         config = msgspec.structs.replace(config, socket=default_socket_path(environ))
@@ -198,46 +385,14 @@ def load(
     host, _ = config.address
     if not is_loopback(host) and not (secrets.token or secrets.tenants):
         raise ConfigError(
-            f"listen: {config.listen} is not loopback, so whoever asks must show a token: set {TOKEN_ENVIRON}, "
+            f"listen: {config.listen} is not loopback, so clients need a token: set {TOKEN_ENVIRON}, "
             f"or token_file, at least {TOKEN_CHARACTERS_MIN} characters (`openssl rand -hex 32` makes one)"
         )
     return config, secrets
 
 
-def engine_flag(text: str) -> dict[str, object]:
-    """`http://127.0.0.1:8000,role=decode,node=b` as an `[[engines]]` table has it."""
-    url, *pairs = text.split(",")
-    table: dict[str, object] = {"url": url}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or key not in _ENGINE_FIELDS or key == "url":
-            raise ConfigError(
-                f"--engine: {pair!r}: KEY=VALUE with one of {', '.join(_ENGINE_FIELDS[1:])}"
-            )
-        table[key] = int(value) if key in _ENGINE_NUMBERS and value.isdecimal() else value
-    return table
-
-
-_ENGINE_FIELDS = tuple(
-    field.name
-    for field in msgspec.structs.fields(EngineTable)
-    if field.name not in {"labels", "groups", "flexible"}
-)
-_ENGINE_NUMBERS = frozenset(
-    ("block_tokens", "capacity_tokens", "step_tokens", "block_bytes", "follows_max", "max_len")
-)
-
-
-def _convert(values: Mapping[str, object], where: str) -> RouterConfig:
-    try:
-        return msgspec.convert(values, RouterConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
 def _check(config: RouterConfig) -> None:
     _address(config.listen)
-    otlp_endpoint(config.otlp, "otlp")
     if config.policy not in POLICIES:
         raise ConfigError(f"policy = {config.policy!r}: one of {', '.join(POLICIES)}")
     if config.deadline_s > config.deadline_s_max:
@@ -319,12 +474,3 @@ def _secret_file(path: str, name: str) -> str:
     if not text or any(ord(character) < 33 or ord(character) > 126 for character in text):
         raise ConfigError(f"{name}: {path}: one line of printable characters")
     return text
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvpool.errors import ConfigError
-from kvpool.placement.engine_blocks import GROUPS_MAX
+from kvpool.placement.kv_events.engine_blocks import GROUPS_MAX
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, none_hash
 from kvpool.scheduler.values import Engine, Role
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpool.scheduler.policies import Choice
-from kvpool.scheduler.values import DecodeOrder, DecodeOutlook, Order, Outlook, Rejection, Request
+from kvpool.scheduler.values import DecodeEstimate, DecodeOrder, Estimate, Order, Rejection, Request
 
 IN_FLIGHT = "in flight"
 SHOWN_MAX = 8
@@ -41,13 +41,13 @@ class Account:
         self.note(
             now,
             "order",
-            engine=order.outlook.engine.name,
+            engine=order.estimate.engine.name,
             serves="prompt and answer" if order.whole else "prompt",
             up_to_token=order.end,
             last=order.last,
             decode=None if order.decode is None else order.decode.name,
             follow=order.follow,
-            expected=order.outlook,
+            expected=order.estimate,
             candidates=order.candidates[:SHOWN_MAX],
             decode_candidates=order.decoders[:SHOWN_MAX],
         )
@@ -94,32 +94,32 @@ class Accounts:
         return self._latest.get(ident) if tenant is None else self._kept.get((tenant, ident))
 
 
-def outlook_of(outlook: Outlook) -> dict[str, Any]:
+def estimate_of(estimate: Estimate) -> dict[str, Any]:
     """What was expected of a request on one engine; seconds, blocks."""
     return {
-        "engine": outlook.engine.name,
-        "cached_blocks": outlook.cached,
-        "loaded_blocks": outlook.loaded,
-        "pulled_blocks": outlook.pulled,
-        "source": outlook.source,
-        "waits_for_blocks": outlook.pending,
-        "load_s": _number(outlook.load_s),
-        "starts_s": _number(outlook.starts_s),
-        "prefill_s": _number(outlook.prefill_s),
-        "ttft_s": _number(outlook.ttft_s),
-        "cost": _number(outlook.cost),
+        "engine": estimate.engine.name,
+        "cached_blocks": estimate.cached,
+        "loaded_blocks": estimate.loaded,
+        "pulled_blocks": estimate.pulled,
+        "source": estimate.source,
+        "waits_for_blocks": estimate.pending,
+        "load_s": _number(estimate.load_s),
+        "starts_s": _number(estimate.starts_s),
+        "prefill_s": _number(estimate.prefill_s),
+        "ttft_s": _number(estimate.ttft_s),
+        "cost": _number(estimate.cost),
     }
 
 
-def decoder_of(outlook: DecodeOutlook) -> dict[str, Any]:
+def decoder_of(estimate: DecodeEstimate) -> dict[str, Any]:
     """What was expected of its answer on one engine."""
     return {
-        "engine": outlook.engine.name,
-        "tpot_s": _number(outlook.tpot_s),
-        "lacks_blocks": outlook.lacks,
-        "handover_s": _number(outlook.handover_s),
-        "fits": outlook.fits,
-        "cost": _number(outlook.cost),
+        "engine": estimate.engine.name,
+        "tpot_s": _number(estimate.tpot_s),
+        "lacks_blocks": estimate.lacks,
+        "handover_s": _number(estimate.handover_s),
+        "fits": estimate.fits,
+        "cost": _number(estimate.cost),
     }
 
 
@@ -135,17 +135,19 @@ def dry_run(request: Request, found: Choice | Rejection) -> dict[str, Any]:
     return {
         **shown,
         "engine": found.best.engine.name,
-        "expected": outlook_of(found.best),
+        "expected": estimate_of(found.best),
         "candidates": candidates_of(found.candidates),
         "decode_candidates": [decoder_of(each) for each in found.decoders[:SHOWN_MAX]],
     }
 
 
-def candidates_of(candidates: Sequence[Outlook]) -> list[dict[str, Any]]:
-    return [outlook_of(each) for each in candidates[:SHOWN_MAX]]
+def candidates_of(candidates: Sequence[Estimate]) -> list[dict[str, Any]]:
+    """The engines that were considered, as they are shown."""
+    return [estimate_of(each) for each in candidates[:SHOWN_MAX]]
 
 
 def rejection_of(rejection: Rejection) -> Mapping[str, Any]:
+    """A rejection as it is shown."""
     return {
         "code": rejection.code,
         "reason": rejection.reason,
@@ -156,9 +158,9 @@ def rejection_of(rejection: Rejection) -> Mapping[str, Any]:
 def _plain(detail: Any) -> Any:
     """Outlooks are kept as they are: most are never asked for."""
     match detail:
-        case Outlook():
-            return outlook_of(detail)
-        case DecodeOutlook():
+        case Estimate():
+            return estimate_of(detail)
+        case DecodeEstimate():
             return decoder_of(detail)
         case list() | tuple():
             return [_plain(each) for each in detail]

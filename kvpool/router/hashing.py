@@ -98,6 +98,23 @@ def none_hash(algorithm: str, seed: str = DEFAULT_SEED) -> bytes:
     return digest(encode(seed))
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the index knows it.
+
+    tokens: empty: they are not known (several prompts, images, embeddings, …). hashes: of its full blocks.
+    keys: the same in the `PrefixIndex`; `Request.keys`. kinds: of the engines that serve its model.
+    spec: how it was hashed; None: it was not, and has no keys.
+    """
+
+    model: str
+    tokens: Sequence[int]
+    hashes: Sequence[bytes]
+    keys: Sequence[int]
+    kinds: frozenset[str]
+    spec: HashSpec | None
+
+
 class Hasher:
     """Hashes prompts, and remembers runs of blocks, so that a chat's next turn costs what is new in it.
 

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvpool.router.breaker import Breaker, Rule
+from kvpool.retry import BreakerRule
+from kvpool.router.breaker import EngineBreaker
 from kvpool.router.engines import EngineSpec
 from kvpool.router.upstream import EngineFailed, Upstream
 
@@ -22,7 +23,7 @@ class Patient:
     """An engine that is watched. turned: its breaker has changed, and with it when it is to be probed."""
 
     spec: EngineSpec
-    breaker: Breaker
+    breaker: EngineBreaker
     turned: asyncio.Event = field(default_factory=asyncio.Event)
     probed: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
@@ -37,7 +38,7 @@ class Health:
     def __init__(
         self,
         upstream: Upstream,
-        rule: Rule,
+        rule: BreakerRule,
         *,
         probe_s: float,
         probe_timeout_s: float,
@@ -55,7 +56,7 @@ class Health:
         self._patients: dict[str, Patient] = {}
 
     @property
-    def breakers(self) -> Mapping[str, Breaker]:
+    def breakers(self) -> Mapping[str, EngineBreaker]:
         return {name: patient.breaker for name, patient in self._patients.items()}
 
     def passing(self) -> list[EngineSpec]:
@@ -69,7 +70,7 @@ class Health:
 
     def add(self, spec: EngineSpec) -> None:
         """A new engine. It gets requests from its first good probe on."""
-        patient = Patient(spec, Breaker(self._rule, self._clock()))
+        patient = Patient(spec, EngineBreaker(self._rule, self._clock()))
         self._patients[spec.name] = patient
         patient.task = asyncio.create_task(self._watch(patient), name=f"health of {spec.name}")
 
@@ -153,8 +154,10 @@ class Health:
         patient.turned.set()
         name, state = patient.spec.name, patient.breaker.state.value
         if passes:
-            log.info("engine %s gets requests: %s", name, state)
+            log.info("engine %s receives requests: %s", name, state, extra={"engine": name})
             self._up(patient.spec)
         else:
-            log.warning("engine %s gets no requests until it is probed again", name)
+            log.warning(
+                "engine %s receives no requests until its next probe", name, extra={"engine": name}
+            )
             self._down(patient.spec)

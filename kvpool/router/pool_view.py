@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
+from kvpool.router.engines import EngineSpec, pool_holders
 from kvpool.scheduler.index import PrefixIndex
 
 KEYS_MAX = 1 << 20
@@ -136,6 +137,43 @@ class PoolView:
             if self._nodes[holder] not in self._kept:
                 del self._counts[holder], self._nodes[holder]
                 self._index.leave(holder)
+
+
+class PoolViews:
+    """One `PoolView` for each namespace that engines use. nodes: where each holder is; kept up to date."""
+
+    def __init__(self, index: PrefixIndex, nodes: dict[str, str]) -> None:
+        self._index = index
+        self._nodes = nodes
+        self._views: dict[bytes, PoolView] = {}
+
+    def get(self, namespace: bytes) -> PoolView | None:
+        """None: no engine uses it, or none any more."""
+        return self._views.get(namespace)
+
+    def keep(self, specs: Iterable[EngineSpec]) -> None:
+        """The index has holders for the nodes of these engines, for what else their namespaces have, and no others."""
+        wanted: dict[bytes, set[str]] = {}
+        for spec in specs:
+            nodes = wanted.setdefault(spec.namespace, set())
+            if spec.node:
+                nodes.add(spec.node)
+        for namespace in self._views.keys() - wanted.keys():
+            self._views.pop(namespace).close()
+        for namespace, nodes in wanted.items():
+            if namespace not in self._views:
+                self._views[namespace] = self._view(namespace)
+            self._views[namespace].keep(nodes)
+
+    def _view(self, namespace: bytes) -> PoolView:
+        return PoolView(self._index, lambda node: pool_holders(node, namespace), self._nodes)
+
+    def stats(self) -> dict[str, int]:
+        """Keys that the index has, and those of them that the pool told of."""
+        return {
+            "indexed_keys": len(self._index),
+            "pool_keys": sum(len(view) for view in self._views.values()),
+        }
 
 
 def _without(some: Holders, others: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from kvpool.errors import KvpoolError, Unavailable
-from kvpool.router.asking import bearer, post_json
+from kvpool.router.engine_calls import bearer, post_json
 
 if TYPE_CHECKING:
     import aiohttp
@@ -187,7 +187,7 @@ def tokens_of(url: str, body: bytes) -> list[int]:
     try:
         return _decode_answer(body).tokens
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise Unavailable(f"{url} answers /tokenize with what are no tokens") from None
+        raise Unavailable(f"{url} answers /tokenize with something other than tokens") from None
 
 
 def _is_refusal(body: bytes) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kvpool.spans import SAMPLED, RandomBytes, Span, identifier, parse
+from kvpool.telemetry.spans import SAMPLED, RandomBytes, Span, identifier, parse
 
 REQUEST_ID_MAX = 128
 TRACE_STATE_MAX = 512

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from kvpool.errors import KvpoolError
-from kvpool.router.asking import bearer
+from kvpool.router.engine_calls import bearer
 from kvpool.router.engines import EngineSpec
 
 IDLE_S = 3.0

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.decode import context_tokens, pick_decode
 from kvpool.scheduler.queue import RequestQueue
-from kvpool.scheduler.situation import Situation
 from kvpool.scheduler.values import Engine, Rejection, Request
 
 NO_ENGINE_S = 5.0
@@ -35,6 +35,7 @@ def refused_by_size(request: Request, decoders: Sequence[Engine]) -> Rejection |
 
 
 def no_engine(request: Request) -> Rejection:
+    """The rejection of a request that no engine in service can take."""
     return Rejection(request, "no engine is in service for it", NO_ENGINE_S, "no_engine")
 
 
@@ -56,12 +57,12 @@ def refused_by_queue(
 
 
 def refused_by_decode(
-    request: Request, decoders: Sequence[Engine], situation: Situation, limits: Limits
+    request: Request, decoders: Sequence[Engine], context: DecisionContext, limits: Limits
 ) -> Rejection | None:
     """Where there is an objective for tokens: no memory, or too many that decode."""
     if limits.tpot_s == math.inf:
         return None
-    best = pick_decode(request, decoders, situation.cluster.kinds, situation.now)
+    best = pick_decode(request, decoders, context.cluster.kinds, context.now)
     if best is None or (best.fits and best.tpot_s <= limits.tpot_s):
         return None
     if best.fits:
@@ -69,11 +70,11 @@ def refused_by_decode(
     return Rejection(request, "decode engines are full", best.cost, "decode_full")
 
 
-def refused_by_time(situation: Situation, backlog_s: float, limits: Limits) -> Rejection | None:
+def refused_by_time(context: DecisionContext, backlog_s: float, limits: Limits) -> Rejection | None:
     """backlog_s: how long what waits before it keeps the engines busy."""
-    request = situation.request
-    soonest_s = backlog_s + min(situation.outlook(e).ttft_s for e in situation.distinct())
-    over_s = soonest_s - (request.deadline_s - situation.now)
+    request = context.request
+    soonest_s = backlog_s + min(context.estimate(e).ttft_s for e in context.distinct())
+    over_s = soonest_s - (request.deadline_s - context.now)
     if over_s > 0:
         why = "the first token would come after the request's deadline"
         return Rejection(request, why, over_s, "deadline")

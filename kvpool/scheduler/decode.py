@@ -26,11 +26,11 @@ from random import Random
 from typing import NamedTuple
 
 from kvpool.errors import ConfigError
+from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.estimates import KindEstimates
 from kvpool.scheduler.index import Match
-from kvpool.scheduler.situation import Cluster
 from kvpool.scheduler.topology import Place, Topology, place, together
-from kvpool.scheduler.values import DecodeOutlook, Engine, Labels, Request, Role
+from kvpool.scheduler.values import DecodeEstimate, Engine, Labels, Request, Role
 
 STALL = 0.1
 """What a second counts by which the tokens of another request come later, beside a second of waiting."""
@@ -176,7 +176,7 @@ class Handover:
                     rank, cost = base.rank, tokens_s
         return cost + held_up_s
 
-    def outlooks(self, engine: Engine, prefill_s: float, rng: Random) -> list[DecodeOutlook]:
+    def estimates(self, engine: Engine, prefill_s: float, rng: Random) -> list[DecodeEstimate]:
         """Of those that may be a pair with this one, the best few, in order; any of equals is the first.
 
         A request that is to be served whole has no pairs.
@@ -205,7 +205,7 @@ class Handover:
         chosen = rng.choice(found[:equal]) if equal > 1 else found[0]
         best = [chosen, *(each for each in found[:SHOWN] if each is not chosen)]
         return [
-            DecodeOutlook(
+            DecodeEstimate(
                 base.engine,
                 base.tpot_s,
                 0 if together(base.engine, engine) else base.lacks,
@@ -304,17 +304,17 @@ def pick_decode(
     engines: Sequence[Engine],
     kinds: Mapping[str, KindEstimates],
     now: float,
-) -> DecodeOutlook | None:
+) -> DecodeEstimate | None:
     """The engine that decodes fastest with this request, whatever is where. None without engines.
 
     One with the memory goes before all that lack it. For admission, which knows of no prompt's place.
     """
     needed = context_tokens(request)
-    found: DecodeOutlook | None = None
+    found: DecodeEstimate | None = None
     for engine in engines:
         token_s = tpot_s(request, engine, kinds[engine.kind], now)
         fits = engine.context_tokens + needed <= engine.capacity_tokens
         if found is None or (not fits, token_s) < (not found.fits, found.tpot_s):
             cost = token_s * request.output_tokens
-            found = DecodeOutlook(engine, token_s, 0, 0.0, fits, cost)
+            found = DecodeEstimate(engine, token_s, 0, 0.0, fits, cost)
     return found

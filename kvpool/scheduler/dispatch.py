@@ -6,21 +6,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvpool.scheduler.answers import Answer, emptiest
+from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.decode import context_tokens
+from kvpool.scheduler.decodes import Answer, emptiest
 from kvpool.scheduler.orders import Sent
 from kvpool.scheduler.policies import Choice
 from kvpool.scheduler.queue import Waiting
-from kvpool.scheduler.situation import Situation
 from kvpool.scheduler.state import State
 from kvpool.scheduler.topology import together
 from kvpool.scheduler.values import (
     Among,
+    DecodeEstimate,
     DecodeOrder,
-    DecodeOutlook,
     Engine,
+    Estimate,
     Order,
-    Outlook,
     Request,
     Role,
 )
@@ -66,10 +66,10 @@ class Dispatch:
             engines, decoders = state.computing(item.request), state.decoding(item.request)
             if not engines or (state.settings.decodes and not decoders):
                 continue
-            situation = state.situation(item.request, now, engines)
-            state.with_answer(situation, decoders)
-            choice = state.policy.choose(situation)
-            orders.append(self._send(item, choice, situation, decoders))
+            context = state.decision_context(item.request, now, engines)
+            state.with_answer(context, decoders)
+            choice = state.policy.choose(context)
+            orders.append(self._send(item, choice, context, decoders))
         return orders
 
     def orders(self, now: float) -> tuple[list[Order], float]:
@@ -105,9 +105,9 @@ class Dispatch:
                 computing, decoders = found
                 if now - item.matched_at > MATCH_S or item.match is None:
                     item.match, item.matched_at = state.index.match(item.request.keys, now), now
-                situation = state.situation(item.request, now, computing, item.match)
-                state.with_answer(situation, decoders)
-                self._consider(item, situation, decoders, look)
+                context = state.decision_context(item.request, now, computing, item.match)
+                state.with_answer(context, decoders)
+                self._consider(item, context, decoders, look)
         busy = list(state.fleet.engines.values())
         return look.orders, min(look.looks_at, self._next_free_at(busy, now))
 
@@ -122,27 +122,25 @@ class Dispatch:
             return False
         if engine.free_at - ahead_s > now or engine.prefills >= self._state.settings.orders_max:
             return False
-        situation = self._state.situation(item.request, now, [engine])
-        best = situation.outlook(engine)
-        if best.cached * situation.kind(engine).block_tokens < item.done:
+        context = self._state.decision_context(item.request, now, [engine])
+        best = context.estimate(engine)
+        if best.cached * context.kind(engine).block_tokens < item.done:
             return False
-        look.orders.append(
-            self._send(item, Choice(best, (best,)), situation, self._free(item, look))
-        )
+        look.orders.append(self._send(item, Choice(best, (best,)), context, self._free(item, look)))
         if engine.free_at - ahead_s - self._state.settings.prefetch_s > now:
             look.room.discard(engine.name)
         return True
 
     def _consider(
-        self, item: Waiting, situation: Situation, decoders: Sequence[Engine], look: _Look
+        self, item: Waiting, context: DecisionContext, decoders: Sequence[Engine], look: _Look
     ) -> None:
         """Send it, or promise it the engine that it waits for."""
-        state, now = self._state, situation.now
-        situation.promised = look.promised
-        choice = state.policy.choose(situation)
+        state, now = self._state, context.now
+        context.promised = look.promised
+        choice = state.policy.choose(context)
         if now + choice.best.ttft_s > look.gaps.get(choice.best.engine.name, math.inf):
-            situation.promised = {**look.promised, **look.pending}
-            choice = state.policy.choose(situation)
+            context.promised = {**look.promised, **look.pending}
+            choice = state.policy.choose(context)
         best = choice.best
         if best.cost == math.inf:
             return  # none of these may be a pair with an engine that has the memory
@@ -158,7 +156,7 @@ class Dispatch:
         elif ends_at > look.gaps.get(name, math.inf):
             look.pending[name] = ends_at
         elif in_turn and self._has_room(best, now):
-            look.orders.append(self._send(item, choice, situation, decoders))
+            look.orders.append(self._send(item, choice, context, decoders))
             settings = state.settings
             if best.engine.free_at - settings.ahead_s - settings.prefetch_s > now:
                 look.room.discard(name)
@@ -192,27 +190,27 @@ class Dispatch:
                 in_vain[among] = in_vain.get(among, 0) + 1
                 continue
             answers.release(answer)  # its own reservation is not in its way
-            situation = state.situation(request, now, [computed_by])
-            outlooks = state.handover(situation, free).outlooks(computed_by, 0.0, state.rng)
-            engine = outlooks[0].engine
+            context = state.decision_context(request, now, [computed_by])
+            estimates = state.handover(context, free).estimates(computed_by, 0.0, state.rng)
+            engine = estimates[0].engine
             answers.reserve(answer, engine)
             answers.send(answer, engine, follows=False)
-            self._transfers(computed_by, outlooks[0], now)
-            orders.append(DecodeOrder(request, engine, outlooks[0], outlooks))
+            self._transfers(computed_by, estimates[0], now)
+            orders.append(DecodeOrder(request, engine, estimates[0], estimates))
         answers.kept = frozenset(kept)
         return orders
 
-    def _has_room(self, outlook: Outlook, now: float) -> bool:
+    def _has_room(self, estimate: Estimate, now: float) -> bool:
         """Whether it is time to give the engine this order: loading it may take as long as it is busy."""
-        engine = outlook.engine
+        engine = estimate.engine
         if engine.prefills >= self._state.settings.orders_max:
             return False
-        return engine.free_at - self._early_s(outlook) <= now
+        return engine.free_at - self._early_s(estimate) <= now
 
-    def _early_s(self, outlook: Outlook) -> float:
+    def _early_s(self, estimate: Estimate) -> float:
         """How long before its engine is free an order is given."""
         settings = self._state.settings
-        return settings.ahead_s + min(outlook.load_s, settings.prefetch_s)
+        return settings.ahead_s + min(estimate.load_s, settings.prefetch_s)
 
     def _next_free_at(self, engines: Sequence[Engine], now: float) -> float:
         """When the next engine that is busy may get an order, or is about to be free, if anything waits."""
@@ -272,17 +270,17 @@ class Dispatch:
             kept.add(engine.name)
 
     def _send(
-        self, item: Waiting, choice: Choice, situation: Situation, decoders: Sequence[Engine]
+        self, item: Waiting, choice: Choice, context: DecisionContext, decoders: Sequence[Engine]
     ) -> Order:
         """decoders: those that may be reserved for it."""
-        state, request, best, now = self._state, item.request, choice.best, situation.now
+        state, request, best, now = self._state, item.request, choice.best, context.now
         engine = best.engine
         state.queue.remove(request.ident)
-        kind = situation.kind(engine)
+        kind = context.kind(engine)
         start = min(best.cached * kind.block_tokens, request.tokens - 1)
         # Where what was computed of it is gone, the next segment might be as long as that, and so for ever.
         gone = best.cached * kind.block_tokens < item.done
-        end = request.tokens if gone else self._segment_end(situation, engine, start)
+        end = request.tokens if gone else self._segment_end(context, engine, start)
         last = end == request.tokens
         rest_s = 0.0
         if not last:
@@ -291,17 +289,17 @@ class Dispatch:
             rest_s = state.size_s(request, end, engine)
             state.queue.add(Waiting(request, rest_s, end, engine))
         answer = state.answers.begin(request)
-        outlooks = self._reserve(answer, situation, best, decoders, last)
+        estimates = self._reserve(answer, context, best, decoders, last)
         decode = answer.decode
         whole = last and decode is engine and self._may_stay(answer, engine)
-        follow_s = None if whole else self._follow_s(answer, situation, engine)
+        follow_s = None if whole else self._follow_s(answer, context, engine)
         # As late as what it lacks can be brought while the rest is computed: a node's follows are few.
         follow = follow_s is not None and rest_s <= follow_s
         if decode is not None and (whole or follow):
             state.answers.send(answer, decode, follows=follow)
         if decode is not None and follow_s is not None and follow:
             state.cluster.traffic.add(engine.node, decode.node, follow_s, now)
-        order = Order(request, best, end, last, decode, whole, follow, choice.candidates, outlooks)
+        order = Order(request, best, end, last, decode, whole, follow, choice.candidates, estimates)
         begins = state.orders.add(Sent(order, end - start, best.prefill_s, item.done), now)
         # Of a prompt that goes on where it is, the rest is expected since its first segment there.
         later_s = 0.0 if item.running is engine else rest_s
@@ -309,22 +307,22 @@ class Dispatch:
         if best.source is not None:
             pull_s = kind.loads["peer"].seconds(best.pulled * kind.block_bytes)
             state.cluster.traffic.add(best.source, engine.node, pull_s, now)
-        if best.pulled and situation.spread:
-            state.spreading.copied(request.keys[situation.match.reach - 1], now)
+        if best.pulled and context.spread:
+            state.spreading.copied(request.keys[context.match.reach - 1], now)
         state.queue.charge(request.tenant, best.prefill_s, now)
-        state.policy.sent(situation, engine)
+        state.policy.sent(context, engine)
         return order
 
-    def _segment_end(self, situation: Situation, engine: Engine, start: int) -> int:
+    def _segment_end(self, context: DecisionContext, engine: Engine, start: int) -> int:
         """Up to which token the next order computes: whole steps and blocks of about `segment_s`."""
-        state, request = self._state, situation.request
+        state, request = self._state, context.request
         segment_s = state.settings.segment_s
         tokens = request.tokens
         # Without keys nobody could tell what was computed of it.
         parts = request.segments and request.keys and not request.whole
         if state.policy.sends_at_once or not segment_s or not parts:
             return tokens
-        kind = situation.kind(engine)
+        kind = context.kind(engine)
         step = kind.step_tokens
         one_s = kind.prefill.prefill_s(start, start + step, step)
         length = step * max(1, round(segment_s / one_s))
@@ -336,11 +334,11 @@ class Dispatch:
     def _reserve(
         self,
         answer: Answer,
-        situation: Situation,
-        best: Outlook,
+        context: DecisionContext,
+        best: Estimate,
         decoders: Sequence[Engine],
         last: bool,
-    ) -> Sequence[DecodeOutlook]:
+    ) -> Sequence[DecodeEstimate]:
         """Memory for the answer, at the first order; looked at again at the last one, if it is not used.
 
         What was compared, if anything was.
@@ -352,14 +350,14 @@ class Dispatch:
         if held is not None and held not in decoders:
             decoders = [*decoders, held]
         state.answers.release(answer)
-        prefill_s = situation.prefill_s(best.engine, best.cached)
-        handover = situation.handover
+        prefill_s = context.prefill_s(best.engine, best.cached)
+        handover = context.handover
         if handover is None or held is not None:
-            handover = state.handover(situation, decoders)
-        outlooks = handover.outlooks(best.engine, prefill_s, state.rng)
-        if outlooks:
-            state.answers.reserve(answer, outlooks[0].engine)
-        return outlooks
+            handover = state.handover(context, decoders)
+        estimates = handover.estimates(best.engine, prefill_s, state.rng)
+        if estimates:
+            state.answers.reserve(answer, estimates[0].engine)
+        return estimates
 
     def _may_stay(self, answer: Answer, engine: Engine) -> bool:
         """Whether its answer may go on where its prompt is computed, with nothing in between."""
@@ -370,28 +368,28 @@ class Dispatch:
             return True
         return engine.name not in answers.kept and answers.has_room(answer, engine)
 
-    def _follow_s(self, answer: Answer, situation: Situation, engine: Engine) -> float | None:
+    def _follow_s(self, answer: Answer, context: DecisionContext, engine: Engine) -> float | None:
         """What it takes to bring the decode engine what it lacks; None if it cannot or need not follow."""
         decode = answer.decode
         if decode is None or not self._state.answers.may_follow(answer, decode):
             return None
         if not engine.tiers or not decode.tiers:
             return None  # nothing can be brought
-        kind, get = situation.kind(decode), situation.match.lengths.get
+        kind, get = context.kind(decode), context.match.lengths.get
         own = max(get(holder, 0) for holder in (decode.gpu, *decode.tiers))
-        lacks = len(situation.request.keys) - own
+        lacks = len(context.request.keys) - own
         factor = self._state.settings.decode.topology.factor(engine, decode)
         if not lacks or not factor:
             return None  # on one node nothing has to be brought
         return factor * kind.loads["peer"].seconds(lacks * kind.block_bytes)
 
-    def _transfers(self, engine: Engine, outlook: DecodeOutlook, now: float) -> None:
+    def _transfers(self, engine: Engine, estimate: DecodeEstimate, now: float) -> None:
         """What the decode engine lacks is on its way between the two nodes."""
-        target, traffic = outlook.engine, self._state.cluster.traffic
+        target, traffic = estimate.engine, self._state.cluster.traffic
         apart = engine.tiers and target.tiers and not together(engine, target)
-        if apart and outlook.lacks:
+        if apart and estimate.lacks:
             kind = self._state.cluster.kinds[target.kind]
-            seconds = kind.loads["peer"].seconds(outlook.lacks * kind.block_bytes)
+            seconds = kind.loads["peer"].seconds(estimate.lacks * kind.block_bytes)
             traffic.add(engine.node, target.node, seconds, now)
 
     def _expect(self, order: Order, begins: float, later_s: float) -> None:
@@ -400,7 +398,7 @@ class Dispatch:
         later_s: the rest of the prompt takes so long after it, and is expected too, so that who has the
         same prefix need not compute it at the same time; 0: that is expected already.
         """
-        best = order.outlook
+        best = order.estimate
         end = self._state.blocks_done(order)
         count = end - best.cached
         if count <= 0:

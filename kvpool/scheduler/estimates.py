@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool.prefill import PrefillFit, StepWork
+from kvpool.prefill_cost import PrefillFit, StepWork
 
 REFRESH = 32
 """Coefficients are solved for after so many more steps; that takes 0.2 ms."""

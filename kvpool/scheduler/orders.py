@@ -32,7 +32,7 @@ class Orders:
     def add(self, sent: Sent, now: float) -> float:
         """It went to its engine; when that begins with it."""
         order = sent.order
-        engine = order.outlook.engine
+        engine = order.estimate.engine
         self._of_engine.setdefault(engine.name, []).append(sent)
         self._of_request.setdefault(order.request.ident, []).append(sent)
         engine.prefills += 1
@@ -56,11 +56,11 @@ class Orders:
     def first(self, engine: Engine, ident: Hashable) -> Sent | None:
         """The earliest that this engine has for this request."""
         mine = self._of_request.get(ident, ())
-        return next((sent for sent in mine if sent.order.outlook.engine is engine), None)
+        return next((sent for sent in mine if sent.order.estimate.engine is engine), None)
 
     def take_back(self, sent: Sent, now: float, *, computed: bool) -> None:
         """It is no more with its engine."""
-        request, engine = sent.order.request, sent.order.outlook.engine
+        request, engine = sent.order.request, sent.order.estimate.engine
         left = _drop(self._of_engine, engine.name, sent)
         _drop(self._of_request, request.ident, sent)
         engine.prefills -= 1

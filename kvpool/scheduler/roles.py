@@ -47,6 +47,8 @@ class Loads(NamedTuple):
 
 
 class RoleChange(NamedTuple):
+    """An engine, and the role that it is to take."""
+
     engine: Engine
     role: Role
 

@@ -43,10 +43,12 @@ from kvpool.scheduler.admission import (
     refused_by_size,
     refused_by_time,
 )
-from kvpool.scheduler.answers import Answer, Answers
 from kvpool.scheduler.balance import Balance
+from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.deadlines import Deadlines
+from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.decode import context_tokens
+from kvpool.scheduler.decodes import Answer, Answers
 from kvpool.scheduler.dispatch import Dispatch
 from kvpool.scheduler.fleet import Fleet
 from kvpool.scheduler.index import PrefixIndex
@@ -55,7 +57,6 @@ from kvpool.scheduler.policies import Choice, Policy
 from kvpool.scheduler.queue import RequestQueue, Waiting
 from kvpool.scheduler.roles import RoleChange
 from kvpool.scheduler.settings import Settings
-from kvpool.scheduler.situation import Cluster, Situation
 from kvpool.scheduler.spreading import Spreading
 from kvpool.scheduler.state import State
 from kvpool.scheduler.values import (
@@ -126,15 +127,15 @@ class Scheduler:
         refused = self._refused_outright(request, engines)
         if refused is not None:
             return refused
-        situation = state.situation(request, now, engines)
-        reach = situation.match.reach
-        size_s = situation.prefill_s(engines[0], situation.match.most)
+        context = state.decision_context(request, now, engines)
+        reach = context.match.reach
+        size_s = context.prefill_s(engines[0], context.match.most)
         self._balance.asked(request, size_s, now)
         if reach:
             state.spreading.asked(request.keys[reach - 1], now)
-        refused = self._refused(situation, size_s)
+        refused = self._refused(context, size_s)
         if refused is None:
-            match = situation.match
+            match = context.match
             state.queue.add(Waiting(request, size_s, match=match, matched_at=now))
             self._deadlines.add(request)
             self._news = True
@@ -172,7 +173,7 @@ class Scheduler:
         if engine.tiers:
             # No further: the order behind it may have been given already.
             done = state.blocks_done(order)
-            keys = order.request.keys[order.outlook.cached : done]
+            keys = order.request.keys[order.estimate.cached : done]
             state.index.arrived(engine.gpu, engine.tiers[0], keys)
         if order.last:
             self._prompt_is_done(order, engine)
@@ -189,7 +190,7 @@ class Scheduler:
         the request is forgotten. One that has no orders there is passed over: whether it is known.
         """
         state = self._state
-        mine = [sent for sent in state.orders.of(ident) if sent.order.outlook.engine is engine]
+        mine = [sent for sent in state.orders.of(ident) if sent.order.estimate.engine is engine]
         answer = state.answers.get(ident)
         if not mine or answer is None:
             return answer is not None or ident in state.queue
@@ -319,18 +320,18 @@ class Scheduler:
         refused = self._refused_outright(request, engines)
         if refused is not None:
             return refused
-        situation = state.situation(request, now, engines)
-        size_s = situation.prefill_s(engines[0], situation.match.most)
-        refused = self._refused(situation, size_s)
+        context = state.decision_context(request, now, engines)
+        size_s = context.prefill_s(engines[0], context.match.most)
+        refused = self._refused(context, size_s)
         if refused is not None:
             return refused
-        state.with_answer(situation, decoders)
-        choice = state.policy.choose(situation)
+        state.with_answer(context, decoders)
+        choice = state.policy.choose(context)
         if not self._settings.decodes:
             return choice
-        handover = state.handover(situation, decoders)
+        handover = state.handover(context, decoders)
         best = choice.best
-        return replace(choice, decoders=handover.outlooks(best.engine, best.prefill_s, state.rng))
+        return replace(choice, decoders=handover.estimates(best.engine, best.prefill_s, state.rng))
 
     def _refused_outright(self, request: Request, engines: Sequence[Engine]) -> Rejection | None:
         """For want of engines."""
@@ -344,18 +345,18 @@ class Scheduler:
             return no_engine(request)
         return refused_by_size(request, decoders)
 
-    def _refused(self, situation: Situation, size_s: float) -> Rejection | None:
-        state, limits, request = self._state, self._limits, situation.request
-        refused = refused_by_queue(request, state.queue, limits, len(situation.engines))
+    def _refused(self, context: DecisionContext, size_s: float) -> Rejection | None:
+        state, limits, request = self._state, self._limits, context.request
+        refused = refused_by_queue(request, state.queue, limits, len(context.engines))
         if refused is not None:
             return refused
-        refused = refused_by_decode(request, state.decoding(request), situation, limits)
+        refused = refused_by_decode(request, state.decoding(request), context, limits)
         if refused is not None or min(limits.ttft_s, request.deadline_s) == math.inf:
             return refused
         backlog_s = 0.0
         if not state.policy.sends_at_once:
-            backlog_s = state.queue.ahead_s(size_s, request) / len(situation.engines)
-        return refused_by_time(situation, backlog_s, limits)
+            backlog_s = state.queue.ahead_s(size_s, request) / len(context.engines)
+        return refused_by_time(context, backlog_s, limits)
 
     def _prompt_is_done(self, order: Order, engine: Engine) -> None:
         answers = self._state.answers
@@ -373,7 +374,7 @@ class Scheduler:
         """Nothing comes of these any more."""
         for sent in orders:
             self._state.orders.take_back(sent, now, computed=False)
-            gpu = sent.order.outlook.engine.gpu
+            gpu = sent.order.estimate.engine.gpu
             self._state.index.unexpect(gpu, sent.order.request.keys)
         self._news = True
 

@@ -18,18 +18,18 @@ from kvpool.scheduler.decay import Decaying
 
 @dataclass(frozen=True, slots=True)
 class SpreadRule:
-    """per_copy: requests in a window that a copy is for; a prefix with more is spread. copies_max: of one
+    """per_copy: requests in a window that a copy is for; a prefix with more is spread. replicas_max: of one
     prefix that are ordered in a window for that. known_max: prefixes that are kept in mind.
     """
 
     per_copy: float = 8.0
-    copies_max: int = 4
+    replicas_max: int = 4
     window_s: float = 30.0
     known_max: int = 4096
 
     def __post_init__(self) -> None:
-        if not (self.per_copy > 0 and self.copies_max >= 0 and self.window_s > 0):
-            raise ConfigError("spreading needs per_copy and window_s above 0, copies_max from 0")
+        if not (self.per_copy > 0 and self.replicas_max >= 0 and self.window_s > 0):
+            raise ConfigError("spreading needs per_copy and window_s above 0, replicas_max from 0")
         if self.known_max < 1:
             raise ConfigError("spreading needs to know at least one prefix")
 
@@ -53,12 +53,12 @@ class Spreading:
         """A request has the prefix that ends with this block."""
         self._prefix(end).requests.add(1.0, now)
 
-    def worth(self, end: Hashable, holders: int, now: float) -> bool:
+    def should_spread(self, end: Hashable, holders: int, now: float) -> bool:
         """Whether one more copy is, where so many nodes hold it."""
         prefix = self._known.get(end)
         if prefix is None:
             return False
-        if prefix.copies.sum(now) > self._rule.copies_max - 1:
+        if prefix.copies.sum(now) > self._rule.replicas_max - 1:
             return False
         return prefix.requests.sum(now) > self._rule.per_copy * holders
 

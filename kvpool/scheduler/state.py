@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from kvpool.scheduler.answers import Answers
+from kvpool.scheduler.cluster import Cluster
+from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.decode import Handover
+from kvpool.scheduler.decodes import Answers
 from kvpool.scheduler.fleet import Fleet
 from kvpool.scheduler.index import Match, PrefixIndex
 from kvpool.scheduler.orders import Orders
 from kvpool.scheduler.policies import Policy
 from kvpool.scheduler.queue import RequestQueue
 from kvpool.scheduler.settings import Settings
-from kvpool.scheduler.situation import Cluster, Situation
 from kvpool.scheduler.spreading import Spreading
 from kvpool.scheduler.values import Engine, Order, Request
 
@@ -47,27 +48,25 @@ class State:
         answer = self.answers.get(request.ident)
         return self.fleet.decoding(request, answer.avoid if answer is not None else ())
 
-    def situation(
+    def decision_context(
         self, request: Request, now: float, engines: Sequence[Engine], match: Match | None = None
-    ) -> Situation:
+    ) -> DecisionContext:
         """engines: those that may compute it, at least one."""
         match = match or self.index.match(request.keys, now)
-        return Situation(request, match, engines, self.cluster, self.rng, now)
+        return DecisionContext(request, match, engines, self.cluster, self.rng, now)
 
-    def with_answer(self, situation: Situation, decoders: Sequence[Engine]) -> None:
+    def with_answer(self, context: DecisionContext, decoders: Sequence[Engine]) -> None:
         """What a choice is to know of where the answer goes on, and of copies."""
-        request, match = situation.request, situation.match
+        request, match = context.request, context.match
         if self.settings.decodes and (self.fleet.pairs_differ or request.whole):
-            situation.handover = self.handover(situation, decoders)
+            context.handover = self.handover(context, decoders)
         if match.reach:
-            end, holders = request.keys[match.reach - 1], len(situation.sources)
-            situation.spread = self.spreading.worth(end, holders, situation.now)
+            end, holders = request.keys[match.reach - 1], len(context.sources)
+            context.spread = self.spreading.should_spread(end, holders, context.now)
 
-    def handover(self, situation: Situation, decoders: Sequence[Engine]) -> Handover:
+    def handover(self, context: DecisionContext, decoders: Sequence[Engine]) -> Handover:
         rule = self.settings.decode
-        return Handover(
-            situation.request, situation.match, decoders, self.cluster, rule, situation.now
-        )
+        return Handover(context.request, context.match, decoders, self.cluster, rule, context.now)
 
     def size_s(self, request: Request, done: int, engine: Engine) -> float:
         """Seconds in which an engine like this one computes what is left of its prompt."""
@@ -84,5 +83,5 @@ class State:
         if order.last:
             return keys
         # Not all kinds have blocks as long as those that its keys are of.
-        block_tokens = self.cluster.kinds[order.outlook.engine.kind].block_tokens
+        block_tokens = self.cluster.kinds[order.estimate.engine.kind].block_tokens
         return min(keys, order.end // block_tokens)

@@ -125,7 +125,7 @@ class Engine:
         self.labelled = tuple(sorted(self.labels.items()))
 
 
-class Outlook(NamedTuple):
+class Estimate(NamedTuple):
     """What would become of a request on one engine.
 
     cached: blocks that need not be computed, of which `loaded` are to be brought to the GPU, `pulled`
@@ -150,7 +150,7 @@ class Outlook(NamedTuple):
         return self.starts_s + self.prefill_s
 
 
-class DecodeOutlook(NamedTuple):
+class DecodeEstimate(NamedTuple):
     """What would become of a request that decodes on one engine.
 
     tpot_s: seconds a token with this request. lacks: blocks of the prompt that neither the engine nor its
@@ -170,7 +170,7 @@ class DecodeOutlook(NamedTuple):
 class Order:
     """Send this part of this request there now.
 
-    outlook: what is expected of it. end: compute the prompt up to this token; `last`: that is its end,
+    estimate: what is expected of it. end: compute the prompt up to this token; `last`: that is its end,
     and the answer holds the first token. decode: where it is to go on, with its reservation; None where
     engines that decode are none of the scheduler's business.
 
@@ -183,14 +183,14 @@ class Order:
     """
 
     request: Request
-    outlook: Outlook
+    estimate: Estimate
     end: int
     last: bool
     decode: Engine | None
     whole: bool = False
     follow: bool = False
-    candidates: Sequence[Outlook] = field(repr=False, default=())
-    decoders: Sequence[DecodeOutlook] = field(repr=False, default=())
+    candidates: Sequence[Estimate] = field(repr=False, default=())
+    decoders: Sequence[DecodeEstimate] = field(repr=False, default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +199,8 @@ class DecodeOrder:
 
     request: Request
     engine: Engine
-    outlook: DecodeOutlook
-    decoders: Sequence[DecodeOutlook] = field(repr=False, default=())
+    estimate: DecodeEstimate
+    decoders: Sequence[DecodeEstimate] = field(repr=False, default=())
 
 
 Code = Literal[

@@ -21,8 +21,8 @@ from rich.progress import (
 from kvpool.errors import InvalidRequest
 from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import scale_for
-from kvpool.simulator.cluster import Shape, Simulation
 from kvpool.simulator.report import show, summary
+from kvpool.simulator.simulated_cluster import Shape, Simulation
 from kvpool.simulator.traces import Entry, arrivals, generate, read_trace, step_of
 
 if TYPE_CHECKING:
@@ -97,4 +97,5 @@ def _shown_in(progress: Progress, task: TaskID) -> Callable[[int], None]:
 
 
 def write_rows(rows: Sequence[dict[str, Any]], path: str) -> None:
+    """Write the rows as JSON."""
     Path(path).write_text(json.dumps({"rows": rows}, indent=2) + "\n")

@@ -44,7 +44,7 @@ class Decode:
     ends_at: int = 0
 
 
-class Surroundings(Protocol):
+class EngineWorld(Protocol):
     """What an engine tells the cluster that it runs in."""
 
     def load(self, engine: SimulatedEngine, prefill: Prefill) -> None:
@@ -70,7 +70,7 @@ class SimulatedEngine:
         speeds: Speeds,
         estimates: KindEstimates,
         timeline: Timeline,
-        around: Surroundings,
+        around: EngineWorld,
     ) -> None:
         self.engine = engine
         self._estimates = estimates

@@ -1,8 +1,8 @@
-"""Runs of the simulator as a picture. Needs matplotlib (`pip install 'kvpool[plots]'`)."""
+"""Runs of the simulator as a plot. Needs matplotlib (`pip install 'kvpool[plots]'`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpool.errors import ConfigError
@@ -11,29 +11,41 @@ SHOWN = ("mean", "p50", "p90", "p99")
 
 
 def require() -> None:
-    """Raises `ConfigError` where there is no matplotlib, before anybody has waited for what is drawn."""
+    """Raises `ConfigError` where there is no matplotlib, before any run starts."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise ConfigError("a plot needs matplotlib: pip install 'kvpool[plots]'") from None
 
 
-def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
-    """Write a PNG: times to first token of each policy, the best first. rows: as `report.summary` has them."""
+def draw(rows: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Write a PNG: times to first token of each policy, the best first; a panel for each load.
+
+    rows: as `report.summary` has them, each with its `policy`; those of one `load` make a panel, and of rows
+    of one policy and load the last one counts.
+    """
     from matplotlib.figure import Figure
 
-    best_first = sorted(rows, key=lambda row: float(row["ttft_s"]["mean"]))
-    figure = Figure(figsize=(max(5.0, 1.1 * len(rows)), 4.5))
-    axis = figure.add_subplot()
+    loads: dict[float, dict[str, Mapping[str, float]]] = {}
+    for row in rows:
+        times = row.get("ttft_s", row)
+        if "policy" in row and all(key in times for key in SHOWN):
+            loads.setdefault(row.get("load", 0.0), {})[row["policy"]] = times
+    widest = max((len(policies) for policies in loads.values()), default=0)
+    figure = Figure(figsize=(max(5.0, 1.1 * widest), 4.5 * len(loads)))
+    axes = figure.subplots(max(1, len(loads)), 1, squeeze=False)
     width = 0.8 / len(SHOWN)
-    for number, name in enumerate(SHOWN):
-        places = [place + (number - 1.5) * width for place in range(len(rows))]
-        axis.bar(places, [row["ttft_s"][name] for row in best_first], width, label=name)
-    names = [row["policy"] for row in best_first]
-    axis.set_xticks(range(len(rows)), names, rotation=20, ha="right")
-    axis.set_yscale("log")
-    axis.set_ylabel("time to first token, s")
-    axis.grid(visible=True, axis="y", which="both", alpha=0.25)
-    axis.legend(ncols=len(SHOWN))
+    for axis, (load, policies) in zip(axes.flat, sorted(loads.items()), strict=False):
+        names = sorted(policies, key=lambda name: float(policies[name]["mean"]))
+        for number, key in enumerate(SHOWN):
+            places = [place + (number - 1.5) * width for place in range(len(names))]
+            axis.bar(places, [policies[name][key] for name in names], width, label=key)
+        axis.set_xticks(range(len(names)), names, rotation=20, ha="right")
+        axis.set_yscale("log")
+        axis.set_ylabel("time to first token, s")
+        if load:
+            axis.set_title(f"load {load:g}")
+        axis.grid(visible=True, axis="y", which="both", alpha=0.25)
+        axis.legend(ncols=len(SHOWN))
     figure.tight_layout()
     figure.savefig(path, dpi=90)

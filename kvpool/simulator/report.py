@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from kvpool.simulator.cluster import Outcome, Shape, Simulation
+from kvpool.simulator.simulated_cluster import Outcome, Shape, Simulation
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +20,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
+    """The mean; NaN of nothing."""
     return sum(values) / len(values) if values else math.nan
 
 

@@ -91,10 +91,12 @@ class Speeds:
 
 
 def hardware_names() -> list[str]:
+    """The names of the hardware that is described here."""
     return _names("hardware")
 
 
 def model_names() -> list[str]:
+    """The names of the models that are described here."""
     return _names("model")
 
 

@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import InvalidRequest
-from kvpool.placement.catalog import LOCATION_BYTES, PACK, Catalog
-from kvpool.placement.directory import BATCH_MAX
+from kvpool.placement.catalog.base import LOCATION_BYTES, PACK, Catalog
+from kvpool.placement.directory.base import BATCH_MAX
 from kvpool.testing.views import TwoViews
 
 NAMESPACE = b"namespace-digest"
 OTHER = b"digest-of-another"[:16]
 LONG_S = 1000.0
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def key_of(number: int) -> bytes:
@@ -47,6 +47,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 def pack_of(location: bytes) -> bytes:
+    """The pack that a location lies in."""
     return location[PACK]
 
 

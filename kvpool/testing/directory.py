@@ -25,7 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import InvalidRequest, Unavailable
-from kvpool.placement.directory import BATCH_MAX, TAGS, TIERS, Directory, Entry
+from kvpool.placement.directory.base import BATCH_MAX, TIERS, Directory, Entry
+from kvpool.placement.key_groups import TAGS
 from kvpool.testing.views import TwoViews
 
 NAMESPACE = b"namespace-digest"
@@ -41,6 +42,7 @@ def key_of(number: int) -> bytes:
 
 
 def keys_of(numbers: range) -> list[bytes]:
+    """One key for each number."""
     return [key_of(number) for number in numbers]
 
 

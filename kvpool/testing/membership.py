@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from kvpool.errors import ConfigError, InvalidRequest, NamespaceMismatch, Unavailable
-from kvpool.placement.membership import Membership, Standing
+from kvpool.placement.membership.base import Membership, Standing
 from kvpool.placement.records import (
     DrainProgress,
     NamespaceEntry,
@@ -33,7 +33,7 @@ from kvpool.placement.records import (
     new_incarnation,
 )
 
-PATIENCE_S = 30.0  # for what should happen within a few seconds; the machine may be busy
+PATIENCE_S = 60.0  # for what should happen within a few seconds; the machine may be busy
 
 
 class Backend(Protocol):
@@ -79,12 +79,14 @@ def record(node: str, port: int = 0, **changes: object) -> NodeRecord:
 
 
 def entry(digest: str = "00" * 16, tenant: str = "t", **changes: object) -> NamespaceEntry:
+    """A namespace's entry."""
     parts = ((4096, "full", 0, 1), (512, "window", 3, 2))
     made = NamespaceEntry(tenant, digest, '{"model":"m"}', parts)
     return msgspec.structs.replace(made, **changes)
 
 
 def standing(member: Membership) -> Standing:
+    """A member's standing now."""
     return member.standing(time.monotonic())
 
 

@@ -32,44 +32,26 @@ from kvpool.errors import (
     LimitExceeded,
     Unavailable,
 )
+from kvpool.security.credentials import Credentials
 from kvpool.transfer import transport_for
-from kvpool.transfer.base import (
-    ABSENT,
-    ARRIVED,
-    MISMATCH,
-    MISSING,
-    Identity,
-    Owed,
-    Stop,
-    TransferLimits,
-    Transport,
-)
-from kvpool.transfer.credentials import Credentials
+from kvpool.transfer.base import Identity, Owed, Stop, TransferLimits, Transport
 from kvpool.transfer.memory import Memory
-from kvpool.wire import (
-    NO_ROW,
-    Ask,
-    AskPeer,
-    Await,
-    Bytes,
-    Corrupt,
-    Done,
-    Lend,
-    Lent,
-    Offer,
-    Operate,
-    PullBlocks,
-)
+from kvpool.types import BlockStatus
+from kvpool.wire.frame import NO_ROW, Bytes, Done
+from kvpool.wire.peer import Ask, Await, Corrupt, Offer, Operate
+from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PullBlocks
 
 SEGMENT = 3
 DIGEST = b"namespace-digest"
 
 
 def asking(url: str, keys: bytes) -> AskPeer:
+    """An order to ask a peer what it has."""
     return AskPeer(url, Ask("default", DIGEST, [], keys), 30.0)
 
 
 def awaiting(url: str, keys: bytes, wait_s: float = 30.0) -> AskPeer:
+    """An order to wait for a peer's commits."""
     known = bytes(len(keys) // 16)
     return AskPeer(url, Await("reader", "default", DIGEST, keys, known, wait_s), wait_s + 30.0)
 
@@ -125,7 +107,7 @@ class ScriptedSource:
         self.memory[at : at + len(data)] = data
         self.blocks[key] = (row, xxh3_128_digest(data))
 
-    def lend(self, request: Lend) -> Lent:
+    def open_loan(self, request: OpenLoan) -> Loan:
         self.entered.set()
         if self.hold is not None:
             assert self.hold.wait(60)
@@ -141,7 +123,7 @@ class ScriptedSource:
             self.lent += 1
             token = str(self.lent)
             self.loans.add(token)
-        return Lent(token, SEGMENT, self.stride, rows.tobytes(), b"".join(checksums))
+        return Loan(token, SEGMENT, self.stride, rows.tobytes(), b"".join(checksums))
 
     def give_back(self, token: str) -> None:
         with self._lock:
@@ -157,7 +139,7 @@ class ScriptedSource:
             return Bytes(bytes(key in self.blocks for key in keys))
         return Done(next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys)))
 
-    def awaited(self, question: Await | Operate) -> Owed:
+    def answer_later(self, question: Await | Operate) -> Owed:
         if self.error is not None:
             raise self.error
         owed = ScriptedAnswer(self.closed)
@@ -210,12 +192,14 @@ class Side:
 
 
 def key_of(number: int) -> bytes:
+    """A block key."""
     return number.to_bytes(16, "little")
 
 
 def order(
     url: str, nbytes: int, keys: list[bytes], rows: list[int], **changes: object
 ) -> PullBlocks:
+    """An order to pull blocks."""
     fields: dict[str, object] = {
         "url": url,
         "tenant": "default",
@@ -271,7 +255,7 @@ class TransportContract:
             for start, stop in itertools.pairwise(cuts):
                 early = order(url, nbytes, keys, rows, start=start, stop=stop)
                 pulled = reader.transport.pull(early, Stop())
-                assert (pulled.status, pulled.error) == (bytes([ARRIVED]) * 16, "")
+                assert (pulled.status, pulled.error) == (bytes([BlockStatus.PRESENT]) * 16, "")
                 assert pulled.checksums == bytes(16 * 16)  # nobody knows them yet
                 for n in range(16):
                     untouched = b"\xee" * (nbytes - stop)
@@ -279,7 +263,9 @@ class TransportContract:
             for start in (cuts[-1], nbytes):
                 rest = order(url, nbytes, [*keys, key_of(99)], [*rows, 99], start=start)
                 pulled = reader.transport.pull(rest, Stop())
-                assert pulled.status == bytes([ARRIVED]) * 16 + bytes([ABSENT])
+                assert pulled.status == bytes([BlockStatus.PRESENT]) * 16 + bytes(
+                    [BlockStatus.ABSENT]
+                )
                 assert pulled.checksums == b"".join(map(xxh3_128_digest, data)) + bytes(16)
                 for n in range(16):
                     assert reader.block(rows[n], nbytes, nbytes) == data[n]
@@ -294,11 +280,11 @@ class TransportContract:
                 wrong = bytes(400) if n in {3, 15} else data[n][:400]
                 reader.bytes[1000 * n : 1000 * n + 400] = wrong
             pulled = reader.transport.pull(order(url, 1000, keys, rows, start=400), Stop())
-            assert [n for n in range(16) if pulled.status[n] == MISMATCH] == [3, 15]
-            assert (pulled.status.count(ARRIVED), pulled.error) == (14, "")
+            assert [n for n in range(16) if pulled.status[n] == BlockStatus.MISMATCH] == [3, 15]
+            assert (pulled.status.count(BlockStatus.PRESENT), pulled.error) == (14, "")
             assert pulled.checksums[3 * 16 : 4 * 16] == bytes(16)
             whole = reader.transport.pull(order(url, 1000, keys, rows), Stop())
-            assert whole.status == bytes([ARRIVED]) * 16
+            assert whole.status == bytes([BlockStatus.PRESENT]) * 16
             assert owner.source.wait_until_returned()
             assert not owner.source.reports
 
@@ -318,7 +304,7 @@ class TransportContract:
                 order(url, nbytes, [key_of(n) for n in range(16)], rows), Stop()
             )
             assert pulled.error == ""
-            assert pulled.status == bytes([ARRIVED]) * 16
+            assert pulled.status == bytes([BlockStatus.PRESENT]) * 16
             for number, row in enumerate(rows):
                 assert reader.block(row, nbytes, nbytes) == data[number]
                 assert pulled.checksums[16 * number : 16 * number + 16] == xxh3_128_digest(
@@ -333,7 +319,7 @@ class TransportContract:
         with self.pair(300_001, 16) as (owner, reader, url, data):
             keys, rows = [key_of(number) for number in range(16)], list(range(16))
             pulled = reader.transport.pull(order(url, 300_001, keys, rows, background=True), Stop())
-            assert (pulled.status, pulled.error) == (bytes([ARRIVED]) * 16, "")
+            assert (pulled.status, pulled.error) == (bytes([BlockStatus.PRESENT]) * 16, "")
             assert [reader.block(row, 300_001, 300_001) for row in rows] == data
             assert owner.source.wait_until_returned()
 
@@ -344,7 +330,7 @@ class TransportContract:
                 order(url, 1000, [key_of(n) for n in range(16)], list(range(16)), stride=1024),
                 Stop(),
             )
-            assert pulled.status == bytes([ARRIVED]) * 16
+            assert pulled.status == bytes([BlockStatus.PRESENT]) * 16
             for number in range(16):
                 assert reader.block(number, 1024, 1024) == data[number] + b"\xee" * 24
             assert owner.source.wait_until_returned()
@@ -356,7 +342,7 @@ class TransportContract:
             rows = [*range(10, 40), *range(100, 120), 7, 50, 8, 49, *range(200, 210)]
             keys = [key_of(number) for number in range(64)]
             pulled = reader.transport.pull(order(url, 4096, keys, rows), Stop())
-            assert pulled.status == bytes([ARRIVED]) * 64
+            assert pulled.status == bytes([BlockStatus.PRESENT]) * 64
             assert [reader.block(row, 4096, 4096) for row in rows] == data
 
     def test_absent_blocks_are_told_apart(self) -> None:
@@ -367,13 +353,13 @@ class TransportContract:
             )
             assert pulled.error == ""
             assert list(pulled.status) == [
-                ABSENT,
-                ARRIVED,
-                ABSENT,
-                ABSENT,
-                ARRIVED,
-                ARRIVED,
-                ABSENT,
+                BlockStatus.ABSENT,
+                BlockStatus.PRESENT,
+                BlockStatus.ABSENT,
+                BlockStatus.ABSENT,
+                BlockStatus.PRESENT,
+                BlockStatus.PRESENT,
+                BlockStatus.ABSENT,
             ]
             assert [reader.block(row, 4096, 4096) for row in (1, 4, 5)] == [
                 data[n] for n in (3, 5, 6)
@@ -395,7 +381,9 @@ class TransportContract:
             keys = [key_of(n) for n in range(8)]
             pulled = reader.transport.pull(order(url, 4096, keys, list(range(8))), Stop())
             assert pulled.error == ""
-            assert list(pulled.status) == [ARRIVED if n != 4 else MISMATCH for n in range(8)]
+            assert list(pulled.status) == [
+                BlockStatus.PRESENT if n != 4 else BlockStatus.MISMATCH for n in range(8)
+            ]
             assert pulled.checksums[64:80] == bytes(16)
             assert reader.block(5, 4096, 4096) == data[5]
             assert owner.source.wait_for_report()
@@ -412,7 +400,12 @@ class TransportContract:
             owner.source.put(key_of(77), old[0], data[9])
             keys = [key_of(n) for n in (1, 2, 77, 3)]
             pulled = reader.transport.pull(order(url, 4096, keys, [0, 1, 2, 3]), Stop())
-            assert list(pulled.status) == [ARRIVED, MISMATCH, ARRIVED, ARRIVED]
+            assert list(pulled.status) == [
+                BlockStatus.PRESENT,
+                BlockStatus.MISMATCH,
+                BlockStatus.PRESENT,
+                BlockStatus.PRESENT,
+            ]
             assert pulled.checksums[16:32] == bytes(16)
             assert [reader.block(row, 4096, 4096) for row in (0, 2, 3)] == [
                 data[n] for n in (1, 9, 3)
@@ -420,7 +413,12 @@ class TransportContract:
             assert owner.source.wait_for_report()
             del owner.source.blocks[key_of(2)]
             pulled = reader.transport.pull(order(url, 4096, keys, [0, 1, 2, 3]), Stop())
-            assert list(pulled.status) == [ARRIVED, ABSENT, ARRIVED, ARRIVED]
+            assert list(pulled.status) == [
+                BlockStatus.PRESENT,
+                BlockStatus.ABSENT,
+                BlockStatus.PRESENT,
+                BlockStatus.PRESENT,
+            ]
             assert owner.source.wait_until_returned()
 
     def test_checksums_that_are_off(self) -> None:
@@ -429,7 +427,13 @@ class TransportContract:
                 owner.source.blocks[key_of(number)] = (3 * number + 1, checksum)
             keys = [key_of(n) for n in range(5)]
             pulled = reader.transport.pull(order(url, 4096, keys, list(range(5))), Stop())
-            assert list(pulled.status) == [ARRIVED, MISMATCH, ARRIVED, MISMATCH, ARRIVED]
+            assert list(pulled.status) == [
+                BlockStatus.PRESENT,
+                BlockStatus.MISMATCH,
+                BlockStatus.PRESENT,
+                BlockStatus.MISMATCH,
+                BlockStatus.PRESENT,
+            ]
             assert [reader.block(n, 4096, 4096) for n in (0, 2, 4)] == [data[n] for n in (0, 2, 4)]
             assert owner.source.wait_until_returned()
 
@@ -443,7 +447,7 @@ class TransportContract:
             owner.source.stride, further = stride_and_rows
             owner.source.blocks = {k: (row + further, c) for k, (row, c) in right.items()}
             pulled = reader.transport.pull(order(url, 4096, [key_of(1)], [0]), Stop())
-            assert pulled.status == bytes([MISSING])
+            assert pulled.status == bytes([BlockStatus.LATE])
             assert pulled.error
             assert owner.source.wait_until_returned()
             owner.source.stride, owner.source.blocks = 4096, right
@@ -501,7 +505,7 @@ class TransportContract:
         with self.pair() as (owner, reader, url, _):
             owner.source.error = InvalidRequest("part 0 has other sizes here")
             pulled = reader.transport.pull(order(url, 4096, [key_of(1)], [0]), Stop())
-            assert pulled.status == bytes([MISSING])
+            assert pulled.status == bytes([BlockStatus.LATE])
             assert "other sizes" in pulled.error
             assert pulled.refused
             with pytest.raises(InvalidRequest, match="other sizes"):
@@ -585,7 +589,7 @@ class TransportContract:
         with self.pair() as (owner, reader, url, _):
             owner.transport.close()
             pulled = reader.transport.pull(order(url, 4096, [key_of(1)], [0]), Stop())
-            assert pulled.status == bytes([MISSING])
+            assert pulled.status == bytes([BlockStatus.LATE])
             assert url in pulled.error
             assert not pulled.refused
             with pytest.raises(Unavailable) as raised:
@@ -597,7 +601,7 @@ class TransportContract:
             stop = Stop()
             stop.set()
             pulled = reader.transport.pull(order(url, 4096, [key_of(1)], [0]), stop)
-            assert pulled.status == bytes([MISSING])
+            assert pulled.status == bytes([BlockStatus.LATE])
             assert "cancelled" in pulled.error
             assert owner.source.wait_until_returned()
 
@@ -607,7 +611,7 @@ class TransportContract:
                 pulled = reader.transport.pull(
                     order(url, 4096, [key_of(1)], [0], deadline_s=deadline_s), Stop()
                 )
-                assert pulled.status == bytes([MISSING])
+                assert pulled.status == bytes([BlockStatus.LATE])
                 assert pulled.error
             assert owner.source.wait_until_returned()
 
@@ -642,7 +646,7 @@ class TransportContract:
             owner.source.put(key_of(1), 1, b"x" * 4096)
             url = owner.transport.listen(wanted)
             pulled = stranger.transport.pull(order(url, 4096, [key_of(1)], [0]), Stop())
-            assert pulled.status == bytes([MISSING])
+            assert pulled.status == bytes([BlockStatus.LATE])
             assert "cluster" in pulled.error
             assert owner.source.lent == 0
         finally:

@@ -1,14 +1,21 @@
-"""How bytes move between daemons: one port (`base`), one file a transport, chosen by URL scheme."""
+"""How bytes move between daemons: one port (`base`), one file a transport, chosen by URL scheme.
+
+Other distributions add transports by entry points of the group `kvpool.transports`: the name is the scheme, the
+value a `base.TransportFactory`. Those of kvpool itself are in a table here: a checkout whose entry points are out
+of date has them too, and nobody else can take their names.
+"""
 
 from __future__ import annotations
 
-import importlib
+from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from kvpool.errors import ConfigError
 from kvpool.transfer.base import TransportFactory
 
-# Imported on first use: a mover loads only the transports that its URLs name.
+GROUP = "kvpool.transports"
+
+# Imported on first use: a transfer worker loads only the transports that its URLs name.
 TRANSPORTS = {
     "tcp": "kvpool.transfer.tcp:TcpTransport",
     "nixl": "kvpool.transfer.nixl:NixlTransport",
@@ -27,12 +34,22 @@ def scheme_of(url: str) -> str:
 
 
 def transport_for(url: str) -> TransportFactory:
-    """The class that serves URLs like this one. Raises `ConfigError` for an unknown scheme."""
+    """The class that serves URLs like this one.
+
+    Raises `ConfigError` for a scheme that nothing is installed for, and for what is installed and does not load.
+    """
     scheme = scheme_of(url)
-    place = TRANSPORTS.get(scheme)
-    if place is None:
+    if scheme in TRANSPORTS:
+        found = EntryPoint(scheme, TRANSPORTS[scheme], GROUP)
+        return cast("TransportFactory", found.load())
+    installed = {point.name: point for point in entry_points(group=GROUP)}
+    if scheme not in installed:
+        names = ", ".join(sorted({*TRANSPORTS, *installed}))
+        raise ConfigError(f"{url!r}: no transport is called {scheme!r}; there are {names}")
+    point = installed[scheme]
+    try:
+        return cast("TransportFactory", point.load())
+    except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{url!r}: no transport is called {scheme!r}; there are {', '.join(sorted(TRANSPORTS))}"
-        )
-    module, _, name = place.partition(":")
-    return cast("TransportFactory", getattr(importlib.import_module(module), name))
+            f"{url!r}: the transport {scheme!r} ({point.value}) cannot be loaded: {error}"
+        ) from error

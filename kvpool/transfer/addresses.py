@@ -8,7 +8,7 @@ import threading
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvpool import loopback
+from kvpool import net as loopback
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
 from kvpool.transfer.base import Deadline, Stop
 
@@ -34,6 +34,7 @@ def split_source(url: str) -> tuple[str, str]:
 
 
 def url_of(host: str, port: int) -> str:
+    """The URL of a TCP address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 

@@ -27,27 +27,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvpool.errors import Declined, InvalidRequest, KvpoolError, LimitExceeded, Unavailable
-from kvpool.transfer.credentials import Credentials
+from kvpool.security.credentials import Credentials
 from kvpool.transfer.memory import Memory
-from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
-from kvpool.wire import (
-    KEYS_MAX,
-    Ask,
-    AskPeer,
-    Await,
-    Bytes,
-    Corrupt,
-    Done,
-    Fetch,
-    Lend,
-    Lent,
-    Offer,
-    Operate,
-    PullBlocks,
-    Pulled,
-)
+from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus
+from kvpool.wire.frame import KEYS_MAX, Bytes, Done
+from kvpool.wire.peer import Ask, Await, Corrupt, Fetch, Offer, Operate
+from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PullBlocks, Pulled
 
-ABSENT, ARRIVED, MISMATCH, MISSING = 0, 1, 2, 3  # `Pulled.status`, a byte a key
 REFUSALS = (InvalidRequest, LimitExceeded)  # of a sound order: a peer's answers alone
 
 DEADLINE_S_MAX = 600.0  # no transfer is worth waiting longer for
@@ -108,9 +94,9 @@ class Owed(Protocol):
 
 
 class Source(Protocol):
-    """Where a transport gets the slots that peers ask for: the rules, seen from a mover."""
+    """Where a transport gets the slots that peers ask for: the rules, seen from a transfer worker."""
 
-    def lend(self, request: Lend) -> Lent:
+    def open_loan(self, request: OpenLoan) -> Loan:
         """Lease what is present of the wanted blocks until `give_back`.
 
         Returns within the request's deadline. Raises `KvpoolError` when nothing was lent.
@@ -128,7 +114,7 @@ class Source(Protocol):
         """
         ...
 
-    def awaited(self, question: Await | Operate) -> Owed:
+    def answer_later(self, question: Await | Operate) -> Owed:
         """The same for a question that may have to wait, until `wait_s` is over. Does not block itself."""
         ...
 
@@ -240,7 +226,7 @@ class Outcome:
     """
 
     def __init__(self, keys: int) -> None:
-        self.status = bytearray([MISSING]) * keys
+        self.status = bytearray([BlockStatus.LATE]) * keys
         self.checksums = bytearray(CHECKSUM_BYTES * keys)
         self._started = time.monotonic()
 
@@ -250,7 +236,9 @@ class Outcome:
         Also after an attempt that failed half-way: its blocks are about to be written again.
         """
         end = first + len(present)
-        self.status[first:end] = present.replace(b"\x01", bytes([MISSING]))  # absent is 0 in both
+        self.status[first:end] = present.replace(
+            b"\x01", bytes([BlockStatus.LATE])
+        )  # absent is 0 in both
         self.checksums[first * CHECKSUM_BYTES : end * CHECKSUM_BYTES] = bytes(
             CHECKSUM_BYTES * len(present)
         )
@@ -260,7 +248,7 @@ class Outcome:
         count = len(checksums) // CHECKSUM_BYTES
         at = first * CHECKSUM_BYTES
         self.checksums[at : at + len(checksums)] = checksums
-        self.status[first : first + count] = bytes([ARRIVED]) * count
+        self.status[first : first + count] = bytes([BlockStatus.PRESENT]) * count
 
     def finish(
         self,
@@ -311,7 +299,7 @@ def blocks_in(order: PullBlocks, nbytes: int) -> int:
     return max(1, nbytes // max(1, span_of(order)[1]))
 
 
-def check_lent(lent: Lent, request: Lend, memory: Memory) -> tuple[bytes, bytes]:
+def check_loan(lent: Loan, request: OpenLoan, memory: Memory) -> tuple[bytes, bytes]:
     """(present, rows of the present ones) of a sound loan; else raises `InvalidRequest`.
 
     The rules are ours and trusted; this catches a disagreement between processes before it becomes
@@ -319,7 +307,7 @@ def check_lent(lent: Lent, request: Lend, memory: Memory) -> tuple[bytes, bytes]
     """
     count = len(request.keys) // KEY_BYTES
     if len(lent.rows) != 4 * count:
-        raise InvalidRequest(f"{len(lent.rows) // 4} rows were lent for {count} keys")
+        raise InvalidRequest(f"{len(lent.rows) // 4} rows were loaned for {count} keys")
     present, rows = memory.present_rows(lent.rows)
     if len(lent.checksums) != CHECKSUM_BYTES * (len(rows) // 4):
         raise InvalidRequest(

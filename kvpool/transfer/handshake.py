@@ -28,21 +28,18 @@ import msgspec
 from kvpool.errors import KvpoolError, NotAuthenticated, ProtocolError
 from kvpool.transfer.base import Identity
 from kvpool.transfer.stream import Stream
-from kvpool.wire import (
+from kvpool.wire.frame import (
     HELLO_BYTES_MAX,
     PROTOCOL_OLDEST,
     PROTOCOL_VERSION,
     Done,
     Message,
-    PeerChallenge,
-    PeerHello,
-    PeerProof,
     agree,
-    decode_peer,
     error_message,
     raise_error,
 )
-from kvpool.wire import Error as ErrorMessage
+from kvpool.wire.frame import Error as ErrorMessage
+from kvpool.wire.peer import PeerChallenge, PeerHello, PeerProof, decode_peer
 
 M = TypeVar("M", bound=Message)
 

@@ -13,7 +13,6 @@ from xxhash import xxh3_128_digest
 
 from kvpool.errors import ConfigError, KvpoolError, LimitExceeded, NotAuthenticated, Unavailable
 from kvpool.transfer.base import (
-    MISMATCH,
     Deadline,
     Identity,
     Outcome,
@@ -22,23 +21,15 @@ from kvpool.transfer.base import (
     Stop,
     TransferLimits,
     blocks_in,
-    check_lent,
+    check_loan,
     check_order,
     span_of,
 )
 from kvpool.transfer.memory import Memory
-from kvpool.types import CHECKSUM_BYTES, KEY_BYTES
-from kvpool.wire import (
-    AskPeer,
-    Await,
-    Bytes,
-    Corrupt,
-    Done,
-    Lend,
-    Operate,
-    PullBlocks,
-    Pulled,
-)
+from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus
+from kvpool.wire.frame import Bytes, Done
+from kvpool.wire.peer import Await, Corrupt, Operate
+from kvpool.wire.worker import AskPeer, OpenLoan, PullBlocks, Pulled
 
 _served: dict[str, InprocTransport] = {}
 _lock = threading.Lock()
@@ -79,7 +70,7 @@ class InprocTransport:
     def ask(self, order: AskPeer, stop: Stop) -> Done | Bytes:
         source = self._peer(order.url).source
         if isinstance(order.question, (Await, Operate)):
-            return _wait_for(source.awaited(order.question), Deadline(order.deadline_s), stop)
+            return _wait_for(source.answer_later(order.question), Deadline(order.deadline_s), stop)
         return source.asked(order.question)
 
     def close(self) -> None:
@@ -92,7 +83,7 @@ class InprocTransport:
         with _lock:
             peer = _served.get(url)
         if peer is None:
-            raise Unavailable(f"{url} cannot be reached: nobody listens")
+            raise Unavailable(f"{url} cannot be reached: nothing listens")
         ours, theirs = self.identity, peer.identity
         if (ours.cluster, ours.secret) != (theirs.cluster, theirs.secret):
             raise NotAuthenticated(f"{url} belongs to another cluster, or has another secret")
@@ -111,8 +102,8 @@ class InprocTransport:
         keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
         start, nbytes = span_of(order)
         if len(keys) > KEY_BYTES and len(keys) // KEY_BYTES * nbytes > peer.limits.fetch_bytes_max:
-            raise LimitExceeded("more bytes in one request than the peer lends")
-        wanted = Lend(
+            raise LimitExceeded("more bytes in one request than the peer loans")
+        wanted = OpenLoan(
             order.tenant,
             order.digest,
             order.part,
@@ -122,9 +113,9 @@ class InprocTransport:
             order.stop,
             order.trace,
         )
-        lent = peer.source.lend(wanted)
+        lent = peer.source.open_loan(wanted)
         try:
-            present, rows = check_lent(lent, wanted, peer.memory)
+            present, rows = check_loan(lent, wanted, peer.memory)
             outcome.begin(first, present)
             sources = iter(peer.memory.blocks(lent.segment, lent.stride, order.nbytes, rows))
             ours = order.rows[4 * first : 4 * end]
@@ -146,7 +137,7 @@ class InprocTransport:
                 if xxh3_128_digest(target) == expected:
                     outcome.arrived(index, expected)
                     continue
-                outcome.status[index] = MISMATCH
+                outcome.status[index] = BlockStatus.MISMATCH
                 if not start:
                     key = order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
                     peer.source.corrupt(Corrupt(order.tenant, order.digest, order.part, key))

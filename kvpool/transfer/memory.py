@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import InvalidRequest
-from kvpool.wire import NO_ROW
+from kvpool.wire.frame import NO_ROW
 
 
 class Memory:

@@ -37,7 +37,6 @@ from xxhash import xxh3_128_digest
 from kvpool.errors import KvpoolError, ProtocolError, Unavailable
 from kvpool.transfer.addresses import is_loopback, parse, resolve
 from kvpool.transfer.base import (
-    MISMATCH,
     REFUSALS,
     Deadline,
     Identity,
@@ -46,35 +45,21 @@ from kvpool.transfer.base import (
     Stop,
     TransferLimits,
     blocks_in,
-    check_lent,
+    check_loan,
     check_order,
     span_of,
 )
-from kvpool.transfer.fetching import exchange, fetch_message
-from kvpool.transfer.lending import Budgets, Conversation
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.nixl_agent import Agent, Pieces, Read
-from kvpool.transfer.precedence import Precedence
+from kvpool.transfer.priority import Priority
+from kvpool.transfer.requester import exchange, fetch_message
+from kvpool.transfer.responder import Budgets, Conversation
 from kvpool.transfer.stream import Stream
 from kvpool.transfer.tcp import TcpTransport
-from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, split_keys
-from kvpool.wire import (
-    HELLO_BYTES_MAX,
-    AskPeer,
-    Bytes,
-    Corrupt,
-    Describe,
-    Done,
-    Fetch,
-    Lend,
-    PullBlocks,
-    Pulled,
-    Readable,
-    Taken,
-    decode_peer,
-    encode,
-    error_message,
-)
+from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus, split_keys
+from kvpool.wire.frame import HELLO_BYTES_MAX, Bytes, Done, encode, error_message
+from kvpool.wire.peer import Corrupt, Describe, Fetch, Readable, Taken, decode_peer
+from kvpool.wire.worker import AskPeer, OpenLoan, PullBlocks, Pulled
 
 GROUP_BYTES = 2 << 20  # read at once, then verified while the next ones are read
 GROUP_PIECES = 1024
@@ -128,7 +113,7 @@ class NixlTransport:
         source: Source,
         limits: TransferLimits,
         budgets: Budgets,
-        precedence: Precedence,
+        precedence: Priority,
     ) -> Conversation:
         return _Conversation(self._agent, stream, memory, source, limits, budgets, precedence)
 
@@ -186,7 +171,7 @@ class _Conversation(Conversation):
         source: Source,
         limits: TransferLimits,
         budgets: Budgets,
-        precedence: Precedence,
+        precedence: Priority,
     ) -> None:
         super().__init__(stream, memory, source, limits, budgets, precedence)
         self._agent = agent
@@ -197,7 +182,7 @@ class _Conversation(Conversation):
         token = ""
         try:
             try:
-                wanted = Lend(
+                wanted = OpenLoan(
                     fetch.tenant,
                     fetch.digest,
                     fetch.part,
@@ -207,9 +192,9 @@ class _Conversation(Conversation):
                     fetch.stop,
                     fetch.trace,
                 )
-                lent = self._source.lend(wanted)
+                lent = self._source.open_loan(wanted)
                 token = lent.token
-                present, rows = check_lent(lent, wanted, self._memory)
+                present, rows = check_loan(lent, wanted, self._memory)
                 base = agent.place(lent.segment, deadline) if rows else 0
                 where = Readable(
                     present, lent.checksums, rows, base, lent.stride, agent.name, agent.version
@@ -240,7 +225,7 @@ class _Fetch:
     """The reader's half, for the blocks of one `Fetch`."""
 
     def __init__(
-        self, agent: Agent, memory: Memory, precedence: Precedence, leave: Callable[[str], None]
+        self, agent: Agent, memory: Memory, precedence: Priority, leave: Callable[[str], None]
     ) -> None:
         self._agent = agent
         self._memory = memory
@@ -294,7 +279,7 @@ class _Fetch:
                         if digest == expected[at]:
                             outcome.arrived(first + index, digest)
                         else:
-                            outcome.status[first + index] = MISMATCH
+                            outcome.status[first + index] = BlockStatus.MISMATCH
                             wrong.append(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
         stream.send(Taken(), 0)
         if wrong and not order.start:

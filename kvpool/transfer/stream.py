@@ -16,7 +16,7 @@ from typing import Any
 
 from kvpool.errors import KvpoolError, ProtocolError, Unavailable
 from kvpool.transfer.base import Deadline
-from kvpool.wire import HEADER, Message, encode
+from kvpool.wire.frame import HEADER, Message, encode
 
 IOV_MAX = 1024  # buffers in one sendmsg or recvmsg_into
 WAKE_BYTES = 1 << 20  # wait for so much of what is still to come

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.transfer.base import (
-    ARRIVED,
     Deadline,
     Identity,
     Outcome,
@@ -25,15 +24,17 @@ from kvpool.transfer.base import (
     span_of,
 )
 from kvpool.transfer.connections import Connections
-from kvpool.transfer.crew import Crew
-from kvpool.transfer.fetching import Refused, ask, fetch
-from kvpool.transfer.lending import Conversation, Converse
+from kvpool.transfer.listener import Server
 from kvpool.transfer.memory import Memory
-from kvpool.transfer.precedence import Precedence
-from kvpool.transfer.serving import Server
+from kvpool.transfer.priority import Priority
+from kvpool.transfer.requester import Refused, ask, fetch
+from kvpool.transfer.responder import Conversation, Converse
 from kvpool.transfer.stream import Closed, Stream
-from kvpool.transfer.streams import StreamCounts
-from kvpool.wire import AskPeer, Bytes, Done, PullBlocks, Pulled
+from kvpool.transfer.stream_tuner import StreamCounts
+from kvpool.transfer.thread_pool import ThreadPool
+from kvpool.types import BlockStatus
+from kvpool.wire.frame import Bytes, Done
+from kvpool.wire.worker import AskPeer, PullBlocks, Pulled
 
 T = TypeVar("T")
 
@@ -54,9 +55,9 @@ class TcpTransport:
     ) -> None:
         self.memory = memory
         self.limits = limits
-        self.helpers = Crew("kvpool-stream", HELPERS_MAX)
+        self.helpers = ThreadPool("kvpool-stream", HELPERS_MAX)
         self._connections = Connections(identity, limits)
-        self.precedence = Precedence()
+        self.precedence = Priority()
         self.streams = StreamCounts()
         self._server = Server(memory, source, identity, limits, self.precedence, converse)
 
@@ -168,7 +169,7 @@ class _Pull:
         pulled = self._outcome.finish(self._error)
         order = self._order
         if not (pulled.error or order.background or order.start) and helpers == self._streams - 1:
-            nbytes = pulled.status.count(ARRIVED) * self._nbytes
+            nbytes = pulled.status.count(BlockStatus.PRESENT) * self._nbytes
             self._transport.streams.learn(order.url, self._streams, nbytes, pulled.seconds)
         return pulled
 

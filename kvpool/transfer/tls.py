@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from typing import cast
 
 from kvpool.errors import KvpoolError, NotAuthenticated, ProtocolError
+from kvpool.security.credentials import Contexts, Credentials, node_in
 from kvpool.transfer.base import Deadline
-from kvpool.transfer.credentials import Contexts, Credentials, node_in
 from kvpool.transfer.stream import Closed, Stream
-from kvpool.wire import HEADER, HELLO_BYTES_MAX
+from kvpool.wire.frame import HEADER, HELLO_BYTES_MAX
 
 RECORD_BYTES = 16384  # of plain bytes, at most
 RECORD_EXTRA = 22  # header, type and tag
@@ -110,7 +110,7 @@ class TlsStream(Stream):
         if len(said) >= HEADER.size:
             self._speaks_plain = HEADER.unpack_from(said)[0] <= HELLO_BYTES_MAX
         raise ProtocolError(
-            "this daemon speaks with peers over TLS only: give all daemons of the cluster certificates "
+            "this daemon accepts only TLS from peers: give all daemons of the cluster certificates "
             "(kvpool certs node; tls_cert, tls_key, tls_ca)"
         )
 

@@ -11,13 +11,14 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from kvpool import wire
 from kvpool.errors import Unavailable
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import admit
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.nixl_agent import Agent
 from kvpool.transfer.stream import Stream
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
 
 NBYTES = 1 << 20
 
@@ -35,19 +36,19 @@ def converse(stream: Stream, agent: Agent, driven: Iterator[str]) -> None:
     admit(stream, Identity("test", "owner", "1"))
     while True:
         request, payload = stream.receive(1 << 20)
-        message = wire.decode_peer(payload)
-        if isinstance(message, wire.Corrupt):
+        message = peer_wire.decode_peer(payload)
+        if isinstance(message, peer_wire.Corrupt):
             continue
         count = len(message.keys) // 16
         rows = b"".join(row.to_bytes(4, "little") for row in range(count))
         where = (rows, agent.place(0, Deadline(60)), NBYTES, agent.name, 1)
         with agent.serving() if next(driven, "0") == "1" else contextlib.nullcontext():
-            stream.send(wire.Readable(b"\1" * count, bytes(16 * count), *where), request)
-            while not isinstance(message, wire.Taken):
+            stream.send(peer_wire.Readable(b"\1" * count, bytes(16 * count), *where), request)
+            while not isinstance(message, peer_wire.Taken):
                 request, payload = stream.receive(1 << 20)
-                message = wire.decode_peer(payload)
-                if isinstance(message, wire.Describe):
-                    stream.send(wire.Bytes(agent.describe(Deadline(60))), request)
+                message = peer_wire.decode_peer(payload)
+                if isinstance(message, peer_wire.Describe):
+                    stream.send(frame.Bytes(agent.describe(Deadline(60))), request)
 
 
 memory = Memory()

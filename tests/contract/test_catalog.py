@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvpool.errors import Unavailable
-from kvpool.placement.catalog import Catalog
-from kvpool.placement.catalog_embedded import EmbeddedCatalog
-from kvpool.placement.catalog_redis import RedisCatalog
-from kvpool.placement.redis_settings import parse_url
+from kvpool.placement.catalog.base import Catalog
+from kvpool.placement.catalog.embedded import EmbeddedCatalog
+from kvpool.placement.catalog.redis import RedisCatalog
+from kvpool.placement.redis.settings import parse_url
 from kvpool.testing.catalog import KEYS, NAMESPACE, CatalogContract, key_of, location_of
-from kvpool.testing.servers.redis import Redis, RedisCluster
+from tests.support.servers.redis import Redis, RedisCluster
+from tests.support.waiting import PATIENCE_S
 
-PATIENCE_S = 20.0  # the machine may be busy
 names = itertools.count()
 
 

@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvpool.placement.directory import Directory
-from kvpool.placement.embedded import EmbeddedDirectory
+from kvpool.placement.directory.base import Directory
+from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.testing.directory import DirectoryContract
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.placement.directory import Directory
-from kvpool.placement.redis_directory import open_directory
-from kvpool.placement.redis_settings import parse_url
+from kvpool.placement.directory.base import Directory
+from kvpool.placement.directory.redis import open_directory
+from kvpool.placement.redis.settings import parse_url
 from kvpool.testing.directory import DirectoryContract
-from kvpool.testing.servers.redis import Redis, RedisCluster, RedisSentinel
+from tests.support.servers.redis import Redis, RedisCluster, RedisSentinel
+from tests.support.waiting import PATIENCE_S
 
-PATIENCE_S = 20.0  # the machine may be busy
 names = itertools.count()
 
 

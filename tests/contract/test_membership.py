@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvpool.placement.membership import Membership
-from kvpool.placement.static import StaticCluster, StaticMembership
+from kvpool.placement.membership.base import Membership
+from kvpool.placement.membership.static import StaticCluster, StaticMembership
 from kvpool.testing.membership import Backend, MembershipContract
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import uvloop
 
-from kvpool.placement.etcd.membership import EtcdMembership
 from kvpool.placement.etcd.settings import EtcdSettings
-from kvpool.placement.membership import Membership
+from kvpool.placement.membership.base import Membership
+from kvpool.placement.membership.etcd import EtcdMembership
 from kvpool.testing.membership import Backend, MembershipContract
-from kvpool.testing.servers.etcd import Etcd
+from tests.support.servers.etcd import Etcd
 
-TTL_S = 2.0  # the shortest that etcd gives
+TTL_S = 4.0  # the shortest that a busy machine keeps up
 _clusters = itertools.count()
 
 

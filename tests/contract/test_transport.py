@@ -1,12 +1,16 @@
 """Every transport passes the same tests."""
 
 import itertools
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.testing.transport import TransportContract
-from kvpool.transfer import TRANSPORTS, scheme_of, transport_for
+from kvpool.transfer import GROUP, TRANSPORTS, scheme_of, transport_for
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 _names = itertools.count()
 
@@ -34,3 +38,8 @@ def test_unknown_schemes_are_refused_by_name() -> None:
     for url in ("", "tcp", "tcp:", "tcp://", "://x"):
         with pytest.raises(ConfigError, match="not a transport URL"):
             scheme_of(url)
+
+
+def test_the_entry_points_of_kvpool_itself_are_its_table() -> None:
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    assert project["entry-points"][GROUP] == TRANSPORTS

@@ -5,18 +5,23 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvpool import wire
-from kvpool.testing.mover import MoverSide
-from kvpool.testing.pki import Pki
-from kvpool.testing.proxy import Ending, Fault, Proxy, Way
+from kvpool.security.credentials import Credentials
 from kvpool.testing.transport import DIGEST, Side, key_of, order
-from kvpool.transfer.base import ARRIVED, MISSING, Stop, TransferLimits
-from kvpool.transfer.credentials import Credentials
-from kvpool.transfer.fetching import GROUP_BYTES
+from kvpool.transfer.base import Stop, TransferLimits
+from kvpool.transfer.requester import GROUP_BYTES
+from kvpool.types import BlockStatus
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
+from kvpool.wire import worker as worker_wire
+from tests.support.pki import Pki
+from tests.support.proxy import Ending, Fault, Proxy, Way
+from tests.support.transfer_worker import MoverSide
+from tests.support.waiting import PATIENCE_S
 
 SECRET = b"a secret for this file"
 LIMITS = TransferLimits(connections_max=8)  # so that one left behind by each cut would be noticed
@@ -27,19 +32,21 @@ class Frames:
     """How long the frames of a pull are, from what `wire` says of them."""
 
     def __init__(self, nbytes: int, count: int) -> None:
-        version, nonce, proof = wire.PROTOCOL_VERSION, bytes(32), bytes(32)
+        version, nonce, proof = frame.PROTOCOL_VERSION, bytes(32), bytes(32)
         keys = bytes(16 * count)
-        self.hello = self.size(wire.PeerHello(version, "test", "node", nonce))
-        self.challenge = self.size(wire.PeerChallenge(version, "node", "incarnation", nonce, proof))
-        self.proof = self.size(wire.PeerProof(proof))
-        self.done = self.size(wire.Done())
-        self.fetch = self.size(wire.Fetch("default", DIGEST, 0, nbytes, keys, 60.0))
-        self.fetched = self.size(wire.Fetched(b"\1" * count, bytes(16 * count)))
+        self.hello = self.size(peer_wire.PeerHello(version, "test", "node", nonce))
+        self.challenge = self.size(
+            peer_wire.PeerChallenge(version, "node", "incarnation", nonce, proof)
+        )
+        self.proof = self.size(peer_wire.PeerProof(proof))
+        self.done = self.size(frame.Done())
+        self.fetch = self.size(peer_wire.Fetch("default", DIGEST, 0, nbytes, keys, 60.0))
+        self.fetched = self.size(peer_wire.Fetched(b"\1" * count, bytes(16 * count)))
         self.nbytes, self.count = nbytes, count
 
     @staticmethod
-    def size(message: wire.Message) -> int:
-        return len(wire.encode(message, 1))
+    def size(message: frame.Message) -> int:
+        return len(frame.encode(message, 1))
 
     @property
     def met(self) -> int:
@@ -102,7 +109,7 @@ class Frames:
 
 
 FRAMES = Frames(*SHAPES["in groups"])
-PLACES = [
+PLACES: list[Any] = [
     pytest.param(shape, way, offset, id=f"{shape}-{name}")
     for shape, (nbytes, count) in SHAPES.items()
     for name, (way, offset) in Frames(nbytes, count).places().items()
@@ -164,7 +171,7 @@ class Link:
     def data(self, number: int, life: int | None = None) -> bytes:
         return block(life or self.life, number, self.nbytes)
 
-    def pull(self, deadline_s: float = 30.0, **changes: object) -> wire.Pulled:
+    def pull(self, deadline_s: float = 30.0, **changes: object) -> worker_wire.Pulled:
         """A pull into memory that is known, of which nothing but the order's rows is touched."""
         self.reader.bytes[:] = self.untouched
         wanted = order(
@@ -175,18 +182,18 @@ class Link:
     def block(self, index: int) -> bytes:
         return self.reader.block(self.rows[index], self.nbytes, self.nbytes)
 
-    def check(self, pulled: wire.Pulled, life: int | None = None) -> int:
+    def check(self, pulled: worker_wire.Pulled, life: int | None = None) -> int:
         """How many blocks came; what is said to be here is right, and nothing else was written to."""
         for index, status in enumerate(pulled.status):
             checksum = pulled.checksums[16 * index : 16 * index + 16]
-            if status == ARRIVED:
+            if status == BlockStatus.PRESENT:
                 assert self.block(index) == self.data(index, life)
                 assert checksum == xxh3_128_digest(self.data(index, life))
             else:
-                assert (status, checksum) == (MISSING, bytes(16))
+                assert (status, checksum) == (BlockStatus.LATE, bytes(16))
         for row in set(range(max(self.rows) + 2)) - set(self.rows):
             assert self.reader.block(row, self.nbytes, self.nbytes) == b"\xee" * self.nbytes
-        return pulled.status.count(ARRIVED)
+        return pulled.status.count(BlockStatus.PRESENT)
 
     def check_all_is_well(self) -> None:
         """Nothing is lent any more, nothing writes to the rows any more, and the next pull brings all."""
@@ -204,7 +211,7 @@ class Link:
 
 
 class NixlLink(Link):
-    """The owner is a mover process; only what is said goes through the proxy, bytes go by themselves."""
+    """The owner is a transfer worker; only what is said goes through the proxy, bytes go by themselves."""
 
     scheme = "nixl"
 
@@ -217,7 +224,7 @@ def linked(kind: type[Link], nbytes: int, count: int) -> Iterator[Link]:
     port = [0]
     with Proxy(lambda: ("127.0.0.1", port[0])) as proxy:
 
-        class Here(kind):  # type: ignore[misc, valid-type]
+        class Here(kind):  # type: ignore[valid-type]
             def begin(self) -> Side:
                 owner: Side = super().begin()
                 port[0] = self.port
@@ -345,10 +352,10 @@ def test_a_peer_that_is_restarted_in_the_middle(known: bool) -> None:
             met = link.frames.down
         half = met + link.frames.fetched + 12 * link.nbytes + 1000
         link.proxy.set(Fault(stop=("down", half), ending="hold"))
-        pulls: list[wire.Pulled] = []
+        pulls: list[worker_wire.Pulled] = []
         thread = threading.Thread(target=lambda: pulls.append(link.pull()))
         thread.start()
-        assert link.proxy.stopped.wait(30)
+        assert link.proxy.stopped.wait(PATIENCE_S)
         link.restart()
         link.proxy.cut()
         if known:
@@ -368,10 +375,10 @@ def test_a_peer_that_is_restarted_and_whose_next_life_is_cut_as_well() -> None:
         assert link.check(link.pull()) == link.count
         second = link.frames.down + link.frames.fetched  # where the second answer's blocks begin
         link.proxy.set(Fault(stop=("down", second + 12 * link.nbytes), ending="hold"))
-        pulls: list[wire.Pulled] = []
+        pulls: list[worker_wire.Pulled] = []
         thread = threading.Thread(target=lambda: pulls.append(link.pull()))
         thread.start()
-        assert link.proxy.stopped.wait(30)
+        assert link.proxy.stopped.wait(PATIENCE_S)
         link.restart()
         link.proxy.set(Fault(stop=("down", link.frames.body + 3 * link.nbytes + 50)))
         thread.join()
@@ -479,7 +486,7 @@ def nixl_link() -> Iterator[Link]:
 
 
 READABLE = Frames.size(
-    wire.Readable(b"\1" * 16, bytes(256), bytes(64), 1 << 62, 4096, "node/incarnation", 1)
+    peer_wire.Readable(b"\1" * 16, bytes(256), bytes(64), 1 << 62, 4096, "node/incarnation", 1)
 )
 
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from kvpool.testing.mover import MoverSide
 from kvpool.testing.transport import Side, TransportContract
+from tests.support.transfer_worker import MoverSide
 
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed: pip install --no-deps nixl-cu12")
 
 
 class NixlContract(TransportContract):
-    """The owner is a mover process; the reader is here."""
+    """The owner is a transfer worker; the reader is here."""
 
     lanes: str
 
@@ -22,7 +22,7 @@ class NixlContract(TransportContract):
         return "nixl://127.0.0.1:0"
 
     def owner(self, url: str, **side: object) -> Side:
-        return MoverSide(url, **side)  # type: ignore[arg-type]
+        return MoverSide(url, **side)
 
 
 class TestNixlOverTcp(NixlContract):

@@ -14,24 +14,20 @@ import pytest
 from msgspec.structs import replace
 from xxhash import xxh3_128_digest
 
-from kvpool import wire
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
-from kvpool.testing.mover import MoverSide
 from kvpool.testing.transport import SEGMENT, Side, key_of, order
-from kvpool.transfer.base import (
-    ARRIVED,
-    MISMATCH,
-    MISSING,
-    Deadline,
-    Identity,
-    Stop,
-    TransferLimits,
-)
+from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.nixl import EXIT_STATUS, NixlTransport
 from kvpool.transfer.nixl_agent import METADATA_BYTES_MAX, Agent, Read
 from kvpool.transfer.stream import Stream
+from kvpool.types import BlockStatus
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
+from kvpool.wire import worker as worker_wire
+from tests.support.transfer_worker import MoverSide
+from tests.support.waiting import PATIENCE_S
 
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed: pip install --no-deps nixl-cu12")
 
@@ -94,8 +90,8 @@ def test_a_read_that_does_not_end_ends_its_process_and_nothing_is_written_afterw
             wanted = order(url, NBYTES, KEYS, list(range(8)), deadline_s=2.0)
             with pytest.raises(Unavailable, match=f"status {EXIT_STATUS}"):
                 reader.transport.pull(wanted, Stop())
-            assert reader.mover.process.stderr is not None
-            said = reader.mover.process.stderr.read()
+            assert reader.worker.process.stderr is not None
+            said = reader.worker.process.stderr.read()
             assert b"kvpool: this process ends: 4 reads from a peer do not end" in said
             assert reader.bytes[: 8 * NBYTES] == UNTOUCHED
     finally:
@@ -116,7 +112,7 @@ def test_what_happens_to_a_read_under_way(
 
         def read(self: Agent, one: Read) -> None:
             begin(self, one)
-            self.describe(Deadline(30))  # asked after it, so answered when it has begun
+            self.describe(Deadline(PATIENCE_S))  # asked after it, so answered when it has begun
             if happens == "cancelled":
                 stop.set()
             else:
@@ -125,7 +121,7 @@ def test_what_happens_to_a_read_under_way(
         monkeypatch.setattr(Agent, "read", read)
         pulled = reader.transport.pull(order(url, NBYTES, KEYS[:2], [0, 1]), stop)
         owner.kill()  # else the read would be under way for ever
-        assert pulled.status == bytes([MISSING]) * 2
+        assert pulled.status == bytes([BlockStatus.LATE]) * 2
         assert pulled.error
         assert reason in left[0]
         assert reader.bytes[: 8 * NBYTES] == UNTOUCHED
@@ -137,11 +133,13 @@ def test_a_peer_to_which_there_is_no_way_costs_no_process_and_is_tried_again() -
         wanted = order(url, NBYTES, KEYS[:2], [0, 1], deadline_s=30.0)
         for _ in range(2):
             pulled = reader.transport.pull(wanted, Stop())
-            assert pulled.status == bytes([MISSING]) * 2
+            assert pulled.status == bytes([BlockStatus.LATE]) * 2
             assert "NIXL finds no way" in pulled.error
         assert reader.bytes[: 8 * NBYTES] == UNTOUCHED
         pulled = reader.transport.pull(wanted, Stop())
-        assert (pulled.status, pulled.error) == (bytes([MISMATCH]) * 2, ""), "there is a way now"
+        assert (pulled.status, pulled.error) == (bytes([BlockStatus.MISMATCH]) * 2, ""), (
+            "there is a way now"
+        )
         assert left == []
 
 
@@ -157,13 +155,13 @@ def test_an_owner_that_is_killed_while_it_is_not_read_costs_one_pull() -> None:
                 owner.source.put(key, n, bytes([life * 16 + n]) * NBYTES)
             url = owner.transport.listen(url)
             pulled = reader.transport.pull(order(url, NBYTES, KEYS, list(range(8))), Stop())
-            assert (pulled.status, pulled.error) == (bytes([ARRIVED]) * 8, "")
+            assert (pulled.status, pulled.error) == (bytes([BlockStatus.PRESENT]) * 8, "")
             assert reader.block(5, NBYTES, NBYTES) == bytes([life * 16 + 5]) * NBYTES
             assert owner.source.wait_until_returned()
-            os.kill(owner.mover.process.pid, signal.SIGKILL)
+            os.kill(owner.worker.process.pid, signal.SIGKILL)
             owner.transport.close()
             pulled = reader.transport.pull(order(url, NBYTES, KEYS, list(range(8))), Stop())
-            assert pulled.status == bytes([MISSING]) * 8
+            assert pulled.status == bytes([BlockStatus.LATE]) * 8
             assert url in pulled.error
     finally:
         reader.transport.close()
@@ -186,8 +184,8 @@ def test_a_reader_that_is_killed_gives_its_loan_back() -> None:
 
         thread = threading.Thread(target=pull)
         thread.start()
-        assert owner.source.entered.wait(30)
-        reader.mover.process.kill()
+        assert owner.source.entered.wait(PATIENCE_S)
+        reader.worker.process.kill()
         thread.join()
         assert failures
         owner.source.hold.set()
@@ -205,11 +203,11 @@ def test_a_loan_ends_with_its_deadline_though_the_reader_says_nothing() -> None:
         owner.source.put(KEYS[0], 0, b"x" * NBYTES)
         port = int(owner.transport.listen(URL).rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as sock:
-            stream = Stream(sock, Deadline(30))
+            stream = Stream(sock, Deadline(PATIENCE_S))
             greet(stream, Identity("test", "silent", "1"))
-            stream.send(wire.Fetch("default", b"d" * 16, 0, NBYTES, KEYS[0], 0.2), 1)
-            answer = wire.decode_peer(stream.receive(1 << 20)[1])
-            assert isinstance(answer, wire.Readable)
+            stream.send(peer_wire.Fetch("default", b"d" * 16, 0, NBYTES, KEYS[0], 0.2), 1)
+            answer = peer_wire.decode_peer(stream.receive(1 << 20)[1])
+            assert isinstance(answer, peer_wire.Readable)
             assert owner.source.wait_until_returned()
     finally:
         owner.transport.close()
@@ -221,15 +219,15 @@ def test_strangers_are_told_nothing_of_the_memory() -> None:
     try:
         port = int(owner.transport.listen(URL).rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as sock:
-            stream = Stream(sock, Deadline(30))
-            stream.send(wire.Describe(), 1)
-            assert isinstance(wire.decode_peer(stream.receive(1 << 20)[1]), wire.Error)
+            stream = Stream(sock, Deadline(PATIENCE_S))
+            stream.send(peer_wire.Describe(), 1)
+            assert isinstance(peer_wire.decode_peer(stream.receive(1 << 20)[1]), frame.Error)
         with socket.create_connection(("127.0.0.1", port)) as sock:
-            stream = Stream(sock, Deadline(30))
+            stream = Stream(sock, Deadline(PATIENCE_S))
             greet(stream, Identity("test", "peer", "1", b"a long and random secret"))
-            stream.send(wire.Describe(), 1)
-            answer = wire.decode_peer(stream.receive(1 << 20)[1])
-            assert isinstance(answer, wire.Error)
+            stream.send(peer_wire.Describe(), 1)
+            answer = peer_wire.decode_peer(stream.receive(1 << 20)[1])
+            assert isinstance(answer, frame.Error)
             assert answer.code == "protocol"
     finally:
         owner.transport.close()
@@ -237,7 +235,7 @@ def test_strangers_are_told_nothing_of_the_memory() -> None:
 
 # ---- answers that are wrong ----------------------------------------------------------------------------
 
-Change = Callable[[wire.Readable], wire.Readable]
+Change = Callable[[peer_wire.Readable], peer_wire.Readable]
 
 
 class Liar:
@@ -254,7 +252,7 @@ class Liar:
         self._change = change
         self._metadata = metadata
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.said: list[wire.Message] = []
+        self.said: list[frame.Message] = []
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -265,22 +263,23 @@ class Liar:
     def _serve(self) -> None:
         sock, _ = self._listener.accept()
         with sock, self.agent.serving():
-            stream = Stream(sock, Deadline(30))
+            stream = Stream(sock, Deadline(PATIENCE_S))
             admit(stream, Identity("test", "liar", "1"))
             request, _ = stream.receive(1 << 20)
             blocks = [self.bytes[n * NBYTES : (n + 1) * NBYTES] for n in range(8)]
             sums = b"".join(map(xxh3_128_digest, blocks))
             rows = b"".join(n.to_bytes(4, "little") for n in range(8))
-            base = self.agent.place(0, Deadline(30))
-            honest = wire.Readable(b"\1" * 8, sums, rows, base, NBYTES, self.agent.name, 1)
+            base = self.agent.place(0, Deadline(PATIENCE_S))
+            honest = peer_wire.Readable(b"\1" * 8, sums, rows, base, NBYTES, self.agent.name, 1)
             stream.send(self._change(honest), request)
             try:
                 while True:
                     request, payload = stream.receive(1 << 20)
-                    self.said.append(wire.decode_peer(payload))
-                    if isinstance(self.said[-1], wire.Describe):
+                    self.said.append(peer_wire.decode_peer(payload))
+                    if isinstance(self.said[-1], peer_wire.Describe):
                         stream.send(
-                            wire.Bytes(self._metadata(self.agent.describe(Deadline(30)))), request
+                            frame.Bytes(self._metadata(self.agent.describe(Deadline(PATIENCE_S)))),
+                            request,
                         )
             except KvpoolError:
                 pass  # the reader has left
@@ -298,7 +297,7 @@ class Liar:
 @contextmanager
 def lied_to(
     change: Change, metadata: Callable[[bytes], bytes] = lambda m: m
-) -> Iterator[tuple[Side, Liar, wire.Pulled, list[str]]]:
+) -> Iterator[tuple[Side, Liar, worker_wire.Pulled, list[str]]]:
     """The reader, the liar, what came of a pull, and why the process would have ended."""
     liar = Liar(change, metadata)
     try:
@@ -313,22 +312,26 @@ def lied_to(
 
 def test_the_liar_is_believed_when_it_is_right() -> None:
     with lied_to(lambda honest: honest) as (reader, liar, pulled, left):
-        assert (pulled.status, pulled.error, left) == (bytes([ARRIVED]) * 8, "", [])
+        assert (pulled.status, pulled.error, left) == (bytes([BlockStatus.PRESENT]) * 8, "", [])
         assert reader.bytes[: 8 * NBYTES] == liar.bytes[: 8 * NBYTES]
-        assert [type(m) for m in liar.said] == [wire.Describe, wire.Taken]
+        assert [type(m) for m in liar.said] == [peer_wire.Describe, peer_wire.Taken]
 
 
 def test_slots_that_hold_other_blocks_by_now() -> None:
     """As when a reader comes after its lease: the right slots, of another generation."""
 
-    def move(honest: wire.Readable) -> wire.Readable:
+    def move(honest: peer_wire.Readable) -> peer_wire.Readable:
         rows = honest.rows[:4] + (9).to_bytes(4, "little") + honest.rows[8:]
         return replace(honest, rows=rows)
 
     with lied_to(move) as (_, liar, pulled, left):
-        assert list(pulled.status) == [ARRIVED, MISMATCH, *[ARRIVED] * 6]
+        assert list(pulled.status) == [
+            BlockStatus.PRESENT,
+            BlockStatus.MISMATCH,
+            *[BlockStatus.PRESENT] * 6,
+        ]
         assert pulled.checksums[16:32] == bytes(16)
-        assert liar.said[-1] == wire.Corrupt("default", b"namespace-digest", 0, KEYS[1])
+        assert liar.said[-1] == peer_wire.Corrupt("default", b"namespace-digest", 0, KEYS[1])
         assert left == []
 
 
@@ -346,7 +349,7 @@ def test_slots_that_hold_other_blocks_by_now() -> None:
         lambda h: replace(h, base=h.base + (32 << 20)),
         lambda h: replace(h, rows=b"\xff" * 32),
         lambda h: replace(h, agent="somebody else"),
-        lambda h: wire.Fetched(h.present, h.checksums),
+        lambda h: peer_wire.Fetched(h.present, h.checksums),
     ],
     ids=[
         "few",
@@ -365,7 +368,7 @@ def test_slots_that_hold_other_blocks_by_now() -> None:
 )
 def test_an_answer_that_does_not_fit(change: Change) -> None:
     with lied_to(change) as (reader, _, pulled, left):
-        assert pulled.status == bytes([MISSING]) * 8
+        assert pulled.status == bytes([BlockStatus.LATE]) * 8
         assert pulled.error
         assert reader.bytes[: 8 * NBYTES] == UNTOUCHED
         assert left == [], "nothing had begun"
@@ -388,7 +391,7 @@ def test_a_peer_that_describes_another() -> None:
 )
 def test_a_description_that_is_none(metadata: Callable[[bytes], bytes]) -> None:
     with lied_to(lambda honest: honest, metadata) as (reader, _, pulled, left):
-        assert pulled.status == bytes([MISSING]) * 8
+        assert pulled.status == bytes([BlockStatus.LATE]) * 8
         assert pulled.error
         assert (reader.bytes[: 8 * NBYTES], left) == (UNTOUCHED, [])
 

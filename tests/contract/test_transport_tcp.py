@@ -13,22 +13,19 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvpool import wire
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.testing.transport import Side, key_of, order
 from kvpool.transfer import tcp
-from kvpool.transfer.base import (
-    ARRIVED,
-    MISMATCH,
-    MISSING,
-    Deadline,
-    Identity,
-    Stop,
-    TransferLimits,
-)
+from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
-from kvpool.transfer.precedence import Precedence
+from kvpool.transfer.priority import Priority
 from kvpool.transfer.stream import Stream
+from kvpool.types import BlockStatus
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
+from kvpool.wire import worker as worker_wire
+from tests.support.waiting import PATIENCE_S
 
 URL = "tcp://127.0.0.1:0"
 PEER = Identity("test", "scripted", "1", b"")
@@ -59,7 +56,7 @@ def scripted(*scripts: Script, introduce: bool = True) -> Iterator[str]:
             request = 0
             try:
                 if introduce:
-                    stream = Stream(sock, Deadline(30))
+                    stream = Stream(sock, Deadline(PATIENCE_S))
                     admit(stream, PEER)
                     request, _ = stream.receive(1 << 20)
                 script(sock, request)
@@ -87,7 +84,7 @@ def reader() -> Iterator[Side]:
 
 def answer(request: int, body: bytes = BODY) -> bytes:
     checksums = b"".join(map(xxh3_128_digest, BLOCKS))
-    return wire.encode(wire.Fetched(b"\1" * 4, checksums), request) + body
+    return frame.encode(peer_wire.Fetched(b"\1" * 4, checksums), request) + body
 
 
 def say(data: bytes | Callable[[int], bytes], *, close: bool) -> Script:
@@ -99,7 +96,7 @@ def say(data: bytes | Callable[[int], bytes], *, close: bool) -> Script:
     return script
 
 
-def pull(reader: Side, url: str, deadline_s: float = 30.0) -> wire.Pulled:
+def pull(reader: Side, url: str, deadline_s: float = 30.0) -> worker_wire.Pulled:
     return reader.transport.pull(
         order(url, NBYTES, KEYS, [0, 2, 4, 6], deadline_s=deadline_s), Stop()
     )
@@ -134,10 +131,10 @@ def test_an_answer_that_breaks_off(reader: Side, after: int, close: bool) -> Non
     with scripted(script, script) as url:
         pulled = pull(reader, url, 30.0 if close else 0.2)
     assert pulled.error
-    assert ARRIVED not in pulled.status or after > HEADER_END
-    assert MISSING in pulled.status
+    assert BlockStatus.PRESENT not in pulled.status or after > HEADER_END
+    assert BlockStatus.LATE in pulled.status
     for index, row in enumerate((0, 2, 4, 6)):
-        if pulled.status[index] == ARRIVED:
+        if pulled.status[index] == BlockStatus.PRESENT:
             assert reader.block(row, NBYTES, NBYTES) == BLOCKS[index]
         else:
             assert pulled.checksums[16 * index : 16 * index + 16] == bytes(16)
@@ -157,7 +154,7 @@ def test_a_slow_drip_does_not_extend_the_deadline(reader: Side) -> None:
         pulled = pull(reader, url, 0.3)
         gone.set()
     assert pulled.error
-    assert MISSING in pulled.status
+    assert BlockStatus.LATE in pulled.status
     assert pulled.seconds < 30
 
 
@@ -167,18 +164,18 @@ def test_a_slow_drip_does_not_extend_the_deadline(reader: Side) -> None:
         b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4,
         struct.pack("<II", 1 << 31, 1),
         struct.pack("<II", 5, 1) + b"\xc1" * 5,
-        wire.encode(wire.Done(1), 1),
-        wire.encode(wire.Fetched(b"\1" * 3, b"x" * 48), 1),
-        wire.encode(wire.Fetched(b"\1" * 4, b"x" * 48), 1),
-        wire.encode(wire.Fetched(b"\1\1\1\2", b"x" * 64), 1),
-        wire.encode(wire.Fetched(b"\1" * 4, b"x" * 64), 77) + BODY,
+        frame.encode(frame.Done(1), 1),
+        frame.encode(peer_wire.Fetched(b"\1" * 3, b"x" * 48), 1),
+        frame.encode(peer_wire.Fetched(b"\1" * 4, b"x" * 48), 1),
+        frame.encode(peer_wire.Fetched(b"\1\1\1\2", b"x" * 64), 1),
+        frame.encode(peer_wire.Fetched(b"\1" * 4, b"x" * 64), 77) + BODY,
     ],
     ids=["http", "long frame", "no msgpack", "other type", "few", "sums", "flags", "request"],
 )
 def test_nonsense(reader: Side, data: bytes) -> None:
     with scripted(say(data, close=False)) as url:
         pulled = pull(reader, url)
-    assert pulled.status == bytes([MISSING]) * 4
+    assert pulled.status == bytes([BlockStatus.LATE]) * 4
     assert pulled.error
 
 
@@ -186,7 +183,12 @@ def test_wrong_bytes_under_right_checksums(reader: Side) -> None:
     body = BLOCKS[0] + BLOCKS[2] + BLOCKS[1] + BLOCKS[3]
     with scripted(say(lambda r: answer(r, body), close=False)) as url:
         pulled = pull(reader, url)
-    assert list(pulled.status) == [ARRIVED, MISMATCH, MISMATCH, ARRIVED]
+    assert list(pulled.status) == [
+        BlockStatus.PRESENT,
+        BlockStatus.MISMATCH,
+        BlockStatus.MISMATCH,
+        BlockStatus.PRESENT,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -195,25 +197,28 @@ def test_wrong_bytes_under_right_checksums(reader: Side) -> None:
         (b"", ""),
         (b"SSH-2.0-OpenSSH_9.2\r\n", ""),
         (
-            wire.encode(wire.PeerChallenge(99, "n", "i", b"n" * 32, b""), 1),
-            f"to {wire.PROTOCOL_VERSION}, the peer 99",
+            frame.encode(peer_wire.PeerChallenge(99, "n", "i", b"n" * 32, b""), 1),
+            f"to {frame.PROTOCOL_VERSION}, the peer 99",
         ),
-        (wire.encode(wire.PeerChallenge(wire.PROTOCOL_VERSION, "n", "i", b"n", b""), 1), "nonce"),
         (
-            wire.encode(
-                wire.PeerChallenge(wire.PROTOCOL_VERSION, "n", "i", b"n" * 32, b"p" * 32), 1
+            frame.encode(peer_wire.PeerChallenge(frame.PROTOCOL_VERSION, "n", "i", b"n", b""), 1),
+            "nonce",
+        ),
+        (
+            frame.encode(
+                peer_wire.PeerChallenge(frame.PROTOCOL_VERSION, "n", "i", b"n" * 32, b"p" * 32), 1
             ),
             "did not prove",
         ),
-        (wire.encode(wire.Done(), 1), "handshake"),
-        (wire.encode(wire.Error("limit", "too many daemons"), 1), "too many daemons"),
+        (frame.encode(frame.Done(), 1), "handshake"),
+        (frame.encode(frame.Error("limit", "too many daemons"), 1), "too many daemons"),
     ],
     ids=["silent", "ssh", "version", "nonce", "proof", "type", "error"],
 )
 def test_a_handshake_that_fails(reader: Side, said: bytes, reason: str) -> None:
     with scripted(say(said, close=False), introduce=False) as url:
         pulled = pull(reader, url, 0.3)
-    assert pulled.status == bytes([MISSING]) * 4
+    assert pulled.status == bytes([BlockStatus.LATE]) * 4
     assert pulled.error
     assert reason in pulled.error
 
@@ -223,7 +228,7 @@ def test_a_connection_that_died_while_idle_is_replaced(reader: Side) -> None:
 
     def answer_then_drop_the_next(sock: socket.socket, request: int) -> None:
         sock.sendall(answer(request))
-        Stream(sock, Deadline(30)).receive(1 << 20)
+        Stream(sock, Deadline(PATIENCE_S)).receive(1 << 20)
         sock.shutdown(socket.SHUT_RDWR)
 
     scripts = [
@@ -240,7 +245,7 @@ def test_a_connection_that_died_while_idle_is_replaced(reader: Side) -> None:
 def test_a_pull_is_cancelled_while_its_peer_is_silent(reader: Side) -> None:
     asked = threading.Event()
     stop = Stop()
-    results: list[wire.Pulled] = []
+    results: list[worker_wire.Pulled] = []
 
     def run() -> None:
         results.append(reader.transport.pull(order(url, NBYTES, KEYS, [0, 1, 2, 3]), stop))
@@ -248,10 +253,10 @@ def test_a_pull_is_cancelled_while_its_peer_is_silent(reader: Side) -> None:
     with scripted(lambda sock, request: asked.set()) as url:
         thread = threading.Thread(target=run)
         thread.start()
-        assert asked.wait(30)
+        assert asked.wait(PATIENCE_S)
         stop.set()
         thread.join()
-    assert results[0].status == bytes([MISSING]) * 4
+    assert results[0].status == bytes([BlockStatus.LATE]) * 4
     assert results[0].seconds < 30  # its deadline is 60
 
 
@@ -272,19 +277,19 @@ def owner() -> Iterator[tuple[Side, tuple[str, int]]]:
 def introduced(address: tuple[str, int]) -> tuple[socket.socket, Stream]:
     sock = socket.create_connection(address, 30)
     sock.setblocking(True)
-    stream = Stream(sock, Deadline(30))
+    stream = Stream(sock, Deadline(PATIENCE_S))
     greet(stream, PEER)
     return sock, stream
 
 
 def fetch(
     deadline_s: float = 30.0, keys: bytes = b"".join(KEYS), nbytes: int = NBYTES
-) -> wire.Fetch:
-    return wire.Fetch("default", b"d" * 16, 0, nbytes, keys, deadline_s)
+) -> peer_wire.Fetch:
+    return peer_wire.Fetch("default", b"d" * 16, 0, nbytes, keys, deadline_s)
 
 
 def closed_by_peer(sock: socket.socket) -> bool:
-    sock.settimeout(30)
+    sock.settimeout(PATIENCE_S)
     try:
         while sock.recv(65536):
             pass
@@ -299,12 +304,12 @@ def closed_by_peer(sock: socket.socket) -> bool:
         b"",
         b"\x00",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        struct.pack("<II", wire.HELLO_BYTES_MAX + 1, 1),
-        wire.encode(wire.PeerHello(2, "test", "n", b"n" * 32), 1),
-        wire.encode(wire.PeerHello(1, "test", "n", b""), 1),
-        wire.encode(wire.PeerHello(1, "other", "n", b"n" * 32), 1),
-        wire.encode(fetch(), 1),
-        wire.encode(wire.Stats(), 1),
+        struct.pack("<II", frame.HELLO_BYTES_MAX + 1, 1),
+        frame.encode(peer_wire.PeerHello(2, "test", "n", b"n" * 32), 1),
+        frame.encode(peer_wire.PeerHello(1, "test", "n", b""), 1),
+        frame.encode(peer_wire.PeerHello(1, "other", "n", b"n" * 32), 1),
+        frame.encode(fetch(), 1),
+        frame.encode(client_wire.Stats(), 1),
     ],
     ids=["silent", "slow", "http", "long", "version", "nonce", "cluster", "early", "foreign"],
 )
@@ -323,23 +328,23 @@ def test_strangers_are_shown_out(owner: tuple[Side, tuple[str, int]], said: byte
 @pytest.mark.parametrize(
     "message",
     [
-        wire.Done(),
-        wire.PeerHello(1, "test", "n", b"n" * 32),
+        frame.Done(),
+        peer_wire.PeerHello(1, "test", "n", b"n" * 32),
         fetch(keys=b"x" * 17),
         fetch(nbytes=0),
-        wire.Corrupt("default", b"d" * 16, 0, KEYS[0]),
+        peer_wire.Corrupt("default", b"d" * 16, 0, KEYS[0]),
     ],
     ids=["type", "hello", "keys", "sizes", "slander"],
 )
 def test_peers_that_break_the_protocol_are_cut(
-    owner: tuple[Side, tuple[str, int]], message: wire.Message
+    owner: tuple[Side, tuple[str, int]], message: frame.Message
 ) -> None:
     side, address = owner
     sock, stream = introduced(address)
     with sock:
         stream.send(message, 1)
-        answer = wire.decode_peer(stream.receive(1 << 20)[1])
-        assert isinstance(answer, wire.Error)
+        answer = peer_wire.decode_peer(stream.receive(1 << 20)[1])
+        assert isinstance(answer, frame.Error)
         assert answer.code == "protocol"
         assert closed_by_peer(sock)
     assert side.source.reports == []
@@ -351,7 +356,7 @@ def test_a_fetch_above_the_limits_is_refused(owner: tuple[Side, tuple[str, int]]
     with sock:
         stream.send(fetch(nbytes=1 << 20), 5)
         request, payload = stream.receive(1 << 20)
-        answer = wire.decode_peer(payload)
+        answer = peer_wire.decode_peer(payload)
         assert (request, answer.code) == (5, "limit")
         stream.send(fetch(), 6)  # the connection goes on
         assert stream.receive(1 << 20)[0] == 6
@@ -366,7 +371,7 @@ def test_a_reader_that_does_not_read_is_cut_and_its_loan_returned() -> None:
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(address)
-        stream = Stream(sock, Deadline(30))
+        stream = Stream(sock, Deadline(PATIENCE_S))
         greet(stream, PEER)
         stream.send(fetch(0.2, KEYS[0] * 4096), 1)  # 32 MiB: more than the buffers on the way hold
         ended = select.poll()
@@ -382,7 +387,7 @@ def test_a_reader_that_vanishes(owner: tuple[Side, tuple[str, int]]) -> None:
     side.source.hold = threading.Event()
     sock, stream = introduced(address)
     stream.send(fetch(), 1)
-    assert side.source.entered.wait(30)
+    assert side.source.entered.wait(PATIENCE_S)
     sock.close()
     side.source.hold.set()
     assert side.source.wait_until_returned()
@@ -423,7 +428,7 @@ def served(sock: socket.socket, stream: Stream) -> bool:
 def test_strangers_keep_nobody_out(patient: tuple[Side, tuple[str, int]]) -> None:
     """They say nothing, or half of something: who came first goes when somebody else comes."""
     side, address = patient
-    hello = wire.encode(wire.PeerHello(wire.PROTOCOL_VERSION, "test", "n", b"n" * 32), 1)
+    hello = frame.encode(peer_wire.PeerHello(frame.PROTOCOL_VERSION, "test", "n", b"n" * 32), 1)
     with ExitStack() as stack:
         known = introduced(address)
         stack.callback(known[0].close)
@@ -449,7 +454,7 @@ def test_the_stranger_who_came_first_goes(patient: tuple[Side, tuple[str, int]])
         stack.callback(sock.close)
         assert closed_by_peer(strangers[0])
         for stranger in strangers[1:]:
-            stream = Stream(stranger, Deadline(30))
+            stream = Stream(stranger, Deadline(PATIENCE_S))
             stranger.setblocking(True)
             greet(stream, PEER)  # it has only now made up its mind
             assert served(stranger, stream)
@@ -469,7 +474,7 @@ def test_a_reader_without_descriptors_says_so_and_goes_on(
         with pytest.raises(OSError, match="Too many open files"):
             taken += (os.dup(0) for _ in itertools.count())
         pulled = pull(reader, url)
-        assert pulled.status == bytes([MISSING]) * 4
+        assert pulled.status == bytes([BlockStatus.LATE]) * 4
         assert "Too many open files" in pulled.error
     finally:
         for fd in taken:
@@ -521,7 +526,7 @@ def test_listening_to_the_world_takes_a_secret_and_tls_or_trust() -> None:
 
 def test_a_name_that_does_not_resolve(reader: Side) -> None:
     pulled = pull(reader, "tcp://no-such-host.invalid:7070", 20.0)
-    assert pulled.status == bytes([MISSING]) * 4
+    assert pulled.status == bytes([BlockStatus.LATE]) * 4
     assert "no-such-host.invalid" in pulled.error
 
 
@@ -535,15 +540,15 @@ def test_a_peers_word_alone_drops_nothing() -> None:
     port = int(owner.transport.listen(URL).rsplit(":", 1)[1])
     try:
         with socket.create_connection(("127.0.0.1", port)) as sock:
-            stream = Stream(sock, Deadline(30))
+            stream = Stream(sock, Deadline(PATIENCE_S))
             greet(stream, PEER)
-            stream.send(wire.Fetch("default", b"d" * 16, 0, NBYTES, b"".join(KEYS), 30.0), 1)
+            stream.send(peer_wire.Fetch("default", b"d" * 16, 0, NBYTES, b"".join(KEYS), 30.0), 1)
             _, payload = stream.receive(1 << 20)
-            assert wire.decode_peer(payload).present == b"\1" * 4
+            assert peer_wire.decode_peer(payload).present == b"\1" * 4
             left = 4 * NBYTES
             while left:
                 left -= len(sock.recv(left))
-            stream.send(wire.Corrupt("default", b"d" * 16, 0, b"".join(KEYS)), 0)
+            stream.send(peer_wire.Corrupt("default", b"d" * 16, 0, b"".join(KEYS)), 0)
             assert owner.source.wait_for_report()
             assert [report.keys for report in owner.source.reports] == [KEYS[2]]
             assert owner.source.wait_until_returned()
@@ -554,7 +559,7 @@ def test_a_peers_word_alone_drops_nothing() -> None:
 # ---- who goes first ------------------------------------------------------------------------------------
 
 
-class Watched(Precedence):
+class WatchedPriority(Priority):
     """Counts."""
 
     def __init__(self) -> None:
@@ -581,7 +586,7 @@ class Watched(Precedence):
 def test_both_sides_know_who_goes_first(
     background: bool, urgent_ones: int, gave_way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "Precedence", Watched)
+    monkeypatch.setattr(tcp, "Priority", WatchedPriority)
     nbytes = 1 << 20
     owner, reader = Side(URL), Side(URL)
     try:
@@ -592,7 +597,7 @@ def test_both_sides_know_who_goes_first(
         pulled = reader.transport.pull(
             order(url, nbytes, KEYS, [0, 1, 2, 3], background=background), Stop()
         )
-        assert pulled.status == bytes([ARRIVED]) * 4
+        assert pulled.status == bytes([BlockStatus.PRESENT]) * 4
         assert owner.source.wait_until_returned()
         ways = reader.transport.precedence  # type: ignore[attr-defined]
         assert (ways.urgent_ones, ways.gave_way) == (urgent_ones, gave_way)

@@ -5,13 +5,15 @@ import ssl
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvpool.testing.pki import Pki
+from kvpool.security.credentials import LOOK_S, Contexts, Credentials
 from kvpool.testing.transport import Side, TransportContract, key_of, order
-from kvpool.transfer.base import ARRIVED, MISSING, Stop, TransferLimits
-from kvpool.transfer.credentials import LOOK_S, Contexts, Credentials
+from kvpool.transfer.base import Stop, TransferLimits
+from kvpool.types import BlockStatus
+from tests.support.pki import Pki
 
 URL = "tcp://127.0.0.1:0"
 
@@ -29,10 +31,10 @@ class TestTls(TransportContract):
     def url(self) -> str:
         return URL
 
-    def pair(
-        self, *args: int, **side: object
+    def pair(  # type: ignore[override]
+        self, *args: Any, **side: Any
     ) -> AbstractContextManager[tuple[Side, Side, str, list[bytes]]]:
-        return super().pair(*args, **{"tls": self.credentials, **side})  # type: ignore[arg-type]
+        return super().pair(*args, **{"tls": self.credentials, **side})
 
 
 class Unchecked(Credentials):
@@ -91,12 +93,12 @@ def test_an_owner_that_is_not_who_it_should_be_delivers_nothing(
             owner.source.stride = 1000
             owner.source.put(key_of(1), 1, b"x" * 1000)
         pulled = reader.transport.pull(order(bad, 1000, [key_of(1)], [3]), Stop())
-        assert pulled.status == bytes([MISSING])
+        assert pulled.status == bytes([BlockStatus.LATE])
         assert said in pulled.error
         assert reader.block(3, 1000, 1000) == bytes(1000)
         assert owners[0].source.lent == 0
         pulled = reader.transport.pull(order(good, 1000, [key_of(1)], [3]), Stop())
-        assert (pulled.status, pulled.error) == (bytes([ARRIVED]), "")
+        assert (pulled.status, pulled.error) == (bytes([BlockStatus.PRESENT]), "")
         assert reader.block(3, 1000, 1000) == b"x" * 1000
     finally:
         for side in (reader, *owners):
@@ -121,7 +123,7 @@ def test_peers_that_stall_in_the_handshake_make_way_and_end_at_their_deadline(
                 with suppress(BrokenPipeError, ConnectionResetError):  # it has made way already
                     sock.sendall(b"\x16\x03\x01\x02\x00\x01")
             pulled = reader.transport.pull(order(url, 1000, [key_of(1)], [3]), Stop())
-            assert (pulled.status, pulled.error) == (bytes([ARRIVED]), "")
+            assert (pulled.status, pulled.error) == (bytes([BlockStatus.PRESENT]), "")
             for sock in stalled:
                 try:
                     assert not sock.recv(1), "shown out, without a word"
@@ -153,14 +155,16 @@ def test_who_is_revoked_is_not_served_over_connections_that_there_are(
         owner.source.put(key_of(1), 1, b"x" * 1000)
         wanted = order(url, 1000, [key_of(1)], [3])
         for _ in range(2):
-            assert reader.transport.pull(wanted, Stop()).status == bytes([ARRIVED])
+            assert reader.transport.pull(wanted, Stop()).status == bytes([BlockStatus.PRESENT])
         pki.revoke("reader" if whose == "owner" else "owner")
         (tmp_path / f"{whose}-crl.pem").write_bytes(pki.crl.read_bytes())
-        assert reader.transport.pull(wanted, Stop()).status == bytes([ARRIVED]), "not yet looked at"
+        assert reader.transport.pull(wanted, Stop()).status == bytes([BlockStatus.PRESENT]), (
+            "not yet looked at"
+        )
         now[0] += LOOK_S
         lent = owner.source.lent
         pulled = reader.transport.pull(wanted, Stop())
-        assert pulled.status == bytes([MISSING])
+        assert pulled.status == bytes([BlockStatus.LATE])
         assert "revoked" in pulled.error
         assert owner.source.lent == lent
     finally:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import re
 import secrets
 import select
 import shutil
@@ -18,30 +19,18 @@ from typing import Any, Self
 
 import pytest
 
-from kvpool import wire
-from kvpool.client import Client
-from kvpool.testing.s3 import Proxy
+from kvpool.client import Client, OperatorClient
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+from tests.support.s3 import Proxy
+from tests.support.waiting import PATIENCE_S, until
 
 MIB = 1 << 20
-START_S = 30.0  # generous: the machine may be busy
-PATIENCE_S = 20.0  # for what should happen at once
-
-
-def until(condition: Callable[[], Any], seconds: float = PATIENCE_S, what: str = "") -> Any:
-    """Poll until the condition gives something true, and return that."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found = condition()
-        if found:
-            return found
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds} s: {what or condition}")
-        time.sleep(0.005)
 
 
 @pytest.fixture(name="until")
 def until_fixture() -> Callable[..., Any]:
-    """`until(condition, seconds, what)`: the one way in which tests wait."""
+    """`until(condition, what)`: see `tests.support.waiting`."""
     return until
 
 
@@ -104,12 +93,12 @@ class Daemon:
     def wait_ready(self) -> Self:
         """Wait for the line that says so."""
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], START_S)
+        readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
         self.ready = self.process.stdout.readline().decode() if readable else ""
         assert " ready: " in self.ready, f"{self.ready!r}, stderr: {self.stderr}"
         return self
 
-    def wait_end(self, seconds: float = START_S) -> int:
+    def wait_end(self, seconds: float = PATIENCE_S) -> int:
         """The exit status; also that of a daemon which refuses to start."""
         return self.process.wait(seconds)
 
@@ -130,13 +119,13 @@ class Daemon:
         return self.wait_end()
 
     def kill(self) -> None:
-        """SIGKILL to the control process alone; its movers have to end by themselves."""
+        """SIGKILL to the control process alone; its transfer workers have to end by themselves."""
         self.signal(signal.SIGKILL)
         self.wait_end()
 
-    def client(self, **settings: Any) -> Client:
-        settings.setdefault("timeout_s", 10.0)
-        return Client(self.socket, **settings)
+    def client(self, **settings: Any) -> OperatorClient:
+        settings.setdefault("timeout_s", PATIENCE_S)
+        return OperatorClient(self.socket, **settings)
 
     def raw(self) -> "Raw":
         """A raw connection, closed with the daemon."""
@@ -163,7 +152,7 @@ class Daemon:
                 self.signal(signal.SIGCONT)
                 self.signal(signal.SIGTERM)
             try:
-                self.process.wait(START_S)
+                self.process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self.kill()
         assert self.process.stdout is not None
@@ -211,7 +200,10 @@ def start(folder: Path) -> Iterator[Start]:
     daemons: list[Daemon] = []
 
     def begin(*args: str, ready: bool = True, name: str = "node", **settings: Any) -> Daemon:
-        if "--memory" not in args and "memory" not in settings.get("config", ""):
+        # A tenant's table may name a size too: without one of its own, the default tenant takes a share of the
+        # machine's memory, and a slow machine needs a minute to clear that.
+        top_level = re.split(r"^\[", settings.get("config", ""), maxsplit=1, flags=re.MULTILINE)[0]
+        if "--memory" not in args and "memory" not in top_level:
             args = ("--memory", "32MiB", *args)
         daemon = Daemon(folder / name, *args, **settings)
         daemons.append(daemon)
@@ -251,7 +243,7 @@ def proxy(s3: tuple[str, int]) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def client(daemon: Daemon) -> Iterator[Client]:
+def client(daemon: Daemon) -> Iterator[OperatorClient]:
     """A client of that daemon, patient enough for a busy machine."""
     with daemon.client(connect=True) as client:
         yield client
@@ -264,7 +256,7 @@ class Raw:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(timeout_s)
         self.sock.connect(path)
-        self.reader = wire.FrameReader()
+        self.reader = frame.FrameReader()
         self.frames: list[tuple[int, bytes]] = []
         self.requests = 1
 
@@ -277,25 +269,25 @@ class Raw:
     def hello(self, **fields: Any) -> Any:
         """The daemon's answer to a Hello that is right but for what is given."""
         right = {
-            "version": wire.PROTOCOL_VERSION,
+            "version": frame.PROTOCOL_VERSION,
             "tenant": "default",
             "instance": "test",
             "client": secrets.token_hex(16),
             "token": None,
         }
-        self.send(wire.Hello(**(right | fields)))
+        self.send(client_wire.Hello(**(right | fields)))
         data, fds, _, _ = socket.recv_fds(self.sock, 1 << 16, 1)
         for fd in fds:
             os.close(fd)
         self.frames += self.reader.feed(data)
         return self.receive()[1]
 
-    def send(self, message: wire.Message) -> int:
+    def send(self, message: frame.Message) -> int:
         self.requests += 1
-        self.sock.sendall(wire.encode(message, self.requests))
+        self.sock.sendall(frame.encode(message, self.requests))
         return self.requests
 
-    def ask(self, message: wire.Message) -> Any:
+    def ask(self, message: frame.Message) -> Any:
         request = self.send(message)
         answered, answer = self.receive()
         assert answered == request
@@ -308,7 +300,7 @@ class Raw:
             assert data, "the daemon closed the connection"
             self.frames += self.reader.feed(data)
         request, payload = self.frames.pop(0)
-        return request, wire.decode_daemon(payload)
+        return request, client_wire.decode_daemon(payload)
 
     def ended(self) -> bool:
         """Whether the daemon closed the connection; what it said before is thrown away."""
@@ -334,7 +326,7 @@ def say(text): print(text, flush=True)
 def hear(): return sys.stdin.readline().strip()
 SOCKET = sys.argv[1]
 import kvpool.client
-from kvpool.client import Client
+from kvpool.client import Client, OperatorClient
 from kvpool.types import NamespaceRecord
 RECORD = NamespaceRecord.simple("script", block_bytes=4096, block_tokens=16)
 def key(number): return number.to_bytes(16, "big")
@@ -357,7 +349,7 @@ def block(number): return bytes([number % 251]) * 4096
     def hear(self) -> str:
         """The next line; fails when there is none in time, or the process has ended."""
         assert self.process.stdout is not None
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + PATIENCE_S
         # Not `readline`: what it reads beyond the line, `select` would not know of.
         while b"\n" not in self._said:
             left = max(0.0, deadline - time.monotonic())
@@ -385,7 +377,7 @@ def block(number): return bytes([number % 251]) * 4096
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        return self.process.wait(START_S)
+        return self.process.wait(PATIENCE_S)
 
     def __enter__(self) -> Self:
         return self

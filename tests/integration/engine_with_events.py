@@ -11,8 +11,9 @@
 import sys
 
 from kvpool.client import Client
-from kvpool.testing.stub_engine.events import EventPublisher
 from kvpool.types import NamespaceRecord
+from tests.support.stub_engine.events import EventPublisher
+from tests.support.waiting import PATIENCE_S
 
 RECORD = NamespaceRecord.simple("cluster", block_bytes=32 << 10, block_tokens=16)
 
@@ -29,7 +30,7 @@ def key(number: int) -> bytes:
 def main() -> None:
     socket, endpoint = sys.argv[1:]
     publisher = EventPublisher(endpoint, f"{endpoint}.replay", "kv")
-    client = Client(socket, timeout_s=10.0)
+    client = Client(socket, timeout_s=PATIENCE_S)
     ns = client.open(RECORD)
     where = {"replay": f"{endpoint}.replay", "topic": "kv", "groups": [0]}
     say(client.follow_events(ns, endpoint, **where))

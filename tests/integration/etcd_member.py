@@ -11,8 +11,8 @@ import time
 
 import uvloop
 
-from kvpool.placement.etcd.membership import EtcdMembership
 from kvpool.placement.etcd.settings import EtcdSettings
+from kvpool.placement.membership.etcd import EtcdMembership
 from kvpool.testing.membership import record, standing
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool import wire
 from kvpool.errors import InvalidRequest, LimitExceeded
 from kvpool.types import EngineRecord, NamespaceRecord
+from kvpool.wire import frame
 
 RECORD = NamespaceRecord.simple("script", block_bytes=4096, block_tokens=16)
 ENGINE = EngineRecord(
@@ -22,7 +22,7 @@ ENGINE = EngineRecord(
 )
 ANNOUNCE = """
 from kvpool.types import EngineRecord
-client = Client(SOCKET, timeout_s=10.0)
+client = Client(SOCKET, timeout_s=60.0)
 ns = client.open(RECORD)
 url = hear()
 while url:
@@ -152,7 +152,7 @@ def test_prefixes_of_a_node_that_is_alone(start, until):
         assert client.prefixes(ns.digest, keys[7:]) == {"n": (3, 3)}
         assert client.prefixes(ns.digest, []) == {}
         with pytest.raises(LimitExceeded):
-            client.prefixes(ns.digest, bytes(16 * (wire.KEYS_MAX + 1)))
+            client.prefixes(ns.digest, bytes(16 * (frame.KEYS_MAX + 1)))
 
 
 def test_prefixes_count_disks(start, folder, until):

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool import wire
 from kvpool.client import Client
 from kvpool.errors import (
     InvalidRequest,
+    KvpoolError,
     LeaseLost,
     NotAuthenticated,
     ProtocolError,
@@ -21,10 +21,14 @@ from kvpool.errors import (
     UnknownReservation,
 )
 from kvpool.types import NamespaceRecord
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+from tests.support.waiting import PATIENCE_S
 
 RECORD = NamespaceRecord.simple("script", block_bytes=4096, block_tokens=16)
-SOON_S = 1.0  # what the death of a process may cost at most
-SLACK_S = 3.0  # for a busy machine, where a deadline is measured
+TIMEOUT_S = 2.0  # where it is tested; a busy machine answers sooner
+SLACK_S = 20.0  # for a busy machine, where a deadline is measured
+LEASE_S = 3.0  # of readers who are stopped under it; time enough to get so far
 
 
 def key(number: int) -> bytes:
@@ -55,7 +59,7 @@ def test_a_client_killed_between_reserve_and_commit(daemon, client, ns, until):
     before = used(client)
     victim = daemon.script(
         """
-client = Client(SOCKET, timeout_s=10, connect=True)
+client = Client(SOCKET, timeout_s=60, connect=True)
 reservation = client.reserve(client.open(RECORD), [key(n) for n in range(100)])
 reservation.slots.view(0)[:] = block(1)
 say("reserved")
@@ -65,7 +69,7 @@ hear()
     assert victim.hear() == "reserved"
     assert used(client) >= before + 100 * 4096
     victim.kill()
-    until(lambda: used(client) == before, SOON_S, "the space of a dead client")
+    until(lambda: used(client) == before, "the space of a dead client")
     assert client.stats()["clients"] == 1
     assert put(client, ns, *range(100)) == 100
 
@@ -73,7 +77,7 @@ hear()
 def test_a_client_killed_while_it_has_slots_for_small_puts(daemon, client, ns, until):
     victim = daemon.script(
         """
-client = Client(SOCKET, timeout_s=10, connect=True)
+client = Client(SOCKET, timeout_s=60, connect=True)
 ns = client.open(RECORD)
 for n in range(20):
     client.put(ns, [key(n)], block(n))
@@ -83,7 +87,7 @@ hear()
     )
     assert victim.hear() == "put"
     victim.kill()
-    until(lambda: used(client) == 20 * 4096, SOON_S, "the granted slots of a dead client")
+    until(lambda: used(client) == 20 * 4096, "the granted slots of a dead client")
     assert client.get(ns, [key(n) for n in range(20)]) == [block(n) for n in range(20)]
     assert client.stats()["tenants"]["default"]["granted_bytes"] == 0
 
@@ -92,7 +96,7 @@ def test_a_reader_killed_under_its_lease(daemon, client, ns, until):
     put(client, ns, 1)
     victim = daemon.script(
         """
-client = Client(SOCKET, timeout_s=10, connect=True)
+client = Client(SOCKET, timeout_s=60, connect=True)
 lease = client.acquire(client.open(RECORD), [key(1)], lease_s=60)
 say("leased")
 hear()
@@ -101,13 +105,13 @@ hear()
     assert victim.hear() == "leased"
     assert client.stats()["leases"] == 1
     victim.kill()
-    until(lambda: client.stats()["leases"] == 0, SOON_S, "the lease of a dead client")
+    until(lambda: client.stats()["leases"] == 0, "the lease", seconds=PATIENCE_S / 2)
 
 
 def test_a_socket_that_closes_frees_nothing_while_its_process_lives(daemon, client, ns, until):
     victim = daemon.script(
         """
-client = Client(SOCKET, timeout_s=10, connect=True)
+client = Client(SOCKET, timeout_s=60, connect=True)
 ns = client.open(RECORD)
 client.put(ns, [key(500)], block(5))
 lease = client.acquire(ns, [key(500)], lease_s=60)
@@ -136,7 +140,7 @@ hear()
     assert sum(one is not None for one in read) > 4000
     assert all(one is None or one == block(n) for n, one in zip(there, read, strict=True))
     victim.kill()
-    until(lambda: client.stats()["leases"] == 0 and client.stats()["clients"] == 1, SOON_S)
+    until(lambda: client.stats()["leases"] == 0 and client.stats()["clients"] == 1)
 
 
 def test_a_forked_child_is_refused(daemon, client, ns):
@@ -160,7 +164,7 @@ def test_a_forked_child_is_refused(daemon, client, ns):
 def test_a_child_that_is_executed_inherits_no_descriptor(daemon):
     other = daemon.script(
         """
-client = Client(SOCKET, timeout_s=10, connect=True)
+client = Client(SOCKET, timeout_s=60, connect=True)
 client.put(client.open(RECORD), [key(1)], block(1))
 found = []
 for fd in map(int, os.listdir("/proc/self/fd")):
@@ -197,7 +201,7 @@ def test_get_into_stopped_past_its_lease_uses_nothing(daemon, client, ns, until,
     reader = daemon.script(
         f"""
 import numpy as np
-real = kvpool.client.read_rows
+real = kvpool.client.copying.read_rows
 def stop_and_read(*args):
     if "{when}" == "after":
         real(*args)
@@ -205,12 +209,12 @@ def stop_and_read(*args):
     os.kill(os.getpid(), signal.SIGSTOP)
     if "{when}" == "before":
         real(*args)
-kvpool.client.read_rows = stop_and_read
-client = Client(SOCKET, timeout_s=10, connect=True)
+kvpool.client.copying.read_rows = stop_and_read
+client = Client(SOCKET, timeout_s=60, connect=True)
 out = np.zeros((3, 4096), np.uint8)
-here = client.get_into(client.open(RECORD), [key(1), key(2), key(3)], out, lease_s=0.2)
+here = client.get_into(client.open(RECORD), [key(1), key(2), key(3)], out, lease_s={LEASE_S})
 say(str(here.tolist()))
-kvpool.client.read_rows = real
+kvpool.client.copying.read_rows = real
 here = client.get_into(client.open(RECORD), [key(4)], out[:1])
 say(str(here.tolist()) + str(out[0].tobytes() == block(4)))
 """
@@ -229,17 +233,17 @@ say(str(here.tolist()) + str(out[0].tobytes() == block(4)))
 def test_a_lease_holder_stopped_past_its_deadline(daemon, client, ns, until):
     put(client, ns, 1)
     reader = daemon.script(
-        """
+        f"""
 from kvpool.errors import LeaseLost
-client = Client(SOCKET, timeout_s=10, connect=True)
-lease = client.acquire(client.open(RECORD), [key(1)], lease_s=0.2)
+client = Client(SOCKET, timeout_s=60, connect=True)
+lease = client.acquire(client.open(RECORD), [key(1)], lease_s={LEASE_S})
 say("leased")
 os.kill(os.getpid(), signal.SIGSTOP)
 copy = bytes(lease.slots[0].view(0))
 try:
     lease.check()
 except LeaseLost:
-    say(f"lost {lease.valid} {copy == block(1)}")
+    say(f"lost {{lease.valid}} {{copy == block(1)}}")
 """
     )
     assert reader.hear() == "leased"
@@ -255,14 +259,14 @@ def test_an_answer_that_was_read_late(daemon, client, ns, until):
     put(client, ns, 1)
     reader = daemon.script(
         """
-real = kvpool.connection.Connection.receive
+real = kvpool.client.connection.Connection.receive
 def stop_first(self, request, timeout_s):
     if stopping:
         stopping.clear()
         say("asked")
         os.kill(os.getpid(), signal.SIGSTOP)
     return real(self, request, timeout_s)
-kvpool.connection.Connection.receive = stop_first
+kvpool.client.connection.Connection.receive = stop_first
 stopping = []
 client = Client(SOCKET, timeout_s=60, connect=True)
 ns = client.open(RECORD)
@@ -312,7 +316,7 @@ def test_no_daemon_at_all(folder):
 
 
 def test_a_daemon_killed_and_started_again(daemon, start, until):
-    with daemon.client(timeout_s=1.0) as client:
+    with daemon.client(timeout_s=TIMEOUT_S) as client:
         ns = client.open(RECORD)
         put(client, ns, 1, 2)
         lease = client.acquire(ns, [key(1)], lease_s=60)
@@ -324,7 +328,7 @@ def test_a_daemon_killed_and_started_again(daemon, start, until):
         assert client.get(ns, [key(1)]) == [None]
         with pytest.raises(Unavailable):
             put(client, ns, 4)
-        assert time.monotonic() - began < 1.0 + SLACK_S
+        assert time.monotonic() - began < TIMEOUT_S + SLACK_S
         # What was leased stays readable: the segment lives while it is mapped.
         assert lease.slots[0].view(0) == block(1)
         lease.release()
@@ -338,12 +342,13 @@ def test_a_daemon_killed_and_started_again(daemon, start, until):
         assert client.get(ns, [key(1), key(5)]) == [block(1), block(5)]
 
 
-def test_reads_while_the_daemon_is_killed_are_right_or_missing(daemon, start):
+def test_reads_while_the_daemon_is_killed_are_right_or_missing(daemon, start, until):
     """Threads that put and get all the time; the daemon is killed under them and comes back."""
     wrong: list[str] = []
     after: list[int] = []
+    done: list[int] = []
     stop = threading.Event()
-    with daemon.client(timeout_s=1.0) as client:
+    with daemon.client(timeout_s=TIMEOUT_S) as client:
         ns = client.open(RECORD)
 
         def work(seed: int) -> None:
@@ -360,7 +365,8 @@ def test_reads_while_the_daemon_is_killed_are_right_or_missing(daemon, start):
                     wrong.append(f"{n}")
                 if restarted.is_set() and got is not None:
                     after.append(n)
-                if time.monotonic() - began > 4 + SLACK_S:
+                done.append(n)
+                if time.monotonic() - began > 2 * TIMEOUT_S + SLACK_S:
                     wrong.append("a request hung")
 
         restarted = threading.Event()
@@ -370,24 +376,22 @@ def test_reads_while_the_daemon_is_killed_are_right_or_missing(daemon, start):
         try:
             running = daemon
             for turn in range(2):
-                time.sleep(0.2)  # some traffic, whatever of it
+                enough = len(done) + 50
+                until(lambda n=enough: len(done) >= n, "some traffic")
                 running.kill()
                 running = start("--socket", daemon.socket, name=f"again{turn}")
             restarted.set()
-            deadline = time.monotonic() + 20
-            while len(after) < 20 and time.monotonic() < deadline:
-                time.sleep(0.01)
+            until(lambda: len(after) >= 20, "the same client works with the new daemon")
         finally:
             stop.set()
             for thread in threads:
                 thread.join()
     assert not wrong
-    assert len(after) >= 20, "the same client works with the new daemon"
 
 
 def test_a_stopped_daemon(daemon, until):
     """Requests end at their deadline, later ones at once, and nothing is leaked."""
-    with daemon.client(timeout_s=0.5, connect=True) as client, daemon.client() as observer:
+    with daemon.client(timeout_s=TIMEOUT_S, connect=True) as client, daemon.client() as observer:
         ns = client.open(RECORD)
         client.put(ns, [key(n) for n in range(8)], [block(n) for n in range(8)])
         reserve_only = client.reserve(ns, [key(50)])
@@ -398,7 +402,7 @@ def test_a_stopped_daemon(daemon, until):
         began = time.monotonic()
         with pytest.raises(Unavailable):
             client.reserve(ns, [key(n) for n in range(100, 200)])
-        assert 0.4 < time.monotonic() - began < 0.5 + SLACK_S
+        assert 0.8 * TIMEOUT_S < time.monotonic() - began < TIMEOUT_S + SLACK_S
         # Between attempts to reconnect, which end at the deadline too, there is nothing to wait for.
         instant = 0
         began = time.monotonic()
@@ -407,9 +411,9 @@ def test_a_stopped_daemon(daemon, until):
             asked = time.monotonic()
             assert client.match(ns, [key(1)]) == 0
             if not available:
-                instant += time.monotonic() - asked < 0.1
+                instant += time.monotonic() - asked < TIMEOUT_S / 2
         assert instant > 150
-        assert time.monotonic() - began < 10 * 0.5 + SLACK_S
+        assert time.monotonic() - began < 10 * TIMEOUT_S + SLACK_S
         daemon.signal(signal.SIGCONT)
         until(lambda: client.match(ns, [key(1)]) == 1, what="it works again")
         until(
@@ -423,11 +427,11 @@ def test_a_stopped_daemon(daemon, until):
 
 
 def test_one_thread_at_a_time_finds_out_whether_a_stopped_daemon_is_back(daemon):
-    with daemon.client(timeout_s=0.5, connect=True) as client:
+    with daemon.client(timeout_s=TIMEOUT_S, connect=True) as client:
         ns = client.open(RECORD)
         daemon.signal(signal.SIGSTOP)
         assert client.match(ns, [key(1)]) == 0
-        time.sleep(max(0.0, client._retry_at - time.monotonic()))
+        time.sleep(max(0.0, client._connections._backoff.retry_at - time.monotonic()))
         began = time.monotonic()
         spent: list[float] = []
 
@@ -441,25 +445,26 @@ def test_one_thread_at_a_time_finds_out_whether_a_stopped_daemon_is_back(daemon)
             thread.start()
         for thread in threads:
             thread.join()
-        assert time.monotonic() - began < 0.5 + SLACK_S
-        assert sum(seconds > 0.4 for seconds in spent) <= 1
+        assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+        assert sum(seconds > 0.8 * TIMEOUT_S for seconds in spent) <= 1
 
 
 def test_a_put_on_a_daemon_that_stops_between_reserve_and_commit(daemon, until, monkeypatch):
     """The client gives up, and what it reserved comes back when the daemon does."""
-    with daemon.client(timeout_s=0.5, connect=True) as client, daemon.client() as observer:
+    with daemon.client(timeout_s=TIMEOUT_S, connect=True) as client, daemon.client() as observer:
         ns = client.open(NamespaceRecord.simple("large", block_bytes=1 << 20, block_tokens=16))
-        real = client._commit
+        reservations = client._reservations
+        real = reservations.commit
 
         def stop_first(*args):
             daemon.signal(signal.SIGSTOP)
             return real(*args)
 
-        monkeypatch.setattr(client, "_commit", stop_first)
+        monkeypatch.setattr(reservations, "commit", stop_first)
         began = time.monotonic()
         with pytest.raises(Unavailable):
             client.put(ns, [key(n) for n in range(8)], np.ones((8, 1 << 20), np.uint8))
-        assert time.monotonic() - began < 2 * 0.5 + SLACK_S
+        assert time.monotonic() - began < 2 * TIMEOUT_S + SLACK_S
         monkeypatch.undo()
         daemon.signal(signal.SIGCONT)
 
@@ -480,10 +485,10 @@ def test_a_put_on_a_daemon_that_stops_between_reserve_and_commit(daemon, until, 
     ("answer", "error"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError),
-        (wire.encode(wire.Done(1), 1), ProtocolError),
-        (wire.encode(wire.Welcome(1, "n", "i", 0, 4096), 1), ProtocolError),
-        (wire.encode(wire.Error("not_authenticated", "no"), 1), NotAuthenticated),
-        (wire.encode(wire.Error("limit", "full"), 0), Unavailable),
+        (frame.encode(frame.Done(1), 1), ProtocolError),
+        (frame.encode(client_wire.Welcome(1, "n", "i", 0, 4096), 1), ProtocolError),
+        (frame.encode(frame.Error("not_authenticated", "no"), 1), NotAuthenticated),
+        (frame.encode(frame.Error("limit", "full"), 0), Unavailable),
         (b"", Unavailable),
         (b"\x01", Unavailable),
     ],
@@ -522,14 +527,16 @@ def test_a_segment_that_is_not_sealed_is_refused(folder):
         sock, _ = listener.accept()
         with sock:
             sock.recv(1 << 16)
-            welcome = wire.encode(wire.Welcome(wire.PROTOCOL_VERSION, "n", "i", 0, 4096), 1)
+            welcome = frame.encode(
+                client_wire.Welcome(frame.PROTOCOL_VERSION, "n", "i", 0, 4096), 1
+            )
             socket.send_fds(sock, [welcome], [fd])
 
     thread = threading.Thread(target=serve)
     thread.start()
     before = len(os.listdir("/proc/self/fd"))
     client = Client(path)
-    with pytest.raises(wire.KvpoolError, match=r"sealed|segment"):
+    with pytest.raises(KvpoolError, match=r"sealed|segment"):
         client.stats()
     client.close()
     thread.join()
@@ -547,7 +554,7 @@ def test_time_outs_that_make_no_sense(timeout_s):
 def test_small_puts_on_a_stopped_daemon_leak_nothing(daemon, until):
     """They are given slots ahead; those whose answer nobody heard come back too."""
     with daemon.client() as observer:
-        with daemon.client(timeout_s=0.3, connect=True) as client:
+        with daemon.client(timeout_s=TIMEOUT_S, connect=True) as client:
             ns = client.open(RECORD)
             put(client, ns, 0)
             for turn in range(3):

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 from kvpool.errors import InvalidRequest, NamespaceMismatch, PoolFull
 from kvpool.types import NamespaceRecord, PartSpec
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -376,10 +377,13 @@ def test_what_is_written_layer_by_layer(client, daemon):
 
 def test_a_hint_waits_for_no_connection(client, daemon, until):
     ns, keys = namespace(client, 4096), fresh_keys(2)
-    with daemon.client(connections_max=1, timeout_s=40.0) as busy, ThreadPoolExecutor(1) as pool:
+    with (
+        daemon.client(connections_max=1, timeout_s=PATIENCE_S) as busy,
+        ThreadPoolExecutor(1) as pool,
+    ):
         held = busy.reserve(namespace(busy, 4096), keys[:1])
         following = pool.submit(busy.follow, ns, keys[1:], wait_s=20.0)
-        until(lambda: client.stats()["follows"]["under_way"])
+        until(lambda: client.stats()["prefix_streams"]["under_way"])
         busy.written(held, 4096)
         assert not following.done()
         client.put(ns, keys[1:], bytes(4096))

@@ -9,6 +9,7 @@ import pytest
 from kvpool.client import Client
 from kvpool.errors import InvalidRequest, NotAuthenticated, PoolFull, Unavailable
 from kvpool.types import NamespaceRecord
+from tests.support.waiting import PATIENCE_S
 
 RECORD = NamespaceRecord.simple("script", block_bytes=4096, block_tokens=16)
 
@@ -83,7 +84,7 @@ def test_processes_race_on_the_same_keys(daemon, client, ns):
     writers = [
         daemon.script(
             """
-client = Client(SOCKET, timeout_s=20, connect=True)
+client = Client(SOCKET, timeout_s=60, connect=True)
 ns = client.open(RECORD)
 say("ready")
 new = 0
@@ -161,7 +162,7 @@ class Hammer:
 
 def test_threads_on_one_client_never_read_a_wrong_byte(start):
     daemon = start("--memory", "16MiB")
-    with daemon.client(timeout_s=30.0, connect=True, connections_max=5) as client:
+    with daemon.client(timeout_s=PATIENCE_S, connect=True, connections_max=5) as client:
         spaces = [
             client.open(NamespaceRecord.simple(f"hammer {size}", block_bytes=size, block_tokens=16))
             for size in (4096, 5000, 40_000)
@@ -182,7 +183,7 @@ def test_threads_on_one_client_never_read_a_wrong_byte(start):
 
 
 def test_more_threads_than_connections_wait_for_their_turn(daemon, ns):
-    with daemon.client(timeout_s=20.0, connections_max=2) as client:
+    with daemon.client(timeout_s=PATIENCE_S, connections_max=2) as client:
         mine = client.open(RECORD)
 
         def work(at: int) -> int:
@@ -210,7 +211,7 @@ def test_closed_clients_say_so(daemon):
 
 
 WORKER = """
-client = Client(SOCKET, timeout_s=20, instance="engine", connect=True)
+client = Client(SOCKET, timeout_s=60, instance="engine", connect=True)
 lease = client.join(hear())
 say("none" if lease is None else f"{lease.blocks} {bytes(lease.slots[0].view(0)) == block(1)}")
 hear()
@@ -249,7 +250,7 @@ def test_a_scheduler_killed_while_its_worker_holds_the_lease(daemon, client, ns,
     client.put(ns, [key(1)], block(1))
     scheduler = daemon.script(
         """
-client = Client(SOCKET, timeout_s=20, instance="engine", connect=True)
+client = Client(SOCKET, timeout_s=60, instance="engine", connect=True)
 lease = client.acquire(client.open(RECORD), [key(1)], lease_s=60)
 say(lease.token)
 hear()
@@ -325,10 +326,10 @@ def test_a_tenant_cannot_address_another_s_namespaces(two):
     _, red, blue = two
     mine = red.open(RECORD)
     red.put(mine, [key(1)], block(1))
-    number = red._daemon.numbers[mine.digest]
+    number = red._connections.daemon.numbers[mine.digest]
     theirs = blue.open(RECORD)
     # As if it had guessed the number.
-    blue._daemon.numbers[theirs.digest] = number
+    blue._connections.daemon.numbers[theirs.digest] = number
     for ask in (
         lambda: blue.match(theirs, [key(1)]),
         lambda: blue.get(theirs, [key(1)]),

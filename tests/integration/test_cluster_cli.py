@@ -16,18 +16,18 @@ from types import SimpleNamespace
 import pytest
 
 from kvpool import __version__
-from kvpool.client import Client
+from kvpool.client import OperatorClient
 from kvpool.errors import StaleEpoch
-from kvpool.testing.local import LocalCluster, LocalNode
-from kvpool.testing.servers.etcd import Etcd
-from kvpool.testing.servers.redis import Redis
 from kvpool.types import NamespaceRecord
+from tests.support.local_cluster import LocalCluster, LocalNode
+from tests.support.servers.etcd import Etcd
+from tests.support.servers.redis import Redis
+from tests.support.waiting import PATIENCE_S
 
 NBYTES = 16 << 10
 RECORD = NamespaceRecord.simple("commands", block_bytes=NBYTES, block_tokens=16)
 DIGEST = RECORD.digest().hex()
 ABSENT = "ff" * 16
-RUN_S = 60.0  # generous: the machine may be busy
 PASSWORD = "hush-hush-4711"
 
 
@@ -39,7 +39,7 @@ def keys_of(numbers: range) -> list[bytes]:
     return [key(number) for number in numbers]
 
 
-def put(client: Client, numbers: range) -> None:
+def put(client: OperatorClient, numbers: range) -> None:
     blocks = [bytes([number % 251]) * NBYTES for number in numbers]
     assert client.put(client.open(RECORD), keys_of(numbers), blocks) == len(blocks)
 
@@ -68,7 +68,7 @@ class Commands:
     def __call__(self, node: LocalNode, *words: str, **environ: str) -> SimpleNamespace:
         """Its exit status, and what it has said."""
         with self.begin(node, *words, **environ) as process:
-            out, err = process.communicate(timeout=RUN_S)
+            out, err = process.communicate(timeout=PATIENCE_S)
         assert "Warning" not in err
         assert "Traceback" not in err
         return SimpleNamespace(status=process.returncode, out=out, err=err)
@@ -80,7 +80,7 @@ class Commands:
             env=self._environ | environ,
             capture_output=True,
             text=True,
-            timeout=RUN_S,
+            timeout=PATIENCE_S,
             check=False,
         )
         return SimpleNamespace(status=done.returncode, out=done.stdout, err=done.stderr)
@@ -135,13 +135,13 @@ def cluster(start_cluster) -> LocalCluster:
 
 
 @pytest.fixture
-def at_a(cluster) -> Iterator[Client]:
+def at_a(cluster) -> Iterator[OperatorClient]:
     with cluster.node("a").client(connect=True) as client:
         yield client
 
 
 @pytest.fixture
-def at_b(cluster) -> Iterator[Client]:
+def at_b(cluster) -> Iterator[OperatorClient]:
     with cluster.node("b").client(connect=True) as client:
         yield client
 
@@ -152,7 +152,7 @@ def nodes_by_name(described: dict) -> dict[str, dict]:
 
 def wait_for_nodes(until, node: LocalNode, names: Iterable[str]) -> None:
     """Until a node sees these and no others. A client asks: a command takes half a second to start."""
-    with Client(node.socket, timeout_s=RUN_S) as client:
+    with OperatorClient(node.socket, timeout_s=PATIENCE_S) as client:
         until(
             lambda: sorted(nodes_by_name(client.cluster())) == sorted(names),
             what=f"{node.socket} sees {names}",
@@ -204,7 +204,7 @@ def test_where_blocks_are(cluster, at_a, kvpool, until):
 def test_peers_are_shown_by_name(cluster, at_a, at_b, kvpool, until):
     put(at_a, range(4))
     ns = at_b.open(RECORD)
-    until(lambda: at_b.pull(ns, keys_of(range(4)), wait_s=5) == 4, what="b has pulled")
+    until(lambda: at_b.pull(ns, keys_of(range(4)), wait_s=PATIENCE_S) == 4, what="b has pulled")
     text = kvpool(cluster.node("b"), "status").out
     peers = text[text.index("\nPeers") :].splitlines()
     assert peers[3].split()[:3] == ["a", "host", "well"]
@@ -231,8 +231,8 @@ def test_reset_makes_blocks_misses_everywhere(cluster, at_a, at_b, kvpool, until
     a, b = cluster.nodes
     put(at_a, range(5))
     ns = at_b.open(RECORD)
-    until(lambda: at_b.pull(ns, keys_of(range(5)), wait_s=5) == 5, what="b has pulled")
-    done = kvpool(b, "reset", DIGEST[:4])
+    until(lambda: at_b.pull(ns, keys_of(range(5)), wait_s=PATIENCE_S) == 5, what="b has pulled")
+    done = kvpool(b, "clear", DIGEST[:4])
     assert done.status == 0
     assert f"namespace {DIGEST} of tenant default is in epoch 1" in done.out
     for client in (at_a, at_b):
@@ -240,7 +240,9 @@ def test_reset_makes_blocks_misses_everywhere(cluster, at_a, at_b, kvpool, until
         until(lambda c=client, n=mine: c.match(n, keys_of(range(5))) == 0, what="a miss")
         assert client.pull(mine, keys_of(range(5)), wait_s=0.1) == 0
     put(at_a, range(5))
-    until(lambda: at_b.pull(ns, keys_of(range(5)), wait_s=5) == 5, what="b goes on by itself")
+    until(
+        lambda: at_b.pull(ns, keys_of(range(5)), wait_s=PATIENCE_S) == 5, what="b goes on by itself"
+    )
     (row,) = kvpool.json(a, "namespaces")
     assert (row["epoch"], row["fence"], row["blocks"]) == (1, 0, 5)
 
@@ -252,7 +254,7 @@ def test_a_fence_has_engines_open_a_namespace_again(cluster, at_a, kvpool, until
     # By the other node, where nobody has opened it.
     with b.client() as at_b:
         until(lambda: at_b.cluster()["namespaces"], what="b knows the namespace")
-    done = kvpool(b, "reset", DIGEST, "--fence")
+    done = kvpool(b, "clear", DIGEST, "--fence")
     assert (done.status, done.err) == (0, "")
     assert "until they open it again" in done.out
 
@@ -273,14 +275,14 @@ def test_copies_are_made(cluster, at_a, at_b, kvpool, until):
     a = cluster.node("a")
     put(at_a, range(3))
     at_b.open(RECORD)
-    done = kvpool(a, "configure", DIGEST[:6], "--copies", "2", "--ttl", "1h")
+    done = kvpool(a, "configure", DIGEST[:6], "--replicas", "2", "--ttl", "1h")
     assert (done.status, done.err) == (0, "")
 
     def holders() -> list[set[str]]:
         found = at_a.locate(keys_of(range(3)))
         return [{replica["node"] for replica in block["replicas"]} for block in found]
 
-    until(lambda: holders() == [{"a", "b"}] * 3, 30, what="two copies of each")
+    until(lambda: holders() == [{"a", "b"}] * 3, what="two copies of each")
     (row,) = kvpool.json(a, "namespaces")
     assert (row["settings"]["replicas"], row["settings"]["ttl_s"]) == (2, 3600.0)
 
@@ -290,9 +292,9 @@ def test_errors_are_a_line_that_names_the_remedy(start_cluster, kvpool):
     with a.client(connect=True) as client:
         client.open(RECORD)
         for words, hint in (
-            (("reset", "beef"), "no namespace of this tenant begins with beef"),
-            (("reset", ABSENT), "`kvpool namespaces` shows"),
-            (("configure", DIGEST[:4], "--copies", "1000"), "copies_max"),
+            (("clear", "beef"), "no namespace of this tenant begins with beef"),
+            (("clear", ABSENT), "`kvpool namespaces` shows"),
+            (("configure", DIGEST[:4], "--replicas", "1000"), "replicas_max"),
             (("configure", DIGEST[:4], "--write", "later"), "back, through, none"),
             (("locate", "abc"), "32 hex digits"),
             (("drain", "nobody"), "`kvpool nodes` shows them"),
@@ -311,7 +313,7 @@ def test_errors_are_a_line_that_names_the_remedy(start_cluster, kvpool):
 def hear(process: "subprocess.Popen[str]", words: str) -> str:
     """All that it writes to stderr until the words occur in that."""
     assert process.stderr is not None
-    deadline = time.monotonic() + RUN_S
+    deadline = time.monotonic() + PATIENCE_S
     said = ""
     while words not in said:
         left = max(0.0, deadline - time.monotonic())
@@ -326,7 +328,7 @@ def test_a_drained_node_has_left_nothing_behind(cluster, at_a, at_b, kvpool, unt
     a, b = cluster.nodes
     put(at_a, range(40))
     at_b.open(RECORD)
-    lease = at_a.acquire(at_a.open(RECORD), [key(0)], lease_s=RUN_S)
+    lease = at_a.acquire(at_a.open(RECORD), [key(0)], lease_s=PATIENCE_S)
     assert lease is not None
     with kvpool.begin(b, "drain", "a") as process:
         hear(process, "waiting for 1 lease to end")
@@ -335,7 +337,7 @@ def test_a_drained_node_has_left_nothing_behind(cluster, at_a, at_b, kvpool, unt
         assert "a is being drained: 40 of 40 blocks looked at, 40 copied, 640 KiB" in shown
         lease.release()
         at_a.stats()  # carries the release
-        out, _ = process.communicate(timeout=RUN_S)
+        out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert out.startswith("a is drained and has left the cluster: 40 blocks that only it held were")
     wait_for_nodes(until, b, "b")
@@ -355,14 +357,14 @@ def test_a_drain_that_finds_no_place_says_so(start_cluster, kvpool, until):
     (a,) = start_cluster(nodes=1).nodes
     with a.client(connect=True) as client:
         put(client, range(7))
-        lease = client.acquire(client.open(RECORD), [key(0)], lease_s=RUN_S)
+        lease = client.acquire(client.open(RECORD), [key(0)], lease_s=PATIENCE_S)
         assert lease is not None
         with kvpool.begin(a, "drain", "a") as process:
             line = hear(process, "waiting for 1 lease to end")
             assert "7 that only it has found no other place" in line
             lease.release()
             client.stats()
-            out, err = process.communicate(timeout=RUN_S)
+            out, err = process.communicate(timeout=PATIENCE_S)
         assert (process.returncode, out) == (1, "")
         assert "7 blocks that only it holds found no other place" in err
         assert "`kvpool drain a --cancel`" in err
@@ -374,12 +376,12 @@ def test_a_drain_that_finds_no_place_says_so(start_cluster, kvpool, until):
 def test_an_interrupted_wait_leaves_the_drain_going(cluster, at_a, kvpool, until):
     b = cluster.node("b")
     put(at_a, range(3))
-    lease = at_a.acquire(at_a.open(RECORD), [key(0)], lease_s=RUN_S)
+    lease = at_a.acquire(at_a.open(RECORD), [key(0)], lease_s=PATIENCE_S)
     assert lease is not None
     with kvpool.begin(b, "drain", "a") as process:
         hear(process, "waiting for 1 lease to end")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=RUN_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (130, "")
     assert "the drain of a goes on" in err
     described = kvpool.json(b, "nodes")
@@ -422,17 +424,16 @@ def test_a_node_without_etcd_says_what_that_means(folder, servers, kvpool, until
             lambda: (
                 "this node is not a member (away): etcd does not answer" in kvpool(a, "nodes").out
             ),
-            30,
             what="it says so",
         )
         # Each renewal that fails is a moment in which it cannot know.
-        until(lambda: "not a member (away)" in kvpool(a, "status").out, 30)
+        until(lambda: "not a member (away)" in kvpool(a, "status").out)
 
 
 def test_only_operators_are_shown_the_cluster(start_cluster, kvpool):
     token = "a token for operators"
     (a,) = start_cluster(nodes=1, environ={"KVPOOL_OPERATOR_TOKEN": token}).nodes
-    for words in (("nodes",), ("locate", ABSENT), ("drain", "a"), ("reset", ABSENT)):
+    for words in (("nodes",), ("locate", ABSENT), ("drain", "a"), ("clear", ABSENT)):
         done = kvpool(a, *words)
         assert done.status == 4, words
         assert "KVPOOL_OPERATOR_TOKEN" in done.err
@@ -460,7 +461,7 @@ def test_flags_of_a_cluster_and_where_passwords_stay(folder, servers, start, cle
             *flags,
             "--label",
             "zone=z",
-            "--copy-bandwidth",
+            "--replication-bandwidth",
             "1MiB",
             "-v",
             name="node-1",

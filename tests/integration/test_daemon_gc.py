@@ -5,7 +5,7 @@ import sys
 
 CODE = """
 import gc
-from kvpool.daemon.server import _tune_gc
+from kvpool.daemon.server.server import _tune_gc
 
 long_lived = [[n] for n in range(200_000)]
 _tune_gc()

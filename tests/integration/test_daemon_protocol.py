@@ -14,9 +14,12 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kvpool import wire
 from kvpool.client import Client
+from kvpool.errors import ProtocolError
 from kvpool.types import NamespaceRecord
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+from tests.support.waiting import PATIENCE_S
 
 RECORD = NamespaceRecord.simple("protocol", block_bytes=4096, block_tokens=16)
 PARTS = [(4096, "full", 0, 1)]
@@ -24,9 +27,13 @@ KEY = b"k" * 16
 SUM = b"s" * 16
 
 
-def open_message(fields: dict | None = None, parts: list | None = None) -> wire.OpenNamespace:
+def open_message(
+    fields: dict | None = None, parts: list | None = None
+) -> client_wire.OpenNamespace:
     text = json.dumps({"model": "raw"} if fields is None else fields).encode()
-    return wire.OpenNamespace(sha256(text).digest()[:16], text, PARTS if parts is None else parts)
+    return client_wire.OpenNamespace(
+        sha256(text).digest()[:16], text, PARTS if parts is None else parts
+    )
 
 
 @contextlib.contextmanager
@@ -56,7 +63,7 @@ def apart(start_one):
 def met(daemon):
     """A connection that is past its Hello, and the number of a fresh namespace."""
     with daemon.raw() as raw:
-        assert isinstance(raw.hello(), wire.Welcome)
+        assert isinstance(raw.hello(), client_wire.Welcome)
         yield raw, raw.ask(open_message({"fresh": secrets.token_hex()})).number
 
 
@@ -79,15 +86,15 @@ def goes_on(daemon):
     "data",
     [
         b"\xff" * 64,
-        struct.pack("<II", wire.FRAME_BYTES_MAX + 1, 1),
-        struct.pack("<II", wire.HELLO_BYTES_MAX + 1, 1),
+        struct.pack("<II", frame.FRAME_BYTES_MAX + 1, 1),
+        struct.pack("<II", frame.HELLO_BYTES_MAX + 1, 1),
         struct.pack("<II", 0, 1),
         struct.pack("<II", 1, 1) + b"\xc1",
         struct.pack("<II", 2, 1) + b"\x91\x63",
         b"GET / HTTP/1.1\r\nHost: pool\r\n\r\n",
-        wire.encode(wire.Stats(), 1),
-        wire.encode(wire.Done(1), 1),
-        wire.encode(wire.Hello(1, "default", "i", "c" * 8), 1) * 2,
+        frame.encode(client_wire.Stats(), 1),
+        frame.encode(frame.Done(1), 1),
+        frame.encode(client_wire.Hello(1, "default", "i", "c" * 8), 1) * 2,
     ],
     ids=[
         "ff",
@@ -106,17 +113,17 @@ def test_first_words(daemon, data):
     raw = daemon.raw()
     raw.sock.sendall(data)
     _, answer = raw.receive()
-    assert isinstance(answer, wire.Error)
+    assert isinstance(answer, frame.Error)
     assert answer.code == "protocol"
     assert raw.ended()
 
 
 def test_other_version(daemon):
     raw = daemon.raw()
-    answer = raw.hello(version=wire.PROTOCOL_VERSION + 1)
+    answer = raw.hello(version=frame.PROTOCOL_VERSION + 1)
     assert answer.code == "protocol"
-    assert str(wire.PROTOCOL_VERSION) in answer.message
-    assert "same version" in answer.message
+    assert str(frame.PROTOCOL_VERSION) in answer.message
+    assert "the same or neighbouring versions" in answer.message
     assert raw.ended()
 
 
@@ -135,7 +142,7 @@ def test_cut_off_in_the_hello(daemon, until):
 
 def test_a_connection_that_never_says_hello_is_closed(daemon):
     raw = daemon.raw()
-    raw.sock.settimeout(30.0)
+    raw.sock.settimeout(PATIENCE_S)
     assert raw.ended()
 
 
@@ -143,11 +150,11 @@ def test_a_connection_that_never_says_hello_is_closed(daemon):
     "data",
     [
         b"\xff" * 64,
-        struct.pack("<II", wire.FRAME_BYTES_MAX + 1, 1),
+        struct.pack("<II", frame.FRAME_BYTES_MAX + 1, 1),
         struct.pack("<II", 0, 1),
         struct.pack("<II", 2, 1) + b"\x91\x63",
-        wire.encode(wire.Welcome(1, "n", "i", 0, 1), 1),
-        wire.encode(wire.Hello(1, "default", "i", "c"), 1),
+        frame.encode(client_wire.Welcome(1, "n", "i", 0, 1), 1),
+        frame.encode(client_wire.Hello(1, "default", "i", "c"), 1),
         struct.pack("<II", 7, 1) + msgspec.msgpack.encode([13, "x", b"", b""]),
     ],
     ids=["ff", "too-long", "empty", "unknown-type", "an-answer", "hello-again", "wrong-types"],
@@ -163,19 +170,21 @@ def test_later_words(met, data):
 
 def test_a_frame_byte_by_byte_and_many_at_once(met):
     raw, number = met
-    frame = wire.encode(wire.Contains(number, 0, KEY), 5)
-    for at in range(len(frame)):
-        raw.sock.sendall(frame[at : at + 1])
-    assert raw.receive() == (5, wire.Bytes(b"\0"))
-    raw.sock.sendall(b"".join(wire.encode(wire.Contains(number, 0, KEY), n) for n in range(1, 500)))
+    framed = frame.encode(client_wire.Contains(number, 0, KEY), 5)
+    for at in range(len(framed)):
+        raw.sock.sendall(framed[at : at + 1])
+    assert raw.receive() == (5, frame.Bytes(b"\0"))
+    raw.sock.sendall(
+        b"".join(frame.encode(client_wire.Contains(number, 0, KEY), n) for n in range(1, 500))
+    )
     assert [raw.receive()[0] for _ in range(1, 500)] == list(range(1, 500))
 
 
 def test_requests_that_want_no_answer_get_none(met):
     raw, number = met
-    raw.sock.sendall(wire.encode(wire.Contains(number, 0, KEY), 0))
-    raw.sock.sendall(wire.encode(wire.Contains(99, 0, KEY), 0))
-    assert raw.ask(wire.Contains(number, 0, KEY)) == wire.Bytes(b"\0")
+    raw.sock.sendall(frame.encode(client_wire.Contains(number, 0, KEY), 0))
+    raw.sock.sendall(frame.encode(client_wire.Contains(99, 0, KEY), 0))
+    assert raw.ask(client_wire.Contains(number, 0, KEY)) == frame.Bytes(b"\0")
 
 
 @settings(
@@ -196,21 +205,25 @@ def test_any_values_of_the_right_types(apart, data):
     part = st.tuples(number, st.sampled_from(["full", "window", "x"]), number, number)
     message = data.draw(
         st.one_of(
-            st.builds(wire.Reserve, number, number, number, keys, keys),
-            st.builds(wire.Commit, number, keys, st.binary(max_size=12)),
-            st.builds(wire.Abort, parts),
-            st.builds(wire.Acquire, number, keys, parts, seconds, seconds, st.booleans()),
-            st.builds(wire.Join, texts, parts),
-            st.builds(wire.Release, st.lists(texts, max_size=3)),
-            st.builds(wire.Match, number, keys, parts),
-            st.builds(wire.Contains, number, number, keys),
-            st.builds(wire.Remove, number, keys),
-            st.builds(wire.Pin, number, keys, st.one_of(texts, st.just("soft"), st.just("hard"))),
-            st.builds(wire.Pull, number, keys, seconds),
-            st.builds(wire.Follow, number, keys, st.floats(max_value=0.01), texts, parts),
-            st.builds(wire.Grant, number, number, number),
-            st.builds(wire.Store, number, number, st.binary(max_size=12), keys, keys, number),
-            st.builds(wire.GiveBack, number, st.binary(max_size=12)),
+            st.builds(client_wire.Reserve, number, number, number, keys, keys),
+            st.builds(client_wire.Commit, number, keys, st.binary(max_size=12)),
+            st.builds(client_wire.Abort, parts),
+            st.builds(client_wire.Acquire, number, keys, parts, seconds, seconds, st.booleans()),
+            st.builds(client_wire.Join, texts, parts),
+            st.builds(client_wire.Release, st.lists(texts, max_size=3)),
+            st.builds(client_wire.Match, number, keys, parts),
+            st.builds(client_wire.Contains, number, number, keys),
+            st.builds(client_wire.Remove, number, keys),
+            st.builds(
+                client_wire.Pin, number, keys, st.one_of(texts, st.just("soft"), st.just("hard"))
+            ),
+            st.builds(client_wire.Pull, number, keys, seconds),
+            st.builds(client_wire.Follow, number, keys, st.floats(max_value=0.01), texts, parts),
+            st.builds(client_wire.Grant, number, number, number),
+            st.builds(
+                client_wire.Store, number, number, st.binary(max_size=12), keys, keys, number
+            ),
+            st.builds(client_wire.GiveBack, number, st.binary(max_size=12)),
             st.builds(open_message, st.dictionaries(texts, texts, max_size=2), st.just(PARTS)),
             st.builds(open_message, st.just({"a": 1}), st.lists(part, max_size=3)),
         )
@@ -218,10 +231,10 @@ def test_any_values_of_the_right_types(apart, data):
     raw = FUZZED.get(apart.pid)
     if raw is None:
         raw = FUZZED[apart.pid] = apart.raw()
-        assert isinstance(raw.hello(), wire.Welcome)
+        assert isinstance(raw.hello(), client_wire.Welcome)
         raw.ask(open_message())
     answer = raw.ask(message)
-    assert not isinstance(answer, wire.Error) or answer.code in {
+    assert not isinstance(answer, frame.Error) or answer.code in {
         "invalid",
         "limit",
         "namespace_mismatch",
@@ -245,15 +258,15 @@ FUZZED: dict = {}
 )
 def test_garbage_after_the_hello(daemon, payload):
     raw = daemon.raw()
-    assert isinstance(raw.hello(), wire.Welcome)
+    assert isinstance(raw.hello(), client_wire.Welcome)
     raw.sock.sendall(struct.pack("<II", len(payload), 9) + payload)
     try:
-        message = wire.decode_client(payload)
-    except wire.ProtocolError:
+        message = client_wire.decode_client(payload)
+    except ProtocolError:
         assert raw.receive()[1].code == "protocol"
         assert raw.ended()
     else:
-        assert isinstance(message, wire.Message)
+        assert isinstance(message, frame.Message)
     raw.sock.close()
 
 
@@ -263,12 +276,12 @@ def test_garbage_after_the_hello(daemon, payload):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda n, keys: wire.Reserve(n, 0, 1, keys),
-        lambda n, keys: wire.Acquire(n, keys, [], 1.0),
-        lambda n, keys: wire.Match(n, keys, []),
-        lambda n, keys: wire.Contains(n, 0, keys),
-        wire.Remove,
-        lambda n, keys: wire.Pin(n, keys, "soft"),
+        lambda n, keys: client_wire.Reserve(n, 0, 1, keys),
+        lambda n, keys: client_wire.Acquire(n, keys, [], 1.0),
+        lambda n, keys: client_wire.Match(n, keys, []),
+        lambda n, keys: client_wire.Contains(n, 0, keys),
+        client_wire.Remove,
+        lambda n, keys: client_wire.Pin(n, keys, "soft"),
     ],
 )
 @pytest.mark.parametrize("keys", [b"k", b"k" * 15, b"k" * 17, b"k" * 47])
@@ -283,7 +296,7 @@ def test_keys_of_the_wrong_size(met, make, keys):
 @pytest.mark.parametrize("scattered", [False, True])
 def test_parts_that_there_are_not_are_brought_from_nowhere(met, parts, scattered):
     raw, number = met
-    answer = raw.ask(wire.Acquire(number, KEY, parts, 1.0, wait_s=0.5, scattered=scattered))
+    answer = raw.ask(client_wire.Acquire(number, KEY, parts, 1.0, wait_s=0.5, scattered=scattered))
     if parts or scattered:
         assert answer.code == "invalid"
     else:
@@ -292,21 +305,21 @@ def test_parts_that_there_are_not_are_brought_from_nowhere(met, parts, scattered
 
 def test_too_many_keys(met):
     raw, number = met
-    answer = raw.ask(wire.Match(number, KEY * (wire.KEYS_MAX + 1), []))
+    answer = raw.ask(client_wire.Match(number, KEY * (frame.KEYS_MAX + 1), []))
     assert answer.code == "limit"
-    assert str(wire.KEYS_MAX) in answer.message
-    assert raw.ask(wire.Match(number, KEY * wire.KEYS_MAX, [])).value == 0
+    assert str(frame.KEYS_MAX) in answer.message
+    assert raw.ask(client_wire.Match(number, KEY * frame.KEYS_MAX, [])).value == 0
 
 
 def test_a_namespace_that_is_not_open(met):
     raw, number = met
     for other in (number + 1, -1, 2**40):
-        assert raw.ask(wire.Match(other, KEY, [])).code == "invalid"
+        assert raw.ask(client_wire.Match(other, KEY, [])).code == "invalid"
 
 
 def test_other_sizes_under_the_same_digest(met):
     raw, _ = met
-    assert isinstance(raw.ask(open_message()), wire.Opened)
+    assert isinstance(raw.ask(open_message()), client_wire.Opened)
     answer = raw.ask(open_message(parts=[(8192, "full", 0, 1)]))
     assert answer.code == "namespace_mismatch"
     assert "4096" in answer.message
@@ -354,14 +367,14 @@ def test_parts_that_make_no_sense(met, parts):
 )
 def test_records_that_are_none(met, text):
     raw, _ = met
-    answer = raw.ask(wire.OpenNamespace(sha256(text).digest()[:16], text, PARTS))
+    answer = raw.ask(client_wire.OpenNamespace(sha256(text).digest()[:16], text, PARTS))
     assert answer.code == "invalid"
-    assert isinstance(raw.ask(wire.Stats()), wire.Bytes)
+    assert isinstance(raw.ask(client_wire.Stats()), frame.Bytes)
 
 
 def test_wrong_digest(met):
     raw, _ = met
-    answer = raw.ask(wire.OpenNamespace(b"d" * 16, b"{}", PARTS))
+    answer = raw.ask(client_wire.OpenNamespace(b"d" * 16, b"{}", PARTS))
     assert answer.code == "invalid"
     assert "digest" in answer.message
 
@@ -371,56 +384,56 @@ def test_wrong_digest(met):
 
 def test_commit_of_what_was_never_reserved(met):
     raw, _ = met
-    assert raw.ask(wire.Commit(1, SUM)).code == "unknown_reservation"
+    assert raw.ask(client_wire.Commit(1, SUM)).code == "unknown_reservation"
 
 
 def test_commit_twice(met):
     raw, number = met
-    assert isinstance(raw.ask(wire.Reserve(number, 0, 7, KEY)), wire.Reserved)
-    assert raw.ask(wire.Commit(7, SUM)) == wire.Done(1)
-    assert raw.ask(wire.Commit(7, SUM)).code == "unknown_reservation"
-    assert raw.ask(wire.Match(number, KEY, [])) == wire.Done(1)
+    assert isinstance(raw.ask(client_wire.Reserve(number, 0, 7, KEY)), client_wire.Reserved)
+    assert raw.ask(client_wire.Commit(7, SUM)) == frame.Done(1)
+    assert raw.ask(client_wire.Commit(7, SUM)).code == "unknown_reservation"
+    assert raw.ask(client_wire.Match(number, KEY, [])) == frame.Done(1)
 
 
 def test_commit_after_abort(met):
     raw, number = met
-    raw.ask(wire.Reserve(number, 0, 7, KEY))
-    raw.ask(wire.Abort([7, 8, 7]))
-    assert raw.ask(wire.Commit(7, SUM)).code == "unknown_reservation"
-    assert raw.ask(wire.Match(number, KEY, [])) == wire.Done(0)
+    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
+    raw.ask(client_wire.Abort([7, 8, 7]))
+    assert raw.ask(client_wire.Commit(7, SUM)).code == "unknown_reservation"
+    assert raw.ask(client_wire.Match(number, KEY, [])) == frame.Done(0)
 
 
 @pytest.mark.parametrize("sums", [b"", b"s", SUM * 2, b"s" * 15])
 def test_commit_with_checksums_that_do_not_fit(met, sums):
     raw, number = met
-    raw.ask(wire.Reserve(number, 0, 7, KEY))
-    assert raw.ask(wire.Commit(7, sums)).code == "invalid"
-    assert raw.ask(wire.Commit(7, SUM)) == wire.Done(1), "the reservation was left alone"
+    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
+    assert raw.ask(client_wire.Commit(7, sums)).code == "invalid"
+    assert raw.ask(client_wire.Commit(7, SUM)) == frame.Done(1), "the reservation was left alone"
 
 
 def test_a_ticket_in_use(met):
     raw, number = met
-    raw.ask(wire.Reserve(number, 0, 7, KEY))
-    assert raw.ask(wire.Reserve(number, 0, 7, b"j" * 16)).code == "invalid"
+    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
+    assert raw.ask(client_wire.Reserve(number, 0, 7, b"j" * 16)).code == "invalid"
 
 
 def test_another_client_commits_or_aborts(daemon, met):
     raw, number = met
-    raw.ask(wire.Reserve(number, 0, 7, KEY))
+    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
     other = daemon.raw()
     other.hello()
-    assert other.ask(wire.Commit(7, SUM)).code == "unknown_reservation"
-    other.ask(wire.Abort([7]))
-    assert raw.ask(wire.Commit(7, SUM)) == wire.Done(1)
+    assert other.ask(client_wire.Commit(7, SUM)).code == "unknown_reservation"
+    other.ask(client_wire.Abort([7]))
+    assert raw.ask(client_wire.Commit(7, SUM)) == frame.Done(1)
 
 
 def test_another_connection_of_the_same_client_may_commit(daemon):
     one, two = daemon.raw(), daemon.raw()
     for raw in (one, two):
-        assert isinstance(raw.hello(client="same" * 8), wire.Welcome)
+        assert isinstance(raw.hello(client="same" * 8), client_wire.Welcome)
     number = one.ask(open_message()).number
-    one.ask(wire.Reserve(number, 0, 7, KEY))
-    assert two.ask(wire.Commit(7, SUM)) == wire.Done(1)
+    one.ask(client_wire.Reserve(number, 0, 7, KEY))
+    assert two.ask(client_wire.Commit(7, SUM)) == frame.Done(1)
 
 
 def test_another_instance_with_the_same_client_id_is_refused(daemon):
@@ -432,7 +445,7 @@ def test_another_process_with_the_same_client_id_is_refused(daemon):
     thief = daemon.script(
         """
 client = Client(SOCKET, instance="test")
-client._id = hear()
+client._connections.client_id = hear()
 try:
     client.match(client.open(RECORD), [key(1)])
 except Exception as error:
@@ -447,20 +460,21 @@ except Exception as error:
 
 def test_granted_slots_are_their_owner_s(daemon, met):
     raw, number = met
-    granted = raw.ask(wire.Grant(number, 0, 2))
+    granted = raw.ask(client_wire.Grant(number, 0, 2))
     assert len(granted.rows) == 8
     other = daemon.raw()
     other.hello()
-    stolen = other.ask(wire.Store(number, 0, granted.rows, KEY + SUM, SUM * 2, 0))
+    stolen = other.ask(client_wire.Store(number, 0, granted.rows, KEY + SUM, SUM * 2, 0))
     assert stolen.code == "unknown_reservation"
-    other.ask(wire.GiveBack(granted.stride, granted.rows))
+    other.ask(client_wire.GiveBack(granted.stride, granted.rows))
     twice = granted.rows[:4] * 2
     assert (
-        raw.ask(wire.Store(number, 0, twice, KEY + SUM, SUM * 2, 0)).code == "unknown_reservation"
+        raw.ask(client_wire.Store(number, 0, twice, KEY + SUM, SUM * 2, 0)).code
+        == "unknown_reservation"
     )
-    assert raw.ask(wire.Store(number, 0, granted.rows, KEY + SUM, SUM * 2, 0)).new == 2
+    assert raw.ask(client_wire.Store(number, 0, granted.rows, KEY + SUM, SUM * 2, 0)).new == 2
     assert (
-        raw.ask(wire.Store(number, 0, granted.rows, KEY + SUM, SUM * 2, 0)).code
+        raw.ask(client_wire.Store(number, 0, granted.rows, KEY + SUM, SUM * 2, 0)).code
         == "unknown_reservation"
     )
 
@@ -471,42 +485,42 @@ def test_granted_slots_are_their_owner_s(daemon, met):
 @pytest.mark.parametrize("lease_s", [float("nan"), 0.0, -1.0, float("-inf")])
 def test_leases_that_make_no_sense(met, lease_s):
     raw, number = met
-    raw.ask(wire.Reserve(number, 0, 7, KEY))
-    raw.ask(wire.Commit(7, SUM))
-    assert raw.ask(wire.Acquire(number, KEY, [], lease_s)).code == "invalid"
+    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
+    raw.ask(client_wire.Commit(7, SUM))
+    assert raw.ask(client_wire.Acquire(number, KEY, [], lease_s)).code == "invalid"
 
 
 @pytest.mark.parametrize("lease_s", [float("inf"), 1e300, 1e9])
 def test_leases_are_capped(met, lease_s):
     raw, number = met
-    raw.ask(wire.Reserve(number, 0, 7, KEY))
-    raw.ask(wire.Commit(7, SUM))
-    leased = raw.ask(wire.Acquire(number, KEY, [], lease_s))
+    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
+    raw.ask(client_wire.Commit(7, SUM))
+    leased = raw.ask(client_wire.Acquire(number, KEY, [], lease_s))
     assert 59 < leased.lease_s <= 60.1
 
 
 def test_a_short_lease_ends_in_time_though_a_long_one_was_first(daemon, met, until):
     raw, number = met
-    raw.ask(wire.Reserve(number, 0, 7, KEY))
-    raw.ask(wire.Commit(7, SUM))
+    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
+    raw.ask(client_wire.Commit(7, SUM))
     before = daemon.stats()["leases"]
-    raw.ask(wire.Acquire(number, KEY, [], 60.0))
-    raw.ask(wire.Acquire(number, KEY, [], 0.05))
+    raw.ask(client_wire.Acquire(number, KEY, [], 60.0))
+    raw.ask(client_wire.Acquire(number, KEY, [], 0.05))
     until(lambda: daemon.stats()["leases"] == before + 1)
 
 
 def test_join_with_parts_that_are_not_there_holds_nothing(daemon, met):
     raw, number = met
-    raw.ask(wire.Reserve(number, 0, 7, KEY))
-    raw.ask(wire.Commit(7, SUM))
+    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
+    raw.ask(client_wire.Commit(7, SUM))
     before = daemon.stats()["leases"]
-    token = raw.ask(wire.Acquire(number, KEY, [], 60.0)).token
+    token = raw.ask(client_wire.Acquire(number, KEY, [], 60.0)).token
     mate = daemon.raw()
     mate.hello()
-    assert mate.ask(wire.Join(token, [1])).code == "invalid"
-    assert mate.ask(wire.Join(token, [0, 0])).code == "invalid"
+    assert mate.ask(client_wire.Join(token, [1])).code == "invalid"
+    assert mate.ask(client_wire.Join(token, [0, 0])).code == "invalid"
     assert daemon.stats()["leases"] == before + 1
-    raw.ask(wire.Release([token]))
+    raw.ask(client_wire.Release([token]))
     assert daemon.stats()["leases"] == before
 
 
@@ -524,12 +538,12 @@ def test_a_client_that_never_reads_its_answers(daemon, met):
     raw, _ = met
     for n in range(64):
         raw.ask(open_message({"n": n, "text": "x" * 8192}))
-    assert len(raw.ask(wire.Stats()).data) > 512 << 10
+    assert len(raw.ask(client_wire.Stats()).data) > 512 << 10
     before = resident_bytes(daemon.pid)
     greedy = daemon.raw()
     greedy.hello()
     greedy.sock.setblocking(False)
-    flood = b"".join(wire.encode(wire.Stats(), n) for n in range(1, 20_000))
+    flood = b"".join(frame.encode(client_wire.Stats(), n) for n in range(1, 20_000))
     sent = 0
     with contextlib.suppress(BlockingIOError):
         while sent < len(flood):
@@ -539,11 +553,11 @@ def test_a_client_that_never_reads_its_answers(daemon, met):
             assert client.stats()["connections"] >= 3
     assert resident_bytes(daemon.pid) - before < 64 << 20
     # Whoever reads at last gets all answers, in order.
-    greedy.sock.settimeout(20)
+    greedy.sock.settimeout(PATIENCE_S)
     for n in range(1, 30):
         request, answer = greedy.receive()
         assert request == n
-        assert isinstance(answer, wire.Bytes)
+        assert isinstance(answer, frame.Bytes)
 
 
 def test_a_client_that_asks_for_all_at_once_gets_all(met):
@@ -552,9 +566,9 @@ def test_a_client_that_asks_for_all_at_once_gets_all(met):
     raw.sock.settimeout(60)
     for n in range(16):
         raw.ask(open_message({"n": n, "text": "x" * 8192}))
-    raw.sock.sendall(b"".join(wire.encode(wire.Stats(), n) for n in range(1, 200)))
+    raw.sock.sendall(b"".join(frame.encode(client_wire.Stats(), n) for n in range(1, 200)))
     assert [raw.receive()[0] for _ in range(1, 200)] == list(range(1, 200))
-    assert raw.ask(wire.Match(number, KEY, [])) == wire.Done(0)
+    assert raw.ask(client_wire.Match(number, KEY, [])) == frame.Done(0)
 
 
 def test_many_clients_come_and_go(daemon):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvpool.testing.servers.etcd import free_port
+from tests.support.servers.etcd import free_port
+from tests.support.waiting import PATIENCE_S
 
 DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
 TOKEN = "a token of Prometheus, made at random"
@@ -68,7 +69,7 @@ def test_a_node_of_compose_is_asked_over_tls_with_a_token(made, start, until):
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         request = urllib.request.Request(f"https://localhost:{port}{path}", headers=headers)
         try:
-            with urllib.request.urlopen(request, context=trusted, timeout=10) as answer:
+            with urllib.request.urlopen(request, context=trusted, timeout=PATIENCE_S) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

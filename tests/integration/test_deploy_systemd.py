@@ -11,8 +11,9 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.errors import ConfigError
-from kvpool.testing.servers.find import find_server
 from kvpool.types import NamespaceRecord
+from tests.support.servers.find import find_server
+from tests.support.waiting import PATIENCE_S
 
 UNITS = Path(__file__).resolve().parent.parent.parent / "deploy" / "systemd"
 RECORD = NamespaceRecord.simple("model", block_bytes=65536, block_tokens=16)
@@ -145,7 +146,7 @@ def test_a_daemon_needs_no_memory_that_can_be_written_and_run(folder, serve, cle
     process = begin([sys.executable, "-c", MDWE, *serve], clean_environ(folder))
     try:
         first = process.stdout.readline()
-        if not first and process.wait(30) == 99:
+        if not first and process.wait(PATIENCE_S) == 99:
             pytest.skip("this kernel cannot forbid it (Linux 6.3)")
         assert " ready: " in first, process.stderr.read()
         use(str(folder / "s"))

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvpool.client import Client
+from kvpool.cli.render.tiers import tier_rows
+from kvpool.client import OperatorClient
 from kvpool.errors import LeaseLost, SegmentError
-from kvpool.status.tiers import tier_rows
 from kvpool.types import NamespaceRecord
-from kvpool.wire import NO_ROW
+from kvpool.wire.frame import NO_ROW
+from tests.support.waiting import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 NBYTES = 64 << 10
 RECORD = NamespaceRecord.simple("device", block_bytes=NBYTES, block_tokens=16)
-WAIT_S = 20.0
 
 
 def key(number: int) -> bytes:
@@ -42,7 +42,7 @@ class Engine:
 
     def __init__(self, daemon, **settings) -> None:
         self.daemon = daemon
-        self.client: Client = daemon.client(connect=True, **settings)
+        self.client: OperatorClient = daemon.client(connect=True, **settings)
         self.ns = self.client.open(RECORD)
 
     def put(self, numbers: range) -> None:
@@ -86,7 +86,7 @@ def begin(request, start, until) -> Iterator:
         daemon = start("--device", f"{request.param}={size}", *args, name=name, **settings)
         engine = Engine(daemon)
         engines.append(engine)
-        until(lambda: engine.device["state"] == "serving", seconds=60)
+        until(lambda: engine.device["state"] == "serving")
         return engine
 
     yield one
@@ -115,7 +115,7 @@ def device_process(daemon) -> int | None:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has just died
-        if b"kvpool.daemon.device" in command.split(b"\0"):
+        if b"kvpool.daemon.workers.device_worker" in command.split(b"\0"):
             return pid
     return None
 
@@ -127,13 +127,13 @@ def test_what_was_read_outlives_its_eviction(lifted):
     assert len(lifted.read(range(32))) == there, (
         "a reader that does not wait gets what is in memory"
     )
-    assert lifted.read(range(32), WAIT_S) == set(range(32))
+    assert lifted.read(range(32), PATIENCE_S) == set(range(32))
     assert lifted.device["read_blocks"] >= 32 - there
 
 
 def test_a_prefix_is_leased_whole_whatever_tier_its_blocks_are_in(lifted):
     lifted.client.evict(keys_of(range(0, 32, 2)), tier="dram")
-    with lifted.client.acquire(lifted.ns, keys_of(range(32)), wait_s=WAIT_S) as lease:
+    with lifted.client.acquire(lifted.ns, keys_of(range(32)), wait_s=PATIENCE_S) as lease:
         assert lease.blocks == 32
     assert lifted.device["read_blocks"] == 16
     assert lifted.read(range(32)) == set(range(32))
@@ -144,7 +144,7 @@ def test_what_nobody_read_is_not_copied_up(begin):
     engine.put(range(32))
     engine.read(range(8))
     engine.forget_memory()
-    assert engine.read(range(8, 32), WAIT_S) == set()
+    assert engine.read(range(8, 32), PATIENCE_S) == set()
 
 
 def test_the_coldest_goes_when_the_device_is_full(begin, until):
@@ -156,7 +156,7 @@ def test_the_coldest_goes_when_the_device_is_full(begin, until):
         until(lambda written=written: engine.device["written_blocks"] == written + 8)
     assert engine.device["used_bytes"] <= 2 << 20
     engine.forget_memory()
-    found = engine.read(range(96), WAIT_S)
+    found = engine.read(range(96), PATIENCE_S)
     assert 16 <= len(found) <= 32
 
 
@@ -164,12 +164,12 @@ def test_what_is_removed_or_evicted_is_gone(lifted):
     assert lifted.client.remove(lifted.ns, keys_of(range(4))) == 4
     assert lifted.client.evict(keys_of(range(4, 8)), tier="device") == 4
     lifted.forget_memory()
-    assert lifted.read(range(32), WAIT_S) == set(range(8, 32))
+    assert lifted.read(range(32), PATIENCE_S) == set(range(8, 32))
 
 
 def test_a_reset_ends_what_is_on_the_device(lifted, until):
     lifted.client.reset(lifted.ns)
-    assert lifted.read(range(32), WAIT_S) == set()
+    assert lifted.read(range(32), PATIENCE_S) == set()
     until(lambda: lifted.device["used_bytes"] == 0)
     lift(lifted, range(8), until)
 
@@ -184,7 +184,7 @@ def test_damaged_device_memory_is_a_miss_and_counted(lifted):
     with memory[0].open("r+b") as file:
         file.seek(5 * NBYTES + 1234)
         file.write(b"damage")
-    found = lifted.read(range(32), WAIT_S)
+    found = lifted.read(range(32), PATIENCE_S)
     assert len(found) == 31
     assert lifted.device["mismatches"] == 1
     assert lifted.device["blocks"] == 31
@@ -195,12 +195,12 @@ def test_a_killed_device_process_is_a_miss_and_begins_anew(lifted, until):
     first = device_process(lifted.daemon)
     os.kill(first, signal.SIGKILL)
     until(lambda: device_process(lifted.daemon) not in {first, None})
-    until(lambda: lifted.device["state"] == "serving", seconds=60)
+    until(lambda: lifted.device["state"] == "serving")
     assert lifted.device["blocks"] == 0
-    assert lifted.read(range(32), WAIT_S) == set()
+    assert lifted.read(range(32), PATIENCE_S) == set()
     lift(lifted, range(32), until)
     lifted.forget_memory()
-    assert lifted.read(range(32), WAIT_S) == set(range(32))
+    assert lifted.read(range(32), PATIENCE_S) == set(range(32))
 
 
 def test_a_stopped_device_process_costs_readers_their_deadline(lifted):
@@ -222,7 +222,7 @@ def test_a_peer_pulls_what_is_only_on_our_device(begin, start, until):
     url = owner.daemon.ready.rsplit("peers at ", 1)[1].strip()
     reader = Engine(start("--memory", "8MiB", "--peer", url, name="reader"))
     with reader.client:
-        assert reader.client.pull(reader.ns, keys_of(range(32)), wait_s=WAIT_S) == 32
+        assert reader.client.pull(reader.ns, keys_of(range(32)), wait_s=PATIENCE_S) == 32
         assert reader.read(range(32)) == set(range(32))
 
 
@@ -233,20 +233,22 @@ def test_tenants_see_nothing_of_each_other(begin, until):
     red, blue = (Engine(engine.daemon, tenant=name) for name in ("red", "blue"))
     with red.client, blue.client:
         lift(red, range(16), until)
-        assert blue.read(range(16), WAIT_S) == set()
+        assert blue.read(range(16), PATIENCE_S) == set()
         assert blue.client.put(blue.ns, keys_of(range(16)), [bytes(NBYTES)] * 16) == 16
         blue.client.get(blue.ns, keys_of(range(16)))
         until(lambda: red.device["blocks"] == 32)
         red.forget_memory()
         blue.forget_memory()
-        assert red.read(range(16), WAIT_S) == set(range(16))
-        assert blue.client.get(blue.ns, keys_of(range(16)), wait_s=WAIT_S) == [bytes(NBYTES)] * 16
+        assert red.read(range(16), PATIENCE_S) == set(range(16))
+        assert (
+            blue.client.get(blue.ns, keys_of(range(16)), wait_s=PATIENCE_S) == [bytes(NBYTES)] * 16
+        )
 
 
 def test_a_device_that_is_not_there_is_told_and_the_node_serves(start, until):
     engine = Engine(start("--memory", "4MiB", "--device", "cuda:99=64MiB"))
     with engine.client:
-        until(lambda: engine.device["state"] == "failed", seconds=60)
+        until(lambda: engine.device["state"] == "failed")
         assert "cuda:99" in engine.device["error"]
         engine.put(range(8))
         assert engine.read(range(8)) == set(range(8))
@@ -280,7 +282,7 @@ class DirectEngine(Engine):
 
     def lease(self, numbers: Iterable[int], **settings):
         return self.client.acquire(
-            self.ns, keys_of(numbers), **({"device": self.memory, "wait_s": WAIT_S} | settings)
+            self.ns, keys_of(numbers), **({"device": self.memory, "wait_s": PATIENCE_S} | settings)
         )
 
     def close(self) -> None:
@@ -406,7 +408,7 @@ READER = """
 import sys
 from kvpool.client import Client
 from kvpool.types import NamespaceRecord
-client = Client(sys.argv[1], connect=True, timeout_s=10.0)
+client = Client(sys.argv[1], connect=True, timeout_s=60.0)
 ns = client.open(NamespaceRecord.simple("device", block_bytes=65536, block_tokens=16))
 memory = client.attach_device()
 keys = [n.to_bytes(16, "big") for n in range(16)]
@@ -442,7 +444,7 @@ def test_the_death_of_the_device_process_under_a_reader_is_told_by_its_check(dir
         lease.check()
     lease.release()
     until(lambda: device_process(direct.daemon) not in {pid, None})
-    until(lambda: direct.device["state"] == "serving", seconds=60)
+    until(lambda: direct.device["state"] == "serving")
     assert direct.lease(range(32), wait_s=0.0) is None
     lift(direct, range(32), until)
     direct.forget_memory()
@@ -510,9 +512,9 @@ def test_one_who_is_not_attached_acquires_in_the_name_of_those_who_are(direct):
 def test_a_pull_counts_what_is_on_the_device_for_those_who_read_it_there(direct):
     life = direct.memory.life
     pull = direct.client.pull
-    assert pull(direct.ns, keys_of(range(32)), wait_s=WAIT_S, life=life) == 32
+    assert pull(direct.ns, keys_of(range(32)), wait_s=PATIENCE_S, life=life) == 32
     assert direct.in_memory(range(32)) == direct.device["read_blocks"] == 0
-    assert pull(direct.ns, keys_of(range(8)), wait_s=WAIT_S, life=life + 1) == 8
+    assert pull(direct.ns, keys_of(range(8)), wait_s=PATIENCE_S, life=life + 1) == 8
     assert direct.in_memory(range(32)) == 8
 
 
@@ -569,7 +571,7 @@ def test_peers_still_pull_while_a_client_reads_the_device(begin, start, until):
     url = owner.daemon.ready.rsplit("peers at ", 1)[1].strip()
     reader = Engine(start("--memory", "8MiB", "--peer", url, name="reader"))
     with reader.client, engine.lease(range(32)) as lease:
-        assert reader.client.pull(reader.ns, keys_of(range(32)), wait_s=WAIT_S) == 32
+        assert reader.client.pull(reader.ns, keys_of(range(32)), wait_s=PATIENCE_S) == 32
         assert reader.read(range(32)) == set(range(32))
         assert content(lease) == [block(n) for n in range(32)]
     engine.close()

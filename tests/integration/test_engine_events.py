@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from kvpool.daemon.engines import NO_PYZMQ
+from kvpool.daemon.tiers.engine_caches import NO_PYZMQ
 
 FOLLOW = """
 import zmq

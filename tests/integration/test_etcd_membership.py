@@ -21,14 +21,16 @@ import pytest
 import uvloop
 
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.placement.etcd.membership import EtcdMembership
 from kvpool.placement.etcd.settings import EtcdSettings
-from kvpool.placement.membership import Standing
+from kvpool.placement.membership.base import Standing
+from kvpool.placement.membership.etcd import EtcdMembership
 from kvpool.placement.records import ClusterConfig, TierRecord, encode_record
 from kvpool.testing.membership import entry, record, standing, until
-from kvpool.testing.servers.etcd import Etcd
+from tests.support import waiting
+from tests.support.servers.etcd import Etcd
+from tests.support.waiting import PATIENCE_S
 
-TTL_S = 2.0  # the shortest that etcd gives
+TTL_S = 4.0  # the shortest that a busy machine keeps up
 MEMBER = Path(__file__).with_name("etcd_member.py")
 _names = itertools.count()
 
@@ -276,7 +278,7 @@ def test_a_name_that_is_taken_over_while_its_owner_is_still_joining(
                 await go.wait()
                 return answer
 
-            late._client.txn = slow  # type: ignore[method-assign]
+            late._client.txn = slow
             joining = asyncio.create_task(late.join(record("p", 1111)))
             await written.wait()
             await other.join(new := record("p", 1111))
@@ -286,7 +288,7 @@ def test_a_name_that_is_taken_over_while_its_owner_is_still_joining(
             assert lost.is_set()
             assert standing(late) is Standing.LOST
             assert standing(other) is Standing.MEMBER
-            late._client.txn = txn  # type: ignore[method-assign]
+            late._client.txn = txn
 
     asyncio.run(main())
 
@@ -478,17 +480,17 @@ def test_no_standing_but_away_between_member_and_return(etcd: Etcd, cluster: str
     """While etcd is away, a process that runs is never unsure: serving peers does not pause."""
 
     async def main() -> None:
-        async with Proxy(etcd) as proxy, Members(etcd.url, cluster, ttl_s=3.0) as members:
+        async with Proxy(etcd) as proxy, Members(etcd.url, cluster, ttl_s=6.0) as members:
             member = await members.start(proxy.url)
             await member.join(record("a"))
             proxy.cut()
             seen = [standing(member)]
-            until_s = time.monotonic() + 7.0
+            until_s = time.monotonic() + 14.0
             last = time.monotonic()
             while time.monotonic() < until_s:
                 await asyncio.sleep(0.005)
-                if time.monotonic() - last > 1.0:
-                    pytest.skip("this process was stopped for a second: the machine is too busy")
+                if time.monotonic() - last > 2.0:
+                    pytest.skip("this process was stopped for two seconds: the machine is too busy")
                 last = time.monotonic()
                 if (now := standing(member)) is not seen[-1]:
                     seen.append(now)
@@ -590,7 +592,7 @@ def test_joins_and_drains_go_on_when_the_leader_dies(tmp_path: Path, how: str) -
     took: dict[str, float] = {}
 
     async def main(etcd: Etcd) -> None:
-        async with Members(etcd.url, "c", ttl_s=5.0) as members:
+        async with Members(etcd.url, "c", ttl_s=10.0) as members:
             started = [await members.start() for _ in range(4)]
             lost: list[str] = []
             for number, member in enumerate(started[:3]):
@@ -619,7 +621,7 @@ def test_joins_and_drains_go_on_when_the_leader_dies(tmp_path: Path, how: str) -
         uvloop.run(main(etcd))
     shown = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items())
     print(f"\nafter the leader's {how}: {shown}")  # noqa: T201 - a measurement
-    assert max(took.values()) < 20
+    assert max(took.values()) < PATIENCE_S
 
 
 # ---- processes that stop --------------------------------------------------------------------------------
@@ -639,7 +641,7 @@ def test_a_process_stopped_past_its_lease_is_unsure_at_its_first_look(
             await until(lambda: "p" in watcher.view.nodes, "it joins again")
             second = watcher.view.nodes["p"].incarnation
             assert second != first
-            await until(lambda: process.said()[-1] == "member")
+            await until(lambda: process.said()[-1:] == ["member"])
             said = process.said()
             assert said == [
                 f"joined {first}",
@@ -658,14 +660,9 @@ def test_a_lost_etcd_makes_no_noise_on_stderr(tmp_path: Path) -> None:
     with Etcd(tmp_path) as etcd:
         process = Process(etcd, "c", "p", 1111)
         try:
-            deadline = time.monotonic() + 30
-            while process.said()[-1:] != ["member"]:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            waiting.until(lambda: process.said()[-1:] == ["member"])
             etcd.members[0].kill()
-            while process.said()[-1] != "away":
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            waiting.until(lambda: process.said()[-1:] == ["away"])
         finally:
             errors = process.close()
         assert errors == b""
@@ -703,4 +700,4 @@ def test_64_members_in_one_process(etcd: Etcd, cluster: str) -> None:
     uvloop.run(main())
     shown = ", ".join(f"{name}: {seconds * 1000:.0f} ms" for name, seconds in took.items())
     print(f"\n64 members: {shown}")  # noqa: T201 - a measurement
-    assert max(took.values()) < 10
+    assert max(took.values()) < PATIENCE_S

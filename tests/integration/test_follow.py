@@ -6,9 +6,10 @@ import time
 import numpy as np
 import pytest
 
-from kvpool import wire
 from kvpool.errors import InvalidRequest, LimitExceeded, Unavailable
 from kvpool.types import NamespaceRecord
+from kvpool.wire import client as client_wire
+from tests.support.waiting import PATIENCE_S, until
 
 NBYTES = 64 << 10
 RECORD = NamespaceRecord.simple("followed", block_bytes=NBYTES, block_tokens=16)
@@ -32,13 +33,6 @@ def right(client, numbers) -> bool:
     return [bytes(one) for one in found if one is not None] == list(map(block, numbers))
 
 
-def until(condition, what: str = "") -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
-
-
 class Follower:
     """A follow in a thread."""
 
@@ -56,14 +50,15 @@ class Follower:
         self.thread.start()
 
     def result(self):
-        self.thread.join(60)
+        self.thread.join(2 * PATIENCE_S)
+        assert self.outcome, "it goes on"
         return self.outcome[0]
 
 
 def test_alone_it_waits_for_the_nodes_own_engines(daemon, client):
     with daemon.client() as engine:
-        follower = Follower(client, range(8), wait_s=30.0)
-        until(lambda: engine.stats()["follows"]["under_way"] == 1)
+        follower = Follower(client, range(8), wait_s=PATIENCE_S)
+        until(lambda: engine.stats()["prefix_streams"]["under_way"] == 1)
         for n in range(8):
             assert not follower.outcome
             put(engine, [n])
@@ -78,7 +73,7 @@ def test_with_peers_and_no_directory(start):
     with a.client(connect=True) as engine, b.client(connect=True) as client:
         for source in ("", url):  # a peer that only its address is known of is called by that
             numbers = range(100, 120) if source else range(20)
-            follower = Follower(client, numbers, wait_s=30.0, source=source)
+            follower = Follower(client, numbers, wait_s=PATIENCE_S, source=source)
             for n in numbers:
                 put(engine, [n])
                 until(lambda n=n: client.contains(client.open(RECORD), keys_of([n])).all())
@@ -92,8 +87,8 @@ def test_by_the_deadline_there_is_what_there_is(client):
     began = time.monotonic()
     assert client.follow(space, keys_of(range(5)), wait_s=0.3) == 2
     assert time.monotonic() - began >= 0.3
-    assert client.follow(space, keys_of(range(2)), wait_s=30.0) == 2
-    assert client.follow(space, [], wait_s=30.0) == 0
+    assert client.follow(space, keys_of(range(2)), wait_s=PATIENCE_S) == 2
+    assert client.follow(space, [], wait_s=PATIENCE_S) == 0
 
 
 def test_a_time_and_parts_that_are_none(client):
@@ -107,12 +102,12 @@ def test_a_time_and_parts_that_are_none(client):
 
 def test_a_client_that_closes_gets_its_thread_back(daemon, client):
     with daemon.client() as other:
-        follower = Follower(other, range(3), wait_s=50.0)
-        until(lambda: client.stats()["follows"]["under_way"] == 1)
+        follower = Follower(other, range(3), wait_s=PATIENCE_S)
+        until(lambda: client.stats()["prefix_streams"]["under_way"] == 1)
         other.close()
         assert isinstance(follower.result(), Unavailable)
-        until(lambda: client.stats()["follows"]["under_way"] == 0)
-        assert isinstance(Follower(other, range(3), wait_s=50.0).result(), Unavailable)
+        until(lambda: client.stats()["prefix_streams"]["under_way"] == 0)
+        assert isinstance(Follower(other, range(3), wait_s=PATIENCE_S).result(), Unavailable)
 
 
 def test_more_than_a_tenant_may_follow_are_refused(daemon, client):
@@ -121,25 +116,25 @@ def test_more_than_a_tenant_may_follow_are_refused(daemon, client):
     for raw in raws:
         raw.hello()
         answer = raw.ask(
-            wire.OpenNamespace(RECORD.digest(), RECORD.canonical(), [(NBYTES, "full", 0, 1)])
+            client_wire.OpenNamespace(RECORD.digest(), RECORD.canonical(), [(NBYTES, "full", 0, 1)])
         )
         number = answer.number
     for n in range(FOLLOWS_MAX):
-        raws[n % 2].send(wire.Follow(number, b"".join(keys_of([n])), 60.0))
-    until(lambda: client.stats()["follows"]["under_way"] == FOLLOWS_MAX)
+        raws[n % 2].send(client_wire.Follow(number, b"".join(keys_of([n])), 60.0))
+    until(lambda: client.stats()["prefix_streams"]["under_way"] == FOLLOWS_MAX)
     with pytest.raises(LimitExceeded):
         client.follow(client.open(RECORD), keys_of([1000]), wait_s=1.0)
     put(client, range(32))
-    until(lambda: client.stats()["follows"]["under_way"] == FOLLOWS_MAX - 32)
+    until(lambda: client.stats()["prefix_streams"]["under_way"] == FOLLOWS_MAX - 32)
     raws[0].sock.close()
     raws[1].sock.close()
-    until(lambda: client.stats()["follows"]["under_way"] == 0)
-    assert client.stats()["follows"]["waiters"] == 0
+    until(lambda: client.stats()["prefix_streams"]["under_way"] == 0)
+    assert client.stats()["prefix_streams"]["waiters"] == 0
 
 
 def test_a_daemon_that_stops_ends_it(daemon, client):
     with daemon.client() as other:
-        follower = Follower(other, range(3), wait_s=50.0)
-        until(lambda: client.stats()["follows"]["under_way"] == 1)
+        follower = Follower(other, range(3), wait_s=PATIENCE_S)
+        until(lambda: client.stats()["prefix_streams"]["under_way"] == 1)
         daemon.stop()
         assert isinstance(follower.result(), Unavailable)

@@ -15,14 +15,17 @@ import numpy as np
 import psutil
 import pytest
 
-from kvpool import wire
 from kvpool.client import Client
 from kvpool.errors import KvpoolError
-from kvpool.testing.proxy import Ending, Fault, Proxy, Way
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import greet
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.types import NamespaceRecord
+from kvpool.wire import frame
+from kvpool.wire import operator as operator_wire
+from kvpool.wire import peer as peer_wire
+from tests.support.proxy import Ending, Fault, Proxy, Way
+from tests.support.waiting import PATIENCE_S
 
 NBYTES = 32 << 10
 COUNT = 12
@@ -56,7 +59,7 @@ class Pair:
 
     @property
     def mover_of_a(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.at_a.stats()["movers"][0]
+        found: dict[str, Any] = self.at_a.stats()["transfer_workers"][0]
         return found
 
     def processes(self) -> list[int]:
@@ -92,7 +95,7 @@ class Pair:
         """Slots at b, leases and loans at a."""
         self.until(lambda: self.mover_of_a["loans"] == 0, what="the loans are back")
         self.until(lambda: self.at_a.stats()["leases"] == 0)
-        self.until(lambda: self.at_b.stats()["movers"][0]["orders"] == 0)
+        self.until(lambda: self.at_b.stats()["transfer_workers"][0]["orders"] == 0)
         self.until(
             lambda: (
                 self.at_b.stats()["tenants"]["default"]["space"]["bytes_used"] == in_use * NBYTES
@@ -131,10 +134,10 @@ def world(
 def pair(world: tuple[Any, Any, Proxy], until: Callable[..., Any]) -> Iterator[Pair]:
     """Both are well before the test, and have to be afterwards."""
     one = Pair(*world, until)
-    until(one.pulls, 30)
+    until(one.pulls)
     yield one
     one.proxy.set()
-    until(one.pulls, 30, "all is well again")
+    until(one.pulls, "all is well again")
     one.check_nothing_is_held()
     one.check_nobody_died()
     one.close()
@@ -191,7 +194,7 @@ def test_a_pull_whose_connection_ends(pair: Pair, way: Way, offset: int, ending:
     came = pair.here(numbers)
     assert said <= came
     pair.check_nothing_is_held(in_use=came)
-    pair.until(lambda: pair.at_b.pull(pair.ns_b, keys_of(numbers), wait_s=5) == COUNT, 30)
+    pair.until(lambda: pair.at_b.pull(pair.ns_b, keys_of(numbers), wait_s=5) == COUNT)
     assert pair.here(numbers) == COUNT
     pair.forget(numbers)
 
@@ -205,23 +208,23 @@ class Peer:
     def __init__(self, address: tuple[str, int]) -> None:
         sock = socket.create_connection(address, 20)
         sock.setblocking(True)
-        self.stream = Stream(sock, Deadline(20))
+        self.stream = Stream(sock, Deadline(PATIENCE_S))
         try:
             greet(self.stream, Identity("kvpool", "x", "0" * 16))
         except BaseException:
             self.close()
             raise
 
-    def ask(self, message: wire.Message) -> wire.Message | None:
+    def ask(self, message: frame.Message) -> frame.Message | None:
         """What is answered; None where the connection is ended instead. Raises when neither happens."""
-        self.stream.deadline = Deadline(20)
+        self.stream.deadline = Deadline(PATIENCE_S)
         try:
             self.stream.send(message, 7)
-            request, payload = self.stream.receive(wire.FRAME_BYTES_MAX)
+            request, payload = self.stream.receive(frame.FRAME_BYTES_MAX)
         except Closed:
             return None
         assert request in (7, 0)
-        answer: wire.Message = wire.decode_peer(payload)
+        answer: frame.Message = peer_wire.decode_peer(payload)
         return answer
 
     def close(self) -> None:
@@ -235,7 +238,7 @@ SPEC = [(NBYTES, "full", 0, 1)]
 BIG = 2**64 - 1
 
 
-def offer(**changes: Any) -> wire.Offer:
+def offer(**changes: Any) -> peer_wire.Offer:
     right: dict[str, Any] = {
         "node": "x",
         "incarnation": "0" * 16,
@@ -247,37 +250,37 @@ def offer(**changes: Any) -> wire.Offer:
         "parts": SPEC,
         "keys": KEYS,
         "mask": b"\1",
-        "copies": 2,
+        "replicas": 2,
         "hops": 1,
         "age_s": 0.0,
         "deadline_s": 0.5,
     }
-    return wire.Offer(**(right | changes))
+    return peer_wire.Offer(**(right | changes))
 
 
-NONSENSE: dict[str, wire.Message] = {
-    "ask: a part that is none": wire.Ask("default", D, [1], KEYS),
-    "ask: a part far away": wire.Ask("default", D, [BIG], KEYS),
-    "ask: a part before the first": wire.Ask("default", D, [-1, -2], KEYS),
-    "ask: a part again and again": wire.Ask("default", D, [0] * 1000, KEYS),
-    "ask: no keys": wire.Ask("default", D, [], b""),
-    "ask: half a key": wire.Ask("default", D, [], KEYS[:-3]),
-    "ask: another namespace": wire.Ask("default", b"", [], KEYS),
-    "ask: another tenant": wire.Ask("\0\n", D, [], KEYS),
-    "fetch: no keys": wire.Fetch("default", D, 0, NBYTES, b"", 5.0),
-    "fetch: half a key": wire.Fetch("default", D, 0, NBYTES, KEYS[:-3], 5.0),
-    "fetch: a key twice": wire.Fetch("default", D, 0, NBYTES, KEY * 2, 5.0),
-    "fetch: a part that is none": wire.Fetch("default", D, 1, NBYTES, KEYS, 5.0),
-    "fetch: a part before the first": wire.Fetch("default", D, -1, NBYTES, KEYS, 5.0),
-    "fetch: a part far away": wire.Fetch("default", D, BIG, NBYTES, KEYS, 5.0),
-    "fetch: shorter": wire.Fetch("default", D, 0, NBYTES - 1, KEYS, 5.0),
-    "fetch: longer": wire.Fetch("default", D, 0, NBYTES + 1, KEYS, 5.0),
-    "fetch: longest": wire.Fetch("default", D, 0, BIG, KEY, 5.0),
-    "fetch: less than nothing": wire.Fetch("default", D, 0, -NBYTES, KEYS, 5.0),
-    "fetch: too late": wire.Fetch("default", D, 0, NBYTES, KEYS, -1.0),
-    "fetch: never": wire.Fetch("default", D, 0, NBYTES, KEYS, float("nan")),
-    "fetch: for ever": wire.Fetch("default", D, 0, NBYTES, KEYS, float("inf")),
-    "corrupt: not fetched": wire.Corrupt("default", D, 0, KEYS),
+NONSENSE: dict[str, frame.Message] = {
+    "ask: a part that is none": peer_wire.Ask("default", D, [1], KEYS),
+    "ask: a part far away": peer_wire.Ask("default", D, [BIG], KEYS),
+    "ask: a part before the first": peer_wire.Ask("default", D, [-1, -2], KEYS),
+    "ask: a part again and again": peer_wire.Ask("default", D, [0] * 1000, KEYS),
+    "ask: no keys": peer_wire.Ask("default", D, [], b""),
+    "ask: half a key": peer_wire.Ask("default", D, [], KEYS[:-3]),
+    "ask: another namespace": peer_wire.Ask("default", b"", [], KEYS),
+    "ask: another tenant": peer_wire.Ask("\0\n", D, [], KEYS),
+    "fetch: no keys": peer_wire.Fetch("default", D, 0, NBYTES, b"", 5.0),
+    "fetch: half a key": peer_wire.Fetch("default", D, 0, NBYTES, KEYS[:-3], 5.0),
+    "fetch: a key twice": peer_wire.Fetch("default", D, 0, NBYTES, KEY * 2, 5.0),
+    "fetch: a part that is none": peer_wire.Fetch("default", D, 1, NBYTES, KEYS, 5.0),
+    "fetch: a part before the first": peer_wire.Fetch("default", D, -1, NBYTES, KEYS, 5.0),
+    "fetch: a part far away": peer_wire.Fetch("default", D, BIG, NBYTES, KEYS, 5.0),
+    "fetch: shorter": peer_wire.Fetch("default", D, 0, NBYTES - 1, KEYS, 5.0),
+    "fetch: longer": peer_wire.Fetch("default", D, 0, NBYTES + 1, KEYS, 5.0),
+    "fetch: longest": peer_wire.Fetch("default", D, 0, BIG, KEY, 5.0),
+    "fetch: less than nothing": peer_wire.Fetch("default", D, 0, -NBYTES, KEYS, 5.0),
+    "fetch: too late": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, -1.0),
+    "fetch: never": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, float("nan")),
+    "fetch: for ever": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, float("inf")),
+    "corrupt: not fetched": peer_wire.Corrupt("default", D, 0, KEYS),
     "offer: from nobody": offer(),
     "offer: no incarnation": offer(incarnation="no hex"),
     "offer: half a key": offer(keys=KEYS[:-3]),
@@ -286,17 +289,17 @@ NONSENSE: dict[str, wire.Message] = {
     "offer: parts that are not there": offer(mask=b"\xff" * 40),
     "offer: of the future": offer(epoch=BIG),
     "offer: never": offer(deadline_s=float("nan"), age_s=float("nan")),
-    "offer: for long": offer(deadline_s=float("inf"), copies=-1, hops=-1),
-    "await: no keys": wire.Await("x", "default", D, b"", b"", 0.1),
-    "await: masks without keys": wire.Await("x", "default", D, b"", b"\1\1", 0.1),
-    "await: half a mask": wire.Await("x", "default", D, KEYS, b"\1\1\1", 0.1),
-    "await: half a key": wire.Await("x", "default", D, KEYS[:-3], b"\0\0", 0.1),
-    "await: another namespace": wire.Await("x", "default", b"", KEYS, b"\0\0", 0.1),
-    "await: never": wire.Await("x", "default", D, KEYS, b"\0\0", float("nan")),
-    "await: before": wire.Await("x", "default", D, KEYS, b"\0\0", float("-inf")),
-    "hello again": wire.PeerHello(wire.PROTOCOL_VERSION, "kvpool", "x", b"n" * 32),
-    "an answer": wire.Fetched(b"\1", bytes(16)),
-    "taken": wire.Taken(),
+    "offer: for long": offer(deadline_s=float("inf"), replicas=-1, hops=-1),
+    "await: no keys": peer_wire.Await("x", "default", D, b"", b"", 0.1),
+    "await: masks without keys": peer_wire.Await("x", "default", D, b"", b"\1\1", 0.1),
+    "await: half a mask": peer_wire.Await("x", "default", D, KEYS, b"\1\1\1", 0.1),
+    "await: half a key": peer_wire.Await("x", "default", D, KEYS[:-3], b"\0\0", 0.1),
+    "await: another namespace": peer_wire.Await("x", "default", b"", KEYS, b"\0\0", 0.1),
+    "await: never": peer_wire.Await("x", "default", D, KEYS, b"\0\0", float("nan")),
+    "await: before": peer_wire.Await("x", "default", D, KEYS, b"\0\0", float("-inf")),
+    "hello again": peer_wire.PeerHello(frame.PROTOCOL_VERSION, "kvpool", "x", b"n" * 32),
+    "an answer": peer_wire.Fetched(b"\1", bytes(16)),
+    "taken": peer_wire.Taken(),
 }
 
 
@@ -313,16 +316,16 @@ def test_a_peer_that_talks_nonsense_is_answered_or_shown_out(pair: Pair, said: s
 
 def test_what_operators_ask_comes_in_the_name_of_the_node_that_asks(pair: Pair) -> None:
     """The audit log tells that name: no other one can be put there."""
-    request = wire.encode(wire.PinBlocks(KEY, "soft"), 0)[wire.HEADER.size :]
+    request = frame.encode(operator_wire.PinBlocks(KEY, "soft"), 0)[frame.HEADER.size :]
     for name, done in (("x", True), ("a", False), ("", False)):
         peer = Peer(pair.address)
         try:
-            answer = peer.ask(wire.Operate(name, request, 0.0, "default", "somebody"))
+            answer = peer.ask(peer_wire.Operate(name, request, 0.0, "default", "somebody"))
         finally:
             peer.close()
-        assert isinstance(answer, wire.Bytes) is done, (name, answer)
+        assert isinstance(answer, frame.Bytes) is done, (name, answer)
         if not done:
-            assert isinstance(answer, wire.Error)
+            assert isinstance(answer, frame.Error)
             assert "another node's name" in answer.message
     pair.check_nobody_died()
 
@@ -364,7 +367,9 @@ ROUND = 1000
 ROUNDS = 10
 SLACK = 12  # descriptors and threads that come and go by themselves
 MEMORY_BYTES_MAX = 32 << 20
-HALF_A_HELLO = wire.encode(wire.PeerHello(wire.PROTOCOL_VERSION, "kvpool", "x", b"n" * 32), 1)[:40]
+HALF_A_HELLO = frame.encode(
+    peer_wire.PeerHello(frame.PROTOCOL_VERSION, "kvpool", "x", b"n" * 32), 1
+)[:40]
 
 
 def open_sockets(limit: int) -> int:
@@ -402,8 +407,8 @@ def test_ten_thousand_connections_are_tried(pair: Pair) -> None:
             assert use.private_bytes <= memory + MEMORY_BYTES_MAX
             newcomer = Peer(pair.address)
             stack.callback(newcomer.close)
-            answer = newcomer.ask(wire.Ask("default", D, [], KEY))
-            assert answer == wire.Done(0), "who can say who it is gets in"
+            answer = newcomer.ask(peer_wire.Ask("default", D, [], KEY))
+            assert answer == frame.Done(0), "who can say who it is gets in"
             assert pair.pulls(), "over the connection that there was"
             pair.proxy.cut()
             assert pair.pulls(), "and over a new one"
@@ -433,6 +438,6 @@ def test_peers_that_stay_and_say_nothing_take_nobodys_place(pair: Pair) -> None:
         assert use.threads <= threads + PEERS_MAX + SLACK
         assert pair.pulls()
         for peer in known[::10]:
-            assert peer.ask(wire.Ask("default", D, [], KEY)) == wire.Done(0)
+            assert peer.ask(peer_wire.Ask("default", D, [], KEY)) == frame.Done(0)
     pair.until(lambda: use.fds <= fds + SLACK)
     pair.until(lambda: use.threads <= threads + SLACK)

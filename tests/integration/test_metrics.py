@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpool import wire
-from kvpool.metrics import METRICS, View, render
+from kvpool.admin.metrics import METRICS, View, render
 from kvpool.types import NamespaceRecord
+from kvpool.wire import operator as operator_wire
+from tests.support.waiting import PATIENCE_S
 
 NBYTES = 64 << 10
 MEMORY_BLOCKS = 64
 RECORD = NamespaceRecord.simple("counted", block_bytes=NBYTES, block_tokens=16)
-WAIT_S = 20.0
 
 
 def inspect(daemon) -> dict[str, Any]:
     raw = daemon.raw()
     raw.hello()
-    found: dict[str, Any] = msgspec.json.decode(raw.ask(wire.Inspect()).data)
+    found: dict[str, Any] = msgspec.json.decode(raw.ask(operator_wire.Inspect()).data)
     raw.sock.close()
     return found
 
@@ -76,15 +76,15 @@ def test_puts_reads_and_misses_are_counted_exactly(small) -> None:
     assert numbers("reads_total", tenant="default") == 3
     read = {
         result: numbers("read_blocks_total", tenant="default", result=result)
-        for result in ("here", "brought", "missed")
+        for result in ("local", "fetched", "missed")
     }
-    assert read == {"here": 16, "brought": 0, "missed": 10}
+    assert read == {"local": 16, "fetched": 0, "missed": 10}
     assert numbers("read_bytes_total", tenant="default", tier="dram") == 16 * NBYTES
-    assert numbers("match_blocks_total", tenant="default", result="here") == 12
+    assert numbers("match_blocks_total", tenant="default", result="local") == 12
     assert numbers("match_blocks_total", tenant="default", result="missed") == 10
-    assert numbers("gone_parts_total", reason="removed", where="", tier="dram") == 8
-    assert numbers("gone_parts_total", reason="full", where="", tier="dram") == 0
-    assert numbers("tier_parts", where="", tier="dram") == 12
+    assert numbers("dropped_parts_total", reason="removed", location="", tier="dram") == 8
+    assert numbers("dropped_parts_total", reason="full", location="", tier="dram") == 0
+    assert numbers("tier_parts", location="", tier="dram") == 12
     held = {"tenant": "default", "namespace": ns.digest.hex(), "model": "counted"}
     assert numbers("namespace_held_bytes", **held, tier="dram") == 12 * NBYTES
     assert numbers("leases") == 0
@@ -99,8 +99,8 @@ def test_what_goes_is_counted_by_why(small, until) -> None:
         for _ in range(3):
             client.put(narrow, keys(6), data(6))
         before = Numbers(small)
-        assert before("tier_parts", where="", tier="dram") == 8
-        assert before("gone_parts_total", reason="quota", where="", tier="dram") == 10
+        assert before("tier_parts", location="", tier="dram") == 8
+        assert before("dropped_parts_total", reason="quota", location="", tier="dram") == 10
         put = 0
         for _ in range(20):
             put += client.put(plain, keys(8), data(8))
@@ -108,9 +108,9 @@ def test_what_goes_is_counted_by_why(small, until) -> None:
         put += client.put(plain, last, data(4))
         assert client.evict(last, digest=plain.digest) == 4
     numbers = Numbers(small)
-    here = numbers("tier_parts", where="", tier="dram")
+    here = numbers("tier_parts", location="", tier="dram")
     gone = {
-        reason: numbers("gone_parts_total", reason=reason, where="", tier="dram")
+        reason: numbers("dropped_parts_total", reason=reason, location="", tier="dram")
         for reason in ("full", "quota", "ttl", "operator", "removed", "corrupt", "epoch")
     }
     assert gone["quota"] == 10 and gone["operator"] == 4
@@ -118,7 +118,7 @@ def test_what_goes_is_counted_by_why(small, until) -> None:
     assert not any(gone[reason] for reason in ("ttl", "removed", "corrupt", "epoch"))
 
     def seen() -> float:
-        return Numbers(small)("evicted_age_seconds_count", tier="dram")
+        return Numbers(small)("evicted_idle_age_seconds_count", tier="dram")
 
     until(lambda: seen() == gone["full"] + gone["quota"], what="all batches were looked at")
 
@@ -133,28 +133,30 @@ def test_what_comes_from_disks_is_claimed_served_and_timed(start, folder, until)
         ns = client.open(RECORD)
         first = keys(16)
         client.put(ns, first, data(16))
-        until(lambda: Numbers(daemon)("tier_parts", where=path, tier="ssd") == 16, what="written")
+        until(
+            lambda: Numbers(daemon)("tier_parts", location=path, tier="ssd") == 16, what="written"
+        )
         for _ in range(30):
             client.put(ns, keys(8), data(8))
         assert not client.contains(ns, first).any()
-        assert client.get_into(ns, first, data(16), wait_s=WAIT_S).all()
+        assert client.get_into(ns, first, data(16), wait_s=PATIENCE_S).all()
     numbers = Numbers(daemon)
-    assert numbers("read_blocks_total", tenant="default", result="brought") == 16
-    assert numbers("read_blocks_total", tenant="default", result="here") == 0
+    assert numbers("read_blocks_total", tenant="default", result="fetched") == 16
+    assert numbers("read_blocks_total", tenant="default", result="local") == 0
     loads = {"tenant": "default", "tier": "ssd"}
-    assert numbers("load_parts_total", **loads, outcome="came") == 16
-    for outcome in ("absent", "mismatched", "failed", "called_off"):
+    assert numbers("load_parts_total", **loads, outcome="loaded") == 16
+    for outcome in ("absent", "mismatched", "failed", "cancelled"):
         assert numbers("load_parts_total", **loads, outcome=outcome) == 0
     assert numbers("load_bytes_total", **loads) == 16 * NBYTES
-    assert numbers("tier_read_parts_total", where=path, tier="ssd") == 16
-    assert numbers("wait_seconds_count") == 1
+    assert numbers("tier_read_parts_total", location=path, tier="ssd") == 16
+    assert numbers("fetch_wait_seconds_count") == 1
     transfers = numbers("load_seconds_count", tier="ssd")
     assert transfers >= 1
     assert numbers("load_estimate_ratio_count", tier="ssd") == transfers
-    assert numbers("load_seen_seconds_total", tier="ssd") == pytest.approx(
+    assert numbers("load_actual_seconds_total", tier="ssd") == pytest.approx(
         numbers("load_seconds_sum", tier="ssd")
     )
-    assert numbers("tier_written_bytes_total", where=path, tier="ssd") >= 16 * NBYTES
+    assert numbers("tier_written_bytes_total", location=path, tier="ssd") >= 16 * NBYTES
 
 
 def test_the_budget_for_writes_is_shown(start, folder) -> None:
@@ -165,9 +167,9 @@ def test_the_budget_for_writes_is_shown(start, folder) -> None:
 
 
 def test_processes_are_told_of(start, folder) -> None:
-    daemon = start("--ssd", f"{folder / 'disk'}=64MiB", "--movers", "2")
+    daemon = start("--ssd", f"{folder / 'disk'}=64MiB", "--transfer-workers", "2")
     kinds = sorted(process["kind"] for process in inspect(daemon)["processes"])
-    assert kinds == ["control", "disk", "mover", "mover"]
+    assert kinds == ["control", "disk_worker", "transfer_worker", "transfer_worker"]
     assert {process["pid"] for process in inspect(daemon)["processes"]} == set(daemon.family())
     numbers = Numbers(daemon)
     assert numbers("process_private_bytes", process="control") > 1 << 20
@@ -190,7 +192,7 @@ def test_every_metric_is_told_by_a_node_with_disks_and_a_store(start, folder) ->
     (folder / "store").mkdir()
     daemon = start(
         *("--ssd", f"{folder / 'disk'}=64MiB"),
-        *("--remote", f"file://{folder / 'store'}", "--data-dir", str(folder / "data")),
+        *("--object-store", f"file://{folder / 'store'}", "--data-dir", str(folder / "data")),
     )
     view = View(inspect(daemon), 200, 200)
     for metric in METRICS:
@@ -202,4 +204,4 @@ def test_every_metric_is_told_by_a_node_with_disks_and_a_store(start, folder) ->
         for labels, value in metric.samples(view).items()
     }
     assert states["ssd", "serving"] and not states["ssd", "failed"]
-    assert sum(on for (tier, _), on in states.items() if tier == "remote") == 1
+    assert sum(on for (tier, _), on in states.items() if tier == "object") == 1

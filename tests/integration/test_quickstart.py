@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client
-from kvpool.testing.servers.etcd import free_port
-from kvpool.testing.servers.find import find_server
 from kvpool.types import NamespaceRecord
+from tests.support.servers.etcd import free_port
+from tests.support.servers.find import find_server
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-READY_S = 60.0
 
 
 def _load(name: str) -> ModuleType:
@@ -136,7 +136,7 @@ def test_one_node(folder: Path) -> None:
     with TERMINALS.closing(host):
         for _, command in typed(blocks, left_out=("pip install", "vllm ", "curl ")):
             if command == "kvpool serve":
-                host.start(command).wait_said(" ready: ", READY_S)
+                host.start(command).wait_said(" ready: ", PATIENCE_S)
                 continue
             said = host.run(command)
         # The last one is `kvpool status`.
@@ -186,9 +186,9 @@ def test_two_nodes(folder: Path, until: Any) -> None:
                 if program == "pip":
                     continue
                 if program in ports:
-                    host.start(text).wait_until(TERMINALS.listens(ports[program]), READY_S)
+                    host.start(text).wait_until(TERMINALS.listens(ports[program]), PATIENCE_S)
                 elif text.startswith("kvpool serve"):
-                    host.start(text).wait_said(" ready: ", READY_S)
+                    host.start(text).wait_said(" ready: ", PATIENCE_S)
                 elif text.startswith(tuple(SHOWN)):
                     # Others hear of a node, and the directory of a block, a moment later.
                     until(partial(shows, host, text), what=f"{text} shows what it should")

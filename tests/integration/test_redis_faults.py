@@ -11,14 +11,15 @@ import pytest
 import uvloop
 
 from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated, Unavailable
-from kvpool.placement.directory import TIERS
-from kvpool.placement.redis_connection import UNANSWERED_MAX
-from kvpool.placement.redis_directory import RedisDirectory, open_directory
-from kvpool.placement.redis_settings import parse_url
+from kvpool.placement.directory.base import TIERS
+from kvpool.placement.directory.redis import RedisDirectory, open_directory
+from kvpool.placement.redis.connection import UNANSWERED_MAX
+from kvpool.placement.redis.settings import parse_url
 from kvpool.testing.directory import NAMESPACE, keys_of, node
+from tests.support.waiting import PATIENCE_S
 
 KEYS = keys_of(range(100))
-SHORT_S, LONG_S = 0.3, 30.0
+SHORT_S, LONG_S = 0.3, PATIENCE_S
 INFO = b"run_id:0123456789abcdef\r\nrole:master\r\n"
 
 Answer = Callable[[list[Any]], bytes | None]
@@ -155,7 +156,7 @@ def test_wrong_answers_are_unavailable_and_pass(answer: Answer) -> None:
             for number, call in enumerate(calls_of(directory)):
                 server.answer = answer
                 tried = server.commands
-                (said,) = await asyncio.gather(call(), return_exceptions=True)
+                said = (await asyncio.gather(call(), return_exceptions=True))[0]
                 if isinstance(said, Unavailable):
                     assert str(server.port) in str(said)
                 else:  # a publish asks for no particular answer; all others do
@@ -210,7 +211,7 @@ def test_answers_that_never_end_keep_the_deadline(answer: Answer) -> None:
 
 
 def test_nobody_waits_for_one_that_is_known_to_be_away() -> None:
-    """It is tried again in the background; a call that waited for that would take its 30 s."""
+    """It is tried again in the background; a call that waited for that would take all its time."""
 
     async def main() -> None:
         async with fake() as server, directory_on(server) as directory:
@@ -318,7 +319,7 @@ def test_a_cluster_that_sends_everyone_elsewhere() -> None:
                 for _ in range(200):
                     with pytest.raises(Unavailable, match="MOVED"):
                         await directory.locate(NAMESPACE, 8, KEYS[:1])
-                assert directory.stats["renewals"] < 20
+                assert directory.stats["renewals"] < 100
                 assert server.commands < 3 * 200
                 server.answer = lambda c: slots if c[0] == b"CLUSTER" else healthy(c)
                 await healthy_again(directory)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from kvpool.placement.directory import BATCH_MAX, TIERS, Entry
-from kvpool.placement.redis_directory import open_directory
-from kvpool.placement.redis_settings import parse_url
+from kvpool.placement.directory.base import BATCH_MAX, TIERS, Entry
+from kvpool.placement.directory.redis import open_directory
+from kvpool.placement.redis.settings import parse_url
 from kvpool.testing.directory import NAMESPACE, node, sweep_all
-from kvpool.testing.servers.redis import Redis, RedisCluster
+from tests.support.servers.redis import Redis, RedisCluster
 
 BLOCKS = 100_000
 LOOKUPS = 1000

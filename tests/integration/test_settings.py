@@ -28,7 +28,7 @@ def back(client) -> bool:
 
 def test_a_client_asks_for_them_and_asks_again_after_a_restart(daemon, start, until):
     with daemon.client(connect=True) as client:
-        ns = client.open(RECORD, copies=2, **WISH)
+        ns = client.open(RECORD, replicas=2, **WISH)
         assert kept(client) == DEFAULTS | {"replicas": 2, **WISH}
         daemon.kill()
         start("--socket", daemon.socket)
@@ -38,9 +38,9 @@ def test_a_client_asks_for_them_and_asks_again_after_a_restart(daemon, start, un
 
 
 def test_an_operator_changes_them_one_by_one(daemon, client):
-    client.open(RECORD, copies=2, **WISH)
+    client.open(RECORD, replicas=2, **WISH)
     for name, value, shown in (
-        ("copies", 3, "replicas"),
+        ("replicas", 3, "replicas"),
         ("write", "none", "write"),
         ("ttl_s", 0.0, "ttl_s"),
         ("ssd_codec", "", "ssd_codec"),
@@ -75,7 +75,7 @@ def test_what_an_operator_has_changed_outlives_the_daemon(start, folder):
         ({"ttl_s": -1.0}, "ttl_s"),
         ({"ttl_s": float("nan")}, "ttl_s"),
         ({"ssd_codec": "zip"}, "blosc2"),
-        ({"copies": -1}, "copies"),
+        ({"replicas": -1}, "replicas"),
     ],
 )
 def test_what_no_namespace_can_have_is_refused_with_a_reason(daemon, client, wrong, words):
@@ -91,7 +91,7 @@ def test_what_no_namespace_can_have_is_refused_with_a_reason(daemon, client, wro
 
 def test_a_change_of_nothing_and_of_nobodys_namespace(daemon, client):
     client.open(RECORD)
-    with pytest.raises(InvalidRequest, match="no setting is named"):
+    with pytest.raises(InvalidRequest, match="the request names no setting"):
         client.configure(RECORD.digest())
     with pytest.raises(InvalidRequest, match="knows no namespace"):
-        client.configure(b"x" * 16, copies=2)
+        client.configure(b"x" * 16, replicas=2)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.testing.ssd_kills import KilledStore
-from kvpool.testing.ssd_replay import Recording, inspect_image, record
+from tests.support.ssd_kills import KilledStore
+from tests.support.ssd_replay import Recording, inspect_image, record
 
 MIB = 1 << 20
 

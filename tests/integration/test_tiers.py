@@ -12,11 +12,11 @@ import pytest
 from kvpool.client import Client
 from kvpool.errors import LimitExceeded
 from kvpool.types import NamespaceRecord
+from tests.support.waiting import PATIENCE_S
 
 NBYTES = 64 << 10
 RECORD = NamespaceRecord.simple("tiers", block_bytes=NBYTES, block_tokens=16)
 MEMORY_BLOCKS = 64  # of the daemons here
-WAIT_S = 20.0
 
 
 def key(number: int) -> bytes:
@@ -52,7 +52,7 @@ class Engine:
         for at in range(0, len(numbers), 16):
             some = numbers[at : at + 16]
             for n, data in zip(
-                some, self.client.get(self.ns, keys_of(some), wait_s=WAIT_S), strict=True
+                some, self.client.get(self.ns, keys_of(some), wait_s=PATIENCE_S), strict=True
             ):
                 if data is not None:
                     assert data == block(n, version), f"block {n} is wrong"
@@ -125,8 +125,8 @@ def test_what_memory_gave_up_is_read_from_disk(written):
 
 
 def test_a_prefix_is_leased_whole_whatever_tier_its_blocks_are_in(written):
-    assert written.client.pull(written.ns, keys_of(range(40)), wait_s=WAIT_S) == 40
-    with written.client.acquire(written.ns, keys_of(range(40)), wait_s=WAIT_S) as lease:
+    assert written.client.pull(written.ns, keys_of(range(40)), wait_s=PATIENCE_S) == 40
+    with written.client.acquire(written.ns, keys_of(range(40)), wait_s=PATIENCE_S) as lease:
         assert lease.blocks == 40
 
 
@@ -183,7 +183,7 @@ def test_blocks_larger_than_a_staging_buffer(start, folder, until):
         assert client.put(ns, keys_of(range(4)), blocks) == 4
         until(lambda: client.stats()["tiers"]["ssd"][0]["written_blocks"] == 4)
         client.evict(tier="dram")
-        assert client.get(ns, keys_of(range(4)), wait_s=WAIT_S) == blocks
+        assert client.get(ns, keys_of(range(4)), wait_s=PATIENCE_S) == blocks
 
 
 def test_two_disks_share_the_blocks_by_size(start, folder, until):
@@ -345,7 +345,7 @@ def disk_process(daemon) -> int | None:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has just died
-        if b"kvpool.daemon.disk" in command.split(b"\0"):
+        if b"kvpool.daemon.workers.disk_worker" in command.split(b"\0"):
             return pid
     return None
 
@@ -422,7 +422,7 @@ def test_a_peer_pulls_what_is_only_on_our_disk(disked, start, until):
     url = owner.daemon.ready.rsplit("peers at ", 1)[1].strip()
     reader = Engine(start("--memory", "16MiB", "--peer", url, name="reader"))
     with reader.client:
-        assert reader.client.pull(reader.ns, keys_of(range(40)), wait_s=WAIT_S) == 40
+        assert reader.client.pull(reader.ns, keys_of(range(40)), wait_s=PATIENCE_S) == 40
         assert reader.read(range(40)) == set(range(40))
 
 
@@ -440,7 +440,7 @@ def test_what_our_disk_has_spoilt_is_pulled_from_a_peer(disked, start, folder, u
             file.flush()
             os.fsync(file.fileno())
         engine.client.evict(tier="dram")
-        assert engine.client.pull(engine.ns, keys_of(range(40)), wait_s=WAIT_S) == 40
+        assert engine.client.pull(engine.ns, keys_of(range(40)), wait_s=PATIENCE_S) == 40
         assert engine.read(range(40)) == set(range(40))
         assert engine.disk["mismatches"] == 40
 
@@ -502,7 +502,9 @@ def test_tenants_have_their_parts_of_a_disk_and_lose_cleanly_what_moves(start, f
 
     def on_disk(client) -> int:
         ns = client.open(RECORD)
-        return sum(data is not None for data in client.get(ns, keys_of(range(40)), wait_s=WAIT_S))
+        return sum(
+            data is not None for data in client.get(ns, keys_of(range(40)), wait_s=PATIENCE_S)
+        )
 
     daemon, clients = begin("25%")
     size = clients["red"].stats()["tiers"]["ssd"][0]["segment_bytes"]

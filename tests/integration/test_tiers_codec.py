@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kvpool.client import Client
-from kvpool.status.text import size_text
-from kvpool.status.tiers import show_tiers
+from kvpool.cli.render.text import size_text
+from kvpool.cli.render.tiers import show_tiers
+from kvpool.client import OperatorClient
 from kvpool.types import NamespaceRecord, PartSpec
+from tests.support.waiting import PATIENCE_S
 
 pytest.importorskip("blosc2")
 
 NBYTES = 64 << 10
 RECORD = NamespaceRecord.simple("tiers-codec", block_bytes=NBYTES, block_tokens=16)
-WAIT_S = 20.0
 
 
 def key(number: int) -> bytes:
@@ -49,7 +49,7 @@ class Engine:
 
     def __init__(self, daemon, codec: str = "blosc2", record: NamespaceRecord = RECORD) -> None:
         self.daemon = daemon
-        self.client: Client = daemon.client(connect=True)
+        self.client: OperatorClient = daemon.client(connect=True)
         self.ns = self.client.open(record, ssd_codec=codec)
 
     def put(self, numbers: range) -> None:
@@ -71,7 +71,7 @@ class Engine:
         numbers, found = list(numbers), set()
         for at in range(0, len(numbers), 16):
             some = numbers[at : at + 16]
-            got = self.client.get(self.ns, keys_of(some), wait_s=WAIT_S)
+            got = self.client.get(self.ns, keys_of(some), wait_s=PATIENCE_S)
             for n, data in zip(some, got, strict=True):
                 if data is not None:
                     assert data == block(n), f"block {n} is wrong"
@@ -177,7 +177,7 @@ def test_a_disk_that_is_full_of_whole_blocks_takes_packed_ones(begin, until):
     assert len(engine.read(range(200, 400))) > before
 
 
-def scrubbed(client: Client) -> tuple[int, int]:
+def scrubbed(client: OperatorClient) -> tuple[int, int]:
     seen = bad = 0
     cursor: int | None = 0
     while cursor is not None:
@@ -223,7 +223,7 @@ def test_blocks_of_several_parts_some_larger_than_a_staging_buffer(start, folder
         assert client.stats()["tiers"]["ssd"][0]["packed_blocks"] >= 6
         client.evict(tier="dram")
         for part, data in enumerate(blocks):
-            assert client.get(ns, keys_of(range(1, 4)), part=part, wait_s=WAIT_S) == data
+            assert client.get(ns, keys_of(range(1, 4)), part=part, wait_s=PATIENCE_S) == data
 
 
 def test_a_peer_pulls_what_is_packed_on_our_disk(begin, start, until):
@@ -234,5 +234,5 @@ def test_a_peer_pulls_what_is_packed_on_our_disk(begin, start, until):
     reader = start("--memory", "16MiB", "--peer", url, name="reader")
     with reader.client(connect=True) as client:
         ns = client.open(RECORD)
-        assert client.pull(ns, keys_of(range(40)), wait_s=WAIT_S) == 40
+        assert client.pull(ns, keys_of(range(40)), wait_s=PATIENCE_S) == 40
         assert client.get(ns, keys_of(range(40))) == [block(n) for n in range(40)]

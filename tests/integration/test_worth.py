@@ -8,14 +8,14 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.errors import InvalidRequest
-from kvpool.testing.proxy import Fault, Proxy
 from kvpool.types import NamespaceRecord, Recompute
+from tests.support.proxy import Fault, Proxy
+from tests.support.waiting import PATIENCE_S
 
 NBYTES = 64 << 10
 LINK_BYTES_S = 2 << 20
 RECORD = NamespaceRecord.simple("worth", block_bytes=NBYTES, block_tokens=16)
 BLOCKS = 64
-WAIT_S = 20.0
 FAST, SLOW = Recompute(1e-4), Recompute(5.0)  # engines; the link takes 30 ms a block
 
 
@@ -41,7 +41,7 @@ class Pair:
 
     @property
     def remote(self):
-        return self.at_b.stats()["remote"]
+        return self.at_b.stats()["fetch"]
 
     @property
     def declined(self) -> int:
@@ -50,7 +50,7 @@ class Pair:
         return peer["declined"]
 
     def pull(self, end: int, recompute: Recompute | None = None) -> int:
-        return self.at_b.pull(self.ns, keys_of(range(end)), wait_s=WAIT_S, recompute=recompute)
+        return self.at_b.pull(self.ns, keys_of(range(end)), wait_s=PATIENCE_S, recompute=recompute)
 
 
 @pytest.fixture
@@ -72,13 +72,13 @@ def test_a_fast_engine_gets_what_is_here_and_a_slow_one_what_is_there(pair):
     assert pair.pull(40, FAST) == 16
     assert pair.declined == 24
     with pair.at_b.acquire(
-        pair.ns, keys_of(range(40)), wait_s=WAIT_S, recompute=Recompute(1e-5, 1e-6)
+        pair.ns, keys_of(range(40)), wait_s=PATIENCE_S, recompute=Recompute(1e-5, 1e-6)
     ) as lease:
         assert lease.blocks == 16
     assert pair.declined == 48
     assert pair.pull(40, SLOW) == 40
     with pair.at_b.acquire(
-        pair.ns, keys_of(range(50)), wait_s=WAIT_S, recompute=Recompute(0.001, 0.1)
+        pair.ns, keys_of(range(50)), wait_s=PATIENCE_S, recompute=Recompute(0.001, 0.1)
     ) as lease:
         assert lease.blocks == 50, "deep blocks take long to compute"
     assert pair.declined == 48
@@ -87,7 +87,7 @@ def test_a_fast_engine_gets_what_is_here_and_a_slow_one_what_is_there(pair):
 
 def test_a_little_is_loaded_all_the_same_after_a_while_for_nobody_to_wait_for(pair, until):
     assert pair.pull(40, FAST) == 16
-    until(lambda: pair.pull(40, FAST) == 32, 60)
+    until(lambda: pair.pull(40, FAST) == 32)
     assert pair.remote["trials"] == 1
     assert pair.at_b.get(pair.ns, keys_of(range(40)))[:32] == [block(n) for n in range(32)]
 

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from kvpool.testing.simulation import Result, plan_of, run_seed
+from tests.sim.simulation import Result, plan_of, run_seed
 
 SEEDS = int(os.environ.get("KVPOOL_SIM_SEEDS", "300"))  # `make sim` runs more
 BATCH = 50
@@ -83,7 +83,7 @@ def test_a_seed_with_disks_that_once_failed_or_guards_a_rule(seed: int) -> None:
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     seeds = [3, 17, 29]
     code = (
-        "from kvpool.testing.simulation import run_seed\n"
+        "from tests.sim.simulation import run_seed\n"
         f"print([run_seed(seed).digest for seed in {seeds}])"
     )
     said = {

@@ -167,7 +167,7 @@ def test_the_result_has_its_place_in_the_document(bench: SimpleNamespace, repo_r
 def racer(bench: SimpleNamespace) -> Any:
     """One that runs a store in a dict, whose `fault` may be switched on."""
 
-    class Dict(bench.peers_worker.Contestant):  # type: ignore[name-defined,misc]
+    class Dict(bench.peers_worker.Contestant):  # type: ignore[name-defined]
         def __init__(self) -> None:
             self.kept: dict[int, Any] = {}
             self.fault = ""

@@ -10,8 +10,8 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 
-from kvpool.buffers import IOV_MAX, Source, as_bytes, read_rows, row_checksums, write_pieces
 from kvpool.errors import InvalidRequest
+from kvpool.memory.buffers import IOV_MAX, Source, as_bytes, read_rows, row_checksums, write_pieces
 
 STRIDE = 4096
 

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import create_autospec
 
 import hypothesis.strategies as st
@@ -19,9 +20,21 @@ from typer.testing import CliRunner
 
 from kvpool import __version__, cli
 from kvpool.cli import base, serving, verbs
-from kvpool.client import Client
+from kvpool.cli.render.cluster import (
+    namespace_rows,
+    not_found,
+    show_namespaces,
+    show_nodes,
+    show_replicas,
+)
+from kvpool.cli.render.drain import PATIENCE_S, Ended, Lines, carry_out, follow, verdict
+from kvpool.cli.render.naming import block_key, full_digest, known_digests, period, quotas
+from kvpool.cli.render.node import _COUNTERS, show
+from kvpool.cli.render.text import duration, period_text, size_text, used_text
+from kvpool.client import OperatorClient
 from kvpool.config import SETTINGS, DeviceConfig, DiskConfig
-from kvpool.daemon.blocks import Counters
+from kvpool.daemon.core.counters import Counters
+from kvpool.daemon.server.server import Started
 from kvpool.errors import (
     ClusterUnavailable,
     ConfigError,
@@ -31,17 +44,6 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.placement.records import DEFAULT_SETTINGS
-from kvpool.status.cluster import (
-    namespace_rows,
-    not_found,
-    show_namespaces,
-    show_nodes,
-    show_replicas,
-)
-from kvpool.status.drain import PATIENCE_S, Ended, Lines, carry_out, follow, verdict
-from kvpool.status.naming import block_key, full_digest, known_digests, period, quotas
-from kvpool.status.node import _COUNTERS, show
-from kvpool.status.text import duration, period_text, size_text, used_text
 
 DIRECTORY = {
     "connected": True,
@@ -54,7 +56,7 @@ DIRECTORY = {
 
 DEFAULTS = msgspec.to_builtins(DEFAULT_SETTINGS)
 
-STATS = {
+STATS: dict[str, Any] = {
     "node": "host-7",
     "incarnation": "abc123",
     "uptime_s": 90_061.5,
@@ -102,7 +104,7 @@ STATS = {
             },
         }
     },
-    "movers": [
+    "transfer_workers": [
         {
             "pid": 77,
             "alive": True,
@@ -113,13 +115,13 @@ STATS = {
         },
         {"pid": None, "alive": False, "restarts": 3, "orders": 0, "loans": 0, "listening": []},
     ],
-    "remote": {
+    "fetch": {
         "lookups": 30,
         "lookups_failed": 0,
         "lookups_remembered": 4,
         "joined": 5,
-        "rivals": 6,
-        "called_off": 7,
+        "hedges": 6,
+        "cancelled": 7,
         "absent": 0,
         "mismatches": 0,
         "failed_transfers": 0,
@@ -142,7 +144,7 @@ STATS = {
             }
         ],
     },
-    "copies": {
+    "replication": {
         "offered_blocks": 40,
         "accepted_blocks": 30,
         "accepted_bytes": 30 << 20,
@@ -220,11 +222,11 @@ def test_what_an_operator_sees():
     assert "1.2 ms" in peer
     assert "200 MiB/s" in peer
     assert "connection [refused]" in peer
-    assert "6 block parts asked of another one too, 7 transfers called off" in text
-    assert "30 in all, 4 answered from memory" in line_with(text, "who has a prefix")
+    assert "6 block parts requested from a second peer, 7 transfers cancelled" in text
+    assert "30 total, 4 answered from memory" in line_with(text, "directory lookups")
     assert "40 blocks, 30 accepted, 30 MiB" in text
-    assert "20 wanted as copies, 10 instead of evicting" in text
-    assert "3 blocks now" in line_with(text, "copies lacking")
+    assert "20 for replication, 10 offloaded before eviction" in text
+    assert "3 blocks now" in line_with(text, "missing replicas")
 
 
 def test_what_went_over_nixl_and_what_had_to_go_over_tcp():
@@ -235,14 +237,14 @@ def test_what_went_over_nixl_and_what_had_to_go_over_tcp():
     assert "over TCP" not in quiet
     failed = {"failed_over": 2, "failed_over_blocks": 50, "rested": 4}
     loud = shown(STATS | {"nixl": nixl | failed | {"last_error": "nixl://b:2: it [broke]"}})
-    assert "2 pulls, 50 blocks, 4 pulls soon after" in line_with(loud, "went on over TCP")
+    assert "2 pulls, 50 blocks, 4 pulls soon after" in line_with(loud, "continued over TCP")
     assert "it [broke]" in line_with(loud, "last reason")
 
 
 def test_what_went_over_tcp_since_that_is_faster():
     nixl = {"pulls": 7, "blocks": 300, "bytes": 3 << 30, "slower": 5, "last_error": ""}
     text = shown(STATS | {"nixl": nixl})
-    assert "5 pulls" in line_with(text, "left to TCP")
+    assert "5 pulls" in line_with(text, "sent over TCP")
 
 
 def test_ways_to_peers_where_there_are_several():
@@ -267,8 +269,8 @@ def test_ways_to_peers_where_there_are_several():
 
 def test_addresses_of_six_words_are_shown_whole():
     url = "tcp://[fd00::7]:7070"
-    mover = STATS["movers"][0] | {"listening": [url]}
-    assert url in shown(STATS | {"movers": [mover]})
+    worker = STATS["transfer_workers"][0] | {"listening": [url]}
+    assert url in shown(STATS | {"transfer_workers": [worker]})
     nodes = [node("host-1", "a", transports=[{"url": url}], labels={"rack": "7"})]
     assert url in printed(show_nodes, CLUSTER | {"nodes": nodes}, width=200)
     link = {
@@ -283,8 +285,8 @@ def test_addresses_of_six_words_are_shown_whole():
         "path": url,
     }
     assert printed(show_nodes, CLUSTER | {"links": [link]}, width=200).count(url) == 2
-    peer = STATS["remote"]["peers"][0] | {"node": url, "asked": 1}
-    assert url in shown(STATS | {"remote": STATS["remote"] | {"peers": [peer]}})
+    peer = STATS["fetch"]["peers"][0] | {"node": url, "asked": 1}
+    assert url in shown(STATS | {"fetch": STATS["fetch"] | {"peers": [peer]}})
 
 
 def test_trouble_is_shown_when_there_is_any():
@@ -295,24 +297,24 @@ def test_trouble_is_shown_when_there_is_any():
     assert "3 blocks dropped" in loud
     assert "4 puts" in line_with(loud, "refused, pool full")
     assert "2 connections refused" in shown(STATS | {"refused_connections": 2})
-    assert "failed" not in line_with(quiet, "lookups of who")
-    assert "transfers that failed" not in quiet
-    remote = STATS["remote"] | {"failed_transfers": 8, "lookups_failed": 9}
-    loud = shown(STATS | {"remote": remote})
-    assert line_with(loud, "transfers that failed").split()[-1] == "8"
-    assert line_with(loud, "lookups without an answer").split()[-1] == "9"
+    assert "failed" not in line_with(quiet, "directory lookups")
+    assert "failed transfers" not in quiet
+    remote = STATS["fetch"] | {"failed_transfers": 8, "lookups_failed": 9}
+    loud = shown(STATS | {"fetch": remote})
+    assert line_with(loud, "failed transfers").split()[-1] == "8"
+    assert line_with(loud, "failed lookups").split()[-1] == "9"
 
 
 def test_peers_without_a_known_name_are_shown_by_incarnation():
-    (peer,) = STATS["remote"]["peers"]
+    (peer,) = STATS["fetch"]["peers"]
     unknown = peer | {"incarnation": "c" * 16}
-    remote = STATS["remote"] | {"peers": [peer, unknown, peer | {"asked": 0}]}
-    lines = shown(STATS | {"remote": remote}).splitlines()
+    remote = STATS["fetch"] | {"peers": [peer, unknown, peer | {"asked": 0}]}
+    lines = shown(STATS | {"fetch": remote}).splitlines()
     start = lines.index(next(line for line in lines if line.startswith("Peers")))
     assert [line.split()[0] for line in lines[start + 2 : start + 4]] == ["c" * 16, "host-8"]
     assert lines[start + 4] == "", "who was not asked anything is not shown"
-    remote = STATS["remote"] | {"peers": [unknown | {"node": "tcp://peer:7070"}]}
-    assert "well" not in line_with(shown(STATS | {"remote": remote}), "tcp://peer:7070")
+    remote = STATS["fetch"] | {"peers": [unknown | {"node": "tcp://peer:7070"}]}
+    assert "well" not in line_with(shown(STATS | {"fetch": remote}), "tcp://peer:7070")
 
 
 @pytest.mark.parametrize(
@@ -324,8 +326,8 @@ def test_peers_without_a_known_name_are_shown_by_incarnation():
     ],
 )
 def test_the_health_of_a_peer(health, word):
-    (peer,) = STATS["remote"]["peers"]
-    text = shown(STATS | {"remote": STATS["remote"] | {"peers": [peer | health]}})
+    (peer,) = STATS["fetch"]["peers"]
+    text = shown(STATS | {"fetch": STATS["fetch"] | {"peers": [peer | health]}})
     assert word in line_with(text, "host-8")
 
 
@@ -338,8 +340,8 @@ def test_a_fresh_daemon_has_little_to_show():
     }
     alone = {"cluster": STATS["cluster"] | {"others": 0, "directory": None}}
     idle = {
-        "remote": dict.fromkeys(STATS["remote"], 0) | {"peers": []},
-        "copies": dict.fromkeys(STATS["copies"], 0) | {"repairing": False},
+        "fetch": dict.fromkeys(STATS["fetch"], 0) | {"peers": []},
+        "replication": dict.fromkeys(STATS["replication"], 0) | {"repairing": False},
     }
     text = shown(STATS | {"tenants": {"red": empty}} | alone | idle)
     for word in ("Namespaces", "Slots", "Peers", "pinned", "Copies", "nodes", "cluster"):
@@ -502,14 +504,14 @@ def test_the_nodes_of_a_cluster_on_a_narrow_terminal():
 
 
 def test_copies_of_what_others_keep_are_beside_what_is_used() -> None:
-    assert "copies" not in printed(show_nodes, CLUSTER)
+    assert "secondary" not in printed(show_nodes, CLUSTER)
     tier = {"name": "dram", "capacity_bytes": 64 << 30, "used_bytes": 0, "secondary_bytes": 5 << 30}
     nodes = [node("host-1", "a", tiers=[tier]), node("host-2", "b")]
     lines = printed(show_nodes, CLUSTER | {"nodes": nodes}, width=200).splitlines()
-    head = next(line for line in lines if "copies" in line)
+    head = next(line for line in lines if "secondary" in line)
     first = next(line for line in lines if "host-1 " in line and "tcp" in line)
     second = next(line for line in lines if "host-2 " in line and "tcp" in line)
-    end = head.index("copies") + len("copies")
+    end = head.index("secondary") + len("secondary")
     assert first[:end].endswith("5 GiB") and "0/64 GiB" in first
     assert second[:end].endswith(" 0 B")
 
@@ -935,7 +937,7 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys):
     looks = iter([draining(), draining(phase="waiting", leases=2), draining(phase="done"), LEFT])
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("kvpool.status.drain.LOOK_S", 0.001)
+    monkeypatch.setattr("kvpool.cli.render.drain.LOOK_S", 0.001)
     text, good = carry_out(SimpleNamespace(cluster=lambda: next(looks)), "host-2", 20.0)
     assert good and "is drained" in text
     shown_there = capsys.readouterr().err
@@ -960,7 +962,7 @@ COMMANDS = (
     "locate",
     "drain",
     "namespaces",
-    "reset",
+    "clear",
     "configure",
     "top",
     "events",
@@ -977,7 +979,7 @@ COMMANDS = (
 )
 
 
-def test_a_command_imports_the_module_of_its_verbs_only() -> None:
+def test_a_command_is_in_a_module_of_its_own() -> None:
     found = [(each.name, each.callback) for each in verbs.app.registered_commands]
     for group in verbs.app.registered_groups:
         assert group.typer_instance is not None
@@ -987,7 +989,7 @@ def test_a_command_imports_the_module_of_its_verbs_only() -> None:
         (name or callback.__name__, callback.__module__) for name, callback in found if callback
     }
     assert names == {
-        (verb, f"kvpool.cli.{name}") for name, those in cli.VERBS.items() for verb in those
+        (command, f"kvpool.cli.{cli.MODULES.get(command, command)}") for command in cli.COMMANDS
     }
 
 
@@ -1019,7 +1021,7 @@ def test_secrets_are_no_options():
     "url", ["redis://user:hush@host", "redis://:hush@host:1/2", "rediss+cluster://u:hush@a:1,b:2"]
 )
 def test_a_password_on_the_command_line_is_refused(monkeypatch, url):
-    monkeypatch.setattr("kvpool.daemon.server.serve", lambda config, ready: None)
+    monkeypatch.setattr("kvpool.daemon.server.server.serve", lambda config, ready: None)
     result = CliRunner().invoke(verbs.app, ["serve", "--directory", url])
     assert isinstance(result.exception, ConfigError)
     assert "KVPOOL_DIRECTORY_PASSWORD" in str(result.exception)
@@ -1031,35 +1033,31 @@ def test_a_password_on_the_command_line_is_refused(monkeypatch, url):
 )
 def test_other_directories_are_taken_from_the_command_line(monkeypatch, url):
     seen = []
-    monkeypatch.setattr("kvpool.daemon.server.serve", lambda config, ready: seen.append(config))
+    monkeypatch.setattr(
+        "kvpool.daemon.server.server.serve", lambda config, ready: seen.append(config)
+    )
     result = CliRunner().invoke(verbs.app, ["serve", "--directory", url])
     assert result.exit_code == 0, result.output
     assert [config.directory for config in seen] == [url]
 
 
-def server(**settings) -> SimpleNamespace:
-    config = SimpleNamespace(
+def started(**settings: Any) -> Started:
+    config: Any = SimpleNamespace(
         **{"node": "n", "socket": "/s", "join": "", "cluster": "prod", "directory": "", "http": ()}
         | settings
     )
-    found = SimpleNamespace(incarnation="a" * 16, summary=lambda: {"others": 1})
-    return SimpleNamespace(
-        config=config,
-        cluster=found,
-        segments={"default": SimpleNamespace(size=32 << 20)},
-        movers=SimpleNamespace(urls=["tcp://a:1", "tcp://b:2"]),
-    )
+    return Started(config, 32 << 20, ["tcp://a:1", "tcp://b:2"], "a" * 16, 1)
 
 
 def test_the_first_line_of_a_daemon_ends_with_its_urls(capsys):
-    serving._say_ready(server())
+    serving._say_ready(started())
     line = f"kvpool {__version__} ready: node n, 32 MiB of DRAM, socket /s"
     assert capsys.readouterr().out == f"{line}, peers at tcp://a:1, tcp://b:2\n"
 
 
 def test_the_second_line_of_a_daemon_is_its_cluster(capsys):
     hidden = {"join": "etcd://user@e:1", "directory": "redis://:hush@r"}
-    serving._say_ready(server(**hidden))
+    serving._say_ready(started(**hidden))
     first, second = capsys.readouterr().out.splitlines()
     assert first.rsplit("peers at ", 1)[1] == "tcp://a:1, tcp://b:2"
     assert second == (
@@ -1070,7 +1068,7 @@ def test_the_second_line_of_a_daemon_is_its_cluster(capsys):
 @pytest.fixture
 def daemon(monkeypatch):
     """A client of a daemon that knows CLUSTER and STATS; calls are checked against the real one's."""
-    double = create_autospec(Client, instance=True)
+    double = create_autospec(OperatorClient, instance=True)
     double.__enter__.return_value = double
     double.cluster.return_value = CLUSTER
     double.stats.return_value = STATS
@@ -1169,25 +1167,27 @@ def test_namespaces(daemon):
     assert (row["digest"], row["epoch"], row["blocks"]) == (DIGEST, 2, 700)
 
 
-def test_reset(daemon):
-    done = run("reset", "0123")
+def test_clear(daemon):
+    done = run("clear", "0123")
     assert done.status == 0
     assert f"namespace {DIGEST} of tenant red is in epoch 3" in done.out
     assert "go on in the new epoch" in done.out
     daemon.clear.assert_called_with(bytes.fromhex(DIGEST), fence=False)
-    assert "until they open it again" in run("reset", "0123", "--fence").out
+    assert "until they open it again" in run("clear", "0123", "--fence").out
     daemon.clear.assert_called_with(bytes.fromhex(DIGEST), fence=True)
-    assert isinstance(run("reset", "beef").error, InvalidRequest)
+    assert isinstance(run("clear", "beef").error, InvalidRequest)
     assert daemon.clear.call_count == 2
 
 
-NOTHING = dict.fromkeys(inspect.signature(Client.configure).parameters.keys() - {"self", "digest"})
+NOTHING = dict.fromkeys(
+    inspect.signature(OperatorClient.configure).parameters.keys() - {"self", "digest"}
+)
 
 
 @pytest.mark.parametrize(
     ("words", "change"),
     [
-        ("--copies 2", {"copies": 2}),
+        ("--replicas 2", {"replicas": 2}),
         ("--write through", {"write": "through"}),
         ("--write none", {"write": "none"}),
         ("--write default", {"write": ""}),
@@ -1198,21 +1198,21 @@ NOTHING = dict.fromkeys(inspect.signature(Client.configure).parameters.keys() - 
         ("--write-remote none", {"write_remote": "none"}),
         ("--quota dram=20%,ssd=1GiB", {"dram_quota": 0.2, "ssd_quota": 1 << 30}),
         ("--quota ssd=none", {"ssd_quota": 0}),
-        ("--ttl 7d --copies 1", {"ttl_s": 604_800.0, "copies": 1}),
+        ("--ttl 7d --replicas 1", {"ttl_s": 604_800.0, "replicas": 1}),
     ],
 )
 def test_configure(daemon, words, change):
     done = run("configure", "0123", *words.split())
     assert (done.status, done.err) == (0, "")
     assert f"namespace {DIGEST} of tenant red are changed" in done.out
-    assert ("make copies" in done.out) == ("--copies 2" in words)
+    assert ("in the background" in done.out) == ("--replicas 2" in words)
     daemon.configure.assert_called_once_with(bytes.fromhex(DIGEST), **NOTHING | change)
 
 
 def test_configure_refuses_what_makes_no_sense_before_it_asks(daemon):
     for words, status in (
-        ("--copies 0", 2),
-        ("--copies many", 2),
+        ("--replicas 0", 2),
+        ("--replicas many", 2),
         ("", 1),
         ("--ttl 5", 1),
         ("--ttl forever", 1),
@@ -1225,7 +1225,7 @@ def test_configure_refuses_what_makes_no_sense_before_it_asks(daemon):
 
 
 @pytest.mark.parametrize(
-    "words", [("reset", "0123"), ("configure", "0123", "--copies", "2"), ("drain", "host-2")]
+    "words", [("clear", "0123"), ("configure", "0123", "--replicas", "2"), ("drain", "host-2")]
 )
 @pytest.mark.parametrize("kind", [Unavailable, ClusterUnavailable])
 def test_a_change_without_an_answer_is_in_doubt(daemon, words, kind):
@@ -1233,7 +1233,7 @@ def test_a_change_without_an_answer_is_in_doubt(daemon, words, kind):
         change.side_effect = kind("etcd did not answer")
     error = run(*words).error
     assert type(error) is kind
-    assert str(error).startswith("etcd did not answer. It may have been done all the same")
+    assert str(error).startswith("etcd did not answer. The command may still have taken effect")
 
 
 def test_drain_to_the_end(daemon):
@@ -1286,7 +1286,9 @@ def test_an_interrupted_wait_leaves_the_drain_going(daemon):
 
 def test_who_asks_is_read_from_the_environment(monkeypatch):
     seen = {}
-    monkeypatch.setattr("kvpool.client.Client", lambda path, **given: seen.update(given, path=path))
+    monkeypatch.setattr(
+        "kvpool.client.OperatorClient", lambda path, **given: seen.update(given, path=path)
+    )
     monkeypatch.setenv("KVPOOL_TOKEN", "mine")
     monkeypatch.setenv("KVPOOL_OPERATOR_TOKEN", "ours")
     base.client_of("/s", "red")
@@ -1339,7 +1341,7 @@ def test_serve_with_a_wrong_setting(tmp_path):
 def test_flags_are_settings(monkeypatch, tmp_path):
     """Each flag of `serve` sets the setting of its name, and wins over the file."""
     file = tmp_path / "kvpool.toml"
-    file.write_text('forward = true\ncopies_max = 2\nlabels = { zone = "z" }\nclients_max = 3')
+    file.write_text('forward = true\nreplicas_max = 2\nlabels = { zone = "z" }\nclients_max = 3')
     pem = tmp_path / "pem"
     pem.touch(0o600)
     seen = {}
@@ -1347,22 +1349,22 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     def run(config, ready):
         seen["config"] = config
 
-    monkeypatch.setattr("kvpool.daemon.server.serve", run)
+    monkeypatch.setattr("kvpool.daemon.server.server.serve", run)
     args = (
         f"serve --config {file} --socket /s --memory 1MiB --policy lru"
         " --listen tcp://a:1 --listen tcp://b:2"
-        " --advertise tcp://x:1 --advertise tcp://y:2 --rail r0 --rail - --bind-source --pull-over tcp --probe-s 3 --peer tcp://c:3 --movers 2 --data-dir /d"
+        " --advertise tcp://x:1 --advertise tcp://y:2 --rail r0 --rail - --bind-source --pull-over tcp --probe-s 3 --peer tcp://c:3 --transfer-workers 2 --data-dir /d"
         " --node n --cluster k --join etcds://u@e:1 --join-ca /1 --join-cert /2 --join-key /3"
         " --directory rediss://r:1 --directory-ca /4 --directory-cert /5 --directory-key /6"
         " --label zone=a --label rack=7 --no-forward --member-ttl-s 9 --directory-timeout-s 0.25"
-        " --copies-max 4 --copy-bandwidth 1MiB --socket-mode 660 --peers-max 5 --lease-s-max 6"
+        " --replicas-max 4 --replication-bandwidth 1MiB --socket-mode 660 --peers-max 5 --lease-s-max 6"
         " --ssd /e=8MiB --ssd /f=1GiB --ssd-write none --ssd-bytes-per-day 1TiB --ssd-flush-s 3"
         " --ssd-drain-s 9"
-        " --remote s3://b/p --remote-bytes-max 1TiB --remote-instance-credentials"
+        " --object-store s3://b/p --object-bytes-max 1TiB --object-instance-credentials"
         " --no-events --engines-max 3 --device cuda:0=8GiB"
         f" --tls-cert {pem} --tls-key {pem} --tls-ca {pem} --tls-crl {pem} --plaintext"
         f" --http 127.0.0.1:7071 --http unix:/h --http-tokens {pem} --http-rate 7"
-        " --router http://r:1 --otlp http://c:4318"
+        " --router http://r:1 --otlp http://c:4318 --log-level error --log-format json -v"
     )
     result = CliRunner().invoke(verbs.app, args.split())
     assert result.exit_code == 0, result.output
@@ -1373,25 +1375,35 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert config.peers == ("tcp://c:3",)
     assert (config.rails, config.bind_source, config.probe_s) == (("r0", ""), True, 3)
     assert config.pull_over == "tcp"
-    assert (config.movers, config.data_dir, config.node, config.cluster) == (2, "/d", "n", "k")
+    assert (config.transfer_workers, config.data_dir, config.node, config.cluster) == (
+        2,
+        "/d",
+        "n",
+        "k",
+    )
     assert (config.join, config.directory) == ("etcds://u@e:1", "rediss://r:1")
     assert (config.join_ca, config.join_cert, config.join_key) == ("/1", "/2", "/3")
     assert (config.directory_ca, config.directory_cert, config.directory_key) == ("/4", "/5", "/6")
     assert config.labels == {"zone": "a", "rack": "7"}
-    assert (config.forward, config.copies_max, config.copy_bandwidth) == (False, 4, 1 << 20)
+    assert (config.forward, config.replicas_max, config.replication_bandwidth) == (
+        False,
+        4,
+        1 << 20,
+    )
     assert (config.member_ttl_s, config.directory_timeout_s, config.lease_s_max) == (9, 0.25, 6)
     assert (config.socket_mode, config.clients_max, config.peers_max) == (0o660, 3, 5)
     assert config.ssd == (DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30))
     assert (config.ssd_write, config.ssd_bytes_per_day, config.ssd_flush_s) == ("none", 1 << 40, 3)
     assert config.ssd_drain_s == 9
-    assert (config.remote, config.remote_bytes_max) == ("s3://b/p", 1 << 40)
-    assert config.remote_instance_credentials is True
+    assert (config.object_store, config.object_bytes_max) == ("s3://b/p", 1 << 40)
+    assert config.object_instance_credentials is True
     assert (config.events, config.engines_max) == (False, 3)
     assert config.device == DeviceConfig("cuda:0", 8 << 30)
     assert {config.tls_cert, config.tls_key, config.tls_ca, config.tls_crl} == {str(pem)}
     assert (config.plaintext, config.http) == (True, ("127.0.0.1:7071", "unix:/h"))
     assert (config.http_tokens, config.http_rate) == (str(pem), 7)
     assert (config.routers, config.otlp) == (("http://r:1",), "http://c:4318")
+    assert (config.log_level, config.log_format) == ("error", "json"), "-v is less than a level"
     secrets = {"cluster_secret", "join_password", "directory_password", "operator_token"}
     secrets |= {"router_token"}
     given = {word[2:].replace("-", "_") for word in args.split() if word.startswith("--")}
@@ -1402,6 +1414,11 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert result.exit_code == 0, result.output
     assert (seen["config"].clients_max, seen["config"].forward) == (7, True)
     assert seen["config"].listen == ()
+    lists = {"KVPOOL_LISTEN": "tcp://a:1", "KVPOOL_HTTP": "unix:/h", "KVPOOL_LABELS": "zone=a"}
+    result = CliRunner().invoke(verbs.app, ["serve", "--node", "n"], env=lists)
+    assert result.exit_code == 0, result.output
+    assert (seen["config"].listen, seen["config"].http) == (("tcp://a:1",), ("unix:/h",))
+    assert seen["config"].labels == {"zone": "a"}, "what is not given does not hide the environment"
 
 
 def test_errors_are_one_line_and_a_status(monkeypatch, capsys):
@@ -1425,6 +1442,14 @@ def test_the_client_imports_nothing_heavy():
     code = "import sys, kvpool.client; print(' '.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    for heavy in ("torch", "vllm", "uvloop", "asyncio", "rich", "typer", "kvpool.daemon.server"):
+    for heavy in (
+        "torch",
+        "vllm",
+        "uvloop",
+        "asyncio",
+        "rich",
+        "typer",
+        "kvpool.daemon.server.server",
+    ):
         assert heavy not in loaded, heavy
     assert not any(name.startswith(("kvpool.transfer", "kvpool.daemon")) for name in loaded)

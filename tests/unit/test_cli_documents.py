@@ -33,6 +33,13 @@ def test_the_reference_is_made_of_the_help(repo_root: Path, script) -> None:
     assert path.read_text() == made, "docs/cli.md is out of date: run scripts/document_cli.py"
 
 
+def test_the_tables_of_settings_are_made_of_their_declaration(repo_root: Path, script) -> None:
+    for name, struct in script["DECLARED"].items():
+        path = repo_root / "docs" / name
+        made = script["configuration"](path.read_text(), struct)
+        assert path.read_text() == made, f"docs/{name} is out of date: run scripts/document_cli.py"
+
+
 def test_the_man_page_is_made_of_the_help(repo_root: Path, script) -> None:
     path = repo_root / "docs" / "man" / "kvpool.1"
     made = script["man_page"]()
@@ -103,7 +110,7 @@ def test_the_help_loads_nothing_heavy() -> None:
         "urllib.request",
     ):
         assert heavy not in loaded, heavy
-    assert not any(name.startswith(("kvpool.daemon", "kvpool.status")) for name in loaded)
+    assert not any(name.startswith(("kvpool.daemon", "kvpool.cli.render")) for name in loaded)
 
 
 # ---- what asks nobody ------------------------------------------------------------------------------
@@ -112,18 +119,18 @@ def test_the_help_loads_nothing_heavy() -> None:
 def test_a_configuration_is_checked(tmp_path: Path) -> None:
     file = tmp_path / "kvpool.toml"
     file.write_text('memory = "1GiB"\ncluster_secret = "0123456789abcdef0123456789abcdef"\n')
-    done = kvpool("config", "check", str(file), KVPOOL_MOVERS="3")
+    done = kvpool("config", "check", str(file), KVPOOL_TRANSFER_WORKERS="3")
     assert (done.returncode, done.stderr) == (0, "")
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
     assert rows["memory"] == [str(1 << 30), str(file)]
-    assert rows["movers"] == ["3", "KVPOOL_MOVERS"]
+    assert rows["transfer_workers"] == ["3", "KVPOOL_TRANSFER_WORKERS"]
     assert rows["cluster_secret"] == ["***", str(file)]
     found = json.loads(kvpool("config", "check", str(file), "--json").stdout)
     assert found["memory"] == {"value": 1 << 30, "source": str(file)}
     assert "0123456789abcdef" not in done.stdout
-    done = kvpool("config", "check", str(file), KVPOOL_MOVERS="many")
+    done = kvpool("config", "check", str(file), KVPOOL_TRANSFER_WORKERS="many")
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r"kvpool: KVPOOL_MOVERS[^\n]+\n", done.stderr)
+    assert re.fullmatch(r"kvpool: KVPOOL_TRANSFER_WORKERS[^\n]+\n", done.stderr)
 
 
 def test_a_wrong_command_line_is_a_usage_error() -> None:

@@ -1,6 +1,5 @@
 """Settings: where they come from, which one wins, and what is said of wrong ones."""
 
-import dataclasses
 import os
 import re
 
@@ -9,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvpool.config import (
-    LABELS_MAX,
     SETTINGS,
-    SOCKET_PATH_MAX,
     DaemonConfig,
     DeviceConfig,
     DiskConfig,
@@ -20,6 +17,7 @@ from kvpool.config import (
     load,
     parse_size,
 )
+from kvpool.config.parse import LABELS_MAX, SOCKET_PATH_MAX
 from kvpool.errors import ConfigError
 
 SECRETS = (
@@ -65,10 +63,10 @@ def test_where_they_meet_without_any_hint(monkeypatch):
 
 def test_later_ones_win(tmp_path):
     path = tmp_path / "c.toml"
-    path.write_text('node = "file"\nmemory = "1MiB"\nmovers = 2\n')
-    environ = {"KVPOOL_CONFIG": str(path), "KVPOOL_MEMORY": "2MiB", "KVPOOL_MOVERS": "3"}
-    config = load(flags={"movers": 4, "policy": None}, environ=environ)
-    assert (config.node, config.memory, config.movers) == ("file", 2 << 20, 4)
+    path.write_text('node = "file"\nmemory = "1MiB"\ntransfer_workers = 2\n')
+    environ = {"KVPOOL_CONFIG": str(path), "KVPOOL_MEMORY": "2MiB", "KVPOOL_TRANSFER_WORKERS": "3"}
+    config = load(flags={"transfer_workers": 4, "policy": None}, environ=environ)
+    assert (config.node, config.memory, config.transfer_workers) == ("file", 2 << 20, 4)
     other = tmp_path / "other.toml"
     other.write_text('node = "other"')
     assert load(file=str(other), environ=environ).node == "other"
@@ -118,8 +116,8 @@ directory_cert = "/dcert"
 directory_key = "/dkey"
 directory_timeout_s = 0.25
 labels = { zone = "a", rack = "7" }
-copies_max = 3
-copy_bandwidth = "1MiB"
+replicas_max = 3
+replication_bandwidth = "1MiB"
 forward = false
 operator_token = "ot"
 ssd = ["/e=8MiB", "/f=1GiB"]
@@ -127,18 +125,20 @@ ssd_write = "through"
 ssd_bytes_per_day = "1TiB"
 ssd_flush_s = 3
 ssd_drain_s = 9
-remote = "file:///shared/kvpool"
-remote_bytes_max = "1TiB"
-remote_instance_credentials = true
+object_store = "file:///shared/kvpool"
+object_bytes_max = "1TiB"
+object_instance_credentials = true
 device = "cuda:1=8GiB"
 events = false
-movers = 2
+transfer_workers = 2
 data_dir = "/d"
 node = "n"
 clients_max = 5
 peers_max = 6
 engines_max = 7
 lease_s_max = 7
+log_level = "debug"
+log_format = "json"
 otlp = "https://collector:4318/tenant/"
 http = ["127.0.0.1:7071", "10.0.0.5:7071", "unix:/h"]
 http_rate = 7
@@ -180,8 +180,8 @@ memory = "50%"
         directory_key="/dkey",
         directory_timeout_s=0.25,
         labels={"zone": "a", "rack": "7"},
-        copies_max=3,
-        copy_bandwidth=1 << 20,
+        replicas_max=3,
+        replication_bandwidth=1 << 20,
         forward=False,
         operator_token="ot",
         tenants=(TenantConfig("red", 4096, "t"), TenantConfig("default", 0.5)),
@@ -190,18 +190,20 @@ memory = "50%"
         ssd_bytes_per_day=1 << 40,
         ssd_drain_s=9.0,
         ssd_flush_s=3.0,
-        remote="file:///shared/kvpool",
-        remote_bytes_max=1 << 40,
-        remote_instance_credentials=True,
+        object_store="file:///shared/kvpool",
+        object_bytes_max=1 << 40,
+        object_instance_credentials=True,
         device=DeviceConfig("cuda:1", 8 << 30),
         events=False,
-        movers=2,
+        transfer_workers=2,
         data_dir="/d",
         node="n",
         clients_max=5,
         peers_max=6,
         engines_max=7,
         lease_s_max=7.0,
+        log_level="debug",
+        log_format="json",
         otlp="https://collector:4318/tenant",
         http=("127.0.0.1:7071", "10.0.0.5:7071", "unix:/h"),
         http_tokens=tls_files["tls_key"],
@@ -245,8 +247,8 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "directory_key": "/dkey",
         "directory_timeout_s": ".1",
         "labels": "zone=a,rack=7",
-        "copies_max": "3",
-        "copy_bandwidth": "64k",
+        "replicas_max": "3",
+        "replication_bandwidth": "64k",
         "forward": "false",
         "operator_token": "ot",
         "ssd": "/e=8MiB, /f=1GiB",
@@ -254,18 +256,20 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "ssd_bytes_per_day": "0",
         "ssd_drain_s": "0",
         "ssd_flush_s": "0",
-        "remote": "s3://bucket/prefix",
-        "remote_bytes_max": "2TiB",
-        "remote_instance_credentials": "true",
+        "object_store": "s3://bucket/prefix",
+        "object_bytes_max": "2TiB",
+        "object_instance_credentials": "true",
         "device": "cpu=2MiB",
         "events": "0",
-        "movers": "2",
+        "transfer_workers": "2",
         "data_dir": "/d",
         "node": "n",
         "clients_max": "5",
         "peers_max": "6",
         "engines_max": "64",
         "lease_s_max": "7.5",
+        "log_level": "error",
+        "log_format": "json",
         "otlp": "http://127.0.0.1:4318",
         "http": "[::1]:7071, unix:/h",
         "http_tokens": tls_files["tls_key"],
@@ -285,14 +289,15 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
     assert config.ssd == (DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30))
     assert config.device == DeviceConfig("cpu", 2 << 20)
     assert (config.ssd_bytes_per_day, config.ssd_flush_s, config.ssd_drain_s) == (0, 0.0, 0.0)
-    assert (config.remote, config.remote_bytes_max) == ("s3://bucket/prefix", 2 << 40)
-    assert config.remote_instance_credentials is True
+    assert (config.object_store, config.object_bytes_max) == ("s3://bucket/prefix", 2 << 40)
+    assert config.object_instance_credentials is True
     assert config.labels == {"zone": "a", "rack": "7"}
-    assert config.copy_bandwidth == 64 << 10
+    assert config.replication_bandwidth == 64 << 10
     assert config.forward is False
     assert (config.events, config.engines_max) == (False, 64)
     assert (config.member_ttl_s, config.directory_timeout_s) == (2.5, 0.1)
     assert config.lease_s_max == 7.5
+    assert (config.log_level, config.log_format) == ("error", "json")
     assert config.otlp == "http://127.0.0.1:4318"
     assert (config.http, config.http_rate) == (("[::1]:7071", "unix:/h"), 0.5)
     assert config.routers == ("http://r:8080", "https://s:1")
@@ -326,24 +331,27 @@ def test_secrets_are_not_printed():
     ],
 )
 def test_where_object_storage_begins_and_nothing_more(url):
-    with pytest.raises(ConfigError, match="REMOTE") as refused:
-        load(environ={"KVPOOL_REMOTE": url, "KVPOOL_DATA_DIR": "/d"})
+    with pytest.raises(ConfigError, match="OBJECT_STORE") as refused:
+        load(environ={"KVPOOL_OBJECT_STORE": url, "KVPOOL_DATA_DIR": "/d"})
     assert "topsecret" not in str(refused.value)
 
 
 def test_a_lone_node_with_object_storage_remembers_epochs():
     with pytest.raises(ConfigError, match="data-dir"):
-        load(environ={"KVPOOL_REMOTE": "s3://bucket"})
-    assert load(environ={"KVPOOL_REMOTE": "s3://b", "KVPOOL_DATA_DIR": "/d"}).remote == "s3://b"
+        load(environ={"KVPOOL_OBJECT_STORE": "s3://bucket"})
+    assert (
+        load(environ={"KVPOOL_OBJECT_STORE": "s3://b", "KVPOOL_DATA_DIR": "/d"}).object_store
+        == "s3://b"
+    )
     joined = {"KVPOOL_JOIN": "etcd://e", "KVPOOL_LISTEN": "tcp://a:1"}
-    assert load(environ={"KVPOOL_REMOTE": "gs://b/p", **joined}).remote == "gs://b/p"
+    assert load(environ={"KVPOOL_OBJECT_STORE": "gs://b/p", **joined}).object_store == "gs://b/p"
     with pytest.raises(ConfigError, match="64MiB"):
-        load(environ={"KVPOOL_REMOTE_BYTES_MAX": "1MiB"})
+        load(environ={"KVPOOL_OBJECT_BYTES_MAX": "1MiB"})
 
 
 def test_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        load(environ={}).movers = 3
+    with pytest.raises(AttributeError):
+        load(environ={}).transfer_workers = 3
 
 
 # ---- sizes -------------------------------------------------------------------------------------------
@@ -496,12 +504,14 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
     [
         ('memroy = "1GiB"', "memroy.*no such setting.*memory"),
         ("memory = 0", "memory"),
-        ("movers = 0", "1 to 64"),
-        ("movers = 65", "1 to 64"),
-        ("movers = true", "1 to 64"),
-        ("movers = 1.5", "1 to 64"),
-        ('movers = "many"', "1 to 64"),
+        ("transfer_workers = 0", "1 to 64"),
+        ("transfer_workers = 65", "1 to 64"),
+        ("transfer_workers = true", "1 to 64"),
+        ("transfer_workers = 1.5", "1 to 64"),
+        ('transfer_workers = "many"', "1 to 64"),
         ("lease_s_max = 0", "seconds"),
+        ('log_level = "loud"', "debug, info, warning, error"),
+        ('log_format = "xml"', "text, json"),
         *[
             (f"otlp = {wrong!r}", "OTLP over HTTP, such as http://127.0.0.1:4318")
             for wrong in (
@@ -536,11 +546,11 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
         ("ssd_drain_s = {}", "ssd_drain_s.*seconds"),
         ("ssd_bytes_per_day = [1]", "ssd_bytes_per_day"),
         ('directory_timeout_s = "long"', "directory_timeout_s.*seconds"),
-        ("copies_max = 0", "1 to 64"),
-        ("copies_max = 65", "1 to 64"),
-        ('copy_bandwidth = "10%"', "bytes a second"),
-        ("copy_bandwidth = 0", "copy_bandwidth"),
-        ('copy_bandwidth = "fast"', "copy_bandwidth"),
+        ("replicas_max = 0", "1 to 64"),
+        ("replicas_max = 65", "1 to 64"),
+        ('replication_bandwidth = "10%"', "bytes a second"),
+        ("replication_bandwidth = 0", "replication_bandwidth"),
+        ('replication_bandwidth = "fast"', "replication_bandwidth"),
         ('forward = "maybe"', "true or false"),
         ('device = "cuda:0"', "DEVICE=SIZE"),
         ('device = "cuda=8GiB"', "DEVICE=SIZE"),

@@ -21,10 +21,10 @@ import pytest
 import typer.main
 import yaml
 
-from kvpool import metrics
+from kvpool.admin import metrics
 from kvpool.cli import verbs
 from kvpool.config import SECRETS, SETTINGS, load
-from kvpool.router.breaker import State
+from kvpool.retry import BreakerState
 from kvpool.router.config import SETTINGS as ROUTER_SETTINGS
 from kvpool.router.config import EngineTable
 from kvpool.router.config import load as load_router
@@ -97,12 +97,12 @@ WORDS: dict[tuple[str | None, str], set[str]] = {
     (None, "standing"): set(metrics.STANDINGS),
     (None, "phase"): set(metrics.DRAIN_PHASES),
     ("kvpool_load_parts_total", "outcome"): set(metrics.OUTCOMES),
-    ("kvpool_pull_parts_total", "outcome"): set(metrics.OUTCOMES),
+    ("kvpool_peer_pull_parts_total", "outcome"): set(metrics.OUTCOMES),
     ("kvpool_router_requests_total", "outcome"): set(OUTCOMES),
     ("kvpool_node_state", "state"): set(metrics.NODE_STATES),
     ("kvpool_tier_state", "state"): {*metrics.DISK_STATES, *metrics.STORE_STATES},
     ("kvpool_engines", "state"): {"connected", "not_connected"},
-    ("kvpool_router_engine_breaker", "state"): {state.value for state in State},
+    ("kvpool_router_engine_breaker", "state"): {state.value for state in BreakerState},
     (None, "tier"): {"dram", "ssd", "device", "remote", "peer", "gpu"},
 }
 
@@ -183,8 +183,8 @@ def test_the_check_of_queries_sees_what_is_wrong() -> None:
         'kvpool_leases{tenant="a"}',
         'kvpool_node_state{state="srving"}',
         "sum by (tenant) (kvpool_leases)",
-        "histogram_quantile(0.9, rate(kvpool_wait_seconds_sum[5m]))",
-        "kvpool_wait_seconds",
+        "histogram_quantile(0.9, rate(kvpool_fetch_wait_seconds_sum[5m]))",
+        "kvpool_fetch_wait_seconds",
         "kvpool_router_requests",
         "kvpool_leases and on (peer) kvpool_clients",
     ):
@@ -250,7 +250,8 @@ def test_an_alert_says_what_there_is_to_know(rule: dict[str, Any]) -> None:
 
 
 def commands() -> set[str]:
-    return set(typer.main.get_command(verbs.app).commands)
+    group: Any = typer.main.get_command(verbs.app)
+    return set(group.commands)
 
 
 def test_commands_in_the_runbook_exist() -> None:
@@ -489,7 +490,7 @@ def load_script(path: Path) -> ModuleType:
 
 def test_setup_makes_what_nodes_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpool.admin.tokens import digest_of, read_tokens
-    from kvpool.transfer.credentials import Credentials, TlsFiles
+    from kvpool.security.credentials import Credentials, TlsFiles
 
     setup = load_script(DEPLOY / "compose" / "setup.py")
     token = tmp_path / "metrics_token"

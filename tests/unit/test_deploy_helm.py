@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "ssd": {"enabled": True, "sizeGiB": 400},
             "dataHostPath": "/var/lib/kvpool/data",
             "labels": {"zone": "a", "rack": "7"},
-            "settings": {"copies_max": 4, "forward": False, "ssd_write": "through"},
+            "settings": {"replicas_max": 4, "forward": False, "ssd_write": "through"},
             "hostNetwork": True,
             "hostPID": True,
             "lockMemory": True,
@@ -362,7 +362,7 @@ def test_the_daemon_takes_its_configuration(
     assert config.node == "n1"
     assert config.advertise == ("tcp://10.0.0.9:7070",)
     if variant == "everything":
-        assert config.memory == 64 << 30 and config.copies_max == 4 and not config.forward
+        assert config.memory == 64 << 30 and config.replicas_max == 4 and not config.forward
         assert config.labels == {"zone": "a", "rack": "7"}
         assert config.ssd[0].size == 400 << 30
         assert config.tls_cert.endswith("node-n1.pem") and not config.plaintext

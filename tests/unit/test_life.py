@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool import life
 from kvpool.errors import SegmentError
-from kvpool.life import Life, LifeView
+from kvpool.memory import owner_liveness as life
+from kvpool.memory.owner_liveness import LifeView, OwnerLiveness
 
 # A process of several threads that says when it lives, and ends when it is killed.
 OWNER = """
 import sys, threading, time
-from kvpool import life
+from kvpool.memory import owner_liveness as life
 for _ in range(4):
     threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 life.begin(int(sys.argv[1]))
@@ -26,14 +26,14 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def page() -> Iterator[Life]:
-    page = Life()
+def page() -> Iterator[OwnerLiveness]:
+    page = OwnerLiveness()
     yield page
     page.end()
 
 
 @pytest.fixture
-def owner(page: Life) -> Iterator[subprocess.Popen[str]]:
+def owner(page: OwnerLiveness) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(page.fd)],
         stdin=subprocess.PIPE,
@@ -48,15 +48,15 @@ def owner(page: Life) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def view(page: Life) -> LifeView:
+def view(page: OwnerLiveness) -> LifeView:
     return LifeView(os.dup(page.fd))
 
 
-def test_nobody_lives_before_it_begins(page: Life) -> None:
+def test_nobody_lives_before_it_begins(page: OwnerLiveness) -> None:
     assert not view(page).alive
 
 
-def test_a_life_ends_with_its_process(page: Life, owner: subprocess.Popen[str]) -> None:
+def test_a_life_ends_with_its_process(page: OwnerLiveness, owner: subprocess.Popen[str]) -> None:
     reader = view(page)
     assert reader.alive
     owner.send_signal(signal.SIGSTOP)
@@ -68,7 +68,7 @@ def test_a_life_ends_with_its_process(page: Life, owner: subprocess.Popen[str]) 
 
 
 def test_a_life_ends_when_its_process_exits_by_itself(
-    page: Life, owner: subprocess.Popen[str]
+    page: OwnerLiveness, owner: subprocess.Popen[str]
 ) -> None:
     reader = view(page)
     owner.communicate()
@@ -76,7 +76,7 @@ def test_a_life_ends_when_its_process_exits_by_itself(
     assert not reader.alive
 
 
-def test_readers_cannot_change_it(page: Life, owner: subprocess.Popen[str]) -> None:
+def test_readers_cannot_change_it(page: OwnerLiveness, owner: subprocess.Popen[str]) -> None:
     with pytest.raises(PermissionError):
         mmap.mmap(page.fd, mmap.PAGESIZE)
     with pytest.raises(PermissionError):
@@ -86,7 +86,7 @@ def test_readers_cannot_change_it(page: Life, owner: subprocess.Popen[str]) -> N
     assert view(page).alive
 
 
-def test_its_keeper_can_end_it(owner: subprocess.Popen[str], page: Life) -> None:
+def test_its_keeper_can_end_it(owner: subprocess.Popen[str], page: OwnerLiveness) -> None:
     reader = view(page)
     page._page[:4] = bytes(4)  # as `end` does, when the kernel could not
     assert not reader.alive

@@ -12,16 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpool.config import DeviceConfig
-from kvpool.daemon.devices import DeviceTier
-from kvpool.daemon.histogram import Histogram
-from kvpool.daemon.node import Node
-from kvpool.daemon.paths import Paths
-from kvpool.daemon.sampling import Sampler
-from kvpool.daemon.shelf import ShelfState
-from kvpool.daemon.store_tier import StoreState
-from kvpool.daemon.traffic import OTHERS, PEERS_MAX, Asked, Delivered, Loads, Traffic
-from kvpool.metrics import (
+from kvpool.admin.metrics import (
     DISK_STATES,
     DRAIN_PHASES,
     METRICS,
@@ -33,9 +24,17 @@ from kvpool.metrics import (
     render,
     rows,
 )
-from kvpool.placement.membership import Standing
+from kvpool.config import DeviceConfig
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.ops.sampling import Sampler
+from kvpool.daemon.telemetry.traffic import OTHERS, PEERS_MAX, Asked, Delivered, Loads, Traffic
+from kvpool.daemon.tiers.device_tier import DeviceTier
+from kvpool.daemon.tiers.tier_state import ObjectTierState, TierState
+from kvpool.daemon.workers.paths import Paths
+from kvpool.placement.membership.base import Standing
 from kvpool.placement.records import DrainProgress, NodeState, plain
 from kvpool.storage.eviction import make_policy
+from kvpool.telemetry.histogram import Histogram
 
 AWKWARD = 'a "quoted" back\\slash\nand a second line'
 
@@ -129,23 +128,23 @@ def stats(**values: Any) -> dict[str, Any]:
         "gone": {"full": 5, "ttl": 6},
         "processes": [
             {"kind": "control", "cpu_s": 1.5, "resident_bytes": 10, "private_bytes": 5},
-            {"kind": "mover", "cpu_s": 2.0, "resident_bytes": 20, "private_bytes": 6},
-            {"kind": "mover", "cpu_s": 0.25, "resident_bytes": 30, "private_bytes": 7},
+            {"kind": "transfer_worker", "cpu_s": 2.0, "resident_bytes": 20, "private_bytes": 6},
+            {"kind": "transfer_worker", "cpu_s": 0.25, "resident_bytes": 30, "private_bytes": 7},
         ],
         "sampled": {"late_s": histogram(0.1), "evicted_age_s": {"dram": histogram(1.0, 7.0)}},
-        "movers": [{"restarts": 1, "orders": 2, "loans": 3}, {"restarts": 4, "orders": 0, "loans": 0}],
+        "transfer_workers": [{"restarts": 1, "orders": 2, "loans": 3}, {"restarts": 4, "orders": 0, "loans": 0}],
         "tenants": {"red": tenant({"aa" * 16: space(80)})},
         "usage": {"red": {"dram": [], "ssd": []}},
         "engines": {"red": {"followed": [{"connected": True}, {"connected": False}]}},
-        "remote": Anything(
+        "fetch": Anything(
             peers=[],
             delivered=Delivered().stats(),
         ),
         "paths": {"changed_card": 0, "peers": {}},
         "nixl": None,
-        "tiers": Anything(ssd=[], device=[], remote=[], clean_share={"red": 0.25}),
-        "copies": Anything(),
-        "follows": Anything(),
+        "tiers": Anything(ssd=[], device=[], object=[], clean_share={"red": 0.25}),
+        "replication": Anything(),
+        "prefix_streams": Anything(),
         "cluster": {
             "cluster": "c",
             "standing": "away",
@@ -166,15 +165,15 @@ def test_every_metric_is_well_named_and_says_what_it_is() -> None:
         assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
         assert metric.name.replace("_", "").isalnum() and metric.name == metric.name.lower()
         assert not metric.name.endswith(("_bucket", "_sum", "_count", "_created", "_info_total"))
-        assert metric.what.endswith(".") and "|" not in metric.what
+        assert metric.help_text.endswith(".") and "|" not in metric.help_text
         assert "le" not in metric.labels and len(set(metric.labels)) == len(metric.labels)
 
 
 def test_the_states_are_those_that_there_are() -> None:
     assert {standing.value for standing in Standing} == set(STANDINGS)
     assert set(map(str, NodeState)) == set(NODE_STATES)
-    assert set(map(str, ShelfState)) == set(DISK_STATES)
-    assert set(map(str, StoreState)) == set(STORE_STATES)
+    assert set(map(str, TierState)) == set(DISK_STATES)
+    assert set(map(str, ObjectTierState)) == set(STORE_STATES)
     assert DRAIN_PHASES == ("copying", "waiting", "done")
     assert set(OUTCOMES) == set(Loads.__slots__) - {"nbytes"}
 
@@ -183,28 +182,28 @@ def test_the_parser_reads_what_was_written() -> None:
     traffic = Traffic(put_parts=7, put_bytes=700, device_read_bytes=12)
     traffic.reads.waited(10, 6, 4)
     traffic.reads.nbytes = 11
-    traffic.loaded("ssd", Loads(came=2, absent=1, nbytes=64))
+    traffic.loaded("ssd", Loads(loaded=2, absent=1, nbytes=64))
     given_stats = stats(tenants={AWKWARD: tenant({"aa" * 16: space(80, AWKWARD)}, traffic)})
     given_stats["usage"] = {AWKWARD: {"ssd": [{"namespaces": {"aa" * 16: {"held_bytes": 24}}}]}}
     samples = parsed(render(given_stats))
     assert at(samples, "metrics_missing") == 0
     assert at(samples, "put_parts_total", tenant=AWKWARD) == 7
-    assert at(samples, "read_blocks_total", tenant=AWKWARD, result="here") == 4
-    assert at(samples, "read_blocks_total", tenant=AWKWARD, result="brought") == 2
+    assert at(samples, "read_blocks_total", tenant=AWKWARD, result="local") == 4
+    assert at(samples, "read_blocks_total", tenant=AWKWARD, result="fetched") == 2
     assert at(samples, "read_blocks_total", tenant=AWKWARD, result="missed") == 4
     assert at(samples, "read_bytes_total", tenant=AWKWARD, tier="dram") == 11
     assert at(samples, "read_bytes_total", tenant=AWKWARD, tier="device") == 12
     loads = {"tenant": AWKWARD, "tier": "ssd"}
-    assert at(samples, "load_parts_total", **loads, outcome="came") == 2
+    assert at(samples, "load_parts_total", **loads, outcome="loaded") == 2
     assert at(samples, "load_parts_total", **loads, outcome="absent") == 1
     assert at(samples, "load_bytes_total", **loads) == 64
     named = {"tenant": AWKWARD, "namespace": "aa" * 16, "model": AWKWARD}
     assert at(samples, "namespace_held_bytes", **named, tier="dram") == 80
     assert at(samples, "namespace_held_bytes", **named, tier="ssd") == 24
     assert at(samples, "namespace_blocks", **named) == 20
-    assert at(samples, "process_cpu_seconds_total", process="mover") == 2.25
-    assert at(samples, "mover_restarts_total") == 5
-    assert at(samples, "gone_parts_total", reason="ttl", where="", tier="dram") == 6
+    assert at(samples, "process_cpu_seconds_total", process="transfer_worker") == 2.25
+    assert at(samples, "transfer_worker_restarts_total") == 5
+    assert at(samples, "dropped_parts_total", reason="ttl", location="", tier="dram") == 6
     assert at(samples, "engines", tenant="red", state="not_connected") == 1
 
 
@@ -226,7 +225,7 @@ def test_what_is_not_there_has_no_samples() -> None:
     samples = parsed(render(full))
     assert at(samples, "directory_connected") == 1
     assert at(samples, "announcer_lag_seconds") == 0.5
-    assert at(samples, "nixl_failed_over_total") == 8
+    assert at(samples, "nixl_failovers_total") == 8
 
 
 def test_what_another_version_does_not_tell_is_counted() -> None:
@@ -241,7 +240,7 @@ def test_what_another_version_does_not_tell_is_counted() -> None:
 def test_histograms_are_cumulative() -> None:
     seconds = {"ssd": histogram(0.5, 0.6, 1.5, 99.0)}
     delivered = {**Delivered().stats(), "seconds": seconds}
-    samples = parsed(render(stats(remote=Anything(peers=[], delivered=delivered))))
+    samples = parsed(render(stats(fetch=Anything(peers=[], delivered=delivered))))
     found = [
         at(samples, "load_seconds_bucket", tier="ssd", le=le)
         for le in ("0.5", "1.0", "2.0", "+Inf")
@@ -271,7 +270,7 @@ def test_peers_are_shown_by_name_and_the_rest_together() -> None:
     delivered = Delivered()
     paths = {}
     for number in range(10):
-        delivered.delivered(f"n{number}", Loads(came=number, nbytes=100 * number))
+        delivered.delivered(f"n{number}", Loads(loaded=number, nbytes=100 * number))
         ways = [
             {
                 "url": f"tcp://{number}",
@@ -282,20 +281,20 @@ def test_peers_are_shown_by_name_and_the_rest_together() -> None:
             }
         ]
         paths[f"tcp://{number}"] = {"ways": ways, "seconds": {"tcp": histogram(1.0)}}
-    delivered.delivered("gone", Loads(came=40, nbytes=1))
+    delivered.delivered("gone", Loads(loaded=40, nbytes=1))
     peers = [peer(f"n{number}", f"tcp://{number}", asked=number) for number in range(10)]
     given_stats = stats(
-        remote=Anything(peers=peers, delivered=delivered.stats()),
+        fetch=Anything(peers=peers, delivered=delivered.stats()),
         paths={"changed_card": 0, "peers": paths},
     )
     samples = parsed(render(given_stats, peers_max=4))
     came = {
         dict(labels)["peer"]: value
         for (name, labels), value in samples.items()
-        if name == "kvpool_pull_parts_total" and dict(labels)["outcome"] == "came"
+        if name == "kvpool_peer_pull_parts_total" and dict(labels)["outcome"] == "loaded"
     }
     assert came == {"n6": 6, "n7": 7, "n8": 8, "n9": 9, "gone": 40, OTHERS: sum(range(6))}
-    assert at(samples, "pull_seconds_count", peer=OTHERS, transport="tcp") == 6
+    assert at(samples, "peer_pull_seconds_count", peer=OTHERS, transport="tcp") == 6
     assert at(samples, "path_pulls_total", peer=OTHERS, transport="tcp", path=OTHERS) == 15
     assert at(samples, "path_pulls_total", peer="n9", transport="tcp", path="tcp://9") == 9
     assert at(samples, "source_latency_seconds", source="n9") == 0.002
@@ -308,11 +307,11 @@ def test_places_of_all_tiers_stand_beside_each_other() -> None:
         clean_share={},
         ssd=[disk("/a", segment_bytes=7, gone={"full": 9}), disk("/b", state="read-only")],
         device=[disk("cuda:0", segment_bytes=8)],
-        remote=[disk("s3://x", size_bytes=9, state="failing")],
+        object=[disk("s3://x", size_bytes=9, state="failing")],
     )
     samples = parsed(render(stats(tiers=tiers)))
     capacity = {
-        (dict(labels)["tier"], dict(labels)["where"]): value
+        (dict(labels)["tier"], dict(labels)["location"]): value
         for (name, labels), value in samples.items()
         if name == "kvpool_tier_capacity_bytes"
     }
@@ -321,11 +320,11 @@ def test_places_of_all_tiers_stand_beside_each_other() -> None:
         ("ssd", "/a"): 7,
         ("ssd", "/b"): 0,
         ("device", "cuda:0"): 8,
-        ("remote", "s3://x"): 9,
+        ("object", "s3://x"): 9,
     }
-    assert at(samples, "tier_state", where="/b", tier="ssd", state="read-only") == 1
-    assert at(samples, "tier_state", where="s3://x", tier="remote", state="failing") == 1
-    assert at(samples, "gone_parts_total", reason="full", where="/a", tier="ssd") == 9
+    assert at(samples, "tier_state", location="/b", tier="ssd", state="read-only") == 1
+    assert at(samples, "tier_state", location="s3://x", tier="object", state="failing") == 1
+    assert at(samples, "dropped_parts_total", reason="full", location="/a", tier="ssd") == 9
 
 
 def test_what_few_nodes_have_is_read_where_it_is_told() -> None:
@@ -336,19 +335,19 @@ def test_what_few_nodes_have_is_read_where_it_is_told() -> None:
     nixl = Paths({}, never, lambda _: None, lambda: 0.0, random.Random(1)).nixl_stats()
     progress = DrainProgress(blocks=3, blocks_total=9, copied=2, failed=1, left=4, copied_bytes=77)
     told = stats(
-        tiers=Anything(clean_share={}, ssd=[], remote=[], device=[device.stats()]),
+        tiers=Anything(clean_share={}, ssd=[], object=[], device=[device.stats()]),
         nixl=nixl,
         cluster={**stats()["cluster"], "drain": plain(progress)},
     )
     samples = parsed(render(told))
     assert at(samples, "metrics_missing") == 0
-    assert at(samples, "device_queue_blocks", where="cpu", tier="device") == 0
-    assert at(samples, "tier_state", where="cpu", tier="device", state="opening") == 1
-    assert at(samples, "nixl_failed_over_total") == 0
+    assert at(samples, "device_write_queue_parts", location="cpu", tier="device") == 0
+    assert at(samples, "tier_state", location="cpu", tier="device", state="opening") == 1
+    assert at(samples, "nixl_failovers_total") == 0
     assert at(samples, "drain_phase", phase="copying") == 1
     drained = {"total": 9, "seen": 3, "copied": 2, "failed": 1, "left": 4}
     for what, blocks in drained.items():
-        assert at(samples, "drain_blocks", what=what) == blocks
+        assert at(samples, "drain_blocks", progress=what) == blocks
     assert at(samples, "drain_copied_bytes") == 77
 
 
@@ -370,24 +369,24 @@ def test_a_histogram_counts_what_is_not_above_each_bound(
     assert made.stats()["sum"] == pytest.approx(sum(values))
 
 
-def test_what_was_asked_for_is_here_brought_or_missed() -> None:
+def test_what_was_asked_for_is_local_fetched_or_missed() -> None:
     asked = Asked()
     asked.waited(10, 10, 10)
     asked.waited(10, 4, 1)
     asked.waited(5, 2, 4)  # some of what was here has gone while the rest was waited for
-    assert asked.stats() == {"requests": 3, "here": 13, "brought": 3, "missed": 9}
+    assert asked.stats() == {"requests": 3, "local": 13, "fetched": 3, "missed": 9}
 
 
 def test_peers_beyond_the_bound_are_counted_together() -> None:
     delivered = Delivered()
     for number in range(PEERS_MAX + 10):
-        delivered.delivered("always", Loads(came=1))
-        delivered.delivered(f"n{number}", Loads(came=1))
+        delivered.delivered("always", Loads(loaded=1))
+        delivered.delivered(f"n{number}", Loads(loaded=1))
     peers = delivered.stats()["peers"]
     assert len(peers) <= PEERS_MAX + 1
-    assert peers["always"]["came"] == PEERS_MAX + 10
-    assert sum(loads["came"] for loads in peers.values()) == 2 * (PEERS_MAX + 10)
-    assert peers[OTHERS]["came"] >= 10
+    assert peers["always"]["loaded"] == PEERS_MAX + 10
+    assert sum(loads["loaded"] for loads in peers.values()) == 2 * (PEERS_MAX + 10)
+    assert peers[OTHERS]["loaded"] >= 10
 
 
 class OldRules:
@@ -395,7 +394,7 @@ class OldRules:
 
     def __init__(self) -> None:
         self.victims = [(3, 100), (9, 7)]
-        self.ages = self
+        self.idle_age = self.eviction = self
 
     def age_s(self, tick: int, now: float) -> float:
         return now - tick

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvpool import __version__, spans
+from kvpool import __version__
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.otlp import ATTEMPTS_MAX, Counts, Exporter, export_spans
-from kvpool.spans import Batch, Finished
-from kvpool.testing.collector import Collector
+from kvpool.telemetry import spans
+from kvpool.telemetry.otlp import ATTEMPTS_MAX, Counts, Exporter, export_spans
+from kvpool.telemetry.spans import Batch, Finished
+from tests.support.otlp_collector import Collector
+from tests.support.waiting import PATIENCE_S
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -66,7 +68,7 @@ def run(
 
     async def main() -> None:
         task = asyncio.create_task(export_spans(take, exporter, counts, 0.0))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not done(counts):
                 assert not task.done(), task.exception()
                 await asyncio.sleep(0)
@@ -134,7 +136,7 @@ def test_all_is_sent_in_order() -> None:
 def test_an_outage_is_said_once_and_what_is_too_old_is_given_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "kvpool.otlp")
+    caplog.set_level(logging.INFO, "kvpool.telemetry.otlp")
     exporter = Away()
     exporter.away = True
     taken = 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.prefill import REACH, STEPS_MIN, PrefillFit, StepWork
+from kvpool.prefill_cost import REACH, STEPS_MIN, PrefillFit, StepWork
 from kvpool.types import Recompute
 
 TOKENS = 32  # of a block

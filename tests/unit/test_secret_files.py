@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvpool.cli.base import client_of
-from kvpool.config import SECRET_FILE_BYTES_MAX, SECRETS, SETTINGS, load, secret_of
+from kvpool.config import SECRETS, SETTINGS, load, secret_of
+from kvpool.config.sources import SECRET_FILE_BYTES_MAX
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.router import config as router_config
 
@@ -106,7 +107,7 @@ def test_commands_read_their_tokens_from_files(a_file, tmp_path, monkeypatch):
         asked.update(arguments)
         raise Asked("enough")
 
-    monkeypatch.setattr("kvpool.client.Client", client)
+    monkeypatch.setattr("kvpool.client.OperatorClient", client)
     for name in [name for name in os.environ if name.startswith("KVPOOL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("KVPOOL_TOKEN_FILE", a_file(b"of the tenant\n", "one"))

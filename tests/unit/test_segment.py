@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import SegmentError
-from kvpool.segment import F_ADD_SEALS, F_GET_SEALS, SEALS, Segment
+from kvpool.memory.segment import F_ADD_SEALS, F_GET_SEALS, SEALS, Segment
 from kvpool.storage import dram
 from kvpool.storage.dram import KEEP_FREE_BYTES, PAGE, DramSegment, free_memory_bytes
 

@@ -1,6 +1,7 @@
 """Spans as they are recorded and kept: what makes a context, what belongs to what, and what goes when there are too many."""
 
 import asyncio
+import itertools
 import re
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from kvpool import spans
-from kvpool.spans import NAMES, Batch, Finished, Spans, child, current, parse, working_for
+from kvpool.telemetry import spans
+from kvpool.telemetry.spans import NAMES, Batch, Finished, Spans, child, current, parse, working_for
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GOOD = f"00-{TRACE}-{CALLER}-01"
@@ -29,11 +30,10 @@ class Clock:
 
 
 def numbered(size: int) -> bytes:
-    numbered.last += 1
-    return numbered.last.to_bytes(size, "big")
+    return next(_numbers).to_bytes(size, "big")
 
 
-numbered.last = 0
+_numbers = itertools.count(1)
 
 
 def make(most: int = 100, *, on: bool = True) -> tuple[Spans, Clock]:

@@ -12,9 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvpool.cli import verbs
+from kvpool.cli.render import doctor
+from kvpool.cli.render.doctor import BAD, NOTE, OK, Finding, Machine, examine, routes, show
 from kvpool.errors import Unavailable
-from kvpool.status import doctor
-from kvpool.status.doctor import BAD, NOTE, OK, Finding, Machine, examine, routes, show
 
 MEMINFO = "MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\nHugePages_Free:        0\n"
 

@@ -1,13 +1,12 @@
 """Jobs on several nodes as an operator follows them, and what is printed of them. No daemon."""
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from kvpool import wire
-from kvpool.errors import ClusterUnavailable, InvalidRequest
-from kvpool.status.jobs import (
+from kvpool.cli.render.jobs import (
     PATIENCE_S,
     SILENT,
     Job,
@@ -21,10 +20,12 @@ from kvpool.status.jobs import (
     show_jobs,
     summary,
 )
+from kvpool.errors import ClusterUnavailable, InvalidRequest
+from kvpool.wire import operator as operator_wire
 
 
 def view(node: str, state: str = "running", kind: str = "evict", **fields) -> dict:
-    plain = dict.fromkeys(("seen", "total", "blocks", "nbytes", "kept"), 0)
+    plain: dict[str, Any] = dict.fromkeys(("seen", "total", "blocks", "nbytes", "kept"), 0)
     plain |= {"age_s": 1.0, "took_s": 1.0, "error": "", "dry_run": False, "tenant": "red"}
     return {"job": "j", "node": node, "kind": kind, "state": state, "by": "uid 0"} | plain | fields
 
@@ -37,14 +38,18 @@ class Nodes:
         self.stopped: list[str] = []
 
     def ask_node(self, message, *, node="", tenant="", by="", wait_s=0.0):
-        if isinstance(message, wire.StopJob):
+        if isinstance(message, operator_wire.StopJob):
             self.stopped.append(node)
             return 1
         answers = self.script[node]
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return [answer] if isinstance(message, wire.Jobs) and isinstance(answer, dict) else answer
+        return (
+            [answer]
+            if isinstance(message, operator_wire.Jobs) and isinstance(answer, dict)
+            else answer
+        )
 
 
 def job_on(nodes: Nodes, *names: str, clock=lambda: 0.0) -> Job:

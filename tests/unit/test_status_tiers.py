@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvpool.status.tiers import show_tiers, tier_rows
+from kvpool.cli.render.tiers import show_tiers, tier_rows
 
 DISK: dict[str, Any] = {
     "path": "/disk[0]",
@@ -54,7 +54,7 @@ def stats(**disk: Any) -> dict[str, Any]:
         "usage": {"dram": [USAGE], "ssd": [USAGE | {"where": "/disk[0]"}]},
         "tiers": {
             "device": [],
-            "remote": [],
+            "object": [],
             "ssd": [DISK | disk],
             **dict.fromkeys(("over_budget_blocks", "once_used_blocks", "dropped_writes"), 0),
         },
@@ -109,7 +109,7 @@ def test_what_is_wrong_with_a_codec_is_told() -> None:
 def test_object_storage_is_a_tier_and_tells_what_ails_it() -> None:
     said = stats()
     store = dict.fromkeys(("used_bytes", "blocks", "read_bytes", "written_bytes", "mismatches"), 0)
-    said["tiers"]["remote"] = [
+    said["tiers"]["object"] = [
         store
         | {
             "path": "s3://bucket/[x]",
@@ -122,7 +122,7 @@ def test_object_storage_is_a_tier_and_tells_what_ails_it() -> None:
         }
     ]
     row = tier_rows(said, "red")[-1]
-    assert (row["tier"], row["where"], row["errors"]) == ("remote", "s3://bucket/[x]", 5)
+    assert (row["tier"], row["where"], row["errors"]) == ("object", "s3://bucket/[x]", 5)
     out = io.StringIO()
     show_tiers(said, "red", Console(file=out, width=200))
     assert "s3://bucket/[x] is failing: it is away" in out.getvalue()

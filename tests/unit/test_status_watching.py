@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvpool import wire
+from kvpool.cli.render.blocks import check_open, list_some, show_blocks, show_prefixes
+from kvpool.cli.render.events import Feed, chosen, line
+from kvpool.cli.render.explain import RouterHttp, show_past, show_possible
+from kvpool.cli.render.naming import block_keys, size
+from kvpool.cli.render.settings import HIDDEN, effective, plain, show
+from kvpool.cli.render.top import Rates, Seen, Sums, fills, rates_between, sums_of, view
 from kvpool.errors import ClusterUnavailable, ConfigError, InvalidRequest, NotAuthenticated
-from kvpool.status.blocks import check_open, list_some, show_blocks, show_prefixes
-from kvpool.status.events import Feed, chosen, line
-from kvpool.status.explain import RouterHttp, show_past, show_possible
-from kvpool.status.naming import block_keys, size
-from kvpool.status.settings import HIDDEN, effective, plain, show
-from kvpool.status.top import Rates, Seen, Sums, fills, rates_between, sums_of, view
+from kvpool.wire import operator as operator_wire
 
 
 def printed(print_it, *what) -> str:
@@ -29,7 +29,7 @@ def printed(print_it, *what) -> str:
 
 
 def tenant(put: int, read: int, here: int, missed: int) -> dict:
-    reads = {"requests": 1, "here": here, "brought": 1, "missed": missed}
+    reads = {"requests": 1, "local": here, "fetched": 1, "missed": missed}
     traffic = {"put_bytes": put, "read_bytes": read, "device_read_bytes": 5, "reads": reads}
     return {"traffic": traffic, "space": {"size": 4 << 20, "bytes_used": 1 << 20}}
 
@@ -125,7 +125,7 @@ def test_the_screen():
 # ---- events ----------------------------------------------------------------------------------------
 
 
-class Journal:
+class EventLog:
     """A node's events; at most `page` in an answer."""
 
     def __init__(self, page: int = 3) -> None:
@@ -137,7 +137,7 @@ class Journal:
         self.numbers += range(self.last + 1, self.last + 1 + count)
         self.last += count
 
-    def answer(self, node: str, m: wire.Events) -> dict:
+    def answer(self, node: str, m: operator_wire.Events) -> dict:
         found = [n for n in self.numbers if n > m.after][: self.page]
         events = [{"number": n, "node": node, "at_s": n, "kind": "k", "details": {}} for n in found]
         return {"events": events, "first": 1, "last": self.last}
@@ -151,7 +151,7 @@ class Cluster(dict):
 
 
 def test_each_event_is_told_once_and_in_order():
-    nodes = Cluster(a=Journal(), b=Journal())
+    nodes = Cluster(a=EventLog(), b=EventLog())
     feed = Feed(nodes, ["a", "b"])
     nodes["a"].note(5)
     nodes["b"].note(2)
@@ -163,23 +163,23 @@ def test_each_event_is_told_once_and_in_order():
 
 
 def test_a_node_that_was_started_anew_is_followed_from_its_beginning():
-    nodes = Cluster(a=Journal())
+    nodes = Cluster(a=EventLog())
     feed = Feed(nodes, ["a"])
     nodes["a"].note(5)
     feed.news()
-    nodes["a"] = Journal()
+    nodes["a"] = EventLog()
     nodes["a"].note(2)
     assert [e["number"] for e in feed.news()] == [1, 2]
     assert feed.news() == []
 
 
 def test_nodes_that_do_not_answer_are_known_until_they_do():
-    nodes = Cluster(a=ClusterUnavailable("away"), b=Journal())
+    nodes = Cluster(a=ClusterUnavailable("away"), b=EventLog())
     feed = Feed(nodes, ["a", "b"])
     nodes["b"].note()
     assert len(feed.news()) == 1
     assert feed.silent == {"a": "away"}
-    nodes["a"] = Journal()
+    nodes["a"] = EventLog()
     feed.news()
     assert feed.silent == {}
     nodes["a"] = NotAuthenticated("operators only")
@@ -251,7 +251,7 @@ def test_blocks_and_prefixes_as_tables():
 def test_blocks_of_a_namespace_that_is_not_on_the_node():
     class Two:
         def ask_node(self, message, *, node="", tenant="", by="", wait_s=0.0):
-            if isinstance(message, wire.Cluster):
+            if isinstance(message, operator_wire.Cluster):
                 nodes = [{"node": name, "state": "serving"} for name in "ab"]
                 return {"node": "a", "nodes": nodes}
             spaces = {"ab": {}} if node == "b" else {}
@@ -300,20 +300,20 @@ def test_sizes():
 def test_where_each_setting_comes_from(tmp_path):
     file = tmp_path / "kvpool.toml"
     file.write_text(
-        'memory = "1GiB"\nmovers = 3\nlabels = { zone = "z" }\n'
+        'memory = "1GiB"\ntransfer_workers = 3\nlabels = { zone = "z" }\n'
         '[tenants.red]\ntoken = "a secret of red"\nmemory = "25%"\n'
     )
     secret = tmp_path / "secret"
     secret.write_text("s" * 32)
     environ = {
-        "KVPOOL_MOVERS": "2",
+        "KVPOOL_TRANSFER_WORKERS": "2",
         "KVPOOL_CLUSTER_SECRET_FILE": str(secret),
         "KVPOOL_DIRECTORY": "redis://:hush@r",
         "KVPOOL_SOCKET": "/s",
     }
     found = plain(effective(str(file), environ))
     assert found["memory"] == {"value": 1 << 30, "source": str(file)}
-    assert found["movers"] == {"value": 2, "source": "KVPOOL_MOVERS"}
+    assert found["transfer_workers"] == {"value": 2, "source": "KVPOOL_TRANSFER_WORKERS"}
     assert found["labels"] == {"value": {"zone": "z"}, "source": str(file)}
     assert found["cluster_secret"] == {"value": HIDDEN, "source": "KVPOOL_CLUSTER_SECRET_FILE"}
     assert found["directory"] == {"value": HIDDEN, "source": "KVPOOL_DIRECTORY"}
@@ -322,7 +322,7 @@ def test_where_each_setting_comes_from(tmp_path):
     text = str(found) + printed(show, effective(str(file), environ))
     for hidden in ("hush", "secret of red", "ssss"):
         assert hidden not in text
-    assert plain(effective(None, {"KVPOOL_CONFIG": str(file)}))["movers"]["value"] == 3
+    assert plain(effective(None, {"KVPOOL_CONFIG": str(file)}))["transfer_workers"]["value"] == 3
 
 
 def test_what_is_wrong_in_a_configuration_is_named(tmp_path):

@@ -183,8 +183,7 @@ export async function stream(url, { signal, heard, state }) {
         failures = 0;
         kept += value.replaceAll("\r", "");
         if (kept.length > STREAM_BUFFER_MAX) throw new Problem(0, "Too much", "An event was too large.");
-        let end;
-        while ((end = kept.indexOf("\n\n")) >= 0) {
+        for (let end = kept.indexOf("\n\n"); end >= 0; end = kept.indexOf("\n\n")) {
           const event = event_of(kept.slice(0, end));
           kept = kept.slice(end + 2);
           if (event.id) last = event.id;

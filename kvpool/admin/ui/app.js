@@ -103,7 +103,7 @@ function sign_in_form(why) {
       token.select();
     } else main.focus({ preventScroll: true }); // what had it is gone
   } }, h("h1", null, "Sign in"), field("Token", token, ["An operator makes one with ", h("code", null, "kvpool token NAME --role viewer"),
-    ". Without http_tokens it is in ", h("code", null, "http.token"), " beside the daemon's socket. It is kept in this tab only."]), answer, go));
+    ". Without http_tokens it is in ", h("code", null, "http.token"), " in the folder of the daemon's socket. It is kept in this tab only."]), answer, go));
   token.focus();
 }
 

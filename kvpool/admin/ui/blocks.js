@@ -33,7 +33,7 @@ export function namespaces_view(root) {
       { name: "Digest", of: (space) => short_key(space.digest) },
       { name: "Blocks in memory", num: true, of: (space) => count(held(space).blocks) },
       { name: "Bytes", num: true, of: (space) => bytes(held(space).nbytes) },
-      { name: "Copies", num: true, of: (space) => count(space.settings.replicas) },
+      { name: "Replicas", num: true, of: (space) => count(space.settings.replicas) },
       { name: "Kept for", num: true, of: (space) => (space.settings.ttl_s ? duration(space.settings.ttl_s) : "no limit") },
       { name: "Epoch", num: true, of: (space) => count(space.epoch) },
     ], spaces, { none: "No namespace yet: an engine opens one when it connects.", key: (space) => `${space.tenant}/${space.digest}` }),
@@ -45,7 +45,7 @@ export function namespaces_view(root) {
 // ---- one namespace -----------------------------------------------------------------------------------
 
 const SETTING_NAMES = {
-  replicas: "Copies", write: "Written to SSD", ttl_s: "Kept unused for", ssd_codec: "Codec on SSD",
+  replicas: "Replicas", write: "Written to SSD", ttl_s: "Kept unused for", ssd_codec: "Codec on SSD",
   dram_quota: "DRAM quota", ssd_quota: "SSD quota", write_remote: "Written to object storage",
 };
 
@@ -100,7 +100,8 @@ function block_list(tenant, digest) {
   let turn = 0;
 
   async function load(anew) {
-    const mine = (turn += 1);
+    turn += 1;
+    const mine = turn;
     if (anew) [items, cursor] = [[], null];
     more.disabled = true;
     try {
@@ -135,7 +136,7 @@ function blocks_table(items, tenant, partial) {
     { name: "Used", num: true, of: (block) => ago(block.age_s) },
     { name: "Pin", of: (block) => (block.pin !== "none" ? pill(block.pin, "accent") : DASH) },
     { name: "Kind", of: (block) => (block.copy ? "copy" : "own") },
-  ], items, { none: partial ? "None on the nodes asked so far: show more." : "No blocks in this tier." });
+  ], items, { none: partial ? "None on the nodes searched so far: show more." : "No blocks in this tier." });
 }
 
 export function block_view(root, tenant, namespace, key) {
@@ -331,7 +332,7 @@ export function jobs_view(root, chosen) {
       { name: "Began", num: true, of: (job) => ago(age_s(job)) },
       { name: "", of: (job) => (job.state === "running" && session.may("operator")
         ? h("button", { type: "button", class: "small", "aria-label": `Stop ${job.job}`, onclick: () => stop_job(job.job, () => view.now()) }, "Stop") : null) },
-    ], items.sort((one, other) => age_s(one) - age_s(other)), { none: "No job has been asked for since the nodes were started.", key: (job) => job.job,
+    ], items.sort((one, other) => age_s(one) - age_s(other)), { none: "No jobs since the nodes started.", key: (job) => job.job,
       row: (job) => (job.job === chosen ? "chosen" : "") })),
   ], { head: () => heading("Jobs"), every_ms: 2000 });
   return view.stop;

@@ -85,7 +85,10 @@ export function chart(title, series, { shown, top, nice, gap }) {
       if (value === null) continue;
       if (before !== null && sample.at_s - before > (gap + 0.5) * every_s) run = null;
       before = sample.at_s;
-      if (run === null) runs.push((run = []));
+      if (run === null) {
+        run = [];
+        runs.push(run);
+      }
       run.push([x(sample.at_s), y(value)]);
     }
     return runs.flatMap((points) => {

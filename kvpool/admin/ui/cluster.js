@@ -101,8 +101,8 @@ function tiles(nodes) {
   const sum = (tier, what) => living.flatMap((node) => node.tiers ?? []).filter((each) => each.name === tier)
     .reduce((total, each) => total + (each[what] ?? 0), 0);
   const tier = (name) => {
-    const [used, capacity, copies] = ["used_bytes", "capacity_bytes", "secondary_bytes"].map((what) => sum(name, what));
-    const beside = copies ? `, and ${bytes(copies)} of copies` : "";
+    const [used, capacity, secondary] = ["used_bytes", "capacity_bytes", "secondary_bytes"].map((what) => sum(name, what));
+    const beside = secondary ? `, and ${bytes(secondary)} of secondary replicas` : "";
     return capacity ? tile(`${tier_name(name)} in use`, bytes(used), `${percent(used / capacity)} of ${bytes(capacity)}${beside}`)
       : tile(tier_name(name), DASH, "no node has any");
   };
@@ -212,7 +212,7 @@ export function node_view(root, name) {
           ["Running for", duration(uptime_s)],
         ]))),
       session.whole ? drawn.element : null,
-      session.whole ? card("Links to other nodes", links(sections.remote?.peers ?? [])) : null,
+      session.whole ? card("Links to other nodes", links(sections.fetch?.peers ?? [])) : null,
       card("Engines", engine_table(engines)),
       card("Memory by tenant", memory(segments)),
       numbers(sections),

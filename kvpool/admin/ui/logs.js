@@ -3,7 +3,7 @@
 import { get, path, stream } from "./api.js";
 import { field, h, morph } from "./dom.js";
 import { DASH, by_name, count, date_of, duration, milliseconds, time_of, title_of } from "./format.js";
-import { card, empty, heading, live, message, pairs, pill, table, told, unreachable_note } from "./parts.js";
+import { empty, heading, live, message, pairs, pill, table, told, unreachable_note } from "./parts.js";
 
 const EVENTS_MAX = 500;
 const REPLAYED = 200;
@@ -123,7 +123,7 @@ export function events_view(root) {
     none.textContent = events.length ? "No event has this in it." : "No events yet.";
   };
   const soon = () => {
-    drawing ||= requestAnimationFrame(draw);
+    if (drawing === 0) drawing = requestAnimationFrame(draw);
   };
   filter.oninput = draw;
   root.replaceChildren(
@@ -139,7 +139,10 @@ export function events_view(root) {
       } catch {
         return; // no event of ours: a comment of a proxy
       }
-      if (kind === "gap") event = { number: (gaps += 1), at_s: Date.now() / 1000, node: "gateway", kind, details: event };
+      if (kind === "gap") {
+        gaps += 1;
+        event = { number: gaps, at_s: Date.now() / 1000, node: "gateway", kind, details: event };
+      }
       event.text = `${event.node} ${event.kind} ${JSON.stringify(event.details)}`.toLowerCase();
       const at = events.findIndex((each) => each.at_s <= event.at_s);
       events.splice(at < 0 ? events.length : at, 0, event);

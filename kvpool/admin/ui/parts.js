@@ -42,12 +42,12 @@ export function table(caption, columns, items, { none = "Nothing here.", key = n
         columns.map((column) => of(column, item)))))));
 }
 
-const TIERS = { gpu: "Engines' GPU", device: "Spare GPU", dram: "DRAM", ssd: "SSD", remote: "Object storage" };
+const TIERS = { gpu: "Engines' GPU", device: "Spare GPU", dram: "DRAM", ssd: "SSD", object: "Object storage" };
 export const tier_name = (name) => TIERS[name] ?? name;
 
-/** How full a tier is; beside what is in use, copies of what other nodes keep. */
+/** How full a tier is; secondary replicas are shown beside it. */
 export function tier_meter(tier) {
-  const { name, capacity_bytes: capacity = 0, used_bytes: used = 0, secondary_bytes: copies = 0 } = tier;
+  const { name, capacity_bytes: capacity = 0, used_bytes: used = 0, secondary_bytes: secondary = 0 } = tier;
   const label = tier_name(name);
   if (!capacity) {
     return h("div", { class: "meter" }, h("span", null, label), h("span", { class: "of" }, used ? bytes(used) : "none"));
@@ -57,7 +57,7 @@ export function tier_meter(tier) {
   return h("div", { class: "meter" },
     h("span", null, label), h("span", { class: "of" }, `${bytes(used)} of ${bytes(capacity)}, ${percent(share)}`),
     bar(share, `${label}: share in use`, kind),
-    copies > 0 ? h("span", { class: "of whole" }, `and ${bytes(copies)} of copies of other nodes' blocks, evicted first`) : null);
+    secondary > 0 ? h("span", { class: "of whole" }, `and ${bytes(secondary)} of secondary replicas, evicted first`) : null);
 }
 
 export function bar(share, label, kind = "") {

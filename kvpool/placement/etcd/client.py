@@ -399,6 +399,7 @@ def prefix_end(prefix: bytes) -> bytes:
 
 
 def absent(key: bytes) -> Any:
+    """Compare: there is no such key."""
     return rpc.Compare(
         result=rpc.Compare.EQUAL, target=rpc.Compare.CREATE, key=key, create_revision=0
     )
@@ -412,18 +413,22 @@ def unchanged(key: bytes, mod_revision: int) -> Any:
 
 
 def bound_to(key: bytes, lease: int) -> Any:
+    """Compare: the key is bound to the lease."""
     return rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.LEASE, key=key, lease=lease)
 
 
 def read(key: bytes) -> Any:
+    """Operation: read a key."""
     return rpc.RequestOp(request_range=rpc.RangeRequest(key=key))
 
 
 def put(key: bytes, value: bytes, lease: int = 0) -> Any:
+    """Operation: write a key, bound to a lease if there is one."""
     return rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=value, lease=lease))
 
 
 def delete(key: bytes) -> Any:
+    """Operation: delete a key."""
     return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key))
 
 

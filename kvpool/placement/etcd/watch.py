@@ -85,7 +85,7 @@ class Follower:
                     await self.read()
                 await self._stream(endpoint)
             except _Forgotten as error:
-                log.info("etcd cannot continue the watch, everything is read again: %s", error)
+                log.info("etcd cannot continue the watch, all records are read again: %s", error)
                 self.open, self.revision = False, 0
                 await asyncio.sleep(PAUSE_S)
                 continue

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.policies.base import Choice, Stateless, by_cost, cheapest
-from kvpool.scheduler.situation import Situation
-from kvpool.scheduler.values import Engine, Outlook
+from kvpool.scheduler.values import Engine, Estimate
 
 BALANCING_THRESHOLD = 1.0
 """How many times longer the best prefix elsewhere must be before a transfer is planned.
@@ -27,28 +27,28 @@ class MooncakeGlobal(Stateless):
     def __init__(self, threshold: float = BALANCING_THRESHOLD) -> None:
         self._threshold = threshold
 
-    def choose(self, situation: Situation) -> Choice:
-        return cheapest((self._outlook(situation, e) for e in situation.engines), situation.rng)
+    def choose(self, context: DecisionContext) -> Choice:
+        return cheapest((self._estimate(context, e) for e in context.engines), context.rng)
 
-    def _outlook(self, situation: Situation, engine: Engine) -> Outlook:
-        own = situation.own(engine)
-        best = situation.longest
-        queue_s = max(0.0, engine.free_at - situation.now)
+    def _estimate(self, context: DecisionContext, engine: Engine) -> Estimate:
+        own = context.own(engine)
+        best = context.longest
+        queue_s = max(0.0, engine.free_at - context.now)
         source = None
         cached, transfer_s = own, 0.0
         if best > own * self._threshold:
-            source = situation.source_for(engine)
+            source = context.source_for(engine)
         if source is not None:
-            kind = situation.kind(engine)
+            kind = context.kind(engine)
             cached = best
             transfer_s = kind.loads["peer"].seconds((best - own) * kind.block_bytes)
-        prefill_s = situation.prefill_s(engine, cached)
+        prefill_s = context.prefill_s(engine, cached)
         starts_s = queue_s + transfer_s
         pulled = cached - own
-        gpu = situation.match.lengths.get(engine.gpu, 0)
+        gpu = context.match.lengths.get(engine.gpu, 0)
         loaded = max(0, cached - gpu)
         ttft_s = starts_s + prefill_s
-        return Outlook(
+        return Estimate(
             engine, cached, loaded, pulled, source, transfer_s, starts_s, prefill_s, ttft_s
         )
 
@@ -61,9 +61,9 @@ class MooncakeLocal(Stateless):
 
     sends_at_once = True
 
-    def choose(self, situation: Situation) -> Choice:
+    def choose(self, context: DecisionContext) -> Choice:
         def cost(engine: Engine) -> float:
-            queue_s = max(0.0, engine.free_at - situation.now)
-            return queue_s + situation.prefill_s(engine, situation.own(engine))
+            queue_s = max(0.0, engine.free_at - context.now)
+            return queue_s + context.prefill_s(engine, context.own(engine))
 
-        return by_cost(situation, cost)
+        return by_cost(context, cost)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.policies.base import Choice, Stateless, cheapest
-from kvpool.scheduler.situation import Situation
-from kvpool.scheduler.values import Engine, Outlook
+from kvpool.scheduler.values import Engine, Estimate
 
 MOVING = 2.0
 """What a second of pulling weighs beside a second of waiting: links and memory are others' too."""
@@ -21,14 +21,14 @@ class EarliestToken(Stateless):
 
     sends_at_once = False
 
-    def choose(self, situation: Situation) -> Choice:
-        moving = 0.0 if situation.spread else MOVING
+    def choose(self, context: DecisionContext) -> Choice:
+        moving = 0.0 if context.spread else MOVING
 
-        def outlook(engine: Engine) -> Outlook:
-            found = situation.outlook(engine, waiting=True)
-            cost = found.cost + situation.answer_s(engine, found.prefill_s)
+        def estimate(engine: Engine) -> Estimate:
+            found = context.estimate(engine, waiting=True)
+            cost = found.cost + context.answer_s(engine, found.prefill_s)
             if found.pulled:
                 cost += moving * found.load_s
             return found._replace(cost=cost)
 
-        return cheapest(map(outlook, situation.distinct()), situation.rng)
+        return cheapest(map(estimate, context.distinct()), context.rng)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
+from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.policies.base import Choice, Stateless, by_cost
-from kvpool.scheduler.situation import Situation
 from kvpool.scheduler.values import Engine
 
 REMEMBERED_MAX = 1 << 20
@@ -30,25 +30,25 @@ class ApproximatePrefix:
         self._relative = relative
         self._sent: OrderedDict[Hashable, str] = OrderedDict()
 
-    def choose(self, situation: Situation) -> Choice:
-        loads = [engine.prefills for engine in situation.engines]
+    def choose(self, context: DecisionContext) -> Choice:
+        loads = [engine.prefills for engine in context.engines]
         most, least = max(loads), min(loads)
         name = None
         if not (most - least > self._absolute and most > self._relative * least):
             matched = 0
-            for key in situation.request.keys:
+            for key in context.request.keys:
                 if key not in self._sent:
                     break
                 matched += 1
                 name = self._sent[key]
-            if matched <= self._threshold * len(situation.request.keys):
+            if matched <= self._threshold * len(context.request.keys):
                 name = None
-        if name in {engine.name for engine in situation.engines}:
-            return by_cost(situation, lambda engine: float(engine.name != name))
-        return by_cost(situation, lambda engine: float(engine.prefills))
+        if name in {engine.name for engine in context.engines}:
+            return by_cost(context, lambda engine: float(engine.name != name))
+        return by_cost(context, lambda engine: float(engine.prefills))
 
-    def sent(self, situation: Situation, engine: Engine) -> None:
-        for key in situation.request.keys:
+    def sent(self, context: DecisionContext, engine: Engine) -> None:
+        for key in context.request.keys:
             self._sent[key] = engine.name
             self._sent.move_to_end(key)
         while len(self._sent) > REMEMBERED_MAX:
@@ -68,15 +68,15 @@ class DynamoLinear(Stateless):
     counts_blocks = True
     credits = (1.0, 0.75, 0.25)
 
-    def choose(self, situation: Situation) -> Choice:
+    def choose(self, context: DecisionContext) -> Choice:
         return by_cost(
-            situation, lambda e: self.adjusted_prefill(situation, e) + active_blocks(situation, e)
+            context, lambda e: self.adjusted_prefill(context, e) + active_blocks(context, e)
         )
 
-    def adjusted_prefill(self, situation: Situation, engine: Engine) -> float:
-        lengths = situation.match.lengths
-        block = situation.kind(engine).block_tokens
-        raw = (engine.queued_tokens + situation.request.tokens) / block
+    def adjusted_prefill(self, context: DecisionContext, engine: Engine) -> float:
+        lengths = context.match.lengths
+        block = context.kind(engine).block_tokens
+        raw = (engine.queued_tokens + context.request.tokens) / block
         have = credit = 0.0
         for holder, weight in zip((engine.gpu, *engine.tiers), self.credits, strict=False):
             length = lengths.get(holder, 0)
@@ -89,15 +89,15 @@ class DynamoLinear(Stateless):
 class LMetric(DynamoLinear):
     """Dynamo's `lmetric` policy: the product, so that there is no weight to tune."""
 
-    def choose(self, situation: Situation) -> Choice:
+    def choose(self, context: DecisionContext) -> Choice:
         return by_cost(
-            situation,
-            lambda e: self.adjusted_prefill(situation, e) * (active_blocks(situation, e) + 1),
+            context,
+            lambda e: self.adjusted_prefill(context, e) * (active_blocks(context, e) + 1),
         )
 
 
-def active_blocks(situation: Situation, engine: Engine) -> float:
+def active_blocks(context: DecisionContext, engine: Engine) -> float:
     """Blocks in use on an engine if the request went there."""
-    block = situation.kind(engine).block_tokens
-    new = sum(key not in engine.blocks for key in situation.request.keys)
+    block = context.kind(engine).block_tokens
+    new = sum(key not in engine.blocks for key in context.request.keys)
     return len(engine.blocks) + engine.context_tokens / block + new

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import xxhash
 
+from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.policies.base import Choice, Stateless, by_cost
-from kvpool.scheduler.situation import Situation
 from kvpool.scheduler.values import Engine
 
 
@@ -14,8 +14,8 @@ class RandomChoice(Stateless):
 
     sends_at_once = True
 
-    def choose(self, situation: Situation) -> Choice:
-        return by_cost(situation, lambda _: 0.0)
+    def choose(self, context: DecisionContext) -> Choice:
+        return by_cost(context, lambda _: 0.0)
 
 
 class RoundRobin(Stateless):
@@ -26,11 +26,11 @@ class RoundRobin(Stateless):
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, situation: Situation) -> Choice:
-        engines = situation.engines
+    def choose(self, context: DecisionContext) -> Choice:
+        engines = context.engines
         chosen = engines[self._next % len(engines)]
         self._next += 1
-        return by_cost(situation, lambda engine: float(engine is not chosen))
+        return by_cost(context, lambda engine: float(engine is not chosen))
 
 
 class LeastLoaded(Stateless):
@@ -38,8 +38,8 @@ class LeastLoaded(Stateless):
 
     sends_at_once = True
 
-    def choose(self, situation: Situation) -> Choice:
-        return by_cost(situation, lambda engine: float(engine.queued_tokens))
+    def choose(self, context: DecisionContext) -> Choice:
+        return by_cost(context, lambda engine: float(engine.queued_tokens))
 
 
 class SessionHash(Stateless):
@@ -47,10 +47,10 @@ class SessionHash(Stateless):
 
     sends_at_once = True
 
-    def choose(self, situation: Situation) -> Choice:
-        session = repr(situation.request.session)
+    def choose(self, context: DecisionContext) -> Choice:
+        session = repr(context.request.session)
 
         def cost(engine: Engine) -> float:
             return -float(xxhash.xxh3_64_intdigest(f"{engine.name}\0{session}".encode()))
 
-        return by_cost(situation, cost)
+        return by_cost(context, cost)

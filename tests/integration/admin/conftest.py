@@ -15,8 +15,6 @@ from urllib.parse import quote
 import pytest
 
 from kvpool.admin.tokens import add_token
-from kvpool.testing.local import LocalNode
-from kvpool.testing.servers.etcd import free_port
 from tests.integration.cluster.conftest import (  # noqa: F401  (fixtures of this folder, too)
     World,
     numbers,
@@ -24,11 +22,11 @@ from tests.integration.cluster.conftest import (  # noqa: F401  (fixtures of thi
     shared_cluster,
     start_cluster,
 )
+from tests.support.local_cluster import LocalNode
+from tests.support.servers.etcd import free_port
+from tests.support.waiting import PATIENCE_S, until
 
-TIMEOUT_S = 30.0
 TENANTS = """
-http_rate = 5000
-
 [tenants.default]
 memory = "8MiB"
 [tenants.red]
@@ -98,14 +96,14 @@ class Gate:
     def connect(self) -> socket.socket:
         if self.unix:
             sock = socket.socket(socket.AF_UNIX)
-            sock.settimeout(TIMEOUT_S)
+            sock.settimeout(PATIENCE_S)
             try:
                 sock.connect(self.unix)
             except OSError:
                 sock.close()
                 raise
             return sock
-        return socket.create_connection(("127.0.0.1", self.port), TIMEOUT_S, (self.source, 0))
+        return socket.create_connection(("127.0.0.1", self.port), PATIENCE_S, (self.source, 0))
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         """body: bytes as they are, else JSON. headers: with _ for -."""
@@ -115,7 +113,7 @@ class Gate:
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         if raw is not None:
             named.setdefault("Content-Type", "application/json")
-        connection = http.client.HTTPConnection("localhost", self.port, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection("localhost", self.port, timeout=PATIENCE_S)
         connection.sock = self.connect()
         with contextlib.closing(connection):
             connection.request(method, path, raw, named)
@@ -123,14 +121,23 @@ class Gate:
             found = {name.lower(): value for name, value in answer.getheaders()}
             return Answer(answer.status, found, answer.read())
 
+    def patient(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        """Asks again as often as it is told to wait: for a token's rate, or for others' jobs to end."""
+        end = time.monotonic() + PATIENCE_S
+        while (answer := self.ask(method, path, body, **headers)).status == 429:
+            wait_s = float(answer.headers["retry-after"])
+            assert time.monotonic() + wait_s < end, answer
+            time.sleep(wait_s)
+        return answer
+
     def get(self, path: str, **headers: str) -> Any:
         """The JSON of what is there."""
-        answer = self.ask("GET", path, **headers)
+        answer = self.patient("GET", path, **headers)
         assert answer.status == 200, (path, answer)
         return answer.json
 
     def change(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
-        answer = self.ask(method, path, body, **headers)
+        answer = self.patient(method, path, body, **headers)
         assert answer.status in {200, 202}, (path, answer)
         return answer.json
 
@@ -148,15 +155,16 @@ class Gate:
             assert pages < 10_000
         return found
 
-    def wait(self, path: str = "/readyz", seconds: float = 30.0) -> "Gate":
+    def wait(self, path: str = "/readyz") -> "Gate":
         """Until it answers, and its daemon does."""
-        deadline = time.monotonic() + seconds
-        while True:
+
+        def ready() -> bool:
             with contextlib.suppress(OSError, http.client.HTTPException):
-                if self.ask("GET", path).status == 200:
-                    return self
-            assert time.monotonic() < deadline, f"no gateway at {self.port}"
-            time.sleep(0.02)
+                return self.ask("GET", path).status == 200
+            return False
+
+        until(ready, f"a gateway at {self.port or self.unix}")
+        return self
 
 
 def tokens_in(folder: Path) -> tuple[Path, dict[str, str]]:
@@ -180,15 +188,17 @@ def open_gate(world: World, folder: Path, name: str = "g", **environ: str) -> Ga
     path, tokens = tokens_in(folder)
     node = world.make(
         name,
-        environ={"KVPOOL_HTTP": f"127.0.0.1:{port}", "KVPOOL_HTTP_TOKENS": str(path), **environ},
+        environ={
+            "KVPOOL_HTTP": f"127.0.0.1:{port}",
+            "KVPOOL_HTTP_TOKENS": str(path),
+            "KVPOOL_HTTP_RATE": "5000",  # so that tests may poll
+            **environ,
+        },
     )
     node.start()
     gate = Gate(port, tokens["root"], tokens=tokens).wait()
     wanted = {node.name for node in world.nodes if node.process is not None}
-    deadline = time.monotonic() + 30
-    while {each["node"] for each in gate.get("/v1/nodes")["items"]} != wanted:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: {each["node"] for each in gate.get("/v1/nodes")["items"]} == wanted, "all nodes")
     return gate
 
 
@@ -214,7 +224,8 @@ def two(shared_cluster: Callable[..., Any], tmp_path_factory: Any) -> Iterator[W
 @pytest.fixture
 def gate(two: World) -> Gate:
     """As `root`."""
-    return two.gate
+    found: Gate = two.gate  # type: ignore[attr-defined]
+    return found
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from tests.integration.admin.conftest import Gate, gateway_pid, open_gate
+from tests.support.waiting import PATIENCE_S
 
 PIN = {"keys": ["1" * 32], "kind": "soft"}
 
@@ -17,7 +18,7 @@ PIN = {"keys": ["1" * 32], "kind": "soft"}
 class Stream:
     """Server-sent events. `events`: (id, kind, data) as they come."""
 
-    def __init__(self, gate, path="/v1/events", last=None, timeout_s=30.0):
+    def __init__(self, gate, path="/v1/events", last=None, timeout_s=PATIENCE_S):
         self.connection = http.client.HTTPConnection("127.0.0.1", gate.port, timeout=timeout_s)
         headers = {"Authorization": f"Bearer {gate.token}"}
         if last is not None:
@@ -125,7 +126,7 @@ def test_a_node_that_was_restarted_is_heard_again(pair, until):
         stream.pins(1)
         pair.node("a").restart()
         gate.wait()
-        until(lambda: gate.ask("POST", "/v1/pins", {**PIN, "node": "a"}).json.get("items"), 30)
+        until(lambda: gate.patient("POST", "/v1/pins", {**PIN, "node": "a"}).json.get("items"))
         assert stream.pins(1)[0][1]["node"] == "a"
 
 
@@ -178,7 +179,7 @@ def test_one_who_does_not_read_holds_nobody_up(pair):
         seat = pair.seat("g")  # not through the gateway, which lets a token ask so many times only
         for _ in range(300):
             seat.client.pin_blocks(b"2" * 16, "soft", digest=seat.ns.digest)
-        thread.join(60)
+        thread.join(PATIENCE_S)
         assert len(heard) == 300
         numbers = [data["number"] for _, data in heard]
         assert numbers == sorted(set(numbers))

@@ -10,6 +10,7 @@ import pytest
 from kvpool.admin.api import OF_TOKEN_MAX
 from tests.integration.admin.conftest import Gate, gateway_pid, open_gate
 from tests.integration.cluster.conftest import PLAIN
+from tests.support.waiting import PATIENCE_S
 
 DIGEST = PLAIN.digest().hex()
 
@@ -67,13 +68,13 @@ def test_a_daemon_that_is_restarted_has_its_gateway_again(pair):
 def test_a_daemon_that_hangs_is_told_of_and_goes_on(pair, until):
     """Only the control process: its gateway answers, and says what is the matter."""
     gate, node = pair.gate, pair.node("g")
-    node.signal(signal.SIGSTOP, movers=False)
+    node.signal(signal.SIGSTOP, workers=False)
     try:
         assert gate.of("").ask("GET", "/healthz").status == 200
         until(lambda: gate.of("").ask("GET", "/readyz").status == 503)
         assert gate.ask("GET", "/v1/jobs").code == "unavailable"
     finally:
-        node.signal(signal.SIGCONT, movers=False)
+        node.signal(signal.SIGCONT, workers=False)
     gate.wait()
 
 
@@ -87,7 +88,7 @@ def test_an_address_in_use_is_said_and_tried_again(start, until, folder):
     Gate(port, (daemon.folder / "http.token").read_text().strip()).wait()
 
 
-def raw(gate, data, seconds=30.0):
+def raw(gate, data, seconds=PATIENCE_S):
     """What comes back for these bytes, and how long until the connection ended."""
     begun = time.monotonic()
     with gate.connect() as sock:

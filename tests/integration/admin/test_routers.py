@@ -10,8 +10,9 @@ from json import dumps, loads
 
 import pytest
 
-from kvpool.testing.servers.etcd import free_port
 from tests.integration.admin.conftest import open_gate
+from tests.support.servers.etcd import free_port
+from tests.support.waiting import PATIENCE_S
 
 TOKEN = "a router's token, long enough"
 
@@ -26,8 +27,9 @@ def program(*command, **environ):
         stderr=subprocess.DEVNULL,
         env={**os.environ, **environ},
     )
+    assert process.stdout is not None
     try:
-        readable, _, _ = select.select([process.stdout], [], [], 30)
+        readable, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
         assert readable
         yield process.stdout.readline().decode()
     finally:
@@ -40,7 +42,7 @@ def program(*command, **environ):
 def routed(start_cluster, tmp_path):
     """(gateway, engine's name, request's id)."""
     with contextlib.ExitStack() as stack:
-        line = stack.enter_context(program("kvpool.testing.stub_engine", "--port", "0"))
+        line = stack.enter_context(program("tests.support.stub_engine", "--port", "0"))
         engine = loads(line)["url"]
         url = f"http://127.0.0.1:{free_port()}"
         command = ("kvpool.cli", "router", "--engine", engine, "--no-daemon", "--listen", url[7:])
@@ -56,7 +58,7 @@ def routed(start_cluster, tmp_path):
             dumps({"model": "stub", "prompt": "hello there", "max_tokens": 2}).encode(),
             {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             ident = answer.headers["x-kvpool-request-id"]
         yield gate, engine, ident, url
 

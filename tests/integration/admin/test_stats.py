@@ -6,16 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpool import wire
-from kvpool.admin.cluster import Answers, Cluster, View
+from kvpool.admin.cluster_view import Answers, Cluster, View
+from kvpool.admin.handlers.inventory import Looking, gather_namespaces, gather_tenants
+from kvpool.admin.handlers.monitoring import hottest_prefixes
 from kvpool.admin.history import count
-from kvpool.admin.looking import Looking, gather_namespaces, gather_tenants
+from kvpool.admin.node_stats import check
 from kvpool.admin.scope import having
-from kvpool.admin.stats import check
 from kvpool.admin.types import OfNode
-from kvpool.admin.watching import hottest_prefixes
 from kvpool.errors import ProtocolError
 from kvpool.types import NamespaceRecord
+from kvpool.wire import operator as operator_wire
 
 RECORD = NamespaceRecord.simple("stats", block_bytes=4096, block_tokens=16)
 WRONG = ("x", None, -1.5, [], {}, [0], {"x": 0}, {"default": {}})
@@ -31,7 +31,7 @@ def stats(start, folder):
         namespace = client.open(RECORD)
         client.put(namespace, keys, [bytes(4096)] * 8)
         client.acquire(namespace, keys).release()
-        return client.ask_node(wire.Inspect())
+        return client.ask_node(operator_wire.Inspect())
 
 
 def wrongs(stats):
@@ -99,7 +99,7 @@ def test_what_passes_can_be_shown(stats):
 
 def test_a_node_with_wrong_numbers_is_named_and_the_others_are_shown(stats):
     async def answer(message, kind, **more):
-        if isinstance(message, wire.Cluster):
+        if isinstance(message, operator_wire.Cluster):
             return VIEW
         return stats if more["node"] == "a" else {**stats, "tenants": 7}
 

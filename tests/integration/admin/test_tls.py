@@ -7,8 +7,9 @@ import ssl
 import pytest
 
 from kvpool.admin.tokens import add_token
-from kvpool.testing.pki import Pki
-from kvpool.testing.servers.etcd import free_port
+from tests.support.pki import Pki
+from tests.support.servers.etcd import free_port
+from tests.support.waiting import PATIENCE_S
 
 SETTINGS = {"KVPOOL_CLUSTER": "test", "KVPOOL_NODE": "n"}
 
@@ -16,7 +17,7 @@ SETTINGS = {"KVPOOL_CLUSTER": "test", "KVPOOL_NODE": "n"}
 def ask(port, ca, token="", path="/v1/me"):
     """The status, and the serial number of the certificate that was shown."""
     context = ssl.create_default_context(cafile=str(ca))
-    connection = http.client.HTTPSConnection("localhost", port, timeout=20, context=context)
+    connection = http.client.HTTPSConnection("localhost", port, timeout=PATIENCE_S, context=context)
     try:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         connection.request("GET", path, headers=headers)
@@ -49,7 +50,7 @@ def test_tokens_go_over_tls_and_new_certificates_are_taken(start, tmp_path, unti
     status, serial = until(answers)
     assert status == 200
     assert ask(port, pki.ca)[0] == 401
-    plain = http.client.HTTPConnection("localhost", port, timeout=20)
+    plain = http.client.HTTPConnection("localhost", port, timeout=PATIENCE_S)
     plain.request("GET", "/healthz")
     with pytest.raises((http.client.HTTPException, ConnectionError)):
         plain.getresponse()

@@ -7,9 +7,9 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
 from kvpool.errors import ConfigError
-from kvpool.testing.servers.chromium import chromium
 from tests.integration.admin.ui_browser import PATIENCE_MS, Tab
 from tests.integration.admin.ui_server import DIGESTS, HOSTILE, UI, job, node, problem, ui_server
+from tests.support.servers.chromium import chromium
 
 VIEWER, OPERATOR, ADMIN = "v" * 20, "o" * 20, "a" * 20
 SPACE = f"namespaces/default/{DIGESTS[0]}"
@@ -186,7 +186,9 @@ def test_a_node(tab):
     expect(page.get_by_role("region", name="Memory by tenant, table")).to_contain_text(
         "2 MiB: 900 of 924"
     )
-    expect(page.get_by_role("region", name="Tiers")).to_contain_text("and 3 GiB of copies")
+    expect(page.get_by_role("region", name="Tiers")).to_contain_text(
+        "and 3 GiB of secondary replicas"
+    )
     page.get_by_text("Counters").click()
     expect(page.get_by_text("20 MiB")).to_be_visible()
 
@@ -311,7 +313,7 @@ def test_empty_lists_say_so(tab, server):
         ("cluster", "No prefix was read in the last ten minutes."),
         ("cluster", "No engine has been announced."),
         ("namespaces", "No namespace yet"),
-        ("jobs", "No job has been asked for"),
+        ("jobs", "No jobs since the nodes started"),
         ("audit", "Nobody has changed anything."),
         (SPACE, "No blocks in this tier."),
     ):

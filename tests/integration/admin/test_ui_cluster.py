@@ -6,11 +6,11 @@ import pytest
 from playwright.sync_api import expect
 
 from kvpool.errors import ConfigError
-from kvpool.testing.servers.chromium import chromium
 from kvpool.types import NamespaceRecord
 from tests.integration.admin.conftest import gateway_pid, open_gate
 from tests.integration.admin.ui_browser import PATIENCE_MS, Tab
 from tests.integration.cluster.conftest import NBYTES, PLAIN
+from tests.support.servers.chromium import chromium
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 
@@ -70,7 +70,7 @@ def test_what_two_daemons_tell(pair, open_tab, numbers):
         "namespaces": HOSTILE,
         f"namespaces/default/{PLAIN.digest().hex()}": "In memory, by node",
         f"blocks/default/{PLAIN.digest().hex()}/{some[3].to_bytes(16, 'big').hex()}": "What the nodes say",
-        "jobs": "No job has been asked for",
+        "jobs": "No jobs since the nodes started",
         "requests": "Request id",
         "events": "Node joined",
         "audit": "Nobody has changed anything.",

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
-PATIENCE_MS = 20_000
+PATIENCE_MS = 60_000
 WATCH = """
 addEventListener('securitypolicyviolation', (event) => complain(`${event.violatedDirective} ${event.blockedURI}`));
 """

@@ -16,6 +16,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.support.waiting import PATIENCE_S
+
 UI = Path(__file__).resolve().parents[3] / "kvpool" / "admin" / "ui"
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -286,12 +288,12 @@ class UiServer:
         """Listen, again at the same port if it has been stopped."""
         ready: Future[None] = Future()
         threading.Thread(target=lambda: asyncio.run(self._run(ready)), daemon=True).start()
-        ready.result(10)
+        ready.result(PATIENCE_S)
 
     def stop(self) -> None:
         assert self._loop is not None and self._thread is not None
         self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
 
     async def _run(self, ready: "Future[None]") -> None:
         self._loop = asyncio.get_running_loop()
@@ -311,7 +313,7 @@ class UiServer:
 
 
 SECTIONS = {
-    "remote": {
+    "fetch": {
         "peers": [
             {"incarnation": "b" * 16, "node": "b", "url": "tcp://10.0.0.98:7070", "distance": "rack", "latency_ms": 0.3,
              "bytes_s": 2.1e9, "measured": True, "asked": 120, "failed": 0, "bytes": 4 << 30, "suspended_s": 0.0,

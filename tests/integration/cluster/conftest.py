@@ -22,10 +22,11 @@ import pytest
 
 from kvpool.client import Lease
 from kvpool.errors import KvpoolError, LeaseLost
-from kvpool.testing.local import LocalCluster, LocalNode
-from kvpool.testing.servers.etcd import Etcd
-from kvpool.testing.servers.redis import Redis
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
+from tests.support.local_cluster import LocalCluster, LocalNode
+from tests.support.servers.etcd import Etcd
+from tests.support.servers.redis import Redis
+from tests.support.waiting import PATIENCE_S, until
 
 NBYTES = 32 << 10
 PLAIN = NamespaceRecord.simple("cluster", block_bytes=NBYTES, block_tokens=16)
@@ -39,14 +40,13 @@ HYBRID = NamespaceRecord(
     ),
 )
 SETTINGS = {
-    "copies",
+    "replicas",
     "write",
     "ttl_s",
     "ssd_codec",
     "write_remote",
 }  # what a namespace is opened with
 PAUSE_S = 0.005
-WAIT_S = 20.0  # for another node's blocks, where they have to come
 
 
 def key(number: int) -> bytes:
@@ -88,7 +88,7 @@ class Seat:
                 stored = self.client.put(self.ns, keys_of(chosen), data, part=part, **settings)
         return stored
 
-    def read(self, numbers: Iterable[int], wait_s: float = WAIT_S) -> int:
+    def read(self, numbers: Iterable[int], wait_s: float = PATIENCE_S) -> int:
         """Acquire, copy out, compare: the blocks of the prefix that were there, all of them right."""
         listed = list(numbers)
         lease = self.client.acquire(self.ns, keys_of(listed), wait_s=wait_s)
@@ -146,7 +146,7 @@ class Seat:
             if replica["parts"] == entry["parts"]
         }
 
-    def copies(self, numbers: Iterable[int]) -> list[int]:
+    def replicas(self, numbers: Iterable[int]) -> list[int]:
         """How many nodes have each of the blocks."""
         listed = list(numbers)
         found = self.client.locate(keys_of(listed), digest=self.ns.digest)
@@ -169,7 +169,7 @@ class Seat:
         stats = self.stats
         return next(
             int(stats[group][name])
-            for group in ("counters", "remote", "copies")
+            for group in ("counters", "fetch", "replication")
             if name in stats[group]
         )
 
@@ -284,7 +284,7 @@ class World(LocalCluster):
             lives = {seat.name: seat.incarnation for seat in seats}
             return all(seat.lives == lives for seat in seats)
 
-        wait_until(seen, 30, "all are members")
+        until(seen, "all are members")
 
 
 Start = Callable[..., World]
@@ -361,13 +361,6 @@ def numbers() -> Callable[[int], range]:
         return range(first, first + count)
 
     return take
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "") -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
 
 
 @pytest.fixture

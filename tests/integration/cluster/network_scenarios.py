@@ -5,9 +5,10 @@ import time
 
 import pytest
 
-from kvpool.testing.local import KVPOOL
-from kvpool.testing.netns import HOST, Network
-from kvpool.testing.proxy import Proxy
+from tests.support.local_cluster import KVPOOL
+from tests.support.netns import HOST, Network
+from tests.support.proxy import Proxy
+from tests.support.waiting import PATIENCE_S
 
 NAMES = ("a", "b", "c")
 
@@ -60,20 +61,18 @@ def test_a_cut_pair_misses_each_others_blocks_in_time_and_nobody_else_notices(
         for seat, theirs in ((a, of_b), (b, of_a[2:])):
             begun = time.monotonic()
             assert seat.read(theirs, wait_s=1) == 0
-            assert time.monotonic() - begun < 3
-        begun = time.monotonic()
-        assert b.read(everywhere, wait_s=3) == 20, "c has them too"
-        assert time.monotonic() - begun < 3
+            assert time.monotonic() - begun < PATIENCE_S / 2
+        assert b.read(everywhere, wait_s=PATIENCE_S / 2) == 20, "c has them too"
         assert c.read(of_a[:10]) == c.read(of_b[:10]) == 10, "c reaches both"
         assert a.put(numbers(5)) == b.put(numbers(5)) == 5
         began = time.monotonic()
-        until(lambda: time.monotonic() > began + 7, 30, "longer than a lease")
+        until(lambda: time.monotonic() > began + 7, "longer than a lease")
         assert all(set(seat.members) == set(NAMES) for seat in seats), "and all of them live"
-        assert b.read(of_a[:10], wait_s=3) == 10, "through c, which has copies now"
+        assert b.read(of_a[:10]) == 10, "through c, which has copies now"
     finally:
         network.heal("a", "b")
     for seat, theirs in ((a, of_b), (b, of_a)):
-        until(lambda one=seat, some=theirs: one.read(some, wait_s=1) == 20, 40, "healed")
+        until(lambda one=seat, some=theirs: one.read(some, wait_s=1) == 20, "healed")
 
 
 def test_a_node_that_is_cut_off_from_all_others_serves_its_own_clients(
@@ -95,5 +94,5 @@ def test_a_node_that_is_cut_off_from_all_others_serves_its_own_clients(
     finally:
         for other in ("b", "c"):
             network.heal("a", other)
-    until(lambda: c.read(own, wait_s=1) == 20, 40)
-    until(lambda: a.read(others, wait_s=1) == 20, 40)
+    until(lambda: c.read(own, wait_s=1) == 20)
+    until(lambda: a.read(others, wait_s=1) == 20)

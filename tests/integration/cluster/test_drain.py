@@ -22,7 +22,7 @@ def test_what_only_a_drained_node_had_is_read_from_others_after_it_is_stopped(
     b.put(shared)
     until(lambda: a.announced and b.announced)
     c.client.drain("a")
-    until(lambda: left(c, "a"), 60, "it has left")
+    until(lambda: left(c, "a"), "it has left")
     progress = a.client.cluster()
     assert progress["state"] == "gone"
     world.node("a").stop()
@@ -47,7 +47,7 @@ def test_a_draining_node_takes_nothing_new_and_reads_go_on(start_cluster, number
     with pytest.raises(PoolFull, match="--cancel"):
         a.put(numbers(3))
     assert a.read(some) == 50
-    until(lambda: (b.members["a"]["drain"] or {}).get("phase") == "waiting", 30, "for the lease")
+    until(lambda: (b.members["a"]["drain"] or {}).get("phase") == "waiting", "for the lease")
     progress = b.members["a"]["drain"]
     assert (progress["copied"], progress["failed"], progress["leases"]) == (50, 0, 1)
     assert progress["blocks"] == progress["blocks_total"] == 50
@@ -55,7 +55,7 @@ def test_a_draining_node_takes_nothing_new_and_reads_go_on(start_cluster, number
     assert not left(b, "a")
     assert [bytes(lease.slots[0].view(i)) for i in range(3)], "still there"
     lease.release()
-    until(lambda: left(b, "a"), 30, "the lease has ended")
+    until(lambda: left(b, "a"), "the lease has ended")
     assert b.read(some) == 50
 
 
@@ -68,7 +68,7 @@ def test_a_drain_that_is_called_off_leaves_a_node_like_any_other(start_cluster, 
     lease = a.client.acquire(a.ns, [n.to_bytes(16, "big") for n in some], lease_s=60)
     before = a.incarnation
     b.client.drain("a")
-    until(lambda: (b.members["a"]["drain"] or {}).get("phase") == "waiting", 30)
+    until(lambda: (b.members["a"]["drain"] or {}).get("phase") == "waiting")
     b.client.drain("a", wanted=False)
     until(lambda: b.members["a"]["state"] == NodeState.SERVING)
     assert a.incarnation == before, "it never left"
@@ -89,13 +89,13 @@ def test_a_node_that_has_left_comes_back_when_its_drain_is_called_off(
     until(lambda: a.announced)
     before = a.incarnation
     b.client.drain("a")
-    until(lambda: left(b, "a"), 30)
+    until(lambda: left(b, "a"))
     assert a.read(some) == 20, "its own clients read on"
     b.client.drain("a", wanted=False)
-    until(lambda: not left(b, "a"), 30)
+    until(lambda: not left(b, "a"))
     until(lambda: a.incarnation == b.members.get("a", {}).get("incarnation") != before)
     assert a.put(more) == 20
-    until(lambda: b.read(more, wait_s=1) == 20, 30)
+    until(lambda: b.read(more, wait_s=1) == 20)
 
 
 def test_the_last_node_leaves_and_says_what_found_no_place(start_cluster, numbers, until):
@@ -106,11 +106,11 @@ def test_the_last_node_leaves_and_says_what_found_no_place(start_cluster, number
     until(lambda: a.announced)
     lease = a.client.acquire(a.ns, [n.to_bytes(16, "big") for n in some], lease_s=60)
     a.client.drain("a")
-    until(lambda: (a.members["a"]["drain"] or {}).get("phase") == "waiting", 30)
+    until(lambda: (a.members["a"]["drain"] or {}).get("phase") == "waiting")
     progress = a.members["a"]["drain"]
     assert (progress["copied"], progress["failed"]) == (0, 30)
     lease.release()
-    until(lambda: a.client.cluster()["state"] == "gone", 30)
+    until(lambda: a.client.cluster()["state"] == "gone")
     assert a.read(some) == 30
     with pytest.raises(PoolFull):
         a.put(numbers(1))
@@ -131,8 +131,8 @@ def test_a_node_is_drained_while_another_reads_from_it(start_cluster, numbers, u
     with load(read) as going:
         until(lambda: going.done[0] > 10)
         c.client.drain("a")
-        until(lambda: left(c, "a"), 60)
-        until(lambda: going.done[0] > 300, 60, "all was read once")
+        until(lambda: left(c, "a"))
+        until(lambda: going.done[0] > 300, "all was read once")
     assert not going.failures
     assert set(hits) == {2}, "what was asked of it while it left was found there or elsewhere"
     until(lambda: b.announced and c.announced)
@@ -179,17 +179,17 @@ def test_a_rolling_restart_of_all_nodes_under_load_costs_no_wrong_read_and_no_wr
 
     with load(*(make(name) for name in "abc" for make in (reader, writer))) as going:
         for name in "abc":
-            until(lambda: min(going.done) > 3, 60)
+            until(lambda: min(going.done) > 3)
             other = "b" if name == "a" else "a"
             leaving.append(name)
             seats[other].client.drain(name)
-            until(lambda n=name, o=other: left(seats[o], n), 90, f"{name} has left")
+            until(lambda n=name, o=other: left(seats[o], n), f"{name} has left")
             world.node(name).restart()
-            until(lambda n=name: all(n in seat.members for o, seat in seats.items() if o != n), 60)
-            until(lambda n=name: seats[n].client.warm(), 30, "its clients have found it again")
+            until(lambda n=name: all(n in seat.members for o, seat in seats.items() if o != n))
+            until(lambda n=name: seats[n].client.warm(), "its clients have found it again")
             leaving.remove(name)
             enough = [done + 5 for done in going.done]
-            until(lambda e=enough: all(d >= n for d, n in zip(going.done, e, strict=True)), 60)
+            until(lambda e=enough: all(d >= n for d, n in zip(going.done, e, strict=True)))
     assert not failed
     assert hits[0] > 0.8 * asked[0], f"{hits[0]} of {asked[0]}"
     for seat in seats.values():
@@ -205,7 +205,6 @@ def on_disk_only(seat, some, until) -> None:
         seat.put(some[at : at + 50])
         until(
             lambda written=written: seat.stats["tiers"]["ssd"][0]["written_blocks"] == written,
-            30,
             "written through",
         )
     seat.client.evict(tier="dram")
@@ -224,7 +223,7 @@ def test_what_is_only_on_a_drained_nodes_disk_goes_elsewhere_too(start_cluster, 
     b.put(shared)
     until(lambda: b.announced)
     b.client.drain("a")
-    until(lambda: left(b, "a"), 60, "it has left")
+    until(lambda: left(b, "a"), "it has left")
     progress = a.client.cluster()
     assert progress["state"] == "gone"
     assert b.counter("taken_blocks") == 100, "sole copies, and no others"
@@ -246,8 +245,13 @@ def test_a_drain_does_not_wait_for_disks_longer_than_it_may(start_cluster, numbe
     a.put(numbers(1))
     until(lambda: a.stats["tiers"]["ssd"][0]["written_blocks"] == 51)
     seen = []
+
+    def watched() -> bool:
+        seen.append((b.members.get("a") or {}).get("drain"))
+        return left(b, "a")
+
     b.client.drain("a")
-    until(lambda: seen.append((b.members.get("a") or {}).get("drain")) or left(b, "a"), 60)
+    until(watched)
     last = [progress for progress in seen if progress][-1]
     assert (last["phase"], last["copied"], last["failed"], last["left"]) == ("done", 1, 0, 50)
     assert last["blocks"] + last["left"] == last["blocks_total"] == 52

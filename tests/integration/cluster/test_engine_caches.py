@@ -171,7 +171,7 @@ def test_what_an_engine_has_is_no_copy_to_rely_on(
     engine.does("match", some)
     until(lambda: in_engines(a, some) == {n: {"b"} for n in some})
     b.client.drain("a")
-    until(lambda: "a" not in b.members, 60, "it has left")
+    until(lambda: "a" not in b.members, "it has left")
     world.node("a").stop()
     until(lambda: b.announced)
     assert b.read(some) == 30

@@ -6,8 +6,7 @@ import pytest
 
 from kvpool.errors import ClusterUnavailable, StaleEpoch
 from kvpool.types import NamespaceRecord
-
-ELSEWHERE_S = 2.0
+from tests.support.waiting import PATIENCE_S
 
 
 def record(name: str) -> NamespaceRecord:
@@ -26,11 +25,9 @@ def test_a_reset_makes_all_old_blocks_misses_on_all_nodes(shared, numbers, until
     until(lambda: a.announced)
     assert b.read(some) == 50
     a.client.reset(a.ns)
-    returned = time.monotonic()
     assert count(a, some) == (0, 0, 0), "at once"
-    until(lambda: count(b, some) == (0, 0, 0), 20)
-    until(lambda: count(c, some) == (0, 0, 0), 20)
-    assert time.monotonic() - returned < ELSEWHERE_S + 1.5, "the looking itself waits 0.5 s each"
+    until(lambda: count(b, some) == (0, 0, 0))
+    until(lambda: count(c, some) == (0, 0, 0))
     assert count(b, some) == (0, 0, 0)
 
 
@@ -45,7 +42,7 @@ def test_who_resets_goes_on_with_new_bytes_under_old_keys(shared, numbers, until
     assert a.put(some) == 30
     assert a.read(some) == 30
     until(lambda: a.announced)
-    until(lambda: b.read(some, wait_s=0.2) == 0, 20, "b's engine has the old weights")
+    until(lambda: b.read(some, wait_s=0.2) == 0, "b's engine has the old weights")
     with pytest.raises(StaleEpoch):
         b.put(some)
     b.client.reset(b.ns)
@@ -62,7 +59,7 @@ def test_opening_again_enters_the_new_epoch(shared, numbers, until):
     a.version = 1
     a.put(some)
     until(lambda: a.announced)
-    until(lambda: b.read(some, wait_s=0.2) == 0, 20)
+    until(lambda: b.read(some, wait_s=0.2) == 0)
     b.ns = b.client.open(b.record)
     b.version = 1
     assert b.read(some) == 10
@@ -77,7 +74,7 @@ def test_an_operators_clear_needs_nobody_to_do_anything(shared, numbers, until):
     assert c.client.clear(c.ns.digest) == 1
     assert count(c, some) == (0, 0, 0)
     for seat in (a, b):
-        until(lambda one=seat: count(one, some) == (0, 0, 0), 20)
+        until(lambda one=seat: count(one, some) == (0, 0, 0))
     assert a.put(some) == 20, "engines go on by themselves"
     until(lambda: a.announced)
     assert b.read(some) == 20
@@ -89,7 +86,7 @@ def test_slots_of_an_ended_epoch_come_back(shared, numbers, until):
     full = a.stats["tenants"]["default"]["space"]["bytes_used"]
     reclaimed = a.counter("reclaimed_blocks")
     a.client.reset(a.ns)
-    until(lambda: a.counter("reclaimed_blocks") >= reclaimed + 200, 20)
+    until(lambda: a.counter("reclaimed_blocks") >= reclaimed + 200)
     assert a.stats["tenants"]["default"]["space"]["bytes_used"] <= full - 200 * (32 << 10)
 
 
@@ -112,7 +109,7 @@ def test_old_blocks_stay_misses_after_restarts_and_for_nodes_that_join_later(
     until(lambda: a.announced)
     assert b.read(some) == 20
     a.client.reset(a.ns)
-    until(lambda: count(b, some) == (0, 0, 0), 20)
+    until(lambda: count(b, some) == (0, 0, 0))
     world.node("a").restart()
     world.add("c")
     restarted, late = (world.seat(name, record("restarts")) for name in ("a", "c"))
@@ -142,12 +139,12 @@ def test_a_reset_while_etcd_is_away_fails_and_the_client_goes_on(start_cluster, 
     begun = time.monotonic()
     with pytest.raises(ClusterUnavailable):
         a.client.reset(a.ns)
-    assert time.monotonic() - begun < 40
+    assert time.monotonic() - begun < PATIENCE_S
     assert a.client.available
     assert a.read(some) == 10
     assert b.read(some) == 10
     world.etcd.members[0].resume()
-    until(lambda: a.standing == "member", 30)
+    until(lambda: a.standing == "member")
     a.client.reset(a.ns)
     assert count(a, some) == (0, 0, 0)
-    until(lambda: count(b, some) == (0, 0, 0), 20)
+    until(lambda: count(b, some) == (0, 0, 0))

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from kvpool.testing.proxy import BOTH, Fault, Proxy
+from tests.support.proxy import BOTH, Fault, Proxy
 
-TTL_S = 2.0  # asked for; etcd grants no less
-FAST = {"KVPOOL_MEMBER_TTL_S": "2"}
+TTL_S = 4.0  # the shortest that a busy machine keeps up
+FAST = {"KVPOOL_MEMBER_TTL_S": "4"}
 TURNS = 300  # of four blocks each; what all tests put fits into a node's memory, or the first would have to go
 
 
@@ -40,10 +40,10 @@ def world(lasting, until):
     etcd.members[0].resume()
     etcd.disarm()
     seats = [lasting.seat(node.name) for node in lasting.nodes]
-    until(lambda: all(seat.standing == "member" for seat in seats), 30)
+    until(lambda: all(seat.standing == "member" for seat in seats))
     # Who is in an older epoch when etcd goes away finds nothing that others put.
     epoch = seats[0].client.clear(seats[0].ns.digest)
-    until(lambda: all(epoch_at(seat) == epoch for seat in seats), 30, "all are in the new epoch")
+    until(lambda: all(epoch_at(seat) == epoch for seat in seats), "all are in the new epoch")
 
 
 def epoch_at(seat) -> int:
@@ -74,7 +74,7 @@ def test_while_etcd_is_away_nobody_expires_and_all_goes_on(world, proxy, numbers
     def read(turn: int) -> None:
         turn = done[0] - 1
         if turn >= 0 and a.announced:
-            if b.read(of(turn), wait_s=5) != 4:
+            if b.read(of(turn), wait_s=20) != 4:
                 missed.append(turn)
             b.client.remove(b.ns, [n.to_bytes(16, "big") for n in of(turn)])
         time.sleep(0.02)
@@ -93,21 +93,21 @@ def test_while_etcd_is_away_nobody_expires_and_all_goes_on(world, proxy, numbers
             etcd.kill()
         else:
             proxy.set(Fault(hold=BOTH))
-        until(lambda: b.standing == c.standing == "away", 30, "etcd is missed")
-        until(lambda: time.monotonic() > begun + 3 * TTL_S, 30, "longer than any lease")
+        until(lambda: b.standing == c.standing == "away", "etcd is missed")
+        until(lambda: time.monotonic() > begun + 3 * TTL_S, "longer than any lease")
         assert {seat.standing for seat in (a, b, c)} == {"away"}
         assert all(set(seat.members) == {"a", "b", "c"} for seat in (a, b, c))
         assert c.read(old) == 30, "pulls go on"
         now = list(going.done)
-        until(lambda: all(d > n + 20 for d, n in zip(going.done, now, strict=True)), 30, "load")
+        until(lambda: all(d > n + 20 for d, n in zip(going.done, now, strict=True)), "load")
         if how == "stopped":
             etcd.resume()
         elif how == "killed":
             world.etcd.restart(0)
         else:
-            until(lambda: not world.etcd.keys(f"/kvpool/{world.name}/nodes/"), 30, "no lease left")
+            until(lambda: not world.etcd.keys(f"/kvpool/{world.name}/nodes/"), "no lease left")
             proxy.set()
-        until(lambda: {s.standing for s in (a, b, c)} == {"member"}, 30, "all are members again")
+        until(lambda: {s.standing for s in (a, b, c)} == {"member"}, "all are members again")
         world.until_all_see([a, b, c])
     assert not going.failures
     # While a node joins anew, its peers and it wait for each other's word.
@@ -115,10 +115,10 @@ def test_while_etcd_is_away_nobody_expires_and_all_goes_on(world, proxy, numbers
     if how == "cut off":
         assert all(seat.incarnation != before[seat.name] for seat in (a, b, c)), "of new leases"
     for seat in (b, c):
-        until(lambda one=seat: one.read(old, wait_s=2) == 30, 30, "a's blocks, whoever it is now")
+        until(lambda one=seat: one.read(old, wait_s=2) == 30, "a's blocks, whoever it is now")
     some = numbers(10)
     c.put(some)
-    until(lambda: a.read(some, wait_s=2) == 10, 30, "what is put now is found")
+    until(lambda: a.read(some, wait_s=2) == 10, "what is put now is found")
 
 
 def test_a_namespace_opened_while_etcd_is_away_is_shared_when_it_is_back(
@@ -126,20 +126,19 @@ def test_a_namespace_opened_while_etcd_is_away_is_shared_when_it_is_back(
 ):
     a, b, _ = world.seats()
     world.etcd.members[0].pause()
-    until(lambda: a.standing == b.standing == "away", 30)
+    until(lambda: a.standing == b.standing == "away")
     at_a, at_b = world.seat("a", hybrid), world.seat("b", hybrid)
     some = numbers(20)
     assert at_a.put(some) > 0
     assert at_a.read(some) == 20
     until(lambda: at_a.announced)
-    assert at_b.read(some, wait_s=5) == 20, "in its first epoch all agree without etcd"
+    assert at_b.read(some) == 20, "in its first epoch all agree without etcd"
     world.etcd.members[0].resume()
     until(
         lambda: (
             at_b.ns.digest.hex()
             in {namespace["digest"] for namespace in at_b.client.cluster()["namespaces"]}
         ),
-        30,
         "the cluster knows it afterwards",
     )
 
@@ -162,7 +161,7 @@ def test_joins_and_drains_go_on_after_the_leader_of_three_etcds_was_killed(
     assert c.read(some) == 20
     begun = time.monotonic()
     b.client.drain("c")
-    until(lambda: "c" not in a.members, 30, "c has left")
+    until(lambda: "c" not in a.members, "c has left")
     drained_s = time.monotonic() - begun
     record_testsuite_property("joined_s", str(joined_s))
     record_testsuite_property("drained_s", str(drained_s))
@@ -177,8 +176,8 @@ def test_a_full_etcd_stops_no_reads_and_no_writes(world, numbers, until):
     until(lambda: a.announced)
     assert b.read(some) == 20
     begun = time.monotonic()
-    until(lambda: time.monotonic() > begun + 2 * TTL_S + 1, 30)
-    until(lambda: (a.standing, b.standing) == ("member", "member"), 30, "of the same leases")
+    until(lambda: time.monotonic() > begun + 2 * TTL_S + 1)
+    until(lambda: (a.standing, b.standing) == ("member", "member"), "of the same leases")
     assert (a.incarnation, b.incarnation) == before
     assert b.read(numbers(3), wait_s=1) == 0
 

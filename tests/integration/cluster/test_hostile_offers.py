@@ -5,11 +5,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvpool import wire
-from kvpool.testing.local import SECRET
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.connections import Connections
 from kvpool.transfer.stream import Closed
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
+from tests.support.local_cluster import SECRET
+from tests.support.waiting import PATIENCE_S
 
 BIG = 2**64 - 1
 CHANGES: dict[str, dict[str, Any]] = {
@@ -30,8 +32,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "forwarded": {"reason": "forward", "age_s": float("nan")},
     "forwarded for ever": {"reason": "forward", "age_s": float("-inf"), "hops": -(2**63)},
     "drained": {"reason": "drain", "age_s": float("inf")},
-    "many copies": {"copies": BIG, "hops": BIG},
-    "fewer than no copies": {"copies": -(2**63), "hops": -(2**63)},
+    "many replicas": {"replicas": BIG, "hops": BIG},
+    "fewer than no replicas": {"replicas": -(2**63), "hops": -(2**63)},
     "a past deadline": {"deadline_s": -1.0},
     "no deadline": {"deadline_s": float("nan")},
     "another tenant": {"tenant": "\0"},
@@ -60,30 +62,30 @@ def test_an_offer_that_is_nonsense_is_answered(seats, numbers, until, name):
         "parts": [(a.record.parts[0].nbytes, "full", 0, 1)],
         "keys": b"".join(n.to_bytes(16, "big") for n in some),
         "mask": b"\1",
-        "copies": 2,
+        "replicas": 2,
         "hops": 1,
         "age_s": 0.0,
-        "deadline_s": 10.0,
+        "deadline_s": 60.0,
     }
     before = world.node("b").pids
     us = Identity(world.name, "x", "0" * 16, SECRET.encode())
     connections = Connections(us, TransferLimits())
     host, port = urlsplit(world.node("b").url).netloc.split(":")
-    stream = connections.connect(f"tcp://{host}:{port}", Deadline(20), Stop())
-    answer: wire.Message | None = None
+    stream = connections.connect(f"tcp://{host}:{port}", Deadline(PATIENCE_S), Stop())
+    answer: frame.Message | None = None
     try:
-        stream.deadline = Deadline(20)
-        stream.send(wire.Offer(**(right | CHANGES[name])), 1)
-        answer = wire.decode_peer(stream.receive(wire.FRAME_BYTES_MAX)[1])
+        stream.deadline = Deadline(PATIENCE_S)
+        stream.send(peer_wire.Offer(**(right | CHANGES[name])), 1)
+        answer = peer_wire.decode_peer(stream.receive(frame.FRAME_BYTES_MAX)[1])
     except Closed:
         assert name in ("a past deadline", "no deadline"), "else there is time for an answer"
     finally:
         stream.close()
         connections.close()
     if name == "right":
-        assert answer == wire.Bytes(b"\1\1")
+        assert answer == frame.Bytes(b"\1\1")
     else:
-        assert answer is None or isinstance(answer, (wire.Bytes, wire.Error))
+        assert answer is None or isinstance(answer, (frame.Bytes, frame.Error))
     assert world.node("b").pids == before
     until(lambda: b.read(some) == 2)
     assert "Traceback" not in world.node("b").said

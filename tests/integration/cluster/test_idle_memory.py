@@ -26,13 +26,13 @@ def at_a_pace(seat, until):
         free = MEMORY - tenant["space"]["bytes_used"] + tenant["secondary_bytes"]
         return free >= 2 * 8 * BLOCK
 
-    return lambda: until(room, 30, "others take what does not fit")
+    return lambda: until(room, "others take what does not fit")
 
 
 def hits(seat, some) -> int:
     """Blocks found when each chain of 8 is read through this node."""
     listed = list(some)
-    return sum(seat.read(listed[at : at + 8], wait_s=5) for at in range(0, len(listed), 8))
+    return sum(seat.read(listed[at : at + 8]) for at in range(0, len(listed), 8))
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_what_was_forwarded_outlives_the_node_that_it_came_from(start_cluster, n
     count = ONE_NODE + ONE_NODE // 2
     some = numbers(count)
     fill(a, some, at_a_pace(a, until))
-    until(lambda: a.stats["copies"]["forwarded_blocks"] >= ONE_NODE // 2 - 64)
+    until(lambda: a.stats["replication"]["forwarded_blocks"] >= ONE_NODE // 2 - 64)
     until(lambda: a.announced and b.announced)
     kept = b.here(some)
     assert kept >= ONE_NODE // 2 - 64
@@ -100,5 +100,5 @@ def test_full_nodes_do_not_pass_their_blocks_to_and_fro(start_cluster, numbers, 
             seen.append((count, now))
         return now - seen[-1][1] > 1
 
-    until(forwarded_nothing_for_a_second, 30, "nothing is offered any more")
+    until(forwarded_nothing_for_a_second, "nothing is offered any more")
     assert seen[-1][0] <= 2 * ONE_NODE

@@ -3,14 +3,14 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpool import wire
-from kvpool.metrics import METRICS, View, render
+from kvpool.admin.metrics import METRICS, View, render
+from kvpool.wire import operator as operator_wire
 
 NBYTES = 32 << 10
 # There is nothing to be told of these here: no RDMA, no spare device memory, nobody is drained.
 NOT_HERE = {
-    "kvpool_nixl_failed_over_total",
-    "kvpool_device_queue_blocks",
+    "kvpool_nixl_failovers_total",
+    "kvpool_device_write_queue_parts",
     "kvpool_drain_phase",
     "kvpool_drain_blocks",
     "kvpool_drain_copied_bytes",
@@ -24,7 +24,7 @@ def world(shared_cluster):
 
 
 def inspect(seat):
-    return seat.client.ask_node(wire.Inspect())
+    return seat.client.ask_node(operator_wire.Inspect())
 
 
 def told(seat):
@@ -52,14 +52,14 @@ def test_pulls_are_counted_by_who_delivered_them(world, numbers, until) -> None:
     def more(name, **labels):
         return at(after, name, **labels) - at(before, name, **labels)
 
-    assert more("pull_parts_total", peer="a", outcome="came") == 12
-    assert more("pull_bytes_total", peer="a") == 12 * NBYTES
-    assert more("load_parts_total", tenant="default", tier="peer", outcome="came") == 12
+    assert more("peer_pull_parts_total", peer="a", outcome="loaded") == 12
+    assert more("peer_pull_bytes_total", peer="a") == 12 * NBYTES
+    assert more("load_parts_total", tenant="default", tier="peer", outcome="loaded") == 12
     assert more("load_bytes_total", tenant="default", tier="peer") == 12 * NBYTES
-    assert more("read_blocks_total", tenant="default", result="brought") == 12
+    assert more("read_blocks_total", tenant="default", result="fetched") == 12
     transfers = more("load_seconds_count", tier="peer")
     assert transfers >= 1
-    assert more("pull_seconds_count", peer="a", transport="tcp") == transfers
+    assert more("peer_pull_seconds_count", peer="a", transport="tcp") == transfers
     paths = {
         labels: value
         for (name, labels), value in after.items()
@@ -71,8 +71,8 @@ def test_pulls_are_counted_by_who_delivered_them(world, numbers, until) -> None:
         if labels in paths and "path_bytes" in name
     )
     assert sum(paths.values()) - was == 12 * NBYTES
-    assert at(lent, "lent_parts_total") - at(lent_before, "lent_parts_total") == 12
-    assert at(lent, "lent_bytes_total") - at(lent_before, "lent_bytes_total") == 12 * NBYTES
+    assert at(lent, "loaned_parts_total") - at(lent_before, "loaned_parts_total") == 12
+    assert at(lent, "loaned_bytes_total") - at(lent_before, "loaned_bytes_total") == 12 * NBYTES
 
 
 def test_the_cluster_is_told_of(world) -> None:
@@ -82,7 +82,7 @@ def test_the_cluster_is_told_of(world) -> None:
     assert at(found, "membership_connected") == 1
     assert at(found, "directory_connected") == 1
     assert at(found, "node_state", state="serving") == 1
-    assert at(found, "cluster_others") == 1
+    assert at(found, "cluster_peers") == 1
     assert at(found, "metrics_missing") == 0
 
 

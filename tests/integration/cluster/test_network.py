@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.testing.netns import inside, unavailable
+from tests.support.netns import inside, unavailable
 
 SCENARIOS = Path(__file__).parent / "network_scenarios.py"
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +11,14 @@ pytest.importorskip("nixl_cu12", reason="NIXL is not installed: pip install --no
 NIXL = "nixl://127.0.0.1:"
 
 
-def mover_of(seat: Any) -> dict[str, Any]:
+def worker_of(seat: Any) -> dict[str, Any]:
     """The one for NIXL."""
-    assert len(seat.stats["movers"]) == 2
-    return seat.stats["movers"][-1]
+    assert len(seat.stats["transfer_workers"]) == 2
+    return seat.stats["transfer_workers"][-1]
 
 
 @pytest.fixture
-def seats(start_cluster) -> Iterator[tuple[Any, Any]]:
+def seats(start_cluster) -> tuple[Any, Any]:
     cluster = start_cluster(nodes=2, flags=["--listen", f"{NIXL}0"])
     a, b = cluster.seats()
     return a, b
@@ -45,25 +44,25 @@ def test_nixl_carries_what_is_pulled_and_tcp_what_it_cannot(seats, numbers, unti
     seen = moves(40)
     assert (seen["blocks"], seen["failed_over"], seen["last_error"]) == (40, 0, "")
     assert seen["bytes"] == 40 * b.record.parts[0].nbytes
-    until(lambda: not mover_of(a)["loans"])
+    until(lambda: not worker_of(a)["loans"])
 
     # It answers no more: TCP takes over, says so, and has its reason.
-    os.kill(mover_of(a)["pid"], signal.SIGSTOP)
+    os.kill(worker_of(a)["pid"], signal.SIGSTOP)
     try:
         seen = moves(30)
     finally:
-        os.kill(mover_of(a)["pid"], signal.SIGCONT)
+        os.kill(worker_of(a)["pid"], signal.SIGCONT)
     assert (seen["blocks"], seen["failed_over"], seen["failed_over_blocks"]) == (40, 1, 30)
-    assert mover_of(a)["listening"][0] in seen["last_error"]
+    assert worker_of(a)["listening"][0] in seen["last_error"]
     assert "did not answer" in seen["last_error"]
 
     # It answers again, and is used again.
     until(lambda: moves(20)["blocks"] > 40)
 
     # Another life at the same address: met anew.
-    dead = mover_of(a)["pid"]
+    dead = worker_of(a)["pid"]
     os.kill(dead, signal.SIGKILL)
-    until(lambda: mover_of(a)["alive"] and mover_of(a)["pid"] != dead)
+    until(lambda: worker_of(a)["alive"] and worker_of(a)["pid"] != dead)
     before = b.stats["nixl"]["blocks"]
     until(lambda: moves(10)["blocks"] > before)
-    assert mover_of(b)["restarts"] == 0, "nothing was under way when a's went"
+    assert worker_of(b)["restarts"] == 0, "nothing was under way when a's went"

@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-from kvpool import wire
 from kvpool.errors import (
     ClusterUnavailable,
     InvalidRequest,
@@ -13,9 +12,11 @@ from kvpool.errors import (
     NotAuthenticated,
     Unavailable,
 )
-from kvpool.testing.local import SECRET
 from kvpool.types import NamespaceRecord, PartSpec
+from kvpool.wire import client as client_wire
+from kvpool.wire import operator as operator_wire
 from tests.integration.cluster.conftest import NBYTES, PLAIN, key, keys_of
+from tests.support.local_cluster import SECRET
 
 DIGEST = PLAIN.digest()
 TWO = NamespaceRecord({"model": "of two ranks"}, (PartSpec(NBYTES), PartSpec(NBYTES)))
@@ -27,7 +28,7 @@ def pair(start_cluster):
 
 
 def begin(seat, spec, *, job="j", node="", dry_run=False, **more):
-    request = wire.BeginJob(job, json.dumps(spec).encode(), dry_run)
+    request = operator_wire.BeginJob(job, json.dumps(spec).encode(), dry_run)
     return seat.client.ask_node(request, node=node, **more)
 
 
@@ -39,7 +40,7 @@ def ended(until):
         found = []
 
         def done():
-            found[:] = seat.client.ask_node(wire.Jobs([job]), node=node)
+            found[:] = seat.client.ask_node(operator_wire.Jobs([job]), node=node)
             return found and found[0]["state"] != "running"
 
         until(done)
@@ -52,7 +53,9 @@ def every_block(seat, node="", tier="dram", count=7, digest=DIGEST):
     """All pages, one after the other."""
     found, cursor, pages = [], "", 0
     while cursor is not None:
-        page = seat.client.ask_node(wire.ListBlocks(tier, cursor, count, digest), node=node)
+        page = seat.client.ask_node(
+            operator_wire.ListBlocks(tier, cursor, count, digest), node=node
+        )
         assert len(page["blocks"]) <= count
         found += page["blocks"]
         cursor = page["cursor"]
@@ -66,27 +69,37 @@ def test_another_node_is_asked_through_ones_own(pair, numbers):
     some = numbers(20)
     b.put(some)
     for node, held in (("a", 0), ("b", 20)):
-        stats = a.client.ask_node(wire.Inspect(), node=node)
+        stats = a.client.ask_node(operator_wire.Inspect(), node=node)
         assert stats["node"] == node
         assert stats["tenants"]["default"]["blocks"] == held
-    assert a.client.ask_node(wire.Inspect())["node"] == "a"
-    assert a.client.ask_node(wire.Cluster(), node="b")["node"] == "b"
+    assert a.client.ask_node(operator_wire.Inspect())["node"] == "a"
+    assert a.client.ask_node(operator_wire.Cluster(), node="b")["node"] == "b"
 
 
 def test_what_is_wrong_is_told(pair):
     a, _ = pair
     for message, more, error, text in (
-        (wire.Inspect(), {"node": "z"}, InvalidRequest, "no node of this cluster"),
-        (wire.Inspect(), {"tenant": "other"}, InvalidRequest, "no tenant"),
-        (wire.Inspect(), {"tenant": "other", "node": "b"}, InvalidRequest, "b has no tenant"),
-        (wire.Stats(), {"node": "b"}, InvalidRequest, "Stats is no request of an operator"),
-        (wire.ListBlocks("tape", "", 10), {"node": "b"}, InvalidRequest, "dram"),
-        (wire.ListBlocks("dram", "x", 10), {"node": "b"}, InvalidRequest, "cursor"),
-        (wire.ListBlocks("dram", "", 10, b"n" * 16), {}, InvalidRequest, "not open"),
-        (wire.ShowBlocks(b"", bytes(16 * 1025)), {}, LimitExceeded, "1024"),
-        (wire.BeginJob("j", b"{}"), {"node": "b"}, InvalidRequest, "no job"),
-        (wire.BeginJob("j", b'{"kind":"evict","keys":["00"]}'), {}, InvalidRequest, "regex"),
-        (wire.BeginJob("", b'{"kind":"evict"}'), {}, InvalidRequest, "no name"),
+        (operator_wire.Inspect(), {"node": "z"}, InvalidRequest, "no node of this cluster"),
+        (operator_wire.Inspect(), {"tenant": "other"}, InvalidRequest, "no tenant"),
+        (
+            operator_wire.Inspect(),
+            {"tenant": "other", "node": "b"},
+            InvalidRequest,
+            "b has no tenant",
+        ),
+        (client_wire.Stats(), {"node": "b"}, InvalidRequest, "Stats is no request of an operator"),
+        (operator_wire.ListBlocks("tape", "", 10), {"node": "b"}, InvalidRequest, "dram"),
+        (operator_wire.ListBlocks("dram", "x", 10), {"node": "b"}, InvalidRequest, "cursor"),
+        (operator_wire.ListBlocks("dram", "", 10, b"n" * 16), {}, InvalidRequest, "not open"),
+        (operator_wire.ShowBlocks(b"", bytes(16 * 1025)), {}, LimitExceeded, "1024"),
+        (operator_wire.BeginJob("j", b"{}"), {"node": "b"}, InvalidRequest, "no job"),
+        (
+            operator_wire.BeginJob("j", b'{"kind":"evict","keys":["00"]}'),
+            {},
+            InvalidRequest,
+            "regex",
+        ),
+        (operator_wire.BeginJob("", b'{"kind":"evict"}'), {}, InvalidRequest, "no name"),
     ):
         with pytest.raises(error, match=text):
             a.client.ask_node(message, **more)
@@ -95,7 +108,11 @@ def test_what_is_wrong_is_told(pair):
 def test_only_operators(start_cluster):
     world = start_cluster(nodes=1, environ={"KVPOOL_OPERATOR_TOKEN": "o" * 20})
     client = world.node("a").client(connect=True, operator_token="wrong")
-    for message in (wire.OnNode("", b"", 0.0), wire.Inspect(), wire.Events(0, 1)):
+    for message in (
+        operator_wire.OnNode("", b"", 0.0),
+        operator_wire.Inspect(),
+        operator_wire.Events(0, 1),
+    ):
         with pytest.raises(NotAuthenticated):
             client._ask_json(message)
     client.close()
@@ -115,7 +132,7 @@ def test_all_blocks_are_listed_once(pair, numbers):
         assert shown["parts"] == 1 and shown["bytes"] >= NBYTES and shown["pin"] == "none"
         assert 0 <= shown["age_s"] < 120 and not shown["reused"]
     assert every_block(a) == []
-    (one,) = a.client.ask_node(wire.ShowBlocks(DIGEST, key(some[5])), node="b")
+    (one,) = a.client.ask_node(operator_wire.ShowBlocks(DIGEST, key(some[5])), node="b")
     assert one["key"] == key(some[5]).hex()
     assert [each["tier"] for each in one["here"]] == ["dram"]
 
@@ -142,7 +159,7 @@ def test_pinned_blocks_stay(pair, numbers, ended):
     a, b = pair
     some = numbers(40)
     b.put(some)
-    pins = wire.PinBlocks(b"".join(keys_of(some[:4])), "hard", DIGEST)
+    pins = operator_wire.PinBlocks(b"".join(keys_of(some[:4])), "hard", DIGEST)
     assert a.client.ask_node(pins, node="b") == 4
     begin(a, {"kind": "evict", "namespace": DIGEST.hex()}, node="b")
     view = ended(a, node="b")
@@ -172,7 +189,7 @@ def test_what_was_not_used_for_a_while(pair, numbers, ended, until):
     b.put(old)
 
     def aged():
-        shown = b.client.ask_node(wire.ShowBlocks(DIGEST, key(old[0])))
+        shown = b.client.ask_node(operator_wire.ShowBlocks(DIGEST, key(old[0])))
         return shown[0]["here"][0]["age_s"] >= 3
 
     until(aged)
@@ -217,14 +234,14 @@ def test_a_block_of_which_the_source_has_more_stays_there(start_cluster, numbers
     b.put([*whole, *half])
     taken, masks = b"".join(keys_of([*whole, *half])), bytes([0b11] * 4 + [0b01] * 4)
     for wrong in (
-        wire.Evict(taken, TWO.digest(), masks=masks[:7]),
-        wire.Evict(taken, masks=masks),
+        operator_wire.Evict(taken, TWO.digest(), masks=masks[:7]),
+        operator_wire.Evict(taken, masks=masks),
     ):
         with pytest.raises(InvalidRequest, match="masks"):
             a.client.ask_node(wrong, node="b")
-    assert a.client.ask_node(wire.Evict(taken, TWO.digest(), masks=masks), node="b") == 4
+    assert a.client.ask_node(operator_wire.Evict(taken, TWO.digest(), masks=masks), node="b") == 4
     assert (b.here(whole), b.read(half)) == (0, 4)
-    again = wire.Evict(taken[64:], TWO.digest(), masks=masks[4:])
+    again = operator_wire.Evict(taken[64:], TWO.digest(), masks=masks[4:])
     assert a.client.ask_node(again, node="b") == 0, "which is not: all"
     assert b.read(half) == 4
 
@@ -281,26 +298,26 @@ def test_a_job_is_stopped_and_remembered(pair, numbers, ended):
     begin(a, {"kind": "evict", "unused_s": 1e6}, node="b")
     with pytest.raises(InvalidRequest, match="already"):
         begin(b, {"kind": "evict"})
-    a.client.ask_node(wire.StopJob("j"), node="b")
+    a.client.ask_node(operator_wire.StopJob("j"), node="b")
     view = ended(a, node="b")
     assert view["state"] in {"cancelled", "done"}
-    assert a.client.ask_node(wire.StopJob("j"), node="b") == 0
-    assert a.client.ask_node(wire.Jobs(["nobody's"]), node="b") == []
-    assert len(a.client.ask_node(wire.Jobs(), node="b")) == 1
+    assert a.client.ask_node(operator_wire.StopJob("j"), node="b") == 0
+    assert a.client.ask_node(operator_wire.Jobs(["nobody's"]), node="b") == []
+    assert len(a.client.ask_node(operator_wire.Jobs(), node="b")) == 1
 
 
 def test_what_happened_is_told(pair, numbers, ended):
     a, b = pair
     b.put(numbers(3))
-    told = b.client.ask_node(wire.Events(0, 1000))
+    told = b.client.ask_node(operator_wire.Events(0, 1000))
     assert told["first"] == 1
     assert [e["number"] for e in told["events"]] == list(range(1, told["last"] + 1))
     joined = [e["details"]["of"] for e in told["events"] if e["kind"] == "node joined"]
     assert set(joined) == {"a", "b"}
     begin(a, {"kind": "evict"}, node="b", by="token ops")
     ended(a, node="b")
-    a.client.ask_node(wire.PinBlocks(bytes(16), "soft", DIGEST), node="b", by="token ops")
-    news = b.client.ask_node(wire.Events(told["last"], 1000, 5.0))["events"]
+    a.client.ask_node(operator_wire.PinBlocks(bytes(16), "soft", DIGEST), node="b", by="token ops")
+    news = b.client.ask_node(operator_wire.Events(told["last"], 1000, 5.0))["events"]
     assert [e["kind"] for e in news] == ["job began", "change", "job ended", "change"]
     changes = [e["details"] for e in news if e["kind"] == "change"]
     assert [(each["by"], each["what"]) for each in changes] == [
@@ -309,9 +326,9 @@ def test_what_happened_is_told(pair, numbers, ended):
     ]
     # Bare requests are in the name of who asks.
     b.client.pin_blocks(bytes(16), "soft", digest=DIGEST)
-    last = b.client.ask_node(wire.Events(0, 1000))["events"][-1]
+    last = b.client.ask_node(operator_wire.Events(0, 1000))["events"][-1]
     assert last["details"]["by"] == f"uid {os.getuid()}"
-    nothing = b.client.ask_node(wire.Events(last["number"], 10))
+    nothing = b.client.ask_node(operator_wire.Events(last["number"], 10))
     assert nothing["events"] == []
 
 
@@ -321,18 +338,22 @@ def test_a_node_that_is_gone(pair):
     with pytest.raises(
         (InvalidRequest, ClusterUnavailable), match=r"called 'b'|reached|ended|closed"
     ):
-        a.client.ask_node(wire.Inspect(), node="b")
-    assert a.client.ask_node(wire.Inspect())["node"] == "a"
+        a.client.ask_node(operator_wire.Inspect(), node="b")
+    assert a.client.ask_node(operator_wire.Inspect())["node"] == "a"
 
 
 def test_settings_that_may_change(pair):
     a, b = pair
 
     def shown(seat, node=""):
-        return {each["name"]: each for each in seat.client.ask_node(wire.Settings(), node=node)}
+        return {
+            each["name"]: each for each in seat.client.ask_node(operator_wire.Settings(), node=node)
+        }
 
     def change(**changes):
-        return a.client.ask_node(wire.ChangeSettings(json.dumps(changes).encode()), node="b")
+        return a.client.ask_node(
+            operator_wire.ChangeSettings(json.dumps(changes).encode()), node="b"
+        )
 
     before = shown(a, "b")
     assert before["cluster_secret"] == {
@@ -343,16 +364,21 @@ def test_settings_that_may_change(pair):
     }
     assert before["operator_token"]["value"] is False
     assert SECRET not in json.dumps(before)
-    wanted = {"copy_bandwidth": "1MiB", "forward": False, "clients_max": 7, "log_level": "debug"}
+    wanted = {
+        "replication_bandwidth": "1MiB",
+        "forward": False,
+        "clients_max": 7,
+        "log_level": "debug",
+    }
     assert change(**wanted) == 4
     after = shown(a, "b")
     differ = {name: after[name]["value"] for name in after if after[name] != before[name]}
-    assert differ == {**wanted, "copy_bandwidth": 1 << 20}
+    assert differ == {**wanted, "replication_bandwidth": 1 << 20}
     assert shown(a) == {**before, **{n: shown(a)[n] for n in ("node", "socket", "listen")}}
     for changes, text in (
         ({"memory": "1GiB"}, "cannot be changed"),
         ({"colour": "red"}, "is no setting"),
-        ({"forward": False, "copies_max": 1000}, "1 to 64"),
+        ({"forward": False, "replicas_max": 1000}, "1 to 64"),
         ({"log_level": "loud"}, "one of"),
         ({}, "no setting"),
     ):

@@ -4,9 +4,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvpool.placement.sources import Link
-from kvpool.testing.proxy import BOTH, Fault, Proxy
-from kvpool.testing.servers.etcd import free_port
+from kvpool.placement.peer_estimates import Link
+from tests.support.proxy import BOTH, Fault, Proxy
+from tests.support.servers.etcd import free_port
+from tests.support.waiting import PATIENCE_S
 
 SILENT = Fault(silent=True, hold=BOTH)
 LISTENS_ON = "127.0.0.2"
@@ -51,7 +52,7 @@ def test_what_one_card_cannot_bring_the_other_one_does(cards, numbers, until):
     assert [t["net"] for t in record["transports"]] == ["127.0.0.0/8", ""]
     assert link(b)["distance"] == "host"
 
-    def move(count: int, wait_s: float = 20.0) -> int:
+    def move(count: int, wait_s: float = PATIENCE_S) -> int:
         some = numbers(count)
         a.put(some)
         until(lambda: a.announced)
@@ -68,12 +69,12 @@ def test_what_one_card_cannot_bring_the_other_one_does(cards, numbers, until):
 
     # That card answers no more: the other one brings the rest, within the time of the same read.
     silent.set(SILENT)
-    assert move(30, wait_s=8.0) == 30
+    assert move(30) == 30
     seen = ways(b, first)
     assert seen[card]["rests_s"] > 0
     assert seen[other]["pulls"] >= 1
     assert b.stats["paths"]["changed_card"] >= 1
-    peer = next(p for p in b.stats["remote"]["peers"] if p["node"] == "a")
+    peer = next(p for p in b.stats["fetch"]["peers"] if p["node"] == "a")
     assert peer["suspended_s"] == 0, "the node is well"
     silent.set()
 
@@ -83,7 +84,7 @@ def test_what_one_card_cannot_bring_the_other_one_does(cards, numbers, until):
         assert move(5) == 5
         return ways(b, first)[card]["pulls"] > before
 
-    until(by_that_card, 90)
+    until(by_that_card, seconds=2 * PATIENCE_S)
 
 
 def test_what_was_learnt_of_a_node_outlives_its_restart(start_cluster, numbers, until):
@@ -117,7 +118,7 @@ def test_nodes_that_nothing_is_pulled_from_are_asked_how_long_an_answer_takes(st
     a, b = world.seats()
     for seat in (a, b):
         until(lambda seat=seat: link(seat)["latency_age_s"] is not None)
-        (peer,) = (p for p in seat.stats["remote"]["peers"] if p["node"])
+        (peer,) = (p for p in seat.stats["fetch"]["peers"] if p["node"])
         assert peer["probes"] >= 1
         assert (peer["asked"], peer["failed"]) == (0, 0)
         assert link(seat)["bytes_age_s"] is None
@@ -126,7 +127,7 @@ def test_nodes_that_nothing_is_pulled_from_are_asked_how_long_an_answer_takes(st
     until(
         lambda: (
             not a.client.cluster()["links"]
-            or any(p["probe_failures"] for p in a.stats["remote"]["peers"])
+            or any(p["probe_failures"] for p in a.stats["fetch"]["peers"])
         )
     )
-    assert all(p["suspended_s"] == 0 for p in a.stats["remote"]["peers"])
+    assert all(p["suspended_s"] == 0 for p in a.stats["fetch"]["peers"])

@@ -7,11 +7,13 @@ import msgspec
 import pytest
 
 from kvpool.placement.records import NodeRecord
-from kvpool.testing.local import SECRET
-from kvpool.testing.proxy import Fault, Proxy
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.connections import Connections
-from kvpool.wire import FRAME_BYTES_MAX, Error, Fetch, Fetched, decode_peer
+from kvpool.wire.frame import FRAME_BYTES_MAX, Error
+from kvpool.wire.peer import Fetch, Fetched, decode_peer
+from tests.support.local_cluster import SECRET
+from tests.support.proxy import Fault, Proxy
+from tests.support.waiting import PATIENCE_S
 
 
 class Peer:
@@ -21,12 +23,12 @@ class Peer:
         us = Identity(world.name, "x", "0" * 16, SECRET.encode())
         self.connections = Connections(us, TransferLimits())
         self.seat = seat
-        self.stream = self.connections.connect(node.url, Deadline(20), Stop())
+        self.stream = self.connections.connect(node.url, Deadline(PATIENCE_S), Stop())
 
     def ask(self, number: int) -> None:
         nbytes = self.seat.record.parts[0].nbytes
         keys = number.to_bytes(16, "big")
-        self.stream.deadline = Deadline(60)
+        self.stream.deadline = Deadline(PATIENCE_S)
         self.stream.send(Fetch("default", self.seat.ns.digest, 0, nbytes, keys, 60.0), 1)
 
     def hear(self) -> Error | Fetched:
@@ -61,7 +63,7 @@ def test_a_paused_node_serves_and_publishes_nothing_before_it_is_a_member_again(
         peer = Peer(world, node, a)
         node.signal(signal.SIGSTOP)
         try:
-            until(lambda: "a" not in b.members, 30, "its lease has ended")
+            until(lambda: "a" not in b.members, "its lease has ended")
             peer.ask(some[0])
             assert b.read(some, wait_s=0.5) == 0
             proxy.set(Fault(delay_s=0.3))  # so that coming back takes seconds
@@ -70,7 +72,7 @@ def test_a_paused_node_serves_and_publishes_nothing_before_it_is_a_member_again(
         refusals = 0
         resumed = time.monotonic()
         while isinstance(answer := peer.hear(), Error):
-            assert time.monotonic() < resumed + 30, answer.message
+            assert time.monotonic() < resumed + PATIENCE_S, answer.message
             refusals += 1
             peer.ask(some[0])
         record = record_of(world, "a")
@@ -79,7 +81,7 @@ def test_a_paused_node_serves_and_publishes_nothing_before_it_is_a_member_again(
         assert refusals > 0
         peer.close()
         proxy.set()
-        until(lambda: b.read(some, wait_s=2) == 30, 30, "its blocks are found again")
+        until(lambda: b.read(some, wait_s=2) == 30, "its blocks are found again")
         assert a.incarnation == record.incarnation
         replicas = b.client.locate([some[0].to_bytes(16, "big")], digest=b.ns.digest)[0]["replicas"]
         entries = {r["incarnation"] for r in replicas if r["node"] == "a"}
@@ -90,21 +92,21 @@ def test_a_paused_node_serves_and_publishes_nothing_before_it_is_a_member_again(
 def test_what_a_paused_nodes_own_clients_have_survives_its_new_incarnation(
     start_cluster, numbers, until
 ):
-    world = start_cluster(nodes=2, environ={"KVPOOL_MEMBER_TTL_S": "2"})
+    world = start_cluster(nodes=2, environ={"KVPOOL_MEMBER_TTL_S": "4"})
     a, b = world.seats()
     some, later = numbers(20), numbers(20)
     a.put(some)
     lease = a.client.acquire(a.ns, [n.to_bytes(16, "big") for n in some], lease_s=60)
     node = world.node("a")
     node.signal(signal.SIGSTOP)
-    until(lambda: "a" not in b.members, 30)
+    until(lambda: "a" not in b.members)
     node.signal(signal.SIGCONT)
     assert a.read(some) == 20
     assert lease.valid
     lease.release()
     assert a.put(later) == 20
-    until(lambda: b.read(some, wait_s=1) == 20, 30)
-    until(lambda: b.read(later, wait_s=1) == 20, 30)
+    until(lambda: b.read(some, wait_s=1) == 20)
+    until(lambda: b.read(later, wait_s=1) == 20)
 
 
 def test_a_nap_that_is_shorter_than_the_lease_changes_nothing(start_cluster, numbers, until):
@@ -118,6 +120,6 @@ def test_a_nap_that_is_shorter_than_the_lease_changes_nothing(start_cluster, num
     node.signal(signal.SIGSTOP)
     assert b.read(some, wait_s=0.5) == 0
     node.signal(signal.SIGCONT)
-    until(lambda: b.read(some, wait_s=1) == 20, 30)
+    until(lambda: b.read(some, wait_s=1) == 20)
     assert a.incarnation == before
     assert set(b.members) == {"a", "b"}

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from kvpool.testing.proxy import BOTH, Fault, Proxy
+from tests.support.proxy import BOTH, Fault, Proxy
+from tests.support.waiting import PATIENCE_S
 
 SENT = bytes(range(256)) * 1024
 
@@ -52,7 +53,7 @@ def connect(proxy):
     socks = []
 
     def make():
-        socks.append(socket.create_connection(proxy.address, 20))
+        socks.append(socket.create_connection(proxy.address, PATIENCE_S))
         return socks[-1]
 
     yield make
@@ -78,7 +79,7 @@ def silence(sock) -> bool:
     try:
         sock.recv(1)
     except TimeoutError:
-        sock.settimeout(20)
+        sock.settimeout(PATIENCE_S)
         return True
     return False
 
@@ -180,7 +181,7 @@ def test_so_many_bytes_arrive_and_then_the_connection_ends(proxy, connect, endin
             with contextlib.suppress(ConnectionError):
                 sock.sendall(SENT)
             got = receive(sock, len(SENT))
-        assert proxy.stopped.wait(20)
+        assert proxy.stopped.wait(PATIENCE_S)
         assert got == SENT[: len(got)]
         assert len(got) <= offset
 
@@ -190,7 +191,7 @@ def test_so_many_bytes_arrive_and_then_nothing_more(proxy, connect):
     sock = connect()
     sock.sendall(b"before and after")
     assert receive(sock, 6) == b"before"
-    assert proxy.stopped.wait(20)
+    assert proxy.stopped.wait(PATIENCE_S)
     assert silence(sock)
     proxy.set()
     assert not proxy.stopped.is_set()

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kvpool.testing.proxy import Fault, Proxy
+from tests.support.proxy import Fault, Proxy
 
 WRONG = {
     "full": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
@@ -32,7 +32,7 @@ def world(lasting, until):
     for _, remedy in WRONG.values():
         redis.command(*remedy)
     seats = [lasting.seat(node.name) for node in lasting.nodes]
-    until(lambda: all(s.stats["cluster"]["directory"]["settled"] for s in seats), 30)
+    until(lambda: all(s.stats["cluster"]["directory"]["settled"] for s in seats))
 
 
 def away(world, how: str) -> None:
@@ -81,8 +81,8 @@ def test_without_redis_the_pool_serves_what_is_local_and_what_it_remembers(
     assert time.monotonic() - begun < 15
 
     back(world, how)
-    until(lambda: b.read(new, wait_s=2) == 64, 30, "what was put meanwhile is announced")
-    until(lambda: b.read(unseen, wait_s=2) == 16, 30, "and so is what was put before")
+    until(lambda: b.read(new, wait_s=2) == 64, "what was put meanwhile is announced")
+    until(lambda: b.read(unseen, wait_s=2) == 16, "and so is what was put before")
     assert b.read(local) == 16
 
 
@@ -93,7 +93,7 @@ def test_an_emptied_redis_is_filled_again_by_those_who_hold_the_blocks(world, nu
         a.put(some[at : at + 50])
     until(lambda: a.announced)
     world.redis.flush()
-    until(lambda: b.copies(some) == [1] * 200, 20, "all are announced again")
+    until(lambda: b.replicas(some) == [1] * 200, "all are announced again")
     assert b.read(some) == 200
 
 
@@ -110,7 +110,7 @@ def test_a_redis_that_comes_back_empty_is_filled_again_and_old_lives_stay_misses
     world.redis.start()
     world.node("b").start()
     again = world.seat("b")
-    until(lambda: again.read(kept, wait_s=2) == 100, 30, "what a holds")
+    until(lambda: again.read(kept, wait_s=2) == 100, "what a holds")
     assert again.read(gone, wait_s=1) == 0
     assert a.read(gone, wait_s=1) == 0
 
@@ -126,7 +126,7 @@ def test_a_daemon_starts_without_its_redis_and_finds_it_later(world, numbers, un
     assert again.put(numbers(5)) == 5
     assert again.read(some, wait_s=1) == 0
     world.redis.start()
-    until(lambda: again.read(some, wait_s=2) == 20, 30, "its directory is back")
+    until(lambda: again.read(some, wait_s=2) == 20, "its directory is back")
 
 
 def test_a_redis_that_talks_nonsense_costs_hits_and_nothing_else(
@@ -146,5 +146,5 @@ def test_a_redis_that_talks_nonsense_costs_hits_and_nothing_else(
         assert a.read(new) == 20
         until(lambda: not a.stats["cluster"]["directory"]["connected"])
         proxy.set()
-        until(lambda: b.read(new, wait_s=2) == 20, 30, "it talks sense again")
+        until(lambda: b.read(new, wait_s=2) == 20, "it talks sense again")
         assert b.read(some) == 20

@@ -1,25 +1,18 @@
 """What a router is told on one node of the others: their engines, and how much of a prompt each could give."""
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvpool.errors import InvalidRequest
 from kvpool.types import EngineRecord
+from tests.support.waiting import until
 
 
 def key(number: int) -> bytes:
     return number.to_bytes(16, "big")
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +38,12 @@ def test_prefixes_of_all_nodes(world: Any, numbers: Any) -> None:
         b.put(chain[200:])
         expected = {a.name: (300, 300), b.name: (100, 100)}
         for seat in (a, b, c):
-            wait_until(
-                lambda seat=seat: seat.client.prefixes(a.ns.digest, keys, wait_s=2.0) == expected,
+            until(
+                lambda seat=seat: seat.client.prefixes(a.ns.digest, keys, wait_s=5.0) == expected,
                 f"{seat.name} knows what there is",
             )
-        assert asker.prefixes(a.ns.digest, keys, wait_s=2.0) == expected
-        assert asker.prefixes(a.ns.digest, keys[100:], wait_s=2.0) == {a.name: (200, 200)}
+        assert asker.prefixes(a.ns.digest, keys, wait_s=5.0) == expected
+        assert asker.prefixes(a.ns.digest, keys[100:], wait_s=5.0) == {a.name: (200, 200)}
         assert asker.prefixes(bytes(16), keys) == {}
         with pytest.raises(InvalidRequest):
             asker.prefixes(a.ns.digest, b"x" * 17)
@@ -65,9 +58,7 @@ def test_the_hit_rule_decides(world: Any, hybrid: Any, numbers: Any) -> None:
     a.put(chain)
     b.put(chain[:7])
     expected = {a.name: (12, 12), b.name: (4, 4)}  # a part of every fourth block
-    wait_until(
-        lambda: c.client.prefixes(a.ns.digest, keys, wait_s=2.0) == expected, "all is announced"
-    )
+    until(lambda: c.client.prefixes(a.ns.digest, keys, wait_s=5.0) == expected, "all is announced")
 
 
 def test_engines_of_all_nodes_while_they_live(world: Any) -> None:
@@ -78,7 +69,7 @@ def test_engines_of_all_nodes_while_they_live(world: Any) -> None:
         seat = world.seat(a.name)
         seat.client.announce_engine(seat.ns, EngineRecord("http://a:1", role="prefill"))
         mine.announce_engine(mine.open(seat.record), EngineRecord("http://b:1", groups=(0, 1)))
-        wait_until(lambda: len(asker.engines()) == 2, "both are known")
+        until(lambda: len(asker.engines()) == 2, "both are known")
         found = {engine["url"]: engine for engine in asker.engines()}
         assert found["http://a:1"]["node"] == a.name
         assert found["http://a:1"]["role"] == "prefill"
@@ -87,7 +78,7 @@ def test_engines_of_all_nodes_while_they_live(world: Any) -> None:
         assert found["http://b:1"]["here"]
         assert {engine["namespace"] for engine in found.values()} == {seat.ns.digest.hex()}
         seat.client.announce_engine(seat.ns, None)
-        wait_until(
+        until(
             lambda: [engine["url"] for engine in asker.engines()] == ["http://b:1"],
             "the other node hears of the end",
         )

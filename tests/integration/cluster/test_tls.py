@@ -6,7 +6,6 @@ import shutil
 import socket
 import ssl
 import tempfile
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +13,17 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import KvpoolError, NotAuthenticated
-from kvpool.testing.local import SECRET
-from kvpool.testing.pki import Pki
-from kvpool.testing.servers.certificates import Certificates
-from kvpool.testing.servers.etcd import Etcd
-from kvpool.testing.servers.redis import Redis
-from kvpool.transfer import tls
+from kvpool.security.credentials import Contexts, Credentials, TlsFiles
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.connections import Connections
-from kvpool.transfer.credentials import Credentials, TlsFiles
+from tests.support.local_cluster import SECRET
+from tests.support.pki import Pki
+from tests.support.servers.certificates import Certificates
+from tests.support.servers.etcd import Etcd
+from tests.support.servers.redis import Redis
+from tests.support.waiting import PATIENCE_S, until
 
 PEERS_MAX = 8
-SOON_S = 20.0
 
 
 class Machine:
@@ -94,7 +92,7 @@ class Fleet:
         us = Identity(self.world.name, node, "0" * 16, SECRET.encode(), files)
         connections = Connections(us, TransferLimits())
         try:
-            return connections.connect(self.url(name), Deadline(20), Stop())
+            return connections.connect(self.url(name), Deadline(PATIENCE_S), Stop())
         finally:
             connections.close()
 
@@ -106,7 +104,7 @@ class Unchecked(Credentials):
     """Those of a peer that does not mind what its own files are."""
 
     def _load(self):
-        return tls.Contexts(
+        return Contexts(
             self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
         )
 
@@ -134,7 +132,7 @@ def serial_of(url: str, files: TlsFiles) -> int:
     context.load_cert_chain(files.cert, files.key)
     host, port = url.removeprefix("tcp://").split(":")
     with (
-        socket.create_connection((host, int(port)), 20) as sock,
+        socket.create_connection((host, int(port)), PATIENCE_S) as sock,
         context.wrap_socket(sock) as secured,
     ):
         shown = secured.getpeercert()
@@ -145,19 +143,12 @@ def move(source, target, numbers, count: int = 20) -> None:
     """New blocks of one node arrive at the other."""
     some = numbers(count)
     source.put(some)
-    wait_until(lambda: source.announced)
+    until(lambda: source.announced)
     assert target.read(some) == count
 
 
-def wait_until(condition) -> None:
-    deadline = Deadline(SOON_S)
-    while not condition():
-        deadline.left()
-        time.sleep(0.01)
-
-
 def errors(seat) -> str:
-    return " ".join(peer["last_error"] for peer in seat.stats["remote"]["peers"])
+    return " ".join(peer["last_error"] for peer in seat.stats["fetch"]["peers"])
 
 
 # ---- what goes well ------------------------------------------------------------------------------------
@@ -172,7 +163,7 @@ def test_blocks_move_both_ways_and_nothing_is_said_in_the_clear(steady, numbers,
     assert b.read(of_a) == 60
     assert a.read(of_b) == 60
     assert serial_of(steady.url("a"), steady.machines["b"].files)
-    with pytest.raises(KvpoolError, match="this daemon speaks with peers over TLS only"):
+    with pytest.raises(KvpoolError, match="this daemon accepts only TLS from peers"):
         steady.connect("a", None)
 
 
@@ -245,7 +236,7 @@ def test_a_peer_with_another_certificate_gets_nothing(steady, numbers, tmp_path,
         assert what == "revoked", "the list is looked at once a second"
         return ""
 
-    said = until(refused, SOON_S)
+    said = until(refused)
     expected = {
         "authority": "unknown ca",
         "expired": "expired",
@@ -275,7 +266,7 @@ def test_bytes_that_are_no_tls_disturb_nobody(steady, numbers, said):
     host, port = steady.url("a").removeprefix("tcp://").split(":")
     with ExitStack() as stack:
         for _ in range(3 * PEERS_MAX):
-            sock = stack.enter_context(socket.create_connection((host, int(port)), 20))
+            sock = stack.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
             try:
                 sock.sendall(said)
             except OSError:
@@ -299,7 +290,7 @@ def test_peers_that_stall_in_the_handshake_keep_nobody_out(steady, numbers):
     a, b = steady.world.seat("a"), steady.world.seat("b")
     with ExitStack() as stack:
         for number in range(4 * PEERS_MAX):
-            sock = stack.enter_context(socket.create_connection((host, int(port)), 20))
+            sock = stack.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
             sock.sendall(hello[: len(hello) // 2] if number % 2 else hello)
             if number % PEERS_MAX == 0:
                 move(a, b, numbers)
@@ -333,7 +324,11 @@ def test_certificates_are_renewed_while_blocks_move(fleet, numbers, until, load)
     before = {name: fleet.world.node(name).pids for name in "ab"}
 
     def work(_: int) -> None:
-        move(a, b, numbers, 2)
+        some = numbers(2)
+        a.put(some)
+        until(lambda: a.announced)
+        # A connection that ends with its certificate may cost a read; the next one finds them.
+        until(lambda: b.read(some) == 2)
 
     with load(work) as going:
         for _ in range(3):
@@ -346,9 +341,8 @@ def test_certificates_are_renewed_while_blocks_move(fleet, numbers, until, load)
                     serial_of(fleet.url(name), fleet.machines["b"].files) != old[name]
                     for name in "ab"
                 ),
-                SOON_S,
             )
-            until(lambda done=done: going.done[0] > done + 5, SOON_S)
+            until(lambda done=done: going.done[0] > done + 5)
     assert not going.failures
     assert {name: fleet.world.node(name).pids for name in "ab"} == before
 
@@ -361,9 +355,9 @@ def test_a_broken_file_leaves_the_old_one_in_use_and_is_logged(fleet, numbers, u
 
     def logged() -> bool:
         move(a, b, numbers)
-        return "new TLS files are not used" in fleet.world.node("a").said
+        return "new TLS files are invalid" in fleet.world.node("a").said
 
-    until(logged, SOON_S)
+    until(logged)
     move(b, a, numbers)
     fleet.machines["a"].renew()
 
@@ -388,16 +382,14 @@ def test_a_node_that_is_revoked_is_out_at_once_without_a_restart(fleet, numbers,
         at = next(used)
         return reader.read([blocks[at]], wait_s=1) == 0
 
-    until(lambda: out(c, of_a), SOON_S)
-    until(lambda: out(a, of_c), SOON_S)
+    until(lambda: out(c, of_a) and "revoked" in fleet.world.node("a").said)
+    until(lambda: out(a, of_c) and "revoked" in errors(a))
     assert c.read(of_a[150:160], wait_s=1) == 0
     assert a.read(of_c[150:160], wait_s=1) == 0
-    assert "revoked" in errors(a)
-    until(lambda: "revoked" in fleet.world.node("a").said)
     assert b.read(of_a[150:]) == 50, "who is not revoked is not disturbed"
     assert [fleet.world.node(name).pids for name in "abc"] == before
     fleet.machines["c"].renew()  # its machine is trusted again, with a new certificate
-    until(lambda: c.read(of_a[160:], wait_s=5) == 40, SOON_S)
+    until(lambda: c.read(of_a[160:], wait_s=5) == 40)
 
 
 # ---- one authority for all -----------------------------------------------------------------------------
@@ -425,5 +417,5 @@ def test_etcd_and_redis_take_the_same_certificates(start_cluster, tmp_path, numb
             world.make(node, environ=machine.environ | stores).start()
             seats.append(world.seat(node))
         world.until_all_see(seats)
-        move(*seats, numbers)
+        move(seats[0], seats[1], numbers)
         world._stop()

@@ -6,11 +6,12 @@ import time
 import msgspec
 import pytest
 
-from kvpool import wire
 from kvpool.errors import NotAuthenticated
-from kvpool.spans import SPANS_MAX, Batch
-from kvpool.testing.collector import Collector
-from tests.integration.cluster.conftest import keys_of, wait_until
+from kvpool.telemetry.spans import SPANS_MAX, Batch
+from kvpool.wire import operator as operator_wire
+from tests.integration.cluster.conftest import keys_of
+from tests.support.otlp_collector import Collector
+from tests.support.waiting import PATIENCE_S, until
 
 CALLER = "00f067aa0ba902b7"
 NBYTES = 32 << 10
@@ -40,7 +41,7 @@ def world(shared_cluster, collector):
         def heard() -> bool:
             return {node_of(one) for one in collector.spans("f" * 32)} == {"a", "b"}
 
-        wait_until(heard, 60, "both nodes export")
+        until(heard, "both nodes export")
         yield world
 
 
@@ -92,7 +93,7 @@ def there(world, numbers, until):
 def test_an_acquire_from_its_request_to_the_node_that_lends(there, trace, spans_of) -> None:
     _, b, listed = there
     before = time.time_ns()
-    lease = b.client.acquire(b.ns, keys_of(listed), wait_s=10.0, trace=context(trace))
+    lease = b.client.acquire(b.ns, keys_of(listed), wait_s=PATIENCE_S, trace=context(trace))
     after = time.time_ns()
     assert lease is not None and lease.blocks == 8
     lease.release()
@@ -122,7 +123,7 @@ def test_an_acquire_from_its_request_to_the_node_that_lends(there, trace, spans_
 
 def test_a_pull(there, trace, spans_of) -> None:
     _, b, listed = there
-    assert b.client.pull(b.ns, keys_of(listed), wait_s=10.0, trace=context(trace)) == 8
+    assert b.client.pull(b.ns, keys_of(listed), wait_s=PATIENCE_S, trace=context(trace)) == 8
     found = spans_of(trace, pull=1, transfer=1, lend=1)
     ((pull,), (transfer,)) = found["kvpool.pull"], found["kvpool.transfer"]
     assert (pull.parent, transfer.parent) == (CALLER, pull.span)
@@ -134,7 +135,9 @@ def test_a_follow(world, numbers, until, trace, spans_of) -> None:
     listed = list(numbers(6))
     a.put(listed)
     until(lambda: a.announced, what="the directory knows of them")
-    followed = b.client.follow(b.ns, keys_of(listed), wait_s=10.0, source="a", trace=context(trace))
+    followed = b.client.follow(
+        b.ns, keys_of(listed), wait_s=PATIENCE_S, source="a", trace=context(trace)
+    )
     assert followed == 6
     found = spans_of(trace, follow=1, transfer=1, lend=1)
     (follow,) = found["kvpool.follow"]
@@ -175,7 +178,7 @@ def test_what_there_is_not_is_in_the_trace_too(world, numbers, trace, spans_of) 
 def test_no_context_no_spans(there, trace, spans_of, collector, context_of) -> None:
     _, b, listed = there
     seen = len(collector.spans())
-    lease = b.client.acquire(b.ns, keys_of(listed), wait_s=10.0, trace=context_of(trace))
+    lease = b.client.acquire(b.ns, keys_of(listed), wait_s=PATIENCE_S, trace=context_of(trace))
     assert lease is not None and lease.blocks == 8
     lease.release()
     # Spans go in order: with what comes after it, all that there was of it is there.
@@ -202,7 +205,7 @@ def test_what_is_on_a_disk_is_read_for_its_lender_or_its_owner(
     a.client.evict(keys_of(listed), digest=a.ns.digest, tier="dram")
     assert a.here(listed) == 0
     until(lambda: a.announced, what="the directory knows of it")
-    b.client.acquire(b.ns, keys_of(listed), wait_s=10.0, trace=context(trace)).release()
+    b.client.acquire(b.ns, keys_of(listed), wait_s=PATIENCE_S, trace=context(trace)).release()
     found = spans_of(trace, acquire=1, lend=1, read=1)
     (read,) = found["kvpool.read"]
     (lend,) = found["kvpool.lend"]
@@ -211,7 +214,7 @@ def test_what_is_on_a_disk_is_read_for_its_lender_or_its_owner(
     assert lend.start_ns <= read.start_ns <= read.end_ns <= lend.end_ns
     a.client.evict(keys_of(listed), digest=a.ns.digest, tier="dram")
     own = f"{next(COUNT):032x}"
-    a.client.acquire(a.ns, keys_of(listed), wait_s=10.0, trace=context(own)).release()
+    a.client.acquire(a.ns, keys_of(listed), wait_s=PATIENCE_S, trace=context(own)).release()
     found = spans_of(own, acquire=1, read=1)
     ((acquire,), (read,)) = found["kvpool.acquire"], found["kvpool.read"]
     assert read.parent == acquire.span and acquire.attributes["kvpool.parts_from_ssd"] == 4
@@ -224,16 +227,16 @@ def test_spans_that_nobody_takes_are_dropped_and_counted(start_cluster, numbers,
         seat = world.seat(world.nodes[0].name)
         listed = list(numbers(2))
         seat.put(listed)
-        found = seat.client.ask_node(wire.TakeSpans(0))
+        found = seat.client.ask_node(operator_wire.TakeSpans(0))
         # What is tried and given up meanwhile is far less than this.
         for turn in itertools.count():
             if found["dropped"] or turn == 100:
                 break
             for _ in range(500):
                 seat.client.acquire(seat.ns, keys_of(listed), trace=context(trace)).release()
-            found = seat.client.ask_node(wire.TakeSpans(0))
+            found = seat.client.ask_node(operator_wire.TakeSpans(0))
         assert found["dropped"] > 0 and found["left"] <= SPANS_MAX
-        batch = msgspec.convert(seat.client.ask_node(wire.TakeSpans(10)), Batch)
+        batch = msgspec.convert(seat.client.ask_node(operator_wire.TakeSpans(10)), Batch)
         assert [one.name for one in batch.spans] == ["kvpool.acquire"] * 10
         assert seat.read(listed) == 2
 
@@ -245,6 +248,10 @@ def test_without_a_collector_nothing_is_recorded(start_cluster, numbers, trace) 
     listed = list(numbers(2))
     seat.put(listed)
     seat.client.acquire(seat.ns, keys_of(listed), trace=context(trace)).release()
-    assert seat.client.ask_node(wire.TakeSpans(10)) == {"spans": [], "left": 0, "dropped": 0}
+    assert seat.client.ask_node(operator_wire.TakeSpans(10)) == {
+        "spans": [],
+        "left": 0,
+        "dropped": 0,
+    }
     with world.nodes[0].client() as other, pytest.raises(NotAuthenticated):
-        other.ask_node(wire.TakeSpans(10))
+        other.ask_node(operator_wire.TakeSpans(10))

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import wire
 from kvpool.errors import InvalidRequest, Unavailable
+from kvpool.wire import frame
+from kvpool.wire import operator as operator_wire
 from tests.integration.cluster.conftest import Load
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
 BEFORE = "a353e5dd5e7f275d33e07dd80e529904de3b45ff"
@@ -19,7 +21,10 @@ BEFORE = "a353e5dd5e7f275d33e07dd80e529904de3b45ff"
 
 OLD_CLIENT = """
 import json, sys
-from kvpool import wire
+try:
+    from kvpool.wire.frame import PROTOCOL_VERSION
+except ImportError:  # the version before has one module
+    from kvpool.wire import PROTOCOL_VERSION
 from kvpool.client import Client
 from kvpool.types import NamespaceRecord
 with Client(sys.argv[1]) as client:
@@ -28,7 +33,7 @@ with Client(sys.argv[1]) as client:
     stored = client.put(ns, keys[:10], [bytes([n]) * 4096 for n in range(10)])
     found = client.get(ns, keys)
     right = [data == bytes([n]) * 4096 for n, data in enumerate(found)]
-    print(json.dumps([wire.PROTOCOL_VERSION, stored, right]))
+    print(json.dumps([PROTOCOL_VERSION, stored, right]))
 """
 
 
@@ -37,7 +42,7 @@ def before(tmp_path_factory) -> dict[str, str]:
     """The environment in which Python finds the version before, and not the folder that it is started in."""
     command = ["git", "-C", str(ROOT), "archive", BEFORE, "kvpool", "storage", "engine_plugins"]
     try:
-        packed = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+        packed = subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE_S).stdout
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         pytest.skip(f"the version before is not in this checkout's history: {error}")
     folder = tmp_path_factory.mktemp("before")
@@ -72,9 +77,9 @@ def answers(seat) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_node_by_node_and_back(start_cluster, as_before, numbers, until):
-    old, new = wire.PROTOCOL_VERSION - 1, wire.PROTOCOL_VERSION
+    old, new = frame.PROTOCOL_VERSION - 1, frame.PROTOCOL_VERSION
     world = start_cluster(nodes=3, ssd="64MiB", environ={"KVPOOL_SSD_WRITE": "through"})
     nodes = [world.node(name) for name in "abc"]
     for node in nodes:
@@ -95,7 +100,7 @@ def test_node_by_node_and_back(start_cluster, as_before, numbers, until):
         """By everybody, wherever it is: what is read is compared with what is right."""
         for reader in seats:
             for blocks in kept.values():
-                until(lambda r=reader, b=blocks: r.read(b, wait_s=2.0) == 30, 30)
+                until(lambda r=reader, b=blocks: r.read(b, wait_s=2.0) == 30)
 
     for to_old in (False, True):
         for node in nodes:
@@ -103,7 +108,7 @@ def test_node_by_node_and_back(start_cluster, as_before, numbers, until):
                 node.stop()
                 as_before(node, old=to_old)
                 node.start()
-            until(lambda: all(map(answers, seats)), 30)
+            until(lambda: all(map(answers, seats)))
             world.until_all_see(seats)
             everything_is_read()
             more = numbers(10)
@@ -118,9 +123,11 @@ def test_node_by_node_and_back(start_cluster, as_before, numbers, until):
             for name, protocol in mixed.items():
                 if protocol == old:
                     with pytest.raises(InvalidRequest, match="upgrade it"):
-                        writer.client.ask_node(wire.Inspect(), node=name)
+                        writer.client.ask_node(operator_wire.Inspect(), node=name)
                 else:
-                    assert writer.client.ask_node(wire.Inspect(), node=name)["node"] == name
+                    assert (
+                        writer.client.ask_node(operator_wire.Inspect(), node=name)["node"] == name
+                    )
         assert set(protocols(seats[0]).values()) == {old if to_old else new}
 
 
@@ -135,11 +142,16 @@ def test_engines_may_be_older_or_newer_than_their_daemon(start_cluster, as_befor
         for old_client in (False, True):
             environ = before if old_client else {}
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=60, check=False, env=environ
+                command,
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_S,
+                check=False,
+                env=environ,
             )
             assert done.returncode == 0, done.stderr
             version, stored, right = json.loads(done.stdout)
-            assert version == wire.PROTOCOL_VERSION - old_client
+            assert version == frame.PROTOCOL_VERSION - old_client
             assert stored == (0 if old_client else 10), (
                 "the second one finds what the first one put"
             )

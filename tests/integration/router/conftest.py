@@ -21,13 +21,12 @@ from typing import Any, Self
 import aiohttp
 import pytest
 
-from kvpool.testing.stub_engine import Settings, StubEngine
-from kvpool.testing.stub_engine.serving import Seen
-from kvpool.testing.stub_engine.tokens import answer, chat_tokens, text_of, tokens_of
+from tests.support.stub_engine import Settings, StubEngine
+from tests.support.stub_engine.serving import Seen
+from tests.support.stub_engine.tokens import answer, chat_tokens, text_of, tokens_of
+from tests.support.waiting import PATIENCE_S
 
-TEST_S = 60.0
-START_S = 30.0
-PATIENCE_S = 20.0
+TEST_S = 240.0
 MODEL = "stub"
 
 
@@ -75,7 +74,7 @@ class Process:
 
     def _first_line(self) -> str:
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], START_S)
+        readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
         return self.process.stdout.readline().decode() if readable else ""
 
     @property
@@ -87,10 +86,10 @@ class Process:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        self.process.wait(START_S)
+        self.process.wait(PATIENCE_S)
 
     async def ended(self) -> int:
-        return await asyncio.to_thread(self.process.wait, START_S)
+        return await asyncio.to_thread(self.process.wait, PATIENCE_S)
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -170,7 +169,7 @@ class World:
     async def process(self, name: str, *flags: str, role: str = "both") -> Process:
         """An engine in a process of its own, which can be killed. Its `place` is its URL."""
         where = self._events(name)
-        command = (sys.executable, "-m", "kvpool.testing.stub_engine", *flags)
+        command = (sys.executable, "-m", "tests.support.stub_engine", *flags)
         places = (
             "--events",
             where["events"],
@@ -190,7 +189,13 @@ class World:
         return {key: f"ipc://{self.folder}/{name}.{key}" for key in ("events", "replay")}
 
     def _configure(self, name: str, url: str, role: str) -> None:
-        table = {"name": name, "url": url, "role": role, "node": f"node-{name}", "groups": [0]}
+        table: dict[str, Any] = {
+            "name": name,
+            "url": url,
+            "role": role,
+            "node": f"node-{name}",
+            "groups": [0],
+        }
         table |= self._events(name) | {"hash": "sha256_cbor", "block_tokens": 16}
         table |= {"follows_max": 4, "block_bytes": 1024, "namespace": "00" * 16}
         self.tables.append(table)
@@ -244,7 +249,7 @@ class World:
         } | config
         number = len(self.routers)
         path = self.folder / f"router-{number}.toml"
-        tables = settings.pop("tenants", {})
+        tables: Any = settings.pop("tenants", {})
         lines = [f"{key} = {_toml(value)}" for key, value in settings.items()]
         for name, tenant in tables.items():
             lines += [f"[tenants.{name}]", *(f"{k} = {_toml(v)}" for k, v in tenant.items())]

@@ -8,9 +8,9 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from kvpool.testing.servers.etcd import free_port
+from tests.support.servers.etcd import free_port
+from tests.support.waiting import PATIENCE_S
 
-RUN_S = 60.0
 TOKEN = "t" * 32
 
 
@@ -23,7 +23,7 @@ async def explain(*words: str, **environ: str) -> SimpleNamespace:
         env=kept | environ,
         capture_output=True,
         text=True,
-        timeout=RUN_S,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert "Traceback" not in done.stderr

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, chain, none_hash
-from kvpool.testing.stub_engine import Speed
-from kvpool.testing.stub_engine.core import Pool
+from tests.support.stub_engine import Speed
+from tests.support.stub_engine.core import Pool
 
 SPEC = HashSpec(16, "sha256_cbor", none_hash("sha256_cbor", DEFAULT_SEED))
 SLOW = Speed(prefill_tokens_s=4000, decode_s=0.005, step_tokens=128)
@@ -57,7 +57,7 @@ async def knows(world: Any, prompt: list[int], blocks: int) -> bool:
 async def test_who_fails_before_the_answer_is_replaced(world: Any, kind: str, stream: bool) -> None:
     await world.engine("a")
     await world.engine("b")
-    await world.router(answer_s=0.5, failures_max=2)
+    await world.router(answer_s=2.0, failures_max=2)
     await world.fault("a", {"kind": kind})
     prompts = [world.prompt(number, 100) for number in range(6)]
     answers = [await world.complete(p, max_tokens=5, stream=stream) for p in prompts]
@@ -70,7 +70,7 @@ async def test_when_nobody_can_answer_the_client_is_told(
     world: Any, kind: str, status: int
 ) -> None:
     engine = await world.engine()
-    await world.router(answer_s=0.3, retries_max=1)
+    await world.router(answer_s=1.0, retries_max=1)
     await world.fault("a", {"kind": kind, "times": 8})
     failed = await world.complete("x", max_tokens=5)
     assert failed.status in (status, 502, 503, 504)
@@ -90,7 +90,7 @@ async def test_what_breaks_in_the_middle_of_a_stream_ends_with_an_error(
     world: Any, kind: str
 ) -> None:
     engine = await world.engine()
-    await world.router(stall_s=0.5)
+    await world.router(stall_s=3.0)
     await world.fault("a", {"kind": kind, "after_tokens": 3, "times": 1})
     said = await world.complete("x", max_tokens=20, stream=True)
     assert said.status == 200
@@ -106,7 +106,7 @@ async def test_what_breaks_in_the_middle_of_a_stream_ends_with_an_error(
 async def test_an_answer_that_is_not_streamed_is_whole_or_computed_again(world: Any) -> None:
     await world.engine("a")
     await world.engine("b")
-    await world.router(stall_s=0.5)
+    await world.router(stall_s=3.0)
     await world.fault("a", {"kind": "cut", "after_tokens": 3, "times": 1})
     await world.fault("b", {"kind": "cut", "after_tokens": 3, "times": 1})
     said = await world.complete("x", max_tokens=20)
@@ -118,7 +118,7 @@ async def test_an_engine_that_fails_gets_nothing_until_it_is_well(world: Any, pa
     """It fails probes, or it is well by its own account and fails requests."""
     engine = await world.engine("a")
     await world.engine("b")
-    await world.router(failures_max=2, backoff_s=4.0, backoff_s_max=4.0)
+    await world.router(failures_max=2, backoff_s=10.0, backoff_s_max=10.0)
     await world.fault("a", {"kind": "error", "path": path})
     numbers = itertools.count()
 
@@ -194,7 +194,7 @@ async def test_a_stopped_engine_delays_and_breaks_nothing(world: Any) -> None:
     """SIGSTOP: connections stay, nothing comes."""
     process = await world.process("a", *SLOW_FLAGS)
     await world.engine("b", speed=SLOW)
-    await world.router(answer_s=0.5, stall_s=0.5, probe_timeout_s=0.3)
+    await world.router(answer_s=3.0, stall_s=3.0, probe_timeout_s=1.0)
     prompts = [world.prompt(number, 400) for number in range(8)]
     asking = [asyncio.create_task(world.complete(p, max_tokens=5)) for p in prompts]
     await world.until(lambda: begun(world, "a"), "it has begun something")
@@ -320,7 +320,7 @@ async def test_a_client_that_leaves_ends_its_request_everywhere(world: Any, when
 
 async def in_flight(world: Any, count: int) -> bool:
     lines = (await world.get("/metrics")).splitlines()
-    found = next(line for line in lines if line.startswith("kvpool_router_in_flight "))
+    found = next(line for line in lines if line.startswith("kvpool_router_active_requests "))
     return float(found.split()[1]) == count
 
 

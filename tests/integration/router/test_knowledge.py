@@ -1,6 +1,5 @@
 """What the router learns of stub engines and of a real daemon: engines, caches, the pool, hashes."""
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -13,46 +12,49 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.errors import Unavailable
+from kvpool.router.daemon_link import DaemonLink
+from kvpool.router.engine_catalog import EngineCatalog
 from kvpool.router.engines import scheduled
 from kvpool.router.hashing import HashSpec, chain, none_hash
-from kvpool.router.knowledge import Knowledge
+from kvpool.router.pool_view import PoolViews
+from kvpool.router.prompts import Prompts
 from kvpool.router.tokens import TokenizeRefused, UnknownModel
+from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.index import PrefixIndex
-from kvpool.scheduler.situation import Cluster, Traffic
-from kvpool.testing.stub_engine import Settings, StubEngine
-from kvpool.testing.stub_engine.tokens import tokens_of
 from kvpool.types import EngineRecord, NamespaceRecord
+from tests.support.stub_engine import Settings, StubEngine
+from tests.support.stub_engine.tokens import tokens_of
+from tests.support.waiting import PATIENCE_S, until_async
 
-PATIENCE_S = 20.0
 BLOCK = 16
 BLOCK_BYTES = 4096
 RECORD = NamespaceRecord.simple("stub", block_bytes=BLOCK_BYTES, block_tokens=BLOCK)
 TEXT = "one two three four five six seven " * 30
 
 
-async def until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-        await asyncio.sleep(0.01)
-
-
 class Learner:
-    """A `Knowledge`, and all that it says."""
+    """What is known of engines and prompts, and all that is said of them."""
 
     def __init__(self, session: aiohttp.ClientSession, client: Client | None, tables: Any) -> None:
         self.index = PrefixIndex()
-        self.cluster = Cluster({}, {}, Traffic())
+        nodes: dict[str, str] = {}
+        self.cluster = Cluster({}, nodes, Traffic())
+        self.pools = PoolViews(self.index, nodes)
+        self.daemon = None if client is None else DaemonLink(client)
         self.said: list[tuple[str, str]] = []
-        self.knowledge = Knowledge(
+        self.knowledge = EngineCatalog(
             engines=tables,
-            client=client,
+            daemon=self.daemon,
             session=session,
             index=self.index,
+            pools=self.pools,
             cluster=self.cluster,
             joined=lambda spec: self.said.append(("joined", spec.name)),
             left=lambda name: self.said.append(("left", name)),
             changed=lambda spec: self.said.append(("changed", spec.name)),
+        )
+        self.prompts = Prompts(
+            self.knowledge, daemon=self.daemon, session=session, pools=self.pools
         )
 
     def lengths(self, keys: Any) -> dict[str, int]:
@@ -70,7 +72,10 @@ async def learning(client: Client | None = None, tables: Any = ()) -> Any:
         try:
             yield learner
         finally:
+            await learner.prompts.close()
             await learner.knowledge.close()
+            if learner.daemon is not None:
+                learner.daemon.close()
 
 
 def table_of(engine: StubEngine, folder: Any, **more: Any) -> dict[str, Any]:
@@ -107,34 +112,38 @@ async def test_a_cache_is_learnt_and_forgotten(folder: Any) -> None:
         assert learner.said[0] == ("joined", "e")
         assert know.engines["e"].models == ("stub", "tuned")
         assert await know.verify("e") == "verified"
-        prompt = await know.prompt({"model": "stub", "prompt": TEXT}, "completions")
+        prompt = await learner.prompts.prompt({"model": "stub", "prompt": TEXT}, "completions")
         assert list(prompt.tokens) == tokens_of(TEXT)
         assert prompt.hashes == chain(know.engines["e"].hashing, tokens_of(TEXT))
         assert learner.lengths(prompt.keys) == {}
         await complete(engine, TEXT)
         whole = {"gpu:e": len(prompt.keys)}
-        await until(lambda: learner.lengths(prompt.keys) == whole, "the cache is known")
+        await until_async(lambda: learner.lengths(prompt.keys) == whole, "the cache is known")
         stats = know.stats()
         assert stats["lag_p99_s"] is not None
         assert stats["engines"]["e"]["hashes"] == "verified"
         # A router that is started anew.
         async with learning(tables=[table_of(engine, folder)]) as again:
-            await until(lambda: again.lengths(prompt.keys) == whole, "the events are replayed")
+            await until_async(
+                lambda: again.lengths(prompt.keys) == whole, "the events are replayed"
+            )
         # Blocks under a salt, or of an adapter, are others.
         for body in ({"prompt": TEXT, "cache_salt": "s"}, {"prompt": TEXT, "model": "tuned"}):
-            other = await know.prompt({"model": "stub", **body}, "completions")
+            other = await learner.prompts.prompt({"model": "stub", **body}, "completions")
             assert not set(other.keys) & set(prompt.keys)
             await complete(engine, TEXT, **{k: v for k, v in body.items() if k != "prompt"})
-            await until(lambda o=other: learner.lengths(o.keys).get("gpu:e") == len(o.keys), "held")
+            await until_async(
+                lambda o=other: learner.lengths(o.keys).get("gpu:e") == len(o.keys), "held"
+            )
     # Its successor at the same place has an empty cache.
     port = int(engine.url.rpartition(":")[2])
     async with learning(tables=[table_of(engine, folder)]) as learner:
         async with StubEngine(settings(folder, port=port)) as engine:
             await complete(engine, TEXT)
-            await until(lambda: learner.lengths(prompt.keys) == whole, "it is heard")
+            await until_async(lambda: learner.lengths(prompt.keys) == whole, "it is heard")
         async with StubEngine(settings(folder, port=port)) as engine:
             await complete(engine, "another prompt " * 40)
-            await until(lambda: learner.lengths(prompt.keys) == {}, "it began anew")
+            await until_async(lambda: learner.lengths(prompt.keys) == {}, "it began anew")
 
 
 async def test_hashes_that_are_not_the_engines(folder: Any, caplog: Any) -> None:
@@ -143,15 +152,15 @@ async def test_hashes_that_are_not_the_engines(folder: Any, caplog: Any) -> None
         learning(tables=[table_of(engine, folder)]) as learner,
     ):
         know = learner.knowledge
-        assert len((await know.prompt({"prompt": TEXT}, "completions")).keys) > 0
+        assert len((await learner.prompts.prompt({"prompt": TEXT}, "completions")).keys) > 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvpool.router.verifying.EVENTS_S", 0.3)
+            patch.setattr("kvpool.router.hash_check.EVENTS_S", 2.0)
             assert await know.verify("e") == "mismatch"
         asked = engine.counts()
         assert await know.verify("e") == "mismatch"
         assert engine.counts() == asked
         assert "does not hash blocks as it is said to" in caplog.text
-        prompt = await know.prompt({"prompt": TEXT}, "completions")
+        prompt = await learner.prompts.prompt({"prompt": TEXT}, "completions")
         assert prompt.tokens
         assert (prompt.keys, prompt.spec) == ((), None)
         assert know.engines["e"].hashing is None
@@ -174,21 +183,20 @@ async def test_prompts_that_cannot_be_had(folder: Any) -> None:
         StubEngine(settings(folder)) as engine,
         learning(tables=[table_of(engine, folder)]) as learner,
     ):
-        know = learner.knowledge
         with pytest.raises(UnknownModel):
-            await know.prompt({"model": "other", "prompt": "x"}, "completions")
+            await learner.prompts.prompt({"model": "other", "prompt": "x"}, "completions")
         with pytest.raises(TokenizeRefused):
-            await know.prompt({"messages": [5]}, "chat")
+            await learner.prompts.prompt({"messages": [5]}, "chat")
         for body in ({"prompt": ["a", "b"]}, {"prompt": "x", "prompt_embeds": "y"}):
-            prompt = await know.prompt(body, "completions")
+            prompt = await learner.prompts.prompt(body, "completions")
             assert (prompt.tokens, prompt.keys, prompt.kinds) == ((), (), frozenset({"stub"}))
-        ids = await know.prompt({"prompt": [*range(40)]}, "completions")
+        ids = await learner.prompts.prompt({"prompt": [*range(40)]}, "completions")
         assert (len(ids.keys), len(ids.tokens)) == (2, 40)
-        too_large = await know.prompt({"prompt": [2**32] * 16}, "completions")
+        too_large = await learner.prompts.prompt({"prompt": [2**32] * 16}, "completions")
         assert too_large.keys == ()
     async with learning(tables=[table_of(engine, folder, model="stub")]) as learner:
         with pytest.raises(Unavailable):
-            await learner.knowledge.prompt({"prompt": "x"}, "completions", deadline_s=1.0)
+            await learner.prompts.prompt({"prompt": "x"}, "completions", deadline_s=1.0)
 
 
 def announced(engine: StubEngine, folder: Any, **more: Any) -> EngineRecord:
@@ -213,38 +221,38 @@ async def test_engines_that_announce_themselves(start: Any, folder: Any) -> None
             know = learner.knowledge
             assert not know.engines
             plugin.announce_engine(ns, announced(engine, folder))
-            await until(lambda: know.engines, "it is found")
+            await until_async(lambda: know.engines, "it is found")
             (name,) = know.engines
             assert learner.said[0] == ("joined", name)
             spec = know.engines[name]
             assert (spec.node, spec.labels, spec.namespace) == ("n", {"zone": "z"}, ns.digest)
             assert await know.verify(name) == "verified"
             # What the pool has is asked for.
-            prompt = await know.prompt({"model": "stub", "prompt": TEXT}, "completions")
-            assert await know.look(prompt, 5.0)
+            prompt = await learner.prompts.prompt({"model": "stub", "prompt": TEXT}, "completions")
+            assert await learner.prompts.look(prompt, 5.0)
             assert learner.lengths(prompt.keys) == {}
             keys = [each[-16:] for each in prompt.hashes[:5]]
             plugin.put(ns, keys, [bytes(BLOCK_BYTES)] * 5)
-            assert await know.look(prompt, 5.0)
+            assert await learner.prompts.look(prompt, 5.0)
             dram, ssd = scheduled(spec).tiers
             assert learner.lengths(prompt.keys) == {dram: 5, ssd: 5}
             assert learner.cluster.nodes == {dram: "n", ssd: "n"}
             plugin.remove(ns, keys[2:])
-            assert await know.look(prompt, 5.0)
+            assert await learner.prompts.look(prompt, 5.0)
             assert learner.lengths(prompt.keys) == {dram: 2, ssd: 2}
             # It says something else of itself.
             plugin.announce_engine(ns, announced(engine, folder, follows_max=3))
-            await until(lambda: know.engines[name].follows_max == 3, "the change is heard of")
+            await until_async(lambda: know.engines[name].follows_max == 3, "the change is heard of")
             assert ("changed", name) in learner.said
             # Its daemon has gone: it stays, since it answers.
             daemon.kill()
-            assert not await know.look(prompt, 5.0)
+            assert not await learner.prompts.look(prompt, 5.0)
             assert know.stats()["daemon"] is False
             again = start("--socket", daemon.socket, "--node", "n", name="again")
-            await until(lambda: know.stats()["daemon"], "the new daemon is asked")
+            await until_async(lambda: know.stats()["daemon"], "the new daemon is asked")
             assert again.process.poll() is None
             known = know._known[engine.url]
-            await until(lambda: known.vanished, "it is announced no more")
+            await until_async(lambda: known.vanished, "it is announced no more")
             for _ in range(3):
                 await know._discover()
             assert name in know.engines
@@ -260,21 +268,21 @@ async def test_an_engine_that_has_gone_is_forgotten(start: Any, folder: Any) -> 
             plugin.announce_engine(ns, announced(engine, folder))
             learning_on = learning(client)
             learner = await learning_on.__aenter__()
-            prompt = await learner.knowledge.prompt({"prompt": TEXT}, "completions")
+            prompt = await learner.prompts.prompt({"prompt": TEXT}, "completions")
             keys = [each[-16:] for each in prompt.hashes]
             plugin.put(ns, keys[:3], [bytes(BLOCK_BYTES)] * 3)
-            assert await learner.knowledge.look(prompt, 5.0)
-            assert learner.knowledge.stats()["pool_keys"] == 3
+            assert await learner.prompts.look(prompt, 5.0)
+            assert learner.prompts.stats()["pool_keys"] == 3
         try:
             (name,) = learner.knowledge.engines
             plugin.announce_engine(ns, None)
-            await until(lambda: ("left", name) in learner.said, "it has left")
+            await until_async(lambda: ("left", name) in learner.said, "it has left")
             assert not learner.knowledge.engines
             assert learner.cluster.nodes == {}
-            assert learner.knowledge.stats()["pool_keys"] == 0
+            assert learner.prompts.stats()["pool_keys"] == 0
             # What is told of its namespace only now is of no use.
-            assert not await learner.knowledge.look(prompt, 5.0)
-            await learner.knowledge._look(client, ns.digest, keys[0], prompt.keys, 5.0)
+            assert not await learner.prompts.look(prompt, 5.0)
+            await learner.prompts._look(learner.daemon, ns.digest, keys[0], prompt.keys, 5.0)
             assert learner.cluster.nodes == {}
         finally:
             await learning_on.__aexit__(None, None, None)
@@ -282,13 +290,14 @@ async def test_an_engine_that_has_gone_is_forgotten(start: Any, folder: Any) -> 
 
 async def test_a_slow_daemon_keeps_nobody_waiting(start: Any, folder: Any) -> None:
     daemon = start("--node", "n")
-    with daemon.client() as plugin, daemon.client(timeout_s=2.0) as client:
+    with daemon.client() as plugin, daemon.client() as client:
         ns = plugin.open(RECORD)
         async with StubEngine(settings(folder)) as engine:
             plugin.announce_engine(ns, announced(engine, folder))
             async with learning(client) as learner:
-                know = learner.knowledge
-                prompt = await know.prompt({"model": "stub", "prompt": TEXT}, "completions")
+                prompt = await learner.prompts.prompt(
+                    {"model": "stub", "prompt": TEXT}, "completions"
+                )
                 plugin.put(ns, [prompt.hashes[0][-16:]], [bytes(BLOCK_BYTES)])
                 answers: list[dict[str, tuple[int, int]]] = []
                 ask = client.prefixes
@@ -299,12 +308,14 @@ async def test_a_slow_daemon_keeps_nobody_waiting(start: Any, folder: Any) -> No
                     answers.append(ask(*arguments, **more))
                     return answers[-1]
 
-                client.prefixes = wait  # type: ignore[method-assign]
-                assert not await know.look(prompt, 0.01)
+                client.prefixes = wait
+                assert not await learner.prompts.look(prompt, 0.01)
                 assert learner.lengths(prompt.keys) == {}
                 gate.set()
-                await until(lambda: learner.lengths(prompt.keys), "the late answer is written, too")
-                assert know.stats()["late_looks"] == 1
+                await until_async(
+                    lambda: learner.lengths(prompt.keys), "the late answer is written, too"
+                )
+                assert learner.prompts.stats()["late_looks"] == 1
 
 
 async def test_engines_that_do_not_answer_are_not_asked_to_tokenise(folder: Any) -> None:
@@ -314,10 +325,14 @@ async def test_engines_that_do_not_answer_are_not_asked_to_tokenise(folder: Any)
         ]
         async with learning(tables=[table_of(engine, folder, model="stub"), *dead]) as learner:
             know = learner.knowledge
-            await until(lambda: all(know._known[d["url"]].missed for d in dead), "they are asked")
+            await until_async(
+                lambda: all(know._known[d["url"]].missed for d in dead), "they are asked"
+            )
             for number in range(20):
                 body = {"model": "stub", "prompt": f"{number}"}
-                assert (await know.prompt(body, "completions")).tokens == tokens_of(f"{number}")
+                assert (await learner.prompts.prompt(body, "completions")).tokens == tokens_of(
+                    f"{number}"
+                )
 
 
 class Said:
@@ -350,14 +365,14 @@ async def test_an_announcement_that_makes_no_sense_is_passed_over(folder: Any, c
             know = learner.knowledge
             assert [spec.url for spec in know.engines.values()] == [strange["url"]]
             client.said.append(good)
-            await until(lambda: len(know.engines) == 2, "the good one is found")
+            await until_async(lambda: len(know.engines) == 2, "the good one is found")
             asked = client.asked
             client.said[-1] = {**good, "role": "cook"}
-            await until(lambda: client.asked > asked + 2, "it is asked on")
+            await until_async(lambda: client.asked > asked + 2, "it is asked on")
             assert know.engines[know._known[engine.url].spec.name].role.name == "BOTH"
-            assert caplog.text.count("engine http://127.0.0.1:1 is not used") == 1
-            assert caplog.text.count("engine http://127.0.0.1:2 is not used") == 1
-            prompt = await know.prompt({"model": "stub", "prompt": TEXT}, "completions")
+            assert caplog.text.count("engine http://127.0.0.1:1 is ignored") == 1
+            assert caplog.text.count("engine http://127.0.0.1:2 is ignored") == 1
+            prompt = await learner.prompts.prompt({"model": "stub", "prompt": TEXT}, "completions")
             assert prompt.spec == know.engines[know._known[engine.url].spec.name].hashing
 
 
@@ -368,14 +383,14 @@ async def test_a_configured_engine_stays_as_announced_while_it_answers(folder: A
         table = {"url": engine.url, "name": "e"}
         async with learning(client, tables=[table]) as learner:
             know = learner.knowledge
-            await until(lambda: know.engines["e"].models, "it answers")
+            await until_async(lambda: know.engines["e"].models, "it answers")
             before, feed = know.engines["e"], know._caches.feed("e")
             assert (before.node, feed is None) == ("n", False)
             told = list(learner.said)
             client.said = []
             for _ in range(5):
                 await know._discover()
-            await until(lambda: know._known[engine.url].vanished, "it is missed")
+            await until_async(lambda: know._known[engine.url].vanished, "it is missed")
             assert know.stats()["engines"]["e"]["announced"] is False
             client.said = [said_of(engine, folder, incarnation="1")]
             await know._discover()
@@ -389,7 +404,7 @@ async def test_a_configured_engine_stays_as_announced_while_it_answers(folder: A
             assert know.engines["e"].node == "n"
             await engine.__aexit__(None, None, None)
             client.said = []
-            await until(lambda: know.engines["e"].node == "", "its announcement is void")
+            await until_async(lambda: know.engines["e"].node == "", "its announcement is void")
             assert ("left", "e") not in learner.said
 
 
@@ -402,7 +417,7 @@ async def test_an_engine_that_changes_while_its_hashes_are_verified(
     ):
         know = learner.knowledge
         known = know._known[engine.url]
-        await until(lambda: known.cards, "it answers")
+        await until_async(lambda: known.cards, "it answers")
         feeds = []
 
         async def wait_in_vain(spec: Any, hashing: Any, feed: Any, **_: Any) -> str:
@@ -414,7 +429,7 @@ async def test_an_engine_that_changes_while_its_hashes_are_verified(
             know._change(known, replace(known.spec, follows_max=7))
             return "mismatch"
 
-        monkeypatch.setattr("kvpool.router.knowledge.verify", wait_in_vain)
+        monkeypatch.setattr("kvpool.router.engine_catalog.verify", wait_in_vain)
         assert await know.verify("e") == "mismatch"
         assert len(feeds) == 2 and feeds[0] is not feeds[1]
         assert (know.engines["e"].follows_max, know.engines["e"].hashing) == (7, None)
@@ -425,6 +440,6 @@ async def test_an_engine_that_changes_while_its_hashes_are_verified(
             return "mismatch"
 
         know._change(known, replace(known.spec, hashing=HashSpec(BLOCK, "sha256_cbor", b"x")))
-        monkeypatch.setattr("kvpool.router.knowledge.verify", always_another)
+        monkeypatch.setattr("kvpool.router.engine_catalog.verify", always_another)
         assert await know.verify("e") == "unverified"
         assert know.engines["e"].hashing is not None

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.support.waiting import PATIENCE_S
+
 COMMAND = [sys.executable, "-m", "kvpool.cli", "router", "--no-daemon"]
 
 
@@ -40,10 +42,10 @@ def test_it_serves_without_an_engine_and_ends_when_it_is_told() -> None:
         )
         assert ready
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(f"{ready[1]}/health", timeout=20)
+            urllib.request.urlopen(f"{ready[1]}/health", timeout=PATIENCE_S)
         assert caught.value.code == 503 and b"no engine" in caught.value.read()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_it_serves_without_an_engine_and_ends_when_it_is_told() -> None:
 )
 def test_what_is_wrong_is_one_line(flags: tuple[str, ...], word: str) -> None:
     with started(*flags) as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1
         assert errors.startswith("kvpool: ") and errors.count("\n") == 1 and word in errors
 
@@ -65,5 +67,5 @@ def test_a_port_that_is_taken_is_named() -> None:
         assert first.stdout is not None
         port = first.stdout.readline().split("127.0.0.1:")[1].split(",")[0]
         with started("--listen", f"127.0.0.1:{port}") as second:
-            _, errors = second.communicate(timeout=60)
+            _, errors = second.communicate(timeout=PATIENCE_S)
             assert second.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in errors

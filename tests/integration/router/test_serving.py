@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, chain, none_hash
-from kvpool.testing.stub_engine import Speed
+from tests.support.stub_engine import Speed
 
 SLOW = Speed(prefill_tokens_s=4000, decode_s=0.005, step_tokens=128)
 SPEC = HashSpec(16, "sha256_cbor", none_hash("sha256_cbor", DEFAULT_SEED))
@@ -259,6 +259,6 @@ async def test_priority_goes_first_when_there_is_a_queue(world: Any) -> None:
 
 async def _waits(world: Any, least: int) -> bool:
     for line in (await world.get("/metrics")).splitlines():
-        if line.startswith("kvpool_router_waiting "):
+        if line.startswith("kvpool_router_requests_waiting "):
             return float(line.split()[1]) >= least
     return False

@@ -10,12 +10,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvpool.placement.engine_blocks import EngineBlocks
-from kvpool.placement.events import EngineSource, EventSubscriber
+from kvpool.placement.kv_events.engine_blocks import EngineBlocks
+from kvpool.placement.kv_events.subscriber import EngineSource, EventSubscriber
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, chain, none_hash
-from kvpool.testing.stub_engine import Settings, Speed, StubEngine
-from kvpool.testing.stub_engine.core import Core, Job
-from kvpool.testing.stub_engine.tokens import chat_tokens, text_of, tokens_of
+from tests.support.stub_engine import Settings, Speed, StubEngine
+from tests.support.stub_engine.core import Core, Job
+from tests.support.stub_engine.tokens import chat_tokens, text_of, tokens_of
 
 SLOW = Speed(prefill_tokens_s=2000, decode_s=0.01, step_tokens=64)
 SPEC = HashSpec(16, "sha256_cbor", none_hash("sha256_cbor", DEFAULT_SEED))

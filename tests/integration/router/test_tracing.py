@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvpool import __version__
-from kvpool.testing.collector import Collector, Received
+from tests.support.otlp_collector import Collector, Received
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=1"}
@@ -144,7 +144,7 @@ async def test_a_router_serves_while_the_collector_is_away(world: Any) -> None:
             assert said.text == world.right(prompt, 3)
 
         async def tried() -> bool:
-            return collector.requests > 0 and "does not take traces" in process.said
+            return collector.requests > 0 and "does not accept traces" in process.said
 
         await world.until(tried, "the outage is logged")
         collector.status = 200
@@ -166,7 +166,7 @@ async def test_a_router_serves_while_the_collector_is_away(world: Any) -> None:
             return counts["exported"] == len(collector.spans()) and sum(counts.values()) == 24
 
         await world.until(counted, "what became of the spans is counted")
-        assert process.said.count("does not take traces") == 1
+        assert process.said.count("does not accept traces") == 1
         assert "opentelemetry" not in process.said
 
 

@@ -35,7 +35,7 @@ os.environ.update(
 )
 os.environ.pop("PYTHONHASHSEED", None)
 
-from kvpool.client import Client
+from kvpool.client import OperatorClient
 
 with warnings.catch_warnings():
     # vLLM and torch warn of their own deprecations as they are imported.
@@ -48,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[3]
 BLOCK = 32
 NEW = 40
 LENGTHS = (700, 333, 64)
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,7 +81,7 @@ class Daemon:
 
     socket: str
     process: subprocess.Popen[str]
-    client: Client
+    client: OperatorClient
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -112,7 +112,7 @@ def run_daemon(
     assert process.stdout is not None
     try:
         assert "ready" in process.stdout.readline()
-        with Client(path, connect=True) as client:
+        with OperatorClient(path, connect=True) as client:
             yield Daemon(path, process, client)
     finally:
         process.terminate()
@@ -132,7 +132,7 @@ class Node(Daemon):
         until(lambda: not runs(self.pid), f"process {self.pid} has ended")
 
     @property
-    def movers(self) -> list[int]:
+    def workers(self) -> list[int]:
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         return [int(pid) for pid in children.split()]
 
@@ -179,7 +179,7 @@ def run_cluster(folder: Path, nodes: int, *, traced: bool = False) -> Iterator[l
             Node(
                 each["socket"],
                 process,
-                stack.enter_context(Client(each["socket"], connect=True, timeout_s=10.0)),
+                stack.enter_context(OperatorClient(each["socket"], connect=True, timeout_s=10.0)),
                 each["pid"],
             )
             for each in found

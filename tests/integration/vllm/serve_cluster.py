@@ -13,8 +13,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from kvpool.testing.collector import Collector
-from kvpool.testing.local import LocalCluster
+from tests.support.local_cluster import LocalCluster
+from tests.support.otlp_collector import Collector
 
 
 def main() -> None:

@@ -124,14 +124,14 @@ def test_blocks_cross_nodes_and_resets_end_them_everywhere(
 class Killer:
     """Kills the first owner that is asked for blocks, while it is asked.
 
-    All owners' movers are stopped until then, so nothing can have come over.
+    All owners' transfer workers are stopped until then, so nothing can have come over.
     """
 
     def __init__(self, engine: Any, puller: Any, owners: list[Any]) -> None:
         self.killed: list[Any] = []
         self._puller = puller
         self._owners = {owner.client.stats()["cluster"]["incarnation"]: owner for owner in owners}
-        self._movers = {owner.pid: owner.movers for owner in owners}
+        self._workers = {owner.pid: owner.workers for owner in owners}
         self._pulls = engine.connector._scheduler._pulls
         self._ended = self._pulls.ended
 
@@ -146,19 +146,19 @@ class Killer:
 
     def _signal_all(self, number: signal.Signals) -> None:
         dead = [owner.pid for owner in self.killed]
-        for pid, movers in self._movers.items():
-            for mover in movers if pid not in dead else ():
-                os.kill(mover, number)
+        for pid, workers in self._workers.items():
+            for worker in workers if pid not in dead else ():
+                os.kill(worker, number)
 
     def _look(self, pull: Any) -> bool:
         """In the place of the engine's question whether the pull has ended."""
-        for peer in self._puller.client.stats()["remote"]["peers"]:
+        for peer in self._puller.client.stats()["fetch"]["peers"]:
             owner = self._owners.get(peer["incarnation"])  # none for one that is dead already
             if peer["running"] and owner is not None and not self.killed:
                 self.killed.append(owner)
                 owner.kill()
-                for mover in self._movers[owner.pid]:
-                    os.kill(mover, signal.SIGKILL)
+                for worker in self._workers[owner.pid]:
+                    os.kill(worker, signal.SIGKILL)
                 self._signal_all(signal.SIGCONT)
         ended: bool = self._ended(pull)
         return ended

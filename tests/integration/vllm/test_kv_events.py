@@ -21,11 +21,11 @@ from vllm.distributed.kv_events import (
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, hash_block_tokens
 
-from kvpool.placement.engine_blocks import EngineBlocks, short_hash
-from kvpool.placement.events import EngineFeed, EngineSource, EventSubscriber
+from kvpool.placement.kv_events.engine_blocks import EngineBlocks, short_hash
+from kvpool.placement.kv_events.subscriber import EngineFeed, EngineSource, EventSubscriber
 from kvpool.types import PartKind, PartSpec
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 BLOCKS = {"llama": 50, "gemma": 90}
 
 
@@ -303,8 +303,8 @@ def test_a_late_listener_and_a_restart(folder: Path) -> None:
 
 def test_a_burst_that_the_queues_do_not_hold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read meanwhile: batches are dropped, and replayed afterwards, in several rounds."""
-    monkeypatch.setattr("kvpool.placement.events.HWM", 10)
-    monkeypatch.setattr("kvpool.placement.events.REPLAY_SILENT_S", 0.3)
+    monkeypatch.setattr("kvpool.placement.kv_events.subscriber.HWM", 10)
+    monkeypatch.setattr("kvpool.placement.kv_events.subscriber.REPLAY_SILENT_S", 0.3)
     publisher = Publisher(folder, buffer_steps=5000)
     listener = Listener(publisher.source)
     try:

@@ -23,7 +23,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.testing.servers.etcd import free_port
+from kvpool.client import Client
+from tests.support.servers.etcd import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "docs" / "quickstart.md"
@@ -187,7 +188,7 @@ def test_one_node(machine: Machine, kit: Any) -> None:
     first = json.loads(host.run(ASK))
     whole = (first["usage"]["prompt_tokens"] - 1) // BLOCK_TOKENS
     assert whole > 2
-    with kit.Client(host.socket, connect=True) as client:
+    with Client(host.socket, connect=True) as client:
         kit.until(
             lambda: client.stats()["counters"]["committed"] >= whole, "the prompt is in the pool"
         )

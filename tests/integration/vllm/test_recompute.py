@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.prefill import PrefillFit, StepWork
+from kvpool.prefill_cost import PrefillFit, StepWork
 
 Oracle = Callable[..., list[list[int]]]
 PATIENT = {"pull_wait_s": 10.0, "lookup_timeout_s": 5.0}
@@ -23,7 +23,7 @@ def publish(kit: Any, engine: Any, node: Any) -> None:
 
 
 def remote(node: Any) -> dict[str, int]:
-    found: dict[str, int] = node.client.stats()["remote"]
+    found: dict[str, int] = node.client.stats()["fetch"]
     return found
 
 

@@ -25,6 +25,7 @@ from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
 from kvpool.engine_plugins.vllm.layout import HostPages, byte_rows
 from kvpool.engine_plugins.vllm.metrics import COUNTERS
 from kvpool.engine_plugins.vllm.plan import RankReport, StepDone, StepPlan
+from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
 from kvpool.errors import ConfigError
 
 # --- names and signatures
@@ -82,7 +83,7 @@ def test_messages_cross_processes() -> None:
         connector.KvpoolMetadata(StepPlan(want_report=True)),
         connector.KvpoolWorkerMetadata(StepDone(loads={1: 1}, reports=[report])),
         connector.KvpoolHandshake(report),
-        connector.KvpoolStats(data={"loads": 1}),
+        KvpoolStats(data={"loads": 1}),
     ):
         assert pickle.loads(pickle.dumps(message)) == message
 
@@ -97,8 +98,8 @@ def test_ranks_messages_are_merged() -> None:
 
 
 def test_stats_are_summed_and_reduced() -> None:
-    stats = connector.KvpoolStats(data={"loads": 1, "load_seconds": 0.25})
-    stats.aggregate(connector.KvpoolStats(data={"loads": 2, "saved_blocks": 3}))
+    stats = KvpoolStats(data={"loads": 1, "load_seconds": 0.25})
+    stats.aggregate(KvpoolStats(data={"loads": 2, "saved_blocks": 3}))
     assert stats.reduce() == {"loads": 3, "load_seconds": 0.25, "saved_blocks": 3}
     assert not stats.is_empty()
     stats.reset()
@@ -110,7 +111,7 @@ def test_prometheus_shows_every_counter() -> None:
 
     registry = CollectorRegistry()
     kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    metrics = connector.KvpoolPromMetrics(
+    metrics = KvpoolPromMetrics(
         SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"], 1: ["1"]}
     )
     metrics.observe({"loaded_blocks": 5, "load_seconds": 0.5}, engine_idx=1)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvpool.daemon.blocks import Block, Holder, Lease, Limits, NamespaceState
-from kvpool.daemon.node import Node
-from kvpool.daemon.space import OWN, Origin
+from kvpool.daemon.core.blocks import OWN, Block, Holder, Lease, NamespaceState, Origin
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.node import Node
 from kvpool.storage.eviction import make_policy
-from kvpool.types import PartSpec
-from kvpool.wire import NO_ROW
+from kvpool.types import PartSpec, split_keys
+from kvpool.wire.frame import NO_ROW
 
 SLAB = 4096
 BASE = b"n" * 16
@@ -36,7 +36,7 @@ class Pool:
             limits=Limits(**{"grant_share": 1.0, **limits}),
         )
         self.tenant = self.node.add_tenant("red", 0, slabs * SLAB, SLAB)
-        self.holder = self.node.add_holder("red", "engine")
+        self.holder = self.node.holders.add("red", "engine")
         self.space = self.open(BASE, parts)
         self.tickets = 0
 
@@ -45,12 +45,12 @@ class Pool:
         return b"".join(n.to_bytes(16, "big") for n in numbers)
 
     def open(self, base: bytes, parts: tuple[PartSpec, ...]) -> NamespaceState:
-        return self.node.open_namespace(self.tenant, base, b"{}", parts)
+        return self.node.namespaces.open(self.tenant, base, b"{}", parts)
 
     def reset(self, fence: int = 0) -> NamespaceState:
         """The namespace goes on in its next epoch; what it was before."""
         old = self.space
-        self.space = self.node.set_epoch(old, old.epoch + 1, fence)
+        self.space = self.node.namespaces.set_epoch(old, old.epoch + 1, fence)
         return old
 
     def reserve(
@@ -64,8 +64,13 @@ class Pool:
     ) -> tuple[int, list[int]]:
         self.tickets += 1
         packed = self.keys(numbers)
-        _, rows = self.node.reserve(
-            holder or self.holder, space or self.space, part, self.tickets, packed, parent
+        _, rows = self.node.puts.reserve(
+            holder or self.holder,
+            space or self.space,
+            part,
+            self.tickets,
+            split_keys(packed),
+            parent,
         )
         return self.tickets, [row for row in array("I", rows) if row != NO_ROW]
 
@@ -74,11 +79,11 @@ class Pool:
         holder = where.get("holder") or self.holder
         if not rows:
             return 0
-        return self.node.commit(holder, ticket, bytes(16) * len(rows), None, origin)
+        return self.node.puts.commit(holder, ticket, bytes(16) * len(rows), None, origin)
 
     def here(self, numbers: Iterable[int], space: NamespaceState | None = None) -> list[int]:
         numbers = list(numbers)
-        flags = self.node.contains(space or self.space, 0, self.keys(numbers))
+        flags = self.node.leases.contains(space or self.space, 0, split_keys(self.keys(numbers)))
         return [n for n, flag in zip(numbers, flags, strict=True) if flag]
 
     def blocks(self, numbers: Iterable[int]) -> list[Block]:
@@ -87,23 +92,29 @@ class Pool:
         return [self.space.tables[0].blocks[key] for key in keys]
 
     def lease(self, numbers: Iterable[int], space: NamespaceState | None = None) -> Lease:
-        lease = self.node.acquire(
-            self.holder, space or self.space, (0,), self.keys(numbers), 10.0, 0.0, scattered=True
+        lease = self.node.leases.acquire(
+            self.holder,
+            space or self.space,
+            (0,),
+            split_keys(self.keys(numbers)),
+            10.0,
+            0.0,
+            scattered=True,
         )
         assert lease is not None
         return lease
 
     def release(self, lease: Lease) -> None:
-        self.node.release(self.holder, lease.token)
+        self.node.leases.release(self.holder, lease.token)
 
     def read(self, numbers: Iterable[int]) -> None:
         self.release(self.lease(numbers))
 
     def pin(self, numbers: Iterable[int], kind: str) -> set[bytes]:
-        return self.node.pin(self.space, self.keys(numbers), kind)
+        return self.node.pins.pin(self.space, split_keys(self.keys(numbers)), kind)
 
     def demote(self, numbers: Iterable[int]) -> int:
-        return self.node.demote(self.space, self.keys(numbers))
+        return self.node.candidates.demote(self.space, split_keys(self.keys(numbers)))
 
     @property
     def bytes_used(self) -> int:

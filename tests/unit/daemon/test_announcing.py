@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from kvpool.daemon.space import Origin
+from kvpool.daemon.core.blocks import Origin
 from kvpool.errors import PoolFull
 from kvpool.storage.eviction import POLICIES
-from kvpool.types import PartKind, PartSpec
+from kvpool.types import PartKind, PartSpec, split_keys
 
 TWO = (PartSpec(1024), PartSpec(1024))
 WHOLE = (PartSpec(4096),)
@@ -25,21 +25,21 @@ def number(key: bytes) -> int:
 def told(pool) -> set[Block]:
     return {
         (namespace.directory_digest, number(key))
-        for namespace, keys in pool.node.take_changes()
+        for namespace, keys in pool.node.inventory.take_changes()
         for key in keys
     }
 
 
 def masks(pool, numbers, space=None) -> list[int]:
     digest = (space or pool.space).directory_digest
-    return pool.node.masks(digest, [n.to_bytes(16, "big") for n in numbers])[1]
+    return pool.node.inventory.masks(digest, [n.to_bytes(16, "big") for n in numbers])[1]
 
 
 def walk(pool, count: int) -> list[Block]:
     met = []
     cursor: int | None = 0
     while cursor is not None:
-        groups, cursor = pool.node.walk(cursor, count)
+        groups, cursor = pool.node.inventory.walk(cursor, count)
         found = [(digest, number(key)) for digest, keys in groups for key in keys]
         assert len(found) <= count
         met += found
@@ -52,19 +52,19 @@ def walk(pool, count: int) -> list[Block]:
 def test_nothing_is_noted_before_somebody_follows(make_pool) -> None:
     pool = make_pool()
     pool.put([1])
-    assert pool.node.take_changes() == []
-    pool.node.follow_changes()
-    assert pool.node.take_changes() == []
+    assert pool.node.inventory.take_changes() == []
+    pool.node.inventory.follow_changes()
+    assert pool.node.inventory.take_changes() == []
     pool.put([2])
     pool.node.settle()
-    pool.node.follow_changes()
+    pool.node.inventory.follow_changes()
     assert told(pool) == {(pool.space.directory_digest, 2)}
-    assert pool.node.take_changes() == []
+    assert pool.node.inventory.take_changes() == []
 
 
 def test_a_put_is_told_though_the_books_are_behind(make_pool) -> None:
     pool = make_pool()
-    pool.node.follow_changes()
+    pool.node.inventory.follow_changes()
     pool.put([1, 2])
     assert told(pool) == {(pool.space.directory_digest, n) for n in (1, 2)}
 
@@ -73,14 +73,14 @@ def test_what_was_not_stored_is_not_told(make_pool) -> None:
     pool = make_pool()
     pool.put([1])
     pool.node.settle()
-    pool.node.follow_changes()
+    pool.node.inventory.follow_changes()
     ticket, _ = pool.reserve([1, 2])
-    pool.node.abort(pool.holder, ticket)
-    pool.node.grant(pool.holder, pool.space, 0, 2)
+    pool.node.puts.abort(pool.holder, ticket)
+    pool.node.grants.grant(pool.holder, pool.space, 0, 2)
     ticket, _ = pool.reserve([3])
     pool.reset()
-    pool.node.commit(pool.holder, ticket, bytes(16))
-    assert pool.node.take_changes() == []
+    pool.node.puts.commit(pool.holder, ticket, bytes(16))
+    assert pool.node.inventory.take_changes() == []
 
 
 def _evict(pool) -> None:
@@ -102,16 +102,16 @@ def _move_slab(pool) -> None:
 
 
 def _remove(pool) -> None:
-    pool.node.remove(pool.space, pool.keys([3]))
+    pool.node.removal.remove(pool.space, split_keys(pool.keys([3])))
 
 
 def _corrupt(pool) -> None:
-    pool.node.drop_corrupt(pool.space, 0, pool.keys([3]))
+    pool.node.removal.drop_corrupt(pool.space, 0, pool.keys([3]))
 
 
 def _reclaim(pool) -> None:
     pool.reset()
-    pool.node.reclaim_garbage(100)
+    pool.node.ended_epochs.reclaim(100)
 
 
 def _reclaim_in_a_put(pool) -> None:
@@ -141,7 +141,7 @@ def test_whatever_way_a_block_goes_it_is_told(
     old = pool.space
     pool.put(range(4))
     pool.node.settle()
-    pool.node.follow_changes()
+    pool.node.inventory.follow_changes()
     if leased:
         pool.lease([3])
     try:
@@ -164,15 +164,17 @@ def test_masks_have_a_bit_for_each_part(make_pool) -> None:
     pool.put([3, 4, 5], part=2)
     digest = pool.space.directory_digest
     keys = [n.to_bytes(16, "big") for n in (5, 1, 2, 3, 4, 9, 1)]
-    assert pool.node.masks(digest, keys) == (3, [4, 1, 3, 5, 6, 0, 1])
-    assert pool.node.masks(digest, []) == (3, [])
-    assert pool.node.masks(pool.space.digest, keys) == (0, []), "that is how peers call it"
+    assert pool.node.inventory.masks(digest, keys) == (3, [4, 1, 3, 5, 6, 0, 1])
+    assert pool.node.inventory.masks(digest, []) == (3, [])
+    assert pool.node.inventory.masks(pool.space.digest, keys) == (0, []), (
+        "that is how peers call it"
+    )
 
 
 def test_tenants_and_epochs_have_names_of_their_own(make_pool) -> None:
     pool = make_pool()
     blue = pool.node.add_tenant("blue", 1, 4096, 4096)
-    same = pool.node.open_namespace(blue, pool.space.base, b"{}", pool.space.parts)
+    same = pool.node.namespaces.open(blue, pool.space.base, b"{}", pool.space.parts)
     pool.put([1])
     first = pool.reset()
     pool.put([2])
@@ -185,9 +187,9 @@ def test_tenants_and_epochs_have_names_of_their_own(make_pool) -> None:
     ):
         assert state.digest == digest
         assert state.directory_digest == hashlib.sha256(tenant + b"\0" + digest).digest()[:16]
-        assert pool.node.by_directory(state.directory_digest) is state
+        assert pool.node.namespaces.by_directory(state.directory_digest) is state
         assert masks(pool, [1, 2], state) == expected
-    assert pool.node.by_directory(bytes(16)) is None
+    assert pool.node.namespaces.by_directory(bytes(16)) is None
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -199,13 +201,13 @@ def test_whoever_asks_about_all_changes_knows_what_is_here(
     random = Random(seed)
     pool = make_pool(slabs=4, policy=policy, parts=TWO, soft_pin_share=1.0)
     whole = pool.open(b"w" * 16, WHOLE)
-    pool.node.follow_changes()
+    pool.node.inventory.follow_changes()
     directory: dict[Block, int] = {}
     spaces = [pool.space, whole]
 
     def replay() -> None:
         for digest, n in told(pool):
-            parts, [mask] = pool.node.masks(digest, [n.to_bytes(16, "big")])
+            parts, [mask] = pool.node.inventory.masks(digest, [n.to_bytes(16, "big")])
             assert parts
             directory[digest, n] = mask
 
@@ -218,7 +220,7 @@ def test_whoever_asks_about_all_changes_knows_what_is_here(
             case 3:
                 pool.put(numbers[:1], space=whole)
             case 4:
-                pool.node.remove(pool.space, pool.keys(numbers))
+                pool.node.removal.remove(pool.space, split_keys(pool.keys(numbers)))
             case 5:
                 pool.demote(numbers)
             case 6:
@@ -228,12 +230,12 @@ def test_whoever_asks_about_all_changes_knows_what_is_here(
                 spaces.append(pool.space)
         if random.random() < 0.3:
             replay()
-    pool.node.reclaim_garbage(1000)
+    pool.node.ended_epochs.reclaim(1000)
     replay()
     here = {}
     for space in (pool.space, whole):
         for table in space.tables:
-            flags = pool.node.contains(space, table.part, pool.keys(range(30)))
+            flags = pool.node.leases.contains(space, table.part, split_keys(pool.keys(range(30))))
             for n in range(30):
                 if flags[n]:
                     block = (space.directory_digest, n)
@@ -249,11 +251,11 @@ def test_whoever_asks_about_all_changes_knows_what_is_here(
 def test_a_walk_meets_each_block_once(make_pool, count: int) -> None:
     pool = make_pool(slabs=8, parts=(PartSpec(1024), PartSpec(64), PartSpec(1024)))
     blue = pool.node.add_tenant("blue", 1, 4096, 4096)
-    other = pool.node.open_namespace(blue, b"o" * 16, b"{}", WHOLE)
+    other = pool.node.namespaces.open(blue, b"o" * 16, b"{}", WHOLE)
     pool.put(range(6))
     pool.put([1, 2, 8], part=1)
     pool.put([2, 8, 9], part=2)
-    pool.put([1], space=other, holder=pool.node.add_holder("blue", "engine"))
+    pool.put([1], space=other, holder=pool.node.holders.add("blue", "engine"))
     met = walk(pool, count)
     mine = pool.space.directory_digest
     expected = {(mine, n) for n in (0, 1, 2, 3, 4, 5, 8, 9)} | {(other.directory_digest, 1)}
@@ -266,9 +268,9 @@ def test_a_walk_meets_only_what_is_found(make_pool) -> None:
     assert walk(pool, 10) == []
     pool.put(range(4))
     pool.lease([0, 1])
-    pool.node.remove(pool.space, pool.keys([0]))
+    pool.node.removal.remove(pool.space, split_keys(pool.keys([0])))
     pool.reserve([7])
-    pool.node.grant(pool.holder, pool.space, 0, 1)
+    pool.node.grants.grant(pool.holder, pool.space, 0, 1)
     met = walk(pool, 3)
     assert sorted(n for _, n in met) == [1, 2, 3]
     pool.reset()
@@ -280,11 +282,11 @@ def test_a_step_of_a_walk_looks_at_no_more_than_asked_for(make_pool) -> None:
     """However empty the slots are: a node with a hundred million of them walks in small steps."""
     pool = make_pool(slabs=16)
     pool.put(range(64))
-    pool.node.remove(pool.space, pool.keys(range(63)))
+    pool.node.removal.remove(pool.space, split_keys(pool.keys(range(63))))
     steps = 0
     cursor: int | None = 0
     while cursor is not None:
-        _, cursor = pool.node.walk(cursor, 8)
+        _, cursor = pool.node.inventory.walk(cursor, 8)
         steps += 1
     assert 64 // 8 <= steps <= 64 // 8 + 1
 
@@ -316,7 +318,7 @@ def test_a_walk_meets_what_is_held_throughout_whatever_happens_meanwhile(
         met: set[Block] = set()
         cursor: int | None = 0
         while cursor is not None:
-            groups, cursor = pool.node.walk(cursor, random.randint(1, 4))
+            groups, cursor = pool.node.inventory.walk(cursor, random.randint(1, 4))
             met |= {(digest, number(key)) for digest, keys in groups for key in keys}
             fresh = random.randrange(1000)
             some = [n for digest, n in held() if digest == pool.space.directory_digest][:3]
@@ -328,7 +330,7 @@ def test_a_walk_meets_what_is_held_throughout_whatever_happens_meanwhile(
                 case 2:
                     pool.put([fresh], space=half)
                 case 3:
-                    pool.node.remove(pool.space, pool.keys(some[:1]))
+                    pool.node.removal.remove(pool.space, split_keys(pool.keys(some[:1])))
                     pool.put([fresh, *some])
                 case 4:
                     pool.demote(some)
@@ -346,7 +348,7 @@ def test_a_block_whose_first_part_comes_or_goes_is_met_or_told(
 ) -> None:
     """It is met where its first part is: which may be behind the walk, or ahead and gone then."""
     pool = make_pool(parts=(PartSpec(1024), PartSpec(64)))
-    pool.node.follow_changes()
+    pool.node.inventory.follow_changes()
     early, late = (0, 1) if first_comes else (1, 0)  # the class made first is walked first
     pool.put([7], part=early)
     pool.put([8], part=late)
@@ -355,15 +357,15 @@ def test_a_block_whose_first_part_comes_or_goes_is_met_or_told(
         pool.put([1], part=0)
     told(pool)
     block = (pool.space.directory_digest, 1)
-    groups, cursor = pool.node.walk(0, 2)
+    groups, cursor = pool.node.inventory.walk(0, 2)
     met = {(digest, number(key)) for digest, keys in groups for key in keys}
     assert block not in met
     if first_comes:
         pool.put([1], part=0)
     else:
-        pool.node.drop_corrupt(pool.space, 0, pool.keys([1]))
+        pool.node.removal.drop_corrupt(pool.space, 0, pool.keys([1]))
     while cursor is not None:
-        groups, cursor = pool.node.walk(cursor, 2)
+        groups, cursor = pool.node.inventory.walk(cursor, 2)
         met |= {(digest, number(key)) for digest, keys in groups for key in keys}
     assert block in met | told(pool)
 
@@ -372,28 +374,28 @@ def test_the_blocks_that_are_here_are_counted_by_parts(make_pool) -> None:
     pool = make_pool(parts=TWO)
     pool.put([1, 2])
     pool.put([2, 3], part=1)
-    assert pool.node.block_count() == 4, "although the books are behind"
+    assert pool.node.inventory.block_count() == 4, "although the books are behind"
     pool.lease([1])
-    pool.node.remove(pool.space, pool.keys([1]))
-    assert pool.node.block_count() == 3
+    pool.node.removal.remove(pool.space, split_keys(pool.keys([1])))
+    assert pool.node.inventory.block_count() == 3
     pool.reset()
-    assert pool.node.block_count() == 0
+    assert pool.node.inventory.block_count() == 0
 
 
 def test_changes_are_told_of_once_until_they_are_taken(make_pool) -> None:
     pool = make_pool(slabs=1)
     told: list[int] = []
-    pool.node.follow_changes(lambda: told.append(1))
+    pool.node.inventory.follow_changes(lambda: told.append(1))
     pool.put(range(4))
     pool.node.settle()
     pool.put(range(4, 6))  # evicts
     pool.node.settle()
     assert len(told) == 1
-    assert pool.node.take_changes()
+    assert pool.node.inventory.take_changes()
     pool.read(range(4, 6))
     assert len(told) == 1
     pool.put(range(6, 8))  # evicts first
     assert len(told) == 2
-    assert pool.node.take_changes()
-    pool.node.remove(pool.space, pool.keys([7]))
+    assert pool.node.inventory.take_changes()
+    pool.node.removal.remove(pool.space, split_keys(pool.keys([7])))
     assert len(told) == 3

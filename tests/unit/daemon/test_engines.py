@@ -11,17 +11,18 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvpool import wire
 from kvpool.config import DaemonConfig
-from kvpool.daemon import engines as engines_module
-from kvpool.daemon.blocks import Holder, NamespaceState
-from kvpool.daemon.engines import NO_PYZMQ, Engines
-from kvpool.daemon.node import Node
+from kvpool.daemon.core.blocks import Holder, NamespaceState
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.tiers import engine_caches as engines_module
+from kvpool.daemon.tiers.engine_caches import NO_PYZMQ, Engines
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
-from kvpool.placement.engine_blocks import EngineBlocks
+from kvpool.placement.directory.base import TIERS
+from kvpool.placement.kv_events.engine_blocks import EngineBlocks
 from kvpool.storage.eviction import make_policy
-from kvpool.testing.simulation.loop import run_alone
-from kvpool.types import PartSpec
+from kvpool.types import PartSpec, split_keys
+from kvpool.wire import client as client_wire
+from tests.sim.simulation.loop import run_alone
 
 BLOCK = PartSpec(4096)
 
@@ -95,8 +96,8 @@ class Bench:
         self.engines = Engines(
             DaemonConfig(socket="/s", **settings),
             self.node,
-            (self.node,),
-            self.subscribe,  # type: ignore[arg-type]
+            (self.node.inventory,),
+            self.subscribe,
             self.begin,
         )
 
@@ -106,7 +107,8 @@ class Bench:
         self.streams[endpoint] = Stream(endpoint, changed, self.fails)
         return self.streams[endpoint]
 
-    def begin(self) -> None:
+    def begin(self, tier: int, engines: Engines) -> None:
+        assert tier == TIERS["gpu"]
         self.begun += 1
         if self.directory:
             self.engines.follow_changes(self.notify)
@@ -127,10 +129,10 @@ class Bench:
 
     def open(self, name: str, parts: int = 1) -> NamespaceState:
         base = name.encode().ljust(16, b".")
-        return self.node.open_namespace(self.tenant, base, b"{}", [BLOCK] * parts)
+        return self.node.namespaces.open(self.tenant, base, b"{}", [BLOCK] * parts)
 
     def holder(self, name: str = "client") -> Holder:
-        return self.node.add_holder("red", "engine", name)
+        return self.node.holders.add("red", "engine", name)
 
     async def follow(
         self,
@@ -141,7 +143,7 @@ class Bench:
     ) -> tuple[Stream, Holder]:
         holder = holder or self.holder(f"client-{port}")
         endpoint = f"tcp://127.0.0.1:{port}"
-        told = wire.FollowEvents(0, endpoint, groups=list(groups))
+        told = client_wire.FollowEvents(0, endpoint, groups=list(groups))
         assert self.engines.follow(holder, space or self.space, told)
         await asyncio.sleep(0)
         return self.streams[endpoint], holder
@@ -246,10 +248,10 @@ def test_what_the_pool_has_is_known() -> None:
     async def main() -> None:
         bench = Bench()
         holder = bench.holder("writer")
-        bench.node.reserve(holder, bench.space, 0, 1, pack(range(8)))
-        bench.node.commit(holder, 1, bytes(16 * 8))
-        bench.node.reserve(holder, bench.open("b"), 0, 2, pack([10]))
-        bench.node.commit(holder, 2, bytes(16))
+        bench.node.puts.reserve(holder, bench.space, 0, 1, split_keys(pack(range(8))))
+        bench.node.puts.commit(holder, 1, bytes(16 * 8))
+        bench.node.puts.reserve(holder, bench.open("b"), 0, 2, split_keys(pack([10])))
+        bench.node.puts.commit(holder, 2, bytes(16))
         stream, _ = await bench.follow()
         stream.stored(range(4, 12))
         await bench.settle()
@@ -294,9 +296,9 @@ def test_a_block_is_here_while_any_engine_has_it() -> None:
         two.stored(range(1000, 2000))
         await bench.settle()
         assert set(bench.held()) == set(range(2000))
-        assert bench.engines.follows(first)
+        assert bench.engines.subscribes(first)
         bench.engines.forget(first)
-        assert not bench.engines.follows(first)
+        assert not bench.engines.subscribes(first)
         await bench.settle()
         assert one.ended
         assert set(bench.held()) == set(range(1000, 2000))
@@ -336,7 +338,7 @@ def test_one_engine_takes_the_place_of_another_of_the_same_client() -> None:
         assert again is two
         await bench.settle()
         assert bench.held() == {2: 1}
-        assert not bench.engines.follow(holder, bench.space, wire.FollowEvents(0, ""))
+        assert not bench.engines.follow(holder, bench.space, client_wire.FollowEvents(0, ""))
         await bench.settle()
         assert bench.held() == {}
         assert two.ended
@@ -426,7 +428,7 @@ def test_an_address_that_cannot_be_used_is_told(caplog: pytest.LogCaptureFixture
         await bench.settle()
         (row,) = bench.followed()
         assert row["error"] == "no such device"
-        told = wire.FollowEvents(0, "tcp://127.0.0.1:1", groups=[0])
+        told = client_wire.FollowEvents(0, "tcp://127.0.0.1:1", groups=[0])
         assert not bench.engines.follow(holder, bench.space, told)
         assert not row["connected"]
         assert "no such device" in caplog.text
@@ -439,9 +441,9 @@ def test_an_address_that_cannot_be_used_is_told(caplog: pytest.LogCaptureFixture
 
 
 def next_epoch(bench: Bench, *, fence: bool) -> NamespaceState:
-    old = bench.node.living(bench.space)
+    old = bench.node.namespaces.living(bench.space)
     epoch = old.epoch + 1
-    living = bench.node.set_epoch(old, epoch, epoch if fence else 0)
+    living = bench.node.namespaces.set_epoch(old, epoch, epoch if fence else 0)
     bench.engines.enter(living)
     return living
 
@@ -600,7 +602,7 @@ def test_nothing_piles_up_where_nobody_is_told() -> None:
 def test_without_pyzmq_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     engines = Engines(DaemonConfig(socket="/s"), bench.node, (), None, bench.begin)
-    told = wire.FollowEvents(0, "tcp://127.0.0.1:1", groups=[0])
+    told = client_wire.FollowEvents(0, "tcp://127.0.0.1:1", groups=[0])
     for _ in range(3):
         assert not engines.follow(bench.holder(), bench.space, told)
     assert caplog.text.count(NO_PYZMQ) == 1
@@ -610,7 +612,7 @@ def test_without_pyzmq_that_is_said_once(caplog: pytest.LogCaptureFixture) -> No
 
 def test_events_can_be_switched_off() -> None:
     bench = Bench(events=False)
-    told = wire.FollowEvents(0, "tcp://127.0.0.1:1", groups=[0])
+    told = client_wire.FollowEvents(0, "tcp://127.0.0.1:1", groups=[0])
     assert not bench.engines.follow(bench.holder(), bench.space, told)
     assert bench.streams == {}
     assert bench.engines.stats("red")["error"] == ""
@@ -640,7 +642,7 @@ def test_what_cannot_be_followed_is_refused(wrong: dict[str, Any]) -> None:
     bench = Bench()
     told = {"endpoint": "tcp://127.0.0.1:5557", "groups": [0], **wrong}
     with pytest.raises(InvalidRequest):
-        bench.engines.follow(bench.holder(), bench.space, wire.FollowEvents(0, **told))
+        bench.engines.follow(bench.holder(), bench.space, client_wire.FollowEvents(0, **told))
     assert bench.followed() == []
 
 
@@ -688,7 +690,7 @@ def test_the_directory_ends_up_with_what_engines_have(
         def advance(space: int, *, fence: bool) -> None:
             old = spaces[space]
             fences = bench.tenant.fences.get(old.base, 0)
-            spaces[space] = bench.node.set_epoch(
+            spaces[space] = bench.node.namespaces.set_epoch(
                 old, old.epoch + 1, old.epoch + 1 if fence else fences
             )
             bench.engines.enter(spaces[space])

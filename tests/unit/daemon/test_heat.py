@@ -1,6 +1,6 @@
 """Which prefixes are told to be read most."""
 
-from kvpool.daemon.heat import HALF_S, KEPT_MAX, SHOWN_MAX, Heat
+from kvpool.daemon.ops.hot_prefixes import HALF_S, KEPT_MAX, SHOWN_MAX, HotPrefixes
 
 
 def shown(heat):
@@ -8,7 +8,7 @@ def shown(heat):
 
 
 def test_what_prompts_share_is_told_once_and_what_they_do_not_each_by_itself(make_pool):
-    pool, heat = make_pool(), Heat()
+    pool, heat = make_pool(), HotPrefixes()
     system = list(range(1, 9))
     for prompt in range(10):
         heat.read(
@@ -23,7 +23,7 @@ def test_what_prompts_share_is_told_once_and_what_they_do_not_each_by_itself(mak
 
 
 def test_only_what_was_leased_counts(make_pool):
-    pool, heat = make_pool(), Heat()
+    pool, heat = make_pool(), HotPrefixes()
     heat.read(pool.space, pool.keys(range(1, 17)), 3)
     assert shown(heat) == [(2, 2, 1.0)]
     heat.read(pool.space, pool.keys(range(1, 17)), 0)
@@ -31,7 +31,7 @@ def test_only_what_was_leased_counts(make_pool):
 
 
 def test_what_is_not_read_any_more_fades(make_pool):
-    pool, heat = make_pool(), Heat()
+    pool, heat = make_pool(), HotPrefixes()
     for _ in range(8):
         heat.read(pool.space, pool.keys([1]), 1)
     heat.fade(HALF_S)
@@ -41,7 +41,7 @@ def test_what_is_not_read_any_more_fades(make_pool):
 
 
 def test_what_is_remembered_has_a_limit_and_what_is_hot_stays(make_pool):
-    pool, heat = make_pool(), Heat()
+    pool, heat = make_pool(), HotPrefixes()
     for number in range(10 * KEPT_MAX):
         heat.read(pool.space, pool.keys([number + 1000]), 1)
         if number % 100 == 0:
@@ -53,7 +53,7 @@ def test_what_is_remembered_has_a_limit_and_what_is_hot_stays(make_pool):
 
 
 def test_an_ended_epoch_is_forgotten(make_pool):
-    pool, heat = make_pool(), Heat()
+    pool, heat = make_pool(), HotPrefixes()
     heat.read(pool.space, pool.keys([1]), 1)
     pool.reset()
     heat.fade(1.0)

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from kvpool.daemon.journal import EVENTS_MAX, Journal, membership_news
+from kvpool.daemon.ops.event_log import EVENTS_MAX, EventLog, membership_news
 from kvpool.placement.records import NodeRecord, NodeState, View
 from kvpool.types import EngineRecord
 
 
 def test_events_are_numbered_and_the_last_ones_kept():
-    journal = Journal("a", lambda: 12.5)
+    journal = EventLog("a", lambda: 12.5)
     for number in range(EVENTS_MAX + 10):
         journal.note("tick", of=number)
     assert (journal.first, journal.last) == (11, EVENTS_MAX + 10)
@@ -25,7 +25,7 @@ def test_events_are_numbered_and_the_last_ones_kept():
 
 def test_who_waits_is_woken_by_the_next_one():
     async def story():
-        journal = Journal("a", lambda: 0.0)
+        journal = EventLog("a", lambda: 0.0)
         waits = [asyncio.create_task(journal.wait(0, 30.0)) for _ in range(3)]
         await asyncio.sleep(0)
         journal.note("tick")

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvpool.daemon.blocks import Holder, Limits, NamespaceState, Tenant
-from kvpool.daemon.node import Node
-from kvpool.daemon.space import ANCESTORS_PER_BLOCK
+from kvpool.daemon.core.blocks import Holder, NamespaceState, Tenant
+from kvpool.daemon.core.ledger import ANCESTORS_PER_BLOCK
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.node import Node
 from kvpool.errors import (
     InvalidRequest,
     LimitExceeded,
@@ -27,7 +28,7 @@ from kvpool.errors import (
 from kvpool.placement.records import DEFAULT_SETTINGS
 from kvpool.storage.eviction import POLICIES, make_policy
 from kvpool.types import PartKind, PartSpec, split_keys
-from kvpool.wire import NO_ROW
+from kvpool.wire.frame import NO_ROW
 
 SLAB = 4096
 ONE = (PartSpec(1024),)
@@ -63,10 +64,10 @@ class Pool:
         self.tickets = 0
 
     def holder_of(self, instance: str) -> Holder:
-        return self.node.add_holder("red", instance)
+        return self.node.holders.add("red", instance)
 
     def open(self, digest: bytes, parts: tuple[PartSpec, ...]) -> NamespaceState:
-        return self.node.open_namespace(self.tenant, digest, b"{}", parts)
+        return self.node.namespaces.open(self.tenant, digest, b"{}", parts)
 
     def reserve(
         self,
@@ -78,8 +79,13 @@ class Pool:
         parent: bytes = b"",
     ) -> tuple[int, list[int]]:
         self.tickets += 1
-        _, rows = self.node.reserve(
-            holder or self.holder, space or self.space, part, self.tickets, keys(numbers), parent
+        _, rows = self.node.puts.reserve(
+            holder or self.holder,
+            space or self.space,
+            part,
+            self.tickets,
+            split_keys(keys(numbers)),
+            parent,
         )
         return self.tickets, list(array("I", rows))
 
@@ -88,19 +94,21 @@ class Pool:
         granted = sum(row != NO_ROW for row in rows)
         if not granted:
             return 0
-        return self.node.commit(where.get("holder") or self.holder, ticket, bytes(16) * granted)
+        return self.node.puts.commit(
+            where.get("holder") or self.holder, ticket, bytes(16) * granted
+        )
 
     def here(self, numbers: Iterable[int], space: NamespaceState | None = None) -> list[int]:
         numbers = list(numbers)
-        flags = self.node.contains(space or self.space, 0, keys(numbers))
+        flags = self.node.leases.contains(space or self.space, 0, split_keys(keys(numbers)))
         return [n for n, flag in zip(numbers, flags, strict=True) if flag]
 
     def lease(self, numbers: Iterable[int], seconds: float = 10.0, now: float = 0.0, **where: Any):
-        return self.node.acquire(
+        return self.node.leases.acquire(
             where.get("holder") or self.holder,
             where.get("space") or self.space,
             where.get("parts", ()),
-            keys(numbers),
+            split_keys(keys(numbers)),
             seconds,
             now,
             scattered=where.get("scattered", False),
@@ -124,12 +132,12 @@ def test_keys_come_in_sixteens() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda p: p.node.reserve(p.holder, p.space, 0, 1, b"short"),
-        lambda p: p.node.match(p.space, (), b"short"),
-        lambda p: p.node.contains(p.space, 0, b"short"),
-        lambda p: p.node.acquire(p.holder, p.space, (), b"short", 1.0, 0.0),
-        lambda p: p.node.remove(p.space, b"short"),
-        lambda p: p.node.pin(p.space, b"short", "soft"),
+        lambda p: p.node.puts.reserve(p.holder, p.space, 0, 1, split_keys(b"short")),
+        lambda p: p.node.leases.match(p.space, (), split_keys(b"short")),
+        lambda p: p.node.leases.contains(p.space, 0, split_keys(b"short")),
+        lambda p: p.node.leases.acquire(p.holder, p.space, (), split_keys(b"short"), 1.0, 0.0),
+        lambda p: p.node.removal.remove(p.space, split_keys(b"short")),
+        lambda p: p.node.pins.pin(p.space, split_keys(b"short"), "soft"),
     ],
 )
 def test_keys_of_a_wrong_size_change_nothing(call: Callable[[Pool], object]) -> None:
@@ -146,19 +154,22 @@ def test_keys_of_a_wrong_size_change_nothing(call: Callable[[Pool], object]) -> 
         (lambda p: p.reserve([1], part=1), "part 1: this namespace has parts 0 to 0"),
         (lambda p: p.reserve([1], part=-1), "part -1"),
         (lambda p: p.reserve([]), "no keys"),
-        (lambda p: p.node.match(p.space, (1,), key(1)), "part 1"),
-        (lambda p: p.node.match(p.space, (0, 0), key(1)), "named twice"),
-        (lambda p: p.node.contains(p.space, 7, key(1)), "part 7"),
-        (lambda p: p.node.drop_corrupt(p.space, 7, key(1)), "part 7"),
+        (lambda p: p.node.leases.match(p.space, (1,), split_keys(key(1))), "part 1"),
+        (lambda p: p.node.leases.match(p.space, (0, 0), split_keys(key(1))), "named twice"),
+        (lambda p: p.node.leases.contains(p.space, 7, split_keys(key(1))), "part 7"),
+        (lambda p: p.node.removal.drop_corrupt(p.space, 7, key(1)), "part 7"),
         (lambda p: p.lease([1], parts=(3,)), "part 3"),
         (lambda p: p.lease([1], seconds=0.0), "a lease of 0.0 seconds"),
         (lambda p: p.lease([1], seconds=-1.0), "a lease of -1.0 seconds"),
         (lambda p: p.lease([1], seconds=float("nan")), "a lease of nan seconds"),
-        (lambda p: p.node.pin(p.space, key(1), "firm"), "soft, hard or none, not 'firm'"),
-        (lambda p: p.node.namespace(p.tenant, 1), "namespace number 1 is not open"),
-        (lambda p: p.node.namespace(p.tenant, -1), "namespace number -1 is not open"),
+        (
+            lambda p: p.node.pins.pin(p.space, split_keys(key(1)), "firm"),
+            "soft, hard or none, not 'firm'",
+        ),
+        (lambda p: p.node.namespaces.by_number(p.tenant, 1), "namespace number 1 is not open"),
+        (lambda p: p.node.namespaces.by_number(p.tenant, -1), "namespace number -1 is not open"),
         (lambda p: p.node.add_tenant("red", 1, SLAB), "'red' has a segment already"),
-        (lambda p: p.node.add_holder("green", "engine"), "no tenant 'green'"),
+        (lambda p: p.node.holders.add("green", "engine"), "no tenant 'green'"),
         (lambda p: p.open(b"h" * 16, (PartSpec(1 << 20),)), "exceeds the segment"),
     ],
 )
@@ -184,40 +195,40 @@ def test_a_scattered_acquire_is_for_one_part() -> None:
 
 def test_a_ticket_is_used_once_at_a_time() -> None:
     pool = Pool()
-    pool.node.reserve(pool.holder, pool.space, 0, 5, key(1))
+    pool.node.puts.reserve(pool.holder, pool.space, 0, 5, split_keys(key(1)))
     with pytest.raises(InvalidRequest, match="ticket 5 is in use"):
-        pool.node.reserve(pool.holder, pool.space, 0, 5, key(2))
-    assert pool.node.commit(pool.holder, 5, bytes(16)) == 1
-    pool.node.reserve(pool.holder, pool.space, 0, 5, key(2))
-    pool.node.abort(pool.holder, 5)
+        pool.node.puts.reserve(pool.holder, pool.space, 0, 5, split_keys(key(2)))
+    assert pool.node.puts.commit(pool.holder, 5, bytes(16)) == 1
+    pool.node.puts.reserve(pool.holder, pool.space, 0, 5, split_keys(key(2)))
+    pool.node.puts.abort(pool.holder, 5)
     assert pool.here([1, 2]) == [1]
 
 
 def test_tickets_are_of_one_holder() -> None:
     pool = Pool()
     other = pool.holder_of("engine")
-    pool.node.reserve(pool.holder, pool.space, 0, 5, key(1))
+    pool.node.puts.reserve(pool.holder, pool.space, 0, 5, split_keys(key(1)))
     with pytest.raises(UnknownReservation, match="reservation 5 is not open"):
-        pool.node.commit(other, 5, bytes(16))
-    pool.node.reserve(other, pool.space, 0, 5, key(2))
-    pool.node.abort(other, 5)
-    assert pool.node.commit(pool.holder, 5, bytes(16)) == 1
+        pool.node.puts.commit(other, 5, bytes(16))
+    pool.node.puts.reserve(other, pool.space, 0, 5, split_keys(key(2)))
+    pool.node.puts.abort(other, 5)
+    assert pool.node.puts.commit(pool.holder, 5, bytes(16)) == 1
     assert pool.here([1, 2]) == [1]
 
 
 def test_commit_of_what_is_not_reserved() -> None:
     pool = Pool()
     with pytest.raises(UnknownReservation):
-        pool.node.commit(pool.holder, 1, bytes(16))
+        pool.node.puts.commit(pool.holder, 1, bytes(16))
     ticket, _ = pool.reserve([1, 2])
-    pool.node.commit(pool.holder, ticket, bytes(32))
+    pool.node.puts.commit(pool.holder, ticket, bytes(32))
     with pytest.raises(UnknownReservation, match="settled before"):
-        pool.node.commit(pool.holder, ticket, bytes(32))
+        pool.node.puts.commit(pool.holder, ticket, bytes(32))
     ticket, _ = pool.reserve([3])
-    pool.node.abort(pool.holder, ticket)
-    pool.node.abort(pool.holder, ticket)
+    pool.node.puts.abort(pool.holder, ticket)
+    pool.node.puts.abort(pool.holder, ticket)
     with pytest.raises(UnknownReservation):
-        pool.node.commit(pool.holder, ticket, bytes(16))
+        pool.node.puts.commit(pool.holder, ticket, bytes(16))
 
 
 @pytest.mark.parametrize("length", [0, 16, 31, 33, 48])
@@ -225,9 +236,9 @@ def test_checksums_of_a_wrong_length_change_nothing(length: int) -> None:
     pool = Pool()
     ticket, _ = pool.reserve([1, 2])
     with pytest.raises(InvalidRequest, match=f"{length} bytes of checksums for 2 blocks"):
-        pool.node.commit(pool.holder, ticket, bytes(length))
+        pool.node.puts.commit(pool.holder, ticket, bytes(length))
     assert pool.here([1, 2]) == []
-    assert pool.node.commit(pool.holder, ticket, bytes(32)) == 2
+    assert pool.node.puts.commit(pool.holder, ticket, bytes(32)) == 2
 
 
 @pytest.mark.parametrize(
@@ -239,18 +250,25 @@ def test_a_partial_commit_of_what_is_not_open(indices: list[int], message: str) 
     ticket, rows = pool.reserve([10, 11, 12])
     assert rows[1] == NO_ROW
     with pytest.raises(UnknownReservation, match=message):
-        pool.node.commit(pool.holder, ticket, bytes(16 * len(indices)), indices)
+        pool.node.puts.commit(pool.holder, ticket, bytes(16 * len(indices)), indices)
     assert pool.here([10, 11, 12]) == [11]
-    assert pool.node.commit(pool.holder, ticket, bytes(32)) == 2
+    assert pool.node.puts.commit(pool.holder, ticket, bytes(32)) == 2
 
 
 @pytest.mark.parametrize("length", [31, 33, 40])
 def test_store_checks_lengths_before_it_changes_anything(length: int) -> None:
     pool = Pool(grant_share=1.0)
-    rows = pool.node.grant(pool.holder, pool.space, 0, 2)
+    rows = pool.node.grants.grant(pool.holder, pool.space, 0, 2)
     with pytest.raises(InvalidRequest):
-        pool.node.store(pool.holder, pool.space, 0, rows, keys([1, 2]), bytes(length))
-    assert pool.node.store(pool.holder, pool.space, 0, rows, keys([1, 2]), bytes(32)) == (2, [])
+        pool.node.grants.store(
+            pool.holder, pool.space, 0, rows, split_keys(keys([1, 2])), bytes(length)
+        )
+    assert pool.node.grants.store(
+        pool.holder, pool.space, 0, rows, split_keys(keys([1, 2])), bytes(32)
+    ) == (
+        2,
+        [],
+    )
 
 
 def test_a_namespace_is_what_it_was_first() -> None:
@@ -287,7 +305,7 @@ def test_what_is_reserved_is_bounded_per_holder() -> None:
     with pytest.raises(LimitExceeded, match="commit or abort first"):
         pool.reserve([20])
     assert pool.put(range(20, 24), holder=pool.holder_of("engine")) == 4, "others go on"
-    pool.node.commit(pool.holder, ticket, bytes(16) * 8)
+    pool.node.puts.commit(pool.holder, ticket, bytes(16) * 8)
     assert pool.put([30]) == 1
 
 
@@ -297,7 +315,7 @@ def test_a_block_larger_than_the_share_can_be_put() -> None:
     assert len(rows) == 1
     with pytest.raises(LimitExceeded):
         pool.reserve([3])
-    pool.node.commit(pool.holder, ticket, bytes(16))
+    pool.node.puts.commit(pool.holder, ticket, bytes(16))
     assert pool.put([2]) == 1
 
 
@@ -309,7 +327,7 @@ def test_leases_are_bounded_per_holder() -> None:
     with pytest.raises(LimitExceeded, match="holds 2 leases, the limit"):
         pool.lease([1])
     assert pool.lease([1], holder=pool.holder_of("engine")) is not None
-    pool.node.release(pool.holder, first.token)
+    pool.node.leases.release(pool.holder, first.token)
     assert pool.lease([1]) is not None
 
 
@@ -327,16 +345,18 @@ def test_a_lease_is_no_longer_than_allowed() -> None:
 def test_pins_have_a_quota(kind: str, share: str) -> None:
     pool = Pool(slabs=4, **{share: 0.25})
     pool.put(range(8))
-    assert len(pool.node.pin(pool.space, keys(range(3)), kind)) == 3
+    assert len(pool.node.pins.pin(pool.space, split_keys(keys(range(3))), kind)) == 3
     with pytest.raises(LimitExceeded, match=f"{kind} pins of tenant 'red'"):
-        pool.node.pin(pool.space, keys([3, 4]), kind)
-    assert len(pool.node.pin(pool.space, keys([0, 1, 3]), kind)) == 3, (
+        pool.node.pins.pin(pool.space, split_keys(keys([3, 4])), kind)
+    assert len(pool.node.pins.pin(pool.space, split_keys(keys([0, 1, 3])), kind)) == 3, (
         "those pinned already are free"
     )
-    assert len(pool.node.pin(pool.space, keys([0]), "none")) == 1
-    assert len(pool.node.pin(pool.space, keys([4]), kind)) == 1
-    pool.node.remove(pool.space, keys([4]))
-    assert len(pool.node.pin(pool.space, keys([5, 99]), kind)) == 1, "99 is not here"
+    assert len(pool.node.pins.pin(pool.space, split_keys(keys([0])), "none")) == 1
+    assert len(pool.node.pins.pin(pool.space, split_keys(keys([4])), kind)) == 1
+    pool.node.removal.remove(pool.space, split_keys(keys([4])))
+    assert len(pool.node.pins.pin(pool.space, split_keys(keys([5, 99])), kind)) == 1, (
+        "99 is not here"
+    )
 
 
 # ---- put ---------------------------------------------------------------------------------------
@@ -346,9 +366,9 @@ def test_a_block_is_found_from_commit_on() -> None:
     pool = Pool()
     ticket, _ = pool.reserve([1, 2])
     assert pool.here([1, 2]) == []
-    assert pool.node.match(pool.space, (), keys([1, 2])) == 0
+    assert pool.node.leases.match(pool.space, (), split_keys(keys([1, 2]))) == 0
     assert pool.lease([1, 2]) is None
-    pool.node.commit(pool.holder, ticket, b"a" * 16 + b"b" * 16)
+    pool.node.puts.commit(pool.holder, ticket, b"a" * 16 + b"b" * 16)
     assert pool.here([1, 2]) == [1, 2]
     lease = pool.lease([1, 2])
     assert [block.checksum for block in lease.parts[0][1]] == [b"a" * 16, b"b" * 16]
@@ -362,7 +382,7 @@ def test_a_second_put_of_a_present_key_stores_nothing() -> None:
     assert rows == [NO_ROW, NO_ROW]
     assert pool.space_used() == used
     with pytest.raises(UnknownReservation):
-        pool.node.commit(pool.holder, ticket, b"")
+        pool.node.puts.commit(pool.holder, ticket, b"")
     _, rows = pool.reserve([1, 3, 2, 4])
     assert [row == NO_ROW for row in rows] == [True, False, True, False]
 
@@ -373,8 +393,8 @@ def test_two_writers_race_for_a_key() -> None:
     other = pool.holder_of("engine")
     mine, _ = pool.reserve([1, 2, 3])
     theirs, _ = pool.reserve([1, 2, 4], holder=other)
-    assert pool.node.commit(pool.holder, mine, b"m" * 48) == 3
-    assert pool.node.commit(other, theirs, b"t" * 48) == 1
+    assert pool.node.puts.commit(pool.holder, mine, b"m" * 48) == 3
+    assert pool.node.puts.commit(other, theirs, b"t" * 48) == 1
     lease = pool.lease([1, 2, 3])
     assert {block.checksum for block in lease.parts[0][1]} == {b"m" * 16}
     assert pool.space_used() == 4 * 1024
@@ -393,10 +413,10 @@ def test_commits_chunk_by_chunk() -> None:
     ticket, _ = pool.reserve(range(6))
     for i, indices in enumerate(([0, 1], [3, 2], [], [5, 4])):
         sums = b"".join(key(100 + n) for n in indices)
-        assert pool.node.commit(pool.holder, ticket, sums, indices) == len(indices)
-        assert pool.node.match(pool.space, (), keys(range(6))) == (2, 4, 4, 6)[i]
+        assert pool.node.puts.commit(pool.holder, ticket, sums, indices) == len(indices)
+        assert pool.node.leases.match(pool.space, (), split_keys(keys(range(6)))) == (2, 4, 4, 6)[i]
     with pytest.raises(UnknownReservation):
-        pool.node.commit(pool.holder, ticket, b"", [])
+        pool.node.puts.commit(pool.holder, ticket, b"", [])
     lease = pool.lease(range(6))
     assert [b.checksum for b in lease.parts[0][1]] == [key(100 + n) for n in range(6)]
 
@@ -405,13 +425,13 @@ def test_reserved_slots_come_back_with_abort_and_death_only() -> None:
     pool = Pool(slabs=1)
     ticket, _ = pool.reserve([1])
     pool.reserve([2, 3, 4])
-    pool.node.expire(1e9)
+    pool.node.leases.expire(1e9)
     with pytest.raises(PoolFull):
         pool.put([5], holder=pool.holder_of("engine"))
-    pool.node.abort(pool.holder, ticket)
+    pool.node.puts.abort(pool.holder, ticket)
     assert pool.put([5], holder=pool.holder_of("engine")) == 1
-    pool.node.holder_died(pool.holder)
-    pool.node.holder_died(pool.holder)
+    pool.node.holders.died(pool.holder)
+    pool.node.holders.died(pool.holder)
     assert pool.put([6, 7, 8], holder=pool.holder_of("engine")) == 3
     assert pool.here([5, 6, 7, 8]) == [5, 6, 7, 8]
 
@@ -419,29 +439,29 @@ def test_reserved_slots_come_back_with_abort_and_death_only() -> None:
 def test_what_a_dead_prefill_had_committed_stays() -> None:
     pool = Pool()
     ticket, _ = pool.reserve(range(8))
-    pool.node.commit(pool.holder, ticket, bytes(16 * 5), range(5))
-    pool.node.holder_died(pool.holder)
-    assert pool.node.match(pool.space, (), keys(range(8))) == 5
+    pool.node.puts.commit(pool.holder, ticket, bytes(16 * 5), range(5))
+    pool.node.holders.died(pool.holder)
+    assert pool.node.leases.match(pool.space, (), split_keys(keys(range(8)))) == 5
     assert pool.space_used() == 5 * 1024
 
 
 def test_when_space_is_short_a_prefix_is_granted() -> None:
     pool = Pool(slabs=2)
     pool.put([2])
-    pool.node.pin(pool.space, key(2), "hard")
+    pool.node.pins.pin(pool.space, split_keys(key(2)), "hard")
     pool.put(range(10, 14))
     pool.lease(range(10, 14))
     ticket, rows = pool.reserve(range(8))
     assert len(rows) == 4, "of the keys 0 to 3; number 4 is the first that has no slot"
     assert [row == NO_ROW for row in rows] == [False, False, True, False]
-    assert pool.node.commit(pool.holder, ticket, bytes(48)) == 3
-    assert pool.node.match(pool.space, (), keys(range(8))) == 4
+    assert pool.node.puts.commit(pool.holder, ticket, bytes(48)) == 3
+    assert pool.node.leases.match(pool.space, (), split_keys(keys(range(8)))) == 4
 
 
 def test_a_full_pool_says_what_holds_it() -> None:
     pool = Pool(slabs=1, hard_pin_share=1.0)
     pool.put(range(4))
-    pool.node.pin(pool.space, keys([0, 1]), "hard")
+    pool.node.pins.pin(pool.space, split_keys(keys([0, 1])), "hard")
     pool.lease([2, 3])
     with pytest.raises(PoolFull) as error:
         pool.put([5])
@@ -460,8 +480,8 @@ def test_a_put_that_fails_evicts_nothing() -> None:
     for n in range(8):
         lease = pool.lease([n])
         stuck.setdefault(lease.parts[0][1][0].row // 2, n)
-        pool.node.release(pool.holder, lease.token)
-    pool.node.pin(pool.space, keys(stuck.values()), "hard")
+        pool.node.leases.release(pool.holder, lease.token)
+    pool.node.pins.pin(pool.space, split_keys(keys(stuck.values())), "hard")
     with pytest.raises(PoolFull):
         pool.put([1], space=pool.open(b"large" * 3 + b"!", large))
     assert pool.here(range(8)) == list(range(8))
@@ -488,7 +508,11 @@ def test_tails_go_before_heads_of_a_chain_put_in_chunks(policy: str) -> None:
     pool.put(range(3, 6), parent=key(2))
     pool.put(range(200, 203))
     pool.put(range(300, 306))
-    assert pool.node.match(pool.space, (), keys(range(6))) == len(pool.here(range(6))) > 0
+    assert (
+        pool.node.leases.match(pool.space, (), split_keys(keys(range(6))))
+        == len(pool.here(range(6)))
+        > 0
+    )
 
 
 def test_parents_are_keys() -> None:
@@ -527,7 +551,7 @@ def test_what_was_read_goes_later() -> None:
     pool = Pool(slabs=2)
     pool.put(range(4))
     pool.put(range(10, 14))
-    pool.node.release(pool.holder, pool.lease(range(4)).token)
+    pool.node.leases.release(pool.holder, pool.lease(range(4)).token)
     pool.put(range(20, 24))
     assert pool.here(range(4)) == [0, 1, 2, 3]
     assert pool.here(range(10, 14)) == []
@@ -541,9 +565,9 @@ def test_a_hundred_thousand_puts_into_a_full_pool(policy: str) -> None:
     pool.put(range(slots))
     batch = 32
     for n in range(slots, slots + 100_000, batch):
-        _, rows = node.reserve(holder, space, 0, 1, keys(range(n, n + batch)))
+        _, rows = node.puts.reserve(holder, space, 0, 1, split_keys(keys(range(n, n + batch))))
         assert len(rows) == 4 * batch
-        assert node.commit(holder, 1, bytes(16 * batch)) == batch
+        assert node.puts.commit(holder, 1, bytes(16 * batch)) == batch
     assert node.counters.refused_full == 0
     assert node.counters.evicted == 100_000
     node.settle()
@@ -572,8 +596,8 @@ def _work_of_a_put(resident: int) -> tuple[int, int]:
     previous = sys.gettrace()
     sys.settrace(count)
     try:
-        pool.node.reserve(pool.holder, pool.space, 0, 77, work)
-        pool.node.commit(pool.holder, 77, bytes(16 * 8))
+        pool.node.puts.reserve(pool.holder, pool.space, 0, 77, split_keys(work))
+        pool.node.puts.commit(pool.holder, 77, bytes(16 * 8))
         pool.node.settle()
     finally:
         sys.settrace(previous)
@@ -598,9 +622,9 @@ def test_the_time_of_a_put_does_not_grow_with_what_is_resident() -> None:
             pool.put(range(n, n + 512))
         best = 1.0
         for n in range(resident, resident + 100 * 8, 8):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             pool.put(range(n, n + 8))
-            best = min(best, time.perf_counter() - begin)
+            best = min(best, time.thread_time() - begin)
         return best
 
     assert seconds(1 << 17) < 5 * seconds(1 << 10)
@@ -627,7 +651,7 @@ def test_the_coldest_slab_of_another_class_goes_first() -> None:
     for n in range(0, 16, 4):
         pool.put(range(n, n + 4))
     for n in (8, 0, 12):
-        pool.node.release(pool.holder, pool.lease(range(n, n + 4)).token)
+        pool.node.leases.release(pool.holder, pool.lease(range(n, n + 4)).token)
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
     pool.put([1], space=whole)
     assert pool.here(range(16)) == [n for n in range(16) if not 4 <= n < 8]
@@ -643,7 +667,7 @@ def test_looking_for_a_slab_does_not_make_blocks_young() -> None:
     pool.lease(range(10, 14))
     with pytest.raises(PoolFull):
         pool.put([1], space=whole)
-    pool.node.release(pool.holder, lease.token)
+    pool.node.leases.release(pool.holder, lease.token)
     pool.put([20, 21])
     assert pool.here(range(4)) == [0, 1]
 
@@ -651,8 +675,8 @@ def test_looking_for_a_slab_does_not_make_blocks_young() -> None:
 def test_hard_pins_stay_and_soft_pins_go_last() -> None:
     pool = Pool(slabs=2)
     pool.put(range(8))
-    pool.node.pin(pool.space, keys([7]), "hard")
-    pool.node.pin(pool.space, keys([6, 5]), "soft")
+    pool.node.pins.pin(pool.space, split_keys(keys([7])), "hard")
+    pool.node.pins.pin(pool.space, split_keys(keys([6, 5])), "soft")
     pool.put(range(10, 15))
     assert pool.here(range(8)) == [5, 6, 7]
     pool.put(range(20, 26))
@@ -673,7 +697,7 @@ def test_a_slab_of_another_class_goes_before_a_soft_pin() -> None:
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
     pool.put([1], space=whole)
     pool.put(range(4))
-    pool.node.pin(pool.space, keys(range(4)), "soft")
+    pool.node.pins.pin(pool.space, split_keys(keys(range(4))), "soft")
     pool.put([10, 11])
     assert pool.here(range(4)) == [0, 1, 2, 3]
     assert pool.here([1], whole) == []
@@ -684,7 +708,7 @@ def test_a_put_with_few_own_victims_takes_slabs_before_soft_pins() -> None:
     pool = Pool(slabs=2)
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
     pool.put(range(4))
-    pool.node.pin(pool.space, keys(range(2)), "soft")
+    pool.node.pins.pin(pool.space, split_keys(keys(range(2))), "soft")
     pool.put([1], space=whole)
     assert pool.put(range(10, 14)) == 4
     assert pool.here(range(2)) == [0, 1]
@@ -697,8 +721,8 @@ def test_soft_pins_of_its_own_class_go_before_those_of_another() -> None:
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
     pool.put([1], space=whole)
     pool.put(range(4))
-    pool.node.pin(whole, key(1), "soft")
-    pool.node.pin(pool.space, keys(range(4)), "soft")
+    pool.node.pins.pin(whole, split_keys(key(1)), "soft")
+    pool.node.pins.pin(pool.space, split_keys(keys(range(4))), "soft")
     pool.put([10, 11])
     assert pool.here([1], whole) == [1]
     assert pool.here(range(4)) == [2, 3]
@@ -711,8 +735,8 @@ def test_a_pin_that_is_taken_back_holds_nothing() -> None:
     for kind in ("soft", "hard"):
         pool = Pool(slabs=1, hard_pin_share=1.0, soft_pin_share=1.0)
         pool.put(range(4))
-        pool.node.pin(pool.space, keys(range(4)), kind)
-        pool.node.pin(pool.space, keys(range(4)), "none")
+        pool.node.pins.pin(pool.space, split_keys(keys(range(4))), kind)
+        pool.node.pins.pin(pool.space, split_keys(keys(range(4))), "none")
         assert pool.tenant.hard_bytes == pool.tenant.soft_bytes == 0
         assert pool.put(range(10, 14)) == 4
 
@@ -720,11 +744,11 @@ def test_a_pin_that_is_taken_back_holds_nothing() -> None:
 def test_a_soft_pin_under_a_lease_stays_while_it_is_read() -> None:
     pool = Pool(slabs=1, soft_pin_share=1.0)
     pool.put(range(4))
-    pool.node.pin(pool.space, keys(range(4)), "soft")
+    pool.node.pins.pin(pool.space, split_keys(keys(range(4))), "soft")
     lease = pool.lease(range(4))
     with pytest.raises(PoolFull):
         pool.put([10])
-    pool.node.release(pool.holder, lease.token)
+    pool.node.leases.release(pool.holder, lease.token)
     assert pool.put([10]) == 1
     assert pool.tenant.soft_bytes == 3 * 1024
 
@@ -736,18 +760,18 @@ def test_a_slab_that_somebody_writes_to_does_not_move(how: str) -> None:
     if how == "reserve":
         pool.reserve([9])
     else:
-        assert len(pool.node.grant(pool.holder, pool.space, 0, 1)) == 1
+        assert len(pool.node.grants.grant(pool.holder, pool.space, 0, 1)) == 1
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
     with pytest.raises(PoolFull):
         pool.put([1], space=whole, holder=pool.holder_of("engine"))
-    pool.node.holder_died(pool.holder)
+    pool.node.holders.died(pool.holder)
     assert pool.put([1], space=whole, holder=pool.holder_of("engine")) == 1
 
 
 def test_evictions_are_counted_once_pinned_or_not() -> None:
     pool = Pool(slabs=2)
     pool.put(range(8))
-    pool.node.pin(pool.space, keys([0]), "soft")
+    pool.node.pins.pin(pool.space, split_keys(keys([0])), "soft")
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
     assert pool.put([1, 2], space=whole) == 2
     assert pool.node.counters.evicted == 8
@@ -771,13 +795,13 @@ def test_a_removed_block_is_gone_at_once_and_its_slot_after_its_readers() -> Non
     pool = Pool(slabs=1)
     pool.put(range(4))
     lease = pool.lease(range(4))
-    assert pool.node.remove(pool.space, keys([0, 1, 9])) == 2
+    assert pool.node.removal.remove(pool.space, split_keys(keys([0, 1, 9]))) == 2
     assert pool.here(range(4)) == [2, 3]
-    assert pool.node.join(pool.holder, lease.token, 0.0) is lease, "its readers go on"
+    assert pool.node.leases.join(pool.holder, lease.token, 0.0) is lease, "its readers go on"
     with pytest.raises(PoolFull):
         pool.put([0])
-    pool.node.release(pool.holder, lease.token)
-    pool.node.release(pool.holder, lease.token)
+    pool.node.leases.release(pool.holder, lease.token)
+    pool.node.leases.release(pool.holder, lease.token)
     assert pool.put([0, 1]) == 2
     assert pool.here(range(4)) == [0, 1, 2, 3]
 
@@ -786,28 +810,28 @@ def test_a_lease_ends_by_its_deadline() -> None:
     pool = Pool(slabs=1)
     pool.put(range(4))
     lease = pool.lease(range(4), seconds=10.0, now=100.0)
-    assert pool.node.expire(100.0) == 110.0
-    assert pool.node.join(pool.holder, lease.token, 109.9) is lease
-    assert pool.node.join(pool.holder, lease.token, 110.0) is None
-    assert pool.node.expire(109.9) == 110.0
+    assert pool.node.leases.expire(100.0) == 110.0
+    assert pool.node.leases.join(pool.holder, lease.token, 109.9) is lease
+    assert pool.node.leases.join(pool.holder, lease.token, 110.0) is None
+    assert pool.node.leases.expire(109.9) == 110.0
     with pytest.raises(PoolFull):
         pool.put([9])
-    assert pool.node.expire(110.0) is None
+    assert pool.node.leases.expire(110.0) is None
     assert pool.put([9]) == 1
-    pool.node.release(pool.holder, lease.token)
+    pool.node.leases.release(pool.holder, lease.token)
     assert pool.holder.idle
 
 
 def test_a_lease_without_a_deadline_lasts_until_its_holder_is_dead() -> None:
     pool = Pool(slabs=1)
-    mover = pool.holder_of("mover")
+    worker = pool.holder_of("transfer worker")
     pool.put(range(4))
-    lease = pool.node.acquire(mover, pool.space, (), keys(range(4)), None, 0.0)
+    lease = pool.node.leases.acquire(worker, pool.space, (), split_keys(keys(range(4))), None, 0.0)
     assert lease is not None
-    assert pool.node.expire(1e12) is None
+    assert pool.node.leases.expire(1e12) is None
     with pytest.raises(PoolFull):
         pool.put([9])
-    pool.node.holder_died(mover)
+    pool.node.holders.died(worker)
     assert pool.put([9]) == 1
 
 
@@ -816,18 +840,18 @@ def test_a_lease_lives_while_anyone_of_its_instance_holds_it() -> None:
     pool.put(range(4))
     scheduler, worker, stranger = map(pool.holder_of, ("engine", "engine", "other"))
     lease = pool.lease(range(4), holder=scheduler)
-    assert pool.node.join(stranger, lease.token, 0.0) is None
-    assert pool.node.join(worker, "0.999", 0.0) is None
-    assert pool.node.join(worker, lease.token, 0.0) is lease
-    assert pool.node.join(worker, lease.token, 0.0) is lease
-    pool.node.release(stranger, lease.token)
-    pool.node.holder_died(scheduler)
-    pool.node.release(worker, lease.token)
+    assert pool.node.leases.join(stranger, lease.token, 0.0) is None
+    assert pool.node.leases.join(worker, "0.999", 0.0) is None
+    assert pool.node.leases.join(worker, lease.token, 0.0) is lease
+    assert pool.node.leases.join(worker, lease.token, 0.0) is lease
+    pool.node.leases.release(stranger, lease.token)
+    pool.node.holders.died(scheduler)
+    pool.node.leases.release(worker, lease.token)
     with pytest.raises(PoolFull):
         pool.put([9])
-    pool.node.release(worker, lease.token)
+    pool.node.leases.release(worker, lease.token)
     assert pool.put([9]) == 1
-    assert pool.node.join(worker, lease.token, 0.0) is None
+    assert pool.node.leases.join(worker, lease.token, 0.0) is None
 
 
 def test_the_dead_take_nothing() -> None:
@@ -837,17 +861,17 @@ def test_the_dead_take_nothing() -> None:
     lease = pool.lease([0])
     dead = pool.holder_of("engine")
     pool.lease([1], holder=dead)
-    pool.node.holder_died(dead)
-    pool.node.holder_died(pool.holder_of("idle"))
+    pool.node.holders.died(dead)
+    pool.node.holders.died(pool.holder_of("idle"))
     assert pool.node.counters.dead_holders == 1
     for call in (
         lambda: pool.reserve([9], holder=dead),
         lambda: pool.lease([1], holder=dead),
-        lambda: pool.node.grant(dead, pool.space, 0, 1),
+        lambda: pool.node.grants.grant(dead, pool.space, 0, 1),
     ):
         with pytest.raises(InvalidRequest, match="process is dead"):
             call()
-    assert pool.node.join(dead, lease.token, 0.0) is None
+    assert pool.node.leases.join(dead, lease.token, 0.0) is None
     assert dead.idle
 
 
@@ -859,8 +883,8 @@ def test_a_holder_that_takes_the_place_of_a_dead_one_inherits_nothing() -> None:
     lease = pool.lease([1], holder=keeper)
     dead = pool.holder_of("engine")
     for _ in range(5):
-        pool.node.join(dead, lease.token, 0.0)
-    pool.node.holder_died(dead)
+        pool.node.leases.join(dead, lease.token, 0.0)
+    pool.node.holders.died(dead)
     assert set(lease.holds) == set(lease.holders) == {id(keeper)}
 
 
@@ -868,9 +892,9 @@ def test_released_leases_do_not_pile_up_until_their_deadline() -> None:
     pool = Pool()
     pool.put([1])
     for _ in range(1000):
-        pool.node.release(pool.holder, pool.lease([1], seconds=60.0).token)
-    pool.node.expire(0.0)
-    assert len(pool.node._deadlines) <= 64
+        pool.node.leases.release(pool.holder, pool.lease([1], seconds=60.0).token)
+    pool.node.leases.expire(0.0)
+    assert len(pool.node.leases._deadlines) <= 64
 
 
 def test_a_window_needs_its_last_blocks_only() -> None:
@@ -878,29 +902,31 @@ def test_a_window_needs_its_last_blocks_only() -> None:
     pool = Pool(parts=(PartSpec(64), window))
     pool.put(range(8))
     pool.put([2, 3, 4, 6], part=1)
-    found = {n: pool.node.match(pool.space, (), keys(range(n))) for n in range(9)}
+    found = {
+        n: pool.node.leases.match(pool.space, (), split_keys(keys(range(n)))) for n in range(9)
+    }
     assert found == {0: 0, 1: 0, 2: 0, 3: 0, 4: 4, 5: 5, 6: 5, 7: 5, 8: 5}
     lease = pool.lease(range(8))
     assert lease.blocks == 5
     first, blocks = lease.parts[1]
     assert (first, [block.key for block in blocks]) == (3, [key(3), key(4)])
     assert lease.parts[0][0] == 0
-    assert pool.node.match(pool.space, (0,), keys(range(8))) == 8
+    assert pool.node.leases.match(pool.space, (0,), split_keys(keys(range(8)))) == 8
 
 
 def test_a_short_prefix_needs_less_than_a_window() -> None:
     pool = Pool(parts=(PartSpec(64, PartKind.WINDOW, window_blocks=4),))
     pool.put([0, 1])
-    assert pool.node.match(pool.space, (), keys(range(8))) == 2
+    assert pool.node.leases.match(pool.space, (), split_keys(keys(range(8)))) == 2
 
 
 def test_strides() -> None:
     pool = Pool(parts=(PartSpec(64), PartSpec(128, stride=4)))
     pool.put(range(12))
     pool.put([3, 7], part=1)
-    assert pool.node.match(pool.space, (), keys(range(12))) == 8
-    assert pool.node.match(pool.space, (), keys(range(7))) == 4
-    assert pool.node.match(pool.space, (), keys(range(3))) == 0
+    assert pool.node.leases.match(pool.space, (), split_keys(keys(range(12)))) == 8
+    assert pool.node.leases.match(pool.space, (), split_keys(keys(range(7)))) == 4
+    assert pool.node.leases.match(pool.space, (), split_keys(keys(range(3)))) == 0
     lease = pool.lease(range(12))
     assert [block.key for block in lease.parts[1][1]] == [key(3), key(7)]
 
@@ -926,16 +952,16 @@ def test_remove_takes_all_parts_of_a_block() -> None:
     pool = Pool(parts=(PartSpec(64), PartSpec(128)))
     pool.put([1, 2])
     pool.put([2, 3], part=1)
-    assert pool.node.remove(pool.space, keys([1, 2, 3, 4])) == 3
+    assert pool.node.removal.remove(pool.space, split_keys(keys([1, 2, 3, 4]))) == 3
     assert pool.space_used() == 0
 
 
 def test_what_failed_its_checksum_is_not_found_again() -> None:
     pool = Pool()
     pool.put([1, 2, 3])
-    pool.node.drop_corrupt(pool.space, 0, key(2))
-    pool.node.drop_corrupt(pool.space, 0, key(2))
-    assert pool.node.match(pool.space, (), keys([1, 2, 3])) == 1
+    pool.node.removal.drop_corrupt(pool.space, 0, key(2))
+    pool.node.removal.drop_corrupt(pool.space, 0, key(2))
+    assert pool.node.leases.match(pool.space, (), split_keys(keys([1, 2, 3]))) == 1
     assert pool.node.counters.checksum_mismatches == 2
     assert pool.put([2]) == 1
 
@@ -947,19 +973,19 @@ def test_tenants_do_not_see_or_evict_each_other() -> None:
     pool = Pool(slabs=1)
     node = pool.node
     blue = node.add_tenant("blue", 1, SLAB, SLAB)
-    same = node.open_namespace(blue, pool.space.digest, b"{}", ONE)
+    same = node.namespaces.open(blue, pool.space.digest, b"{}", ONE)
     assert same is not pool.space
     pool.put(range(4))
     lease = pool.lease(range(4))
-    assert node.match(same, (), keys(range(4))) == 0
+    assert node.leases.match(same, (), split_keys(keys(range(4)))) == 0
     for tenant, number in ((blue, pool.space.number), (pool.tenant, same.number)):
         with pytest.raises(InvalidRequest, match="open the namespace first"):
-            node.namespace(tenant, number)
-    spy = node.add_holder("blue", "engine")
-    assert node.join(spy, lease.token, 0.0) is None
+            node.namespaces.by_number(tenant, number)
+    spy = node.holders.add("blue", "engine")
+    assert node.leases.join(spy, lease.token, 0.0) is None
     for n in range(10):
-        node.reserve(spy, same, 0, n % 4 + 1, key(n))
-        node.commit(spy, n % 4 + 1, bytes(16))
+        node.puts.reserve(spy, same, 0, n % 4 + 1, split_keys(key(n)))
+        node.puts.commit(spy, n % 4 + 1, bytes(16))
     assert pool.here(range(4)) == [0, 1, 2, 3]
 
 
@@ -967,7 +993,7 @@ def test_stats_are_plain_values() -> None:
     pool = Pool()
     pool.put([1, 2])
     pool.lease([1])
-    stats = pool.node.stats()
+    stats = pool.node.inventory.stats()
     red = stats["tenants"]["red"]
     assert stats["leases"] == 1
     assert stats["counters"]["committed"] == red["blocks"] == 2
@@ -997,7 +1023,7 @@ def test_what_was_only_held_in_place_keeps_its_place(make_pool, policy: str, pin
         pool.pin(numbers, pin)
     # Of a chain the tail goes first, and of soft pins the oldest.
     first, second, third = (3, 2, 1) if pin == "none" else (0, 1, 2)
-    held = pool.node.hold(pool.holder, pool.blocks(sorted([first, second])))
+    held = pool.node.leases.hold(pool.holder, pool.blocks(sorted([first, second])))
     for number, gone in ((30, third), (31, first), (32, second)):
         pool.put([number])
         pool.pin([number], pin)
@@ -1013,7 +1039,7 @@ def test_what_was_read_while_it_was_held_is_young(make_pool) -> None:
         pool = make_pool(slabs=2)
         pool.put(range(4))
         pool.put(range(10, 14))
-        held = pool.node.hold(pool.holder, pool.blocks(range(4)))
+        held = pool.node.leases.hold(pool.holder, pool.blocks(range(4)))
         pool.put([20])  # all of the first four come up as victims, and are passed over
         assert pool.here(range(10, 14)) == [10, 11, 12]
         lease = pool.lease(range(4))

@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,9 +28,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvpool.daemon.blocks import Block, Holder, Lease, Limits, NamespaceState, Tenant
-from kvpool.daemon.node import Node
-from kvpool.daemon.space import OWN, Origin
+from kvpool.daemon.core.blocks import OWN, Block, Holder, Lease, NamespaceState, Origin, Tenant
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.node import Node
 from kvpool.errors import (
     InvalidRequest,
     LimitExceeded,
@@ -38,8 +39,8 @@ from kvpool.errors import (
     UnknownReservation,
 )
 from kvpool.storage.eviction import POLICIES, make_policy
-from kvpool.types import PartKind, PartSpec
-from kvpool.wire import NO_ROW
+from kvpool.types import PartKind, PartSpec, split_keys
+from kvpool.wire.frame import NO_ROW
 
 pytestmark = pytest.mark.timeout(600)  # some ten seconds of work, on a machine that may be busy
 
@@ -195,7 +196,9 @@ chains = st.one_of(
     st.lists(st.sampled_from(KEYS), min_size=1, max_size=6),
 )
 tenants = st.sampled_from([*TENANTS, TENANTS[0]])
-origins = st.sampled_from([OWN, OWN, Origin(secondary=True), Origin(copies=3), Origin(True, 1, 2)])
+origins = st.sampled_from(
+    [OWN, OWN, Origin(secondary=True), Origin(replicas=3), Origin(True, 1, 2)]
+)
 namespaces = st.runner().flatmap(lambda machine: st.sampled_from(machine.names))
 
 
@@ -238,7 +241,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.names = names
         self.policy = policy
         self.node = Node(make_policy=lambda capacity: make_policy(policy, capacity), limits=LIMITS)
-        self.node.follow_changes()
+        self.node.inventory.follow_changes()
         self.sizes = {name: n * SLAB for name, n in zip(TENANTS, slabs, strict=True)}
         self.tenants: dict[str, Tenant] = {
             name: self.node.add_tenant(name, number, self.sizes[name], SLAB)
@@ -266,13 +269,14 @@ class NodeMachine(RuleBasedStateMachine):
                 found.update(dict.fromkeys(client.granted))
                 for copies in client.open.values():
                     found.update(dict.fromkeys(copies.values()))
-        for loan in (*self.loans.values(), *self.early.values()):
+        loans: tuple[Any, ...] = (*self.loans.values(), *self.early.values())
+        for loan in loans:
             if loan.tenant == tenant:
                 found.update(dict.fromkeys(loan.copies))
         return list(found)
 
     def leased(self) -> set[Copy]:
-        loans = (*self.loans.values(), *self.early.values())
+        loans: tuple[Any, ...] = (*self.loans.values(), *self.early.values())
         return {copy for loan in loans for copy in loan.copies}
 
     def evictable(self, tenant: str, *, soft: bool) -> set[Copy]:
@@ -344,7 +348,7 @@ class NodeMachine(RuleBasedStateMachine):
         return bool(self.free_runs(tenant, stride, movable))
 
     def add_client(self, tenant: str, instance: str) -> Client:
-        real = self.node.add_holder(tenant, instance, "test")
+        real = self.node.holders.add(tenant, instance, "test")
         self.made += 1
         client = Client(self.made, tenant, instance, real)
         self.clients.append(client)
@@ -355,16 +359,16 @@ class NodeMachine(RuleBasedStateMachine):
 
     def namespace(self, tenant: str, name: bytes) -> NamespaceState:
         known = self.opened.get((tenant, name))
-        found = self.node.open_namespace(self.tenants[tenant], name, b"{}", NAMESPACES[name])
+        found = self.node.namespaces.open(self.tenants[tenant], name, b"{}", NAMESPACES[name])
         if known is None:
             self.epochs[tenant, name] = Epochs(states={0: found})
         assert known is None or found is known
         self.opened[tenant, name] = found
-        assert self.node.namespace(self.tenants[tenant], found.number) is found
+        assert self.node.namespaces.by_number(self.tenants[tenant], found.number) is found
         for other in TENANTS:
             if other != tenant:
                 with pytest.raises(InvalidRequest):
-                    self.node.namespace(self.tenants[other], found.number)
+                    self.node.namespaces.by_number(self.tenants[other], found.number)
         return found
 
     def aim(
@@ -383,7 +387,7 @@ class NodeMachine(RuleBasedStateMachine):
         packed = b"".join(KEYS)
         for (tenant, name), namespace in self.opened.items():
             for part in range(len(namespace.parts)):
-                flags = self.node.contains(namespace, part, packed)
+                flags = self.node.leases.contains(namespace, part, split_keys(packed))
                 assert len(flags) == len(KEYS)
                 found.update(
                     (tenant, name, part, key) for key, flag in zip(KEYS, flags, strict=True) if flag
@@ -443,7 +447,9 @@ class NodeMachine(RuleBasedStateMachine):
         ticket = self.tickets
         try:
             packed, parent = b"".join(keys), KEYS[KEYS.index(keys[0]) - 1]
-            answer = self.node.reserve(client.real, namespace, part, ticket, packed, parent)
+            answer = self.node.puts.reserve(
+                client.real, namespace, part, ticket, split_keys(packed), parent
+            )
         except LimitExceeded:
             assert wanted
             assert allowed == 0
@@ -570,13 +576,13 @@ class NodeMachine(RuleBasedStateMachine):
         if often:
             nbytes = int(self.sizes[tenant] * share)
             self.quotas[tenant, name] = nbytes
-            self.node.set_quota(self.namespace(tenant, name), nbytes)
+            self.node.quotas.set(self.namespace(tenant, name), nbytes)
 
     @precondition(lambda self: any(self.quotas.values()))
     @rule(n=st.sampled_from([1, 3, 1000]))
     def tend_quotas(self, n: int) -> None:
         quotas = [Quota(self, *where, 0) for where, nbytes in self.quotas.items() if nbytes]
-        more = self.node.tend_quotas(n)
+        more = self.node.quotas.tend(n)
         here = self.observed()
         gone = {copy for copy in self.blocks.values() if copy.where not in here}
         self.look_for_garbage()
@@ -618,7 +624,7 @@ class NodeMachine(RuleBasedStateMachine):
                 self.totals["duplicates"] += 1
             else:
                 self.blocks[copy.where] = copy
-                copy.secondary, copy.wanted = origin.secondary, origin.copies
+                copy.secondary, copy.wanted = origin.secondary, origin.replicas
                 new += 1
                 nbytes = NAMESPACES[copy.namespace][copy.part].nbytes
                 self.totals["committed_bytes"] += nbytes
@@ -628,7 +634,7 @@ class NodeMachine(RuleBasedStateMachine):
             del client.open[ticket]
             client.settled.add(ticket)
         self.totals["committed"] += new
-        assert self.node.commit(client.real, ticket, b"".join(sums), chosen, origin) == new
+        assert self.node.puts.commit(client.real, ticket, b"".join(sums), chosen, origin) == new
 
     @precondition(lambda self: any(client.open for client in self.clients))
     @rule(data=st.data())
@@ -649,16 +655,18 @@ class NodeMachine(RuleBasedStateMachine):
         ]
         for holder, number, checksums, chosen in bad:
             with pytest.raises((InvalidRequest, UnknownReservation)):
-                self.node.commit(holder, number, checksums, chosen)
+                self.node.puts.commit(holder, number, checksums, chosen)
         name = next(iter(client.open[ticket].values())).namespace
         with pytest.raises(InvalidRequest):  # the ticket is in use
-            self.node.reserve(client.real, self.opened[client.tenant, name], 0, ticket, KEYS[0])
+            self.node.puts.reserve(
+                client.real, self.opened[client.tenant, name], 0, ticket, [KEYS[0]]
+            )
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         client = self.client(data)
         ticket = data.draw(st.sampled_from([*sorted(client.open), 0]), "ticket")
-        self.node.abort(client.real, ticket)
+        self.node.puts.abort(client.real, ticket)
         dropped = client.open.pop(ticket, {})
         self.totals["aborted"] += len(dropped)
         if dropped:
@@ -688,9 +696,9 @@ class NodeMachine(RuleBasedStateMachine):
         for copy in copies.values():
             if not 0 < nbytes <= NAMESPACES[copy.namespace][copy.part].nbytes:
                 with pytest.raises(InvalidRequest):
-                    self.node.written(client.real, ticket, nbytes)
+                    self.node.early_reads.written(client.real, ticket, nbytes)
                 return
-        self.node.written(client.real, ticket, nbytes)
+        self.node.early_reads.written(client.real, ticket, nbytes)
         if nbytes <= client.written.get(ticket, 0):
             return
         for copy in copies.values():
@@ -700,7 +708,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), keys=chains, stop=st.sampled_from([1, 350, 500, 1000]))
-    def lend_written(self, data: st.DataObject, keys: list[bytes], stop: int) -> None:
+    def loan_written(self, data: st.DataObject, keys: list[bytes], stop: int) -> None:
         tenant, name, part, key, _ = data.draw(st.sampled_from(sorted(self.writing)), "where")
         clients = [client for client in self.clients if client.tenant == tenant]
         client = data.draw(st.sampled_from(clients), "client")
@@ -719,9 +727,9 @@ class NodeMachine(RuleBasedStateMachine):
         found = {k: one for k, one in found.items() if one[0].written[one[1]] >= stop}
         if found and self.at_limit(client):
             with pytest.raises(LimitExceeded):
-                self.node.lend_written(client.real, table, keys, stop)
+                self.node.early_reads.lease(client.real, table, keys, stop)
             return
-        token, rows = self.node.lend_written(client.real, table, keys, stop)
+        token, rows = self.node.early_reads.lease(client.real, table, keys, stop)
         assert rows == {key: copy.row for key, (_, _, copy) in found.items()}
         assert bool(token) == bool(found)
         if token:
@@ -732,7 +740,7 @@ class NodeMachine(RuleBasedStateMachine):
     def told_of(self, namespace: NamespaceState, keys: list[bytes]) -> None:
         """What peers are told: runs that say of each key what is written of which reservation."""
         told: dict[tuple[int, int], tuple[int, int]] = {}
-        for run in self.node.being_written(namespace.directory_digest, keys):
+        for run in self.node.early_reads.being_written(namespace.directory_digest, keys):
             assert run.keys > 0
             for at in range(run.first, run.first + run.keys):
                 assert (run.part, at) not in told
@@ -758,7 +766,7 @@ class NodeMachine(RuleBasedStateMachine):
         token = data.draw(st.sampled_from(sorted(self.early)), "token")
         loan = self.early.pop(token)
         (holder,) = (c for c in self.clients if c.number == loan.holder)
-        self.node.release(holder.real, token)
+        self.node.leases.release(holder.real, token)
 
     # ---- put in one exchange -------------------------------------------------------------------
 
@@ -780,7 +788,7 @@ class NodeMachine(RuleBasedStateMachine):
         allowed = min(count, max(0, room) // stride)
         before = self.before(tenant, stride)
         quota = Quota(self, tenant, name, stride * allowed)
-        rows = self.node.grant(client.real, namespace, part, count)
+        rows = self.node.grants.grant(client.real, namespace, part, count)
         assert len(rows) <= allowed
         client.granted += [Copy(tenant, name, part, b"", stride, row) for row in rows]
         self.judge(tenant, stride, allowed, len(rows), before, quota)
@@ -799,7 +807,7 @@ class NodeMachine(RuleBasedStateMachine):
         if not fitting:
             rows = [client.granted[0].row]
             with pytest.raises(UnknownReservation):
-                self.node.store(client.real, namespace, part, rows, KEYS[0], bytes(16))
+                self.node.grants.store(client.real, namespace, part, rows, [KEYS[0]], bytes(16))
             return
         chosen = data.draw(st.lists(st.sampled_from(fitting), min_size=1, unique=True), "slots")
         keys = data.draw(
@@ -820,30 +828,30 @@ class NodeMachine(RuleBasedStateMachine):
             else:
                 copy.namespace, copy.part, copy.key, copy.checksum = name, part, key, sums[-1]
                 copy.epoch = namespace.epoch
-                copy.secondary, copy.wanted = origin.secondary, origin.copies
+                copy.secondary, copy.wanted = origin.secondary, origin.replicas
                 self.blocks[where] = copy
                 quota.new.add(copy)
                 client.granted.remove(copy)
                 new += 1
-        packed, checksums = b"".join(keys), b"".join(sums)
+        checksums = b"".join(sums)
         call = (client.real, namespace, part)
         for bad in (
-            (rows, packed, checksums[1:]),
-            (rows, packed, checksums + b"!"),
-            (rows, packed[16:], checksums),
-            (rows[1:], packed, checksums),
-            (rows + rows[:1], packed + KEYS[0], checksums + bytes(16)),
-            ([*rows[1:], 4000], packed, checksums),
+            (rows, keys, checksums[1:]),
+            (rows, keys, checksums + b"!"),
+            (rows, keys[1:], checksums),
+            (rows[1:], keys, checksums),
+            (rows + rows[:1], [*keys, KEYS[0]], checksums + bytes(16)),
+            ([*rows[1:], 4000], keys, checksums),
         ):
             with pytest.raises(InvalidRequest):
-                self.node.store(*call, *bad)
+                self.node.grants.store(*call, *bad)
         for other in self.clients:
             if other is not client and other.tenant == client.tenant:
                 with pytest.raises(UnknownReservation):
-                    self.node.store(other.real, namespace, part, rows, packed, checksums)
+                    self.node.grants.store(other.real, namespace, part, rows, keys, checksums)
         self.totals["committed"] += new
         self.totals["committed_bytes"] += new * namespace.parts[part].nbytes
-        stored = self.node.store(*call, rows, packed, checksums, origin=origin)
+        stored = self.node.grants.store(*call, rows, keys, checksums, origin=origin)
         assert stored == (new, unused)
         here = self.observed()
         gone = {copy for copy in self.blocks.values() if copy.where not in here}
@@ -863,7 +871,7 @@ class NodeMachine(RuleBasedStateMachine):
         chosen = data.draw(st.lists(st.sampled_from(client.granted or anything)), "slots")
         chosen += data.draw(st.lists(st.sampled_from(anything), max_size=2), "more")
         for copy in chosen:
-            self.node.give_back(client.real, copy.stride, [copy.row])
+            self.node.grants.give_back(client.real, copy.stride, [copy.row])
             if copy in client.granted:
                 client.granted.remove(copy)
 
@@ -880,7 +888,7 @@ class NodeMachine(RuleBasedStateMachine):
             ]
             for chain in (keys, KEYS[:8], KEYS[8:], KEYS[:5], []):
                 expected = present_prefix(used, chain)
-                assert self.node.match(namespace, parts, b"".join(chain)) == expected
+                assert self.node.leases.match(namespace, parts, chain) == expected
                 self.totals["match_calls"] += 1
                 self.totals["match_keys"] += len(chain)
                 self.totals["match_hits"] += expected
@@ -892,14 +900,14 @@ class NodeMachine(RuleBasedStateMachine):
         namespace = self.namespace(client.tenant, name)
         parts = data.draw(st.sampled_from(subsets(len(NAMESPACES[name]))), "parts")
         used = parts or list(range(len(NAMESPACES[name])))
-        call = (client.real, namespace, parts, b"".join(keys), seconds, self.now)
+        call = (client.real, namespace, parts, keys, seconds, self.now)
         if self.at_limit(client):
             with pytest.raises(LimitExceeded):
-                self.node.acquire(*call)
+                self.node.leases.acquire(*call)
             return
         with pytest.raises(InvalidRequest):
-            self.node.acquire(*call[:4], 0.0, self.now)
-        lease = self.node.acquire(*call)
+            self.node.leases.acquire(*call[:4], 0.0, self.now)
+        lease = self.node.leases.acquire(*call)
         here = {part: self.here(client.tenant, name, part) for part in used}
         n = present_prefix([(NAMESPACES[name][part], here[part]) for part in used], keys)
         if n == 0:
@@ -921,7 +929,7 @@ class NodeMachine(RuleBasedStateMachine):
             assert lease.parts[part][0] == first * spec.stride
             self.same_places(lease, part, expected)
             copies += expected
-        self.lend(client, lease, copies, seconds)
+        self.open_loan(client, lease, copies, seconds)
 
     @rule(name=namespaces, data=st.data(), keys=chains, seconds=st.sampled_from([0.5, 5.0, 99.0]))
     def acquire_scattered(
@@ -933,8 +941,8 @@ class NodeMachine(RuleBasedStateMachine):
         name, keys = self.aim(data, client.tenant, name, keys)
         namespace = self.namespace(client.tenant, name)
         part = data.draw(st.integers(0, len(namespace.parts) - 1), "part")
-        lease = self.node.acquire(
-            client.real, namespace, [part], b"".join(keys), seconds, self.now, scattered=True
+        lease = self.node.leases.acquire(
+            client.real, namespace, [part], keys, seconds, self.now, scattered=True
         )
         found = [
             self.blocks[client.tenant, name, part, key]
@@ -947,7 +955,7 @@ class NodeMachine(RuleBasedStateMachine):
             return
         assert lease is not None
         self.same_places(lease, part, found)
-        self.lend(client, lease, found, seconds)
+        self.open_loan(client, lease, found, seconds)
 
     def at_limit(self, client: Client) -> bool:
         held = sum(client.number in loan.holds for loan in self.loans.values())
@@ -959,7 +967,7 @@ class NodeMachine(RuleBasedStateMachine):
             (c.stride, c.row, c.key, c.checksum) for c in expected
         ]
 
-    def lend(self, client: Client, lease: Lease, copies: list[Copy], seconds: float) -> None:
+    def open_loan(self, client: Client, lease: Lease, copies: list[Copy], seconds: float) -> None:
         deadline = self.now + min(seconds, LIMITS.lease_s_max)
         assert lease.deadline == deadline
         assert lease.token not in self.loans
@@ -988,15 +996,17 @@ class NodeMachine(RuleBasedStateMachine):
         new = loan is not None and client.number not in loan.holds
         if may and new and self.at_limit(client):
             with pytest.raises(LimitExceeded):
-                self.node.join(client.real, token, self.now)
+                self.node.leases.join(client.real, token, self.now)
             return
-        lease = self.node.join(client.real, token, self.now)
+        lease = self.node.leases.join(client.real, token, self.now)
         assert (lease is not None) == may
         if may:
             assert loan is not None
             assert lease is not None
             assert lease.token == token
-            assert self.node.join(client.real, token, loan.deadline) is None, "it is over then"
+            assert self.node.leases.join(client.real, token, loan.deadline) is None, (
+                "it is over then"
+            )
             loan.holds[client.number] += 1
 
     @precondition(lambda self: self.loans or self.over)
@@ -1009,7 +1019,7 @@ class NodeMachine(RuleBasedStateMachine):
         token = data.draw(st.sampled_from(mine or others), "token")
         if data.draw(st.booleans(), "any"):
             token = data.draw(st.sampled_from(others), "token")
-        self.node.release(client.real, token)
+        self.node.leases.release(client.real, token)
         loan = self.loans.get(token)
         if loan is not None and client.number in loan.holds:
             loan.holds[client.number] -= 1
@@ -1029,7 +1039,7 @@ class NodeMachine(RuleBasedStateMachine):
         if not seconds and self.loans:
             self.now = max(self.now, min(loan.deadline for loan in self.loans.values()))
         if expire:
-            due = self.node.expire(self.now)
+            due = self.node.leases.expire(self.now)
             for token, loan in list(self.loans.items()):
                 if loan.deadline <= self.now:
                     self.end_loan(token)
@@ -1045,7 +1055,7 @@ class NodeMachine(RuleBasedStateMachine):
             return
         client = self.client(data)
         for _ in range(times):
-            self.node.holder_died(client.real)
+            self.node.holders.died(client.real)
         self.clients.remove(client)
         holding = bool(client.open or client.granted)
         holding |= any(client.number in loan.holds for loan in self.loans.values())
@@ -1083,7 +1093,7 @@ class NodeMachine(RuleBasedStateMachine):
                     gone.add(key)
                     self.forget(copy)
                     self.totals["dropped"] += 1
-        assert self.node.remove(namespace, b"".join(keys)) == len(gone)
+        assert self.node.removal.remove(namespace, keys) == len(gone)
         self.totals["removed"] += len(gone)
 
     @rule(name=namespaces, data=st.data(), tenant=tenants, key=st.sampled_from(KEYS))
@@ -1091,7 +1101,7 @@ class NodeMachine(RuleBasedStateMachine):
         name, (*_, key) = self.aim(data, tenant, name, [key])
         namespace = self.namespace(tenant, name)
         part = data.draw(st.integers(0, len(namespace.parts) - 1), "part")
-        self.node.drop_corrupt(namespace, part, key)
+        self.node.removal.drop_corrupt(namespace, part, key)
         self.totals["checksum_mismatches"] += 1
         copy = self.blocks.get((tenant, name, part, key))
         if copy is not None:
@@ -1123,12 +1133,10 @@ class NodeMachine(RuleBasedStateMachine):
             too_much = self.pinned(tenant, kind) + asked > int(self.sizes[tenant] * SHARES[kind])
             if asked and (too_much or (quota and own + asked > int(quota * SHARES[kind]))):
                 with pytest.raises(LimitExceeded):
-                    self.node.pin(namespace, b"".join(keys), kind)
+                    self.node.pins.pin(namespace, keys, kind)
                 return
         found = {copy.key for copy in chosen}
-        assert self.node.pin(namespace, b"".join(keys), kind) == {
-            key for key in keys if key in found
-        }
+        assert self.node.pins.pin(namespace, keys, kind) == {key for key in keys if key in found}
         for copy in chosen:
             copy.pin = kind
 
@@ -1150,7 +1158,7 @@ class NodeMachine(RuleBasedStateMachine):
             if (copy := self.blocks.get((tenant, name, part, key))) and not copy.secondary
         }
         namespace = self.namespace(tenant, name)
-        assert self.node.demote(namespace, b"".join(keys)) == len(chosen)
+        assert self.node.candidates.demote(namespace, keys) == len(chosen)
         for copy in chosen:
             copy.secondary = True
 
@@ -1159,8 +1167,8 @@ class NodeMachine(RuleBasedStateMachine):
         """Those that may go, and no others. What was seen may be gone when somebody comes back to it."""
         plain = self.evictable(tenant, soft=False)
         for secondary, ask in (
-            (False, self.node.coldest),
-            (True, self.node.coldest_secondary),
+            (False, self.node.candidates.coldest),
+            (True, self.node.candidates.coldest_secondary),
         ):
             may = {copy.where: copy for copy in plain if copy.secondary == secondary}
             everything = ask(self.tenants[tenant], 1000)
@@ -1184,7 +1192,7 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def promote(self, data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(self.seen), min_size=1, max_size=6), "blocks")
-        self.node.promote([block for block, _ in chosen])
+        self.node.candidates.promote([block for block, _ in chosen])
         for _, copy in chosen:
             if self.blocks.get(copy.where) is copy:
                 copy.secondary = False
@@ -1216,7 +1224,7 @@ class NodeMachine(RuleBasedStateMachine):
         epoch = max(0, known.epoch + ahead)
         fence = epoch if fenced else data.draw(st.integers(0, epoch), "fence")
         any_state = data.draw(st.sampled_from(list(known.states.values())), "asked by")
-        living = self.node.set_epoch(any_state, epoch, fence)
+        living = self.node.namespaces.set_epoch(any_state, epoch, fence)
         known.fence = max(known.fence, fence)
         if epoch <= known.epoch:
             assert living is was
@@ -1248,40 +1256,41 @@ class NodeMachine(RuleBasedStateMachine):
         (tenant, name), epoch = data.draw(st.sampled_from(ended), "epoch")
         known = self.epochs[tenant, name]
         state = known.states[epoch]
-        found = self.node.namespace(self.tenants[tenant], state.number)
-        assert self.node.living(state) is self.opened[tenant, name]
+        found = self.node.namespaces.by_number(self.tenants[tenant], state.number)
+        assert self.node.namespaces.living(state) is self.opened[tenant, name]
         assert state.fenced == (epoch < known.fence)
         if not state.fenced:
             assert found is self.opened[tenant, name]
             return
         assert found is state
-        packed = b"".join(KEYS)
-        assert self.node.match(state, (), packed) == 0
+        assert self.node.leases.match(state, (), KEYS) == 0
         self.totals["match_calls"] += 1
         self.totals["match_keys"] += len(KEYS)
         client = next(c for c in self.clients if c.tenant == tenant)
         if not self.at_limit(client):
             for parts, scattered in (((), False), ((0,), True)):
-                call = (client.real, state, parts, packed, 1.0, self.now)
-                assert self.node.acquire(*call, scattered=scattered) is None
+                call = (client.real, state, parts, KEYS, 1.0, self.now)
+                assert self.node.leases.acquire(*call, scattered=scattered) is None
                 self.totals["acquire_misses"] += 1
         for part in range(len(NAMESPACES[name])):
-            assert not any(self.node.contains(state, part, packed))
+            assert not any(self.node.leases.contains(state, part, KEYS))
             rows = [c.row for c in client.granted if c.stride == state.tables[part].stride][:1]
             with pytest.raises(StaleEpoch):
-                self.node.reserve(client.real, state, part, 10**6, packed)
+                self.node.puts.reserve(client.real, state, part, 10**6, KEYS)
             with pytest.raises(StaleEpoch):
-                self.node.grant(client.real, state, part, 1)
+                self.node.grants.grant(client.real, state, part, 1)
             with pytest.raises(StaleEpoch):
-                self.node.store(client.real, state, part, rows, KEYS[0], bytes(16))
-        assert self.node.remove(state, packed) == self.node.demote(state, packed) == 0
-        assert not self.node.pin(state, packed, "hard")
+                self.node.grants.store(client.real, state, part, rows, [KEYS[0]], bytes(16))
+        assert (
+            self.node.removal.remove(state, KEYS) == self.node.candidates.demote(state, KEYS) == 0
+        )
+        assert not self.node.pins.pin(state, KEYS, "hard")
 
     @rule(n=st.integers(0, 6))
     def reclaim_garbage(self, n: int) -> None:
         count = len(self.garbage)
-        assert self.node.has_garbage == (count > 0)
-        assert self.node.reclaim_garbage(n) == min(n, count)
+        assert bool(self.node.ended_epochs) == (count > 0)
+        assert self.node.ended_epochs.reclaim(n) == min(n, count)
         assert len(self.look_for_garbage()) == min(n, count)
 
     # ---- what the directory is told ------------------------------------------------------------
@@ -1296,10 +1305,10 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule()
     def announce(self) -> None:
-        for namespace, keys in self.node.take_changes():
+        for namespace, keys in self.node.inventory.take_changes():
             digest = namespace.directory_digest
-            assert self.node.by_directory(digest) is namespace
-            parts, masks = self.node.masks(digest, keys)
+            assert self.node.namespaces.by_directory(digest) is namespace
+            parts, masks = self.node.inventory.masks(digest, keys)
             assert parts == len(namespace.parts)
             known = self.directory.setdefault(digest, {})
             known.update(zip(keys, masks, strict=True))
@@ -1310,14 +1319,14 @@ class NodeMachine(RuleBasedStateMachine):
         held = self.held()
         unsaid = {(digest_of(c.tenant, c.namespace, c.epoch), c.key) for c in self.garbage}
         for digest, keys in told.items():
-            living = self.node.by_directory(digest)
+            living = self.node.namespaces.by_directory(digest)
             assert living is not None
             if living.retired:
                 assert {(digest, key) for key in keys} <= unsaid, "not withdrawn"
             else:
                 assert keys == held.pop(digest, {})
         assert not held, "never told of"
-        assert self.node.take_changes() == []
+        assert self.node.inventory.take_changes() == []
 
     @rule()
     def begin_walk(self) -> None:
@@ -1330,7 +1339,7 @@ class NodeMachine(RuleBasedStateMachine):
         walk = data.draw(st.sampled_from(self.walks), "walk")
         held = self.held()
         for _ in range(steps):
-            groups, cursor = self.node.walk(walk.cursor, count)
+            groups, cursor = self.node.inventory.walk(walk.cursor, count)
             assert sum(len(keys) for _, keys in groups) <= count
             for digest, keys in groups:
                 assert set(keys) <= held[digest].keys(), "met what is not here"
@@ -1367,10 +1376,10 @@ class NodeMachine(RuleBasedStateMachine):
         for (tenant, name), known in self.epochs.items():
             for epoch, state in known.states.items():
                 digest = digest_of(tenant, name, epoch)
-                assert self.node.by_directory(digest) is state
+                assert self.node.namespaces.by_directory(digest) is state
                 here = held.get(digest, {})
                 expected = [here.get(key, 0) for key in KEYS]
-                assert self.node.masks(digest, KEYS) == (len(NAMESPACES[name]), expected)
+                assert self.node.inventory.masks(digest, KEYS) == (len(NAMESPACES[name]), expected)
             copies = [
                 next(
                     (
@@ -1382,9 +1391,9 @@ class NodeMachine(RuleBasedStateMachine):
                 )
                 for key in KEYS
             ]
-            assert self.node.copies_wanted(self.opened[tenant, name], KEYS) == copies
-        assert self.node.masks(bytes(16), KEYS) == (0, [])
-        assert self.node.block_count() == len(self.blocks)
+            assert self.node.inventory.replicas_wanted(self.opened[tenant, name], KEYS) == copies
+        assert self.node.inventory.masks(bytes(16), KEYS) == (0, [])
+        assert self.node.inventory.block_count() == len(self.blocks)
 
     @invariant()
     def walks_need_not_meet_what_changed(self) -> None:
@@ -1403,7 +1412,7 @@ class NodeMachine(RuleBasedStateMachine):
             plain = self.evictable(tenant, soft=False)
             least = sum(copy.stride for copy in plain if copy.secondary)
             most = sum(copy.stride for copy in self.copies(tenant) if copy.secondary)
-            assert least <= self.node.secondary_bytes(self.tenants[tenant]) <= most
+            assert least <= self.node.candidates.secondary_bytes(self.tenants[tenant]) <= most
 
     @invariant()
     def nobody_shares_bytes(self) -> None:
@@ -1417,7 +1426,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_sums_are_right(self) -> None:
-        stats = self.node.stats()
+        stats = self.node.inventory.stats()
         counters = stats["counters"]
         for name in counters:
             if name in self.totals:
@@ -1446,7 +1455,7 @@ class NodeMachine(RuleBasedStateMachine):
         if not self.clients:
             return
         for client in list(self.clients):
-            self.node.holder_died(client.real)
+            self.node.holders.died(client.real)
         self.clients.clear()
         self.loans.clear()
         self.early.clear()
@@ -1454,7 +1463,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.every_block_can_be_evicted()
 
     def the_sums_are_right_after_all_died(self) -> None:
-        stats = self.node.stats()
+        stats = self.node.inventory.stats()
         assert stats["leases"] == 0
         for tenant in TENANTS:
             used = sum(c.stride for c in self.copies(tenant))
@@ -1463,17 +1472,19 @@ class NodeMachine(RuleBasedStateMachine):
     def every_block_can_be_evicted(self) -> None:
         everything = b"".join(KEYS)
         for namespace in self.opened.values():
-            self.node.pin(namespace, everything, "none")
+            self.node.pins.pin(namespace, split_keys(everything), "none")
         for tenant in TENANTS:
             capacity = self.sizes[tenant] // SLAB
-            fresh = self.node.open_namespace(self.tenants[tenant], b"fill", b"{}", [PartSpec(SLAB)])
+            fresh = self.node.namespaces.open(
+                self.tenants[tenant], b"fill", b"{}", [PartSpec(SLAB)]
+            )
             for n in range(capacity):
-                writer = self.node.add_holder(tenant, "filler")
+                writer = self.node.holders.add(tenant, "filler")
                 key = n.to_bytes(16, "big")
-                _, rows = self.node.reserve(writer, fresh, 0, 1, key)
+                _, rows = self.node.puts.reserve(writer, fresh, 0, 1, split_keys(key))
                 assert len(rows) == 4
             assert not any(found[0] == tenant for found in self.observed())
-            space = self.node.stats()["tenants"][tenant]["space"]
+            space = self.node.inventory.stats()["tenants"][tenant]["space"]
             assert space["bytes_used"] == self.sizes[tenant]
 
 

@@ -5,16 +5,15 @@ from typing import Any
 
 import pytest
 
-from kvpool.daemon.blocks import NamespaceState
-from kvpool.daemon.jobs import JobRunner, Work
-from kvpool.daemon.journal import Journal
-from kvpool.daemon.listing import list_blocks
+from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.ops.event_log import EventLog
+from kvpool.daemon.ops.jobs import JobRunner, Work
+from kvpool.daemon.ops.listing import list_blocks
 from kvpool.errors import LimitExceeded
-from kvpool.jobs import EvictJob, JobState, JobView
 from kvpool.types import PartSpec
+from kvpool.wire.jobs import EvictJob, JobState, JobView
+from tests.support.waiting import PATIENCE_S
 from tests.unit.daemon.conftest import BASE, QUARTER, Pool
-
-PATIENCE_S = 10.0
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ class Jobs:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.journal = Journal("a", lambda: 0.0)
+        self.journal = EventLog("a", lambda: 0.0)
         nothing: Any = None
         rules = {"dram": [pool.node]}
         work = Work(nothing, nothing, lambda: rules, nothing, nothing, lambda: 0.0)
@@ -101,10 +100,10 @@ def test_what_is_remembered_of_a_job_is_small(pool: Pool) -> None:
 def others(pool: Pool) -> list[NamespaceState]:
     """Another tenant's namespaces beside ours, whose blocks are of two sizes."""
     tenant = pool.node.add_tenant("blue", 1, 8 * 4096, 4096)
-    holder = pool.node.add_holder("blue", "engine")
+    holder = pool.node.holders.add("blue", "engine")
     spaces = []
     for base, spec in ((BASE, QUARTER), (b"m" * 16, PartSpec(2048))):
-        space = pool.node.open_namespace(tenant, base, b"{}", (spec,))
+        space = pool.node.namespaces.open(tenant, base, b"{}", (spec,))
         pool.put(range(100, 108), space=space, holder=holder)
         spaces.append(space)
     return spaces
@@ -160,7 +159,7 @@ def test_a_cursor_that_somebody_made_up_costs_no_more(
     """Than one that came with an answer: so many slots are looked at, and no more."""
     pool.put([1, 2])
     for tenant in (None, others[0].tenant):
-        blocks, after = pool.node.scan((number << 40) + row, 3, tenant)
+        blocks, after = pool.node.inventory.scan((number << 40) + row, 3, tenant)
         assert len(blocks) <= 3
         assert after is None or after > (number << 40)
     page = list_blocks([pool.node], others, f"0.{(number << 40) + row}", 3, 0.0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from kvpool.daemon.paths import (
+from kvpool.daemon.workers.paths import (
     EXPLORE_EVERY,
     EXPLORE_EVERY_MAX,
     LEARN_BYTES,
@@ -28,9 +28,11 @@ from kvpool.errors import (
     NamespaceMismatch,
     Unavailable,
 )
-from kvpool.placement.rails import Route, Way
-from kvpool.transfer.base import ABSENT, ARRIVED, MISMATCH, MISSING
-from kvpool.wire import Ask, AskPeer, Await, Done, PullBlocks, Pulled
+from kvpool.placement.nic_pairs import Route, Way
+from kvpool.types import BlockStatus
+from kvpool.wire.frame import Done
+from kvpool.wire.peer import Ask, Await
+from kvpool.wire.worker import AskPeer, PullBlocks, Pulled
 
 TCP, NIXL = "tcp://a:1", "nixl://a:2"
 NBYTES = 100
@@ -39,11 +41,12 @@ NBYTES = 100
 def sums_of(keys: bytes, status: bytes) -> bytes:
     """Checksums that name the block: its key, where it has arrived."""
     return b"".join(
-        keys[16 * i : 16 * i + 16] if s == ARRIVED else bytes(16) for i, s in enumerate(status)
+        keys[16 * i : 16 * i + 16] if s == BlockStatus.PRESENT else bytes(16)
+        for i, s in enumerate(status)
     )
 
 
-class Carrier:
+class PeerTransport:
     """One of the two: answers as it is told, and writes down what it was asked."""
 
     def __init__(self, clock: "Clock") -> None:
@@ -60,7 +63,7 @@ class Carrier:
             raise self.error
         keys = [order.keys[at : at + 16] for at in range(0, len(order.keys), 16)]
         assert len(order.rows) == 4 * len(keys)
-        status = bytes(self.answers.get(key, ARRIVED) for key in keys)
+        status = bytes(self.answers.get(key, BlockStatus.PRESENT) for key in keys)
         return Pulled(status, sums_of(order.keys, status), self.takes_s, self.error)
 
 
@@ -82,7 +85,7 @@ class AsListed(random.Random):
 class Both:
     def __init__(self, *, nixl: bool = True) -> None:
         self.clock = Clock()
-        self.nixl, self.tcp = Carrier(self.clock), Carrier(self.clock)
+        self.nixl, self.tcp = PeerTransport(self.clock), PeerTransport(self.clock)
         ways = (Way(NIXL, 0), Way(TCP, 0)) if nixl else (Way(TCP, 0),)
         self.path = Paths(
             {"nixl": self.nixl.pull, "tcp": self.tcp.pull},
@@ -121,7 +124,7 @@ def order(count: int, deadline_s: float = 8.0) -> PullBlocks:
 
 def test_a_peer_without_nixl_is_pulled_from_over_tcp() -> None:
     both = Both(nixl=False)
-    assert both.pull().status == bytes([ARRIVED]) * 4
+    assert both.pull().status == bytes([BlockStatus.PRESENT]) * 4
     assert (both.nixl.orders, len(both.tcp.orders)) == ([], 1)
     seen = both.path.nixl_stats()
     assert seen["pulls"] == seen["failed_over"] == seen["slower"] == seen["rested"] == 0
@@ -129,9 +132,14 @@ def test_a_peer_without_nixl_is_pulled_from_over_tcp() -> None:
 
 def test_nixl_alone_where_it_works() -> None:
     both = Both()
-    both.nixl.answers[key(2)] = ABSENT
+    both.nixl.answers[key(2)] = BlockStatus.ABSENT
     pulled = both.pull()
-    assert list(pulled.status) == [ARRIVED, ARRIVED, ABSENT, ARRIVED]
+    assert list(pulled.status) == [
+        BlockStatus.PRESENT,
+        BlockStatus.PRESENT,
+        BlockStatus.ABSENT,
+        BlockStatus.PRESENT,
+    ]
     assert both.tcp.orders == []
     (asked,) = both.nixl.orders
     assert (asked.url, asked.deadline_s) == (NIXL, 4.0)
@@ -140,7 +148,13 @@ def test_nixl_alone_where_it_works() -> None:
     assert (seen["failed_over"], seen["last_error"], seen["resting"]) == (0, "", {})
 
 
-statuses = st.lists(st.sampled_from([ABSENT, ARRIVED, MISMATCH, MISSING]), min_size=1, max_size=8)
+statuses = st.lists(
+    st.sampled_from(
+        [BlockStatus.ABSENT, BlockStatus.PRESENT, BlockStatus.MISMATCH, BlockStatus.LATE]
+    ),
+    min_size=1,
+    max_size=8,
+)
 
 
 @settings(deadline=None)
@@ -152,13 +166,22 @@ def test_what_nixl_has_not_brought_right_is_asked_of_tcp_and_nothing_else(
 ) -> None:
     both = Both()
     if not error:  # then nothing is missing
-        first = [ABSENT if status == MISSING else status for status in first]
+        first = [BlockStatus.ABSENT if status == BlockStatus.LATE else status for status in first]
     both.nixl.answers = {key(n): status for n, status in enumerate(first)}
     both.nixl.error, both.nixl.takes_s = error, 0.5
     if isinstance(error, KvpoolError):
-        first = [MISSING] * len(first)
-    left = [n for n, status in enumerate(first) if status in {MISMATCH, MISSING}]
-    then = {n: second.draw(st.sampled_from([ABSENT, ARRIVED, MISMATCH, MISSING])) for n in left}
+        first = [BlockStatus.LATE] * len(first)
+    left = [
+        n for n, status in enumerate(first) if status in {BlockStatus.MISMATCH, BlockStatus.LATE}
+    ]
+    then = {
+        n: second.draw(
+            st.sampled_from(
+                [BlockStatus.ABSENT, BlockStatus.PRESENT, BlockStatus.MISMATCH, BlockStatus.LATE]
+            )
+        )
+        for n in left
+    }
     both.tcp.answers = {key(n): status for n, status in then.items()}
     pulled = both.pull(len(first))
     assert list(pulled.status) == [then.get(n, status) for n, status in enumerate(first)]
@@ -224,21 +247,31 @@ def test_a_path_may_take_as_long_as_its_bytes_are_worth() -> None:
 
 def test_no_order_goes_to_tcp_when_its_time_is_over() -> None:
     both = Both()
-    both.nixl.answers[key(0)] = MISSING
+    both.nixl.answers[key(0)] = BlockStatus.LATE
     both.nixl.error, both.nixl.takes_s = "stuck", 9.0
     pulled = both.pull(deadline_s=8.0)
-    assert list(pulled.status) == [MISSING, ARRIVED, ARRIVED, ARRIVED]
+    assert list(pulled.status) == [
+        BlockStatus.LATE,
+        BlockStatus.PRESENT,
+        BlockStatus.PRESENT,
+        BlockStatus.PRESENT,
+    ]
     assert pulled.error == "stuck"
     assert both.tcp.orders == []
 
 
 def test_what_nixl_has_brought_is_kept_when_tcp_fails() -> None:
     both = Both()
-    both.nixl.answers[key(0)] = MISSING
+    both.nixl.answers[key(0)] = BlockStatus.LATE
     both.nixl.error = "it broke"
     both.tcp.error = Unavailable("nobody there")
     pulled = both.pull()
-    assert list(pulled.status) == [MISSING, ARRIVED, ARRIVED, ARRIVED]
+    assert list(pulled.status) == [
+        BlockStatus.LATE,
+        BlockStatus.PRESENT,
+        BlockStatus.PRESENT,
+        BlockStatus.PRESENT,
+    ]
     assert pulled.error == "nobody there"
 
 
@@ -292,10 +325,12 @@ class Host:
             raise error
         numbers = [int.from_bytes(order.keys[i : i + 16]) for i in range(0, len(order.keys), 16)]
         said = self.statuses.get(order.url)
-        status = bytes(ARRIVED if said is None else said[number] for number in numbers)
-        seconds = status.count(ARRIVED) * order.nbytes / self.bytes_s.get(order.url, 1e9)
+        status = bytes(BlockStatus.PRESENT if said is None else said[number] for number in numbers)
+        seconds = (
+            status.count(BlockStatus.PRESENT) * order.nbytes / self.bytes_s.get(order.url, 1e9)
+        )
         self.clock.now += seconds
-        error_text = "broke off" if MISSING in status else ""
+        error_text = "broke off" if BlockStatus.LATE in status else ""
         refusal = self.refusals.get(order.url, "")
         return Pulled(
             status, sums_of(order.keys, status), seconds, refusal or error_text, bool(refusal)
@@ -349,21 +384,25 @@ def test_each_block_comes_by_the_first_way_that_brings_it_and_the_order_is_that_
     count = 4
     for way in ways:
         host.statuses[way.url] = data.draw(
-            st.lists(st.sampled_from([ABSENT, ARRIVED, MISSING]), min_size=count, max_size=count)
+            st.lists(
+                st.sampled_from([BlockStatus.ABSENT, BlockStatus.PRESENT, BlockStatus.LATE]),
+                min_size=count,
+                max_size=count,
+            )
         )
     pulled = host.pull(count=count)
     wanted = sorted(ways, key=lambda way: (way.url != NIXL, way.rank))  # stable, as `order` is
-    model, asked = [MISSING] * count, []
+    model, asked = [BlockStatus.LATE] * count, []
     for way in wanted[:TRIES_MAX]:
-        left = [number for number in range(count) if model[number] == MISSING]
+        left = [number for number in range(count) if model[number] == BlockStatus.LATE]
         if not left:
             break
         asked.append((way.url, b"".join(map(key, left))))
         for number in left:
-            model[number] = host.statuses[way.url][number]
+            model[number] = BlockStatus(host.statuses[way.url][number])
     assert list(pulled.status) == model
     assert [(one.url, one.keys) for one in host.orders] == asked
-    assert pulled.error == ("broke off" if MISSING in model else "")
+    assert pulled.error == ("broke off" if BlockStatus.LATE in model else "")
     rows = {n: array("I", order(count).rows)[n] for n in range(count)}
     for one in host.orders:
         numbers = [int.from_bytes(one.keys[i : i + 16]) for i in range(0, len(one.keys), 16)]
@@ -373,7 +412,7 @@ def test_each_block_comes_by_the_first_way_that_brings_it_and_the_order_is_that_
 def test_a_card_that_failed_rests_and_is_used_again() -> None:
     host = Host(Way(A, 0), Way(B, 1))
     host.errors[A] = Unavailable("no route to host")
-    assert host.pull().status == bytes([ARRIVED])
+    assert host.pull().status == bytes([BlockStatus.PRESENT])
     assert host.went_by() == [A, B]
     host.pull()
     assert host.went_by() == [B]
@@ -537,9 +576,9 @@ def test_no_card_at_either_end_is_used_twice_before_all_are_used_once() -> None:
 
 def test_what_a_peer_refuses_is_asked_by_no_other_way_and_no_way_rests() -> None:
     host = Host(Way(A, 0), Way(B, 1))
-    host.statuses[A], host.refusals[A] = [MISSING], "not a member"
+    host.statuses[A], host.refusals[A] = [BlockStatus.LATE], "not a member"
     pulled = host.pull()
-    assert (pulled.error, list(pulled.status)) == ("not a member", [MISSING])
+    assert (pulled.error, list(pulled.status)) == ("not a member", [BlockStatus.LATE])
     assert host.went_by() == [A]
     assert host.resting() == []
     host.errors[A] = Declined("takes no offers")
@@ -551,18 +590,24 @@ def test_what_a_peer_refuses_is_asked_by_no_other_way_and_no_way_rests() -> None
 
 def test_a_refusal_after_another_way_broke_off_is_what_is_said() -> None:
     host = Host(Way(NIXL, 0), Way(A, 0), Way(B, 1))
-    host.statuses = {NIXL: [ARRIVED, MISSING], A: [MISSING, MISSING]}
+    host.statuses = {
+        NIXL: [BlockStatus.PRESENT, BlockStatus.LATE],
+        A: [BlockStatus.LATE, BlockStatus.LATE],
+    }
     host.refusals[A] = "not a member"
     pulled = host.pull(count=2)
-    assert (list(pulled.status), pulled.error) == ([ARRIVED, MISSING], "not a member")
+    assert (list(pulled.status), pulled.error) == (
+        [BlockStatus.PRESENT, BlockStatus.LATE],
+        "not a member",
+    )
     assert host.went_by() == [NIXL, A]
     assert host.resting() == [NIXL]
 
 
 def test_what_is_too_much_for_our_own_mover_for_nixl_goes_over_tcp_and_blames_nobody() -> None:
     host = Host(Way(NIXL, 0), Way(A, 0))
-    host.errors[NIXL] = LimitExceeded("4096 orders are under way")
-    assert host.pull().status == bytes([ARRIVED])
+    host.errors[NIXL] = LimitExceeded("4096 orders are in progress")
+    assert host.pull().status == bytes([BlockStatus.PRESENT])
     assert host.went_by() == [NIXL, A]
     assert host.resting() == []
 
@@ -571,7 +616,7 @@ def test_what_gives_way_to_others_may_be_late_without_blame() -> None:
     for background in (False, True):
         host = Host(Way(A, 0), Way(B, 1))
         host.errors[A], host.late_s[A] = Unavailable("late"), 500.0
-        assert host.pull(background=background).status == bytes([ARRIVED])
+        assert host.pull(background=background).status == bytes([BlockStatus.PRESENT])
         assert host.went_by() == [A, B]
         assert host.resting() == ([] if background else [A])
         if background:

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpool import wire
-from kvpool.daemon.probing import PROBE_S, PROBES_MAX, Prober
-from kvpool.daemon.remote import Living
+from kvpool.daemon.fetch.ports import LivingNode
+from kvpool.daemon.fetch.probing import PROBE_S, PROBES_MAX, Prober
 from kvpool.errors import NamespaceMismatch, Unavailable
+from kvpool.placement.peers import Peers
 from kvpool.placement.records import NodeRecord
-from kvpool.placement.sources import Peers
+from kvpool.wire import frame
+from kvpool.wire import worker as worker_wire
 
 
 class World:
@@ -24,25 +25,25 @@ class World:
         self.now = 100.0
         self.names = [bytes([number]) * 8 for number in range(1, count + 1)]
         self.living = {
-            name: Living(NodeRecord(f"n{name[0]}", name.hex()), f"tcp://n:{name[0]}")
+            name: LivingNode(NodeRecord(f"n{name[0]}", name.hex()), f"tcp://n:{name[0]}")
             for name in self.names
         }
         self.peers = Peers({}, random.Random(1))
-        self.asked: list[wire.AskPeer] = []
+        self.asked: list[worker_wire.AskPeer] = []
         self.errors: dict[str, Exception] = {}
         self.takes_s = 0.002
         self.idle = True
         self.prober = Prober(self, self, self.peers, lambda: self.now)
 
-    async def pull(self, order: wire.PullBlocks) -> wire.Pulled:
+    async def pull(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled:
         raise AssertionError("a probe moves no blocks")
 
-    async def ask(self, order: wire.AskPeer) -> wire.Done:
+    async def ask(self, order: worker_wire.AskPeer) -> frame.Done:
         self.asked.append(order)
         self.now += self.takes_s
         if error := self.errors.get(order.url):
             raise error
-        return wire.Done(0)
+        return frame.Done(0)
 
     def round(self, unheard_s: float = 10.0) -> list[str]:
         self.asked.clear()
@@ -103,11 +104,11 @@ def test_it_goes_on_until_it_is_ended_and_not_at_all_if_it_is_not_to() -> None:
         done = asyncio.Event()
         ticks = itertools.count()  # time passes whenever somebody looks
 
-        async def ask(order: wire.AskPeer) -> wire.Done:
+        async def ask(order: worker_wire.AskPeer) -> frame.Done:
             world.asked.append(order)
             if len(world.asked) == 3:
                 done.set()
-            return wire.Done(0)
+            return frame.Done(0)
 
         carrier = SimpleNamespace(ask=ask, pull=world.pull, idle=True)
         prober = Prober(carrier, world, world.peers, lambda: float(next(ticks)))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.daemon.blocks import NamespaceState
+from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull
 from kvpool.placement.records import DEFAULT_SETTINGS, SettingsChange, quota_bytes
-from kvpool.types import PartSpec
+from kvpool.types import PartSpec, split_keys
 
 QUARTER = (PartSpec(1024),)
 POLICIES = ("a2q", "lru", "s3fifo")
@@ -44,7 +44,7 @@ def test_a_namespace_at_its_quota_gives_up_its_own_coldest(make_pool, policy: st
     pool = make_pool(slabs=8, policy=policy)
     other = other_space(pool)
     put_each(pool, range(100, 110), space=other)
-    pool.node.set_quota(pool.space, 5 * SLOT)
+    pool.node.quotas.set(pool.space, 5 * SLOT)
     put_each(pool, range(12))
     assert pool.here(range(12)) == [7, 8, 9, 10, 11]
     assert pool.here(range(100, 110), other) == [*range(100, 110)]
@@ -59,7 +59,7 @@ def test_a_namespace_at_its_quota_gives_up_its_own_coldest(make_pool, policy: st
 def test_without_a_quota_and_below_it_the_coldest_of_all_goes(make_pool, policy: str) -> None:
     pool = make_pool(slabs=2, policy=policy)
     other = other_space(pool)
-    pool.node.set_quota(pool.space, 7 * SLOT)
+    pool.node.quotas.set(pool.space, 7 * SLOT)
     put_each(pool, range(4))
     put_each(pool, range(100, 104), space=other)
     put_each(pool, [10, 11])
@@ -78,10 +78,10 @@ def test_a_lower_quota_is_reached_bit_by_bit(make_pool, policy: str) -> None:
     for number in range(20):
         pool.put([number])
         pool.put([100 + number], space=other)
-    pool.node.set_quota(pool.space, 4 * SLOT)
+    pool.node.quotas.set(pool.space, 4 * SLOT)
     assert len(pool.here(range(20))) == 20, "not at once"
     steps = 0
-    while pool.node.tend_quotas(3):
+    while pool.node.quotas.tend(3):
         steps += 1
         assert steps < 30
     assert steps >= 16 // 3
@@ -96,7 +96,7 @@ def test_a_put_finds_what_has_not_changed_over_yet(make_pool, policy: str) -> No
     pool = make_pool(slabs=4, policy=policy)
     put_each(pool, range(8))
     pool.read([0])
-    pool.node.set_quota(pool.space, 6 * SLOT)
+    pool.node.quotas.set(pool.space, 6 * SLOT)
     put_each(pool, [20])
     assert len(pool.here([*range(8), 20])) == 6
     assert 20 in pool.here([20])
@@ -105,19 +105,19 @@ def test_a_put_finds_what_has_not_changed_over_yet(make_pool, policy: str) -> No
 
 def test_a_quota_that_is_taken_back(make_pool) -> None:
     pool = make_pool(slabs=2)
-    pool.node.set_quota(pool.space, 2 * SLOT)
+    pool.node.quotas.set(pool.space, 2 * SLOT)
     put_each(pool, range(4))
-    pool.node.set_quota(pool.space, 0)
+    pool.node.quotas.set(pool.space, 0)
     put_each(pool, range(10, 16))
     assert pool.here([*range(4), *range(10, 16)]) == [2, 3, *range(10, 16)]
-    assert not pool.node.tend_quotas(100)
+    assert not pool.node.quotas.tend(100)
     put_each(pool, range(20, 28))
     assert pool.here(range(20, 28)) == [*range(20, 28)]
 
 
 def test_a_put_larger_than_the_quota_gets_what_there_is(make_pool) -> None:
     pool = make_pool(slabs=4)
-    pool.node.set_quota(pool.space, 3 * SLOT + 500)
+    pool.node.quotas.set(pool.space, 3 * SLOT + 500)
     assert pool.put(range(10)) == 3
     assert pool.put(range(20, 30)) == 3
     assert pool.here(range(30)) == [20, 21, 22]
@@ -127,7 +127,7 @@ def test_a_put_larger_than_the_quota_gets_what_there_is(make_pool) -> None:
 def test_what_cannot_go_fills_the_quota_and_only_that_refuses(make_pool, how: str) -> None:
     pool = make_pool(slabs=4, hard_pin_share=1.0)
     other = other_space(pool)
-    pool.node.set_quota(pool.space, 3 * SLOT)
+    pool.node.quotas.set(pool.space, 3 * SLOT)
     if how == "reserved":
         pool.reserve(range(2))
     else:
@@ -142,7 +142,7 @@ def test_what_cannot_go_fills_the_quota_and_only_that_refuses(make_pool, how: st
     with pytest.raises(PoolFull, match="a namespace whose quota here is"):
         pool.put([13])
     assert pool.put([100], space=other) == 1
-    pool.node.abort(pool.holder, ticket)
+    pool.node.puts.abort(pool.holder, ticket)
     assert pool.put([13]) == 1
     if how == "leased":
         pool.release(lease)
@@ -151,7 +151,7 @@ def test_what_cannot_go_fills_the_quota_and_only_that_refuses(make_pool, how: st
 
 def test_soft_pins_go_last_and_copies_that_others_keep_first(make_pool) -> None:
     pool = make_pool(slabs=4, soft_pin_share=1.0)
-    pool.node.set_quota(pool.space, 4 * SLOT)
+    pool.node.quotas.set(pool.space, 4 * SLOT)
     put_each(pool, range(4))
     pool.pin([0, 1], "soft")
     pool.demote([3])
@@ -167,7 +167,7 @@ def test_soft_pins_go_last_and_copies_that_others_keep_first(make_pool) -> None:
 
 def test_parts_of_several_sizes_share_a_quota(make_pool) -> None:
     pool = make_pool(slabs=8, parts=(PartSpec(1024), PartSpec(2048)))
-    pool.node.set_quota(pool.space, 8 * SLOT)
+    pool.node.quotas.set(pool.space, 8 * SLOT)
     put_each(pool, range(4))
     put_each(pool, range(2), part=1)
     assert held(pool) == 8 * SLOT
@@ -176,7 +176,7 @@ def test_parts_of_several_sizes_share_a_quota(make_pool) -> None:
     assert held(pool) == 8 * SLOT
     for number in (0, 1, 2, 3):
         pool.pin([number], "none")
-    pool.node.remove(pool.space, pool.keys([1, 10]))
+    pool.node.removal.remove(pool.space, split_keys(pool.keys([1, 10])))
     put_each(pool, range(20, 24))
     assert held(pool) <= 8 * SLOT
 
@@ -184,21 +184,23 @@ def test_parts_of_several_sizes_share_a_quota(make_pool) -> None:
 def test_granted_slots_count_when_they_are_stored(make_pool) -> None:
     pool = make_pool(slabs=8, grant_share=0.5)
     other = other_space(pool)
-    granted = pool.node.grant(pool.holder, other, 0, 10)
+    granted = pool.node.grants.grant(pool.holder, other, 0, 10)
     assert len(granted) == 10
-    pool.node.set_quota(pool.space, 4 * SLOT)
+    pool.node.quotas.set(pool.space, 4 * SLOT)
     for at, number in enumerate(range(10)):
         key, row = pool.keys([number]), [granted[at]]
-        pool.node.store(pool.holder, pool.space, 0, row, key, bytes(16))
+        pool.node.grants.store(pool.holder, pool.space, 0, row, split_keys(key), bytes(16))
         assert held(pool) <= 4 * SLOT
     assert pool.here(range(10)) == [6, 7, 8, 9]
-    assert len(pool.node.grant(pool.holder, pool.space, 0, 10)) == 2, "its share of the quota"
+    assert len(pool.node.grants.grant(pool.holder, pool.space, 0, 10)) == 2, (
+        "its share of the quota"
+    )
 
 
 def test_pins_are_bounded_by_the_quota_too(make_pool) -> None:
     pool = make_pool(slabs=8, hard_pin_share=0.25, soft_pin_share=0.5)
     put_each(pool, range(8))
-    pool.node.set_quota(pool.space, 8 * SLOT)
+    pool.node.quotas.set(pool.space, 8 * SLOT)
     for kind, most in (("hard", 2), ("soft", 4)):
         numbers = range(most) if kind == "hard" else range(2, 2 + most)
         pool.pin(numbers, kind)
@@ -207,21 +209,21 @@ def test_pins_are_bounded_by_the_quota_too(make_pool) -> None:
             LimitExceeded, match=f"{kind} pins of namespace {pool.space.base.hex()}"
         ):
             pool.pin([7], kind)
-    pool.node.set_quota(pool.space, 0)
+    pool.node.quotas.set(pool.space, 0)
     pool.pin([7], "hard")
 
 
 def test_a_new_epoch_has_the_quota_and_begins_empty(make_pool) -> None:
     pool = make_pool(slabs=4)
-    pool.node.set_quota(pool.space, 4 * SLOT)
+    pool.node.quotas.set(pool.space, 4 * SLOT)
     put_each(pool, range(4))
     pool.reset()
     assert (pool.space.quota, held(pool)) == (4 * SLOT, 0)
     put_each(pool, range(10, 16))
     assert pool.here(range(10, 16)) == [12, 13, 14, 15]
-    _, own = pool.node.next_victims(pool.tenant, 3)
+    _, own = pool.node.candidates.next_victims(pool.tenant, 3)
     assert (own.place.base, own.held) == (pool.space.base, 4)
-    assert pool.node.reclaim_garbage(100) + pool.node.counters.reclaimed_blocks >= 4
+    assert pool.node.ended_epochs.reclaim(100) + pool.node.counters.reclaimed_blocks >= 4
     assert pool.bytes_used == 4 * SLOT
 
 
@@ -232,11 +234,11 @@ def test_what_is_left_of_epochs_before_the_quota(make_pool, policy: str) -> None
     put_each(pool, range(4))
     pool.reset()
     put_each(pool, range(10, 14))
-    pool.node.set_quota(pool.space, 4 * SLOT)
+    pool.node.quotas.set(pool.space, 4 * SLOT)
     put_each(pool, range(20, 24))
     assert pool.here(range(10, 24)) == [20, 21, 22, 23]
-    pool.node.tend_quotas(100)
-    pool.node.reclaim_garbage(100)
+    pool.node.quotas.tend(100)
+    pool.node.ended_epochs.reclaim(100)
     assert pool.bytes_used == 4 * SLOT
 
 
@@ -246,7 +248,7 @@ def test_puts_go_on_while_much_is_left_of_an_epoch(make_pool, policy: str) -> No
     pool = make_pool(slabs=8000, policy=policy)
     quota = 4000
     for epoch in range(2):
-        pool.node.set_quota(pool.space, quota * SLOT)
+        pool.node.quotas.set(pool.space, quota * SLOT)
         for first in range(0, quota, 100):
             numbers = range(epoch * quota + first, epoch * quota + first + 100)
             assert pool.put([*numbers]) == 100
@@ -254,7 +256,7 @@ def test_puts_go_on_while_much_is_left_of_an_epoch(make_pool, policy: str) -> No
             pool.reset()
     for number in range(100_000, 100_100):
         assert pool.put([number]) == 1
-    while pool.node.tend_quotas(500) or pool.node.reclaim_garbage(500):
+    while pool.node.quotas.tend(500) or pool.node.ended_epochs.reclaim(500):
         pass
     assert held(pool) == quota * SLOT
 
@@ -262,7 +264,7 @@ def test_puts_go_on_while_much_is_left_of_an_epoch(make_pool, policy: str) -> No
 def test_one_large_block_for_very_many_small_ones(make_pool) -> None:
     parts = (PartSpec(2048 * 1024), PartSpec(1024))
     pool = make_pool(slabs=4096, parts=parts)
-    pool.node.set_quota(pool.space, 4096 * SLOT)
+    pool.node.quotas.set(pool.space, 4096 * SLOT)
     for first in range(0, 4096, 512):
         assert pool.put([*range(first, first + 512)], part=1) == 512
     assert pool.put([10_000], part=0) == 1
@@ -273,9 +275,9 @@ def test_what_goes_next_is_known_also_where_a_quota_decides(make_pool) -> None:
     pool = make_pool(slabs=8)
     other = other_space(pool)
     put_each(pool, range(100, 108), space=other)
-    pool.node.set_quota(pool.space, 8 * SLOT)
+    pool.node.quotas.set(pool.space, 8 * SLOT)
     put_each(pool, range(6))
-    whole, own = pool.node.next_victims(pool.tenant, 3)
+    whole, own = pool.node.candidates.next_victims(pool.tenant, 3)
     assert (whole.place, whole.held) == ((SLOT, b""), 14)
     assert whole.free == pytest.approx(1 - 14 / 32)
     assert [block.key for block in whole.blocks] == [pool.keys([n]) for n in (100, 101, 102)]
@@ -286,10 +288,10 @@ def test_what_goes_next_is_known_also_where_a_quota_decides(make_pool) -> None:
 def test_usage_says_who_has_what(make_pool) -> None:
     pool = make_pool(slabs=8)
     other = other_space(pool)
-    pool.node.set_quota(other, 3 * SLOT)
+    pool.node.quotas.set(other, 3 * SLOT)
     put_each(pool, range(2))
     put_each(pool, range(10, 15), space=other)
-    assert pool.node.usage(pool.tenant) == {
+    assert pool.node.inventory.usage(pool.tenant) == {
         "part_bytes": 32 * SLOT,
         "used_bytes": 5 * SLOT,
         "namespaces": {

@@ -9,12 +9,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.daemon.blocks import Limits, NamespaceState
-from kvpool.daemon.node import Node
+from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.node import Node
 from kvpool.errors import PoolFull
 from kvpool.storage.eviction import make_policy
-from kvpool.types import PartSpec
-from kvpool.wire import NO_ROW
+from kvpool.types import PartSpec, split_keys
+from kvpool.wire.frame import NO_ROW
 
 PAGE = 4096
 PARTS = (PartSpec(PAGE), PartSpec(3 * PAGE), PartSpec(5 * PAGE))
@@ -30,8 +31,8 @@ class Life:
             limits=Limits(reserved_share_per_holder=1.0),
         )
         self.tenant = self.node.add_tenant("red", 0, self.size)
-        self.holder = self.node.add_holder("red", "")
-        self.space: NamespaceState = self.node.open_namespace(self.tenant, bytes(16), b"{}", PARTS)
+        self.holder = self.node.holders.add("red", "")
+        self.space: NamespaceState = self.node.namespaces.open(self.tenant, bytes(16), b"{}", PARTS)
         self.tickets = 0
 
     def put(self, part: int, numbers: list[int]) -> list[int]:
@@ -39,13 +40,15 @@ class Life:
         self.tickets += 1
         packed = b"".join(number.to_bytes(16, "big") for number in numbers)
         try:
-            _, rows = self.node.reserve(self.holder, self.space, part, self.tickets, packed)
+            _, rows = self.node.puts.reserve(
+                self.holder, self.space, part, self.tickets, split_keys(packed)
+            )
         except PoolFull:
             return []
         if self.tickets not in self.holder.reservations:
             return []
         taken = [row for row in array("I", rows) if row != NO_ROW]
-        self.node.commit(self.holder, self.tickets, bytes(16 * len(taken)))
+        self.node.puts.commit(self.holder, self.tickets, bytes(16 * len(taken)))
         self.node.settle()
         return taken
 
@@ -79,11 +82,11 @@ class Life:
                 keys = [key for key, _ in some]
                 rows = np.array([row for _, row in some], dtype=np.int64)
                 sums = [bytes(16)] * len(some)
-                good = self.node.restore(
+                good = self.node.puts.restore(
                     self.space, part, keys, [b""] * len(some), range(len(some)), rows, sums
                 )
                 restored |= {(part, key) for key, fine in zip(keys, good, strict=True) if fine}
-        self.node.restored()
+        self.node.puts.restored()
         return restored
 
 
@@ -101,7 +104,7 @@ def live(life: Life, puts: list[tuple[int, list[int], bool]]) -> None:
     for part, numbers, remove in puts:
         if remove:
             packed = b"".join(number.to_bytes(16, "big") for number in numbers)
-            life.node.remove(life.space, packed)
+            life.node.removal.remove(life.space, split_keys(packed))
         else:
             life.put(part, numbers)
         life.check()
@@ -157,10 +160,12 @@ def test_entries_that_cannot_all_be_true_never_share_a_byte(
     claimed = []
     for part, number, row in wild:
         keys = [number.to_bytes(16, "big")]
-        good = life.node.restore(life.space, part, keys, [b""], [0], np.array([row]), [bytes(16)])
+        good = life.node.puts.restore(
+            life.space, part, keys, [b""], [0], np.array([row]), [bytes(16)]
+        )
         if good[0]:
             claimed.append((part, keys[0], row))
-    life.node.restored()
+    life.node.puts.restored()
     assert life.blocks() == {(part, key): row for part, key, row in claimed}
     life.check()
     live(life, after)
@@ -189,11 +194,13 @@ def test_of_one_key_the_last_counts_in_a_call_and_the_first_between_calls() -> N
     life = Life(16)
     name = bytes(15) + b"a"
     rows = np.array([3, 5])
-    good = life.node.restore(life.space, 0, [name, name], [b"", b""], [0, 1], rows, [bytes(16)] * 2)
+    good = life.node.puts.restore(
+        life.space, 0, [name, name], [b"", b""], [0, 1], rows, [bytes(16)] * 2
+    )
     assert good.tolist() == [False, True]
-    again = life.node.restore(life.space, 0, [name], [b""], [0], np.array([6]), [bytes(16)])
+    again = life.node.puts.restore(life.space, 0, [name], [b""], [0], np.array([6]), [bytes(16)])
     assert again.tolist() == [False]
-    life.node.restored()
+    life.node.puts.restored()
     assert life.blocks() == {(0, name): 5}
     assert life.space.tables[0].blocks[name].depth == 1
     life.check()

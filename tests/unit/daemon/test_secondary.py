@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.daemon.space import OWN, Origin
+from kvpool.daemon.core.blocks import OWN, Origin
 from kvpool.errors import PoolFull
 from kvpool.placement.records import NamespaceSettings
 from kvpool.storage.eviction import POLICIES
-from kvpool.types import PartSpec
+from kvpool.types import PartSpec, split_keys
 
 SECOND = Origin(secondary=True)
 WHOLE = (PartSpec(4096),)
@@ -93,9 +93,9 @@ def test_a_leased_secondary_copy_is_passed_over_and_goes_first_again(
     pool.put([20, 21])
     assert pool.here(range(10, 14)) == [10, 11, 12]
     assert pool.here(range(4)) == [0, 1, 2]
-    assert pool.node.secondary_bytes(pool.tenant) == 0, "set aside"
+    assert pool.node.candidates.secondary_bytes(pool.tenant) == 0, "set aside"
     pool.release(lease)
-    assert pool.node.secondary_bytes(pool.tenant) == 3 * 1024
+    assert pool.node.candidates.secondary_bytes(pool.tenant) == 3 * 1024
     pool.put([22, 23, 24])
     assert pool.here(range(10, 14)) == []
     assert pool.here(range(4)) == [0, 1, 2]
@@ -112,7 +112,7 @@ def test_another_class_gives_up_a_slab_of_secondary_copies_first(make_pool, poli
     assert pool.here(range(12)) == [0, 1, 2, 3, 8, 9, 10, 11]
     assert pool.node.counters.evicted_secondary == 4
     assert pool.node.counters.slabs_reclaimed == 1
-    assert pool.node.secondary_bytes(pool.tenant) == 0
+    assert pool.node.candidates.secondary_bytes(pool.tenant) == 0
 
 
 @policies
@@ -162,7 +162,7 @@ def test_secondary_copies_are_counted_however_they_are_evicted(make_pool) -> Non
     pool.pin(range(4), "soft")
     pool.put([10])
     assert pool.node.counters.evicted_secondary == pool.node.counters.evicted_soft_pins == 1
-    pool.node.remove(pool.space, pool.keys([10]))
+    pool.node.removal.remove(pool.space, split_keys(pool.keys([10])))
     assert pool.put([1], space=pool.open(b"w" * 16, WHOLE)) == 1
     assert pool.node.counters.evicted_secondary == pool.node.counters.evicted_soft_pins == 4
 
@@ -177,9 +177,9 @@ def test_demoting_counts_the_parts_that_were_not_secondary_yet(make_pool) -> Non
     assert pool.demote([2, 9]) == 2
     assert pool.demote([1, 2, 3, 3]) == 3
     assert pool.demote([1, 2, 3]) == 0
-    assert pool.node.secondary_bytes(pool.tenant) == 3 * 1024 + 2 * 64
-    assert len(pool.node.coldest_secondary(pool.tenant, 10)) == 5
-    assert pool.node.coldest(pool.tenant, 10) == []
+    assert pool.node.candidates.secondary_bytes(pool.tenant) == 3 * 1024 + 2 * 64
+    assert len(pool.node.candidates.coldest_secondary(pool.tenant, 10)) == 5
+    assert pool.node.candidates.coldest(pool.tenant, 10) == []
 
 
 def _nothing(pool) -> Callable[[], None]:
@@ -238,10 +238,10 @@ def test_whatever_state_a_block_is_in_it_is_neither_lost_nor_booked_twice(
     if when != "demoted before":
         assert pool.demote([1, 2]) == 2
     if when != "promoted after":
-        pool.node.promote(blocks)
+        pool.node.candidates.promote(blocks)
     undo()
     if when == "promoted after":
-        pool.node.promote(blocks)
+        pool.node.candidates.promote(blocks)
     pool.pin([1, 2], "none")
     everything = pool.blocks(pool.here(range(30)))
     slot_class = pool.tenant.classes[1024]
@@ -252,7 +252,7 @@ def test_whatever_state_a_block_is_in_it_is_neither_lost_nor_booked_twice(
         assert block not in slot_class.secondary
     assert len(slot_class.policy) == len(everything)
     assert len(slot_class.secondary) == 0
-    assert pool.node.secondary_bytes(pool.tenant) == pool.tenant.soft_bytes == 0
+    assert pool.node.candidates.secondary_bytes(pool.tenant) == pool.tenant.soft_bytes == 0
     for n in range(100, 136):
         assert pool.put([n]) == 1
     assert pool.bytes_used == 12 * 1024
@@ -271,15 +271,19 @@ def test_promoting_what_has_gone_meanwhile_changes_nothing(
     if how == "evicted":
         pool.put(range(10, 14))
     else:
-        pool.node.remove(pool.space, pool.keys([1]))
+        pool.node.removal.remove(pool.space, split_keys(pool.keys([1])))
     if how == "put again":
         pool.put([1], origin=SECOND)
-    pool.node.promote(old)
+    pool.node.candidates.promote(old)
     if lease is not None:
         pool.release(lease)
     here = pool.blocks(pool.here(range(20)))
-    assert set(pool.node.coldest(pool.tenant, 10)) == {b for b in here if not b.secondary}
-    assert set(pool.node.coldest_secondary(pool.tenant, 10)) == {b for b in here if b.secondary}
+    assert set(pool.node.candidates.coldest(pool.tenant, 10)) == {
+        b for b in here if not b.secondary
+    }
+    assert set(pool.node.candidates.coldest_secondary(pool.tenant, 10)) == {
+        b for b in here if b.secondary
+    }
     for n in range(100, 112):
         assert pool.put([n]) == 1
     assert pool.here(range(100, 112)) == [108, 109, 110, 111]
@@ -291,7 +295,7 @@ def test_a_promoted_copy_is_one_like_the_others(make_pool, policy: str) -> None:
     pool = make_pool(slabs=2, policy=policy)
     pool.put(range(4), origin=SECOND)
     pool.put(range(10, 14), origin=SECOND)
-    pool.node.promote(pool.blocks(range(4)))
+    pool.node.candidates.promote(pool.blocks(range(4)))
     pool.put(range(20, 24))
     assert pool.here(range(4)) == [0, 1, 2, 3]
     assert pool.here(range(10, 14)) == []
@@ -321,21 +325,27 @@ def test_the_coldest_are_such_as_can_be_evicted(make_pool, policy: str) -> None:
     pool.lease([2])
     pool.demote([3, 4])
     pool.lease([4])
-    pool.node.remove(pool.space, pool.keys([5]))
+    pool.node.removal.remove(pool.space, split_keys(pool.keys([5])))
     gone = pool.open(b"o" * 16, (PartSpec(1024),))
     pool.put([6], space=gone)
     pool.put([7], space=gone, origin=SECOND)
-    pool.node.set_epoch(gone, 1, 0)
-    assert pool.node.coldest(pool.tenant, 100) == pool.blocks([9, 8, 7, 6]) or policy != "lru"
-    assert set(pool.node.coldest(pool.tenant, 100)) == set(pool.blocks([6, 7, 8, 9]))
-    assert pool.node.coldest_secondary(pool.tenant, 100) == pool.blocks([3])
+    pool.node.namespaces.set_epoch(gone, 1, 0)
+    assert (
+        pool.node.candidates.coldest(pool.tenant, 100) == pool.blocks([9, 8, 7, 6])
+        or policy != "lru"
+    )
+    assert set(pool.node.candidates.coldest(pool.tenant, 100)) == set(pool.blocks([6, 7, 8, 9]))
+    assert pool.node.candidates.coldest_secondary(pool.tenant, 100) == pool.blocks([3])
 
 
 @policies
 def test_the_coldest_of_all_classes_come_first(make_pool, policy: str) -> None:
     pool = make_pool(slabs=4, policy=policy)
     whole = pool.open(b"w" * 16, WHOLE)
-    for ask, origin in ((pool.node.coldest, OWN), (pool.node.coldest_secondary, SECOND)):
+    for ask, origin in (
+        (pool.node.candidates.coldest, OWN),
+        (pool.node.candidates.coldest_secondary, SECOND),
+    ):
         base = 100 * origin.secondary
         pool.put([base + 1], origin=origin)
         pool.put([base + 2], space=whole, origin=origin)
@@ -350,26 +360,30 @@ def test_tenants_have_their_own(make_pool) -> None:
     blue = pool.node.add_tenant("blue", 1, 4096, 4096)
     pool.put([1, 2])
     pool.demote([1])
-    assert pool.node.coldest(blue, 10) == pool.node.coldest_secondary(blue, 10) == []
-    assert pool.node.secondary_bytes(blue) == 0
+    assert (
+        pool.node.candidates.coldest(blue, 10)
+        == pool.node.candidates.coldest_secondary(blue, 10)
+        == []
+    )
+    assert pool.node.candidates.secondary_bytes(blue) == 0
 
 
 def test_what_can_go_without_a_loss(make_pool) -> None:
     pool = make_pool(slabs=2, hard_pin_share=1.0, soft_pin_share=1.0)
     pool.put(range(4), origin=SECOND)
-    secondary = [pool.node.secondary_bytes(pool.tenant) // 1024]
+    secondary = [pool.node.candidates.secondary_bytes(pool.tenant) // 1024]
     pool.put([10])
     pool.pin([0], "hard")
     pool.pin([1], "soft")
-    secondary.append(pool.node.secondary_bytes(pool.tenant) // 1024)
+    secondary.append(pool.node.candidates.secondary_bytes(pool.tenant) // 1024)
     pool.pin([0, 1], "none")
-    secondary.append(pool.node.secondary_bytes(pool.tenant) // 1024)
-    pool.node.remove(pool.space, pool.keys([0]))
-    secondary.append(pool.node.secondary_bytes(pool.tenant) // 1024)
+    secondary.append(pool.node.candidates.secondary_bytes(pool.tenant) // 1024)
+    pool.node.removal.remove(pool.space, split_keys(pool.keys([0])))
+    secondary.append(pool.node.candidates.secondary_bytes(pool.tenant) // 1024)
     pool.put(range(20, 25))
-    secondary.append(pool.node.secondary_bytes(pool.tenant) // 1024)
+    secondary.append(pool.node.candidates.secondary_bytes(pool.tenant) // 1024)
     assert secondary == [4, 2, 4, 3, 2]
-    assert pool.node.stats()["tenants"]["red"]["secondary_bytes"] == 2 * 1024
+    assert pool.node.inventory.stats()["tenants"]["red"]["secondary_bytes"] == 2 * 1024
 
 
 # ---- what is known of a copy ----------------------------------------------------------------------
@@ -378,15 +392,17 @@ def test_what_can_go_without_a_loss(make_pool) -> None:
 @pytest.mark.parametrize("how", ["commit", "store"])
 def test_where_a_block_came_from_stays_with_it(make_pool, how: str) -> None:
     pool = make_pool()
-    origin = Origin(secondary=True, hops=2, copies=3)
+    origin = Origin(secondary=True, hops=2, replicas=3)
     if how == "commit":
         pool.put([1, 2], origin=origin)
     else:
-        rows = pool.node.grant(pool.holder, pool.space, 0, 2)
+        rows = pool.node.grants.grant(pool.holder, pool.space, 0, 2)
         packed = pool.keys([1, 2])
-        pool.node.store(pool.holder, pool.space, 0, rows, packed, bytes(32), origin=origin)
+        pool.node.grants.store(
+            pool.holder, pool.space, 0, rows, split_keys(packed), bytes(32), origin=origin
+        )
     pool.put([3])
-    assert [(b.secondary, b.hops, b.copies) for b in pool.blocks([1, 2, 3])] == [
+    assert [(b.secondary, b.hops, b.replicas) for b in pool.blocks([1, 2, 3])] == [
         (True, 2, 3),
         (True, 2, 3),
         (False, 0, 0),
@@ -396,13 +412,13 @@ def test_where_a_block_came_from_stays_with_it(make_pool, how: str) -> None:
 def test_how_many_copies_are_wanted(make_pool) -> None:
     pool = make_pool(parts=(PartSpec(1024), PartSpec(64)))
     pool.put([1])
-    pool.put([2], origin=Origin(copies=3))
-    pool.put([4], part=1, origin=Origin(copies=4))
+    pool.put([2], origin=Origin(replicas=3))
+    pool.put([4], part=1, origin=Origin(replicas=4))
     wanted = [n.to_bytes(16, "big") for n in (1, 2, 3, 4)]
     # Nothing has settled since the puts.
-    assert pool.node.copies_wanted(pool.space, wanted) == [1, 3, 0, 4]
+    assert pool.node.inventory.replicas_wanted(pool.space, wanted) == [1, 3, 0, 4]
     pool.space.settings = NamespaceSettings(replicas=2)
-    assert pool.node.copies_wanted(pool.space, wanted) == [2, 3, 0, 4]
+    assert pool.node.inventory.replicas_wanted(pool.space, wanted) == [2, 3, 0, 4]
 
 
 @policies
@@ -415,7 +431,11 @@ def test_what_was_read_since_it_was_put_is_worth_more(make_pool, policy: str) ->
     pool.put([6], origin=SECOND)
     pool.put([7], origin=SECOND)
     pool.read([1, 7])
-    pool.node.acquire(pool.holder, pool.space, (1,), pool.keys([3]), 1.0, 0.0)
+    pool.node.leases.acquire(pool.holder, pool.space, (1,), split_keys(pool.keys([3])), 1.0, 0.0)
     keys = [n.to_bytes(16, "big") for n in range(9)]
-    assert pool.node.select_by_worth(pool.space, keys, True) == [keys[n] for n in (1, 3, 7)]
-    assert pool.node.select_by_worth(pool.space, keys, False) == [keys[n] for n in (0, 2, 5, 6)]
+    assert pool.node.inventory.select_by_value(pool.space, keys, True) == [
+        keys[n] for n in (1, 3, 7)
+    ]
+    assert pool.node.inventory.select_by_value(pool.space, keys, False) == [
+        keys[n] for n in (0, 2, 5, 6)
+    ]

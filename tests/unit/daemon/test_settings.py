@@ -10,36 +10,45 @@ from typing import Self
 
 import pytest
 
-from kvpool import wire
 from kvpool.config import DaemonConfig
-from kvpool.daemon.blocks import Limits, NamespaceState, Tenant
-from kvpool.daemon.cluster import Cluster
-from kvpool.daemon.node import Node
-from kvpool.daemon.requests import parse_change, parse_wish
+from kvpool.daemon.cluster.host_topology import HostTopology
+from kvpool.daemon.cluster.member import ClusterMember
+from kvpool.daemon.core.blocks import NamespaceState, Tenant
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.requests import parse_change, parse_wish
 from kvpool.errors import InvalidRequest, LimitExceeded
+from kvpool.placement.membership.static import StaticCluster, StaticMembership
+from kvpool.placement.peers import Peers
 from kvpool.placement.records import (
     DEFAULT_SETTINGS,
     NamespaceSettings,
     SettingsChange,
     new_incarnation,
 )
-from kvpool.placement.sources import Peers
-from kvpool.placement.static import StaticCluster, StaticMembership
 from kvpool.storage.eviction import make_policy
-from kvpool.types import PartSpec
+from kvpool.types import PartSpec, split_keys
+from kvpool.wire import client as client_wire
+from kvpool.wire import operator as operator_wire
+from tests.support.local_node import MemoryOnly
 
 FIELDS = b"{}"
 BASE = hashlib.sha256(FIELDS).digest()[:16]
 PARTS = (PartSpec(1024),)
 ALL = NamespaceSettings(replicas=2, write="through", ttl_s=60.0, ssd_codec="blosc2")
-COPIES_MAX = 4
+REPLICAS_MAX = 4
 
 
 class Life:
     """One life of a node, without clients and disks. `shared`: it is a member of a cluster with others."""
 
     def __init__(
-        self, cluster: StaticCluster, name: str = "n", *, shared: bool = False, copies_max: int = 4
+        self,
+        cluster: StaticCluster,
+        name: str = "n",
+        *,
+        shared: bool = False,
+        replicas_max: int = 4,
     ) -> None:
         self.node = Node(
             make_policy=lambda capacity: make_policy("lru", capacity),
@@ -49,39 +58,37 @@ class Life:
         self.tenant: Tenant = self.node.add_tenant("red", 0, 4 << 20)
         self.membership = StaticMembership(cluster)
         join = "etcd://h:1" if shared else ""
-        config = DaemonConfig(socket="/s", node=name, join=join, copies_max=copies_max)
+        config = DaemonConfig(socket="/s", node=name, join=join, replicas_max=replicas_max)
         rng = random.Random(1)
-        self.cluster = Cluster(
-            config, self.node, self.membership, None, Peers({}, rng), lambda: 0.0, rng
+        self.cluster = ClusterMember(
+            config,
+            self.node,
+            self.membership,
+            None,
+            Peers({}, rng),
+            lambda: 0.0,
+            rng,
+            HostTopology(),
         )
-        self.repairs = 0
-        self.kept: list[NamespaceSettings] = []
-        self.cluster.lost_nodes.append(self._repair)
-        self.cluster.keep_epoch = self._keep
+        self.local = MemoryOnly(self.node)
 
     async def __aenter__(self) -> Self:
-        await self.cluster.start([f"tcp://{self.cluster.config.node}:1"])
-        self.repairs = 0
+        await self.cluster.start([f"tcp://{self.cluster.config.node}:1"], self.local)
+        self.local.repairs = 0
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.cluster.close()
 
-    def _repair(self) -> None:
-        self.repairs += 1
-
-    async def _keep(self, namespace: NamespaceState) -> None:
-        self.kept.append(namespace.settings)
-
     async def open(self, wanted: NamespaceSettings = DEFAULT_SETTINGS) -> NamespaceState:
         """As the server does for a client."""
-        state = self.node.open_namespace(self.tenant, BASE, FIELDS, PARTS)
+        state = self.node.namespaces.open(self.tenant, BASE, FIELDS, PARTS)
         if self.cluster.config.join:
-            return await self.cluster.register(state, wanted)
-        return await self.cluster.fill_in(state, wanted)
+            return await self.cluster.namespaces.register(state, wanted)
+        return await self.cluster.namespaces.fill_in(state, wanted)
 
     async def configure(self, **changes: object) -> None:
-        await self.cluster.configure(self.tenant, BASE, SettingsChange(**changes))  # type: ignore[arg-type]
+        await self.cluster.namespaces.configure(self.tenant, BASE, SettingsChange(**changes))
 
     @property
     def settings(self) -> NamespaceSettings:
@@ -91,20 +98,26 @@ class Life:
 # ---- what clients and operators say ---------------------------------------------------------------------
 
 
-def opening(**wanted: object) -> wire.OpenNamespace:
-    return wire.OpenNamespace(BASE, FIELDS, [], **wanted)  # type: ignore[arg-type]
+def opening(**wanted: object) -> client_wire.OpenNamespace:
+    return client_wire.OpenNamespace(BASE, FIELDS, [], **wanted)
 
 
 def test_a_client_that_says_nothing_wants_the_defaults() -> None:
     assert parse_wish(opening()) == DEFAULT_SETTINGS
-    assert parse_wish(opening(copies=1)) == DEFAULT_SETTINGS
-    every = opening(copies=2, write="through", ttl_s=60.0, ssd_codec="blosc2")
+    assert parse_wish(opening(replicas=1)) == DEFAULT_SETTINGS
+    every = opening(replicas=2, write="through", ttl_s=60.0, ssd_codec="blosc2")
     assert parse_wish(every) == ALL
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"copies": -1}, {"write": "x"}, {"ttl_s": -1.0}, {"ttl_s": float("nan")}, {"ssd_codec": "x"}],
+    [
+        {"replicas": -1},
+        {"write": "x"},
+        {"ttl_s": -1.0},
+        {"ttl_s": float("nan")},
+        {"ssd_codec": "x"},
+    ],
 )
 def test_wishes_that_cannot_be(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
@@ -112,9 +125,13 @@ def test_wishes_that_cannot_be(wrong: dict[str, object]) -> None:
 
 
 def test_changes_are_checked_and_name_something() -> None:
-    change = parse_change(wire.Configure(BASE, write="", ttl_s=0.0))
+    change = parse_change(operator_wire.Configure(BASE, write="", ttl_s=0.0))
     assert change == SettingsChange(write="", ttl_s=0.0)
-    for wrong in (wire.Configure(BASE), wire.Configure(BASE, 0), wire.Configure(BASE, write="x")):
+    for wrong in (
+        operator_wire.Configure(BASE),
+        operator_wire.Configure(BASE, 0),
+        operator_wire.Configure(BASE, write="x"),
+    ):
         with pytest.raises(InvalidRequest):
             parse_change(wrong)
 
@@ -131,7 +148,7 @@ def test_the_first_node_to_register_decides_and_an_operator_changes_it() -> None
             assert a.settings == b.settings == ALL
             await b.configure(write="", replicas=3)
             assert a.settings == b.settings == NamespaceSettings(3, "", 60.0, "blosc2")
-            assert a.kept == b.kept == [], "the cluster remembers it"
+            assert a.local.kept == b.local.kept == [], "the cluster remembers it"
 
     asyncio.run(main())
 
@@ -139,12 +156,12 @@ def test_the_first_node_to_register_decides_and_an_operator_changes_it() -> None
 def test_a_node_keeps_within_its_own_limits() -> None:
     async def main() -> None:
         shared = StaticCluster()
-        small = Life(shared, "a", shared=True, copies_max=2)
+        small = Life(shared, "a", shared=True, replicas_max=2)
         async with small as a, Life(shared, "b", shared=True) as b:
             await b.open(NamespaceSettings(replicas=9))
             await a.open()
-            assert (a.settings.replicas, b.settings.replicas) == (2, COPIES_MAX)
-            with pytest.raises(LimitExceeded, match="copies_max"):
+            assert (a.settings.replicas, b.settings.replicas) == (2, REPLICAS_MAX)
+            with pytest.raises(LimitExceeded, match="replicas_max"):
                 await a.configure(replicas=3)
             await b.configure(replicas=3)
             assert (a.settings.replicas, b.settings.replicas) == (2, 3)
@@ -157,16 +174,16 @@ def test_copies_are_looked_after_when_more_are_wanted_and_not_else() -> None:
         async with Life(StaticCluster(), shared=True) as life:
             state = await life.open()
             await life.configure(replicas=2)
-            assert life.repairs == 0, "there are no blocks"
-            holder = life.node.add_holder("red", "engine")
-            life.node.reserve(holder, state, 0, 1, b"k" * 16)
-            life.node.commit(holder, 1, bytes(16))
+            assert life.local.repairs == 0, "there are no blocks"
+            holder = life.node.holders.add("red", "engine")
+            life.node.puts.reserve(holder, state, 0, 1, split_keys(b"k" * 16))
+            life.node.puts.commit(holder, 1, bytes(16))
             life.node.settle()
             await life.configure(ttl_s=1.0)
             await life.configure(replicas=1)
-            assert life.repairs == 0
+            assert life.local.repairs == 0
             await life.configure(replicas=3)
-            assert life.repairs > 0
+            assert life.local.repairs > 0
 
     asyncio.run(main())
 
@@ -179,7 +196,7 @@ def test_what_the_membership_could_not_be_told_is_told_later() -> None:
             await a.open(ALL)
             assert a.settings == ALL, "as wanted, as long as nobody says otherwise"
             shared.come_back()
-            await a.cluster._register_late()
+            await a.cluster.namespaces.register_late()
             (entry,) = shared.view.namespaces.values()
             assert entry.settings == ALL
 
@@ -190,7 +207,7 @@ def test_a_new_epoch_has_the_settings_of_the_last_one() -> None:
     async def main() -> None:
         async with Life(StaticCluster(), shared=True) as life:
             await life.open(ALL)
-            await life.cluster.clear(life.tenant, BASE, fence=False)
+            await life.cluster.namespaces.clear(life.tenant, BASE, fence=False)
             assert life.tenant.epochs[BASE][-1].epoch == 1
             assert life.settings == ALL
 
@@ -215,13 +232,13 @@ def test_alone_each_client_adds_what_nobody_before_has_asked_for(agreed: bool) -
         async with Life(StaticCluster()) as life:
             await life.open(NamespaceSettings(write="back"))
             if agreed:
-                await life.cluster.clear(life.tenant, BASE, fence=False)
+                await life.cluster.namespaces.clear(life.tenant, BASE, fence=False)
             await life.open()
             await life.open(NamespaceSettings(3, "none", 5.0))
             await life.open(NamespaceSettings(2, ttl_s=9.0, ssd_codec="blosc2"))
             expected = NamespaceSettings(3, "back", 5.0, "blosc2")
             assert life.settings == expected
-            await life.cluster.clear(life.tenant, BASE, fence=False)
+            await life.cluster.namespaces.clear(life.tenant, BASE, fence=False)
             assert life.settings == expected
 
     asyncio.run(main())
@@ -234,7 +251,7 @@ def test_alone_too_an_operator_changes_it() -> None:
             await life.configure(write="none", replicas=1)
             expected = NamespaceSettings(1, "none", 60.0, "blosc2")
             assert life.settings == expected
-            assert life.kept == [expected]
+            assert life.local.kept == [expected]
             await life.open(NamespaceSettings(write="through", ttl_s=5.0))
             assert life.settings == expected
 
@@ -260,7 +277,7 @@ def test_a_wish_that_cannot_be_kept_counts_all_the_same(caplog: pytest.LogCaptur
         alone = StaticCluster()
         async with Life(alone) as life:
             await life.open()
-            await life.cluster.clear(life.tenant, BASE, fence=False)
+            await life.cluster.namespaces.clear(life.tenant, BASE, fence=False)
             alone.go_away()  # as a disk that takes no writes
             await life.open(ALL)
             assert life.settings == ALL
@@ -272,7 +289,9 @@ def test_a_wish_that_cannot_be_kept_counts_all_the_same(caplog: pytest.LogCaptur
 def test_alone_it_is_taken_up_from_a_disk() -> None:
     async def main() -> None:
         async with Life(StaticCluster()) as life:
-            adopted = await life.cluster.adopt(life.tenant, BASE, FIELDS, PARTS, 3, 1, ALL)
+            adopted = await life.cluster.namespaces.adopt(
+                life.tenant, BASE, FIELDS, PARTS, 3, 1, ALL
+            )
             assert (adopted.epoch, adopted.generation, adopted.settings) == (3, 1, ALL)
             await life.open(NamespaceSettings(write="none"))
             assert life.settings == ALL
@@ -285,7 +304,9 @@ def test_the_word_of_a_cluster_goes_before_that_of_a_disk() -> None:
         shared = StaticCluster()
         async with Life(shared, "a", shared=True) as a, Life(shared, "b", shared=True) as b:
             await a.open(ALL)
-            await b.cluster.adopt(b.tenant, BASE, FIELDS, PARTS, 0, 0, NamespaceSettings(1, "none"))
+            await b.cluster.namespaces.adopt(
+                b.tenant, BASE, FIELDS, PARTS, 0, 0, NamespaceSettings(1, "none")
+            )
             assert b.settings == ALL
 
     asyncio.run(main())

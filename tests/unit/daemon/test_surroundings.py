@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.daemon.surroundings import Nic, interface_addresses, look_around, memory_numa
+from kvpool.daemon.cluster.host_topology import Nic, interface_addresses, look_around, memory_numa
 
 NODES = {
     "sys/devices/system/node/node0/cpulist": "0-3,8",

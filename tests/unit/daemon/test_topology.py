@@ -7,26 +7,27 @@ import random
 
 import msgspec
 
-from kvpool import wire
 from kvpool.config import DaemonConfig
-from kvpool.daemon.blocks import Limits
-from kvpool.daemon.cluster import Cluster
-from kvpool.daemon.node import Node
-from kvpool.daemon.surroundings import Nic, Surroundings
-from kvpool.placement.rails import Way
+from kvpool.daemon.cluster.host_topology import HostTopology, Nic
+from kvpool.daemon.cluster.member import ClusterMember
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.node import Node
+from kvpool.placement.membership.static import StaticCluster, StaticMembership
+from kvpool.placement.nic_pairs import Way
+from kvpool.placement.peers import Peers
 from kvpool.placement.records import NodeRecord, NodeState, TransportRecord, new_incarnation
-from kvpool.placement.sources import Peers
-from kvpool.placement.static import StaticCluster, StaticMembership
 from kvpool.storage.eviction import make_policy
+from kvpool.wire import frame
+from tests.support.local_node import MemoryOnly
 
 NETS = "10.0.0.0/24", "10.1.0.0/24"
-HERE = Surroundings(
+HERE = HostTopology(
     "host-a", 1, {"10.0.0.5": Nic("eth0", NETS[0], 0), "10.1.0.5": Nic("eth1", NETS[1], 1)}
 )
 LISTEN = ("tcp://10.0.0.5:1", "nixl://10.0.0.5:2", "tcp://10.1.0.5:1", "tcp://0.0.0.0:3")
 
 
-def make(cluster: StaticCluster, **settings) -> Cluster:
+def make(cluster: StaticCluster, **settings) -> ClusterMember:
     node = Node(
         make_policy=lambda capacity: make_policy("lru", capacity),
         limits=Limits(),
@@ -34,7 +35,7 @@ def make(cluster: StaticCluster, **settings) -> Cluster:
     )
     config = DaemonConfig(socket="/s", node="a", listen=LISTEN, join="etcd://h:1", **settings)
     rng = random.Random(1)
-    made = Cluster(
+    return ClusterMember(
         config,
         node,
         StaticMembership(cluster),
@@ -42,14 +43,13 @@ def make(cluster: StaticCluster, **settings) -> Cluster:
         Peers(config.labels, rng),
         lambda: 5.0,
         rng,
+        HERE,
     )
-    made.surroundings = HERE
-    return made
 
 
 def other(*cards: TransportRecord, **more) -> NodeRecord:
     return NodeRecord(
-        "b", "ab" * 8, NodeState.SERVING, cards, protocol=wire.PROTOCOL_VERSION, **more
+        "b", "ab" * 8, NodeState.SERVING, cards, protocol=frame.PROTOCOL_VERSION, **more
     )
 
 
@@ -64,7 +64,7 @@ def test_a_node_tells_where_it_and_its_cards_are_in_every_life() -> None:
         a = make(
             StaticCluster("kvpool"), labels=labels, advertise=shown, rails=("r0", "", "r1", "")
         )
-        await a.start(LISTEN)
+        await a.start(LISTEN, MemoryOnly(a.node))
         try:
             record = a.record()
             assert (record.labels, record.host, record.numa) == (labels, "host-a", 1)
@@ -90,7 +90,7 @@ def test_ways_follow_what_the_other_node_tells() -> None:
         for bind_source in (False, True):
             cluster = StaticCluster("kvpool")
             a = make(cluster, bind_source=bind_source)
-            await a.start(LISTEN)
+            await a.start(LISTEN, MemoryOnly(a.node))
             b = StaticMembership(cluster)
             try:
                 await b.start()

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
-from kvpool import wire
-from kvpool.daemon.blocks import Limits
-from kvpool.daemon.histogram import RATIOS
-from kvpool.daemon.node import Node
-from kvpool.daemon.remote import Living, Remote
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.fetch.ports import LivingNode
 from kvpool.errors import Unavailable
-from kvpool.placement.directory import TIERS, Entry
-from kvpool.placement.sources import Peers
+from kvpool.placement.directory.base import TIERS, Entry
+from kvpool.placement.peers import Peers
 from kvpool.storage.eviction import make_policy
-from kvpool.transfer.base import ABSENT, ARRIVED, MISMATCH, MISSING
-from kvpool.types import PartSpec
+from kvpool.telemetry.histogram import RATIOS
+from kvpool.testing.memory_tier import MemoryTier, SharedMemoryTier
+from kvpool.types import BlockStatus, PartSpec, split_keys
+from kvpool.wire import worker as worker_wire
 
 NBYTES = 4096
 OWNER = b"owner..."
@@ -30,30 +31,28 @@ WAIT_S = 20.0
 class World:
     """A node whose directory says that one peer has all that anybody asks for. answer: what that peer sends."""
 
-    any = False
-
-    def __init__(self, answer: Callable[[int], wire.Pulled]) -> None:
+    def __init__(self, answer: Callable[[int], worker_wire.Pulled]) -> None:
         self.answer = answer
         self.now = 100.0
         self.node = Node(make_policy=lambda capacity: make_policy("lru", capacity), limits=Limits())
         self.tenant = self.node.add_tenant("red", 0, 64 * NBYTES, 4 * NBYTES)
-        self.namespace = self.node.open_namespace(
+        self.namespace = self.node.namespaces.open(
             self.tenant, b"n" * 16, b"{}", (PartSpec(NBYTES),)
         )
         record: Any = SimpleNamespace(node="b")
-        self.living: Mapping[bytes, Living] = {OWNER: Living(record, "tcp://b")}
+        self.living: Mapping[bytes, LivingNode] = {OWNER: LivingNode(record, "tcp://b")}
         self.directory: Any = self
         self.peers = Peers({}, random.Random(5))
         here: Any = self
-        self.remote = Remote(self.node, here, here, here, here, self.peers, lambda: self.now)
-
-    def held(self, table: object) -> list[set[bytes]]:
-        return []
+        nothing, objects = MemoryTier({}, 0), SharedMemoryTier({}, 0)
+        self.fetcher = BlockFetcher(
+            self.node, here, here, nothing, objects, self.peers, lambda: self.now
+        )
 
     async def locate(self, digest: bytes, parts: int, keys: Sequence[bytes]) -> list[list[Entry]]:
         return [[Entry(OWNER, TIERS["dram"], 1)] for _ in keys]
 
-    async def pull(self, order: wire.PullBlocks) -> wire.Pulled:
+    async def pull(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled:
         await asyncio.sleep(0)
         return self.answer(len(order.keys) // 16)
 
@@ -61,30 +60,42 @@ class World:
         keys = b"".join(number.to_bytes(16, "big") for number in range(count))
 
         async def main() -> None:
-            await self.remote.pull_each(self.namespace, [0], keys, WAIT_S)
+            await self.fetcher.pull_each(self.namespace, [0], split_keys(keys), WAIT_S)
 
         asyncio.run(main())
 
     def loads(self) -> dict[str, int]:
         """The tenant's, which are the peer's as well."""
         tenant = self.tenant.traffic.stats()["loads"]["peer"]
-        assert self.remote.delivered.stats()["peers"] == {"b": tenant}
+        assert self.fetcher.delivered.stats()["peers"] == {"b": tenant}
         return {name: count for name, count in tenant.items() if count}
 
 
-def answers(*status: int, seconds: float = 0.5, error: str = "") -> Callable[[int], wire.Pulled]:
-    def answer(count: int) -> wire.Pulled:
+def answers(
+    *status: int, seconds: float = 0.5, error: str = ""
+) -> Callable[[int], worker_wire.Pulled]:
+    def answer(count: int) -> worker_wire.Pulled:
         assert count == len(status)
-        return wire.Pulled(bytes(status), bytes(16 * count), seconds, error)
+        return worker_wire.Pulled(bytes(status), bytes(16 * count), seconds, error)
 
     return answer
 
 
 def test_each_block_has_one_outcome() -> None:
-    world = World(answers(ARRIVED, ABSENT, ABSENT, MISMATCH, MISSING, ARRIVED, error="broken off"))
+    world = World(
+        answers(
+            BlockStatus.PRESENT,
+            BlockStatus.ABSENT,
+            BlockStatus.ABSENT,
+            BlockStatus.MISMATCH,
+            BlockStatus.LATE,
+            BlockStatus.PRESENT,
+            error="broken off",
+        )
+    )
     world.read(6)
     assert world.loads() == {
-        "came": 2,
+        "loaded": 2,
         "absent": 2,
         "mismatched": 1,
         "failed": 1,
@@ -93,46 +104,48 @@ def test_each_block_has_one_outcome() -> None:
 
 
 def test_a_transfer_that_raises_has_failed() -> None:
-    def fail(count: int) -> wire.Pulled:
-        raise Unavailable("no mover runs")
+    def fail(count: int) -> worker_wire.Pulled:
+        raise Unavailable("no transfer worker runs")
 
     world = World(fail)
     world.read(5)
     assert world.loads() == {"failed": 5}
-    delivered = world.remote.delivered.stats()
+    delivered = world.fetcher.delivered.stats()
     assert delivered["seconds"] == delivered["ratios"] == {}
 
 
 def test_what_was_called_off_is_told_from_what_failed() -> None:
-    world = World(lambda count: answers(*[ARRIVED] * count)(count))
+    world = World(lambda count: answers(*[BlockStatus.PRESENT] * count)(count))
 
     async def main() -> None:
         begun, forever = asyncio.Event(), asyncio.Event()
 
-        async def hang(order: wire.PullBlocks) -> wire.Pulled:
+        async def hang(order: worker_wire.PullBlocks) -> worker_wire.Pulled:
             begun.set()
             await forever.wait()
             raise AssertionError
 
-        world.remote._carrier.pull = hang  # type: ignore[method-assign]
+        world.pull = hang
         keys = bytes(16) + b"1" * 16
-        read = asyncio.ensure_future(world.remote.pull_each(world.namespace, [0], keys, WAIT_S))
+        read = asyncio.ensure_future(
+            world.fetcher.pull_each(world.namespace, [0], split_keys(keys), WAIT_S)
+        )
         await begun.wait()
-        world.remote.close()
+        world.fetcher.close()
         await asyncio.gather(read, return_exceptions=True)
 
     asyncio.run(main())
-    assert world.loads() == {"called_off": 2}
+    assert world.loads() == {"cancelled": 2}
 
 
 @pytest.mark.parametrize("times", [0.5, 1.0, 3.0])
 def test_what_was_expected_is_compared_with_what_was_seen(times: float) -> None:
-    world = World(answers(*[ARRIVED] * 8))
+    world = World(answers(*[BlockStatus.PRESENT] * 8))
     latency_s, per_byte = world.peers.stranger(OWNER).expected(world.now)
     expected_s = latency_s + 8 * NBYTES * per_byte
-    world.answer = answers(*[ARRIVED] * 8, seconds=times * expected_s)
+    world.answer = answers(*[BlockStatus.PRESENT] * 8, seconds=times * expected_s)
     world.read(8)
-    delivered = world.remote.delivered.stats()
+    delivered = world.fetcher.delivered.stats()
     assert delivered["expected_s"]["peer"] == pytest.approx(expected_s)
     assert delivered["seen_s"]["peer"] == pytest.approx(times * expected_s)
     ratios = delivered["ratios"]["peer"]
@@ -141,8 +154,8 @@ def test_what_was_expected_is_compared_with_what_was_seen(times: float) -> None:
 
 
 def test_half_a_transfer_says_nothing_of_the_estimate() -> None:
-    world = World(answers(ARRIVED, ABSENT))
+    world = World(answers(BlockStatus.PRESENT, BlockStatus.ABSENT))
     world.read(2)
-    delivered = world.remote.delivered.stats()
+    delivered = world.fetcher.delivered.stats()
     assert delivered["ratios"] == {}
     assert sum(delivered["seconds"]["peer"]["counts"]) == 1

@@ -35,7 +35,7 @@ from kvpool.types import (
     Recompute,
     pack_keys,
 )
-from kvpool.wire import NO_ROW
+from kvpool.wire.frame import NO_ROW
 
 
 class FakeDevice:

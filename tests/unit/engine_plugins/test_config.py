@@ -34,7 +34,7 @@ def test_what_is_on_can_be_switched_off() -> None:
 
 def test_it_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        PluginConfig().lease_s = 1.0  # type: ignore[misc]
+        PluginConfig().lease_s = 1.0
 
 
 @pytest.mark.parametrize(

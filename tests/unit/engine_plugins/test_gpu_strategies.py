@@ -19,15 +19,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvpool.engine_plugins.vllm.device import (  # noqa: E402
-    STAGED,
     DevicePages,
     PinnedSegments,
-    Strategy,
     strategy_for,
 )
+from kvpool.engine_plugins.vllm.device_copies import STAGED, Strategy  # noqa: E402
 from kvpool.engine_plugins.vllm.layout import DeviceSlots, HostPages  # noqa: E402
 from kvpool.errors import SegmentError  # noqa: E402
-from kvpool.storage.gpu import DeviceSegment  # noqa: E402
+from kvpool.storage.device import DeviceSegment  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None

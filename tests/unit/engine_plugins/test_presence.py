@@ -11,6 +11,7 @@ from kvpool.engine_plugins.vllm.plan import GroupRule
 from kvpool.engine_plugins.vllm.presence import Presence, engine_record, whole_groups
 from kvpool.errors import ConfigError, LimitExceeded
 from kvpool.types import PartKind
+from tests.support.waiting import PATIENCE_S
 
 
 def vllm(**events):
@@ -97,7 +98,7 @@ def test_it_is_told_again_until_the_end(caplog):
 
     presence = Presence(announce, every_s=0.001)
     presence.begin()
-    assert third.wait(20)
+    assert third.wait(PATIENCE_S)
     presence.end()
     presence.end()
     assert caplog.text.count("one engine too many") == 1

@@ -11,6 +11,7 @@ import pytest
 from kvpool.engine_plugins.vllm.pulls import OTHERS_S, Pulls
 from kvpool.errors import NamespaceMismatch
 from kvpool.types import NamespaceRecord, PartSpec
+from tests.support.waiting import PATIENCE_S
 
 RECORD = NamespaceRecord({"m": 1}, (PartSpec(8),))
 WAIT_S = 1.0
@@ -215,7 +216,7 @@ def test_waiting_ends_when_the_first_answers_and_close_drops_what_waits(
 
     def slow(*arguments: Any, **options: Any) -> Any:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
         return pull_now(*arguments, **options)
 
     pool.pull = slow
@@ -223,7 +224,7 @@ def test_waiting_ends_when_the_first_answers_and_close_drops_what_waits(
     first, second = pulls.begin(0, keys(1)), pulls.begin(0, keys(2))
     assert first is not None
     assert second is not None
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_S)
     pulls.wait([first, second])  # nothing happens, and it returns
     assert not pulls.ended(first)
     go_on.set()

@@ -22,6 +22,7 @@ from kvpool.engine_plugins.vllm.plan import (
 )
 from kvpool.engine_plugins.vllm.worker import LoadResults, WorkerHalf
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
+from tests.support.waiting import PATIENCE_S
 
 RECORD = NamespaceRecord({"m": 1}, (PartSpec(24), PartSpec(8, PartKind.WINDOW, 1)) * 2)
 KEYS = b"".join(bytes([i]) * 16 for i in range(4))
@@ -59,8 +60,9 @@ class Rank:
         """A step after which all copies have ended."""
         self.half.start_loads(plan)
         self.half.start_saves(plan)
-        for future in [*self.half._loads, *self.half._saves]:
-            future.result(10)
+        futures: list[Any] = [*self.half._loads, *self.half._saves]
+        for future in futures:
+            future.result(PATIENCE_S)
         return self.half.take_loads()
 
     def save(
@@ -158,7 +160,7 @@ def test_a_late_lease_is_a_failed_load(pool: Any, stored: list[Rank], block_erro
         copy(*arguments)
         lease.deadline = pool.clock() - 1
 
-    pages.from_slots = slow  # type: ignore[method-assign]
+    pages.from_slots = slow
     results = reader.step(load(lease.token))
     assert results.finished == {"r"}
     if block_errors:
@@ -306,7 +308,7 @@ def test_device_memory_that_dies_under_a_load_fails_all_of_it(
         device.alive = False
         copy(*arguments)
 
-    pages.from_slots = die  # type: ignore[method-assign]
+    pages.from_slots = die
     results = reader.step(load(lease.token))
     if block_errors:
         assert results.failed_blocks == {1, 6, 7, 8, 9}
@@ -373,19 +375,19 @@ def test_device_memory_is_closed_behind_the_loads_that_read_it(
 
     def slow(*arguments: Any) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
         seen.append(device.closed)
         copy(*arguments)
 
-    pages.from_slots = slow  # type: ignore[method-assign]
+    pages.from_slots = slow
     reader.half.start_loads(load(lease.token))
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_S)
     device.alive = False
     reader.half.take_done()
     (closing,) = reader.half._chores
-    reader.half._save_thread.submit(int).result(30)
+    reader.half._save_thread.submit(int).result(PATIENCE_S)
     go_on.set()
-    closing.result(30)
+    closing.result(PATIENCE_S)
     reader.half.close()
     assert seen == [False]
     assert device.closed
@@ -396,7 +398,7 @@ def test_dead_device_memory_is_closed(pool: Any, device: Any, threads: Any) -> N
     device.alive = False
     rank.half.take_done()
     for chore in rank.half._chores:
-        chore.result(10)
+        chore.result(PATIENCE_S)
     assert device.closed
     rank.half.close()
 

@@ -14,16 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import Unavailable
-from kvpool.placement.announcer import (
-    LANES,
-    REPAIRS_MAX,
-    RETRACTS_MAX,
-    TRIALS,
-    WALK_KEYS,
-    Announcer,
-)
-from kvpool.placement.directory import BATCH_MAX, TAGS, TIERS, tag_of
-from kvpool.placement.embedded import EmbeddedDirectory
+from kvpool.placement.directory.announcer import LANES, RETRACTS_MAX, TRIALS, Announcer
+from kvpool.placement.directory.base import BATCH_MAX, TIERS
+from kvpool.placement.directory.embedded import EmbeddedDirectory
+from kvpool.placement.directory.repairs import REPAIRS_MAX, WALK_KEYS
+from kvpool.placement.key_groups import TAGS, tag_of
 
 DRAM = TIERS["dram"]
 A, B = b"A" * 16, b"B" * 16
@@ -157,7 +152,7 @@ class FlakyDirectory(EmbeddedDirectory):
         return out
 
 
-class Shelf:
+class SsdDevice:
     """What is held: a log of all keys ever put, which a walk goes through, and the masks of today."""
 
     def __init__(self) -> None:
@@ -199,7 +194,7 @@ class Bench:
 
     def __init__(self, **settings: Any) -> None:
         self.directory = FlakyDirectory()
-        self.shelf = Shelf()
+        self.shelf = SsdDevice()
         self.now = asyncio.get_running_loop().time
         self.announcer = Announcer(self.directory, self.shelf, clock=self.now, **settings)
 

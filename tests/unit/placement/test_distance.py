@@ -12,19 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.placement.directory import TIERS
+from kvpool.placement.directory.base import TIERS
 from kvpool.placement.distance import PRIORS, Distance, distance_between
-from kvpool.placement.sources import (
-    BACKOFF_S,
-    HEDGE_S_MAX,
-    JITTER,
-    STALE_S,
-    Candidate,
-    Link,
-    Peers,
-    forecast,
-    plan,
-)
+from kvpool.placement.peer_estimates import BACKOFF_S, STALE_S, Link
+from kvpool.placement.peer_selection import JITTER, Candidate, forecast, plan
+from kvpool.placement.peers import HEDGE_S_MAX, Peers
 
 MIB = 1 << 20
 DRAM, SSD = TIERS["dram"], TIERS["ssd"]
@@ -199,7 +191,7 @@ def test_a_restarted_node_is_half_believed_to_be_as_it_was() -> None:
     new = peers.get(R)
     assert new is not None
     assert not new.suspended(100.0)
-    assert (new.failures, new.failed, new.asked) == (0, 0, 0), "its health is its own"
+    assert (new.backoff.failures, new.failed, new.asked) == (0, 0, 0), "its health is its own"
     latency_s, bytes_s = expected(peers, R, 100.0)
     assert latency_s == pytest.approx((0.01 + 0.001) / 2, rel=0.05)
     assert bytes_s == pytest.approx(1 / ((1e-8 + 1e-9) / 2), rel=0.1)

@@ -9,8 +9,9 @@ import random
 import pytest
 
 from kvpool.errors import InvalidRequest
-from kvpool.placement.directory import TAGS, TIERS, Entry, tag_of
-from kvpool.placement.embedded import EmbeddedDirectory
+from kvpool.placement.directory.base import TIERS, Entry
+from kvpool.placement.directory.embedded import EmbeddedDirectory
+from kvpool.placement.key_groups import TAGS, tag_of
 from kvpool.testing.directory import NAMESPACE, key_of, keys_of, node
 
 DRAM = TIERS["dram"]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 pytest.importorskip("grpc")
 
 from kvpool.placement.etcd import rpc_pb2 as rpc
-from kvpool.placement.etcd.lease import LeaseWatch
-from kvpool.placement.etcd.membership import SMALL_USE_S, USE_S, hold_s
-from kvpool.placement.etcd.mirror import Mirror, Paths
-from kvpool.placement.membership import Standing
+from kvpool.placement.membership.base import Standing
+from kvpool.placement.membership.etcd import SMALL_USE_S, USE_S, hold_s
+from kvpool.placement.membership.etcd_lease import LeaseWatch
+from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.records import NamespaceSettings, NodeState, TierRecord, encode_record
 from kvpool.testing.membership import entry, record
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.placement.engine_blocks import (
+from kvpool.placement.kv_events.engine_blocks import (
     CERTAIN_RUN_MIN,
     GROUPS_MAX,
     Changes,

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import ProtocolError
-from kvpool.placement.engine_blocks import EngineBlocks, short_hash
-from kvpool.placement.event_stream import (
+from kvpool.placement.kv_events.engine_blocks import EngineBlocks, short_hash
+from kvpool.placement.kv_events.stream import (
     END,
     FUTILE_MAX,
     HASHES_MAX,

@@ -21,13 +21,18 @@ import pytest
 import uvloop
 import zmq
 
-from kvpool.descriptors import raise_descriptor_limit
 from kvpool.errors import ConfigError
-from kvpool.placement import events
-from kvpool.placement.event_stream import END, PAYLOAD_BYTES_MAX
-from kvpool.placement.events import ENGINES_MAX, SLICE_BLOCKS, EngineSource, EventSubscriber
+from kvpool.net import raise_descriptor_limit
+from kvpool.placement.kv_events import subscriber as events
+from kvpool.placement.kv_events.stream import END, PAYLOAD_BYTES_MAX
+from kvpool.placement.kv_events.subscriber import (
+    ENGINES_MAX,
+    SLICE_BLOCKS,
+    EngineSource,
+    EventSubscriber,
+)
+from tests.support.waiting import PATIENCE_S, until_async
 
-PATIENCE_S = 20.0
 Test = Callable[[], Awaitable[None]]
 
 
@@ -131,20 +136,13 @@ class Publisher:
         self.close()
 
 
-async def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-        await asyncio.sleep(0.002)
-
-
 @asynccontextmanager
 async def following(*sources: EngineSource, **more: Any) -> AsyncIterator[EventSubscriber]:
     more = {"clock": time.monotonic, "changed": lambda _: None, **more}
     subscriber = EventSubscriber(sources, **more)
     task = asyncio.create_task(subscriber.run())
     try:
-        await until(lambda: task.done() or len(subscriber.engines) == len(sources), "it runs")
+        await until_async(lambda: task.done() or len(subscriber.engines) == len(sources), "it runs")
         yield subscriber
         assert not task.done()
     finally:
@@ -163,7 +161,7 @@ def held(subscriber: EventSubscriber, name: str = "e") -> set[int]:
 async def knows(subscriber: EventSubscriber, *hashes: int, name: str = "e") -> None:
     feed = subscriber.engines[name]
     wanted = set(hashes)
-    await until(
+    await until_async(
         lambda: held(subscriber, name) == wanted and not feed.stats()["replaying"],
         f"{name} holds {sorted(wanted)}",
     )
@@ -231,7 +229,9 @@ def test_a_restarted_engine_begins_anew(
                 engine = Publisher(folder)
                 for each in range(batches):
                     engine.publish(stored(10 + each))
-                await until(lambda: subscriber.engines["e"].connected and engine.asked, "found")
+                await until_async(
+                    lambda: subscriber.engines["e"].connected and engine.asked, "found"
+                )
                 await knows(subscriber, *range(10, 10 + batches))
                 assert subscriber.engines["e"].blocks.complete
                 engine.publish(stored(50))
@@ -250,7 +250,7 @@ def test_an_engine_that_is_gone_holds_nothing(play: Any, folder: Path, impatient
                 engine.publish(stored(1))
                 await knows(subscriber, 1)
                 engine.close()
-                await until(lambda: not held(subscriber), "it is given up")
+                await until_async(lambda: not held(subscriber), "it is given up")
                 feed = subscriber.engines["e"]
                 assert not feed.connected
                 assert not feed.blocks.complete
@@ -270,11 +270,11 @@ def test_a_slow_replay_holds_the_stream_back(play: Any, folder: Path) -> None:
             engine.may_answer.clear()
             engine.publish(stored(1))
             async with following(engine.source()) as subscriber:
-                await until(lambda: engine.asked, "it asks")
+                await until_async(lambda: engine.asked, "it asks")
                 for each in range(2, 50):
                     engine.publish(stored(each))
                 feed = subscriber.engines["e"]
-                await until(lambda: feed.age_s() is not None, "the stream is heard")
+                await until_async(lambda: feed.age_s() is not None, "the stream is heard")
                 assert held(subscriber) == set()
                 engine.may_answer.set()
                 await knows(subscriber, *range(1, 50))
@@ -291,7 +291,7 @@ def test_replays_that_never_come_are_given_up(play: Any, folder: Path, impatient
             source = engine.source(replay_endpoint=f"ipc://{folder / 'nobody'}")
             async with following(source) as subscriber:
                 feed = subscriber.engines["e"]
-                await until(lambda: feed.connected, "the stream is there")
+                await until_async(lambda: feed.connected, "the stream is there")
                 number = 2
 
                 def goes_on() -> bool:
@@ -300,7 +300,7 @@ def test_replays_that_never_come_are_given_up(play: Any, folder: Path, impatient
                     engine.publish(stored(number))
                     return bool(held(subscriber))
 
-                await until(goes_on, "it goes by the stream alone")
+                await until_async(goes_on, "it goes by the stream alone")
                 assert 1 not in held(subscriber)
                 assert not feed.blocks.complete
 
@@ -325,8 +325,13 @@ def test_an_engine_without_replays(play: Any, folder: Path) -> None:
             engine.publish(stored(1))
             async with following(engine.source(replay_endpoint=None)) as subscriber:
                 feed = subscriber.engines["e"]
-                await until(lambda: feed.connected, "the stream is there")
-                await until(lambda: engine.publish(stored(2)) or held(subscriber), "it is heard")
+                await until_async(lambda: feed.connected, "the stream is there")
+
+                def heard() -> set[int]:
+                    engine.publish(stored(2))
+                    return held(subscriber)
+
+                await until_async(heard, "it is heard")
                 assert held(subscriber) == {2}
                 assert not feed.blocks.complete
                 engine.publish({"type": "AllBlocksCleared"}, stored(7))
@@ -375,9 +380,9 @@ def test_a_batch_that_is_too_large_is_lost(
                     nonlocal number
                     number = 3 + number % 100
                     engine.publish(stored(number))
-                    return 1 not in held(subscriber) and held(subscriber)
+                    return 1 not in held(subscriber) and bool(held(subscriber))
 
-                await until(goes_on, "the stream goes on")
+                await until_async(goes_on, "the stream goes on")
                 assert 2 not in held(subscriber)
                 assert not subscriber.engines["e"].blocks.complete
 
@@ -430,7 +435,7 @@ def test_changes_are_told_of(play: Any, folder: Path) -> None:
                 assert subscriber.engines["b"].blocks.take_changes(9)[1:] == ([2], [1])
                 told.clear()
                 one.publish(stored(3))
-                await until(lambda: told, "the change is told of")
+                await until_async(lambda: told, "the change is told of")
                 assert set(told) == {"a"}
 
     play(test)
@@ -443,15 +448,15 @@ def test_nothing_is_left_open(play: Any, folder: Path) -> None:
             async def once() -> None:
                 async with following(engine.source()) as subscriber:
                     engine.publish(stored(1))
-                    await until(lambda: len(subscriber.engines["e"].blocks), "it is heard")
+                    await until_async(lambda: len(subscriber.engines["e"].blocks), "it is heard")
 
             await once()
-            await until(lambda: not engine._router.poll(0), "its connections are closed")
+            await until_async(lambda: not engine._router.poll(0), "its connections are closed")
             before = len(os.listdir("/proc/self/fd"))
             for _ in range(5):
                 await once()
             # The publisher's ends are closed by its own threads, some time after.
-            await until(lambda: len(os.listdir("/proc/self/fd")) <= before, "all is closed")
+            await until_async(lambda: len(os.listdir("/proc/self/fd")) <= before, "all is closed")
 
     play(test)
 
@@ -499,14 +504,18 @@ def test_a_process_without_sockets_tries_again(
                 engine.publish(stored(1))
                 await knows(subscriber, 1)
                 with no_sockets() as refused:
-                    await until(lambda: zmq.DEALER in refused, "there is no socket to ask with")
+                    await until_async(
+                        lambda: zmq.DEALER in refused, "there is no socket to ask with"
+                    )
                     engine.publish(stored(2))
                     await knows(subscriber, 1, 2)
                 asked = len(engine.asked)
-                await until(lambda: len(engine.asked) > asked + 2, "replays are asked for again")
+                await until_async(
+                    lambda: len(engine.asked) > asked + 2, "replays are asked for again"
+                )
                 with no_sockets() as refused:
                     engine.close()
-                    await until(lambda: refused.count(zmq.SUB) > 1, "nor one to listen with")
+                    await until_async(lambda: refused.count(zmq.SUB) > 1, "nor one to listen with")
                     assert held(subscriber) == set()
                 engine = Publisher(folder)
                 engine.publish(stored(3))
@@ -535,7 +544,7 @@ def test_one_that_cannot_be_followed_ends_nothing_where_that_is_told(
             )
             async with asyncio.TaskGroup() as tasks:
                 task = tasks.create_task(subscriber.run())
-                await until(lambda: subscriber.engines, "it runs")
+                await until_async(lambda: subscriber.engines, "it runs")
                 engine.publish(stored(1))
                 await knows(subscriber, 1)
                 assert (refused, list(subscriber.engines)) == (["bad"], ["e"])
@@ -565,7 +574,7 @@ def test_an_engine_that_ends_while_it_is_removed_stops_nobody(folder: Path) -> N
     # In a process of its own: what waits in ZeroMQ for its lock is interrupted by nothing.
     code = """
 import asyncio, sys, threading, time, zmq
-from kvpool.placement.events import EngineSource, EventSubscriber
+from kvpool.placement.kv_events.subscriber import EngineSource, EventSubscriber
 
 async def main(endpoint):
     publisher = zmq.Context().socket(zmq.PUB)
@@ -590,28 +599,34 @@ async def main(endpoint):
 
 asyncio.run(main(sys.argv[1]))
 """
-    subprocess.run([sys.executable, "-c", code, f"ipc://{folder}/e"], check=True, timeout=30)
+    subprocess.run(
+        [sys.executable, "-c", code, f"ipc://{folder}/e"], check=True, timeout=PATIENCE_S
+    )
 
 
 def test_engines_come_and_go(folder: Path, play: Callable[[Test], None]) -> None:
     async def test() -> None:
         with Publisher(folder, "a") as a, Publisher(folder, "b") as b:
             async with following(a.source()) as subscriber:
-                await until(lambda: subscriber.engines and subscriber.engines["a"].connected, "a")
+                await until_async(
+                    lambda: subscriber.engines and subscriber.engines["a"].connected, "a"
+                )
                 subscriber.add(b.source())
                 with pytest.raises(ConfigError, match="same name"):
                     subscriber.add(b.source())
                 b.publish(stored(1, 2))
-                await until(lambda: len(subscriber.engines["b"].blocks) == 2, "b is followed")
+                await until_async(lambda: len(subscriber.engines["b"].blocks) == 2, "b is followed")
                 feed = subscriber.engines["a"]
                 subscriber.remove("a")
                 assert list(subscriber.engines) == ["b"]
                 a.publish(stored(3))
                 b.publish(stored(4))
-                await until(lambda: len(subscriber.engines["b"].blocks) == 3, "b goes on")
+                await until_async(lambda: len(subscriber.engines["b"].blocks) == 3, "b goes on")
                 assert len(feed.blocks) == 0
                 subscriber.add(a.source())
-                await until(lambda: len(subscriber.engines["a"].blocks) == 1, "a is followed anew")
+                await until_async(
+                    lambda: len(subscriber.engines["a"].blocks) == 1, "a is followed anew"
+                )
                 with pytest.raises(ConfigError, match="engine bad"):
                     subscriber.add(EngineSource("bad", "tcp://127.0.0.1:port"))
                 assert set(subscriber.engines) == {"a", "b"}

@@ -7,8 +7,9 @@ from collections.abc import Container, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.placement.directory import Entry
-from kvpool.placement.prefix import first_needed, needed, somewhere, usable
+from kvpool.hit_rule import first_needed, needed, usable
+from kvpool.placement.directory.base import Entry
+from kvpool.placement.prefix_lookup import somewhere
 from kvpool.types import PartKind, PartSpec
 
 KEYS = [bytes([i]) * 16 for i in range(14)]

@@ -121,8 +121,8 @@ def test_a_change_changes_what_it_names_and_nothing_else(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (SettingsChange(replicas=0), "0 copies: at least 1"),
-        (SettingsChange(replicas=-2), "-2 copies"),
+        (SettingsChange(replicas=0), "0 replicas: at least 1"),
+        (SettingsChange(replicas=-2), "-2 replicas"),
         (SettingsChange(write="later"), "'later'.*back, through, none"),
         (SettingsChange(write="Back"), "'Back'"),
         (SettingsChange(ttl_s=-0.1), "ttl_s -0.1"),

@@ -3,7 +3,7 @@
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.placement.redis_settings import RedisKind, RedisSettings, parse_url
+from kvpool.placement.redis.settings import RedisKind, RedisSettings, parse_url
 
 SERVER, SENTINEL, CLUSTER = RedisKind.SERVER, RedisKind.SENTINEL, RedisKind.CLUSTER
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.placement.membership import Standing
+from kvpool.placement.membership.base import Standing
+from kvpool.placement.membership.static import StaticCluster, StaticMembership
 from kvpool.placement.records import SettingsChange
-from kvpool.placement.static import StaticCluster, StaticMembership
 from kvpool.testing.membership import entry, record
 
 DIGEST = entry().digest

@@ -11,7 +11,7 @@ from kvpool.cli.verbs import app
 from kvpool.errors import ConfigError, InvalidRequest
 from kvpool.planner.command import requests_of
 from kvpool.planner.workload import Workload, at_rate
-from kvpool.simulator.cluster import Shape
+from kvpool.simulator.simulated_cluster import Shape
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 from kvpool.simulator.traces import generate, ideal_hits, write_trace
 

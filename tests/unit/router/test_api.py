@@ -13,11 +13,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from kvpool.router.active_request import ActiveRequest
 from kvpool.router.api import REQUEST_ID, Api
 from kvpool.router.config import RouterConfig, Secrets, TenantTable
 from kvpool.router.engines import EngineSpec
-from kvpool.router.flight import Flight
-from kvpool.testing.scripted_engines import MODEL, Bench, answer_to, engine
+from tests.support.scripted_engines import MODEL, Bench, answer_to, engine
+from tests.support.waiting import PATIENCE_S, until_async
 
 OPERATOR, ALICE, BOB = "operator-operator", "alice-alice-alice", "bob-bob-bob-bob-bob"
 STREAM = {"model": MODEL, "prompt": "a question of some length", "stream": True}
@@ -59,7 +60,15 @@ def run(
 
     async def main() -> None:
         async with Bench(specs, settings) as bench:
-            api = Api(settings, secrets, bench.serving, bench.metrics, started_at=7)
+            api = Api(
+                settings,
+                secrets,
+                bench.serving,
+                bench.roster,
+                bench.metrics,
+                knowledge=dict,
+                started_at=7,
+            )
             runner = web.AppRunner(api.application(), handler_cancellation=True, access_log=None)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -73,15 +82,6 @@ def run(
             assert not bench.left()
 
     asyncio.run(main())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what comes over a socket, and no longer than a deadline."""
-    async with asyncio.timeout(20):
-        for pause in (0.0, *([0.001] * 20_000)):
-            if condition():
-                return
-            await asyncio.sleep(pause)
 
 
 def error_of(body: bytes) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def test_bodies_that_come_are_counted_too() -> None:
                 if status == 429:
                     found.append(error_of(data)["type"])
 
-        await asyncio.wait_for(refused(), 20)
+        await asyncio.wait_for(refused(), PATIENCE_S)
         assert found == ["requests_max"]
         writer.write(body[-1:])
         assert b" 200 " in await reader.readline()
@@ -208,8 +208,8 @@ def test_who_does_not_read_an_answer_loses_the_connection(monkeypatch: pytest.Mo
         host, port = site.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as client:
             client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            await until(lambda: bool(site.server.connections))
-            await until(lambda: not site.server.connections)
+            await until_async(lambda: bool(site.server.connections))
+            await until_async(lambda: not site.server.connections)
 
     run(work, engine("a"), client_stall_s=0.05)
 
@@ -217,22 +217,22 @@ def test_who_does_not_read_an_answer_loses_the_connection(monkeypatch: pytest.Mo
 def test_a_client_that_hangs_up_leaves_nothing_for_the_collector(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    left: list[weakref.ref[Flight]] = []
-    start = Flight.run
+    left: list[weakref.ref[ActiveRequest]] = []
+    start = ActiveRequest.run
 
-    async def run_and_note(flight: Flight, *args: Any) -> None:
-        left.append(weakref.ref(flight))
-        await start(flight, *args)
+    async def run_and_note(active: ActiveRequest, *args: Any) -> None:
+        left.append(weakref.ref(active))
+        await start(active, *args)
 
-    monkeypatch.setattr(Flight, "run", run_and_note)
+    monkeypatch.setattr(ActiveRequest, "run", run_and_note)
 
     async def work(site: Site) -> None:
         site.bench.upstream.hold["a"] = asyncio.Event()
         task = asyncio.create_task(site.call("/v1/completions", STREAM))
-        await until(lambda: bool(site.bench.upstream.open))
+        await until_async(lambda: bool(site.bench.upstream.open))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: left[0]() is None)
+        await until_async(lambda: left[0]() is None)
 
     gc.collect()
     gc.disable()
@@ -294,7 +294,7 @@ def test_too_many_at_once_are_told_when_to_come_again() -> None:
     async def work(site: Site) -> None:
         site.bench.upstream.hold["a"] = asyncio.Event()
         first = asyncio.create_task(site.call("/v1/completions", WHOLE))
-        await until(lambda: bool(site.bench.upstream.open))
+        await until_async(lambda: bool(site.bench.upstream.open))
         status, headers, data = await site.call("/v1/completions", WHOLE)
         assert status == 429 and error_of(data)["type"] == "requests_max"
         assert int(headers["Retry-After"]) >= 1
@@ -308,12 +308,12 @@ def test_a_client_that_hangs_up_is_forgotten_on_every_engine() -> None:
     async def work(site: Site) -> None:
         site.bench.upstream.hold["a"] = asyncio.Event()
         task = asyncio.create_task(site.call("/v1/completions", STREAM, x_request_id="me"))
-        await until(lambda: bool(site.bench.upstream.open))
+        await until_async(lambda: bool(site.bench.upstream.open))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: not site.bench.left())
+        await until_async(lambda: not site.bench.left())
         account = site.bench.serving.accounts.get("me")
-        await until(lambda: account is not None and account.outcome == "client_left")
+        await until_async(lambda: account is not None and account.outcome == "client_left")
 
     run(work, engine("a"))
 
@@ -324,7 +324,7 @@ def test_a_client_that_hangs_up_in_the_middle_too() -> None:
         async with site.session.post(f"{site.url}/v1/completions", json=STREAM) as answer:
             await answer.content.readany()
             assert site.bench.upstream.open
-        await until(lambda: not site.bench.left())
+        await until_async(lambda: not site.bench.left())
 
     run(work, engine("a"))
 

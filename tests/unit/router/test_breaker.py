@@ -3,20 +3,21 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from kvpool.router.breaker import Breaker, Rule, State
+from kvpool.retry import BreakerRule, BreakerState
+from kvpool.router.breaker import EngineBreaker
 
-RULE = Rule(failures_max=3, backoff_s=1.0, backoff_s_max=30.0)
+RULE = BreakerRule(failures_max=3, backoff_s=1.0, backoff_s_max=30.0)
 
 
-def closed() -> Breaker:
-    breaker = Breaker(RULE, 0.0)
+def closed() -> EngineBreaker:
+    breaker = EngineBreaker(RULE, 0.0)
     breaker.probed(True, 0.0, 2.0)
-    assert breaker.state is State.CLOSED
+    assert breaker.state is BreakerState.CLOSED
     return breaker
 
 
 def test_a_new_one_waits_for_its_first_probe_which_is_due() -> None:
-    breaker = Breaker(RULE, 5.0)
+    breaker = EngineBreaker(RULE, 5.0)
     assert not breaker.passes and breaker.probe_at == 5.0
 
 
@@ -29,7 +30,7 @@ def test_failures_in_a_row_open_it_and_others_do_not() -> None:
     assert breaker.passes
     for _ in range(3):
         breaker.failed(1.0)
-    assert breaker.state is State.OPEN and breaker.probe_at == 2.0
+    assert breaker.state is BreakerState.OPEN and breaker.probe_at == 2.0
 
 
 def test_good_probes_do_not_excuse_failed_requests() -> None:
@@ -38,11 +39,11 @@ def test_good_probes_do_not_excuse_failed_requests() -> None:
         breaker.failed(1.0)
         breaker.probed(True, 1.0, 2.0)
     # The third failure opened it, and the probe after it only half opens.
-    assert breaker.state is State.HALF_OPEN
+    assert breaker.state is BreakerState.HALF_OPEN
 
 
 def test_half_open_one_failure_is_enough_and_one_success_too() -> None:
-    for good, state in ((True, State.CLOSED), (False, State.OPEN)):
+    for good, state in ((True, BreakerState.CLOSED), (False, BreakerState.OPEN)):
         breaker = closed()
         for _ in range(3):
             breaker.failed(0.0)
@@ -70,7 +71,7 @@ def test_a_good_probe_begins_the_count_of_probes_anew() -> None:
         breaker.probed(False, 0.0, 2.0)
         breaker.probed(False, 0.0, 2.0)
         breaker.probed(True, 0.0, 2.0)
-    assert breaker.state is State.CLOSED
+    assert breaker.state is BreakerState.CLOSED
 
 
 def test_the_backoff_doubles_up_to_its_bound_and_a_success_ends_that() -> None:
@@ -97,18 +98,18 @@ def test_the_backoff_doubles_up_to_its_bound_and_a_success_ends_that() -> None:
 def test_whatever_happens_it_is_probed_again_and_then_gets_requests(
     events: list[tuple[str, float]],
 ) -> None:
-    breaker = Breaker(RULE, 0.0)
+    breaker = EngineBreaker(RULE, 0.0)
     now = 0.0
     for event, after_s in events:
         now += after_s
         before = breaker.state
         if event == "failed":
             breaker.failed(now)
-            assert before is not State.HALF_OPEN or breaker.state is State.OPEN
+            assert before is not BreakerState.HALF_OPEN or breaker.state is BreakerState.OPEN
         elif event == "succeeded":
             breaker.succeeded()
             # Only a probe ends what is open.
-            assert (before is State.OPEN) == (breaker.state is State.OPEN)
+            assert (before is BreakerState.OPEN) == (breaker.state is BreakerState.OPEN)
         else:
             breaker.probed(event == "well", now, 2.0)
         assert breaker.probe_at <= now + RULE.backoff_s_max
@@ -147,7 +148,7 @@ def test_failed_requests_do_not_excuse_failed_probes() -> None:
 
 
 def test_an_engine_may_be_away_for_a_long_time() -> None:
-    breaker = Breaker(RULE, 0.0)
+    breaker = EngineBreaker(RULE, 0.0)
     for _ in range(5000):
         breaker.probed(False, 0.0, 2.0)
     assert breaker.probe_at == 30.0

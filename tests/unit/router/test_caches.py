@@ -14,9 +14,9 @@ from kvpool.errors import ConfigError
 from kvpool.router.caches import SLICE_BLOCKS, Caches
 from kvpool.router.engines import EngineSpec, spec_of
 from kvpool.scheduler.index import PrefixIndex
-from kvpool.testing.stub_engine.events import EventPublisher
+from tests.support.stub_engine.events import EventPublisher
+from tests.support.waiting import until_async
 
-PATIENCE_S = 20.0
 SALT = 0xABCDEF
 
 
@@ -43,12 +43,6 @@ class World:
         keys = {each: each ^ salt for each in hashes}
         return [each for each, key in keys.items() if self.index.match([key], now=0.0).lengths]
 
-    async def until(self, condition: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-            await asyncio.sleep(0.002)
-
     def play(self, test: Callable[[], Any]) -> None:
         async def run() -> None:
             task = asyncio.create_task(self.caches.run())
@@ -74,12 +68,12 @@ def test_a_block_is_held_once_all_groups_hold_it(world: World) -> None:
         world.publish("Stored", 0, 1, 2, 3)
         world.publish("Stored", 1, 1, 2, 3, 4)  # a group that does not count
         world.publish("Stored", 2, 2, 3, 4)
-        await world.until(lambda: world.held(range(9)) == [2, 3], "both groups hold these")
+        await until_async(lambda: world.held(range(9)) == [2, 3], "both groups hold these")
         world.publish("Removed", 2, 2)
-        await world.until(lambda: world.held(range(9)) == [3], "one group has lost it")
+        await until_async(lambda: world.held(range(9)) == [3], "one group has lost it")
         world.publish("Removed", 1, 3)
         world.publish("Stored", 0, 4)
-        await world.until(lambda: world.held(range(9)) == [3, 4], "the other one does not matter")
+        await until_async(lambda: world.held(range(9)) == [3, 4], "the other one does not matter")
         assert len(world.lags) >= 3
         assert world.caches.stats()["lag_p99_s"] == pytest.approx(max(world.lags))
 
@@ -91,9 +85,9 @@ def test_more_than_is_written_at_a_time(world: World) -> None:
         many = range(1, 3 * SLICE_BLOCKS)
         world.caches.follow(world.spec(), SALT)
         world.publish("Stored", 0, *many)
-        await world.until(lambda: len(world.held(many)) == len(many), "all are written")
+        await until_async(lambda: len(world.held(many)) == len(many), "all are written")
         world.publisher.publish([{"type": "AllBlocksCleared"}])
-        await world.until(lambda: not world.held(many), "all are gone")
+        await until_async(lambda: not world.held(many), "all are gone")
 
     world.play(test)
 
@@ -109,7 +103,7 @@ def test_one_that_cannot_be_followed_keeps_no_other_from_it(world: World, caplog
 
     async def test() -> None:
         world.publish("Stored", 0, 1)
-        await world.until(lambda: world.held([1]) == [1], "the other one is followed")
+        await until_async(lambda: world.held([1]) == [1], "the other one is followed")
         assert "bad" in caplog.text
         with pytest.raises(ConfigError, match="engine bad"):
             world.caches.follow(bad, SALT)
@@ -122,13 +116,13 @@ def test_an_engine_that_is_not_what_it_was(world: World) -> None:
     async def test() -> None:
         world.caches.follow(world.spec(), SALT)
         world.publish("Stored", 0, 1, 2)
-        await world.until(lambda: world.held([1, 2]) == [1, 2], "it is followed")
+        await until_async(lambda: world.held([1, 2]) == [1, 2], "it is followed")
         feed = world.caches.feed("e")
         world.caches.follow(world.spec(role="decode"), SALT)
         assert world.caches.feed("e") is feed  # nothing that matters here
         world.caches.follow(world.spec(), SALT + 1)
         assert world.held([1, 2]) == []
-        await world.until(lambda: world.held([1, 2], SALT + 1) == [1, 2], "the events are replayed")
+        await until_async(lambda: world.held([1, 2], SALT + 1) == [1, 2], "the events are replayed")
         assert world.held([1, 2]) == []
         # Without hashes nothing is followed; what it is sent may be expected there.
         world.caches.follow(world.spec(block_tokens=0), 0)

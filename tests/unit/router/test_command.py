@@ -1,14 +1,14 @@
 """A router's flags, what it shows, and how it ends."""
 
 import asyncio
-import inspect
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import typer.main
 
-from kvpool.cli.fronting import router as command
-from kvpool.router.breaker import State
+from kvpool.cli.verbs import app
+from kvpool.retry import BreakerState
 from kvpool.router.command import Router, _drain
 from kvpool.router.config import SETTINGS
 from kvpool.router.metrics import Metrics
@@ -37,13 +37,16 @@ def test_it_waits_for_the_last_request_unless_somebody_is_in_a_hurry(
 
 
 def test_flags_are_settings() -> None:
-    assert set(inspect.signature(command).parameters) - {"config", "verbose"} <= set(SETTINGS)
+    program: Any = typer.main.get_command(app)
+    names = {option.name for option in program.commands["router"].params}
+    assert names - {"config", "verbose"} <= set(SETTINGS)
+    assert {"engines", "listen", "deadline_s", "log_format"} <= names
 
 
 def test_an_engine_that_is_gone_is_no_more_in_the_metrics() -> None:
     metrics = Metrics()
-    metrics.breaks("a", State.OPEN)
-    metrics.breaks("b", State.CLOSED)
+    metrics.breaks("a", BreakerState.OPEN)
+    metrics.breaks("b", BreakerState.CLOSED)
     for name in ("a", "never seen"):
         metrics.forget(name)
     text = metrics.text().decode()

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError
-from kvpool.placement.engine_blocks import short_hash
+from kvpool.placement.kv_events.engine_blocks import short_hash
 from kvpool.router.hashing import (
     RUN_BLOCKS,
     Hasher,

@@ -15,11 +15,11 @@ from kvpool.errors import Unavailable
 from kvpool.router.bodies import BadRequest, Kind
 from kvpool.router.config import RouterConfig
 from kvpool.router.engines import EngineSpec
-from kvpool.router.serving import Rejected
+from kvpool.router.intake import Rejected
 from kvpool.router.upstream import TOO_LARGE, EngineFailed
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.values import Role
-from kvpool.testing.scripted_engines import (
+from tests.support.scripted_engines import (
     FAULTS,
     REFUSED_EVENTS,
     Bench,
@@ -28,6 +28,7 @@ from kvpool.testing.scripted_engines import (
     answer_to,
     engine,
 )
+from tests.support.waiting import until_async
 
 CONFIG: dict[str, Any] = {
     "answer_s": 0.05,
@@ -66,14 +67,6 @@ async def ask(bench: Bench, body: dict[str, Any], **more: Any) -> Client:
     client = Client()
     await bench.serving.serve(bench.incoming(body, **more), client)
     return client
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(100_000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it never came to be so")
 
 
 def right(body: dict[str, Any]) -> bytes:
@@ -129,7 +122,7 @@ def test_a_prompt_is_followed_where_it_is_decoded() -> None:
         bench.upstream.hold["p"] = asyncio.Event()
         client = Client()
         task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
-        await until(lambda: len(bench.upstream.seen) == 2)
+        await until_async(lambda: len(bench.upstream.seen) == 2)
         bench.upstream.hold["p"].set()
         await task
         decode = next(seen for seen in bench.upstream.seen if seen.engine == "d")
@@ -179,7 +172,7 @@ def test_an_answer_that_breaks_off_ends_with_an_error(fault: str) -> None:
         assert before and right(STREAM).startswith(before)
         account = bench.serving.accounts.get("me")
         assert account is not None and account.outcome == "broken_off"
-        assert b'failures_total{engine="a"' in bench.metrics.text()
+        assert b'call_failures_total{engine="a"' in bench.metrics.text()
 
     run(work, engine("a"))
 
@@ -274,7 +267,7 @@ def test_an_answer_that_is_too_large_is_the_clients_own_doing(
             await bench.serving.pass_through("/tokenize", bench.incoming(body).raw, "me")
         assert caught.value.status == 502
         assert len(asked) == 4
-        assert all(row["state"] == "serving" for row in bench.serving.engines())
+        assert all(row["state"] == "serving" for row in bench.roster.engines())
 
     run(work, engine("a"), engine("b"), failures_max=1, answer_s=50.0)
 
@@ -290,8 +283,8 @@ def test_a_short_deadline_is_no_failure_of_an_engine(body: dict[str, Any]) -> No
         bench.upstream.hold["a"] = asyncio.Event()
         found = await asyncio.gather(*(late(bench, seed) for seed in range(20)))
         assert 504 in found and set(found) <= {429, 504}
-        assert b"failures_total{" not in bench.metrics.text()
-        assert [row["state"] for row in bench.serving.engines()] == ["serving"]
+        assert b"call_failures_total{" not in bench.metrics.text()
+        assert [row["state"] for row in bench.roster.engines()] == ["serving"]
 
     run(work, engine("a"), failures_max=1, answer_s=50.0)
 
@@ -345,7 +338,7 @@ def test_a_client_that_leaves_is_forgotten_everywhere(held: str) -> None:
         task = asyncio.create_task(
             bench.serving.serve(bench.incoming(STREAM, ident="me"), Client())
         )
-        await until(lambda: bool(any(seen.engine == held for seen in bench.upstream.open)))
+        await until_async(lambda: bool(any(seen.engine == held for seen in bench.upstream.open)))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -362,7 +355,7 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
             asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), Client()))
             for _ in range(12)
         ]
-        await until(lambda: bool(bench.scheduler.waiting))
+        await until_async(lambda: bool(bench.scheduler.waiting))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -388,7 +381,7 @@ def test_an_engine_that_goes_gives_its_orders_back() -> None:
         bench.upstream.hold = {"p1": asyncio.Event(), "p2": asyncio.Event()}
         client = Client()
         task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
-        await until(lambda: bool(bench.upstream.open))
+        await until_async(lambda: bool(bench.upstream.open))
         first = bench.upstream.open[0].engine
         other = "p2" if first == "p1" else "p1"
         bench.upstream.hold[other].set()
@@ -411,7 +404,7 @@ def test_an_engine_that_goes_before_its_answer_begins_gives_that_back_too() -> N
         bench.upstream.hold = {"d1": asyncio.Event(), "d2": asyncio.Event()}
         client = Client()
         task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
-        await until(lambda: bool(any(seen.engine != "p" for seen in bench.upstream.open)))
+        await until_async(lambda: bool(any(seen.engine != "p" for seen in bench.upstream.open)))
         first = bench.upstream.open[0].engine
         other = "d2" if first == "d1" else "d1"
         bench.upstream.hold[other].set()
@@ -466,7 +459,7 @@ def test_a_prefill_that_fails_after_the_answer_has_begun_does_not_matter(
         bench.upstream.faults = {"p": deque([first]), "d": deque(["stall"])}
         client = Client()
         task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
-        await until(lambda: bool(client.data))
+        await until_async(lambda: bool(client.data))
         bench.upstream.hold["p"].set()
         await task
         (error,) = errors_of(client.data)
@@ -507,7 +500,7 @@ def test_an_answer_that_has_begun_is_served_to_its_end_when_its_engine_goes() ->
 
 def test_an_engine_that_drains_does_so_when_it_comes_back() -> None:
     async def work(bench: Bench) -> None:
-        bench.serving.drain("a")
+        bench.roster.drain("a")
         bench.health.change(bench.specs[0])
         assert (await ask(bench, STREAM)).data == right(STREAM)
         assert engines_of(bench) == ["b"]
@@ -522,7 +515,7 @@ def test_an_engine_that_fails_again_and_again_gets_no_more() -> None:
             body = {**STREAM, "prompt": f"{number}, which no engine has in its cache"}
             assert (await ask(bench, body)).data == right(body)
         assert engines_of(bench).count("a") == 3
-        assert [row["state"] for row in bench.serving.engines()] == ["away", "serving"]
+        assert [row["state"] for row in bench.roster.engines()] == ["away", "serving"]
 
     run(work, engine("a"), engine("b"), failures_max=3)
 
@@ -530,13 +523,13 @@ def test_an_engine_that_fails_again_and_again_gets_no_more() -> None:
 def test_an_engine_that_drains_gets_nothing_and_loses_nothing() -> None:
     async def work(bench: Bench) -> None:
         bench.upstream.hold["a"] = asyncio.Event()
-        bench.serving.drain("b")
+        bench.roster.drain("b")
         client = Client()
         task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
-        await until(lambda: bool(bench.upstream.open))
-        bench.serving.drain("a")
-        bench.serving.undrain("b")
-        states = {row["name"]: row["state"] for row in bench.serving.engines()}
+        await until_async(lambda: bool(bench.upstream.open))
+        bench.roster.drain("a")
+        bench.roster.undrain("b")
+        states = {row["name"]: row["state"] for row in bench.roster.engines()}
         assert states == {"a": "draining", "b": "serving"}
         other = await ask(bench, STREAM)
         assert other.data == right(STREAM)
@@ -544,7 +537,7 @@ def test_an_engine_that_drains_gets_nothing_and_loses_nothing() -> None:
         await task
         assert client.data == right(STREAM)
         assert engines_of(bench) == ["a", "b"]
-        assert {row["name"]: row["state"] for row in bench.serving.engines()}["a"] == "drained"
+        assert {row["name"]: row["state"] for row in bench.roster.engines()}["a"] == "drained"
 
     run(work, engine("a"), engine("b"), answer_s=50.0)
 
@@ -553,7 +546,7 @@ def test_what_goes_to_any_engine_goes_to_none_that_drains_if_there_is_another() 
     async def work(bench: Bench) -> None:
         raw = bench.incoming(WHOLE).raw
         for drained in ("a", "b"):
-            bench.serving.drain(drained)
+            bench.roster.drain(drained)
             assert (await bench.serving.pass_through("/tokenize", raw, "me"))[0] == 200
             assert (await ask(bench, WHOLE)).data == right(WHOLE)
         # The second time there is no other.
@@ -642,7 +635,7 @@ def test_a_full_queue_turns_away() -> None:
             asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), Client()))
             for _ in range(30)
         ]
-        await until(lambda: bool(any(task.done() for task in tasks)))
+        await until_async(lambda: bool(any(task.done() for task in tasks)))
         bench.upstream.hold["a"].set()
         found = await asyncio.gather(*tasks, return_exceptions=True)
         turned = [error for error in found if isinstance(error, Rejected)]
@@ -657,7 +650,7 @@ def test_a_router_that_ends_takes_nothing_new_and_finishes_the_rest() -> None:
         bench.upstream.hold["a"] = asyncio.Event()
         client = Client()
         task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
-        await until(lambda: bool(bench.upstream.open))
+        await until_async(lambda: bool(bench.upstream.open))
         drained = asyncio.create_task(bench.serving.drained(20.0))
         await asyncio.sleep(0)
         with pytest.raises(Rejected) as caught:
@@ -675,7 +668,7 @@ def test_a_router_does_not_wait_for_ever_when_it_ends() -> None:
     async def work(bench: Bench) -> None:
         bench.upstream.hold["a"] = asyncio.Event()
         task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), Client()))
-        await until(lambda: bool(bench.upstream.open))
+        await until_async(lambda: bool(bench.upstream.open))
         assert not await bench.serving.drained(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import aiohttp
 import pytest
@@ -81,7 +82,7 @@ class Engine:
 
     def __init__(self):
         self.asked = []
-        self.answer = {"tokens": [1, 2, 3]}
+        self.answer: Any = {"tokens": [1, 2, 3]}
         self.status = 200
         self.headers = []
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import make_policy
 from kvpool.scheduler.queue import FIFO
 from kvpool.scheduler.scheduler import Scheduler, Settings
-from kvpool.scheduler.situation import Cluster, Traffic
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Role
 
 BLOCK, STEP, BLOCK_BYTES = 16, 64, 1000
@@ -108,7 +108,7 @@ def shown(order: Order | DecodeOrder) -> tuple[Any, ...]:
     if isinstance(order, DecodeOrder):
         return ident, order.engine.name, "decode"
     how = "whole" if order.whole else "follow" if order.follow else "" if order.last else "part"
-    return ident, order.outlook.engine.name, how
+    return ident, order.estimate.engine.name, how
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from kvpool.scheduler.decode import STALL, DecodeRule, Handover, tpot_s
 from kvpool.scheduler.queue import FIFO
 from kvpool.scheduler.scheduler import Settings
 from kvpool.scheduler.topology import Topology
-from kvpool.scheduler.values import DecodeOutlook, Request, Role
+from kvpool.scheduler.values import DecodeEstimate, Request, Role
 
 Make = Callable[..., Any]
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
@@ -22,19 +22,19 @@ PULL_S = 0.1  # a block
 ALONE_S = 0.011  # a token, with nobody beside
 
 
-def outlooks(
+def estimates(
     rules: Any, request: Request, name: str, rule: DecodeRule = RULE, prefill_s: float = 0.0
-) -> dict[str, DecodeOutlook]:
+) -> dict[str, DecodeEstimate]:
     """Of each engine that may decode what this one computes, the best first."""
     match = rules.index.match(request.keys, 0.0)
     decoders = [e for e in rules.engines.values() if D in e.role]
     handover = Handover(request, match, decoders, rules.cluster, rule, 0.0)
     engine = rules.engines[name]
-    found = handover.outlooks(engine, prefill_s, Random(0))
+    found = handover.estimates(engine, prefill_s, Random(0))
     if found:
         stalled_s = STALL * engine.decodes * prefill_s
         assert handover.cost_s(engine, prefill_s) == pytest.approx(found[0].cost + stalled_s)
-    return {outlook.engine.name: outlook for outlook in found}
+    return {estimate.engine.name: estimate for estimate in found}
 
 
 def test_what_is_lacking_costs_its_transfer(make: Make) -> None:
@@ -42,22 +42,22 @@ def test_what_is_lacking_costs_its_transfer(make: Make) -> None:
     request = rules.request(160)
     rules.index.add("gpu:d", request.keys[:4])
     rules.index.add("dram:e", request.keys[:7])
-    found = outlooks(rules, request, "p")
+    found = estimates(rules, request, "p")
     assert list(found) == ["e", "d", "f"]
     assert {name: o.lacks for name, o in found.items()} == {"e": 3, "d": 6, "f": 10}
-    for outlook in found.values():
-        assert outlook.handover_s == pytest.approx(outlook.lacks * PULL_S, rel=1e-3)
-        assert outlook.cost == pytest.approx(outlook.handover_s + 10 * ALONE_S)
+    for estimate in found.values():
+        assert estimate.handover_s == pytest.approx(estimate.lacks * PULL_S, rel=1e-3)
+        assert estimate.cost == pytest.approx(estimate.handover_s + 10 * ALONE_S)
 
 
 def test_who_follows_hides_all_but_the_last_step(make: Make) -> None:
     rules = make({"p": P, "d": D}, pull_s=PULL_S, follows_max=1)
     request = rules.request(160)
     for prefill_s, seen_s in ((0.0, 1.0), (0.25, 0.75), (0.9, 0.4), (9.0, 0.4)):
-        found = outlooks(rules, request, "p", prefill_s=prefill_s)["d"]
+        found = estimates(rules, request, "p", prefill_s=prefill_s)["d"]
         assert found.handover_s == pytest.approx(seen_s, rel=1e-3)  # 4 blocks a step
     rules.engines["d"].follows = 1
-    assert outlooks(rules, request, "p", prefill_s=9.0)["d"].handover_s == pytest.approx(
+    assert estimates(rules, request, "p", prefill_s=9.0)["d"].handover_s == pytest.approx(
         1.0, rel=1e-3
     )
 
@@ -65,14 +65,14 @@ def test_who_follows_hides_all_but_the_last_step(make: Make) -> None:
 def test_a_busy_link_counts(make: Make) -> None:
     rules = make({"p": P, "d": D, "e": D}, pull_s=PULL_S)
     rules.cluster.traffic.add("x", "d", 0.3, 0.0)
-    found = outlooks(rules, rules.request(160), "p")
+    found = estimates(rules, rules.request(160), "p")
     assert found["d"].handover_s - found["e"].handover_s == pytest.approx(0.3)
 
 
 def test_one_that_decodes_fewer_is_faster(make: Make) -> None:
     rules = make({"p": P, "d": D, "e": D}, pull_s=0.0001)
     rules.engines["d"].decodes = 20
-    found = outlooks(rules, rules.request(), "p")
+    found = estimates(rules, rules.request(), "p")
     assert list(found) == ["e", "d"]
     assert found["d"].tpot_s == pytest.approx(0.01 + 21 * 0.001)
 
@@ -82,7 +82,7 @@ def test_memory_comes_before_speed_and_a_promise_before_none(make: Make) -> None
     rules.engines["d"].context_tokens = 1200
     rules.engines["e"].context_tokens = 950
     rules.engines["f"].decodes = 50
-    found = outlooks(rules, rules.request(), "p")
+    found = estimates(rules, rules.request(), "p")
     assert list(found) == ["f", "e", "d"]
     assert [o.fits for o in found.values()] == [True, False, False]
 
@@ -95,7 +95,7 @@ def test_any_of_equals(make: Make) -> None:
     rng = Random(0)
     first = {
         Handover(request, match, decoders, rules.cluster, DecodeRule(), 0.0)
-        .outlooks(rules.engines["p"], 0.0, rng)[0]
+        .estimates(rules.engines["p"], 0.0, rng)[0]
         .engine.name
         for _ in range(50)
     }
@@ -165,7 +165,7 @@ def test_the_nearest_that_decodes(make: Make) -> None:
     roles = {"p": P, "d": D, "e": D, "f": D, "g": D, "h@p": D}
     rules = make(roles, pull_s=PULL_S, places=places)
     topology = Topology((("rack", 1.5), ("zone", 2.0)), far=5.0)
-    found = outlooks(rules, rules.request(160), "p", DecodeRule(topology=topology))
+    found = estimates(rules, rules.request(160), "p", DecodeRule(topology=topology))
     factors = {name: o.handover_s / (10 * PULL_S) for name, o in found.items()}
     assert factors == pytest.approx({"h": 0, "g": 1, "d": 1.5, "e": 2, "f": 5}, abs=1e-3)
     assert list(found) == ["h", "g", "d", "e", "f"]
@@ -178,7 +178,7 @@ def test_pairs_that_are_required_to_be_near(make: Make, require: str, allowed: s
     places = {"p": near, "d": near, "e": other, "f": far}
     rules = make({"p": P, "d": D, "e": D, "f": D, "g": D, "h@p": D}, places=places)
     rule = DecodeRule(topology=Topology(require=require))
-    assert set(outlooks(rules, rules.request(), "p", rule)) == set(allowed)
+    assert set(estimates(rules, rules.request(), "p", rule)) == set(allowed)
 
 
 def test_a_prompt_is_computed_near_to_who_decodes_it(make: Make) -> None:

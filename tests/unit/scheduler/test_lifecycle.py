@@ -156,17 +156,17 @@ def test_what_was_computed_before_a_failure_is_not_computed_again(make: Make) ->
     ident = rules.submit(400)
     (first,) = rules.scheduler.poll(0.0)
     assert isinstance(first, Order)
-    engine = first.outlook.engine
+    engine = first.estimate.engine
     rules.index.add(engine.tiers[0], first.request.keys[: first.end // BLOCK])
     rules.computed(engine.name, ident, 1.28)
     (second,) = rules.scheduler.poll(1.28)
     assert isinstance(second, Order)
-    assert rules.scheduler.failed(second.outlook.engine, ident, 1.5)
+    assert rules.scheduler.failed(second.estimate.engine, ident, 1.5)
     (again,) = rules.scheduler.poll(1.5)
     assert isinstance(again, Order)
-    assert again.outlook.cached * BLOCK == first.end
+    assert again.estimate.cached * BLOCK == first.end
     assert not again.last  # nothing is gone, so that it is no reason to compute the rest in one
-    assert again.outlook.engine is not second.outlook.engine
+    assert again.estimate.engine is not second.estimate.engine
 
 
 def test_an_engine_that_leaves_gives_back_what_it_had(make: Make) -> None:
@@ -174,7 +174,7 @@ def test_an_engine_that_leaves_gives_back_what_it_had(make: Make) -> None:
     first, second = rules.submit(), rules.submit()
     orders = rules.scheduler.poll(0.0)
     ((prefill, decode),) = [
-        (o.outlook.engine.name, o.decode.name)
+        (o.estimate.engine.name, o.decode.name)
         for o in orders
         if isinstance(o, Order) and o.decode is not None and o.request.ident == first
     ]
@@ -340,7 +340,7 @@ def test_explaining_says_where_the_answer_would_go_on_or_why_not(make: Make) -> 
     rules.engines["d"].decodes = 3
     found = rules.scheduler.explain(rules.request(), 0.0)
     assert not isinstance(found, Rejection)
-    assert [outlook.engine.name for outlook in found.decoders] == ["e", "d"]
+    assert [estimate.engine.name for estimate in found.decoders] == ["e", "d"]
     refused = rules.scheduler.explain(rules.request(5000), 0.0)
     assert isinstance(refused, Rejection)
     assert refused.code == "too_long"

@@ -8,12 +8,12 @@ import hypothesis.strategies as st
 from hypothesis import settings as profile
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.decode import DecodeRule
 from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import make_policy
 from kvpool.scheduler.scheduler import Scheduler, Settings
-from kvpool.scheduler.situation import Cluster, Traffic
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Role
 
 BLOCK, STEP, CAPACITY = 16, 64, 600
@@ -48,7 +48,7 @@ class Known:
 
 
 def uncached(order: Order) -> int:
-    return order.end - min(order.outlook.cached * BLOCK, order.request.tokens - 1)
+    return order.end - min(order.estimate.cached * BLOCK, order.request.tokens - 1)
 
 
 class Machine(RuleBasedStateMachine):
@@ -135,7 +135,7 @@ class Machine(RuleBasedStateMachine):
                 assert Role.DECODE in order.engine.role
                 known.reserved, known.sent = order.engine, True
                 continue
-            engine = order.outlook.engine
+            engine = order.estimate.engine
             assert self.engines[engine.name] is engine
             assert engine.name not in self.resting
             assert known.rest
@@ -168,7 +168,7 @@ class Machine(RuleBasedStateMachine):
 
     def compute_one(self, known: Known) -> None:
         order = known.out.pop(0)
-        engine = order.outlook.engine
+        engine = order.estimate.engine
         done = len(order.request.keys) if order.last else order.end // BLOCK
         for holder in (engine.gpu, *engine.tiers):
             self.index.add(holder, order.request.keys[:done])
@@ -193,14 +193,14 @@ class Machine(RuleBasedStateMachine):
     def fail(self, data: st.DataObject) -> None:
         known = self.pick(data, [k for k in self.known.values() if k.out])
         if known is not None:
-            engine = known.out[-1].outlook.engine
+            engine = known.out[-1].estimate.engine
             again = self.scheduler.failed(engine, known.request.ident, self.now)
             assert again == self.failed(known, engine)
 
     def failed(self, known: Known, engine: Engine) -> bool:
         """In the model: its orders there are void."""
-        mine = [order for order in known.out if order.outlook.engine is engine]
-        known.out = [order for order in known.out if order.outlook.engine is not engine]
+        mine = [order for order in known.out if order.estimate.engine is engine]
+        known.out = [order for order in known.out if order.estimate.engine is not engine]
         if mine[-1].whole:
             known.release()
         known.rest = True
@@ -222,7 +222,7 @@ class Machine(RuleBasedStateMachine):
         again = self.scheduler.decode_failed(known.request.ident, self.now)
         whole = [order for order in known.out if order.whole]
         if whole:
-            assert again == self.failed(known, whole[0].outlook.engine)
+            assert again == self.failed(known, whole[0].estimate.engine)
         else:
             known.release()
             if known.request.whole:
@@ -241,13 +241,13 @@ class Machine(RuleBasedStateMachine):
         concerned = [
             known
             for known in list(self.known.values())
-            if any(order.outlook.engine is engine for order in known.out)
+            if any(order.estimate.engine is engine for order in known.out)
         ]
         again = {known.request.ident: self.failed(known, engine) for known in concerned}
-        assert sorted(left.queued) == sorted(ident for ident, more in again.items() if more)
-        assert sorted(left.given_up) == sorted(i for i, more in again.items() if not more)
+        assert set(left.queued) == {ident for ident, more in again.items() if more}
+        assert set(left.given_up) == {i for i, more in again.items() if not more}
         there = [k for k in self.known.values() if k.reserved is engine]
-        assert sorted(left.decoding) == sorted(k.request.ident for k in there if k.sent)
+        assert set(left.decoding) == {k.request.ident for k in there if k.sent}
         for known in there:
             if not known.sent:
                 known.release()
@@ -305,7 +305,7 @@ class Machine(RuleBasedStateMachine):
             return
         known = self.known.values()
         for engine in self.engines.values():
-            out = [o for k in known for o in k.out if o.outlook.engine is engine]
+            out = [o for k in known for o in k.out if o.estimate.engine is engine]
             here = [k for k in known if k.reserved is engine]
             assert engine.prefills == len(out)
             assert engine.queued_tokens == sum(map(uncached, out))

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError
+from kvpool.scheduler.cluster import Cluster, Traffic
+from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import POLICIES, Policy, make_policy
 from kvpool.scheduler.policies.prefix import ApproximatePrefix
-from kvpool.scheduler.situation import Cluster, Situation, Traffic
 from kvpool.scheduler.values import Engine, Request, Role
 
 BLOCK = 100
@@ -42,15 +43,17 @@ class World:
     def hold(self, name: str, blocks: int, tier: str = "dram") -> None:
         self.index.add(f"{tier}:{name}", range(blocks))
 
-    def situation(self, blocks: int = 10, *, now: float = 0.0, session: object = None) -> Situation:
+    def decision_context(
+        self, blocks: int = 10, *, now: float = 0.0, session: object = None
+    ) -> DecisionContext:
         request = Request("r", range(blocks), blocks * BLOCK, 10, now, session=session)
         match = self.index.match(request.keys, now)
         engines = list(self.engines.values())
-        return Situation(request, match, engines, self.cluster, Random(1), now)
+        return DecisionContext(request, match, engines, self.cluster, Random(1), now)
 
     def chosen(self, policy: str | Policy, **asked: Any) -> str:
         found = make_policy(policy) if isinstance(policy, str) else policy
-        return found.choose(self.situation(**asked)).best.engine.name
+        return found.choose(self.decision_context(**asked)).best.engine.name
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -58,12 +61,12 @@ def test_every_policy_chooses_one_of_the_engines_and_explains(name: str) -> None
     world = World()
     world.hold("b", 4)
     policy = make_policy(name)
-    situation = world.situation()
-    choice = policy.choose(situation)
-    assert choice.best.engine in situation.engines
+    context = world.decision_context()
+    choice = policy.choose(context)
+    assert choice.best.engine in context.engines
     assert choice.best.engine.name in [o.engine.name for o in choice.candidates]
     assert choice.best.cost == min(o.cost for o in choice.candidates)
-    policy.sent(situation, choice.best.engine)
+    policy.sent(context, choice.best.engine)
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
@@ -100,7 +103,7 @@ def test_approximate_prefix_goes_by_what_it_sent_unless_imbalanced() -> None:
     world = World()
     policy = ApproximatePrefix()
     world.engines["a"].prefills = 1  # b and c have fewer
-    policy.sent(world.situation(4), world.engines["a"])
+    policy.sent(world.decision_context(4), world.engines["a"])
     assert world.chosen(policy, blocks=10) == "a"  # 4 of 10 are more than 0.3
     assert world.chosen(policy, blocks=14) != "a"  # 4 of 14 are less
     world.engines["a"].prefills = 65
@@ -115,7 +118,8 @@ def test_dynamo_adds_blocks_to_compute_and_blocks_in_use() -> None:
     world.engines["a"].queued_tokens = 200  # 2 blocks more: 16
     assert world.chosen("dynamo") == "b"
     costs = {
-        o.engine.name: o.cost for o in make_policy("dynamo").choose(world.situation()).candidates
+        o.engine.name: o.cost
+        for o in make_policy("dynamo").choose(world.decision_context()).candidates
     }
     assert costs == {"a": 16.0, "b": 15.5, "c": 20.0}
 
@@ -124,7 +128,7 @@ def test_blocks_that_are_in_use_already_are_not_counted_again() -> None:
     world = World()
     world.engines["a"].blocks = dict.fromkeys(range(6), 2)  # 6 + 10 - 6 in use
     world.engines["b"].blocks = dict.fromkeys(range(20, 24), 1)  # 4 + 10
-    found = make_policy("dynamo").choose(world.situation())
+    found = make_policy("dynamo").choose(world.decision_context())
     assert {o.engine.name: o.cost for o in found.candidates} == {"a": 20.0, "b": 24.0, "c": 20.0}
 
 
@@ -132,7 +136,7 @@ def test_lmetric_multiplies() -> None:
     world = World()
     world.hold("a", 8, "gpu")
     world.engines["a"].blocks = dict.fromkeys(range(100, 130), 1)
-    found = make_policy("lmetric").choose(world.situation())
+    found = make_policy("lmetric").choose(world.decision_context())
     assert {o.engine.name: o.cost for o in found.candidates} == {"a": 82.0, "b": 110.0, "c": 110.0}
 
 
@@ -140,15 +144,15 @@ def test_mooncake_adds_up_queue_transfer_and_prefill() -> None:
     world = World()
     world.hold("a", 6)
     world.engines["a"].free_at = 0.5
-    found = make_policy("mooncake-global").choose(world.situation())
+    found = make_policy("mooncake-global").choose(world.decision_context())
     costs = {o.engine.name: pytest.approx(o.cost) for o in found.candidates}
     assert costs == {"a": 0.5 + 0.4, "b": 6 * PULL_S + 0.4, "c": 6 * PULL_S + 0.4}
     assert found.best.source == "a"
-    local = make_policy("mooncake-local").choose(world.situation())
+    local = make_policy("mooncake-local").choose(world.decision_context())
     costs = {o.engine.name: pytest.approx(o.cost) for o in local.candidates}
     assert costs == {"a": 0.9, "b": 1.0, "c": 1.0}
     world.engines["a"].free_at = 10.0
-    elsewhere = make_policy("mooncake-local").choose(world.situation()).best
+    elsewhere = make_policy("mooncake-local").choose(world.decision_context()).best
     # It was not chosen for that, but the pool delivers all the same.
     assert (elsewhere.pulled, elsewhere.prefill_s) == (6, pytest.approx(0.4))
 
@@ -156,43 +160,43 @@ def test_mooncake_adds_up_queue_transfer_and_prefill() -> None:
 def test_ours_pulls_while_it_queues() -> None:
     world = World()
     world.hold("a", 6)
-    outlook = world.situation().outlook(world.engines["b"])
-    assert (outlook.cached, outlook.pulled, outlook.source) == (6, 6, "a")
-    assert outlook.ttft_s == pytest.approx(6 * PULL_S + 0.4)
+    estimate = world.decision_context().estimate(world.engines["b"])
+    assert (estimate.cached, estimate.pulled, estimate.source) == (6, 6, "a")
+    assert estimate.ttft_s == pytest.approx(6 * PULL_S + 0.4)
     world.engines["b"].free_at = 1.0
-    assert world.situation().outlook(world.engines["b"]).ttft_s == pytest.approx(1.4)
+    assert world.decision_context().estimate(world.engines["b"]).ttft_s == pytest.approx(1.4)
 
 
 def test_what_loads_slower_than_it_computes_is_computed() -> None:
     world = World(pull_s=0.15)
     world.hold("a", 6)
-    outlook = world.situation().outlook(world.engines["b"])
-    assert (outlook.cached, outlook.pulled) == (0, 0)
-    assert outlook.ttft_s == pytest.approx(1.0)
+    estimate = world.decision_context().estimate(world.engines["b"])
+    assert (estimate.cached, estimate.pulled) == (0, 0)
+    assert estimate.ttft_s == pytest.approx(1.0)
     world.engines["b"].free_at = 2.0  # there is time to load meanwhile
-    assert world.situation().outlook(world.engines["b"]).cached == 6
+    assert world.decision_context().estimate(world.engines["b"]).cached == 6
 
 
 def test_a_busy_link_counts_and_another_source_is_taken() -> None:
     world = World()
     world.hold("a", 6)
     world.cluster.traffic.add("a", "c", 5.0, 0.0)
-    assert world.situation().outlook(world.engines["b"]).pulled == 0
+    assert world.decision_context().estimate(world.engines["b"]).pulled == 0
     world.hold("c", 6)
     world.cluster.traffic.add("c", "a", 0.01, 0.0)
-    assert world.situation().outlook(world.engines["b"]).source == "c"
+    assert world.decision_context().estimate(world.engines["b"]).source == "c"
 
 
 def test_blocks_that_are_being_computed_are_waited_for_where_that_is_sooner() -> None:
     world = World()
     world.index.expect("gpu:a", range(8), [0.05 * n for n in range(1, 9)], 10.0)
     world.engines["a"].free_at = 5.0
-    situation = world.situation()
-    waiting = situation.outlook(world.engines["b"], waiting=True)
+    context = world.decision_context()
+    waiting = context.estimate(world.engines["b"], waiting=True)
     assert waiting.pending
     assert waiting.ttft_s == pytest.approx(0.4 + 8 * PULL_S + 0.2)
     world.index.expect("gpu:a", range(8), [3.0] * 8, 10.0)
-    assert not world.situation().outlook(world.engines["b"], waiting=True).pending
+    assert not world.decision_context().estimate(world.engines["b"], waiting=True).pending
 
 
 def test_what_somebody_computes_already_is_waited_for_a_little_longer() -> None:
@@ -201,10 +205,10 @@ def test_what_somebody_computes_already_is_waited_for_a_little_longer() -> None:
     # are 0.8 s of work: half of that is added to what it may take.
     for ready_at, pending in ((1.0, True), (1.1, False)):
         world.index.expect("gpu:a", range(8), [ready_at] * 8, 10.0)
-        found = world.situation().outlook(world.engines["b"], waiting=True)
+        found = world.decision_context().estimate(world.engines["b"], waiting=True)
         assert found.pending == pending
     world.engines["b"].free_at = 0.1
-    assert not world.situation().outlook(world.engines["b"]).pending
+    assert not world.decision_context().estimate(world.engines["b"]).pending
 
 
 def test_nobody_pulls_from_its_own_node() -> None:
@@ -213,10 +217,10 @@ def test_nobody_pulls_from_its_own_node() -> None:
     world.hold("b", 8)
     world.index.discard("dram:b", [0])  # an odd one: what it has is no prefix
     world.hold("c", 2)
-    situation = world.situation()
-    assert {situation.source_for(engine) for engine in situation.engines} <= {"a", "c"}
-    assert situation.source_for(world.engines["a"]) == "c"
-    assert situation.source_for(world.engines["c"]) == "a"
+    context = world.decision_context()
+    assert {context.source_for(engine) for engine in context.engines} <= {"a", "c"}
+    assert context.source_for(world.engines["a"]) == "c"
+    assert context.source_for(world.engines["c"]) == "a"
 
 
 def test_a_busy_link_is_nothing_to_a_prompt_that_pulls_nothing() -> None:
@@ -234,13 +238,15 @@ def test_engines_that_are_alike_are_looked_at_once() -> None:
     world = World()
     world.hold("a", 6)
     world.engines["b"].free_at = 0.2
-    assert [e.name for e in world.situation().distinct()] == ["a", "c"]
+    assert [e.name for e in world.decision_context().distinct()] == ["a", "c"]
     world.engines["b"].free_at = 0.0
-    situation = world.situation()
-    taken = {engine.name for _ in range(50) for engine in situation.distinct()}
+    context = world.decision_context()
+    taken = {engine.name for _ in range(50) for engine in context.distinct()}
     assert taken == {"a", "b", "c"}  # b and c by turns, or one node's memory would be full first
-    assert len(situation.distinct()) == 2
+    assert len(context.distinct()) == 2
     world.engines["b"].free_at = 0.2
-    alone = make_policy("kvpool").choose(world.situation())
-    every = [world.situation().outlook(e, waiting=True).ttft_s for e in world.engines.values()]
+    alone = make_policy("kvpool").choose(world.decision_context())
+    every = [
+        world.decision_context().estimate(e, waiting=True).ttft_s for e in world.engines.values()
+    ]
     assert alone.best.ttft_s == pytest.approx(min(every))

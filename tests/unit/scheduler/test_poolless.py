@@ -12,7 +12,7 @@ from kvpool.scheduler.fleet import Fleet
 from kvpool.scheduler.queue import FIFO
 from kvpool.scheduler.scheduler import Settings
 from kvpool.scheduler.topology import NODE, Topology
-from kvpool.scheduler.values import DecodeOutlook, Order, Role
+from kvpool.scheduler.values import DecodeEstimate, Order, Role
 
 Make = Callable[..., Any]
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
@@ -21,13 +21,13 @@ PLAIN = Settings(queue=FIFO, segment_s=0.0)
 PARTS = replace(PLAIN, segment_s=2 * STEP * TOKEN_S)
 
 
-def outlooks(rules: Any, request: Any, name: str) -> dict[str, DecodeOutlook]:
+def estimates(rules: Any, request: Any, name: str) -> dict[str, DecodeEstimate]:
     match = rules.index.match(request.keys, 0.0)
     decoders = [e for e in rules.engines.values() if D in e.role]
     handover = Handover(request, match, decoders, rules.cluster, DecodeRule(), 0.0)
-    found = handover.outlooks(rules.engines[name], 0.0, Random(0))
+    found = handover.estimates(rules.engines[name], 0.0, Random(0))
     assert handover.cost_s(rules.engines[name], 0.0) == pytest.approx(found[0].cost)
-    return {outlook.engine.name: outlook for outlook in found}
+    return {estimate.engine.name: estimate for estimate in found}
 
 
 def test_a_prompt_without_keys_is_computed_in_one(make: Make) -> None:
@@ -68,13 +68,13 @@ def test_without_a_pool_between_them_it_is_computed_again(make: Make) -> None:
     request = rules.request(160)
     rules.index.add("gpu:a", request.keys)
     for name in "abc":
-        found = outlooks(rules, request, name)
-        handovers = {other: outlook.handover_s for other, outlook in found.items()}
+        found = estimates(rules, request, name)
+        handovers = {other: estimate.handover_s for other, estimate in found.items()}
         whole_s, last_s = 160 * TOKEN_S, TOKEN_S
         expected = {"a": last_s, "b": whole_s, "c": whole_s, name: 0.0}
         assert handovers == pytest.approx(expected)
     # What has no keys is brought by nobody either.
-    assert outlooks(rules, rules.request(160, keys=()), "a")["b"].handover_s == pytest.approx(1.6)
+    assert estimates(rules, rules.request(160, keys=()), "a")["b"].handover_s == pytest.approx(1.6)
 
 
 def test_a_long_prompt_stays_where_it_was_computed(make: Make) -> None:
@@ -109,8 +109,8 @@ def test_nothing_is_pulled_to_where_there_is_no_pool(make: Make) -> None:
     rules.engines["a"].free_at = 9.0
     assert rules.scheduler.submit(request, 0.0) is None
     (order,) = rules.scheduler.poll(0.0)
-    assert (order.outlook.engine.name, order.outlook.pulled) == ("b", 0)
-    assert order.outlook.prefill_s == pytest.approx(3.2)
+    assert (order.estimate.engine.name, order.estimate.pulled) == ("b", 0)
+    assert order.estimate.prefill_s == pytest.approx(3.2)
 
 
 @pytest.mark.parametrize(("computes", "comes"), [(False, False), (False, True), (True, False)])

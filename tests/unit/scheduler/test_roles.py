@@ -115,7 +115,7 @@ def drive(rules: Any, seconds: int, tokens: int, output_tokens: int, every_s: fl
         for order in rules.scheduler.poll(now):
             ident = order.request.ident
             if isinstance(order, Order):
-                engine = order.outlook.engine
+                engine = order.estimate.engine
                 ends.append((engine.free_at, "computed", engine, ident))
             else:
                 ends.append((now + order.request.output_tokens * 0.02, "finished", None, ident))

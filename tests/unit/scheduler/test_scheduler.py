@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
+from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.decode import DecodeRule
 from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import make_policy
 from kvpool.scheduler.queue import FIFO, QueueRule
 from kvpool.scheduler.scheduler import Scheduler, Settings
-from kvpool.scheduler.situation import Cluster, Traffic
 from kvpool.scheduler.values import Engine, Order, Request, Role
 
 BLOCK, STEP = 16, 64
@@ -106,9 +106,9 @@ def test_a_long_prompt_goes_in_segments_between_which_short_ones_come() -> None:
     now = 1.78
     while orders := scheduler.poll(now):
         (order,) = orders
-        assert order.outlook.cached * BLOCK == (ends[-1] if ends else 2 * STEP)
+        assert order.estimate.cached * BLOCK == (ends[-1] if ends else 2 * STEP)
         ends.append(order.end)
-        now += order.outlook.prefill_s
+        now += order.estimate.prefill_s
         index.add("gpu:0", order.request.keys[: order.end // BLOCK])
         scheduler.computed(engines[0], 1, now)
     assert ends[-1] == 1000
@@ -122,13 +122,13 @@ def test_between_segments_only_shorter_ones_come() -> None:
     scheduler.submit(prompt(1, 400), 0.0)
     (first,) = scheduler.poll(0.0)
     scheduler.submit(prompt(2, 800, 0.1), 0.1)
-    just_before_its_end = first.outlook.prefill_s - WHOLE.ahead_s / 2
+    just_before_its_end = first.estimate.prefill_s - WHOLE.ahead_s / 2
     (second,) = scheduler.poll(just_before_its_end)
-    assert (second.request.ident, second.outlook.cached * BLOCK) == (1, first.end)
+    assert (second.request.ident, second.estimate.cached * BLOCK) == (1, first.end)
     assert engines[0].prefills == 2
-    scheduler.computed(engines[0], 1, first.outlook.prefill_s)
+    scheduler.computed(engines[0], 1, first.estimate.prefill_s)
     assert engines[0].prefills == 1
-    assert scheduler.poll(first.outlook.prefill_s) == []
+    assert scheduler.poll(first.estimate.prefill_s) == []
 
 
 def test_the_rest_of_a_prompt_is_expected_while_it_runs_and_no_longer() -> None:
@@ -141,9 +141,9 @@ def test_the_rest_of_a_prompt_is_expected_while_it_runs_and_no_longer() -> None:
     assert (expected.lengths, expected.coming) == ({"gpu:0": done}, len(keys))
     assert expected.ready_at == pytest.approx(800 * TOKEN_S)
     scheduler.submit(prompt(2, 50, 0.1), 0.1)
-    assert idents(scheduler.poll(first.outlook.prefill_s - WHOLE.ahead_s / 2)) == [2]
-    scheduler.computed(engines[0], 1, first.outlook.prefill_s)
-    assert index.match(keys, first.outlook.prefill_s).coming == done
+    assert idents(scheduler.poll(first.estimate.prefill_s - WHOLE.ahead_s / 2)) == [2]
+    scheduler.computed(engines[0], 1, first.estimate.prefill_s)
+    assert index.match(keys, first.estimate.prefill_s).coming == done
 
 
 def test_what_is_being_computed_is_waited_for() -> None:
@@ -154,10 +154,10 @@ def test_what_is_being_computed_is_waited_for() -> None:
     again = Request(2, [*first.keys, (2, 0)], 1616, 10, 15.0)
     scheduler.submit(again, 15.0)  # a second before the first one is done
     assert scheduler.poll(15.0) == []
-    index.add(f"dram:{order.outlook.engine.name}", first.keys)
-    scheduler.computed(order.outlook.engine, 1, 16.0)
+    index.add(f"dram:{order.estimate.engine.name}", first.keys)
+    scheduler.computed(order.estimate.engine, 1, 16.0)
     (second,) = scheduler.poll(16.0)
-    assert second.outlook.cached == 100
+    assert second.estimate.cached == 100
     assert engines[0].prefills + engines[1].prefills == 1
 
 
@@ -169,7 +169,7 @@ def test_without_memory_to_decode_in_a_prompt_is_not_begun() -> None:
     (order,) = scheduler.poll(0.0)
     assert order.decode is engines[2]
     assert engines[2].context_tokens == 110
-    scheduler.computed(order.outlook.engine, 1, 1.0)
+    scheduler.computed(order.estimate.engine, 1, 1.0)
     (decode,) = scheduler.poll(1.0)
     assert (decode.request.ident, decode.engine) == (1, engines[2])
     scheduler.finished(1)
@@ -213,7 +213,7 @@ def test_what_was_computed_and_is_gone_is_not_computed_in_segments_for_ever() ->
         index.join(holder, pool=holder.startswith("dram"))
     scheduler.computed(engines[0], 1, 1.28)
     (second,) = scheduler.poll(1.28)
-    assert (second.outlook.cached, second.end, second.last) == (0, 1000, True)
+    assert (second.estimate.cached, second.end, second.last) == (0, 1000, True)
 
 
 def test_what_fits_no_decode_engine_is_refused() -> None:
@@ -236,7 +236,7 @@ def test_smaller_ones_do_not_take_the_memory_that_a_larger_one_waits_for() -> No
     kept = orders[0].decode
     assert [order.decode is kept for order in orders] == [True, False, False]
     assert kept is not None
-    scheduler.computed(orders[0].outlook.engine, 0, 1.0)
+    scheduler.computed(orders[0].estimate.engine, 0, 1.0)
     scheduler.finished(0)
     (order,) = scheduler.poll(1.0)
     assert (order.request.ident, order.decode) == (2, kept)
@@ -263,7 +263,7 @@ def test_until_the_blocks_are_there_that_one_waits_for_its_engine_computes_other
     first = prompt(1, 1600)
     scheduler.submit(first, 0.0)
     (order,) = scheduler.poll(0.0)
-    busy = order.outlook.engine
+    busy = order.estimate.engine
     busy.free_at = 100.0
     scheduler.submit(Request(2, [*first.keys, (2, 0)], 1616, 10, 15.0), 15.0)
     for ident, tokens in ((3, 50), (4, 80), (5, 20)):
@@ -271,7 +271,7 @@ def test_until_the_blocks_are_there_that_one_waits_for_its_engine_computes_other
     # There is 1 s until 2 can begin: not enough for 4 after 3.
     orders = [order for now in (15.0, 15.496) for order in scheduler.poll(now)]
     assert idents(orders) == [3, 5]
-    assert {order.outlook.engine.name for order in orders} == {e.name for e in engines} - {
+    assert {order.estimate.engine.name for order in orders} == {e.name for e in engines} - {
         busy.name
     }
 

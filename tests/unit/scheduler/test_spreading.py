@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError
+from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.queue import FIFO
 from kvpool.scheduler.scheduler import Settings
-from kvpool.scheduler.situation import Situation
 from kvpool.scheduler.spreading import Spreading, SpreadRule
 from kvpool.scheduler.values import Order, Role
 
 Make = Callable[..., Any]
-RULE = SpreadRule(per_copy=4.0, copies_max=3, window_s=10.0)
+RULE = SpreadRule(per_copy=4.0, replicas_max=3, window_s=10.0)
 PREFIX = [("shared", number) for number in range(60)]
 
 
@@ -24,12 +24,12 @@ def test_worth_a_copy_is_what_is_asked_for_more_often_than_its_copies_serve() ->
     spreading = Spreading(RULE)
     for _ in range(4):
         spreading.asked("end", 0.0)
-    assert not spreading.worth("end", 1, 0.0)
+    assert not spreading.should_spread("end", 1, 0.0)
     spreading.asked("end", 0.0)
-    assert spreading.worth("end", 1, 0.0)
-    assert not spreading.worth("end", 2, 0.0)
-    assert not spreading.worth("end", 1, 20.0)  # that was long ago
-    assert not spreading.worth("other", 1, 0.0)
+    assert spreading.should_spread("end", 1, 0.0)
+    assert not spreading.should_spread("end", 2, 0.0)
+    assert not spreading.should_spread("end", 1, 20.0)  # that was long ago
+    assert not spreading.should_spread("other", 1, 0.0)
 
 
 def test_copies_in_a_window_have_a_limit() -> None:
@@ -37,11 +37,11 @@ def test_copies_in_a_window_have_a_limit() -> None:
     for _ in range(1000):
         spreading.asked("end", 0.0)
     copies = 0
-    while spreading.worth("end", 1 + copies, 0.0):
+    while spreading.should_spread("end", 1 + copies, 0.0):
         spreading.copied("end", 0.0)
         copies += 1
-    assert copies == RULE.copies_max
-    assert spreading.worth("end", 1 + copies, 5.0)
+    assert copies == RULE.replicas_max
+    assert spreading.should_spread("end", 1 + copies, 5.0)
 
 
 def test_no_more_prefixes_are_kept_in_mind_than_may_be() -> None:
@@ -50,8 +50,8 @@ def test_no_more_prefixes_are_kept_in_mind_than_may_be() -> None:
         for end in "aab":
             spreading.asked(end, 0.0)
     spreading.asked("c", 0.0)
-    assert not spreading.worth("a", 1, 0.0)
-    assert spreading.worth("b", 1, 0.0)
+    assert not spreading.should_spread("a", 1, 0.0)
+    assert spreading.should_spread("b", 1, 0.0)
 
 
 def burst(make: Make, rule: SpreadRule, requests: int = 12) -> tuple[Counter[str], set[str], Any]:
@@ -70,15 +70,15 @@ def burst(make: Make, rule: SpreadRule, requests: int = 12) -> tuple[Counter[str
     out: list[tuple[float, Order]] = []
     while rules.scheduler.waiting or out:
         for order in rules.scheduler.poll(now):
-            engine = order.outlook.engine
+            engine = order.estimate.engine
             went[engine.name] += 1
-            if order.outlook.pulled:
+            if order.estimate.pulled:
                 pulled.add(engine.name)
             out.append((engine.free_at, order))
         now += 0.01
         for entry in [each for each in out if each[0] <= now]:
             out.remove(entry)
-            engine = entry[1].outlook.engine
+            engine = entry[1].estimate.engine
             for holder in (engine.gpu, *engine.tiers):
                 rules.index.add(holder, entry[1].request.keys)
             rules.scheduler.computed(engine, entry[1].request.ident, now)
@@ -87,9 +87,9 @@ def burst(make: Make, rule: SpreadRule, requests: int = 12) -> tuple[Counter[str
 
 
 def test_a_burst_is_spread_and_the_prefix_is_copied(make: Make) -> None:
-    few, many = replace(RULE, copies_max=0), replace(RULE, copies_max=6)
+    few, many = replace(RULE, replicas_max=0), replace(RULE, replicas_max=6)
     (alone, _, alone_s), (went, pulled, took_s) = burst(make, few), burst(make, RULE)
-    assert len(pulled) == RULE.copies_max
+    assert len(pulled) == RULE.replicas_max
     assert "a" not in pulled
     assert max(went.values()) <= max(alone.values()) / 2
     assert took_s < 0.6 * alone_s
@@ -105,8 +105,8 @@ def test_a_node_that_has_it_twice_is_one(make: Make) -> None:
     request = rules.request(16 * len(PREFIX), keys=PREFIX)
     match = rules.index.match(PREFIX, 0.0)
     engines = list(rules.engines.values())
-    situation = Situation(request, match, engines, rules.cluster, Random(0), 0.0)
-    assert sorted(situation.sources) == ["a", "b"]
+    context = DecisionContext(request, match, engines, rules.cluster, Random(0), 0.0)
+    assert sorted(context.sources) == ["a", "b"]
 
 
 def test_what_few_ask_for_stays_where_it_is(make: Make) -> None:
@@ -114,7 +114,7 @@ def test_what_few_ask_for_stays_where_it_is(make: Make) -> None:
     assert not pulled
 
 
-@pytest.mark.parametrize("wrong", [{"per_copy": 0}, {"copies_max": -1}, {"known_max": 0}])
+@pytest.mark.parametrize("wrong", [{"per_copy": 0}, {"replicas_max": -1}, {"known_max": 0}])
 def test_wrong_rules_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         SpreadRule(**wrong)

@@ -108,8 +108,8 @@ def test_nobody_stays_behind_for_longer_than_others_take_to_catch_up(
     for tenant, seconds in past:
         now += seconds
         for name in used:
-            used[name] *= 2.718281828459045 ** (-seconds / window_s)  # type: ignore[assignment]
-        used[tenant] += seconds  # type: ignore[assignment]
+            used[name] *= 2.718281828459045 ** (-seconds / window_s)
+        used[tenant] += seconds
         charges.add(tenant, seconds, now)
     behind = charges.behind("abc")
     mean = sum(used.values()) / 3
@@ -156,4 +156,4 @@ def test_order_is_that_of_sorting_with_tenants() -> None:
 @pytest.mark.parametrize("wrong", [{"weights": {"a": 0.0}}, {"window_s": 0.0}, {"slack_s": -1.0}])
 def test_wrong_rules_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
-        TenantRule(**wrong)  # type: ignore[arg-type]
+        TenantRule(**wrong)

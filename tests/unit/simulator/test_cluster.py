@@ -12,9 +12,9 @@ from kvpool.scheduler.policies import POLICIES
 from kvpool.scheduler.scheduler import Settings
 from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import central_queue, scale_for
-from kvpool.simulator.cluster import Outcome, Shape, Simulation, _Node
 from kvpool.simulator.node import Tier
 from kvpool.simulator.report import summary
+from kvpool.simulator.simulated_cluster import Outcome, Shape, Simulation, _Node
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 from kvpool.simulator.traces import arrivals, generate, ideal_hits
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvpool.scheduler.estimates import KindEstimates, StepEstimate
-from kvpool.scheduler.values import Engine, Order, Outlook, Request, Role
+from kvpool.scheduler.values import Engine, Estimate, Order, Request, Role
 from kvpool.simulator.bound import service_s
 from kvpool.simulator.engine import Decode, Prefill, SimulatedEngine
 from kvpool.simulator.events import Timeline
@@ -48,8 +48,8 @@ class Around:
 
     def prompt(self, ident: int, tokens: int, at: float = 0.0, end: int = 0) -> None:
         request = Request(ident, range(-(-tokens // BLOCK)), tokens, 10, at)
-        outlook = Outlook(self.engine.engine, 0, 0, 0, None, 0.0, 0.0, 0.0, 0.0)
-        order = Order(request, outlook, end or tokens, not end, None)
+        estimate = Estimate(self.engine.engine, 0, 0, 0, None, 0.0, 0.0, 0.0, 0.0)
+        order = Order(request, estimate, end or tokens, not end, None)
         self.timeline.at(at, self.engine.submit, Prefill(order))
 
     def answer(self, ident: int, tokens: int, output_tokens: int, at: float) -> None:

@@ -60,6 +60,7 @@ def test_arrivals_are_within_their_steps_and_the_same_by_seed() -> None:
     requests = arrivals(entries, seed=7, step_s=STEP_S)
     assert [r.arrived_s for r in requests] == sorted(r.arrived_s for r in requests)
     for request in requests:
+        assert isinstance(request.ident, int)
         step_s = entries[request.ident].timestamp_s - 10.0
         assert step_s <= request.arrived_s < step_s + STEP_S
     assert requests == arrivals(entries, seed=7, step_s=STEP_S)

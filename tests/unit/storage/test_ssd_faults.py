@@ -14,23 +14,14 @@ import pytest
 import xxhash
 
 from kvpool.errors import ConfigError, SegmentError
-from kvpool.storage.ssd import (
-    DONE,
-    ENTRY,
-    IO_ERROR,
-    MISMATCH,
-    NO_SPACE,
-    STAGING_BYTES,
-    ReadBatch,
-    SsdStore,
-    WriteBatch,
-)
-from kvpool.storage.ssd_files import LinuxDisk
-from kvpool.storage.ssd_index import Outcome
+from kvpool.storage.ssd.files import LinuxDisk
+from kvpool.storage.ssd.index import Outcome
+from kvpool.storage.ssd.store import ENTRY, STAGING_BYTES, ReadBatch, SsdStore, WriteBatch
+from kvpool.types import BlockStatus
+from tests.support.waiting import PATIENCE_S
 
 MIB, PAGE = 1 << 20, 4096
 SIZE = 16 * MIB
-PATIENCE_S = 20.0
 
 
 class BadDisk(LinuxDisk):
@@ -156,7 +147,9 @@ def read_of(batch: WriteBatch) -> ReadBatch:
 
 def reads_right(store: SsdStore, batch: WriteBatch) -> bool:
     read = read_of(batch)
-    return bool((store.read(read) == DONE).all() and (read.destination == batch.source).all())
+    return bool(
+        (store.read(read) == BlockStatus.PRESENT).all() and (read.destination == batch.source).all()
+    )
 
 
 def listed(store: SsdStore) -> list[int]:
@@ -169,23 +162,30 @@ def listed(store: SsdStore) -> list[int]:
 @pytest.mark.parametrize(
     ("code", "status"),
     [
-        (errno.ENOSPC, NO_SPACE),
-        (errno.EDQUOT, NO_SPACE),
-        (errno.EIO, IO_ERROR),
-        (errno.EROFS, IO_ERROR),
+        (errno.ENOSPC, BlockStatus.NO_SPACE),
+        (errno.EDQUOT, BlockStatus.NO_SPACE),
+        (errno.EIO, BlockStatus.FAILED),
+        (errno.EROFS, BlockStatus.FAILED),
     ],
 )
 def test_a_write_that_fails_in_places(store, disk, code, status):
     offsets = [2 * PAGE * slot for slot in range(6)]  # not neighbours: a call each
     batch = blocks_of(offsets, PAGE)
     disk.fail("pwrite", code, {offsets[1], offsets[4]})
-    assert store.write(batch).tolist() == [DONE, status, DONE, DONE, status, DONE]
+    assert store.write(batch).tolist() == [
+        BlockStatus.PRESENT,
+        status,
+        BlockStatus.PRESENT,
+        BlockStatus.PRESENT,
+        status,
+        BlockStatus.PRESENT,
+    ]
     assert listed(store) == [offsets[at] for at in (0, 2, 3, 5)]
     stats = store.stats()
     assert (stats.blocks_written, stats.write_errors + stats.no_space) == (4, 2)
-    assert stats.no_space == (2 if status == NO_SPACE else 0)
+    assert stats.no_space == (2 if status == BlockStatus.NO_SPACE else 0)
     disk.heal()
-    assert store.write(batch, store.forget(offsets)).tolist() == [DONE] * 6
+    assert store.write(batch, store.forget(offsets)).tolist() == [BlockStatus.PRESENT] * 6
     assert reads_right(store, batch)
 
 
@@ -193,10 +193,10 @@ def test_a_disk_that_takes_nothing(store, disk):
     batch = blocks_of([0, PAGE], PAGE)
     disk.fail("pwrite", errno.EROFS)
     for _ in range(3):
-        assert store.write(batch).tolist() == [IO_ERROR] * 2
+        assert store.write(batch).tolist() == [BlockStatus.FAILED] * 2
     assert listed(store) == [] and disk.count("fdatasync") == 0
     disk.heal()
-    assert (store.write(batch) == DONE).all()
+    assert (store.write(batch) == BlockStatus.PRESENT).all()
 
 
 def test_a_read_that_fails_in_places(store, disk):
@@ -205,7 +205,12 @@ def test_a_read_that_fails_in_places(store, disk):
     store.write(batch)
     disk.fail("pread", errno.EIO, {offsets[2]})
     read = read_of(batch)
-    assert store.read(read).tolist() == [DONE, DONE, IO_ERROR, DONE]
+    assert store.read(read).tolist() == [
+        BlockStatus.PRESENT,
+        BlockStatus.PRESENT,
+        BlockStatus.FAILED,
+        BlockStatus.PRESENT,
+    ]
     assert (read.destination[[0, 1, 3]] == batch.source[[0, 1, 3]]).all()
     assert store.stats().read_errors == 1
     disk.heal()
@@ -216,11 +221,11 @@ def test_a_large_block_that_fails_half_way(store, disk):
     nbytes = STAGING_BYTES + PAGE
     batch = blocks_of([0], nbytes)
     disk.fail("pwrite", errno.EIO, {STAGING_BYTES})
-    assert store.write(batch).tolist() == [IO_ERROR] and listed(store) == []
+    assert store.write(batch).tolist() == [BlockStatus.FAILED] and listed(store) == []
     disk.heal()
-    assert store.write(batch).tolist() == [DONE]
+    assert store.write(batch).tolist() == [BlockStatus.PRESENT]
     disk.fail("pread", errno.EIO, {STAGING_BYTES})
-    assert store.read(read_of(batch)).tolist() == [IO_ERROR]
+    assert store.read(read_of(batch)).tolist() == [BlockStatus.FAILED]
     disk.heal()
     assert reads_right(store, batch)
 
@@ -233,7 +238,7 @@ def test_calls_that_do_less_than_asked(tmp_path, disk, direct, short):
     store.add_table(b"t")
     disk.short = short
     batch = blocks_of([20 * PAGE * slot for slot in range(5)], 20 * PAGE)
-    assert (store.write(batch) == DONE).all()
+    assert (store.write(batch) == BlockStatus.PRESENT).all()
     assert reads_right(store, batch)
     store.close()
 
@@ -241,11 +246,11 @@ def test_calls_that_do_less_than_asked(tmp_path, disk, direct, short):
 def test_calls_that_do_nothing(store, disk):
     batch = blocks_of([0], PAGE)
     disk.short = 0
-    assert store.write(batch).tolist() == [IO_ERROR]
+    assert store.write(batch).tolist() == [BlockStatus.FAILED]
     disk.short = PAGE
     store.write(batch)
     disk.short = 0
-    assert store.read(read_of(batch)).tolist() == [IO_ERROR]
+    assert store.read(read_of(batch)).tolist() == [BlockStatus.FAILED]
 
 
 def test_a_sync_that_fails_takes_all_that_was_written_before_it(store, disk, pool):
@@ -255,14 +260,16 @@ def test_a_sync_that_fails_takes_all_that_was_written_before_it(store, disk, poo
     begun = pool.submit(store.write, late)
     stall.wait()
     disk.fail("fdatasync", errno.EIO)
-    assert store.write(early).tolist() == [IO_ERROR] * 2
+    assert store.write(early).tolist() == [BlockStatus.FAILED] * 2
     disk.heal()
     stall.go()
-    assert begun.result(PATIENCE_S).tolist() == [IO_ERROR] * 2
+    assert begun.result(PATIENCE_S).tolist() == [BlockStatus.FAILED] * 2
     assert listed(store) == []
     stats = store.stats()
     assert (stats.sync_errors, stats.write_errors) == (1, 4)
-    assert (store.write(early) == DONE).all() and (store.write(late) == DONE).all()
+    assert (store.write(early) == BlockStatus.PRESENT).all() and (
+        store.write(late) == BlockStatus.PRESENT
+    ).all()
     assert listed(store) == [0, PAGE, 8 * PAGE, 16 * PAGE]
 
 
@@ -274,20 +281,24 @@ def test_an_index_that_refuses(store, disk, monkeypatch):
     monkeypatch.setattr(
         store._index, "commit", lambda *_: Outcome(0, got_through=False, failed=True)
     )
-    assert store.write(new, store.forget([0])).tolist() == [IO_ERROR]
+    assert store.write(new, store.forget([0])).tolist() == [BlockStatus.FAILED]
     assert disk.count("pwrite") == written, "nothing was written over what the index still has"
     assert store.stats().index_errors >= 1
     monkeypatch.undo()
     assert listed(store) == [0] and reads_right(store, old)
-    assert store.write(new, store.forget([])).tolist() == [DONE], "what was refused is tried again"
+    assert store.write(new, store.forget([])).tolist() == [BlockStatus.PRESENT], (
+        "what was refused is tried again"
+    )
     assert listed(store) == [0] and reads_right(store, new)
 
 
-@pytest.mark.parametrize(("full", "status"), [(True, NO_SPACE), (False, IO_ERROR)])
+@pytest.mark.parametrize(
+    ("full", "status"), [(True, BlockStatus.NO_SPACE), (False, BlockStatus.FAILED)]
+)
 def test_an_index_that_takes_a_part(store, monkeypatch, full, status):
     batch = blocks_of([PAGE * slot for slot in range(5)], PAGE)
     monkeypatch.setattr(store._index, "commit", lambda *_: Outcome(2, full=full, failed=not full))
-    assert store.write(batch).tolist() == [DONE] * 2 + [status] * 3
+    assert store.write(batch).tolist() == [BlockStatus.PRESENT] * 2 + [status] * 3
 
 
 # ---- what cannot be had at all -----------------------------------------------------------------------
@@ -307,7 +318,7 @@ def test_file_systems_without_direct_access(tmp_path, disk):
     disk.heal()
     store.add_table(b"t")
     batch = blocks_of([0], PAGE)
-    assert (store.write(batch) == DONE).all() and reads_right(store, batch)
+    assert (store.write(batch) == BlockStatus.PRESENT).all() and reads_right(store, batch)
     store.close()
     disk.fail("pread", errno.EINVAL)
     with pytest.raises(ConfigError, match="O_DIRECT"):
@@ -375,7 +386,9 @@ def test_many_writes_share_a_sync(store, disk, pool):
         assert waiting.acquire(timeout=PATIENCE_S)
     until_ready(store, 6)
     stall.go()
-    assert all((future.result(PATIENCE_S) == DONE).all() for future in [first, *others])
+    assert all(
+        (future.result(PATIENCE_S) == BlockStatus.PRESENT).all() for future in [first, *others]
+    )
     assert disk.count("fdatasync") == 2
     assert listed(store) == [PAGE * slot for slot in range(7)]
 
@@ -395,7 +408,7 @@ def test_neighbours_are_one_call(tmp_path, disk):
     slots = np.random.default_rng(1).permutation(256)  # in any order, from rows in any order
     batch = blocks_of([MIB + nbytes * int(slot) for slot in slots], nbytes)
     disk.calls.clear()
-    assert (store.write(batch) == DONE).all()
+    assert (store.write(batch) == BlockStatus.PRESENT).all()
     assert reads_right(store, batch)
     for name in ("pwrite", "pread"):
         done = sorted((at, size) for call, at, size in disk.calls if call == name)
@@ -410,12 +423,12 @@ def test_a_stalled_write_holds_nobody_else(store, disk, pool):
     held = pool.submit(store.write, blocks_of([8 * PAGE], PAGE))
     stall.wait()
     assert reads_right(store, there)
-    assert (store.write(blocks_of([PAGE * 30], PAGE)) == DONE).all()
+    assert (store.write(blocks_of([PAGE * 30], PAGE)) == BlockStatus.PRESENT).all()
     assert store.forget([0]) > 0
     closing = pool.submit(store.close)
     assert not held.done() and not closing.done()
     stall.go()
-    assert (held.result(PATIENCE_S) == DONE).all()
+    assert (held.result(PATIENCE_S) == BlockStatus.PRESENT).all()
     closing.result(PATIENCE_S)
 
 
@@ -447,12 +460,12 @@ def test_what_is_forgotten_while_it_is_written_leaves_no_entry(store, disk, pool
     store.pin([4 * PAGE], 7)
     number = store.forget([2 * PAGE])
     stall.go()
-    assert writing.result(PATIENCE_S).tolist() == [DONE] * 3
+    assert writing.result(PATIENCE_S).tolist() == [BlockStatus.PRESENT] * 3
     entries = np.concatenate(list(store.entries()))
     assert entries["offset"].tolist() == [0, 4 * PAGE]
     assert entries["pin"].tolist() == [0, 7]
     again = blocks_of([2 * PAGE], PAGE, seed=9)
-    assert (store.write(again, number) == DONE).all() and reads_right(store, again)
+    assert (store.write(again, number) == BlockStatus.PRESENT).all() and reads_right(store, again)
 
 
 def test_a_slot_that_is_being_written_is_not_given_to_another(store, disk, pool):
@@ -462,7 +475,7 @@ def test_a_slot_that_is_being_written_is_not_given_to_another(store, disk, pool)
     with pytest.raises(AssertionError, match="twice"):
         store.write(blocks_of([PAGE, 0], PAGE, seed=2))
     stall.go()
-    assert (writing.result(PATIENCE_S) == DONE).all()
+    assert (writing.result(PATIENCE_S) == BlockStatus.PRESENT).all()
     assert listed(store) == [0]
 
 
@@ -488,7 +501,10 @@ def test_a_scrub_pauses_and_finds(store, disk, tmp_path):
     pauses: list[int] = []
     check = ReadBatch(batch.nbytes, batch.offsets, batch.checksums)
     statuses = store.scrub(check, lambda: pauses.append(disk.count("pread")))
-    assert statuses.tolist() == [DONE] * 3 + [MISMATCH] + [DONE] * 4
+    assert (
+        statuses.tolist()
+        == [BlockStatus.PRESENT] * 3 + [BlockStatus.MISMATCH] + [BlockStatus.PRESENT] * 4
+    )
     assert len(pauses) > 0 and pauses == sorted(set(pauses)), "a pause between any two requests"
 
     def enough() -> None:
@@ -505,4 +521,4 @@ def test_a_worker_that_breaks_breaks_its_call(store, disk, monkeypatch):
     with pytest.raises(AssertionError, match="a worker"):
         store.read(ReadBatch(PAGE, np.zeros(1, np.uint64), np.zeros((1, 16), np.uint8)))
     disk.heal()
-    assert (store.write(blocks_of([0], PAGE)) == DONE).all(), "one worker is left"
+    assert (store.write(blocks_of([0], PAGE)) == BlockStatus.PRESENT).all(), "one worker is left"

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvpool.errors import ConfigError, LimitExceeded, SegmentError
-from kvpool.storage import ssd_index
-from kvpool.storage.ssd_index import (
+from kvpool.storage.ssd import index as ssd_index
+from kvpool.storage.ssd.index import (
     ENTRY,
     FORGET,
     NO_ENTRIES,

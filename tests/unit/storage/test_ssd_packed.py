@@ -16,18 +16,10 @@ from hypothesis import strategies as st
 
 from kvpool.errors import InvalidRequest
 from kvpool.storage.codecs import BLOSC2, Blosc2
-from kvpool.storage.ssd import (
-    DONE,
-    ENTRY,
-    IO_ERROR,
-    MISMATCH,
-    STAGING_BYTES,
-    ReadBatch,
-    SsdStore,
-    WriteBatch,
-)
-from kvpool.storage.ssd_files import LinuxDisk, staging
-from kvpool.storage.ssd_pack import SAMPLE_BYTES, pack
+from kvpool.storage.ssd.files import LinuxDisk, staging
+from kvpool.storage.ssd.pack import SAMPLE_BYTES, pack
+from kvpool.storage.ssd.store import ENTRY, STAGING_BYTES, ReadBatch, SsdStore, WriteBatch
+from kvpool.types import BlockStatus
 
 pytest.importorskip("blosc2")
 KIB, MIB = 1 << 10, 1 << 20
@@ -101,7 +93,7 @@ class Held:
                 stored=None if some is whole else packed.stored[chosen],
                 codec=0 if some is whole else BLOSC2,
             )
-            assert store.write(batch).tolist() == [DONE] * len(chosen)
+            assert store.write(batch).tolist() == [BlockStatus.PRESENT] * len(chosen)
 
     def read(self, store: SsdStore | None = None) -> tuple[list[int], np.ndarray]:
         n = len(self.blocks)
@@ -119,7 +111,7 @@ class Held:
 
     def check_right(self, store: SsdStore | None = None) -> None:
         statuses, found = self.read(store)
-        assert statuses == [DONE] * len(self.blocks)
+        assert statuses == [BlockStatus.PRESENT] * len(self.blocks)
         assert (found == self.blocks).all()
 
 
@@ -157,7 +149,7 @@ def test_what_goes_in_comes_out(shared, nbytes, kinds, seed):
     shared.forget([int(offset) for entries in shared.entries() for offset in entries["offset"]])
     held = Held(shared, blocks)
     held.check_right()
-    assert held.scrub() == [DONE] * len(blocks)
+    assert held.scrub() == [BlockStatus.PRESENT] * len(blocks)
     for kind, stored in zip(kinds, held.stored.tolist(), strict=True):
         if kind == "noise" or nbytes <= PAGE:
             assert stored == nbytes
@@ -191,7 +183,7 @@ def test_blocks_about_as_large_as_a_staging_buffer_and_larger(tmp_path, nbytes, 
     held = Held(store, np.stack([kv(nbytes, 1), noise(nbytes, 2), kv(nbytes, 3)]))
     assert (held.stored < nbytes).tolist() == [True, False, True]
     held.check_right()
-    assert held.scrub() == [DONE] * 3
+    assert held.scrub() == [BlockStatus.PRESENT] * 3
     store.close()
 
 
@@ -273,10 +265,13 @@ def test_rot_is_a_mismatch_and_never_a_crash(shared, data):
         wrong = None
     shared._segment.write(0, slot)
     statuses, found = held.read()
-    assert statuses[0] in {DONE, MISMATCH} and statuses[1] == DONE
-    assert wrong is None or (statuses[0] == MISMATCH) == wrong
+    assert (
+        statuses[0] in {BlockStatus.PRESENT, BlockStatus.MISMATCH}
+        and statuses[1] == BlockStatus.PRESENT
+    )
+    assert wrong is None or (statuses[0] == BlockStatus.MISMATCH) == wrong
     for at in (0, 1):
-        assert statuses[at] == MISMATCH or (found[at] == held.blocks[at]).all()
+        assert statuses[at] == BlockStatus.MISMATCH or (found[at] == held.blocks[at]).all()
     assert held.scrub() == statuses
 
 
@@ -297,7 +292,9 @@ def test_a_thousand_flipped_bits(tmp_path):
     inside = flips // 8 - held.offsets[slots].astype(np.int64) < held.stored[slots]
     hurt = set(slots[inside].tolist())
     statuses, found = held.read()
-    assert statuses == [MISMATCH if slot in hurt else DONE for slot in range(n)]
+    assert statuses == [
+        BlockStatus.MISMATCH if slot in hurt else BlockStatus.PRESENT for slot in range(n)
+    ]
     whole = [slot for slot in range(n) if slot not in hurt]
     assert whole and (found[whole] == blocks[whole]).all()
     assert store.stats().mismatches == len(hurt) > 200
@@ -328,8 +325,8 @@ def test_a_read_that_fails(tmp_path, nbytes):
     disk.bad = held.end - PAGE
     statuses, found = held.read()
     # Small neighbours are one request.
-    assert statuses[1] == IO_ERROR and store.stats().mismatches == 0
-    assert statuses[0] == IO_ERROR or (found[0] == held.blocks[0]).all()
+    assert statuses[1] == BlockStatus.FAILED and store.stats().mismatches == 0
+    assert statuses[0] == BlockStatus.FAILED or (found[0] == held.blocks[0]).all()
     disk.bad = 1 << 60
     held.check_right()
     store.close()
@@ -365,7 +362,7 @@ def test_a_packed_slot_ends_within_the_segment(store):
             ReadBatch(2 * PAGE, offsets, sums, lengths=np.array([PAGE]), codec=Blosc2())
         ).tolist()
 
-    assert read(last) == [MISMATCH]
+    assert read(last) == [BlockStatus.MISMATCH]
     with pytest.raises(InvalidRequest, match="within"):
         read(last + PAGE)
 

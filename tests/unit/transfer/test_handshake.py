@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool import wire
 from kvpool.errors import KvpoolError, NotAuthenticated
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import admit, greet, refuse
 from kvpool.transfer.stream import Stream
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
+from tests.support.waiting import PATIENCE_S
 
 SECRET = b"0123456789abcdef"
 
@@ -23,7 +25,7 @@ def ends() -> Iterator[tuple[Stream, Stream]]:
     with ours, theirs:
         for sock in (ours, theirs):
             sock.setblocking(True)
-        yield Stream(ours, Deadline(30)), Stream(theirs, Deadline(30))
+        yield Stream(ours, Deadline(PATIENCE_S)), Stream(theirs, Deadline(PATIENCE_S))
 
 
 def identity(secret: bytes = SECRET, cluster: str = "c") -> Identity:
@@ -80,10 +82,10 @@ def test_the_listeners_own_proof_does_not_serve_to_connect(ends: tuple[Stream, S
     """Without the secret, all that can be shown is what the listener has just said."""
     listener = Listener(ends[1], identity())
     listener.start()
-    ends[0].send(wire.PeerHello(wire.PROTOCOL_VERSION, "c", "n", b"n" * 32), 1)
-    challenge = wire.decode_peer(ends[0].receive(1 << 16)[1])
-    ends[0].send(wire.PeerProof(challenge.proof), 2)
-    answer = wire.decode_peer(ends[0].receive(1 << 16)[1])
+    ends[0].send(peer_wire.PeerHello(frame.PROTOCOL_VERSION, "c", "n", b"n" * 32), 1)
+    challenge = peer_wire.decode_peer(ends[0].receive(1 << 16)[1])
+    ends[0].send(peer_wire.PeerProof(challenge.proof), 2)
+    answer = peer_wire.decode_peer(ends[0].receive(1 << 16)[1])
     listener.join()
     assert isinstance(listener.error, NotAuthenticated)
     assert answer.code == "not_authenticated"

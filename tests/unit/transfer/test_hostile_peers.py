@@ -17,27 +17,21 @@ import pytest
 from hypothesis import given, settings
 from xxhash import xxh3_128_digest
 
-from kvpool import wire
 from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.testing.transport import DIGEST, SEGMENT, ScriptedSource, key_of, order
-from kvpool.transfer.base import (
-    ABSENT,
-    ARRIVED,
-    MISMATCH,
-    MISSING,
-    Deadline,
-    Identity,
-    Outcome,
-    Stop,
-    TransferLimits,
-)
-from kvpool.transfer.fetching import Refused, ask, fetch
+from kvpool.transfer.base import Deadline, Identity, Outcome, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
-from kvpool.transfer.lending import Budgets, Conversation
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.nixl import check_readable
-from kvpool.transfer.precedence import Precedence
+from kvpool.transfer.priority import Priority
+from kvpool.transfer.requester import Refused, ask, fetch
+from kvpool.transfer.responder import Budgets, Conversation
 from kvpool.transfer.stream import Stream
+from kvpool.types import BlockStatus
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
+from kvpool.wire import worker as worker_wire
+from tests.support.waiting import PATIENCE_S
 
 NBYTES = 64
 COUNT = 5
@@ -47,7 +41,6 @@ ROWS = [9, 2, 5, 6, 0]
 UNTOUCHED = b"\xee" * (NBYTES * 16)
 US = Identity("test", "node", "incarnation", b"the secret")
 LIMITS = TransferLimits(fetch_bytes_max=4096, inflight_bytes_max=4096)
-PATIENCE_S = 20.0  # nothing here waits: what is said has ended
 
 
 def heard(said: bytes) -> tuple[Stream, socket.socket]:
@@ -73,34 +66,38 @@ parts = st.lists(numbers, max_size=4)
 specs = st.lists(st.tuples(numbers, texts, numbers, numbers), max_size=3)
 
 fetches = st.builds(
-    wire.Fetch,
+    peer_wire.Fetch,
     *(texts, digests, numbers, st.just(NBYTES) | numbers, packed_badly, seconds, st.booleans()),
 )
-messages: st.SearchStrategy[wire.Message] = st.one_of(
+messages: st.SearchStrategy[frame.Message] = st.one_of(
     fetches,
-    st.builds(wire.Corrupt, texts, digests, numbers, packed_badly),
-    st.builds(wire.Ask, texts, digests, parts, packed_badly),
+    st.builds(peer_wire.Corrupt, texts, digests, numbers, packed_badly),
+    st.builds(peer_wire.Ask, texts, digests, parts, packed_badly),
     st.builds(
-        wire.Offer,
+        peer_wire.Offer,
         *(texts, texts, texts, texts, digests, numbers, st.binary(max_size=9), specs, packed_badly),
         *(st.binary(max_size=9), numbers, numbers, seconds, seconds),
     ),
-    st.builds(wire.Await, texts, texts, digests, packed_badly, flags, seconds),
-    st.builds(wire.PeerHello, st.just(wire.PROTOCOL_VERSION) | numbers, texts, texts, digests),
-    st.builds(wire.PeerChallenge, numbers, texts, texts, st.binary(max_size=40), digests),
-    st.builds(wire.PeerProof, st.binary(max_size=40)),
-    st.builds(wire.Fetched, flags, packed_badly),
-    st.builds(wire.Readable, flags, packed_badly, packed_badly, numbers, numbers, texts, numbers),
-    st.builds(wire.Describe),
-    st.builds(wire.Taken),
-    st.builds(wire.Done, numbers),
-    st.builds(wire.Bytes, packed_badly),
-    st.builds(wire.Error, st.just("limit") | texts, texts),
+    st.builds(peer_wire.Await, texts, texts, digests, packed_badly, flags, seconds),
+    st.builds(
+        peer_wire.PeerHello, st.just(frame.PROTOCOL_VERSION) | numbers, texts, texts, digests
+    ),
+    st.builds(peer_wire.PeerChallenge, numbers, texts, texts, st.binary(max_size=40), digests),
+    st.builds(peer_wire.PeerProof, st.binary(max_size=40)),
+    st.builds(peer_wire.Fetched, flags, packed_badly),
+    st.builds(
+        peer_wire.Readable, flags, packed_badly, packed_badly, numbers, numbers, texts, numbers
+    ),
+    st.builds(peer_wire.Describe),
+    st.builds(peer_wire.Taken),
+    st.builds(frame.Done, numbers),
+    st.builds(frame.Bytes, packed_badly),
+    st.builds(frame.Error, st.just("limit") | texts, texts),
 )
-frames = st.builds(wire.encode, messages, st.just(1) | st.integers(0, 2**32 - 1))
+frames = st.builds(frame.encode, messages, st.just(1) | st.integers(0, 2**32 - 1))
 nonsense = st.binary(max_size=200) | st.builds(
     lambda length, rest: struct.pack("<II", length, 1) + rest,
-    st.sampled_from([0, 1, 200, wire.HELLO_BYTES_MAX + 1, 2**31, 2**32 - 1]),
+    st.sampled_from([0, 1, 200, frame.HELLO_BYTES_MAX + 1, 2**31, 2**32 - 1]),
     st.binary(max_size=60),
 )
 
@@ -129,10 +126,10 @@ def damaged(draw: st.DrawFn, right: bytes) -> bytes:
 # ---- who reads -------------------------------------------------------------------------------------------
 
 CHECKSUMS = b"".join(map(xxh3_128_digest, BLOCKS))
-ANSWER = wire.encode(wire.Fetched(b"\1" * COUNT, CHECKSUMS), 1)
+ANSWER = frame.encode(peer_wire.Fetched(b"\1" * COUNT, CHECKSUMS), 1)
 
 
-def read(said: bytes) -> tuple[wire.Pulled, bytearray]:
+def read(said: bytes) -> tuple[worker_wire.Pulled, bytearray]:
     """What a reader makes of an answer, and its memory."""
     bytes_here = bytearray(UNTOUCHED)
     memory = Memory()
@@ -141,7 +138,7 @@ def read(said: bytes) -> tuple[wire.Pulled, bytearray]:
     outcome = Outcome(COUNT)
     stream, theirs = heard(said)
     try:
-        fetch(stream, wanted, 0, COUNT, memory, outcome, Stop(), Precedence())
+        fetch(stream, wanted, 0, COUNT, memory, outcome, Stop(), Priority())
     except (KvpoolError, Refused):
         pass
     finally:
@@ -154,16 +151,21 @@ def read(said: bytes) -> tuple[wire.Pulled, bytearray]:
 @given(
     said=st.one_of(
         damaged(ANSWER + b"".join(BLOCKS)),
-        st.builds(lambda frame, rest: frame + rest, frames, st.binary(max_size=400)),
+        st.builds(lambda framed, rest: framed + rest, frames, st.binary(max_size=400)),
         nonsense,
     )
 )
 def test_a_reader_believes_no_bytes_that_do_not_match_what_was_said_of_them(said: bytes) -> None:
     pulled, bytes_here = read(said)
     for number, (row, status) in enumerate(zip(ROWS, pulled.status, strict=True)):
-        assert status in (ABSENT, ARRIVED, MISMATCH, MISSING)
+        assert status in (
+            BlockStatus.ABSENT,
+            BlockStatus.PRESENT,
+            BlockStatus.MISMATCH,
+            BlockStatus.LATE,
+        )
         checksum = pulled.checksums[16 * number : 16 * number + 16]
-        if status == ARRIVED:
+        if status == BlockStatus.PRESENT:
             assert checksum == xxh3_128_digest(bytes_here[row * NBYTES : (row + 1) * NBYTES])
             assert checksum in said
         else:
@@ -182,24 +184,24 @@ def test_one_bit_of_an_answer_is_wrong(at: int, bit: int, end: bool) -> None:
     data[at] ^= 1 << bit
     pulled, bytes_here = read(bytes(data[: at + 1] if end else data))
     for number, (row, status) in enumerate(zip(ROWS, pulled.status, strict=True)):
-        if status == ARRIVED:
+        if status == BlockStatus.PRESENT:
             assert bytes_here[row * NBYTES : (row + 1) * NBYTES] == BLOCKS[number]
     if at >= len(ANSWER) and not end:
-        assert list(pulled.status).count(MISMATCH) == 1
+        assert list(pulled.status).count(BlockStatus.MISMATCH) == 1
 
 
 @settings(max_examples=60, deadline=None)
 @given(said=st.one_of(frames, nonsense), offer=st.booleans())
 def test_an_answer_to_a_question_is_one_or_an_error(said: bytes, offer: bool) -> None:
-    question: wire.Ask | wire.Offer = wire.Ask("default", DIGEST, [], KEYS[0])
+    question: peer_wire.Ask | peer_wire.Offer = peer_wire.Ask("default", DIGEST, [], KEYS[0])
     if offer:
-        question = wire.Offer(
+        question = peer_wire.Offer(
             *("n", "ab", "copy", "default", DIGEST, 0, b"", [], KEYS[0], b"\1", 1, 0, 0.0, 1.0)
         )
     stream, theirs = heard(said)
     try:
         answer = ask(stream, question)
-        assert isinstance(answer, wire.Bytes if offer else wire.Done)
+        assert isinstance(answer, frame.Bytes if offer else frame.Done)
     except (KvpoolError, Refused):
         pass
     finally:
@@ -218,7 +220,7 @@ def test_an_answer_to_a_question_is_one_or_an_error(said: bytes, offer: bool) ->
 def test_what_is_to_be_read_over_nixl_lies_where_addresses_can(
     present: bytes, checksums: bytes, rows: bytes, base: int, stride: int
 ) -> None:
-    answer = wire.Readable(present, checksums, rows, base, stride, "agent", 1)
+    answer = peer_wire.Readable(present, checksums, rows, base, stride, "agent", 1)
     try:
         indices = check_readable(answer, COUNT, NBYTES)
     except ProtocolError:
@@ -249,7 +251,7 @@ class World:
         """Serve until that is over: why it ended, and what was answered."""
         stream, theirs = heard(said)
         conversation = Conversation(
-            stream, self.memory, self.source, LIMITS, self.budgets, Precedence()
+            stream, self.memory, self.source, LIMITS, self.budgets, Priority()
         )
         try:
             with pytest.raises(KvpoolError) as ended:
@@ -281,8 +283,10 @@ def everything(sock: socket.socket) -> bytes:
 @given(
     said=st.lists(
         frames
-        | st.builds(wire.encode, fetches, st.just(1))
-        | damaged(wire.encode(wire.Fetch("default", DIGEST, 0, NBYTES, b"".join(KEYS), 30.0), 1)),
+        | st.builds(frame.encode, fetches, st.just(1))
+        | damaged(
+            frame.encode(peer_wire.Fetch("default", DIGEST, 0, NBYTES, b"".join(KEYS), 30.0), 1)
+        ),
         max_size=4,
     ).map(b"".join)
     | nonsense
@@ -296,7 +300,9 @@ def test_an_owner_lends_for_a_while_and_reports_nothing_that_is_right(said: byte
 
 
 def bare_fetch(deadline_s: float, nbytes: int = NBYTES) -> bytes:
-    return wire.encode(wire.Fetch("default", DIGEST, 0, nbytes, b"".join(KEYS), deadline_s), 1)
+    return frame.encode(
+        peer_wire.Fetch("default", DIGEST, 0, nbytes, b"".join(KEYS), deadline_s), 1
+    )
 
 
 def test_a_fetch_is_answered_before_its_deadline() -> None:
@@ -341,8 +347,8 @@ def test_a_fetch_of_another_length_than_the_block_has_is_refused_where_it_is_kno
     world.source.error = LimitExceeded("the rules say so")
     ended, said = world.converse(bare_fetch(30.0, NBYTES * 3))
     assert isinstance(ended, Unavailable), "the connection stood until the peer closed it"
-    _, payload = wire.FrameReader().feed(said)[0]
-    assert wire.decode_peer(payload) == wire.Error("limit", "the rules say so")
+    _, payload = frame.FrameReader().feed(said)[0]
+    assert peer_wire.decode_peer(payload) == frame.Error("limit", "the rules say so")
     world.check_nothing_is_lent()
 
 
@@ -378,13 +384,13 @@ def payload_of(message: int, *fields: object) -> bytes:
     return msgspec.msgpack.encode([message, *fields])
 
 
-@pytest.mark.parametrize("length", [1 << 21, wire.FRAME_BYTES_MAX, 2**32 - 1])
+@pytest.mark.parametrize("length", [1 << 21, frame.FRAME_BYTES_MAX, 2**32 - 1])
 def test_an_answer_has_a_length_that_an_answer_can_have(length: int) -> None:
     stream, theirs = heard(struct.pack("<II", length, 1) + b"\x95")
 
     def listen() -> None:
         with pytest.raises(ProtocolError, match="limit here"):
-            ask(stream, wire.Ask("default", DIGEST, [], KEYS[0]))
+            ask(stream, peer_wire.Ask("default", DIGEST, [], KEYS[0]))
 
     try:
         assert allocated(listen) < 1 << 20
@@ -393,7 +399,7 @@ def test_an_answer_has_a_length_that_an_answer_can_have(length: int) -> None:
         theirs.close()
 
 
-@pytest.mark.parametrize("length", [wire.HELLO_BYTES_MAX, wire.HELLO_BYTES_MAX + 1, 2**32 - 1])
+@pytest.mark.parametrize("length", [frame.HELLO_BYTES_MAX, frame.HELLO_BYTES_MAX + 1, 2**32 - 1])
 def test_a_stranger_gets_little_memory_for_a_large_word(length: int) -> None:
     stream, theirs = heard(struct.pack("<II", length, 1) + b"\x95")
 
@@ -402,7 +408,7 @@ def test_a_stranger_gets_little_memory_for_a_large_word(length: int) -> None:
             admit(stream, US)
 
     try:
-        assert allocated(listen) < 4 * wire.HELLO_BYTES_MAX
+        assert allocated(listen) < 4 * frame.HELLO_BYTES_MAX
     finally:
         stream.close()
         theirs.close()
@@ -418,7 +424,7 @@ def test_a_list_gets_no_memory_before_its_members_are_there(tag: int) -> None:
 
     def decode() -> None:
         with pytest.raises(ProtocolError):
-            wire.decode_peer(payload)
+            peer_wire.decode_peer(payload)
 
     assert allocated(decode) < 1 << 20
 
@@ -427,12 +433,12 @@ def test_a_list_gets_no_memory_before_its_members_are_there(tag: int) -> None:
 def test_a_stranger_gets_little_memory_for_many_members(member: object) -> None:
     """What is decoded before it is refused is some times as long as what was sent."""
     each = len(msgspec.msgpack.encode(member))
-    many = [member] * ((wire.HELLO_BYTES_MAX - 200) // each)
+    many = [member] * ((frame.HELLO_BYTES_MAX - 200) // each)
     if isinstance(member, list):
         payload = payload_of(
             47, "n", "i", "r", "t", b"d", 1, b"f", many, b"k", b"m", 1, 1, 1.0, 1.0
         )
     else:
         payload = payload_of(45, "t", b"d", many, b"k")
-    assert len(payload) <= wire.HELLO_BYTES_MAX
-    assert allocated(lambda: wire.decode_peer(payload)) < 64 * wire.HELLO_BYTES_MAX
+    assert len(payload) <= frame.HELLO_BYTES_MAX
+    assert allocated(lambda: peer_wire.decode_peer(payload)) < 64 * frame.HELLO_BYTES_MAX

@@ -10,6 +10,7 @@ import pytest
 from kvpool.transfer.base import Deadline, Identity, TransferLimits
 from kvpool.transfer.connections import IDLE_MAX, IDLE_PER_PEER_MAX, Connections
 from kvpool.transfer.stream import Stream
+from tests.support.waiting import PATIENCE_S
 
 
 class Pairs:
@@ -22,7 +23,7 @@ class Pairs:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             ours = socket.create_connection(listener.getsockname())
             theirs, _ = listener.accept()
-        stream = Stream(ours, Deadline(10.0))
+        stream = Stream(ours, Deadline(PATIENCE_S))
         self._ends[stream] = theirs
         return stream
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvpool.errors import InvalidRequest
 from kvpool.transfer.memory import Memory
-from kvpool.wire import NO_ROW
+from kvpool.wire.frame import NO_ROW
 
 SIZE = 64 * 16
 

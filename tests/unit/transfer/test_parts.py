@@ -8,8 +8,9 @@ import pytest
 from kvpool.errors import ConfigError, LimitExceeded, Unavailable
 from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
 from kvpool.transfer.base import DEADLINE_S_MAX, Deadline, Stop
-from kvpool.transfer.crew import Crew
-from kvpool.transfer.lending import Budget, Budgets
+from kvpool.transfer.responder import Budget, Budgets
+from kvpool.transfer.thread_pool import ThreadPool
+from tests.support.waiting import PATIENCE_S
 
 
 def test_a_deadline_is_bounded_and_ends() -> None:
@@ -44,20 +45,20 @@ def test_stop_runs_what_is_registered_once() -> None:
 
 def test_the_budget_lets_an_oversized_loan_in_alone() -> None:
     budget = Budget(100)
-    budget.take(500, Deadline(30))
+    budget.take(500, Deadline(PATIENCE_S))
     with pytest.raises(LimitExceeded, match="100 bytes at a time"):
         budget.take(1, Deadline(0.01))
     budget.give(500)
-    budget.take(60, Deadline(30))
-    budget.take(40, Deadline(30))
+    budget.take(60, Deadline(PATIENCE_S))
+    budget.take(40, Deadline(PATIENCE_S))
     with pytest.raises(LimitExceeded):
         budget.take(1, Deadline(0))
 
 
 def test_what_nobody_waits_for_has_a_budget_of_its_own() -> None:
     budgets = Budgets.of(100)
-    budgets.urgent.take(75, Deadline(30))
-    budgets.background.take(25, Deadline(30))
+    budgets.urgent.take(75, Deadline(PATIENCE_S))
+    budgets.background.take(25, Deadline(PATIENCE_S))
     for budget in budgets:
         with pytest.raises(LimitExceeded):
             budget.take(1, Deadline(0))
@@ -65,7 +66,7 @@ def test_what_nobody_waits_for_has_a_budget_of_its_own() -> None:
 
 def test_the_budget_wakes_who_waits() -> None:
     budget = Budget(10)
-    budget.take(10, Deadline(30))
+    budget.take(10, Deadline(PATIENCE_S))
     waiter = threading.Thread(target=lambda: budget.take(10, Deadline(60)))
     waiter.start()
     budget.give(10)
@@ -74,7 +75,7 @@ def test_the_budget_wakes_who_waits() -> None:
 
 
 def test_a_crew_has_a_limit_and_loses_no_job() -> None:
-    crew = Crew("test", 2)
+    crew = ThreadPool("test", 2)
     gate, done = threading.Event(), threading.Semaphore(0)
     idents = set()
 
@@ -130,11 +131,11 @@ def test_urls_that_are_none(url: str) -> None:
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("0.0.0.0", False), ("::", False)],
 )
 def test_what_is_loopback(host: str, local: bool) -> None:
-    assert [is_loopback(info) for info in resolve(host, 1, Deadline(10))] == [local]
+    assert [is_loopback(info) for info in resolve(host, 1, Deadline(PATIENCE_S))] == [local]
 
 
 def test_a_look_up_can_be_cancelled() -> None:
     stop = Stop()
     stop.set()
     with pytest.raises(Unavailable):
-        resolve("some-name.invalid", 1, Deadline(30), stop)
+        resolve("some-name.invalid", 1, Deadline(PATIENCE_S), stop)

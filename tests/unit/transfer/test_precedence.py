@@ -3,11 +3,12 @@
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvpool.transfer import precedence
-from kvpool.transfer.precedence import Precedence
+from kvpool.transfer import priority as precedence
+from kvpool.transfer.priority import Priority
 
 
 class Told(threading.Condition):
@@ -17,7 +18,7 @@ class Told(threading.Condition):
         super().__init__()
         self.entered = threading.Event()
 
-    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         self.entered.set()
         return super().wait_for(predicate, timeout)
 
@@ -30,7 +31,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 
 def test_nobody_waits_for_nothing(told: Told) -> None:
-    ways = Precedence()
+    ways = Priority()
     with ways.urgent():
         pass
     ways.give_way(60)
@@ -41,7 +42,7 @@ def test_a_background_transfer_waits_for_the_last_urgent_one(
     told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precedence, "PIECE_WAIT_S", 60.0)
-    ways = Precedence()
+    ways = Priority()
     happened: list[str] = []
 
     def background() -> None:
@@ -63,14 +64,14 @@ def test_it_gets_on_all_the_same(
     piece_wait_s: float, left_s: float, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precedence, "PIECE_WAIT_S", piece_wait_s)
-    ways = Precedence()
+    ways = Priority()
     with ways.urgent():
         ways.give_way(left_s)
     assert told.entered.is_set()
 
 
 def test_an_urgent_transfer_that_fails_stands_in_nobodys_way(told: Told) -> None:
-    ways = Precedence()
+    ways = Priority()
     with pytest.raises(ZeroDivisionError), ways.urgent():
         raise ZeroDivisionError
     ways.give_way(60)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import wire
 from kvpool.errors import Declined, LimitExceeded, StaleEpoch, Unavailable, from_code
 from kvpool.transfer.base import REFUSALS, Outcome
-from kvpool.transfer.fetching import Refused
+from kvpool.transfer.requester import Refused
+from kvpool.wire import frame
 
 
 def test_an_answer_that_a_peer_cannot_is_another_error_than_none() -> None:
-    answered = Refused(wire.error_message(Unavailable("not a member"))).error
+    answered = Refused(frame.error_message(Unavailable("not a member"))).error
     assert isinstance(answered, Declined)
     assert str(answered) == "not a member"
-    told = wire.error_message(answered)  # from the mover to the control process
+    told = frame.error_message(answered)  # from the transfer worker to the control process
     assert isinstance(from_code(told.code, told.message), Declined)
-    assert type(Refused(wire.error_message(LimitExceeded("full"))).error) is LimitExceeded
+    assert type(Refused(frame.error_message(LimitExceeded("full"))).error) is LimitExceeded
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from kvpool.errors import KvpoolError, Unavailable
 from kvpool.transfer.addresses import split_source
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.connections import Connections
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -49,4 +50,4 @@ def test_an_address_that_is_not_ours_is_no_way_to_anybody(connections, source):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"tcp://127.0.0.1:{listener.getsockname()[1]}?source={source}"
         with pytest.raises(Unavailable, match="cannot be reached"):
-            connections.connect(url, Deadline(5.0), Stop())
+            connections.connect(url, Deadline(PATIENCE_S), Stop())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.transfer.streams import (
+from kvpool.transfer.stream_tuner import (
     BETTER,
     LADDER,
     PEERS_MAX,
@@ -14,14 +14,14 @@ from kvpool.transfer.streams import (
     SPLIT_BYTES,
     START,
     STREAM_BYTES,
-    StreamCount,
     StreamCounts,
+    StreamTuner,
 )
 
 LARGE = 64 << 20
 
 
-def pulls(count: StreamCount, n: int, speed: Callable[[int], float]) -> list[int]:
+def pulls(count: StreamTuner, n: int, speed: Callable[[int], float]) -> list[int]:
     """What n large pulls were spread over, with a network that is so fast for each number."""
     used = []
     for _ in range(n):
@@ -44,14 +44,14 @@ def pulls(count: StreamCount, n: int, speed: Callable[[int], float]) -> list[int
     ids=["flat", "two", "four", "all", "harmful", "little"],
 )
 def test_it_settles_where_more_gains_nothing(speed: Callable[[int], float], settled: int) -> None:
-    count = StreamCount()
+    count = StreamTuner()
     used = pulls(count, 40 * PROBE_EVERY, speed)
     assert count.usual == settled
     assert used[-PROBE_EVERY:].count(settled) >= PROBE_EVERY - 1
 
 
 def test_it_follows_a_network_that_changes() -> None:
-    count = StreamCount()
+    count = StreamTuner()
     pulls(count, 40 * PROBE_EVERY, lambda n: 1e8 * n)
     pulls(count, 80 * PROBE_EVERY, lambda n: 1e9)
     assert count.usual == 1
@@ -65,7 +65,7 @@ def test_it_follows_a_network_that_changes() -> None:
     )
 )
 def test_each_has_enough_to_do(asked: list[tuple[int, int, float]]) -> None:
-    count = StreamCount()
+    count = StreamTuner()
     for nbytes, blocks, seconds in asked:
         streams = count.choose(nbytes, blocks)
         assert streams in LADDER
@@ -77,7 +77,7 @@ def test_each_has_enough_to_do(asked: list[tuple[int, int, float]]) -> None:
 
 
 def test_a_network_that_slows_down_is_no_reason_for_more() -> None:
-    count = StreamCount()
+    count = StreamTuner()
     pulls(count, 40 * PROBE_EVERY, lambda n: 1e9 * min(n, 2))
     for slower in range(1, 200):
         pulls(count, 2, lambda n, s=slower: 1e9 * min(n, 2) / (1 + s / 10))
@@ -85,7 +85,7 @@ def test_a_network_that_slows_down_is_no_reason_for_more() -> None:
 
 
 def test_small_pulls_and_single_samples_say_nothing() -> None:
-    count = StreamCount()
+    count = StreamTuner()
     for _ in range(100):
         count.learn(8, SPLIT_BYTES - 1, 1e-9)
     count.learn(START, LARGE, 1.0)

@@ -18,16 +18,18 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import wire
-from kvpool.certificate_names import CertificateName
 from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated, ProtocolError, Unavailable
-from kvpool.testing.pki import Pki
+from kvpool.security.certificate_names import CertificateName
+from kvpool.security.credentials import LOOK_S, Contexts, Credentials, TlsFiles
 from kvpool.transfer import tls
 from kvpool.transfer.base import Deadline, Identity
-from kvpool.transfer.credentials import LOOK_S, Credentials, TlsFiles
 from kvpool.transfer.handshake import admit, greet, refuse
-from kvpool.transfer.serving import COMPLAINT_S, Complaints
+from kvpool.transfer.listener import COMPLAINT_S, Complaints
 from kvpool.transfer.stream import Closed, Stream
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
+from tests.support.pki import Pki
+from tests.support.waiting import PATIENCE_S
 
 SECRET = b"a secret for this file"
 A, B = Identity("test", "a", "1", SECRET), Identity("test", "b", "1", SECRET)
@@ -75,8 +77,8 @@ def both(*works: Callable[[], object]) -> list[object]:
 @contextmanager
 def streams(connects: Credentials, listens: Credentials) -> Iterator[tuple[Stream, Stream]]:
     with sockets() as (near, far):
-        client = tls.open_stream(near, Deadline(30), connects, listens=False)
-        server = tls.open_stream(far, Deadline(30), listens, listens=True)
+        client = tls.open_stream(near, Deadline(PATIENCE_S), connects, listens=False)
+        server = tls.open_stream(far, Deadline(PATIENCE_S), listens, listens=True)
         assert both(client.secure, server.secure) == [None, None]
         yield client, server
 
@@ -92,7 +94,7 @@ def meeting(
     with sockets() as (near, far):
 
         def connect() -> object:
-            stream = tls.open_stream(near, Deadline(30), connects, listens=False)
+            stream = tls.open_stream(near, Deadline(PATIENCE_S), connects, listens=False)
             try:
                 stream.secure()
                 return greet(stream, us).node
@@ -100,7 +102,7 @@ def meeting(
                 stream.close()
 
         def listen() -> object:
-            stream = tls.open_stream(far, Deadline(30), listens, listens=True)
+            stream = tls.open_stream(far, Deadline(PATIENCE_S), listens, listens=True)
             try:
                 stream.secure()
                 return admit(stream, them).node
@@ -118,7 +120,7 @@ class Unchecked(Credentials):
     """Those of a peer that does not mind what its own files are."""
 
     def _load(self):
-        return tls.Contexts(
+        return Contexts(
             self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
         )
 
@@ -194,12 +196,12 @@ def test_a_revoked_certificate_opens_nothing_in_either_direction(tmp_path: Path)
 def test_who_shows_no_certificate(pki: Pki, b: Credentials) -> None:
     bare = ssl.create_default_context(cafile=str(pki.ca))
     with sockets() as (near, far):
-        server = tls.open_stream(far, Deadline(30), b, listens=True)
+        server = tls.open_stream(far, Deadline(PATIENCE_S), b, listens=True)
 
         def connect() -> str:
             try:
                 with bare.wrap_socket(near, server_hostname="localhost") as sock:
-                    sock.settimeout(30)
+                    sock.settimeout(PATIENCE_S)
                     return repr(sock.recv(1))
             except OSError as error:
                 return str(error)
@@ -222,7 +224,7 @@ def test_nothing_older_than_tls_1_3(pki: Pki, b: Credentials, version: ssl.TLSVe
     old = ssl.create_default_context(cafile=str(pki.ca))
     old.maximum_version = version
     with sockets() as (near, far):
-        server = tls.open_stream(far, Deadline(30), b, listens=True)
+        server = tls.open_stream(far, Deadline(PATIENCE_S), b, listens=True)
 
         def connect() -> object:
             with pytest.raises(ssl.SSLError):
@@ -250,8 +252,8 @@ def test_the_secret_is_asked_for_as_well(a: Credentials, b: Credentials) -> None
 def test_with_tls_and_without_do_not_go_together_and_both_say_so(a: Credentials) -> None:
     here, there = meeting(None, a)
     assert isinstance(here, KvpoolError)
-    assert "this daemon speaks with peers over TLS only" in str(here)
-    assert "this daemon speaks with peers over TLS only" in str(there)
+    assert "this daemon accepts only TLS from peers" in str(here)
+    assert "this daemon accepts only TLS from peers" in str(there)
     here, there = meeting(a, None)
     assert "the peer speaks no TLS" in str(here)
     assert "the peer speaks TLS, and this daemon does not" in str(there)
@@ -261,10 +263,10 @@ def test_who_stands_in_the_middle_cannot_pass_a_proof_on(pki: Pki) -> None:
     """Even with copies of both nodes' certificates and keys: each proof is for one connection."""
     a, b = pki.credentials("a"), pki.credentials("b")
     with sockets() as (near, far), sockets() as (out, beyond):
-        client = tls.open_stream(near, Deadline(30), a, listens=False)
-        towards_a = tls.open_stream(far, Deadline(30), b, listens=True)
-        towards_b = tls.open_stream(out, Deadline(30), a, listens=False)
-        server = tls.open_stream(beyond, Deadline(30), b, listens=True)
+        client = tls.open_stream(near, Deadline(PATIENCE_S), a, listens=False)
+        towards_a = tls.open_stream(far, Deadline(PATIENCE_S), b, listens=True)
+        towards_b = tls.open_stream(out, Deadline(PATIENCE_S), a, listens=False)
+        server = tls.open_stream(beyond, Deadline(PATIENCE_S), b, listens=True)
 
         def relay() -> None:
             try:
@@ -272,7 +274,7 @@ def test_who_stands_in_the_middle_cannot_pass_a_proof_on(pki: Pki) -> None:
                 towards_b.secure()
                 for source, target in [(towards_a, towards_b), (towards_b, towards_a)] * 2:
                     request, payload = source.receive(1 << 16)
-                    target.send(wire.decode_peer(payload), request)
+                    target.send(peer_wire.decode_peer(payload), request)
             finally:
                 far.shutdown(socket.SHUT_RDWR)
                 out.shutdown(socket.SHUT_RDWR)
@@ -315,7 +317,7 @@ def test_who_stands_in_the_middle_cannot_pass_a_proof_on(pki: Pki) -> None:
 @pytest.mark.parametrize("listens", [True, False])
 def test_bytes_that_are_no_handshake(a: Credentials, said: bytes, listens: bool) -> None:
     with sockets() as (near, far):
-        stream = tls.open_stream(near, Deadline(30), a, listens=listens)
+        stream = tls.open_stream(near, Deadline(PATIENCE_S), a, listens=listens)
 
         def speak() -> None:
             try:
@@ -358,9 +360,9 @@ def test_a_handshake_is_ended_by_another_thread(a: Credentials) -> None:
 
 def test_nothing_is_said_before_the_handshake(a: Credentials) -> None:
     with sockets() as (near, far):
-        stream = tls.open_stream(near, Deadline(30), a, listens=False)
+        stream = tls.open_stream(near, Deadline(PATIENCE_S), a, listens=False)
         with pytest.raises(Closed):
-            stream.send(wire.Done(), 1)
+            stream.send(frame.Done(), 1)
         with pytest.raises(Closed):
             stream.receive(100)
         far.settimeout(0)
@@ -426,7 +428,7 @@ def test_frames_and_bulk_are_told_apart(a: Credentials, b: Credentials) -> None:
     with streams(a, b) as (client, server):
         assert not client.readable(), "no tickets, no anything"
         client.send_buffers(
-            [memoryview(wire.encode(wire.Done(), 7)), memoryview(bulk), memoryview(b"z")]
+            [memoryview(frame.encode(frame.Done(), 7)), memoryview(bulk), memoryview(b"z")]
         )
         assert server.receive(100)[0] == 7
         assert server.readable(), "decrypted already, or on its way"
@@ -470,9 +472,9 @@ def test_waiting_for_an_answer_beside_the_peer(a: Credentials, b: Credentials) -
             server.deadline = Deadline(0.1)
             with pytest.raises(Unavailable, match="no answer for the peer"):
                 server.wait_beside(bell)
-            server.deadline = Deadline(30)
+            server.deadline = Deadline(PATIENCE_S)
             # Two in one go: the second one is decrypted, and seen by no system call.
-            client.send_buffers([memoryview(wire.encode(wire.Done(), n)) for n in (1, 2)])
+            client.send_buffers([memoryview(frame.encode(frame.Done(), n)) for n in (1, 2)])
             server.receive(100)
             with pytest.raises(Closed, match="did not wait"):
                 server.wait_beside(bell)
@@ -500,7 +502,7 @@ def test_a_connection_ends_with_its_certificate(
     with streams(a, b) as (client, _):
         assert client.fresh()
         now = time.time()
-        monkeypatch.setattr(tls.time, "time", lambda: now + 366 * 86_400)
+        monkeypatch.setattr("kvpool.transfer.tls.time.time", lambda: now + 366 * 86_400)
         assert not client.fresh()
 
 

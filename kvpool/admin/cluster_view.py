@@ -1,0 +1,177 @@
+"""The cluster as the gateway sees it: asked when somebody wants to know, all nodes at a time. Event loop only.
+
+What many ask for is asked for once: an answer is good for a moment. A node that does not answer in time is named,
+and the others' answers come all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvpool.admin.daemon_link import Daemon
+from kvpool.admin.node_stats import Stats, check
+from kvpool.admin.problems import Refused
+from kvpool.errors import KvpoolError
+from kvpool.placement.records import NamespaceEntry, NodeRecord
+from kvpool.wire import frame
+from kvpool.wire import operator as operator_wire
+
+NODE_S = 2.0  # for one node's answer
+VIEW_FRESH_S = 0.25
+STATS_FRESH_S = 1.0
+TOGETHER_MAX = 64  # nodes that are asked at a time
+
+T = TypeVar("T")
+
+
+class View(msgspec.Struct, frozen=True):
+    """What `kvpool.wire.operator.Cluster` is answered with."""
+
+    cluster: str
+    node: str
+    incarnation: str
+    standing: str
+    state: str
+    nodes: tuple[NodeRecord, ...]
+    drains: tuple[str, ...]
+    namespaces: tuple[NamespaceEntry, ...]
+
+    def names(self) -> list[str]:
+        """All nodes that can be asked, sorted; a node that is alone is no record's."""
+        return sorted({self.node, *(record.node for record in self.nodes)})
+
+
+@dataclass(frozen=True, slots=True)
+class Answers(Generic[T]):
+    """By node. unreachable: why the others gave none."""
+
+    by_node: dict[str, T] = field(default_factory=dict)
+    unreachable: dict[str, str] = field(default_factory=dict)
+
+
+class Fresh(Generic[T]):
+    """A value that is good for `seconds`; those who want it meanwhile wait for one and the same question."""
+
+    def __init__(
+        self, find: Callable[[], Coroutine[Any, Any, T]], seconds: float, clock: Callable[[], float]
+    ) -> None:
+        self._find = find
+        self._seconds = seconds
+        self._clock = clock
+        self._task: asyncio.Task[T] | None = None
+        self._began = 0.0
+
+    async def get(self) -> T:
+        """One that was asked for lately. Raises what finding it does."""
+        return await self._since(self._clock() - self._seconds)
+
+    async def now(self) -> T:
+        """One that was asked for after this call. There is one question at a time, whoever asks."""
+        return await self._since(self._clock())
+
+    async def _since(self, moment: float) -> T:
+        while True:
+            task = self._task
+            if task is not None and self._began >= moment and not _failed(task):
+                return await asyncio.shield(task)
+            if task is None or task.done():
+                task = self._task = asyncio.get_running_loop().create_task(self._find())
+                self._began = max(self._clock(), moment)
+                return await asyncio.shield(task)
+            await asyncio.wait((task,))
+
+    def forget(self) -> None:
+        """Something has been changed."""
+        self._began = -math.inf
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+class Cluster:
+    """See the module. clock: monotonic."""
+
+    def __init__(self, daemon: Daemon, clock: Callable[[], float]) -> None:
+        self.daemon = daemon
+        self.clock = clock
+        self._view = Fresh(self._ask_view, VIEW_FRESH_S, clock)
+        self._stats = Fresh(self._ask_stats, STATS_FRESH_S, clock)
+
+    async def view(self) -> View:
+        return await self._view.get()
+
+    async def stats(self) -> Answers[Stats]:
+        """What `Inspect` says on each node."""
+        return await self._stats.get()
+
+    async def consult(self, decide: Callable[[View, Answers[Stats]], T], *, now: bool = False) -> T:
+        """What follows from what is known; from what is known now, where something is about to be changed.
+
+        decide: raises what it refuses with. What it does not find may be new: it is asked once more.
+        """
+        if not now:
+            try:
+                return decide(await self.view(), await self.stats())
+            except Refused as error:
+                if error.status != 404:
+                    raise
+        view = await self._view.now()
+        return decide(view, await self._stats.now())
+
+    def changed(self) -> None:
+        """Somebody has changed something: what was heard before is old."""
+        self._view.forget()
+        self._stats.forget()
+
+    async def ask_each(
+        self, nodes: Iterable[str], ask: Callable[[str], Awaitable[T]]
+    ) -> Answers[T]:
+        """All of them at a time, each within what `ask` allows."""
+        found: Answers[T] = Answers()
+        gate = asyncio.Semaphore(TOGETHER_MAX)
+
+        async def one(node: str) -> None:
+            async with gate:
+                try:
+                    found.by_node[node] = await ask(node)
+                except KvpoolError as error:
+                    found.unreachable[node] = str(error)
+
+        await asyncio.gather(*(one(node) for node in nodes))
+        return found
+
+    async def json_each(
+        self, nodes: Sequence[str], message: frame.Message, kind: type[T], **more: Any
+    ) -> Answers[T]:
+        """The same question to each of these nodes, whose answer is JSON of type `kind`."""
+
+        async def ask(node: str) -> T:
+            return await self.daemon.json(message, kind, node=node, within_s=NODE_S, **more)
+
+        return await self.ask_each(nodes, ask)
+
+    async def _ask_view(self) -> View:
+        return await self.daemon.json(operator_wire.Cluster(), View)
+
+    async def _ask_stats(self) -> Answers[Stats]:
+        view = await self.view()
+        return await self.stats_of(view.names())
+
+    async def stats_of(self, nodes: Iterable[str]) -> Answers[Stats]:
+        """What `Inspect` says on each of these now."""
+
+        async def ask(node: str) -> Stats:
+            stats = await self.daemon.json(
+                operator_wire.Inspect(), dict[str, Any], node=node, within_s=NODE_S
+            )
+            check(stats)
+            return stats
+
+        return await self.ask_each(nodes, ask)

@@ -1,0 +1,1 @@
+"""The handlers of the REST interface, one module a subject."""

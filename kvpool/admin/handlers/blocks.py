@@ -1,0 +1,291 @@
+"""Blocks: lists of them, one of them, prefixes, pins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View
+from kvpool.admin.handlers.routers import Routers
+from kvpool.admin.node_stats import Stats
+from kvpool.admin.paging import pack_cursor, unpack_cursor
+from kvpool.admin.problems import Refused, not_found
+from kvpool.admin.routing import Call
+from kvpool.admin.scope import check_namespace, check_node, check_tenant, having, tenant_of
+from kvpool.admin.types import (
+    BlockDetail,
+    BlockInfo,
+    BlockList,
+    BlockPage,
+    Located,
+    LookupInfo,
+    LookupRequest,
+    OfBlock,
+    OfTenant,
+    PinInfo,
+    PinnedOn,
+    PinRequest,
+    PrefixOn,
+)
+from kvpool.errors import KvpoolError
+from kvpool.wire import client as client_wire
+from kvpool.wire import operator as operator_wire
+
+TIERS = ("dram", "ssd", "device")
+ASKS_MAX = 20  # of a daemon for one page: about two milliseconds of its time each
+PAGE_S = 1.5
+LOCATE_S = 1.0
+
+Place = tuple[str, str, str]
+"""Node, tier, and the node's own cursor there."""
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    blocks: list[dict[str, Any]]
+    cursor: str | None
+
+
+class _Found(msgspec.Struct, frozen=True):
+    key: str
+    namespace: str
+    parts: int
+    replicas: list[Any]
+
+
+class _Shown(msgspec.Struct, frozen=True):
+    key: str
+    namespace: str
+    here: list[dict[str, Any]]
+
+
+class Blocks:
+    """Handlers; see `routes.py`."""
+
+    def __init__(self, cluster: Cluster, routers: Routers) -> None:
+        self._cluster = cluster
+        self._routers = routers
+
+    async def _places(
+        self, tenant: str, digest: str, node: str = "", *, now: bool = True
+    ) -> tuple[list[str], View, Answers[Stats]]:
+        """The nodes that may have blocks of it. Raises `Refused` for what does not exist."""
+
+        def find(view: View, answers: Answers[Stats]) -> tuple[list[str], View, Answers[Stats]]:
+            if digest:
+                check_namespace(view, answers, tenant, digest)
+            else:
+                check_tenant(answers, tenant)
+            nodes = having(answers, tenant, digest)
+            if node:
+                check_node(view, node)
+                nodes = [each for each in nodes if each == node]
+            return nodes, view, answers
+
+        return await self._cluster.consult(find, now=now)
+
+    # ---- lists -------------------------------------------------------------------------------------
+
+    async def list_blocks(self, call: Call, wanted: BlockPage) -> BlockList:
+        """Blocks of a namespace: node by node, tier by tier."""
+        tenant = tenant_of(call.who, wanted.tenant)
+        nodes, _, answers = await self._places(
+            tenant, wanted.digest, wanted.node, now=not wanted.cursor
+        )
+        tiers = [wanted.tier] if wanted.tier else list(TIERS)
+        walk = _Walk(nodes, tiers, wanted.cursor)
+        items: list[BlockInfo] = []
+        failed = {
+            node: why
+            for node, why in answers.unreachable.items()
+            if not wanted.node or node == wanted.node
+        }
+        clock = self._cluster.clock
+        asks, until = 0, clock() + PAGE_S
+        while walk.place and len(items) < wanted.limit and asks < ASKS_MAX and clock() < until:
+            asks += 1
+            await self._take(walk, tenant, wanted, items, failed, answers)
+        after = pack_cursor(*walk.place) if walk.place else None
+        return BlockList(items, after, failed)
+
+    async def _take(
+        self,
+        walk: _Walk,
+        tenant: str,
+        wanted: BlockPage,
+        items: list[BlockInfo],
+        failed: dict[str, str],
+        answers: Answers[Stats],
+    ) -> None:
+        """What comes next, up to a page."""
+        assert walk.place is not None
+        node, tier, inner = walk.place
+        if tier == "device" and not answers.by_node[node]["tiers"].get("device"):
+            walk.next_tier()
+            return
+        ask = operator_wire.ListBlocks(
+            tier, inner, wanted.limit - len(items), bytes.fromhex(wanted.digest)
+        )
+        try:
+            found = await self._cluster.daemon.json(
+                ask, _Listed, node=node, tenant=tenant, within_s=NODE_S
+            )
+        except KvpoolError as error:
+            failed[node] = str(error)
+            walk.next_node()
+            return
+        items += [_info(node, tier, block) for block in found.blocks]
+        if found.cursor is None:
+            walk.next_tier()
+        else:
+            walk.place = (node, tier, found.cursor)
+
+    # ---- one block ---------------------------------------------------------------------------------
+
+    async def get_block(self, call: Call, wanted: OfBlock) -> BlockDetail:
+        """Where a block is, and what each node knows of it."""
+        tenant = tenant_of(call.who, wanted.tenant)
+        nodes, view, answers = await self._places(tenant, wanted.namespace)
+        key, digest = bytes.fromhex(wanted.key), bytes.fromhex(wanted.namespace)
+        shown = await self._cluster.json_each(
+            nodes, operator_wire.ShowBlocks(digest, key), list[_Shown], tenant=tenant
+        )
+        unreachable = {**answers.unreachable, **shown.unreachable}
+        here = [
+            _info(node, each["tier"], each)
+            for node, blocks in sorted(shown.by_node.items())
+            for block in blocks
+            for each in block.here
+        ]
+        located = await self._locate(view, sorted(shown.by_node), tenant, digest, key, unreachable)
+        if not here and not located and not unreachable:
+            raise not_found(f"no node has a block {wanted.key}")
+        return BlockDetail(wanted.key, located, here, unreachable)
+
+    async def _locate(
+        self,
+        view: View,
+        nodes: Sequence[str],
+        tenant: str,
+        digest: bytes,
+        key: bytes,
+        unreachable: dict[str, str],
+    ) -> list[Located]:
+        """By the directory, as this node sees it, or one that has the namespace open."""
+        if not nodes:
+            return []
+        node = view.node if view.node in nodes else nodes[0]
+        try:
+            found = await self._cluster.daemon.json(
+                operator_wire.Locate(key, digest),
+                list[_Found],
+                node=node,
+                tenant=tenant,
+                wait_s=LOCATE_S,
+            )
+        except KvpoolError as error:
+            unreachable["directory"] = str(error)
+            return []
+        return [
+            msgspec.convert(
+                {"namespace": each.namespace, "parts": each.parts, "replicas": each.replicas},
+                Located,
+            )
+            for each in found
+        ]
+
+    # ---- prefixes ----------------------------------------------------------------------------------
+
+    async def lookup(self, call: Call, wanted: OfTenant, body: LookupRequest) -> LookupInfo:
+        """How much of a prompt each node holds."""
+        tenant = tenant_of(call.who, wanted.tenant)
+        by_prompt = [bool(body.prompt), bool(body.messages), bool(body.tokens)].count(True)
+        if body.keys and body.namespace and not by_prompt:
+            return await self._by_keys(tenant, body)
+        if by_prompt == 1 and body.model and not (body.keys or body.namespace):
+            return await self._routers.lookup(call, body)
+        raise Refused(
+            400, "invalid", "name namespace and keys, or model and one of prompt, messages, tokens"
+        )
+
+    async def _by_keys(self, tenant: str, body: LookupRequest) -> LookupInfo:
+        nodes, view, answers = await self._places(tenant, body.namespace)
+        nodes = nodes or having(answers, tenant)
+        if not nodes:
+            raise not_found(f"there is no tenant {tenant!r}")
+        node = view.node if view.node in nodes else nodes[0]
+        keys = b"".join(map(bytes.fromhex, body.keys))
+        found = await self._cluster.daemon.json(
+            client_wire.Prefixes(bytes.fromhex(body.namespace), keys, LOCATE_S),
+            dict[str, tuple[int, int]],
+            node=node,
+            tenant=tenant,
+            wait_s=LOCATE_S,
+        )
+        items = [PrefixOn(name, memory, every) for name, (memory, every) in found.items()]
+        return LookupInfo(
+            sorted(items, key=lambda each: (-each.blocks, -each.memory_blocks, each.node)),
+            len(body.keys),
+        )
+
+    # ---- pins --------------------------------------------------------------------------------------
+
+    async def pin(self, call: Call, wanted: OfTenant, body: PinRequest) -> PinInfo:
+        """Keep blocks where they are, or no longer."""
+        tenant = tenant_of(call.who, wanted.tenant)
+        nodes, _, answers = await self._places(tenant, body.namespace, body.node)
+        keys = b"".join(dict.fromkeys(map(bytes.fromhex, body.keys)))
+        message = operator_wire.PinBlocks(keys, body.kind, bytes.fromhex(body.namespace))
+        daemon = self._cluster.daemon
+
+        async def ask(node: str) -> int:
+            return await daemon.number(
+                message, node=node, tenant=tenant, by=call.by, wait_s=NODE_S, within_s=NODE_S
+            )
+
+        found = await self._cluster.ask_each(nodes, ask)
+        self._cluster.changed()
+        items = [PinnedOn(node, blocks) for node, blocks in sorted(found.by_node.items())]
+        return PinInfo(items, {**answers.unreachable, **found.unreachable})
+
+
+class _Walk:
+    """Where a list stands: a node, a tier of it, a place there. What is left behind is not met again."""
+
+    def __init__(self, nodes: Sequence[str], tiers: Sequence[str], cursor: str) -> None:
+        self._nodes = sorted(nodes)
+        self._tiers = tiers
+        self.place: Place | None = None
+        if not cursor:
+            self._begin(0)
+            return
+        node, tier, inner = unpack_cursor(cursor, Place)
+        if tier not in tiers or len(inner) > 64:
+            raise Refused(400, "invalid", "cursor: this cursor is not from this list")
+        if node in self._nodes:
+            self.place = (node, tier, inner)
+        else:
+            # It has left meanwhile: on with those after it.
+            self._begin(sum(each < node for each in self._nodes))
+
+    def _begin(self, number: int) -> None:
+        left = number < len(self._nodes)
+        self.place = (self._nodes[number], self._tiers[0], "") if left else None
+
+    def next_tier(self) -> None:
+        assert self.place is not None
+        node, tier, _ = self.place
+        following = self._tiers.index(tier) + 1
+        if following < len(self._tiers):
+            self.place = (node, self._tiers[following], "")
+        else:
+            self.next_node()
+
+    def next_node(self) -> None:
+        assert self.place is not None
+        self._begin(self._nodes.index(self.place[0]) + 1)
+
+
+def _info(node: str, tier: str, block: dict[str, Any]) -> BlockInfo:
+    return msgspec.convert({**block, "node": node, "tier": tier}, BlockInfo)

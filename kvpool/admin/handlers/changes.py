@@ -1,0 +1,286 @@
+"""What operators change: drains, namespaces; and jobs, which take longer."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+
+import msgspec
+
+from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View
+from kvpool.admin.handlers.inventory import Looking
+from kvpool.admin.node_stats import Stats
+from kvpool.admin.paging import page
+from kvpool.admin.problems import Refused, not_found
+from kvpool.admin.routing import Call
+from kvpool.admin.scope import (
+    check_namespace,
+    check_node,
+    check_tenant,
+    chosen_nodes,
+    having,
+    tenant_of,
+    whole_only,
+)
+from kvpool.admin.types import (
+    ClearInfo,
+    ClearRequest,
+    ConfigPatch,
+    DrainInfo,
+    JobInfo,
+    JobList,
+    JobRequest,
+    NamespaceInfo,
+    Nothing,
+    OfJob,
+    OfNamespace,
+    OfNode,
+    OfTenant,
+    OnNode,
+    Setting,
+    SettingList,
+    SettingsChanged,
+    SettingsPatch,
+    TenantPage,
+)
+from kvpool.wire import operator as operator_wire
+from kvpool.wire.jobs import JobState, JobView, ScrubJob, parse_job
+
+CHANGE_S = 5.0  # for what goes to the membership
+JOB_BYTES = 8
+
+
+class Changing:
+    """Handlers; see `routes.py`."""
+
+    def __init__(self, cluster: Cluster, looking: Looking) -> None:
+        self._cluster = cluster
+        self._looking = looking
+
+    # ---- nodes -------------------------------------------------------------------------------------
+
+    async def drain_node(self, call: Call, wanted: OfNode) -> DrainInfo:
+        """Have a node copy what only it has elsewhere, and leave."""
+        return await self._drain(call, wanted.node, wanted_so=True)
+
+    async def undrain_node(self, call: Call, wanted: OfNode) -> DrainInfo:
+        """Call that off."""
+        return await self._drain(call, wanted.node, wanted_so=False)
+
+    async def _drain(self, call: Call, node: str, *, wanted_so: bool) -> DrainInfo:
+        known = await self._cluster.view()
+        # One that was drained has left, and is brought back by calling that off.
+        if wanted_so or node not in known.drains:
+            check_node(known, node)
+        await self._cluster.daemon.number(
+            operator_wire.Drain(node, wanted_so), by=call.by, wait_s=CHANGE_S
+        )
+        self._cluster.changed()
+        view = await self._cluster.view()
+        record = next((each for each in view.nodes if each.node == node), None)
+        return DrainInfo(node, wanted_so, None if record is None else record.drain)
+
+    # ---- namespaces --------------------------------------------------------------------------------
+
+    async def clear_namespace(
+        self, call: Call, wanted: OfNamespace, body: ClearRequest
+    ) -> ClearInfo:
+        """Begin a new epoch: none of its blocks is found any more."""
+        tenant = tenant_of(call.who, wanted.tenant)
+        node = await self._one_that_knows(tenant, wanted.digest)
+        epoch = await self._cluster.daemon.number(
+            operator_wire.Clear(bytes.fromhex(wanted.digest), body.fence),
+            node=node,
+            tenant=tenant,
+            by=call.by,
+            wait_s=CHANGE_S,
+        )
+        self._cluster.changed()
+        return ClearInfo(wanted.digest, tenant, epoch)
+
+    async def configure_namespace(
+        self, call: Call, wanted: OfNamespace, body: SettingsPatch
+    ) -> NamespaceInfo:
+        """Change settings of a namespace, in the whole cluster."""
+        tenant = tenant_of(call.who, wanted.tenant)
+        node = await self._one_that_knows(tenant, wanted.digest)
+        given = {
+            name: value for name, value in msgspec.to_builtins(body).items() if value is not None
+        }
+        if not given:
+            raise Refused(400, "invalid", "name a setting that is to be changed")
+        for name in ("dram_quota", "ssd_quota"):
+            if name in given:
+                given[name] = _quota(given[name])
+        message = operator_wire.Configure(bytes.fromhex(wanted.digest), **given)
+        await self._cluster.daemon.number(
+            message, node=node, tenant=tenant, by=call.by, wait_s=CHANGE_S
+        )
+        self._cluster.changed()
+        return await self._looking.namespace(tenant, wanted.digest)
+
+    async def _one_that_knows(self, tenant: str, digest: str) -> str:
+        """A node for a change of a namespace: our own one, if it has the tenant. Raises `Refused`."""
+
+        def find(view: View, answers: Answers[Stats]) -> str:
+            check_namespace(view, answers, tenant, digest)
+            return _best(view, answers, tenant, digest)
+
+        return await self._cluster.consult(find, now=True)
+
+    # ---- settings ----------------------------------------------------------------------------------
+
+    async def get_config(self, _call: Call, wanted: OnNode) -> SettingList:
+        """The settings of a node, without secrets."""
+        view = await self._cluster.view()
+        node = check_node(view, wanted.node or view.node)
+        items = await self._cluster.daemon.json(
+            operator_wire.Settings(), list[Setting], node=node, within_s=NODE_S
+        )
+        return SettingList(node, items)
+
+    async def change_config(self, call: Call, _: Nothing, body: ConfigPatch) -> SettingsChanged:
+        """Change settings while daemons run. What is to outlive them belongs into their files."""
+        nodes = chosen_nodes(await self._cluster.view(), [body.node] if body.node else [])
+        message = operator_wire.ChangeSettings(msgspec.json.encode(body.changes))
+        daemon = self._cluster.daemon
+
+        async def ask(node: str) -> int:
+            return await daemon.number(message, node=node, by=call.by, within_s=NODE_S)
+
+        # What one node does not take is told before the others have made it.
+        first = await self._cluster.ask_each(nodes[:1], ask)
+        if not first.by_node:
+            raise Refused(409, "conflict", "; ".join(first.unreachable.values()))
+        others = await self._cluster.ask_each(nodes[1:], ask)
+        return SettingsChanged(sorted((*first.by_node, *others.by_node)), others.unreachable)
+
+    # ---- jobs --------------------------------------------------------------------------------------
+
+    async def list_jobs(self, call: Call, wanted: TenantPage) -> JobList:
+        """Jobs that nodes remember."""
+        tenant = tenant_of(call.who, wanted.tenant) if wanted.tenant else ""
+        answers = await self._views([])
+        views = [
+            view
+            for views in answers.by_node.values()
+            for view in views
+            if (view.tenant == tenant if tenant else call.who.sees(view.tenant))
+        ]
+        found = merge_jobs(views)
+        items, after = page(found, lambda each: each.job, wanted.limit, wanted.cursor)
+        return JobList(items, after, answers.unreachable)
+
+    async def begin_job(self, call: Call, wanted: OfTenant, body: JobRequest) -> JobInfo:
+        """Have nodes give blocks up, bring them, or compare them with their checksums."""
+        tenant = tenant_of(call.who, wanted.tenant)
+        if isinstance(body.spec, ScrubJob):
+            whole_only(call.who)
+        raw = msgspec.json.encode(body.spec)
+        parse_job(raw)  # whether its parts go together
+        digest, source = getattr(body.spec, "namespace", ""), getattr(body.spec, "source", "")
+
+        def find(view: View, answers: Answers[Stats]) -> list[str]:
+            if digest:
+                check_namespace(view, answers, tenant, digest)
+            else:
+                check_tenant(answers, tenant)
+            nodes = chosen_nodes(view, body.nodes)
+            known = {*having(answers, tenant, digest), *answers.unreachable}
+            return nodes if body.nodes else [n for n in nodes if n in known and n != source]
+
+        nodes = await self._cluster.consult(find, now=True)
+        job = secrets.token_hex(JOB_BYTES)
+        begun = await self._cluster.json_each(
+            nodes,
+            operator_wire.BeginJob(job, raw, body.dry_run),
+            JobView,
+            tenant=tenant,
+            by=call.by,
+        )
+        if not begun.by_node:
+            why = "; ".join(f"{node}: {text}" for node, text in sorted(begun.unreachable.items()))
+            raise Refused(409, "conflict", f"no node has begun it. {why}".rstrip())
+        (merged,) = merge_jobs(begun.by_node.values())
+        return msgspec.structs.replace(merged, unreachable=begun.unreachable)
+
+    async def get_job(self, call: Call, wanted: OfJob) -> JobInfo:
+        """How far a job has come, on all its nodes."""
+        return await self._job(call, wanted.job)
+
+    async def stop_job(self, call: Call, wanted: OfJob) -> JobInfo:
+        """Stop a job, on all its nodes. What it has done stays done."""
+        job = await self._job(call, wanted.job)
+        if any(view.kind == "scrub" for view in job.nodes):
+            whole_only(call.who)
+        daemon = self._cluster.daemon
+
+        async def ask(node: str) -> int:
+            return await daemon.number(
+                operator_wire.StopJob(job.job), node=node, by=call.by, within_s=NODE_S
+            )
+
+        stopped = await self._cluster.ask_each([view.node for view in job.nodes], ask)
+        after = await self._job(call, wanted.job)
+        return msgspec.structs.replace(
+            after, unreachable={**after.unreachable, **stopped.unreachable}
+        )
+
+    async def _job(self, call: Call, name: str) -> JobInfo:
+        """Raises `Refused`."""
+        answers = await self._views([name])
+        views = [
+            view
+            for views in answers.by_node.values()
+            for view in views
+            if call.who.sees(view.tenant)
+        ]
+        if not views:
+            raise not_found(f"there is no job {name!r}, or it has expired")
+        (job,) = merge_jobs(views)
+        return msgspec.structs.replace(job, unreachable=answers.unreachable)
+
+    async def _views(self, names: list[str]) -> Answers[list[JobView]]:
+        view = await self._cluster.view()
+        return await self._cluster.json_each(view.names(), operator_wire.Jobs(names), list[JobView])
+
+
+def merge_jobs(views: Iterable[JobView]) -> list[JobInfo]:
+    """One entry for all nodes of a job. A node's view may be of another job of that name: of another tenant's."""
+    jobs: dict[str, list[JobView]] = {}
+    for view in views:
+        jobs.setdefault(view.job, []).append(view)
+    return [_merged(sorted(each, key=lambda view: view.node)) for each in jobs.values()]
+
+
+def _merged(views: list[JobView]) -> JobInfo:
+    first = views[0]
+    states = {view.state for view in views}
+    order = (JobState.RUNNING, JobState.FAILED, JobState.CANCELLED, JobState.DONE)
+    return JobInfo(
+        job=first.job,
+        kind=first.kind,
+        state=next(state for state in order if state in states),
+        dry_run=first.dry_run,
+        tenant=first.tenant,
+        by=first.by,
+        seen=sum(view.seen for view in views),
+        total=sum(view.total for view in views),
+        blocks=sum(view.blocks for view in views),
+        nbytes=sum(view.nbytes for view in views),
+        kept=sum(view.kept for view in views),
+        nodes=views,
+    )
+
+
+def _best(view: View, answers: Answers[Stats], tenant: str, digest: str) -> str:
+    """Where a change is asked for: where the namespace is open, at best on our own node."""
+    for nodes in (having(answers, tenant, digest), having(answers, tenant)):
+        if nodes:
+            return view.node if view.node in nodes else nodes[0]
+    raise Refused(503, "unavailable", f"no node that answers has tenant {tenant!r}")
+
+
+def _quota(value: float) -> int | float:
+    """Bytes are whole numbers above 1, a share is up to 1; what is neither is for the daemon to refuse."""
+    return int(value) if value == 0 or (value > 1 and value.is_integer()) else value

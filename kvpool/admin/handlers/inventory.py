@@ -1,0 +1,304 @@
+"""What there is: cluster, nodes, segments, namespaces, tenants. Reads only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from kvpool.admin.cluster_view import Answers, Cluster, View
+from kvpool.admin.node_stats import Stats
+from kvpool.admin.paging import page
+from kvpool.admin.problems import Refused
+from kvpool.admin.routing import Call
+from kvpool.admin.scope import check_namespace, check_node, tenant_of
+from kvpool.admin.tokens import ALL, Principal
+from kvpool.admin.types import (
+    ClusterInfo,
+    HeldOn,
+    Me,
+    NamespaceInfo,
+    NamespaceList,
+    Node,
+    NodeDetail,
+    NodeList,
+    Nothing,
+    OfNamespace,
+    OfNode,
+    Page,
+    SegmentInfo,
+    SegmentList,
+    SlabClass,
+    Status,
+    TenantInfo,
+    TenantList,
+    TenantPage,
+    TierSum,
+)
+from kvpool.errors import KvpoolError, ProtocolError
+from kvpool.placement.records import NamespaceSettings, NodeRecord
+
+SERVING = "serving"
+STANDINGS = ("member", "away")
+# Of these sections every entry is one tenant's.
+BY_TENANT = ("tenants", "usage", "engines")
+
+
+class Looking:
+    """Handlers; see `routes.py`."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    # ---- the gateway itself ------------------------------------------------------------------------
+
+    async def get_health(self, _call: Call, _: Nothing) -> Status:
+        """Whether this process lives."""
+        return Status("ok")
+
+    async def get_readiness(self, _call: Call, _: Nothing) -> Status:
+        """Whether the daemon is a member of its cluster, and serves."""
+        try:
+            view = await self._cluster.view()
+        except KvpoolError:
+            raise Refused(503, "unavailable", "the daemon does not answer") from None
+        if view.state != SERVING or view.standing not in STANDINGS:
+            raise Refused(
+                503,
+                "unavailable",
+                f"the daemon is {view.standing} in its cluster, and {view.state}",
+            )
+        return Status("ok")
+
+    async def get_me(self, call: Call, _: Nothing) -> Me:
+        """Who the token is, and what it may do."""
+        who = call.who
+        return Me(who.name, who.role, [ALL] if who.tenants is None else sorted(who.tenants))
+
+    # ---- cluster and nodes -------------------------------------------------------------------------
+
+    async def get_cluster(self, call: Call, _: Nothing) -> ClusterInfo:
+        """The cluster as this gateway's node sees it."""
+        view = await self._cluster.view()
+        sums: dict[str, list[int]] = {}
+        for record in view.nodes if call.who.whole else ():
+            for tier in record.tiers:
+                total = sums.setdefault(tier.name, [0, 0, 0])
+                total[0] += tier.capacity_bytes
+                total[1] += tier.used_bytes
+                total[2] += tier.secondary_bytes
+        return ClusterInfo(
+            cluster=view.cluster,
+            node=view.node,
+            standing=view.standing,
+            state=view.state,
+            states=dict(Counter(str(record.state) for record in view.nodes)),
+            tiers=[TierSum(name, *total) for name, total in sums.items()],
+            versions=dict(Counter(record.version for record in view.nodes)),
+            namespaces=sum(call.who.sees(entry.tenant) for entry in view.namespaces),
+        )
+
+    async def list_nodes(self, call: Call, wanted: Page) -> NodeList:
+        """The nodes of the cluster, by name."""
+        view = await self._cluster.view()
+        nodes = [show_node(view, name, call.who) for name in view.names()]
+        items, after = page(nodes, lambda node: node.node, wanted.limit, wanted.cursor)
+        return NodeList(items, after)
+
+    async def get_node(self, call: Call, wanted: OfNode) -> NodeDetail:
+        """One node, and its own numbers."""
+        view = await self._cluster.view()
+        node = check_node(view, wanted.node)
+        stats = await self._of(node)
+        return NodeDetail(
+            show_node(view, node, call.who), _number(stats, "uptime_s"), _sections(stats, call.who)
+        )
+
+    async def list_segments(self, call: Call, wanted: OfNode) -> SegmentList:
+        """The memory of each tenant on a node, and how it is divided."""
+        node = check_node(await self._cluster.view(), wanted.node)
+        stats = await self._of(node)
+        items = []
+        for name, tenant in sorted(stats["tenants"].items()):
+            if call.who.sees(name):
+                space = tenant["space"]
+                items.append(
+                    SegmentInfo(
+                        tenant=name,
+                        size_bytes=space["size"],
+                        used_bytes=space["bytes_used"],
+                        slab_bytes=space["slab_bytes"],
+                        slabs=space["slabs"],
+                        slabs_unassigned=space["slabs_unassigned"],
+                        classes=msgspec.convert(space["classes"], list[SlabClass]),
+                    )
+                )
+        return SegmentList(items, None)
+
+    async def _of(self, node: str) -> Stats:
+        """A node's own numbers. Raises `Refused` when it does not answer."""
+        answers = await self._cluster.stats()
+        if node not in answers.by_node:
+            why = answers.unreachable.get(node, "it has left")
+            raise Refused(503, "unavailable", f"node {node} does not answer: {why}")
+        return answers.by_node[node]
+
+    # ---- namespaces and tenants --------------------------------------------------------------------
+
+    async def list_namespaces(self, call: Call, wanted: TenantPage) -> NamespaceList:
+        """Namespaces that the cluster knows, or a node has open."""
+        view, answers = await self._cluster.view(), await self._cluster.stats()
+        found = gather_namespaces(view, answers, _seen(call.who, wanted.tenant))
+        items, after = page(
+            found, lambda each: f"{each.tenant}/{each.digest}", wanted.limit, wanted.cursor
+        )
+        return NamespaceList(items, after, answers.unreachable)
+
+    async def get_namespace(self, call: Call, wanted: OfNamespace) -> NamespaceInfo:
+        """One namespace."""
+        tenant = tenant_of(call.who, wanted.tenant)
+        return await self.namespace(tenant, wanted.digest)
+
+    async def namespace(self, tenant: str, digest: str) -> NamespaceInfo:
+        """Raises `Refused` when there is none."""
+
+        def find(view: View, answers: Answers[Stats]) -> NamespaceInfo:
+            check_namespace(view, answers, tenant, digest)
+            found = gather_namespaces(view, answers, tenant.__eq__)
+            one = next(each for each in found if each.digest == digest)
+            return msgspec.structs.replace(one, unreachable=answers.unreachable)
+
+        return await self._cluster.consult(find)
+
+    async def list_tenants(self, call: Call, wanted: TenantPage) -> TenantList:
+        """Tenants, with what they have on all nodes together."""
+        answers = await self._cluster.stats()
+        found = gather_tenants(answers, _seen(call.who, wanted.tenant))
+        items, after = page(found, lambda each: each.tenant, wanted.limit, wanted.cursor)
+        return TenantList(items, after, answers.unreachable)
+
+
+def show_node(view: View, name: str, who: Principal) -> Node:
+    """A node as this principal sees it; one that is alone has no record."""
+    record = next((each for each in view.nodes if each.node == name), None)
+    if record is None:
+        record = NodeRecord(name, view.incarnation)
+        state = view.state
+    else:
+        state = str(record.state)
+    return Node(
+        node=name,
+        incarnation=record.incarnation,
+        state=state,
+        labels=record.labels,
+        version=record.version,
+        protocol=record.protocol,
+        tiers=[
+            TierSum(t.name, t.capacity_bytes, t.used_bytes, t.secondary_bytes)
+            for t in (record.tiers if who.whole else ())
+        ],
+        transports=list(record.transports),
+        drain=record.drain if who.whole else None,
+        drain_wanted=name in view.drains,
+        engines=sum(who.whole or who.sees(engine.tenant) for engine in record.engines),
+    )
+
+
+def gather_namespaces(
+    view: View, answers: Answers[Stats], seen: Callable[[str], bool]
+) -> list[NamespaceInfo]:
+    """What the cluster has agreed on, and what each node holds of it in memory."""
+    found: dict[tuple[str, str], NamespaceInfo] = {}
+    for entry in view.namespaces:
+        if seen(entry.tenant):
+            found[entry.tenant, entry.digest] = NamespaceInfo(
+                digest=entry.digest,
+                tenant=entry.tenant,
+                fields=_fields(entry.fields),
+                epoch=entry.epoch,
+                generation=entry.generation,
+                settings=entry.settings,
+                part_bytes=[part[0] for part in entry.parts],
+                nodes={},
+            )
+    for node, stats in sorted(answers.by_node.items()):
+        for tenant, held in stats["tenants"].items():
+            for digest, each in held["namespaces"].items() if seen(tenant) else ():
+                info = found.get((tenant, digest))
+                if info is None:
+                    info = found[tenant, digest] = NamespaceInfo(
+                        digest=digest,
+                        tenant=tenant,
+                        fields=each["fields"],
+                        epoch=each["epoch"],
+                        generation=0,
+                        settings=msgspec.convert(each["settings"], NamespaceSettings),
+                        part_bytes=each["part_bytes"],
+                        nodes={},
+                    )
+                info.nodes[node] = HeldOn(each["blocks"], each["held_bytes"], each["quota_bytes"])
+    return list(found.values())
+
+
+def gather_tenants(answers: Answers[Stats], seen: Callable[[str], bool]) -> list[TenantInfo]:
+    """The tenants that a caller may see, summed over the nodes that answered."""
+    totals: dict[str, Counter[str]] = {}
+    spaces: dict[str, set[str]] = {}
+    for stats in answers.by_node.values():
+        for name, tenant in stats["tenants"].items():
+            if not seen(name):
+                continue
+            disks = stats["usage"][name]["ssd"]
+            spaces.setdefault(name, set()).update(tenant["namespaces"])
+            totals.setdefault(name, Counter()).update(
+                segment_bytes=tenant["segment_bytes"],
+                used_bytes=tenant["space"]["bytes_used"],
+                ssd_bytes=sum(disk["part_bytes"] for disk in disks),
+                ssd_used_bytes=sum(disk["used_bytes"] for disk in disks),
+                blocks=tenant["blocks"],
+                soft_pinned_bytes=tenant["soft_pinned_bytes"],
+                hard_pinned_bytes=tenant["hard_pinned_bytes"],
+                nodes=1,
+            )
+    return [
+        TenantInfo(
+            tenant=name,
+            namespaces=len(spaces[name]),
+            **{
+                field: total[field]
+                for field in TenantInfo.__struct_fields__
+                if field not in {"tenant", "namespaces"}
+            },
+        )
+        for name, total in totals.items()
+    ]
+
+
+def _seen(who: Principal, tenant: str) -> Callable[[str], bool]:
+    """Of which tenants is shown. Raises `Refused`."""
+    return tenant_of(who, tenant).__eq__ if tenant else who.sees
+
+
+def _sections(stats: Stats, who: Principal) -> dict[str, Any]:
+    """All numbers, or of a tenant's token what names its tenants."""
+    found: dict[str, Any] = {}
+    for name, value in stats.items():
+        if name in BY_TENANT and isinstance(value, Mapping):
+            found[name] = {tenant: each for tenant, each in value.items() if who.sees(tenant)}
+        elif who.whole:
+            found[name] = value
+    return found
+
+
+def _fields(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"the record of a namespace is not JSON: {error}") from None
+
+
+def _number(stats: Stats, name: str) -> float:
+    value = stats.get(name, 0.0)
+    return float(value) if isinstance(value, (int, float)) else 0.0

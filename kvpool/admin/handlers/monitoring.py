@@ -1,0 +1,163 @@
+"""What happens and has happened: events, audit, history, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import msgspec
+from aiohttp import web
+
+from kvpool.admin import metrics
+from kvpool.admin.cluster_view import Cluster
+from kvpool.admin.event_feed import Events, Heard, Listener, visible
+from kvpool.admin.history import Sampler
+from kvpool.admin.node_stats import Stats
+from kvpool.admin.paging import pack_cursor, unpack_cursor
+from kvpool.admin.problems import Refused
+from kvpool.admin.routing import Call
+from kvpool.admin.types import (
+    AuditList,
+    EventInfo,
+    EventsWanted,
+    History,
+    HistoryWanted,
+    HotList,
+    HotPrefix,
+    HotWanted,
+    Nothing,
+    Page,
+)
+
+AUDIT = "change"
+HEARTBEAT_S = 15.0
+WRITE_S = 20.0
+EVENT_STREAM = "text/event-stream"
+LAST_EVENT_ID = "Last-Event-ID"
+LAST_EVENT_ID_MAX = 128
+RETRY_MS = 2000
+
+
+class Watching:
+    """Handlers; see `routes.py`."""
+
+    def __init__(self, cluster: Cluster, events: Events, sampler: Sampler) -> None:
+        self._cluster = cluster
+        self._events = events
+        self._sampler = sampler
+
+    async def get_metrics(self, _call: Call, _: Nothing) -> web.Response:
+        """This node's numbers, in Prometheus' text format."""
+        view, answers = await self._cluster.view(), await self._cluster.stats()
+        stats = answers.by_node.get(view.node)
+        if stats is None:
+            why = answers.unreachable.get(view.node, "no answer")
+            raise Refused(503, "unavailable", f"the daemon does not say its numbers: {why}")
+        return web.Response(
+            body=metrics.render(stats), headers={"Content-Type": metrics.CONTENT_TYPE}
+        )
+
+    async def get_history(self, _call: Call, wanted: HistoryWanted) -> History:
+        """Samples of what nodes did, for charts."""
+        return self._sampler.history(wanted.seconds)
+
+    async def get_hot(self, call: Call, wanted: HotWanted) -> HotList:
+        """What has been read most lately: which prefixes, or by which tenants."""
+        if wanted.by == "tenant":
+            return self._sampler.hot(wanted.seconds, wanted.limit, call.who.sees)
+        answers = await self._cluster.stats()
+        found = hottest_prefixes(answers.by_node.values(), call.who.sees)
+        return HotList("prefix", 0.0, found[: wanted.limit], answers.unreachable)
+
+    async def list_audit(self, call: Call, wanted: Page) -> AuditList:
+        """Who has changed what, newest first: as far as nodes remember it."""
+        before = unpack_cursor(wanted.cursor, tuple[int])[0] if wanted.cursor else 0
+
+        def keep(event: EventInfo) -> bool:
+            return event.kind == AUDIT and visible(call.who, event)
+
+        found = await self._events.newest(keep, wanted.limit + 1, before)
+        some = found[: wanted.limit]
+        after = pack_cursor(some[-1].place) if len(found) > wanted.limit else None
+        return AuditList([heard.event for heard in some], after, dict(self._events.unreachable))
+
+    async def stream_events(self, call: Call, wanted: EventsWanted) -> web.StreamResponse:
+        """What happens, as it happens: server-sent events.
+
+        Each has `event: KIND`, `id: NODE:NUMBER` and an `EventInfo` as data. `Last-Event-ID` goes on after that one;
+        what may be missing, or come twice, after a loss is told by `event: gap`.
+        """
+        last_seen = call.http.headers.get(LAST_EVENT_ID, "")
+        if len(last_seen) > LAST_EVENT_ID_MAX:
+            raise Refused(400, "invalid", f"{LAST_EVENT_ID} is NODE:NUMBER")
+        nodes = frozenset(name for name in wanted.nodes.split(",") if name)
+        listener, whole = await self._events.listen(call.who, nodes, last_seen, wanted.replay)
+        try:
+            return await self._stream(call, listener, whole=whole)
+        finally:
+            self._events.leave(listener)
+
+    async def _stream(self, call: Call, listener: Listener, *, whole: bool) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": EVENT_STREAM,
+                "Cache-Control": "no-store",
+                "X-Accel-Buffering": "no",
+                "X-Content-Type-Options": "nosniff",
+                "Server": "kvpool",
+                "x-request-id": call.request,
+            }
+        )
+        try:
+            await response.prepare(call.http)
+            await _write(response, f"retry: {RETRY_MS}\n\n".encode())
+            if not whole:
+                await _write(response, _gap("what was seen last is not remembered here"))
+            while True:
+                found = await listener.take(HEARTBEAT_S)
+                if not call.still():
+                    break
+                text = b"".join(map(_event, found)) if found else b": still here\n\n"
+                await _write(response, text)
+                if listener.lost:
+                    await _write(response, _gap("events came faster than they were read"))
+                    break
+        except TimeoutError:
+            if call.http.transport is not None:
+                call.http.transport.abort()
+        except ConnectionError:
+            pass  # the client has left
+        return response
+
+
+def hottest_prefixes(stats: Iterable[Stats], sees: Callable[[str], bool]) -> list[HotPrefix]:
+    """What each node says of the prefixes that are read most there, all together, the most first."""
+    reads: dict[tuple[str, str, str], HotPrefix] = {}
+    for each in stats:
+        # A node of an older version does not count them.
+        for heat in msgspec.convert(each.get("hot", []), list[HotPrefix]):
+            if sees(heat.tenant):
+                name = (heat.tenant, heat.namespace, heat.key)
+                more = reads[name].reads if name in reads else 0.0
+                reads[name] = msgspec.structs.replace(heat, reads=round(heat.reads + more, 1))
+    return sorted(reads.values(), key=lambda heat: (-heat.reads, heat.tenant, heat.key))
+
+
+def _event(heard: Heard) -> bytes:
+    head = f"event: {_word(heard.event.kind)}\nid: {heard.name}\ndata: "
+    return head.encode() + heard.data + b"\n\n"
+
+
+def _gap(why: str) -> bytes:
+    return f"event: gap\ndata: {msgspec.json.encode({'why': why}).decode()}\n\n".encode()
+
+
+def _word(text: str) -> str:
+    """A field of an event is one line."""
+    return " ".join(text.split())
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    """Raises `TimeoutError` for a client that does not read."""
+    async with asyncio.timeout(WRITE_S):
+        await response.write(data)

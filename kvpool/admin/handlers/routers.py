@@ -1,0 +1,288 @@
+"""Engines, and what routers know: which requests went where, and why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from kvpool.admin.cluster_view import Answers, Cluster
+from kvpool.admin.paging import page
+from kvpool.admin.problems import Refused, not_found
+from kvpool.admin.routing import Call
+from kvpool.admin.scope import tenant_of, whole_only
+from kvpool.admin.tokens import Principal
+from kvpool.admin.types import (
+    Engine,
+    EngineDrain,
+    EngineList,
+    EngineWeight,
+    Explained,
+    ExplainRequest,
+    LookupInfo,
+    LookupRequest,
+    Nothing,
+    OfEngine,
+    OfRequest,
+    PrefixOn,
+    TenantPage,
+    WeightRequest,
+)
+from kvpool.errors import InvalidRequest, KvpoolError, NotAuthenticated, ProtocolError, Unavailable
+
+ROUTER_S = 3.0
+ANSWER_BYTES_MAX = 4 << 20
+
+
+class NotThere(InvalidRequest):
+    """A router knows no such thing."""
+
+    code = "not_there"
+
+
+class Routers:
+    """Handlers, see `routes.py`; and questions to routers. Event loop only; `close` ends it."""
+
+    def __init__(self, cluster: Cluster, urls: list[str], token: str) -> None:
+        self._cluster = cluster
+        self._urls = urls
+        self._token = token
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    # ---- engines -----------------------------------------------------------------------------------
+
+    async def list_engines(self, call: Call, wanted: TenantPage) -> EngineList:
+        """Engines that were announced to the cluster, or that a router knows."""
+        tenant = tenant_of(call.who, wanted.tenant) if wanted.tenant else ""
+        view = await self._cluster.view()
+        told = await self._each(lambda url: self._get(url, "/engines"))
+        found: dict[str, Engine] = {}
+        for record in view.nodes:
+            for engine in record.engines:
+                if not (engine.tenant == tenant if tenant else call.who.sees(engine.tenant)):
+                    continue
+                found[engine.url] = Engine(
+                    name=engine.url.partition("://")[2],
+                    url=engine.url,
+                    node=record.node,
+                    role=engine.role,
+                    model=engine.model,
+                    tenant=engine.tenant,
+                    namespace=engine.namespace,
+                    routers={},
+                )
+        for router, answer in sorted(told.by_node.items()):
+            for row in _rows(answer):
+                url, name = str(row.get("url", "")), str(row.get("name", ""))
+                known = found.get(url)
+                if known is None and call.who.whole and not tenant:
+                    known = found[url] = Engine(
+                        name=name,
+                        url=url,
+                        node=str(row.get("node", "")),
+                        role=str(row.get("role", "")),
+                        model=str((row.get("models") or [""])[0]),
+                        tenant="",
+                        namespace="",
+                        routers={},
+                    )
+                if known is not None:
+                    if known.name != name:
+                        known = found[url] = msgspec.structs.replace(known, name=name)
+                    known.routers[router] = row
+        items, after = page(list(found.values()), lambda e: e.url, wanted.limit, wanted.cursor)
+        return EngineList(items, after, told.unreachable)
+
+    async def drain_engine(self, call: Call, wanted: OfEngine) -> EngineDrain:
+        """Have routers give an engine no new requests."""
+        return await self._drain(wanted.name, draining=True)
+
+    async def undrain_engine(self, call: Call, wanted: OfEngine) -> EngineDrain:
+        """Have them give it requests again."""
+        return await self._drain(wanted.name, draining=False)
+
+    async def _drain(self, name: str, *, draining: bool) -> EngineDrain:
+        method, path = ("POST" if draining else "DELETE"), f"/engines/{quote(name, safe='')}/drain"
+        told = await self._each(lambda url: self._ask(url, method, path), absent=NotThere)
+        if not told.by_node and not told.unreachable:
+            raise not_found(f"no router knows an engine {name!r}; GET /v1/engines lists them")
+        return EngineDrain(name, draining, sorted(told.by_node), told.unreachable)
+
+    async def weigh_engine(
+        self, _call: Call, wanted: OfEngine, body: WeightRequest
+    ) -> EngineWeight:
+        """Have routers give an engine only a share of what it could get."""
+        path = f"/engines/{quote(wanted.name, safe='')}/weight"
+        told = await self._each(
+            lambda url: self._ask(url, "PUT", path, {"weight": body.weight}), absent=NotThere
+        )
+        if not told.by_node and not told.unreachable:
+            raise not_found(
+                f"no router knows an engine {wanted.name!r}; GET /v1/engines lists them"
+            )
+        return EngineWeight(wanted.name, body.weight, sorted(told.by_node), told.unreachable)
+
+    # ---- requests ----------------------------------------------------------------------------------
+
+    async def get_request(self, call: Call, wanted: OfRequest) -> Explained:
+        """What became of a request, and why."""
+        path = f"/explain/{quote(wanted.id, safe='')}"
+        told = await self._each(lambda url: self._get(url, path), absent=NotThere)
+        for router, account in sorted(told.by_node.items()):
+            if _may_see(call.who, account):
+                return Explained(router, account)
+        if told.unreachable:
+            raise Unavailable(_why(told.unreachable))
+        raise not_found("no router knows this request, or it has expired")
+
+    async def explain(self, _call: Call, _: Nothing, body: ExplainRequest) -> Explained:
+        """Where a request would go, and why."""
+        if (body.prompt is None) == (body.messages is None):
+            raise Refused(400, "invalid", "give one of prompt and messages")
+        asked = {k: v for k, v in msgspec.to_builtins(body).items() if v is not None}
+        router, answer = await self._first(asked)
+        return Explained(router, answer)
+
+    async def lookup(self, call: Call, body: LookupRequest) -> LookupInfo:
+        """How much of a prompt each engine's node holds, by a router, which alone knows how it is hashed."""
+        whole_only(call.who)  # it tells what is cached, whoever has sent it
+        asked: dict[str, Any] = {"model": body.model, "max_tokens": 1}
+        if body.messages:
+            asked["messages"] = body.messages
+        else:
+            asked["prompt"] = body.prompt or body.tokens
+        router, answer = await self._first(asked)
+        candidates = answer.get("candidates")
+        if not isinstance(candidates, list):
+            raise Unavailable(f"router {router} gave no candidates: {answer.get('rejected')}")
+        engines = await self._get(router, "/engines")
+        nodes = {str(row.get("name")): str(row.get("node") or "") for row in _rows(engines)}
+        items = []
+        for each in candidates:
+            engine = str(each["engine"])
+            memory = int(each["cached_blocks"]) + int(each["loaded_blocks"])
+            items.append(
+                PrefixOn(nodes.get(engine, ""), memory, memory + int(each["pulled_blocks"]), engine)
+            )
+        items.sort(key=lambda each: (-each.memory_blocks, -each.blocks, each.engine))
+        return LookupInfo(items, int(answer.get("prompt_blocks", 0)))
+
+    # ---- asking ------------------------------------------------------------------------------------
+
+    async def _first(self, asked: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The first router that answers, in the order of the configuration."""
+        if not self._urls:
+            raise _no_routers()
+        failed: dict[str, str] = {}
+        for url in self._urls:
+            try:
+                return url, await self._ask(url, "POST", "/explain", asked)
+            except NotThere:
+                raise not_found(f"router {url} serves no such model") from None
+            except Unavailable as error:
+                failed[url] = str(error)
+        raise Unavailable(_why(failed))
+
+    async def _each(
+        self,
+        ask: Callable[[str], Awaitable[dict[str, Any]]],
+        absent: type[KvpoolError] | None = None,
+    ) -> Answers[dict[str, Any]]:
+        """All routers at a time. absent: an answer that is none."""
+        if not self._urls and absent is not None:
+            raise _no_routers()
+        found: Answers[dict[str, Any]] = Answers()
+
+        async def one(url: str) -> None:
+            try:
+                found.by_node[url] = await ask(url)
+            except KvpoolError as error:
+                if absent is None or not isinstance(error, absent):
+                    found.unreachable[url] = str(error)
+
+        await asyncio.gather(*(one(url) for url in self._urls))
+        return found
+
+    async def _get(self, url: str, path: str) -> dict[str, Any]:
+        return await self._ask(url, "GET", path)
+
+    async def _ask(
+        self, url: str, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """A router's answer, an object. Raises `KvpoolError`."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=ROUTER_S),
+                connector=aiohttp.TCPConnector(limit=64, limit_per_host=16),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        raw = bytearray()
+        try:
+            async with self._session.request(
+                method,
+                f"{url}{path}",
+                data=None if body is None else msgspec.json.encode(body),
+                headers={**headers, "Content-Type": "application/json"},
+                allow_redirects=False,
+            ) as answer:
+                async for piece in answer.content.iter_any():
+                    raw += piece
+                    if len(raw) > ANSWER_BYTES_MAX:
+                        raise ProtocolError(f"router {url} answers with too many bytes")
+                status = answer.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unavailable(
+                f"router {url} does not answer: {type(error).__name__} {error}".rstrip()
+            ) from None
+        return _checked(url, status, bytes(raw))
+
+
+def _checked(url: str, status: int, raw: bytes) -> dict[str, Any]:
+    if status in {401, 403}:
+        raise NotAuthenticated(
+            f"router {url} does not know this gateway's token: set router_token (KVPOOL_ROUTER_TOKEN)"
+        )
+    if status == 404:
+        raise NotThere(f"router {url} knows no such thing")
+    try:
+        found = msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.DecodeError:
+        raise ProtocolError(f"router {url} answers {status}, and no JSON object") from None
+    if 400 <= status < 500:
+        inner = found.get("error")
+        text = inner.get("message", "") if isinstance(inner, dict) else ""
+        raise InvalidRequest(f"router {url}: {str(text)[:500]}")
+    if status >= 300:
+        raise Unavailable(f"router {url} answers {status}")
+    return found
+
+
+def _rows(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = answer.get("engines")
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _may_see(who: Principal, account: Mapping[str, Any]) -> bool:
+    tenant = account.get("tenant")
+    return who.whole or (isinstance(tenant, str) and who.sees(tenant))
+
+
+def _why(failed: Mapping[str, str]) -> str:
+    return "; ".join(sorted(failed.values()))
+
+
+def _no_routers() -> Refused:
+    return Refused(
+        404,
+        "no_routers",
+        "this gateway knows no router: name them (routers, --router http://HOST:8080)",
+    )

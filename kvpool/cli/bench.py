@@ -1,0 +1,49 @@
+"""`kvpool bench`: how fast this node's daemon is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
+
+
+@app.command(rich_help_panel=OPERATORS)
+def bench(
+    block_size: Annotated[str, typer.Option(help="Of one block.", metavar="SIZE")] = "64KiB",
+    size: Annotated[
+        str,
+        typer.Option(
+            help="Of all blocks; at most a quarter of the tenant's memory is taken.", metavar="SIZE"
+        ),
+    ] = "64MiB",
+    seed: Annotated[int, typer.Option(help="Of keys and bytes; 0: another one each time.")] = 0,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Measure how fast this node's daemon takes, finds and gives blocks, beside copying in memory.
+
+    It uses a namespace of its own and gives its blocks up in the end. A pool that is full gives up other
+    blocks for them, as for any that are put.
+
+    Example: kvpool bench --block-size 256KiB
+    """
+    import secrets
+
+    from kvpool.cli.render.bench import Bench, measure, show
+    from kvpool.cli.render.bench import plain as plain_rows
+    from kvpool.cli.render.naming import size as size_of
+
+    nbytes = size_of(block_size)
+    with (
+        base.client_of(socket, tenant) as client,
+        Bench(client, nbytes, size_of(size), seed=seed or secrets.randbits(63)) as bench,
+    ):
+        found = measure(bench)
+    if as_json:
+        base.print_json({"block_bytes": nbytes, "measured": plain_rows(found)})
+    else:
+        show(found, nbytes)

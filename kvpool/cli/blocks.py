@@ -1,0 +1,47 @@
+"""`kvpool blocks`: lists blocks of a node."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
+
+
+@app.command(rich_help_panel=OPERATORS)
+def blocks(
+    digest: Annotated[
+        str | None,
+        typer.Argument(
+            help="A namespace: its first hex digits; all unless given.", metavar="DIGEST"
+        ),
+    ] = None,
+    node: Annotated[
+        str, typer.Option(help="Of this node of the cluster, not of this one.", metavar="NAME")
+    ] = "",
+    tier: Annotated[str, typer.Option(help="Which: dram, ssd or device.")] = "dram",
+    limit: Annotated[int, typer.Option(min=1, help="So many at most.")] = 100,
+    cursor: Annotated[
+        str, typer.Option(help="Where to go on: what the last call has said.", metavar="CURSOR")
+    ] = "",
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """List blocks of a node: key, depth in its chain, size, age, pin.
+
+    Example: kvpool blocks 3fa9 --node host-7 --tier ssd --limit 20
+    """
+    from kvpool.cli.render.blocks import check_open, list_some, show_blocks
+
+    with base.client_of(socket, tenant) as client:
+        chosen = base.resolve(client, tenant, digest) if digest else b""
+        if chosen:
+            check_open(client, node, tenant, chosen.hex())
+        found, after = list_some(client, node, tier, chosen, cursor, limit)
+    if as_json:
+        base.print_json({"items": found, "next": after})
+    else:
+        show_blocks(found, after, of_one=bool(chosen))

@@ -1,0 +1,135 @@
+"""`kvpool certs`: a small certificate authority."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import OPERATORS, AsJson, app
+from kvpool.errors import ConfigError
+
+certs = typer.Typer(
+    help="Make a small certificate authority, and certificates for TLS. Needs the extra admin.",
+    no_args_is_help=True,
+)
+app.add_typer(certs, name="certs", rich_help_panel=OPERATORS)
+
+AuthorityFolder = Annotated[
+    Path, typer.Argument(help="The authority's folder; its key stays there.", metavar="DIR")
+]
+Days = Annotated[int, typer.Option(help="How long it is good for, at most 3650.")]
+Hosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--host",
+        help="A name or address at which browsers and other clients reach it; may be repeated.",
+        metavar="NAME_OR_IP",
+    ),
+]
+
+
+@certs.command("init")
+def certs_init(
+    folder: AuthorityFolder,
+    cluster: Annotated[str, typer.Option(help="The cluster's name.")] = "kvpool",
+) -> None:
+    """Make a certificate authority for a cluster, in a folder that has none.
+
+    Example: kvpool certs init ./certs --cluster prod
+    """
+    with _certs_extra():
+        from kvpool.cli.render.certs import made_authority
+        from kvpool.security.certs import make_authority
+    print(made_authority(make_authority(folder, cluster, _now())))
+
+
+@certs.command("node")
+def certs_node(
+    folder: AuthorityFolder,
+    name: Annotated[str, typer.Argument(help="The node's name, as its setting node.")],
+    hosts: Hosts = None,
+    days: Days = 365,
+) -> None:
+    """Make a node's certificate: for other daemons, for its HTTP gateway, and for etcd and Redis.
+
+    Example: kvpool certs node ./certs host-7 --host host-7.example.org --host 10.0.0.7
+    """
+    _issue(folder, "node", name, hosts, days)
+
+
+@certs.command("client")
+def certs_client(
+    folder: AuthorityFolder,
+    name: Annotated[str, typer.Argument(help="Whose it is.")],
+    days: Days = 365,
+) -> None:
+    """Make a certificate for somebody who connects and is no node: daemons do not take it for a peer's.
+
+    Example: kvpool certs client ./certs alice --days 30
+    """
+    _issue(folder, "client", name, None, days)
+
+
+@certs.command("revoke")
+def certs_revoke(
+    folder: AuthorityFolder,
+    which: Annotated[
+        str, typer.Argument(help="A name, or a serial number in hex.", metavar="NAME|SERIAL")
+    ],
+) -> None:
+    """Revoke all certificates of a node or client, or a single one: adds them to crl.pem.
+
+    Example: kvpool certs revoke ./certs host-7
+    """
+    with _certs_extra():
+        from kvpool.cli.render.certs import revoked
+        from kvpool.security.certs import open_authority, revoke
+    print(revoked(folder, which, revoke(open_authority(folder), which, _now())))
+
+
+@certs.command("show")
+def certs_show(
+    file: Annotated[Path, typer.Argument(help="A PEM file: a certificate, or crl.pem.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show what is in a certificate or in a list of revoked ones.
+
+    Example: kvpool certs show ./certs/node-host-7.pem
+    """
+    with _certs_extra():
+        from kvpool.cli.render.certs import plain, show
+        from kvpool.security.certs import look_at
+    shown = look_at(file)
+    if as_json:
+        base.print_json(plain(shown))
+    else:
+        show(shown, _now())
+
+
+def _issue(folder: Path, role: str, name: str, hosts: list[str] | None, days: int) -> None:
+    with _certs_extra():
+        from kvpool.cli.render.certs import made_certificate
+        from kvpool.security.certs import issue, open_authority
+    made = issue(open_authority(folder), role, name, _now(), hosts=hosts or (), days=days)
+    print(made_certificate(made))
+
+
+@contextmanager
+def _certs_extra() -> Iterator[None]:
+    """Around the import of what an extra brings."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"certificates are made with {error.name}: pip install 'kvpool[admin]'"
+        ) from None
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)

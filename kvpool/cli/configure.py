@@ -1,0 +1,91 @@
+"""`kvpool configure`: settings of a namespace."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import OPERATORS, AsJson, Digest, Socket, Tenant, app
+from kvpool.errors import InvalidRequest
+
+
+@app.command(rich_help_panel=OPERATORS)
+def configure(
+    digest: Digest,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Nodes that are to hold each block.", metavar="N")
+    ] = None,
+    write: Annotated[
+        str | None,
+        typer.Option(
+            help="When blocks go to SSD: through (when put), back (before eviction), none; or "
+            "default: as each node is configured.",
+            metavar="MODE",
+        ),
+    ] = None,
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            help="Blocks that a node did not use for so long are gone: 30s, 15m, 12h, 7d; 0: never.",
+            metavar="TIME",
+        ),
+    ] = None,
+    ssd_codec: Annotated[
+        str | None,
+        typer.Option(help="What makes blocks smaller on SSD: blosc2, none.", metavar="CODEC"),
+    ] = None,
+    write_remote: Annotated[
+        str | None,
+        typer.Option(
+            help="When blocks are written to object storage: back (before eviction), none.",
+            metavar="MODE",
+        ),
+    ] = None,
+    quota: Annotated[
+        str | None,
+        typer.Option(
+            help="What it may hold on each node, by tier: dram=20%,ssd=50GiB, of the tenant's part; "
+            "none: as much as the tenant.",
+            metavar="TIER=SIZE[,...]",
+        ),
+    ] = None,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Change settings of a namespace, on all nodes. What is not named stays as it is.
+
+    Example: kvpool configure 3fa9 --replicas 2 --write through --ttl 12h
+    """
+    from kvpool.cli.render.naming import period, quotas
+
+    if all(given is None for given in (replicas, write, ttl, ssd_codec, quota, write_remote)):
+        raise InvalidRequest(
+            "name at least one setting: --replicas, --write, --ttl, --ssd-codec, --write-remote or --quota"
+        )
+    of_tiers = {} if quota is None else quotas(quota)
+    ttl_s = None if ttl is None else period(ttl)
+    with base.client_of(socket, tenant) as client:
+        chosen = base.resolve(client, tenant, digest)
+        with base.in_doubt("namespaces"):
+            client.configure(
+                chosen,
+                replicas=replicas,
+                write="" if write == "default" else write,
+                ttl_s=ttl_s,
+                ssd_codec="" if ssd_codec == "none" else ssd_codec,
+                dram_quota=of_tiers.get("dram"),
+                ssd_quota=of_tiers.get("ssd"),
+                write_remote=write_remote,
+            )
+    if as_json:
+        base.print_json({"namespace": chosen.hex(), "configured": True})
+        return
+    print(
+        f"the settings of namespace {chosen.hex()} of tenant {tenant} are changed on all nodes; "
+        f"`kvpool namespaces` shows them"
+    )
+    if replicas is not None and replicas > 1:
+        print("new blocks are replicated at once, existing blocks in the background")

@@ -1,0 +1,44 @@
+"""`kvpool doctor`: what this machine has."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.errors import KvpoolError
+
+
+@app.command(rich_help_panel=OPERATORS)
+def doctor(
+    path: Annotated[
+        list[str] | None,
+        typer.Option(help="A folder meant for tier ssd; may be repeated.", metavar="FOLDER"),
+    ] = None,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Look at what this machine has: RDMA, memory, huge pages, GPUs, disks; and how others are reached.
+
+    Works without a daemon. Exit status 1 when something that is there cannot be used.
+
+    Example: kvpool doctor --path /mnt/nvme0/kvpool
+    """
+    from kvpool.cli.render.doctor import BAD, OK, Finding, examine, plain, routes, show
+
+    findings = examine(path or ())
+    pairs = []
+    try:
+        with base.client_of(socket, tenant) as client:
+            pairs = routes(client.cluster())
+    except KvpoolError as error:
+        findings.append(Finding("other nodes", OK, f"not known: {error}"))
+    if as_json:
+        base.print_json(plain(findings, pairs))
+    else:
+        show(findings, pairs)
+    if any(finding.state == BAD for finding in findings):
+        raise typer.Exit(EXIT_ERROR)

@@ -1,0 +1,75 @@
+"""`kvpool events`: what happened on the nodes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, OPERATORS, AsJson, Socket, Tenant, app
+
+
+@app.command(rich_help_panel=OPERATORS)
+def events(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    node: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--node", help="Of this node; may be repeated. All unless given.", metavar="NAME"
+        ),
+    ] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help='Only these: "node joined", "job ended", change; may be repeated.'),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="The last so many.")] = 100,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Show what happened on the nodes: who came and went, jobs, and what operators changed.
+
+    With --json one event a line where it follows, else an array.
+
+    Example: kvpool events --kind change --limit 20
+    """
+    from kvpool.cli.render.events import Feed, chosen, show_events
+    from kvpool.cli.render.events import follow as go_on
+    from kvpool.cli.render.jobs import nodes_of
+
+    with base.client_of(socket, tenant) as client:
+        feed = Feed(client, list(dict.fromkeys(node or nodes_of(client.cluster()))))
+        found = chosen(feed.news(), kind or (), limit)
+        show = _print_lines if as_json else show_events
+        try:
+            if not follow and as_json:
+                base.print_json(found)
+            else:
+                show(found)
+            silent = _complain_of(feed.silent, {})
+            if follow:
+                for _ in go_on(feed, kind or (), show):
+                    sys.stdout.flush()
+                    silent = _complain_of(feed.silent, silent)
+        except KeyboardInterrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+    if silent:
+        raise typer.Exit(EXIT_ERROR)
+
+
+def _print_lines(found: Sequence[Mapping[str, Any]]) -> None:
+    import json
+
+    for event in found:
+        print(json.dumps(event), flush=True)
+
+
+def _complain_of(silent: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
+    """Of nodes that have just fallen silent."""
+    for name, why in silent.items():
+        if name not in before:
+            base.complain(f"{name} does not answer: {why}")
+    return dict(silent)

@@ -1,0 +1,56 @@
+"""`kvpool explain`: asks a router over HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import OPERATORS, AsJson, app
+from kvpool.errors import InvalidRequest
+
+
+@app.command(rich_help_panel=OPERATORS)
+def explain(
+    request: Annotated[
+        str | None,
+        typer.Argument(
+            help="A request's id: the header x-kvpool-request-id of its answer.",
+            metavar="REQUEST_ID",
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Where would this prompt go? Nothing is sent to engines.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="The prompt's model; not needed where there is one.")
+    ] = "",
+    router: Annotated[
+        str, typer.Option(help="The router's URL.", envvar="KVPOOL_ROUTER", metavar="URL")
+    ] = "http://127.0.0.1:8080",
+    as_json: AsJson = False,
+) -> None:
+    """Say why a request went where, or where a prompt would go now. The token: KVPOOL_ROUTER_TOKEN.
+
+    Example: kvpool explain cmpl-7f3a --router http://10.0.0.2:8080
+
+    Example: kvpool explain --prompt "Once upon a time" --model llama-3-70b
+    """
+    from kvpool.cli.render.explain import TOKEN, RouterHttp, show_past, show_possible, the_model
+    from kvpool.config import secret_of
+
+    if (request is None) == (prompt is None):
+        raise InvalidRequest("give the id of a request, or --prompt TEXT")
+    asked = RouterHttp(router, secret_of(TOKEN) or "")
+    told: dict[str, Any]
+    if request is not None:
+        told = asked.past(request)
+    else:
+        told = asked.possible({"model": model or the_model(asked), "prompt": prompt})
+    if as_json:
+        base.print_json(told)
+    elif request is not None:
+        show_past(told)
+    else:
+        show_possible(told)

@@ -1,0 +1,106 @@
+"""Begins a job on nodes, and follows it: what the commands that take a while share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED
+
+if TYPE_CHECKING:
+    from kvpool.cli.render.jobs import Job
+    from kvpool.client import OperatorClient
+
+
+OnNodes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--node",
+        help="On this node; may be repeated. All of the cluster unless given.",
+        metavar="NAME",
+    ),
+]
+Wait = Annotated[
+    bool,
+    typer.Option("--wait/--no-wait", help="Wait for its end, or print the job's name at once."),
+]
+KeysFile = Annotated[
+    Path | None,
+    typer.Option(help="Block keys, one a line; - reads standard input.", metavar="FILE"),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count: nothing is changed.")]
+
+
+def named_nodes(client: OperatorClient, node: list[str] | None) -> list[str]:
+    """Those of the option, or all of the cluster."""
+    from kvpool.cli.render.jobs import nodes_of
+
+    return list(dict.fromkeys(node)) if node else nodes_of(client.cluster())
+
+
+def run_job(
+    client: OperatorClient,
+    verb: str,
+    nodes: list[str],
+    spec: dict[str, Any],
+    silent: dict[str, str],
+    *,
+    dry_run: bool = False,
+    wait: bool = True,
+    as_json: bool = False,
+) -> Job:
+    """Begin a job, follow it unless nobody waits, and say what came of it.
+
+    silent: nodes that were meant and do not answer, which is not well either.
+    """
+    import secrets
+
+    from kvpool.cli.render.jobs import Job, carry_out, complaints, name_for, show_job
+
+    job = Job(client, name_for(verb, secrets.randbits(32)))
+    job.begin(nodes, spec, dry_run=dry_run)
+    job.failures.update(silent)
+    if wait:
+        try:
+            carry_out(job, quiet=as_json)
+        except KeyboardInterrupt:
+            _interrupted(job)
+    if as_json:
+        base.print_json(job.plain())
+    elif wait:
+        show_job(job)
+    else:
+        print(job.name)
+    complain_of(complaints(job))
+    if wait and not job.good:
+        raise typer.Exit(EXIT_ERROR)
+    return job
+
+
+def _interrupted(job: Job) -> None:
+    """The job goes on unless whoever waited for it wants it stopped."""
+    hint = f"`kvpool jobs show {job.name}` shows it, `kvpool jobs stop {job.name}` stops it"
+    stop = False
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        try:
+            stop = typer.confirm(f"\nStop job {job.name}?", err=True)
+        except typer.Abort:
+            stop = False
+    if stop:
+        told = job.stop()
+        base.complain(f"job {job.name} is stopped on {', '.join(told) or 'no node: it has ended'}")
+    else:
+        base.complain(f"job {job.name} goes on: {hint}")
+    raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def complain_of(lines: list[str]) -> None:
+    """Print lines for the user on stderr."""
+    for line in lines:
+        base.complain(line)
+    if lines:
+        raise typer.Exit(EXIT_ERROR)

@@ -1,0 +1,54 @@
+"""`kvpool lookup`: how much of a prefix each node could give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Digest, Socket, Tenant, app
+from kvpool.errors import InvalidRequest
+
+LOOKUP_S = 2.0  # for the directory's answer
+
+
+@app.command(rich_help_panel=OPERATORS)
+def lookup(
+    digest: Digest,
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(help="Block keys in prefix order, 32 hex digits each.", metavar="KEY..."),
+    ] = None,
+    keys_file: Annotated[
+        Path | None,
+        typer.Option(help="Block keys, one a line; - reads standard input.", metavar="FILE"),
+    ] = None,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Show how much of a prefix each node could give. Exit status 1 when none has any of it.
+
+    Example: kvpool lookup 3fa9 00112233445566778899aabbccddeeff
+    """
+    from kvpool.cli.render.blocks import show_prefixes
+    from kvpool.cli.render.naming import block_keys
+
+    wanted = block_keys(keys or [], keys_file)
+    if not wanted:
+        raise InvalidRequest("give the keys of blocks in prefix order, or --keys-file FILE")
+    with base.client_of(socket, tenant) as client:
+        chosen = base.resolve(client, tenant, digest)
+        found = client.prefixes(chosen, wanted, wait_s=LOOKUP_S)
+    if as_json:
+        rows = [
+            {"node": name, "memory_blocks": memory, "blocks": both}
+            for name, (memory, both) in found.items()
+        ]
+        base.print_json({"keys": len(wanted), "items": rows})
+    else:
+        show_prefixes(found, len(wanted))
+    if not found:
+        raise typer.Exit(EXIT_ERROR)

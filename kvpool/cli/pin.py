@@ -1,0 +1,93 @@
+"""`kvpool pin` and `kvpool unpin`: keeps blocks, and cancels that."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, Tenant, app
+
+PinKeys = Annotated[
+    list[str], typer.Argument(help="Block keys, 32 hex digits each.", metavar="KEY...")
+]
+PinNode = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--node", help="On this node; may be repeated. This one unless given.", metavar="NAME"
+    ),
+]
+OfNamespace = Annotated[str | None, typer.Option(help="In this one only.", metavar="DIGEST")]
+
+
+@app.command(rich_help_panel=OPERATORS)
+def pin(
+    keys: PinKeys,
+    kind: Annotated[
+        str, typer.Option(help="soft: evicted last; hard: never; none: as any other.")
+    ] = "soft",
+    namespace: OfNamespace = None,
+    node: PinNode = None,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Keep blocks that are on a node, in memory and on disks. Exit status 1 when some are not.
+
+    Example: kvpool pin 00112233445566778899aabbccddeeff --kind hard
+    """
+    _pin(keys, kind, namespace, node, socket, tenant, as_json=as_json)
+
+
+@app.command(rich_help_panel=OPERATORS)
+def unpin(
+    keys: PinKeys,
+    namespace: OfNamespace = None,
+    node: PinNode = None,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Take pins back: the blocks are evicted as any other. Exit status 1 when some are not there.
+
+    Example: kvpool unpin 00112233445566778899aabbccddeeff
+    """
+    _pin(keys, "none", namespace, node, socket, tenant, as_json=as_json)
+
+
+def _pin(
+    keys: list[str],
+    kind: str,
+    namespace: str | None,
+    node: list[str] | None,
+    socket: str | None,
+    tenant: str,
+    *,
+    as_json: bool,
+) -> None:
+    from kvpool.cli.render.naming import block_keys
+    from kvpool.wire import operator as operator_wire
+
+    wanted = block_keys(keys)
+    found: dict[str, int] = {}
+    with base.client_of(socket, tenant) as client:
+        digest = base.resolve(client, tenant, namespace) if namespace else b""
+        if node is None:
+            found[""] = client.pin_blocks(wanted, kind, digest=digest)
+        for name in dict.fromkeys(node or ()):
+            message = operator_wire.PinBlocks(b"".join(wanted), kind, digest)
+            found[name] = client.ask_node(message, node=name)
+    if as_json:
+        base.print_json({"kind": kind, "keys": len(wanted), "found": found})
+    else:
+        what = "unpinned" if kind == "none" else f"pinned {kind}"
+        for name, count in found.items():
+            where = f" on {name}" if name else ""
+            noun = "block" if len(wanted) == 1 else "blocks"
+            print(f"{count} of {len(wanted)} {noun} {what}{where}")
+    if any(count < len(wanted) for count in found.values()):
+        base.complain(
+            "not all of them are there: `kvpool locate KEY` shows which nodes have a block (--node NAME)"
+        )
+        raise typer.Exit(EXIT_ERROR)

@@ -1,0 +1,107 @@
+"""What `kvpool lookup` and `kvpool blocks` print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from kvpool.cli.render.jobs import Asks, holders, nodes_of
+from kvpool.cli.render.text import (
+    DIGEST_SHOWN,
+    count,
+    duration,
+    make_console,
+    make_table,
+    size_text,
+)
+from kvpool.errors import InvalidRequest
+from kvpool.wire import operator as operator_wire
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PAGE = 1000  # blocks in one answer
+
+
+def show_prefixes(
+    found: Mapping[str, tuple[int, int]], keys: int, console: Console | None = None
+) -> None:
+    """Print what `Client.prefixes` gives for so many keys, the longest prefix first."""
+    console = console or make_console()
+    if not found:
+        console.print(f"no node has the first of {count(keys, 'block')}")
+        return
+    table = make_table("", "node", ">in memory", ">with disks", ">of")
+    rows = sorted(found.items(), key=lambda row: (-row[1][1], -row[1][0], row[0]))
+    for node, (memory, both) in rows:
+        table.add_row(escape(node), f"{memory:,}", f"{both:,}", f"{keys:,}")
+    console.print(table)
+
+
+def check_open(client: Asks, node: str, tenant: str, digest: str) -> None:
+    """Raises `InvalidRequest`, which names the nodes that have the namespace, where this one does not. node: empty for
+    the one that is asked."""
+    own = client.ask_node(operator_wire.Inspect(), node=node)
+    if tenant not in own["tenants"] or digest in own["tenants"][tenant]["namespaces"]:
+        return
+    having, _ = holders(client, nodes_of(client.ask_node(operator_wire.Cluster())), tenant, digest)
+    raise InvalidRequest(
+        f"node {own['node']} has nothing of namespace {digest}; these have it: "
+        f"{', '.join(having) or 'none that answers'} (--node NAME)"
+    )
+
+
+def list_some(
+    client: Asks, node: str, tier: str, digest: bytes, cursor: str, limit: int
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Up to so many blocks from a cursor on, and where the next ones begin; None: nowhere."""
+    found: list[dict[str, Any]] = []
+    after: str | None = cursor
+    while after is not None and len(found) < limit:
+        message = operator_wire.ListBlocks(tier, after, min(PAGE, limit - len(found)), digest)
+        page = client.ask_node(message, node=node)
+        found += page["blocks"]
+        after = page["cursor"]
+    return found, after
+
+
+def show_blocks(
+    found: Sequence[Mapping[str, Any]],
+    after: str | None,
+    console: Console | None = None,
+    *,
+    of_one: bool = False,
+) -> None:
+    """Print blocks, and how to get the next ones. of_one: all are of one namespace, which is known."""
+    console = console or make_console()
+    if found:
+        space = [] if of_one else ["namespace"]
+        table = make_table(
+            "", "key", *space, ">depth", ">parts", ">bytes", ">unused for", "pin", ""
+        )
+        for block in found:
+            table.add_row(
+                block["key"],
+                *([] if of_one else [block["namespace"][:DIGEST_SHOWN]]),
+                f"{block['depth']:,}",
+                str(block["parts"]),
+                size_text(block["bytes"]),
+                duration(block["age_s"]),
+                "" if block["pin"] == "none" else block["pin"],
+                _remarks(block),
+            )
+        for column in table.columns:
+            column.no_wrap = column.header in {"key", "namespace"}
+            column.overflow = "fold"
+        console.print(table)
+    else:
+        console.print("no blocks here")
+    if after is not None:
+        console.print(f"there is more: --cursor {after}", markup=False)
+
+
+def _remarks(block: Mapping[str, Any]) -> str:
+    words = (("copy", "a copy"), ("reused", "read again"))
+    return ", ".join(text for name, text in words if block[name])

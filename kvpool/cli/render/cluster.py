@@ -1,0 +1,436 @@
+"""What `kvpool nodes`, `kvpool namespaces` and `kvpool locate` print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.text import Text
+
+from kvpool.cli.render.jobs import Asks
+from kvpool.cli.render.text import (
+    DIGEST_SHOWN,
+    count,
+    facts,
+    make_console,
+    make_table,
+    period_text,
+    size_text,
+    used_text,
+)
+from kvpool.errors import ClusterUnavailable, InvalidRequest, Unavailable
+from kvpool.wire import operator as operator_wire
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+INCARNATION_SHOWN = 8
+KEYS_SHOWN = 3  # of those that were not found
+
+STATE_STYLES = {"joining": "cyan", "serving": "green", "draining": "yellow", "gone": "dim"}
+
+# What is to be known when this node is not a member; the state tells whether it has left on purpose.
+STANDINGS = {
+    "away": (
+        "etcd does not answer. What was known last holds, and blocks are served as before; nodes that "
+        "come or go, clears and drains are not heard of until it is back."
+    ),
+    "unsure": (
+        "it was stopped or asleep for longer than its lease lasts, so others may take it for dead. It "
+        "serves no other node until etcd has said whether they do; that takes a few seconds."
+    ),
+    "lost": (
+        "its lease is gone, and others take it for dead. It serves no other node until it has joined "
+        "again, as a new incarnation, which it tries all the time."
+    ),
+    "out": (
+        "other nodes neither see it nor pull from it. It is joining or leaving; its log says why it "
+        "cannot, if it cannot."
+    ),
+}
+DRAINED = (
+    "it was drained and has left. It serves its own clients until it is stopped; "
+    "`kvpool drain {node} --cancel` brings it back."
+)
+
+Directory = Mapping[str, Any] | None
+
+
+# ---- nodes -----------------------------------------------------------------------------------------
+
+
+def show_nodes(cluster: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print what `Client.cluster` gives."""
+    console = console or make_console()
+    nodes = cluster["nodes"]
+    versions = sorted({record["version"] for record in nodes})
+    alike = len({(record["version"], record["protocol"]) for record in nodes}) == 1
+    headline = Text(f"cluster {cluster['cluster']}", style="bold")
+    headline.append(f", seen by node {cluster['node']}: {count(len(nodes), 'node')}", style="none")
+    if alike:
+        headline.append(f", version {versions[0]}", style="none")
+    console.print(headline)
+    if (warning := standing_text(cluster)) is not None:
+        console.print(warning)
+    if nodes:
+        console.print()
+        _print_nodes(cluster, console, versions_differ=not alike)
+    if cluster.get("links"):
+        console.print()
+        _print_links(cluster["links"], console)
+    console.print()
+    for line in (*_drain_lines(cluster), *_peer_lines(cluster), directory_text(cluster)):
+        console.print(line)
+
+
+def standing_text(cluster: Mapping[str, Any]) -> Text | None:
+    """What it means that this node is not a member; None if it is one."""
+    standing, node = cluster["standing"], cluster.get("node", "NODE")
+    if standing == "member":
+        return None
+    drained = standing == "out" and cluster["state"] == "gone"
+    meaning = DRAINED.format(node=node) if drained else STANDINGS.get(standing, "")
+    text = Text(f"this node is not a member ({standing}): ", style="bold yellow")
+    return text.append(meaning, style="yellow")
+
+
+def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_differ: bool) -> None:
+    nodes = cluster["nodes"]
+    tiers = list(dict.fromkeys(tier["name"] for record in nodes for tier in record["tiers"]))
+    labelled = any(record["labels"] for record in nodes)
+    secondary = any(_secondary(tier) for record in nodes for tier in record["tiers"])
+    table = make_table(
+        "",
+        "  node",
+        "state",
+        "incarnation",
+        *(["labels"] if labelled else []),
+        "address",
+        *(f">{name}" for name in tiers),
+        *([">secondary"] if secondary else []),
+        *(["version"] if versions_differ else []),
+    )
+    own = cluster["incarnation"]
+    protocols = {record["incarnation"]: record["protocol"] for record in nodes}
+    for record in nodes:
+        by_name = {tier["name"]: tier for tier in record["tiers"]}
+        cells: list[str | Text] = [
+            Text(f"* {record['node']}", style="bold")
+            if record["incarnation"] == own
+            else escape(f"  {record['node']}"),
+            _state(record, wanted=record["node"] in cluster["drains"]),
+            record["incarnation"][:INCARNATION_SHOWN],
+        ]
+        if labelled:
+            labels = (f"{k}={v}" for k, v in sorted(record["labels"].items()))
+            cells.append(escape(", ".join(labels)))
+        urls = ", ".join(transport["url"] for transport in record["transports"])
+        cells.append(escape(urls) or "none")
+        cells += [
+            used_text(by_name[name]["used_bytes"], by_name[name]["capacity_bytes"])
+            if name in by_name
+            else ""
+            for name in tiers
+        ]
+        if secondary:
+            cells.append(size_text(sum(map(_secondary, record["tiers"]))))
+        if versions_differ:
+            cells.append(_version(record, protocols.get(own)))
+        table.add_row(*cells)
+    for column in table.columns:
+        column.no_wrap = column.header not in {"labels", "address"}
+        column.overflow = "fold"
+    console.print(table)
+
+
+def _secondary(tier: Mapping[str, Any]) -> int:
+    """What others keep too; a node of an older version does not tell."""
+    return int(tier.get("secondary_bytes", 0))
+
+
+def _print_links(links: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """What this node expects of pulling from each other one."""
+    table = make_table("Pulling from others", "node", "distance", ">answer", ">rate", "", "by")
+    for link in sorted(links, key=lambda link: str(link["node"])):
+        unmeasured = [
+            what
+            for what, age in (("answer", "latency_age_s"), ("rate", "bytes_age_s"))
+            if link[age] is None
+        ]
+        assumed = (
+            f"{'both' if len(unmeasured) > 1 else unmeasured[0]} assumed" if unmeasured else ""
+        )
+        table.add_row(
+            escape(link["node"]),
+            link["distance"],
+            f"{link['latency_s'] * 1e3:.1f} ms",
+            f"{size_text(link['bytes_s'])}/s",
+            Text(assumed, style="dim"),
+            escape(link["path"]),
+        )
+    for column in table.columns:
+        column.overflow = "fold"
+    console.print(table)
+
+
+def _state(record: Mapping[str, Any], *, wanted: bool) -> Text:
+    state, progress = record["state"], record["drain"]
+    words = state
+    if state == "draining" and progress and progress["blocks_total"]:
+        words += f" {min(1.0, progress['blocks'] / progress['blocks_total']):.0%}"
+    elif wanted and state != "draining":
+        words += ", to drain"
+    return Text(words, style=STATE_STYLES.get(state, ""))
+
+
+def _version(record: Mapping[str, Any], spoken: int | None) -> Text:
+    """Nodes of a wire protocol that is too far from this one's are seen, and not pulled from."""
+    if spoken is None or record["protocol"] == spoken:
+        return Text(record["version"])
+    return Text(f"{record['version']}, protocol {record['protocol']}", style="yellow")
+
+
+def _drain_lines(cluster: Mapping[str, Any]) -> Iterator[Text]:
+    here = set()
+    for record in cluster["nodes"]:
+        here.add(record["node"])
+        if record["drain"]:
+            yield Text(f"{record['node']} is being drained: {drain_text(record['drain'])}")
+    for name in sorted(set(cluster["drains"]) - here):
+        yield Text(
+            f"{name} is drained and not here; `kvpool drain {name} --cancel` lets it come back",
+            style="yellow",
+        )
+
+
+def drain_text(progress: Mapping[str, Any]) -> str:
+    """How far a node has come: copying first, then waiting for leases to end."""
+    words = [f"{progress['blocks']:,} of {count(progress['blocks_total'], 'block')} looked at"]
+    if progress["copied"]:
+        words.append(f"{progress['copied']:,} copied, {size_text(progress['copied_bytes'])}")
+    if progress["failed"]:
+        words.append(f"{progress['failed']:,} that only it has found no other place")
+    if progress["left"]:
+        words.append(f"{progress['left']:,} stay on its disks, for want of time (ssd_drain_s)")
+    if progress["phase"] == "waiting":
+        words.append(f"waiting for {count(progress['leases'], 'lease')} to end")
+    return ", ".join(words)
+
+
+def _peer_lines(cluster: Mapping[str, Any]) -> Iterator[Text]:
+    if cluster["peers"]:
+        yield Text(f"pulls also from {', '.join(cluster['peers'])}, named in its configuration")
+
+
+def directory_text(cluster: Mapping[str, Any]) -> Text:
+    """One line: is it there, how far is this node behind in telling it."""
+    directory: Directory = cluster["directory"]
+    if directory is None:
+        return Text("no directory: other nodes are asked one by one what they have")
+    line = Text("directory ")
+    if directory["connected"]:
+        line.append("connected", style="green")
+    else:
+        line.append("does not answer", style="bold red")
+    if cluster["state"] == "gone":
+        return line.append(", and is told nothing of what a node holds that has left")
+    line.append(f", lag {directory['lag_s']:.1f} s, {directory['queued']:,} queued")
+    line.append(f", {count(directory['announced'], 'block')} of this node announced")
+    if directory["repairing"]:
+        line.append(f", {directory['repairing']:,} to be announced again")
+    if directory["failures"]:
+        line.append(f", {count(directory['failures'], 'failure')}", style="yellow")
+    return line
+
+
+# ---- namespaces ------------------------------------------------------------------------------------
+
+
+def namespace_rows(
+    cluster: Mapping[str, Any], stats: Mapping[str, Any], tenant: str
+) -> list[dict[str, Any]]:
+    """One dict for each namespace: what the cluster has agreed on, and what this node holds of it.
+
+    `agreed` is False for those of which the cluster does not know yet. `blocks` and `bytes` are this
+    node's, and None for other tenants, whose pools are not shown to this one.
+    """
+    here = stats["tenants"][tenant]["namespaces"]
+    rows = []
+    for entry in cluster["namespaces"]:
+        row = {**entry, "fields": json.loads(entry["fields"]), "agreed": True}
+        row |= {"blocks": None, "bytes": None}
+        if entry["tenant"] == tenant:
+            row |= _held(here.get(entry["digest"]))
+        rows.append(row)
+    known = {row["digest"] for row in rows if row["tenant"] == tenant}
+    for digest in sorted(here.keys() - known):
+        one = here[digest]
+        rows.append(
+            {
+                "tenant": tenant,
+                "digest": digest,
+                "fields": one["fields"],
+                "parts": [[nbytes] for nbytes in one["part_bytes"]],
+                "epoch": one["epoch"],
+                "fence": 0,
+                "settings": one["settings"],
+                "agreed": False,
+                **_held(one),
+            }
+        )
+    return rows
+
+
+def _held(one: Mapping[str, Any] | None) -> dict[str, int]:
+    if one is None:
+        return {"blocks": 0, "bytes": 0}
+    pairs = zip(one["blocks"], one["part_bytes"], strict=True)
+    return {
+        "blocks": max(one["blocks"], default=0),
+        "bytes": sum(n * nbytes for n, nbytes in pairs),
+    }
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """What a namespace has set, in the words of `kvpool configure`; replicas are shown for all."""
+    quotas = ",".join(
+        f"{tier}={_quota_text(settings[f'{tier}_quota'])}"
+        for tier in ("dram", "ssd")
+        if settings[f"{tier}_quota"]
+    )
+    words = {
+        "write": settings["write"],
+        "ttl": period_text(settings["ttl_s"]) if settings["ttl_s"] else "",
+        "ssd-codec": settings["ssd_codec"],
+        "write-remote": settings["write_remote"],
+        "quota": quotas,
+    }
+    return ", ".join(f"{name} {value}" for name, value in words.items() if value)
+
+
+def _quota_text(quota: float) -> str:
+    """Bytes are whole numbers, shares are not."""
+    return size_text(quota).replace(" ", "") if isinstance(quota, int) else f"{100 * quota:.3g}%"
+
+
+def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """Print what `namespace_rows` gives."""
+    console = console or make_console()
+    if not rows:
+        console.print("no engine has opened a namespace yet")
+        return
+    several = len({row["tenant"] for row in rows}) > 1
+    columns = ["digest", "fields", ">epoch", ">replicas", ">a block", ">blocks", ">bytes"]
+    table = make_table("", *(["tenant"] if several else []), *columns)
+    for row in rows:
+        hidden = row["blocks"] is None
+        cells: list[str | Text] = [
+            row["digest"][:DIGEST_SHOWN],
+            escape(", ".join(facts(row["fields"]))),
+            str(row["epoch"]) if row["agreed"] else Text(f"{row['epoch']}?", style="yellow"),
+            str(row["settings"]["replicas"]),
+            size_text(sum(part[0] for part in row["parts"])),
+            "" if hidden else f"{row['blocks']:,}",
+            "" if hidden else size_text(row["bytes"]),
+        ]
+        table.add_row(*([escape(row["tenant"])] if several else []), *cells)
+    for column in table.columns:
+        column.no_wrap = column.header != "fields"
+        column.overflow = "fold"
+    console.print(table)
+    if any(settings_text(row["settings"]) for row in rows):
+        console.print()
+        console.print(_settings_table(rows, several=several))
+    console.print()
+    console.print("Blocks and bytes are those of this node.")
+    fenced = [row["digest"][:DIGEST_SHOWN] for row in rows if 0 < row["fence"] == row["epoch"]]
+    if fenced:
+        console.print(
+            f"fenced at this epoch: {', '.join(fenced)}. Engines that opened it before open it again."
+        )
+    if not all(row["agreed"] for row in rows):
+        console.print("?: not agreed with the cluster yet; that follows by itself", style="yellow")
+
+
+def _settings_table(rows: Sequence[Mapping[str, Any]], *, several: bool) -> Table:
+    """What is set for namespaces; a table of its own, since few have much of it."""
+    table = make_table("Settings", *(["tenant"] if several else []), "digest", "")
+    for row in rows:
+        if text := settings_text(row["settings"]):
+            digest = row["digest"][:DIGEST_SHOWN]
+            table.add_row(*([escape(row["tenant"])] if several else []), digest, escape(text))
+    return table
+
+
+# ---- blocks ----------------------------------------------------------------------------------------
+
+
+def replicas(
+    client: Asks, keys: Sequence[bytes], digest: bytes, nodes: Sequence[str]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Where blocks are; and nodes that do not answer, with why. nodes: of the cluster, this one first.
+
+    A node finds blocks of the namespaces that are open on it, wherever they are. So the others are asked, one after
+    the other, for what was not found yet. Raises what the first one said when all of them refuse.
+    """
+    found: list[dict[str, Any]] = []
+    silent: dict[str, str] = {}
+    refused: InvalidRequest | None = None
+    missing, answered = list(keys), False
+    for node in nodes:
+        try:
+            found += client.ask_node(operator_wire.Locate(b"".join(missing), digest), node=node)
+            answered = True
+        except InvalidRequest as error:
+            refused = refused or error
+        except (Unavailable, ClusterUnavailable) as error:
+            silent[node] = str(error)
+        there = {block["key"] for block in found}
+        missing = [key for key in missing if key.hex() not in there]
+        if not missing:
+            break
+    if refused is not None and not answered:
+        raise refused
+    return found, silent
+
+
+def show_replicas(found: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """Print what `Client.locate` gives."""
+    if not found:
+        return
+    console = console or make_console()
+    table = make_table("", "key", "namespace", "node", "tier", ">parts")
+    for block in found:
+        for replica in block["replicas"]:
+            whole = replica["parts"] == block["parts"]
+            table.add_row(
+                block["key"],
+                block["namespace"][:DIGEST_SHOWN],
+                escape(replica["node"]),
+                replica["tier"],
+                Text(f"{replica['parts']} of {block['parts']}", style="" if whole else "yellow"),
+            )
+    for column in table.columns:
+        column.no_wrap = column.header != "node"
+        column.overflow = "fold"
+    console.print(table)
+
+
+def not_found(
+    wanted: Sequence[bytes], found: Sequence[Mapping[str, Any]], directory: Directory
+) -> str:
+    """Which blocks were not found and what that may be due to; empty if all were."""
+    there = {block["key"] for block in found}
+    missing = [key.hex() for key in wanted if key.hex() not in there]
+    if not missing:
+        return ""
+    more = f" and {len(missing) - KEYS_SHOWN} more" if len(missing) > KEYS_SHOWN else ""
+    hint = "looked for in all namespaces that a node has open"
+    if directory is None:
+        hint += "; without a directory nodes know only what they hold themselves"
+    elif not directory["connected"]:
+        hint += "; the directory does not answer"
+    return f"not found: {', '.join(missing[:KEYS_SHOWN])}{more} ({hint})"

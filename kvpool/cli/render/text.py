@@ -1,0 +1,126 @@
+"""Tables and figures for people."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
+FIELDS_SHOWN = 3
+FIELD_LENGTH_MAX = 32
+PIPED_WIDTH = 240  # whoever filters lines wants a row to be one of them
+DIGEST_SHOWN = 12
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def make_console() -> Console:
+    """Standard output: as wide as the terminal, or wide enough for a row where there is none."""
+    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if narrow else PIPED_WIDTH)
+
+
+def make_bar(*columns: ProgressColumn, console: Console | None = None) -> Progress:
+    """For `with`: progress on standard error, gone when it ends; nothing where there is no terminal."""
+    from rich.progress import Progress
+
+    console = console or Console(file=sys.stderr, highlight=False)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def make_table(title: str, *columns: str) -> Table:
+    """Columns whose name begins with > are numbers."""
+    table = Table(
+        title=escape(title) if title else None,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        show_header=any(columns),
+        header_style="dim",
+    )
+    for name in columns:
+        table.add_column(
+            escape(name.removeprefix(">")), justify="right" if name.startswith(">") else "left"
+        )
+    return table
+
+
+def fold(table: Table) -> None:
+    """Cut nothing off: what is too wide goes on in the next line."""
+    for column in table.columns:
+        column.overflow = "fold"
+
+
+def facts(fields: Mapping[str, Any]) -> Iterator[str]:
+    """The first few facts of a namespace's record, those that say most to a reader first."""
+    names = sorted(
+        fields.keys() - {"format_version"},
+        key=lambda name: (name != "model", name != "tp_size", name),
+    )
+    for name in names[:FIELDS_SHOWN]:
+        text = str(fields[name])
+        if len(text) > FIELD_LENGTH_MAX:
+            text = f"{text[: FIELD_LENGTH_MAX - 1]}…"
+        yield f"{name}={text}"
+    if len(names) > FIELDS_SHOWN:
+        yield f"and {len(names) - FIELDS_SHOWN} more"
+
+
+def count(n: int, what: str) -> str:
+    """A number with its noun, in singular or plural."""
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes for people: at most four digits, binary units."""
+    return f"{_in_unit(nbytes, unit := _unit(nbytes))} {_UNITS[unit]}"
+
+
+def used_text(used: int, capacity: int) -> str:
+    """How much of something is in use, both in one unit: 1.2/64 GiB."""
+    unit = _unit(capacity)
+    return f"{_in_unit(used, unit)}/{_in_unit(capacity, unit)} {_UNITS[unit]}"
+
+
+def _unit(nbytes: float) -> int:
+    value, unit = float(nbytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value /= 1024
+        unit += 1
+    return unit
+
+
+def _in_unit(nbytes: float, unit: int) -> str:
+    value = nbytes / 1024**unit
+    digits = 0 if unit == 0 or value == int(value) or value >= 100 else 1
+    return f"{value:.{digits}f}"
+
+
+def period_text(seconds: float) -> str:
+    """A time as operators type it, in the largest unit of which it is a whole number: 36h."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds and seconds % length == 0:
+            return f"{seconds // length:.0f}{unit}"
+    return f"{seconds:.15g}s"
+
+
+def duration(seconds: float) -> str:
+    """A time for people, in its two largest units."""
+    left = int(seconds)
+    if left < 60:
+        return f"{left} s"
+    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    words: list[str] = []
+    for name, length in units:
+        n, left = divmod(left, length)
+        if n or words:
+            words.append(f"{n} {name}")
+    return " ".join(words[:2])

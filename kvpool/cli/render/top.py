@@ -1,0 +1,326 @@
+"""`kvpool top`: what the nodes of a cluster do now, from what they tell of themselves, two looks apart."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.text import Text
+
+from kvpool.cli.render.cluster import STATE_STYLES
+from kvpool.cli.render.jobs import jobs_table, nodes_of
+from kvpool.cli.render.text import count, make_console, make_table, size_text, used_text
+from kvpool.client import OperatorClient
+from kvpool.errors import KvpoolError
+from kvpool.wire import operator as operator_wire
+
+NODES_MAX = 256  # that are looked at, in the order of their names
+ASKING_MAX = 8  # nodes at a time
+FIRST_LOOK_S = 5.0  # for all nodes' first answers
+Answer = Future[tuple[Any, Any, float]]
+"""A node's numbers, its jobs, and when they came."""
+QUIT = frozenset(b"qQ\x03")
+
+
+class Sums(NamedTuple):
+    """What a node has done since it was started: bytes, and blocks that reads asked for."""
+
+    put_bytes: int
+    read_bytes: int
+    pulled_bytes: int
+    asked_blocks: int
+    got_blocks: int
+
+
+class Rates(NamedTuple):
+    """What it does in a second. hit_rate: of the blocks that reads asked for; None: nobody has asked."""
+
+    put_bytes_s: float
+    read_bytes_s: float
+    pulled_bytes_s: float
+    hit_rate: float | None
+
+
+@dataclass(slots=True)
+class Seen:
+    """What is known of one node. at_s: when it was told. error: why it is not known better."""
+
+    stats: Mapping[str, Any] | None = None
+    jobs: Sequence[Mapping[str, Any]] = ()
+    at_s: float = 0.0
+    rates: Rates | None = None
+    error: str = ""
+    asked: Answer | None = field(default=None, repr=False)
+
+
+def sums_of(stats: Mapping[str, Any]) -> Sums:
+    """stats: a node's answer to `kvpool.wire.operator.Inspect`."""
+    traffic = [tenant["traffic"] for tenant in stats["tenants"].values()]
+    reads = [each["reads"] for each in traffic]
+    got = sum(each["local"] + each["fetched"] for each in reads)
+    return Sums(
+        put_bytes=sum(each["put_bytes"] for each in traffic),
+        read_bytes=sum(each["read_bytes"] + each["device_read_bytes"] for each in traffic),
+        pulled_bytes=stats["counters"]["pulled_bytes"],
+        asked_blocks=got + sum(each["missed"] for each in reads),
+        got_blocks=got,
+    )
+
+
+def rates_between(before: Sums, after: Sums, seconds: float) -> Rates | None:
+    """None where there is nothing to compare with: no time has passed, or the node was started anew."""
+    change = [new - old for old, new in zip(before, after, strict=True)]
+    if seconds <= 0 or min(change) < 0:
+        return None
+    put, read, pulled, asked, got = change
+    return Rates(
+        put / seconds, read / seconds, pulled / seconds, got / asked if asked > 0 else None
+    )
+
+
+def fills(stats: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """(used, size) of each tier, in bytes, of all tenants."""
+    spaces = [tenant["space"] for tenant in stats["tenants"].values()]
+    found = {"dram": (sum(s["bytes_used"] for s in spaces), sum(s["size"] for s in spaces))}
+    for tier in ("ssd", "device"):
+        places = stats["tiers"][tier]
+        if places:
+            used = sum(place["used_bytes"] for place in places)
+            sizes = (place["segment_bytes"] or place["size_bytes"] for place in places)
+            found[tier] = (used, sum(sizes))
+    return found
+
+
+class Watch:
+    """Looks at all nodes at once, a turn at a time. One thread calls it."""
+
+    def __init__(
+        self, client: OperatorClient, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.seen: dict[str, Seen] = {}
+        self.cluster: Mapping[str, Any] = {}
+        self._client = client
+        self._clock = clock
+        self._wanted: SimpleQueue[tuple[str, Answer] | None] = SimpleQueue()
+        # An executor's threads would hold up the end of the process where a node hangs.
+        for _ in range(ASKING_MAX):
+            Thread(target=self._work, name="kvpool-top", daemon=True).start()
+
+    def close(self) -> None:
+        """Answers that have not come are not waited for."""
+        for _ in range(ASKING_MAX):
+            self._wanted.put(None)
+
+    def _work(self) -> None:
+        while (wanted := self._wanted.get()) is not None:
+            name, answer = wanted
+            try:
+                answer.set_result(self._ask(name))
+            except KvpoolError as error:
+                answer.set_exception(error)
+
+    def turn(self, wait_s: float) -> None:
+        """Ask the nodes that owe no answer, and take what comes in this time. Raises `KvpoolError`."""
+        self.cluster = self._client.cluster()
+        states = {record["node"]: record["state"] for record in self.cluster["nodes"]}
+        names = nodes_of(self.cluster)[:NODES_MAX]
+        self.seen = {name: self.seen.get(name, Seen()) for name in names}
+        for name, seen in self.seen.items():
+            if seen.asked is None:
+                seen.asked = Future()
+                self._wanted.put((name, seen.asked))
+        asked = [seen.asked for seen in self.seen.values() if seen.asked is not None]
+        wait(asked, timeout=wait_s)
+        for name, seen in self.seen.items():
+            if seen.asked is not None and seen.asked.done():
+                _take(seen)
+            elif seen.stats is None:
+                seen.error = f"no answer yet ({states.get(name, 'not a member')})"
+
+    def _ask(self, name: str) -> tuple[Any, Any, float]:
+        stats = self._client.ask_node(operator_wire.Inspect(), node=name)
+        return stats, self._client.ask_node(operator_wire.Jobs(), node=name), self._clock()
+
+
+def _take(seen: Seen) -> None:
+    """An answer has come, or none will."""
+    assert seen.asked is not None, "it was asked"
+    asked, seen.asked = seen.asked, None
+    try:
+        stats, jobs, at_s = asked.result()
+    except KvpoolError as error:
+        seen.error = str(error)
+        return
+    seen.rates = None
+    if seen.stats is not None and seen.stats["incarnation"] == stats["incarnation"]:
+        seen.rates = rates_between(sums_of(seen.stats), sums_of(stats), at_s - seen.at_s)
+    seen.stats, seen.jobs, seen.at_s, seen.error = stats, jobs, at_s, ""
+
+
+def plain(watch: Watch) -> dict[str, Any]:
+    """For `--json`."""
+    rows = []
+    for name, seen in watch.seen.items():
+        row: dict[str, Any] = {"node": name, "error": seen.error}
+        if seen.stats is not None:
+            row |= {
+                "state": seen.stats["cluster"]["state"],
+                "standing": seen.stats["cluster"]["standing"],
+                "tiers": {
+                    tier: {"used_bytes": used, "size_bytes": size}
+                    for tier, (used, size) in fills(seen.stats).items()
+                },
+                "rates": seen.rates._asdict() if seen.rates is not None else None,
+                "totals": sums_of(seen.stats)._asdict(),
+                "leases": seen.stats["leases"],
+                "clients": seen.stats["clients"],
+                "jobs": [job for job in seen.jobs if job["state"] == "running"],
+            }
+        rows.append(row)
+    return {"cluster": watch.cluster["cluster"], "nodes": rows}
+
+
+def view(watch: Watch, *, hint: str = "") -> RenderableType:
+    """The whole screen."""
+    known = [seen for seen in watch.seen.values() if seen.stats is not None]
+    names = {tier for seen in known if seen.stats is not None for tier in fills(seen.stats)}
+    tiers = [tier for tier in ("device", "dram", "ssd") if tier in names]
+    title = Text(f"cluster {watch.cluster['cluster']}", style="bold")
+    title.append(f", {count(len(watch.seen), 'node')}", style="none")
+    title.append(f", {count(sum(len(_running(s)) for s in known), 'job')} running", style="none")
+    table = make_table(
+        "",
+        "node",
+        "state",
+        *(f">{tier}" for tier in tiers),
+        ">put/s",
+        ">read/s",
+        ">pulled/s",
+        ">hits",
+        ">leases",
+        ">clients",
+        *([""] if any(seen.error for seen in watch.seen.values()) else []),
+    )
+    if len(tiers) > 1:
+        table.padding = (0, 1, 0, 0)  # for 80 columns
+    for name, seen in watch.seen.items():
+        table.add_row(*_row(name, seen, tiers)[: len(table.columns)])
+    for column in table.columns:
+        column.no_wrap = column.header in {"state", *tiers}
+        column.overflow = "fold"
+    parts: list[RenderableType] = [title, Text(), table]
+    jobs = [job for seen in known for job in _running(seen)]
+    if jobs:
+        parts += [Text(), jobs_table(jobs)]
+    if hint:
+        parts += [Text(), Text(hint, style="dim")]
+    return Group(*parts)
+
+
+def _running(seen: Seen) -> list[Mapping[str, Any]]:
+    return [job for job in seen.jobs if job["state"] == "running"]
+
+
+def _row(name: str, seen: Seen, tiers: Sequence[str]) -> list[str | Text]:
+    if seen.stats is None:
+        unknown: list[str | Text] = [escape(name), Text("unknown", style="bold red")]
+        return [*unknown, *[""] * (len(tiers) + 6), Text(seen.error, style="yellow")]
+    state, space = seen.stats["cluster"]["state"], fills(seen.stats)
+    rates = seen.rates
+    hits = "" if rates is None or rates.hit_rate is None else f"{rates.hit_rate:.0%}"
+    return [
+        escape(name),
+        Text(state, style=STATE_STYLES.get(state, "")),
+        *(used_text(*space[tier]) if tier in space else "" for tier in tiers),
+        *([""] * 3 if rates is None else [f"{size_text(rate)}/s" for rate in rates[:3]]),
+        hits,
+        f"{seen.stats['leases']:,}",
+        f"{seen.stats['clients']:,}",
+        Text(seen.error, style="yellow"),
+    ]
+
+
+def once(
+    client: OperatorClient, every_s: float, *, sleep: Callable[[float], None] = time.sleep
+) -> Watch:
+    """Two looks, so that there are rates."""
+    watch = Watch(client)
+    try:
+        watch.turn(FIRST_LOOK_S)
+        sleep(every_s)
+        watch.turn(FIRST_LOOK_S)
+    finally:
+        watch.close()
+    return watch
+
+
+def show_once(watch: Watch, console: Console | None = None) -> None:
+    """Print the view once."""
+    (console or make_console()).print(view(watch))
+
+
+def run(client: OperatorClient, every_s: float) -> None:
+    """Until q or Ctrl-C, on a terminal."""
+    watch = Watch(client)
+    console = Console(highlight=False)
+    try:
+        watch.turn(FIRST_LOOK_S)
+        with (
+            _single_keys() as keys,
+            Live(console=console, screen=True, auto_refresh=False) as live,
+        ):
+            while True:
+                live.update(view(watch, hint="q ends"), refresh=True)
+                if keys(every_s) & QUIT:
+                    return
+                watch.turn(every_s)
+    except KeyboardInterrupt:
+        pass  # how it ends
+    finally:
+        watch.close()
+
+
+@contextmanager
+def _single_keys() -> Iterator[Callable[[float], frozenset[int]]]:
+    """The keys that are typed within so many seconds, without Enter; nothing where nobody can type."""
+    if not sys.stdin.isatty():
+
+        def nothing(seconds: float) -> frozenset[int]:
+            time.sleep(seconds)
+            return frozenset()
+
+        yield nothing
+        return
+    import termios
+    import tty
+
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def typed(seconds: float) -> frozenset[int]:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            readable, _, _ = select.select([fd], [], [], left)
+            if readable:
+                found = frozenset(os.read(fd, 64))
+                if found & QUIT:
+                    return found
+        return frozenset()
+
+    try:
+        tty.setcbreak(fd)
+        yield typed
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

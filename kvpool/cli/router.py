@@ -1,0 +1,47 @@
+"""`kvpool router`: the HTTP front, in the foreground."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvpool import __version__
+from kvpool.cli import base
+from kvpool.cli.base import app
+from kvpool.cli.settings_command import RouterCommand
+from kvpool.errors import ConfigError
+
+
+@app.command(cls=RouterCommand)
+def router(
+    ctx: typer.Context,
+    config: Annotated[
+        str | None, typer.Option(help="TOML file with settings.", metavar="FILE")
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log more: --log-level info.")
+    ] = False,
+) -> None:
+    """Run an OpenAI-compatible front over engines, until SIGTERM. Needs the extra router.
+
+    Example: kvpool router --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
+    """
+    try:
+        from kvpool.router.command import run
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the router needs {error.name}: pip install 'kvpool[router]'") from None
+    from kvpool.router.config import load
+    from kvpool.telemetry import logs
+
+    flags = {"log_level": "info"} | ctx.obj if verbose else ctx.obj
+    settings, secrets = load(file=config, flags=flags)
+    logs.setup(settings.log_level, settings.log_format)
+    with base.in_foreground():
+        run(settings, secrets, _say_router_ready)
+
+
+def _say_router_ready(url: str, engines: int) -> None:
+    """The line is read by programs: its beginning and its end stay as they are."""
+    what = "engine" if engines == 1 else "engines"
+    print(f"kvpool {__version__} ready: router at {url}, {engines} {what}", flush=True)

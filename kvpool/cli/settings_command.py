@@ -1,0 +1,104 @@
+"""A command whose options are settings: made of their declaration, one for each."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from kvpool.config import Setting
+
+PANELS = ("", "Tiers below memory", "The cluster", "Limits", "The HTTP gateway")
+"""In the order of the help."""
+
+
+class SettingsCommand(TyperCommand):
+    """Its function finds in `ctx.obj` which settings were given, as text, by name.
+
+    struct: where they are declared, MODULE:NAME. The options are made when somebody looks at them: other
+    commands need not wait for that.
+    """
+
+    struct: str
+    _params: list[Any]
+    _settings: tuple[str, ...] = ()
+
+    @property
+    def params(self) -> list[Any]:
+        """One list, to which the base class adds."""
+        if not self._settings:
+            made = _options(self.struct)
+            self._settings = tuple(option.name for option in made)
+            self._params.extend(made)
+        return self._params
+
+    @params.setter
+    def params(self, own: list[Any]) -> None:
+        self._params = own
+
+    def invoke(self, ctx: Any) -> Any:
+        """Its function itself, without the settings among its arguments."""
+        given = {name: ctx.params.pop(name) for name in self._settings}
+        # What was not given is None, or empty where it may be repeated.
+        ctx.obj = {name: value for name, value in given.items() if value not in (None, (), [])}
+        return super().invoke(ctx)
+
+
+class ServeCommand(SettingsCommand):
+    """`kvpool serve`, with an option for each setting of a daemon."""
+
+    struct = "kvpool.config:DaemonConfig"
+
+
+class RouterCommand(SettingsCommand):
+    """`kvpool router`, with an option for each setting of a router."""
+
+    struct = "kvpool.router.config:RouterConfig"
+
+
+def _options(struct: str) -> list[Any]:
+    """As typer makes them of a function that has a parameter for each setting."""
+    from kvpool.config import settings_of
+
+    module, _, name = struct.partition(":")
+    declared = settings_of(getattr(import_module(module), name))
+    found = [each for each in declared.values() if each.option]
+    parameters = []
+    for each in sorted(found, key=lambda each: PANELS.index(each.panel)):
+        names = [each.option]
+        if each.is_switch:
+            names = [f"{each.option}/--no-{each.option.removeprefix('--')}"]
+        option = typer.Option(
+            *names,
+            help=_help(each),
+            metavar=None if each.is_switch else each.metavar,
+            rich_help_panel=each.panel or None,
+        )
+        value: Any = bool if each.is_switch else list[str] if each.is_list else str
+        parameters.append(
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[value | None, option],
+            )
+        )
+
+    def takes_settings() -> None:
+        pass
+
+    setattr(takes_settings, "__signature__", inspect.Signature(parameters))  # noqa: B010
+    takes_settings.__annotations__ = {each.name: each.annotation for each in parameters}
+    made = typer.Typer(add_completion=False)
+    made.command()(takes_settings)
+    return list(typer.main.get_command(made).params)
+
+
+def _help(setting: Setting) -> str:
+    text = f"{setting.help}; may be repeated." if setting.is_list else f"{setting.help}."
+    default = setting.shown.replace("`", "")
+    return text if default in {"none", "false"} else f"{text} Default: {default}."

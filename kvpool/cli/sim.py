@@ -1,0 +1,95 @@
+"""`kvpool sim`: simulates a cluster on a trace."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvpool.cli.base import app
+
+
+@app.command()
+def sim(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            help="A trace in Mooncake's format, or gen:shared-prefixes, gen:multi-turn, gen:agent."
+        ),
+    ],
+    prefill: Annotated[int, typer.Option(help="Engines that compute prompts.")] = 10,
+    decode: Annotated[int, typer.Option(help="Engines that decode; 0 ends with the token.")] = 10,
+    mixed: Annotated[int, typer.Option(help="Engines that do both.")] = 0,
+    flexible: Annotated[
+        bool,
+        typer.Option(help="Whether engines change between prefill and decode, after the load."),
+    ] = False,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="May be repeated; all: every one. NAME/fifo: in order of arrival."),
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="A profile's name, or a file.")] = "a800x8",
+    model: Annotated[str, typer.Option(help="A profile's name, or a file.")] = "llama-3-70b",
+    load: Annotated[
+        float, typer.Option(help="Share of what prefill can do; 0: the trace's own times.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed, the same run.")] = 0,
+    limit: Annotated[int, typer.Option(help="So many requests; 0: all of a trace.")] = 0,
+    rate: Annotated[float, typer.Option(help="Requests a second, of gen: traces.")] = 4.0,
+    pool_tokens: Annotated[int, typer.Option(help="Memory of all nodes, tokens.")] = 50_000_000,
+    ssd_tokens: Annotated[int, typer.Option(help="Disks of all nodes, tokens.")] = 0,
+    pool: Annotated[bool, typer.Option(help="Whether nodes pull from each other.")] = True,
+    network: Annotated[float, typer.Option(help="GB/s a node; 0: the profile's.")] = 0.0,
+    lag: Annotated[float, typer.Option(help="Seconds from an event to the index.")] = 0.05,
+    noise: Annotated[float, typer.Option(help="Of estimates: 0.3 is about 30 %.")] = 0.0,
+    ttft_slo: Annotated[float | None, typer.Option(help="Seconds to the first token.")] = None,
+    tpot_slo: Annotated[float | None, typer.Option(help="Seconds a token after it.")] = None,
+    reject: Annotated[bool, typer.Option(help="Refuse what will not meet them.")] = False,
+    json_path: Annotated[str | None, typer.Option("--json", help="Write rows here.")] = None,
+    plot: Annotated[
+        str | None, typer.Option(help="Draw a PNG of the policies here; needs the extra plots.")
+    ] = None,
+) -> None:
+    """Simulate a cluster on a trace: the real scheduler and eviction, simulated engines and links.
+
+    Example: kvpool sim trace.jsonl --prefill 16 --decode 0 --load 0.8 --policy all
+    """
+    import math
+
+    from rich.console import Console
+
+    from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
+    from kvpool.scheduler.scheduler import Settings
+    from kvpool.simulator.command import requests_of, run, write_rows
+    from kvpool.simulator.plot import draw, require
+    from kvpool.simulator.simulated_cluster import Shape
+    from kvpool.simulator.speeds import Speeds, load_hardware, load_model
+
+    if plot is not None:
+        require()
+    ttft_slo_s = math.inf if ttft_slo is None else ttft_slo
+    tpot_slo_s = math.inf if tpot_slo is None else tpot_slo
+    settings = Settings(ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s) if reject else Settings()
+    shape = Shape(
+        Speeds(load_hardware(hardware), load_model(model)),
+        prefill=prefill,
+        decode=decode,
+        mixed=mixed,
+        flexible=flexible,
+        settings=settings,
+        pool_tokens=pool_tokens,
+        ssd_tokens=ssd_tokens,
+        shared=pool,
+        network_bytes_s=network * 1e9,
+        lag_s=lag,
+        noise=noise,
+        seed=seed,
+    )
+    chosen = list(POLICIES) if policy == ["all"] else policy or [DEFAULT_POLICY]
+    requests = requests_of(trace, shape, load=load, limit=limit, rate=rate)
+    console = Console()
+    rows = run(requests, shape, chosen, console, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
+    if json_path is not None:
+        write_rows(rows, json_path)
+    if plot is not None:
+        draw(rows, plot)

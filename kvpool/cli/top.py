@@ -1,0 +1,41 @@
+"""`kvpool top`: watches what all nodes do."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
+
+
+@app.command(rich_help_panel=OPERATORS)
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print it once, for scripts.")] = False,
+    every_s: Annotated[
+        float, typer.Option("--every-s", min=0.2, max=60.0, help="From one look to the next.")
+    ] = 1.0,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Watch what all nodes do: how full, what is put, read and pulled a second, hits, leases, jobs.
+
+    q or Ctrl-C ends it. Without a terminal, and with --json, it is printed once.
+
+    Example: kvpool top
+
+    Example: kvpool top --once --json
+    """
+    from kvpool.cli.render.top import once as look_once
+    from kvpool.cli.render.top import plain, run, show_once
+
+    with base.client_of(socket, tenant) as client:
+        if as_json:
+            base.print_json(plain(look_once(client, every_s)))
+        elif once or not sys.stdout.isatty():
+            show_once(look_once(client, every_s))
+        else:
+            run(client, every_s)

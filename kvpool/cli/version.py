@@ -1,0 +1,19 @@
+"""`kvpool version`."""
+
+from __future__ import annotations
+
+from kvpool import __version__
+from kvpool.cli import base
+from kvpool.cli.base import AsJson, app
+
+
+@app.command()
+def version(as_json: AsJson = False) -> None:
+    """Print the version.
+
+    Example: kvpool version
+    """
+    if as_json:
+        base.print_json({"version": __version__})
+    else:
+        print(__version__)

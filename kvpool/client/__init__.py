@@ -1,0 +1,7 @@
+"""The library in an engine's process, or in anything else, that talks to the daemon of its own node."""
+
+from kvpool.client.client import Client
+from kvpool.client.operator import OperatorClient
+from kvpool.client.slots import Lease, Reservation, Slots
+
+__all__ = ["Client", "Lease", "OperatorClient", "Reservation", "Slots"]

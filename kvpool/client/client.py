@@ -1,0 +1,680 @@
+"""The client: all that an engine, or anything else on the node, needs to use the pool.
+
+    with Client() as client:
+        ns = client.open(NamespaceRecord.simple("my-model", block_bytes=65536, block_tokens=32))
+        client.put(ns, keys, blocks)
+        hit = client.match(ns, keys)
+
+It talks to its own node's daemon over a unix socket and copies in shared memory; it never opens a
+network connection. Needs numpy, msgspec and xxhash.
+
+**A daemon that is away is a miss, not an exception**, for everything that reads: `match` is 0, `contains`
+and `get` find nothing, `acquire` is None. What writes raises `Unavailable`. After a failure, requests
+end at once until the next attempt to reconnect is due (50 ms, doubling to 1 s).
+
+**Threads**: all methods may be called from any thread; each request in flight has a connection of its
+own, up to `connections_max`. Not for use in a forked child: make a new client there.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.client.connection import TIMEOUT_S_MAX
+from kvpool.client.connections import Connections
+from kvpool.client.copying import CopyIn, copy_out, part_bytes, targets_of
+from kvpool.client.namespaces import OpenNamespaces
+from kvpool.client.puts import GrantedPuts, Reservations
+from kvpool.client.slots import Lease, Reservation, lease_of
+from kvpool.config import default_socket_path
+from kvpool.errors import InvalidRequest, PoolFull, SegmentError, StaleEpoch, Unavailable
+from kvpool.memory.buffers import Source, row_checksums
+from kvpool.types import (
+    DEFAULT_TENANT,
+    KEY_BYTES,
+    EngineRecord,
+    Keys,
+    Namespace,
+    NamespaceRecord,
+    Recompute,
+    pack_keys,
+)
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+
+if TYPE_CHECKING:
+    from kvpool.client.device_memory import DeviceMemory
+
+RESET_S = 15.0  # longest wait for the cluster's word, on top of the client's time-out
+_PAGE = 4096
+
+
+class Client:
+    """A connection to the pool. See the module's text for failures and threads.
+
+    socket_path: the daemon's socket; None: `KVPOOL_SOCKET`, else the user's default.
+    tenant, token: whose pool; the daemon knows the default tenant without a token.
+    instance: names the engine instance that leases belong to; the same in all its processes.
+    timeout_s: deadline of every request.
+    connect: True raises `Unavailable` or the daemon's refusal now, instead of missing later.
+    operator_token: what the daemon asks of operators, if it does.
+    """
+
+    def __init__(
+        self,
+        socket_path: str | None = None,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        token: str | None = None,
+        instance: str | None = None,
+        timeout_s: float = 1.0,
+        connections_max: int = 16,
+        connect: bool = False,
+        operator_token: str = "",
+    ) -> None:
+        if not 0 < timeout_s <= TIMEOUT_S_MAX:
+            raise InvalidRequest(f"a time-out of {timeout_s} s: above 0, at most {TIMEOUT_S_MAX:g}")
+        self.timeout_s = timeout_s
+        self.tenant = tenant
+        self.instance = instance or secrets.token_hex(8)
+        self._connections = Connections(
+            socket_path or default_socket_path(),
+            tenant=tenant,
+            token=token,
+            instance=self.instance,
+            operator_token=operator_token,
+            timeout_s=timeout_s,
+            connections_max=connections_max,
+        )
+        self._namespaces = OpenNamespaces(timeout_s)
+        self._copy_in = CopyIn()
+        self._reservations = Reservations(self._connections, self._namespaces)
+        self._granted_puts = GrantedPuts(self._connections, self._namespaces, self._copy_in)
+        if connect:
+            self._connections.connect()
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections. Leases and reservations that are open stay so until this process ends."""
+        self._connections.close()
+        self._copy_in.close()
+
+    @property
+    def socket_path(self) -> str:
+        """Of the daemon's socket."""
+        return self._connections.socket_path
+
+    @property
+    def available(self) -> bool:
+        """Whether a request would be tried now: False between a failure and the next attempt's time."""
+        return self._connections.available
+
+    @property
+    def incarnation(self) -> str:
+        """Of the daemon that answered last; empty before the first."""
+        daemon = self._connections.daemon
+        return daemon.incarnation if daemon is not None else ""
+
+    def warm(self) -> bool:
+        """Connect and map the segment now, so that the first copy does not pay for it.
+
+        False when the daemon is away. Mapping 2 GiB takes about 0.1 s.
+        """
+        try:
+            with self._connections.request() as connection:
+                connection.daemon.table(_PAGE)
+        except Unavailable:
+            return False
+        return True
+
+    def open(
+        self,
+        record: NamespaceRecord,
+        *,
+        replicas: int = 0,
+        write: str = "",
+        ttl_s: float = 0.0,
+        ssd_codec: str = "",
+        write_remote: str = "",
+        generation: int = -1,
+    ) -> Namespace:
+        """Make a namespace known to the daemon, now or when it is there, and after each restart again.
+
+        The settings count if the cluster does not know the namespace yet, and on a node that is alone
+        where nobody has asked for another one; later `configure` changes them.
+
+        replicas: how many are wanted of each block, on as many nodes; 0: one.
+        write: when blocks are written to SSD: "through" (when they were put), "back" (ahead of their
+            eviction from memory), "none", or empty: as each node does by default.
+        ttl_s: a block that was not used for so long on a node is not found there any more; 0: never.
+        ssd_codec: what makes blocks smaller on SSD, without loss: "blosc2", or empty for nothing.
+        write_remote: when blocks are written to object storage, where nodes have some: "back" (ahead of
+            their eviction from memory, if they were read again), which empty is as well, or "none".
+        generation: of the caller's weights, as another client of the same engine was told
+            (`generation`); -1: they are the present ones, at the time of the first answer. After a reset by
+            another engine that is what lets this one in again, so be sure that it is so.
+        Raises `NamespaceMismatch` if the daemon, or the cluster, knows it with other sizes.
+        """
+        namespace = Namespace(
+            record, record.digest(), replicas, write, ttl_s, ssd_codec, write_remote
+        )
+        self._namespaces.generations[namespace.digest] = generation
+        try:
+            with self._connections.request() as connection:
+                self._namespaces.make_known(connection, namespace)
+        except Unavailable:
+            pass
+        return namespace
+
+    def generation(self, ns: Namespace) -> int:
+        """Of the weights that this client reads and writes blocks of; -1 before the daemon told it."""
+        return self._namespaces.generations.get(ns.digest, -1)
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    def match(self, ns: Namespace, keys: Keys, *, parts: Sequence[int] | None = None) -> int:
+        """The longest prefix of `keys`, in blocks, that an engine could use from this node."""
+        packed = pack_keys(keys)
+        if not packed:
+            return 0
+        try:
+            answer = self._ask_ns(
+                ns, lambda number: client_wire.Match(number, packed, list(parts) if parts else [])
+            )
+        except Unavailable:
+            return 0
+        return int(answer.value)
+
+    def contains(self, ns: Namespace, keys: Keys, *, part: int = 0) -> npt.NDArray[np.bool_]:
+        """For each key, whether the part of the block is on this node."""
+        packed = pack_keys(keys)
+        n = len(packed) // KEY_BYTES
+        if n:
+            try:
+                answer = self._ask_ns(ns, lambda number: client_wire.Contains(number, part, packed))
+            except Unavailable:
+                pass
+            else:
+                return np.frombuffer(answer.data, dtype=np.bool_)
+        return np.zeros(n, dtype=np.bool_)
+
+    def acquire(
+        self,
+        ns: Namespace,
+        keys: Keys,
+        *,
+        parts: Sequence[int] | None = None,
+        lease_s: float = 10.0,
+        wait_s: float = 0.0,
+        recompute: Recompute | None = None,
+        device: DeviceMemory | None = None,
+        life: int = 0,
+        trace: str = "",
+    ) -> Lease | None:
+        """A lease on the longest usable prefix of `keys`; None if there is none.
+
+        parts: which must be usable; all of the namespace's unless given. A prefix is usable when full
+            parts have all its blocks and window parts their last ones.
+        lease_s: how long; the daemon may grant less (see `Lease.deadline`).
+        wait_s: how long to wait for blocks that are not in memory here, but on disks or other nodes.
+        recompute: the price of computing the keys' blocks instead. What takes longer to bring is not waited
+            for. None: all that there is is brought.
+        device: of `attach_device`: what lies there is leased there (`Slots.device_rows`), and is not brought
+            into memory for it. Once its process has died the lease is on memory only.
+        life: the same for a caller that is not attached, in the name of those who will `join` the lease and all
+            are: `DeviceMemory.life` of theirs. The slots there are theirs to read.
+        trace: the W3C `traceparent` of the request that this is for; the daemon's spans belong to it.
+        """
+        packed = pack_keys(keys)
+        if not packed:
+            return None
+        if device is not None:
+            life = device.life if device.alive else 0
+        chosen = list(parts) if parts else []
+        price = _price(recompute)
+        return self._acquire(
+            ns,
+            lambda number: client_wire.Acquire(
+                number, packed, chosen, lease_s, wait_s, False, price, life, trace
+            ),
+            wait_s,
+            device=device,
+            life=life,
+        )
+
+    def join(
+        self,
+        token: str,
+        *,
+        parts: Sequence[int] | None = None,
+        device: DeviceMemory | None = None,
+    ) -> Lease | None:
+        """Become a holder of a lease that another process of this instance acquired; None if it ended.
+
+        parts: whose slots to describe; all of the lease's unless given.
+        device: see `acquire`. None is the answer too where the lease has slots in device memory that is not
+            this one.
+        """
+        message = client_wire.Join(token, list(parts) if parts else [])
+        sent = time.monotonic()
+        try:
+            with self._connections.request() as connection:
+                answer = connection.ask(message, self.timeout_s)
+                return lease_of(self._connections, connection, answer, sent, device)
+        except Unavailable:
+            return None
+
+    def attach_device(self, on: Any = None) -> DeviceMemory | None:
+        """Map this tenant's part of the daemon's spare device memory, to read there by leases (`acquire`).
+
+        None where the daemon has none that serves now, or is away. It stays mapped until it is closed; when
+        its process has died (`DeviceMemory.alive`), attach anew. Needs torch, and to see the same device.
+
+        on: the torch device that it has to be on; None: any that is seen here.
+        Raises `SegmentError` where it cannot be mapped, or is on another device than `on`, which is not touched.
+        """
+        from kvpool.client.device_memory import DeviceMemory
+
+        found = self._connections.attach_device()
+        if found is None:
+            return None
+        welcome, view = found
+        try:
+            return DeviceMemory(welcome.device, welcome.life, view, on)
+        except SegmentError:
+            if view.alive:
+                raise
+            return None  # its process has died meanwhile, and the memory with it
+
+    def release(self, lease: Lease) -> None:
+        """Stop reading. Never raises: a lease whose release is lost ends at its deadline."""
+        lease.release()
+
+    def get_into(
+        self,
+        ns: Namespace,
+        keys: Keys,
+        out: Any,
+        *,
+        part: int = 0,
+        lease_s: float = 5.0,
+        wait_s: float = 0.0,
+    ) -> npt.NDArray[np.bool_]:
+        """Copy blocks into `out`; True for each key that is there in full, the rest of `out` is undefined.
+
+        out: one writable buffer, array or tensor of n times the part's bytes, or a list of n of them.
+        lease_s: the copy must be done by then. The lease is released with this client's next request.
+        wait_s: how long to wait for blocks that are not in memory here, but on disks or other nodes.
+        """
+        packed = pack_keys(keys)
+        n = len(packed) // KEY_BYTES
+        nothing = np.zeros(n, dtype=np.bool_)
+        nbytes = part_bytes(ns, part)
+        targets = targets_of(out, n, nbytes)
+        if not n:
+            return nothing
+        lease = self._acquire(
+            ns,
+            lambda number: client_wire.Acquire(number, packed, [part], lease_s, wait_s, True),
+            wait_s,
+            n * nbytes,
+        )
+        if lease is None:
+            return nothing
+        here = copy_out(lease.slots[part], targets)
+        valid = lease.valid
+        self._connections.release_later(lease.token)
+        return here if valid else nothing
+
+    def get(
+        self, ns: Namespace, keys: Keys, *, part: int = 0, wait_s: float = 0.0
+    ) -> list[bytes | None]:
+        """The bytes of each block, or None; as `get_into`. For bulk use prefer that, or `acquire`."""
+        packed = pack_keys(keys)
+        n = len(packed) // KEY_BYTES
+        out = np.empty((n, part_bytes(ns, part)), dtype=np.uint8)
+        here = self.get_into(ns, packed, out, part=part, wait_s=wait_s)
+        return [out[i].tobytes() if here[i] else None for i in range(n)]
+
+    # ---- writing -------------------------------------------------------------------------------------
+
+    def reserve(
+        self, ns: Namespace, keys: Keys, *, part: int = 0, parent: bytes | None = None
+    ) -> Reservation:
+        """Slots for the blocks that are not there yet. Write them, then `commit`.
+
+        parent: the key before the first one in the prefix chain, if there is one.
+        Raises `PoolFull`, `LimitExceeded`, `Unavailable`.
+        """
+        packed = pack_keys(keys)
+        if not packed:
+            raise InvalidRequest("a reservation of no keys")
+        with self._connections.request() as connection:
+            return self._reservations.reserve(connection, ns, part, packed, parent)
+
+    def commit(
+        self, reservation: Reservation, checksums: bytes | None = None, *, replicas: int = 0
+    ) -> int:
+        """Make the slots readable; how many blocks are new. Others had been put meanwhile.
+
+        checksums: xxh3-128 of each slot's bytes, 16 bytes each in order; computed here if not given.
+        replicas: see `put`.
+        Raises `UnknownReservation` if it was settled before or its daemon is gone, and `Unavailable`.
+        """
+        if not len(reservation.missing):
+            return 0
+        if checksums is None:
+            slots = reservation.slots
+            checksums = row_checksums(slots.table, slots.rows, slots.nbytes)
+        with self._connections.request() as connection:
+            return self._reservations.commit(connection, reservation, checksums, replicas)
+
+    def written(self, reservation: Reservation, nbytes: int) -> None:
+        """The first `nbytes` bytes of each of its slots are written, and will not change until the commit.
+
+        Nodes that follow the prompt may fetch them meanwhile; a long commit, of many layers, then has little left
+        to be fetched. To be called with more and more bytes: once a layer, at most some hundred times a second.
+        A hint: given up where all connections are busy, and a daemon that is away is no error. Raises
+        `InvalidRequest` for bytes that a slot does not have.
+        """
+        if not 0 < nbytes <= reservation.slots.nbytes:
+            raise InvalidRequest(f"{nbytes} bytes are written of {reservation.slots.nbytes}")
+        if reservation._settled:
+            return
+        try:
+            with self._connections.request(0.0) as connection:
+                if connection.daemon is reservation._daemon:
+                    connection.tell(client_wire.Progress(reservation._ticket, nbytes))
+        except Unavailable:
+            pass  # busy with more than a hint, or gone as those are who would have been told
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give slots back unwritten. Never raises; nothing after a commit."""
+        reservation.abort()
+
+    def put(
+        self,
+        ns: Namespace,
+        keys: Keys,
+        blocks: Any,
+        *,
+        part: int = 0,
+        parent: bytes | None = None,
+        replicas: int = 0,
+    ) -> int:
+        """Store blocks; how many are new.
+
+        Puts of up to 32 MiB are copied into slots held ready for them before the daemon is asked; where
+        the last one met blocks that were there, and above that size, what is there is not copied.
+
+        blocks: one buffer, array or CPU tensor of n times the part's bytes, or a list of n items, each a
+            buffer or a list of buffers that are gathered. Read until this returns, never kept.
+        replicas: how many are wanted in the cluster of each; 0: as many as of all of the namespace's. Made
+            afterwards, in the background.
+        Raises `PoolFull` when not all could be stored (the first ones were: see `contains`),
+        `Unavailable`, `InvalidRequest`.
+        """
+        packed = pack_keys(keys)
+        n = len(packed) // KEY_BYTES
+        source = Source(blocks, n, part_bytes(ns, part))
+        if not n:
+            return 0
+        if self._granted_puts.fits(ns, part, source):
+            stored = self._granted_puts.put(ns, packed, source, part, parent, replicas)
+            if stored is not None:
+                return stored
+        with self._connections.request() as connection:
+            reservation = self._reservations.reserve(
+                connection, ns, part, packed, parent, source.total
+            )
+            stored = 0
+            if len(reservation.missing):
+                with reservation:
+                    slots = reservation.slots
+                    checksums = self._copy_in(
+                        source, reservation.missing, slots.table, slots.rows, slots.fd
+                    )
+                    connection.be_patient(source.total)
+                    stored = self._reservations.commit(connection, reservation, checksums, replicas)
+            stash = connection.daemon.stashes.get((ns.digest, part))
+            if stash is not None:
+                stash.ask_first = len(reservation.missing) < n
+        if reservation.refused:
+            raise PoolFull(
+                f"{reservation.refused} of {n} blocks found no space: leases, reservations or "
+                f"hard pins hold it. The blocks before them are stored"
+            )
+        return stored
+
+    def remove(self, ns: Namespace, keys: Keys) -> int:
+        """Forget blocks, all their parts; how many were there. Readers under a lease finish."""
+        packed = pack_keys(keys)
+        if not packed:
+            return 0
+        return int(self._ask_ns(ns, lambda number: client_wire.Remove(number, packed)).value)
+
+    def pin(self, ns: Namespace, keys: Keys, kind: str = "soft") -> int:
+        """Keep blocks: "soft" evicts them last, "hard" never, "none" unpins; how many are there.
+
+        Raises `LimitExceeded` when the tenant's quota does not cover them.
+        """
+        packed = pack_keys(keys)
+        if not packed:
+            return 0
+        return int(self._ask_ns(ns, lambda number: client_wire.Pin(number, packed, kind)).value)
+
+    def pull(
+        self,
+        ns: Namespace,
+        keys: Keys,
+        *,
+        wait_s: float = 1.0,
+        recompute: Recompute | None = None,
+        life: int = 0,
+        trace: str = "",
+    ) -> int:
+        """Bring blocks into memory here, from disks and other nodes; how many of the prefix are then.
+
+        recompute, life, trace: as for `acquire`; what is in that device memory counts as here.
+        """
+        packed = pack_keys(keys)
+        if not packed:
+            return 0
+        price = _price(recompute)
+        return int(
+            self._ask_ns(
+                ns,
+                lambda number: client_wire.Pull(number, packed, wait_s, price, life, trace),
+                wait_s,
+            ).value
+        )
+
+    def follow(
+        self,
+        ns: Namespace,
+        keys: Keys,
+        *,
+        wait_s: float,
+        source: str = "",
+        parts: Sequence[int] | None = None,
+        trace: str = "",
+    ) -> int:
+        """Bring a prompt's blocks here while another node's engine computes them; how many are usable then.
+
+        Returns when all of the prompt is here, or after `wait_s` (the daemon's `lease_s_max` at most) with
+        what has come by then: never an error because a node was lost. What comes is held until it returns,
+        so `acquire` soon. It takes one of this client's connections for so long; `close`, from another
+        thread, calls it off.
+
+        source: the name of the node where the prompt is computed; without it the directory is asked who has
+            its beginning. parts: only these; None: all. trace: as for `acquire`.
+        Raises `Unavailable` when the daemon is away, or called off, and `LimitExceeded` when it follows too
+        many prompts already.
+        """
+        packed = pack_keys(keys)
+        if not packed:
+            return 0
+        with self._connections.request() as connection:
+            message = client_wire.Follow(
+                self._namespaces.number(connection, ns),
+                packed,
+                wait_s,
+                source,
+                list(parts or ()),
+                trace,
+            )
+            answer = self._connections.ask_long(connection, message, self.timeout_s + wait_s)
+            return int(answer.value)
+
+    def reset(self, ns: Namespace) -> None:
+        """This engine's weights are new: nothing that was stored under the namespace is found any more.
+
+        Begins a new epoch for the whole cluster, or enters the one that another engine's reset has begun:
+        each engine resets once for each change of weights. Other clients find nothing and store
+        nothing until they `reset` or `open` the namespace themselves. Leases that are held stay valid.
+        Raises `StaleEpoch` when others have changed their weights more often than this engine: it is one
+        change further, and finds and stores nothing until it has caught up. Raises `Unavailable`, or
+        `ClusterUnavailable` when the membership does not answer: then the old epoch goes on, and the caller
+        must not use the namespace any more.
+        """
+        with self._connections.request() as connection:
+            number = self._namespaces.number(connection, ns)
+            generation = self._namespaces.generations[ns.digest]
+            answer = connection.ask(client_wire.Reset(number, generation), self.timeout_s + RESET_S)
+            self._namespaces.opened(connection, ns.digest, answer)
+        if not answer.current:
+            raise StaleEpoch(
+                f"the weights of namespace {ns.digest.hex()} have changed more often elsewhere than "
+                f"here, where it is generation {answer.generation} now: reset again with each change "
+                f"that is still to come, or open the namespace when the weights are the latest"
+            )
+
+    def follow_events(
+        self,
+        ns: Namespace,
+        endpoint: str,
+        *,
+        replay: str = "",
+        topic: str = "",
+        groups: Sequence[int] = (),
+    ) -> bool:
+        """Have the daemon follow the KV events of this process's engine, now and after each restart again.
+
+        What they say its cache holds is tier `gpu` to others, until this process ends: a hint for those who
+        route requests, never a source of bytes. One engine a client: another call takes the place of
+        the one before.
+
+        endpoint: where to connect to, in ZeroMQ's words: `tcp://127.0.0.1:5557` or `ipc:///path`, on this
+            machine only; empty: the daemon is to follow no more.
+        replay: where the engine repeats missed events, or empty. topic: of the events.
+        groups: the cache group, in the events' numbers, of each part of the namespace, in their order.
+        False when the daemon does not follow them: it is away (it is told when it is back and the namespace
+        is used), it is set not to (`events`), or it has no pyzmq.
+        Raises `InvalidRequest` for what cannot be followed, and `LimitExceeded`.
+        """
+        listed = list(groups)
+
+        def message(number: int) -> client_wire.FollowEvents:
+            return client_wire.FollowEvents(number, endpoint, replay, topic, listed)
+
+        self._namespaces.events = (ns.digest, message) if endpoint else None
+        try:
+            return bool(self._ask_ns(ns, message).value)
+        except Unavailable:
+            return False
+
+    def announce_engine(self, ns: Namespace, engine: EngineRecord | None) -> bool:
+        """Tell all nodes of this process's engine, so that requests are sent to it; None: not any more.
+
+        That holds until this process ends. To a daemon that was started anew it is told again once the
+        namespace is used there: whoever uses it seldom says it again now and then, which is cheap. One
+        engine a client: another call takes the place of the one before.
+        False when the daemon is away. Raises `InvalidRequest` for what no engine can be, and `LimitExceeded`.
+        """
+
+        def message(number: int) -> client_wire.AnnounceEngine:
+            return client_wire.AnnounceEngine(number, engine)
+
+        self._namespaces.engine = (ns.digest, message) if engine is not None else None
+        try:
+            self._ask_ns(ns, message)
+        except Unavailable:
+            return False
+        return True
+
+    # ---- for routers ---------------------------------------------------------------------------------
+
+    def engines(self) -> list[dict[str, Any]]:
+        """The engines of this tenant, on all nodes: see `kvpool.wire.client.Engines`. Raises `Unavailable`."""
+        found: list[dict[str, Any]] = self._ask_json(client_wire.Engines())
+        return found
+
+    def prefixes(
+        self, digest: bytes, keys: Keys, *, wait_s: float = 0.05
+    ) -> dict[str, tuple[int, int]]:
+        """How much of a prefix each node could give, in blocks: from its memory, and from that and its disks.
+
+        What engines have in caches of their own is not counted. digest: of the namespace, which need not be
+        open here. wait_s: other nodes are left out when the directory takes longer. Nodes that have nothing
+        are left out. A hint: blocks come and go. Raises `Unavailable`.
+        """
+        message = client_wire.Prefixes(digest, pack_keys(keys), wait_s)
+        with self._connections.request() as connection:
+            answer = connection.ask(message, self.timeout_s + wait_s)
+        return {node: (first, last) for node, (first, last) in json.loads(answer.data).items()}
+
+    def _ask_json(self, message: frame.Message) -> Any:
+        with self._connections.request() as connection:
+            return json.loads(connection.ask(message, self.timeout_s + RESET_S).data)
+
+    def stats(self) -> dict[str, Any]:
+        """The daemon's counters and this tenant's space. Raises `Unavailable`."""
+        with self._connections.request() as connection:
+            found: dict[str, Any] = json.loads(
+                connection.ask(client_wire.Stats(), self.timeout_s).data
+            )
+            return found
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _ask_ns(self, ns: Namespace, make: Any, wait_s: float = 0.0) -> Any:
+        with self._connections.request() as connection:
+            number = self._namespaces.number(connection, ns)
+            return connection.ask(make(number), self.timeout_s + wait_s)
+
+    def _acquire(
+        self,
+        ns: Namespace,
+        make: Any,
+        wait_s: float,
+        nbytes: int = 0,
+        device: DeviceMemory | None = None,
+        life: int = 0,
+    ) -> Lease | None:
+        try:
+            with self._connections.request() as connection:
+                number = self._namespaces.number(connection, ns)
+                sent = time.monotonic()
+                connection.be_patient(nbytes)
+                answer = connection.ask(make(number), self.timeout_s + wait_s)
+                return lease_of(self._connections, connection, answer, sent, device, life)
+        except Unavailable:
+            return None
+
+
+def _price(recompute: Recompute | None) -> tuple[float, float] | None:
+    return None if recompute is None else (recompute.block_s, recompute.growth_s)

@@ -1,0 +1,361 @@
+"""The connections of one client: a pool of them, and what to do while the daemon is away.
+
+Not for use by itself: `kvpool.client` is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from kvpool.client.connection import Connection, DaemonState, timeval
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, ProtocolError, Unavailable
+from kvpool.memory.owner_liveness import LifeView
+from kvpool.retry import Backoff
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+
+BACKOFF_S = (0.05, 1.0)
+FINISHED_MAX = 1024
+
+
+class Connections:
+    """Connections to the daemon of this node, as many as are needed at a time. Thread-safe.
+
+    After a failure requests end at once until the next attempt is due; then one thread at a time finds out
+    whether the daemon is back. What the daemon must hear and nobody waits for (`abandon`, `release_later`)
+    goes ahead of the next request.
+
+    daemon: the incarnation that answered last, or None.
+    """
+
+    def __init__(
+        self,
+        socket_path: str,
+        *,
+        tenant: str,
+        token: str | None,
+        instance: str,
+        operator_token: str,
+        timeout_s: float,
+        connections_max: int,
+    ) -> None:
+        self.socket_path = socket_path
+        self.tenant = tenant
+        self.timeout_s = timeout_s
+        self.instance = instance
+        self.daemon: DaemonState | None = None
+        self.closed = False
+        self.client_id = secrets.token_hex(16)
+        self._token = token
+        self._operator_token = operator_token
+        self._pid = os.getpid()
+        self._idle: deque[Connection] = deque()
+        self._open = 0  # connections, idle ones included
+        self._long: set[Connection] = set()  # those with a request that may take long
+        self._connections_max = connections_max
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        self._waiting = 0
+        self._finished: deque[str] = deque(maxlen=FINISHED_MAX)  # tokens of leases to release
+        self._orphans: deque[tuple[str, frame.Message]] = deque(maxlen=1 << 16)
+        self._failure = ""
+        self._backoff = Backoff(*BACKOFF_S)
+        self._probing = False
+
+    @property
+    def available(self) -> bool:
+        """Whether a request would be tried now."""
+        return not self.closed and self._backoff.due(time.monotonic())
+
+    def connect(self) -> None:
+        """Connect now. Raises `Unavailable`, or the daemon's refusal."""
+        self.give_back(self.take(self.timeout_s))
+
+    def close(self) -> None:
+        """Tell the daemon what is left to tell, and close all connections; requests that wait long end."""
+        if self._finished and self._idle:
+            try:
+                with self.request() as connection:
+                    connection.flush()
+            except KvpoolError:
+                pass  # they end by themselves
+        daemon = self.daemon
+        used = daemon is not None and bool(daemon.stashes or daemon.grants.doubtful)
+        if daemon is not None and used and self._idle and daemon.grants.begin_last():
+            try:
+                with self.request() as connection:
+                    if connection.daemon is daemon:
+                        connection.tell(client_wire.GiveBack(0, b""))
+            except KvpoolError:
+                pass  # they come back with the end of this process
+        self.closed = True
+        for connection in list(self._long):
+            connection.shut()
+        with self._lock:
+            self._close_idle()
+        self.daemon = None
+
+    def ask_long(self, connection: Connection, message: frame.Message, timeout_s: float) -> Any:
+        """As `connection.ask`, but `close` by another thread ends it with `Unavailable`."""
+        self._long.add(connection)
+        try:
+            if self.closed:
+                raise Unavailable("this client is closed")
+            return connection.ask(message, timeout_s)
+        finally:
+            self._long.discard(connection)
+
+    def release_later(self, token: str) -> None:
+        """Release a lease together with the next request."""
+        self._finished.append(token)
+
+    def abandon(self, incarnation: str, ticket: int) -> None:
+        """Have a reservation aborted by the daemon of that incarnation, if it is the one that answers next."""
+        self._orphans.append((incarnation, client_wire.Abort([ticket])))
+
+    def attach_device(self) -> tuple[client_wire.Welcome, LifeView] | None:
+        """A handle of spare device memory, and what tells of its end; None: there is none, or no daemon."""
+        self._check_process()
+        if self.closed:
+            return None
+        with self._freed:
+            self._open += 1
+        try:
+            connection, welcome, view = self._introduce(device=True)
+            connection.close()  # a descriptor can only come with a connection's first answer
+        except Unavailable:
+            return None
+        finally:
+            self._closed_one()
+        return None if view is None else (welcome, view)
+
+    def request(self, wait_s: float | None = None) -> Request:
+        """wait_s: for a connection that is free, where it is not `timeout_s`."""
+        return Request(self, self.timeout_s if wait_s is None else wait_s)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidRequest("a client is not for a forked child: make a new one there")
+
+    def take(self, timeout_s: float) -> Connection:
+        """A connection for one request; give it back or drop it. Raises `Unavailable`."""
+        if self.closed:
+            raise Unavailable("this client is closed")
+        self._check_process()
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._another(timeout_s)
+        if self._orphans:
+            self._tell_orphans(connection)
+        if self._finished:
+            tokens: list[str] = []
+            while self._finished and len(tokens) < FINISHED_MAX:
+                try:
+                    tokens.append(self._finished.popleft())
+                except IndexError:  # another thread took the last one
+                    break
+            connection.ahead += frame.encode(client_wire.Release(tokens), 0)
+        return connection
+
+    def _another(self, timeout_s: float) -> Connection:
+        """A new connection, or, when there are as many as may be, the next one that comes free."""
+        with self._freed:
+            if self._open >= self._connections_max:
+                deadline = time.monotonic() + timeout_s
+                self._waiting += 1
+                try:
+                    while self._open >= self._connections_max:
+                        try:
+                            return self._idle.pop()
+                        except IndexError:
+                            pass  # none, or somebody was faster
+                        left = deadline - time.monotonic()
+                        if left <= 0 or not self._freed.wait(left):
+                            raise Unavailable(f"all connections were busy for {timeout_s:g} s")
+                finally:
+                    self._waiting -= 1
+            self._open += 1
+        try:
+            return self._connect()
+        except BaseException:
+            self._closed_one()
+            raise
+
+    def _closed_one(self) -> None:
+        with self._freed:
+            self._open -= 1
+            self._freed.notify()
+
+    def give_back(self, connection: Connection) -> None:
+        if self.closed or connection.daemon is not self.daemon:
+            connection.close()
+            self._closed_one()
+            return
+        self._idle.append(connection)
+        if self._waiting:
+            with self._freed:
+                self._freed.notify()
+
+    def drop(self, connection: Connection) -> None:
+        """A connection failed: the daemon is gone, hangs, or broke the protocol. Back off."""
+        connection.close()
+        with self._freed:
+            self._open -= 1
+            if connection.daemon is self.daemon:  # not one whose successor answers already
+                self._close_idle()
+                self._back_off(f"the daemon at {self.socket_path} failed")
+            self._freed.notify()
+
+    def _close_idle(self) -> None:
+        """With the lock held, or at the end."""
+        while self._idle:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return  # a request was faster, and will find out by itself
+            connection.close()
+            self._open -= 1
+
+    def _tell_orphans(self, connection: Connection) -> None:
+        """Tell the daemon of slots that nobody will commit."""
+        while self._orphans:
+            try:
+                incarnation, message = self._orphans.popleft()
+            except IndexError:
+                break  # another thread tells the daemon
+            if incarnation == connection.daemon.incarnation:
+                try:
+                    connection.tell(message)
+                except Unavailable:
+                    self._orphans.append((incarnation, message))
+                    self.drop(connection)
+                    raise
+
+    def _back_off(self, why: str) -> None:
+        """With the lock held. Many requests that fail together are one failure."""
+        now = time.monotonic()
+        self._failure = why
+        if self._backoff.due(now):
+            self._backoff.failed(now)
+
+    def _connect(self) -> Connection:
+        """A new connection. When the daemon failed, one thread at a time finds out whether it is back."""
+        with self._lock:
+            wait_s = self._backoff.retry_at - time.monotonic()
+            probe = self._backoff.failures > 0
+            if wait_s > 0 or (probe and self._probing):
+                raise Unavailable(
+                    f"{self._failure} (the next attempt is in {max(wait_s, 0):.2f} s)"
+                )
+            self._probing = probe
+        try:
+            connection, _, _ = self._introduce()
+            return connection
+        finally:
+            if probe:
+                self._probing = False
+
+    def _introduce(
+        self, *, device: bool = False
+    ) -> tuple[Connection, client_wire.Welcome, LifeView | None]:
+        """A connection; with `device`, what tells of the end of the device memory in its Welcome, if any."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            limit = timeval(self.timeout_s)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            sock.connect(self.socket_path)
+            hello = client_wire.Hello(
+                frame.PROTOCOL_VERSION,
+                self.tenant,
+                self.instance,
+                self.client_id,
+                self._token,
+                self._operator_token,
+                device,
+                frame.PROTOCOL_OLDEST,
+            )
+            try:
+                sock.sendall(frame.encode(hello, 1))
+            except BrokenPipeError:
+                pass  # turned away at the door; the reason is there to be read
+            data, fds, _, _ = socket.recv_fds(sock, frame.HELLO_BYTES_MAX, 2)
+            for fd in fds:
+                os.set_inheritable(fd, False)  # `recv_fds` drops the flag that would do it
+        except OSError as error:
+            sock.close()
+            why = (
+                f"no kvpool daemon answers at {self.socket_path} ({error.strerror or error}). "
+                f"Start one with `kvpool serve`, or name its socket (--socket, KVPOOL_SOCKET)"
+            )
+            with self._lock:
+                self._back_off(why)
+            raise Unavailable(why) from None
+        try:
+            frames = frame.FrameReader(frame.HELLO_BYTES_MAX).feed(data)
+            if not frames:
+                raise Unavailable("the daemon closed the connection before its Welcome")
+            welcome = client_wire.decode_daemon(frames[0][1])
+            if type(welcome) is frame.Error:
+                frame.raise_error(welcome)
+            if type(welcome) is not client_wire.Welcome or len(fds) != 1 + bool(welcome.device):
+                raise ProtocolError("the daemon's first answer is not a Welcome with a segment")
+            frame.agree(welcome.version, welcome.version, "the daemon")
+            view = LifeView(fds.pop()) if welcome.device else None
+            daemon = self._meet(welcome, fds.pop())
+        except LimitExceeded as error:
+            sock.close()
+            why = f"the daemon at {self.socket_path} takes no more: {error}"
+            with self._lock:
+                self._back_off(why)
+            raise Unavailable(why) from None
+        except KvpoolError as error:
+            sock.close()
+            for fd in fds:
+                os.close(fd)
+            with self._lock:
+                self._back_off(str(error))
+            raise
+        return Connection(sock, daemon), welcome, view
+
+    def _meet(self, welcome: client_wire.Welcome, fd: int) -> DaemonState:
+        """The state that belongs to this incarnation: the known one, or a new one."""
+        with self._lock:
+            self._backoff.succeeded()
+            daemon = self.daemon
+            if daemon is not None and daemon.incarnation == welcome.incarnation:
+                os.close(fd)
+                return daemon
+            daemon = DaemonState(welcome, fd)
+            self.daemon = daemon
+            self._close_idle()
+            return daemon
+
+
+class Request:
+    """A connection for the length of a `with`: back to the pool, or dropped if it failed."""
+
+    __slots__ = ("connection", "connections", "wait_s")
+
+    def __init__(self, connections: Connections, wait_s: float) -> None:
+        self.connections = connections
+        self.wait_s = wait_s
+
+    def __enter__(self) -> Connection:
+        self.connection = self.connections.take(self.wait_s)
+        return self.connection
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is None or (
+            issubclass(kind, KvpoolError) and not issubclass(kind, (Unavailable, ProtocolError))
+        ):
+            self.connections.give_back(self.connection)
+        else:
+            self.connections.drop(self.connection)

@@ -1,0 +1,98 @@
+"""Copies between the caller's buffers and slots."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.client.slots import Indices, Slots
+from kvpool.errors import InvalidRequest
+from kvpool.memory.buffers import Rows2D, Source, as_bytes, read_rows
+from kvpool.types import Namespace
+from kvpool.wire.frame import NO_ROW
+
+HASH_IN_THREAD_BYTES = 2 << 20  # below this, handing the work over costs more than it saves
+
+
+class CopyIn:
+    """Copies blocks into slots and computes their checksums meanwhile. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hasher: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        if self._hasher is not None:
+            self._hasher.shutdown(wait=False)
+
+    def __call__(
+        self, source: Source, indices: Indices, table: Rows2D, rows: Indices, fd: int
+    ) -> bytes:
+        """Copy the chosen blocks into rows of the segment; their checksums.
+
+        Those of many bytes are computed by a second thread meanwhile: copying and hashing both release
+        the GIL. When this returns or raises, nobody reads the caller's buffers any more.
+        """
+        chosen = indices.tolist()
+        if len(chosen) * source.nbytes < HASH_IN_THREAD_BYTES:
+            source.write(indices, table, rows, fd)
+            return source.checksums(chosen)
+        going = [True]  # emptied when the checksums are not needed any more
+        wanted = itertools.takewhile(lambda _: going, chosen)
+        hashing = self._hash_thread().submit(source.checksums, wanted)
+        try:
+            source.write(indices, table, rows, fd)
+            return hashing.result()
+        finally:
+            if not hashing.done():
+                going.clear()
+                wait((hashing,))
+
+    def _hash_thread(self) -> ThreadPoolExecutor:
+        hasher = self._hasher
+        if hasher is None:
+            with self._lock:
+                if self._hasher is None:
+                    self._hasher = ThreadPoolExecutor(1, "kvpool-checksum")
+                hasher = self._hasher
+        return hasher
+
+
+def copy_out(slots: Slots, targets: Any) -> npt.NDArray[np.bool_]:
+    """Copy slots to where their blocks go (`targets_of`); True for each that is there. In the time of the lease."""
+    here: npt.NDArray[np.bool_] = slots.rows != NO_ROW
+    if isinstance(targets, list):
+        table = slots.table
+        for index in np.flatnonzero(here).tolist():
+            np.copyto(targets[index], table[int(slots.rows[index]), : slots.nbytes])
+    elif here.all():
+        read_rows(slots.table, slots.rows, targets)
+    else:
+        found = np.flatnonzero(here)
+        targets[found] = slots.table[slots.rows[found], : slots.nbytes]
+    return here
+
+
+def part_bytes(ns: Namespace, part: int) -> int:
+    """The bytes of a part of a block. Raises `InvalidRequest`."""
+    if not 0 <= part < len(ns.parts):
+        raise InvalidRequest(f"part {part}: this namespace has parts 0 to {len(ns.parts) - 1}")
+    return ns.parts[part].nbytes
+
+
+def targets_of(out: Any, n: int, nbytes: int) -> Any:
+    """Where blocks go: rows of one array, or a list of flat arrays. Raises `InvalidRequest`."""
+    if isinstance(out, (list, tuple)):
+        flats = [as_bytes(item, writable=True) for item in out]
+        if len(flats) != n or any(flat.size != nbytes for flat in flats):
+            raise InvalidRequest(f"the destination is not {n} buffers of {nbytes} bytes")
+        return flats
+    flat = as_bytes(out, writable=True)
+    if flat.size != n * nbytes:
+        raise InvalidRequest(f"a destination of {flat.size} bytes for {n} blocks of {nbytes}")
+    return flat.reshape(n, nbytes)

@@ -1,0 +1,62 @@
+"""Spare device memory of the daemon's, as a client on the same host and device sees it.
+
+Needs torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from kvpool.errors import SegmentError
+from kvpool.memory.owner_liveness import LifeView
+from kvpool.storage.device import DeviceSegment
+
+
+class DeviceMemory:
+    """A tenant's part of the daemon's device memory, mapped (`Client.attach_device`). Thread-safe.
+
+    life: names the life of the process that owns it. Everything that was read from it is in doubt once that
+    has ended: `Lease.check` says so.
+    """
+
+    def __init__(self, handle: bytes, life: int, view: LifeView, on: Any = None) -> None:
+        """Raises `SegmentError` where the memory cannot be mapped, or is not on the torch device `on`."""
+        if on is not None and not DeviceSegment.lies_on(handle, on):
+            raise SegmentError(f"the daemon's device memory is on another device than {on}")
+        self.life = life
+        self._view = view
+        self._segment: DeviceSegment | None = DeviceSegment.attach(handle)
+        self._tables: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its owner has lived until now, and the memory is mapped."""
+        return self._segment is not None and self._view.alive
+
+    @property
+    def device(self) -> Any:
+        """The torch device that it lies on, by this process's numbers."""
+        return self._whole.table.device
+
+    @property
+    def _whole(self) -> DeviceSegment:
+        assert self._segment is not None, "device memory was used after `close`"
+        return self._segment
+
+    def table(self, stride: int) -> Any:
+        """All of it as rows of `stride` bytes: a uint8 tensor, to be read only."""
+        with self._lock:
+            table = self._tables.get(stride)
+            if table is None:
+                table = self._tables[stride] = self._whole.cut(stride).table
+            return table
+
+    def close(self) -> None:
+        """Unmap it, once nobody uses its tables. Idempotent."""
+        with self._lock:
+            self._tables.clear()
+            if self._segment is not None:
+                self._segment.close()
+                self._segment = None

@@ -1,0 +1,56 @@
+"""What a client has opened: the daemon's numbers of namespaces, and what their engines announce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvpool.client.connection import Connection
+from kvpool.types import Namespace, plain_parts
+from kvpool.wire import client as client_wire
+
+
+class OpenNamespaces:
+    """Makes namespaces known to each daemon that answers. Thread-safe.
+
+    generations: of weights, by namespace digest.
+    events, engine: of the namespace whose engine publishes events, or takes requests: its digest, and what the
+        daemon is told of that when it has numbered the namespace.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.generations: dict[bytes, int] = {}
+        self.events: tuple[bytes, Callable[[int], client_wire.FollowEvents]] | None = None
+        self.engine: tuple[bytes, Callable[[int], client_wire.AnnounceEngine]] | None = None
+
+    def number(self, connection: Connection, ns: Namespace) -> int:
+        """The daemon's number of a namespace, which is made known to it where it is not yet."""
+        number = connection.daemon.numbers.get(ns.digest)
+        return self.make_known(connection, ns) if number is None else number
+
+    def make_known(self, connection: Connection, ns: Namespace) -> int:
+        """Make a namespace known to the daemon, which compares its sizes. Its number."""
+        # With the generation that it was opened in: its weights have not changed with the daemon.
+        generation = self.generations.get(ns.digest, -1)
+        message = client_wire.OpenNamespace(
+            ns.digest,
+            ns.record.canonical(),
+            plain_parts(ns.parts),
+            ns.replicas,
+            generation,
+            ns.write,
+            ns.ttl_s,
+            ns.ssd_codec,
+            ns.write_remote,
+        )
+        answer = connection.ask(message, self.timeout_s)
+        self.opened(connection, ns.digest, answer)
+        return int(answer.number)
+
+    def opened(self, connection: Connection, digest: bytes, answer: client_wire.Opened) -> None:
+        """The daemon has numbered it: tell its engine, and what that publishes. Waits for nothing."""
+        connection.daemon.renumber(digest, answer.number)
+        self.generations[digest] = answer.generation
+        for told in (self.events, self.engine):
+            if told is not None and told[0] == digest:
+                connection.tell(told[1](answer.number))

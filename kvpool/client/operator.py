@@ -1,0 +1,116 @@
+"""The operator client: what operators' tools ask a daemon."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvpool.client.client import RESET_S, Client
+from kvpool.types import Keys, pack_keys
+from kvpool.wire import frame
+from kvpool.wire import operator as operator_wire
+
+EVICT_S = 60.0  # for all of a node's blocks
+SCRUB_S = 60.0
+
+
+class OperatorClient(Client):
+    """A client that asks operators' questions too. A daemon may want the operator token for them.
+
+    Failures and threads are those of `Client`: every method here raises `Unavailable` when the daemon is away,
+    and `NotAuthenticated` where it does not take the caller for an operator.
+    """
+
+    def cluster(self) -> dict[str, Any]:
+        """The cluster as this node sees it: nodes, namespaces, directory."""
+        found: dict[str, Any] = self._ask_json(operator_wire.Cluster())
+        return found
+
+    def locate(self, keys: Keys, *, digest: bytes = b"") -> list[dict[str, Any]]:
+        """Where blocks of this tenant are: one dict for each that is found.
+
+        digest: of one namespace; all of the tenant's that are open on this node unless given.
+        """
+        found: list[dict[str, Any]] = self._ask_json(operator_wire.Locate(pack_keys(keys), digest))
+        return found
+
+    def drain(self, node: str, *, wanted: bool = True) -> None:
+        """Have a node copy what only it has and leave, or call that off. See `cluster`."""
+        with self._connections.request() as connection:
+            connection.ask(operator_wire.Drain(node, wanted), self.timeout_s + RESET_S)
+
+    def clear(self, digest: bytes, *, fence: bool = False) -> int:
+        """Begin a new epoch of a namespace of this tenant; its number.
+
+        fence: engines must open it again before they go on; else they go on in the new epoch.
+        """
+        with self._connections.request() as connection:
+            answer = connection.ask(operator_wire.Clear(digest, fence), self.timeout_s + RESET_S)
+            return int(answer.value)
+
+    def configure(
+        self,
+        digest: bytes,
+        *,
+        replicas: int | None = None,
+        write: str | None = None,
+        ttl_s: float | None = None,
+        ssd_codec: str | None = None,
+        dram_quota: float | None = None,
+        ssd_quota: float | None = None,
+        write_remote: str | None = None,
+    ) -> None:
+        """Change settings of a namespace of this tenant, for the whole cluster.
+
+        See `open` for what they mean, but `replicas` is at least 1. None: that one stays as it is.
+
+        dram_quota, ssd_quota: what its blocks may take of each node's memory and disks: bytes (an int), or
+            a share of the tenant's part (a float up to 1.0); 0: as much as the tenant has.
+        """
+        message = operator_wire.Configure(
+            digest, replicas, write, ttl_s, ssd_codec, dram_quota, ssd_quota, write_remote
+        )
+        with self._connections.request() as connection:
+            connection.ask(message, self.timeout_s + RESET_S)
+
+    def evict(self, keys: Keys = b"", *, digest: bytes = b"", tier: str = "") -> int:
+        """Give blocks up on this node, as if there were no room: how many went, each tier counted.
+
+        keys: none for all. digest: of one namespace; empty: all of the tenant's. tier: "dram", "ssd", "device".
+        """
+        message = operator_wire.Evict(pack_keys(keys), digest, tier)
+        with self._connections.request() as connection:
+            return int(connection.ask(message, self.timeout_s + EVICT_S).value)
+
+    def pin_blocks(self, keys: Keys, kind: str = "soft", *, digest: bytes = b"") -> int:
+        """As `pin`, by an operator, in one namespace or all of the tenant's; how many blocks are there."""
+        message = operator_wire.PinBlocks(pack_keys(keys), kind, digest)
+        with self._connections.request() as connection:
+            return int(connection.ask(message, self.timeout_s).value)
+
+    def scrub(self, cursor: int, count: int) -> dict[str, Any]:
+        """Compare some blocks on this node's disks with their checksums: see `kvpool.wire.operator.Scrub`."""
+        with self._connections.request() as connection:
+            answer = connection.ask(operator_wire.Scrub(cursor, count), self.timeout_s + SCRUB_S)
+        found: dict[str, Any] = json.loads(answer.data)
+        return found
+
+    def ask_node(
+        self,
+        message: frame.Message,
+        *,
+        node: str = "",
+        tenant: str = "",
+        by: str = "",
+        wait_s: float = 0.0,
+    ) -> Any:
+        """What a node of the cluster answers to an operator's request: its number, or its JSON decoded.
+
+        message: see `kvpool.wire`, "operator → daemon". node: empty for this one. tenant: whose blocks it is about;
+        empty for this client's. by: on whose behalf. wait_s: how long the answer may take beyond the usual.
+        """
+        payload = frame.encode(message, 0)[frame.HEADER.size :]
+        order = operator_wire.OnNode(node, payload, wait_s, tenant, by)
+        with self._connections.request() as connection:
+            answer = connection.ask(order, wait_s + self.timeout_s + RESET_S)
+        return answer.value if type(answer) is frame.Done else json.loads(answer.data)

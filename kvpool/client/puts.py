@@ -1,0 +1,188 @@
+"""Storing blocks: reservations, and small puts in one exchange with the daemon."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from kvpool.client.connection import Connection, Stash, refused
+from kvpool.client.connections import Connections
+from kvpool.client.copying import CopyIn, part_bytes
+from kvpool.client.namespaces import OpenNamespaces
+from kvpool.client.slots import Reservation, Slots
+from kvpool.errors import KvpoolError, Unavailable, UnknownReservation
+from kvpool.memory.buffers import Source
+from kvpool.types import KEY_BYTES, Namespace
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+
+ONE_EXCHANGE_BYTES = 32 << 20  # puts up to this copy first and ask afterwards
+
+
+class Reservations:
+    """Asks for slots and commits them. Thread-safe."""
+
+    def __init__(self, connections: Connections, namespaces: OpenNamespaces) -> None:
+        self._connections = connections
+        self._namespaces = namespaces
+        self._tickets = itertools.count(1)
+
+    def reserve(
+        self,
+        connection: Connection,
+        ns: Namespace,
+        part: int,
+        packed: bytes,
+        parent: bytes | None,
+        patience_bytes: int = 0,
+    ) -> Reservation:
+        """patience_bytes: of a copy that goes on meanwhile."""
+        number = self._namespaces.number(connection, ns)
+        ticket = next(self._tickets)
+        message = client_wire.Reserve(number, part, ticket, packed, parent or b"")
+        daemon, timeout_s = connection.daemon, self._connections.timeout_s
+        request = connection.send(message, timeout_s)
+        if patience_bytes:
+            connection.be_patient(patience_bytes)
+        try:
+            answer = connection.receive(request, timeout_s)
+        except Unavailable:
+            # The daemon may have reserved, and only an abort or the end of this process undoes it.
+            self._connections.abandon(daemon.incarnation, ticket)
+            raise
+        rows = np.frombuffer(answer.rows, dtype=np.uint32)
+        refused = len(packed) // KEY_BYTES - len(rows)
+        if rows.max(initial=0) == frame.NO_ROW:
+            missing = np.flatnonzero(rows != frame.NO_ROW)
+            rows = rows[missing]
+        else:
+            missing = np.arange(len(rows))
+        slots = Slots(daemon, part, 0, part_bytes(ns, part), answer.stride, rows.astype(np.int64))
+        return Reservation(self._connections, daemon, ticket, slots, missing, refused)
+
+    def commit(
+        self, connection: Connection, reservation: Reservation, checksums: bytes, replicas: int
+    ) -> int:
+        message = client_wire.Commit(reservation._ticket, checksums, replicas=replicas)
+        if connection.daemon is not reservation._daemon:
+            reservation._settled = True
+            raise UnknownReservation(
+                "the daemon that granted these slots has ended; put the blocks again"
+            )
+        try:
+            answer = connection.ask(message, self._connections.timeout_s)
+        except Unavailable:
+            # It may have been committed or not: the abort that follows makes sure that it is settled.
+            reservation._settled = True
+            self._connections.abandon(connection.daemon.incarnation, reservation._ticket)
+            raise
+        reservation._settled = True
+        return int(answer.value)
+
+
+class GrantedPuts:
+    """Puts in one exchange: blocks are copied into slots granted earlier, which then get their names. Thread-safe.
+
+    An exchange costs as much as copying megabytes. So this copies without asking what is there
+    already; a block that is, costs its copy and nothing else.
+    """
+
+    def __init__(
+        self, connections: Connections, namespaces: OpenNamespaces, copy_in: CopyIn
+    ) -> None:
+        self._connections = connections
+        self._namespaces = namespaces
+        self._copy_in = copy_in
+
+    def fits(self, ns: Namespace, part: int, source: Source) -> bool:
+        """Whether a put of these blocks is better copied before the daemon is asked what is there."""
+        if source.total > ONE_EXCHANGE_BYTES:
+            return False
+        daemon = self._connections.daemon
+        stash = None if daemon is None else daemon.stashes.get((ns.digest, part))
+        return stash is None or (not stash.ask_first and source.n < stash.most)
+
+    def put(
+        self,
+        ns: Namespace,
+        packed: bytes,
+        source: Source,
+        part: int,
+        parent: bytes | None,
+        replicas: int,
+    ) -> int | None:
+        """How many blocks are new; None when the daemon grants too few slots."""
+        with self._connections.request() as connection:
+            grants = connection.daemon.grants
+            if not grants.begin():
+                return None
+            try:
+                if grants.doubtful:
+                    connection.ask(client_wire.GiveBack(0, b""), self._connections.timeout_s)
+                    for known in connection.daemon.stashes.values():
+                        known.take(len(known))
+                    grants.doubtful = False
+                return self._store(connection, ns, packed, source, part, parent, replicas)
+            except BaseException as error:
+                if not refused(error):
+                    grants.doubtful = True
+                raise
+            finally:
+                grants.end()
+
+    def _store(
+        self,
+        connection: Connection,
+        ns: Namespace,
+        packed: bytes,
+        source: Source,
+        part: int,
+        parent: bytes | None,
+        replicas: int,
+    ) -> int | None:
+        n = source.n
+        number = self._namespaces.number(connection, ns)
+        stash = connection.daemon.stashes.get((ns.digest, part))
+        rows = stash.take(n) if stash is not None else []
+        if len(rows) < n:
+            answer = connection.ask(
+                client_wire.Grant(number, part, n - len(rows)), self._connections.timeout_s
+            )
+            if stash is None:
+                stash = Stash(answer.stride)
+                stash = connection.daemon.stashes.setdefault((ns.digest, part), stash)
+            stash.add(answer.rows)
+            rows += stash.take(n - len(rows))
+            if len(rows) < n:
+                stash.most = n
+                connection.tell(client_wire.GiveBack(stash.stride, frame.pack_rows(rows)))
+                return None
+        assert stash is not None
+        try:
+            checksums = self._copy_in(
+                source,
+                np.arange(n),
+                connection.daemon.table(stash.stride),
+                np.array(rows, dtype=np.int64),
+                connection.daemon.segment.fd,
+            )
+            packed_rows = frame.pack_rows(rows)
+            connection.be_patient(source.total)
+            answer = connection.ask(
+                client_wire.Store(
+                    number, part, packed_rows, packed, checksums, n, parent or b"", replicas
+                ),
+                self._connections.timeout_s,
+            )
+        except KvpoolError as error:
+            if refused(error):
+                stash.put_back(rows)
+            raise
+        stash.ask_first = bool(answer.unused)
+        stash.add(answer.unused)
+        stash.add(answer.fresh)
+        if len(stash) > 2 * n:
+            spare = frame.pack_rows(stash.take(len(stash) - 2 * n))
+            connection.tell(client_wire.GiveBack(stash.stride, spare))
+        return int(answer.new)

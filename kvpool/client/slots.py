@@ -1,0 +1,270 @@
+"""What a client holds of the segment: slots, the lease to read them, the reservation to write them."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.client.connection import Connection, DaemonState
+from kvpool.client.connections import Connections
+from kvpool.errors import LeaseLost, Unavailable
+from kvpool.memory.buffers import Rows2D
+from kvpool.wire import client as client_wire
+
+if TYPE_CHECKING:
+    from kvpool.client.device_memory import DeviceMemory
+
+Indices = npt.NDArray[np.int64]
+
+
+class Slots:
+    """n slots of one part in the segment.
+
+    part: the part number.
+    first: index, among the keys asked for, of the first block these slots belong to: above 0 for
+        window parts. With a stride of s in the namespace, slot i belongs to block
+        `first + (i + 1) * s - 1`.
+    nbytes: bytes used of each slot. stride: bytes from one row of the segment to the next.
+    rows: int64, one a slot; slot i starts at byte `rows[i] * stride` of the segment.
+    device_rows: None, or where some of the slots are in device memory, one a slot: the row of
+        `device_table`, and `frame.NO_ROW` for those that are in the segment. Each slot is in one of both.
+
+    Reading and writing is for the time of the lease or reservation that they came with.
+    """
+
+    __slots__ = (
+        "_daemon",
+        "_device",
+        "device_rows",
+        "first",
+        "nbytes",
+        "part",
+        "rows",
+        "stride",
+    )
+
+    def __init__(
+        self,
+        daemon: DaemonState,
+        part: int,
+        first: int,
+        nbytes: int,
+        stride: int,
+        rows: Indices,
+        device_rows: Indices | None = None,
+        device: DeviceMemory | None = None,
+    ) -> None:
+        self._daemon = daemon
+        self.part = part
+        self.first = first
+        self.nbytes = nbytes
+        self.stride = stride
+        self.rows = rows
+        self.device_rows = device_rows
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def table(self) -> Rows2D:
+        """The whole segment, shape (rows, stride), uint8, C-contiguous: `table[rows]` are the slots."""
+        return self._daemon.table(self.stride)
+
+    @property
+    def device_table(self) -> Any:
+        """The device memory, a uint8 tensor of shape (rows, stride): `device_table[device_rows]`."""
+        assert self._device is not None, "these slots are in the segment, or others are attached"
+        return self._device.table(self.stride)
+
+    @property
+    def fd(self) -> int:
+        """The segment's memfd, for `os.preadv` and `os.pwritev` at `offsets`. Not yours to close."""
+        return self._daemon.segment.fd
+
+    @property
+    def offsets(self) -> Indices:
+        """Where each slot begins, in bytes from the start of the segment."""
+        return self.rows * self.stride
+
+    def view(self, index: int) -> memoryview:
+        """The bytes of one slot."""
+        return self.table[int(self.rows[index]), : self.nbytes].data
+
+    def __repr__(self) -> str:
+        return f"<Slots part={self.part} first={self.first} n={len(self)} nbytes={self.nbytes}>"
+
+
+class Lease:
+    """The right to read the slots of a prefix until `deadline`. Release it when done, or use `with`.
+
+    token: hand it to other processes of the same engine instance; they `Client.join`.
+    blocks: how many blocks of the prefix may be used.
+    deadline: `time.monotonic()` of this process after which the bytes may be somebody else's.
+    slots: by part number.
+    device: the device memory that some of the slots are in, or None.
+    life: of that memory, also where only others are attached to it; 0: all slots are in the segment.
+    """
+
+    __slots__ = ("_connections", "blocks", "deadline", "device", "life", "slots", "token")
+
+    def __init__(
+        self,
+        connections: Connections,
+        token: str,
+        blocks: int,
+        deadline: float,
+        slots: dict[int, Slots],
+        device: DeviceMemory | None = None,
+        life: int = 0,
+    ) -> None:
+        self._connections = connections
+        self.token = token
+        self.blocks = blocks
+        self.deadline = deadline
+        self.slots = slots
+        self.device = device
+        self.life = life
+
+    @property
+    def valid(self) -> bool:
+        """Whether the bytes may still be read: the deadline is ahead, and the device memory's owner lives."""
+        owned = self.device is None or self.device.alive
+        return owned and time.monotonic() < self.deadline
+
+    def check(self) -> None:
+        """Call after the copy is complete (on a GPU: after its event). Raises `LeaseLost` if too late.
+
+        So it does when the process has died that owned the device memory of some of the slots.
+        """
+        if self.device is not None and not self.device.alive:
+            raise LeaseLost(
+                f"the device memory of lease {self.token} went with its process: discard what was "
+                f"read, and recompute"
+            )
+        late = time.monotonic() - self.deadline
+        if late >= 0:
+            raise LeaseLost(
+                f"the lease {self.token} ended {late:.3f} s before its reader did: "
+                f"discard what was read, and recompute"
+            )
+
+    def release(self) -> None:
+        """Stop reading. Never raises: a lease whose release is lost ends at its deadline. Idempotent."""
+        if not self.token:
+            return
+        token, self.token = self.token, ""
+        try:
+            with self._connections.request() as connection:
+                connection.tell(client_wire.Release([token]))
+        except Unavailable:
+            pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Lease {self.token} {self.blocks} blocks, {self.deadline - time.monotonic():.1f} s>"
+        )
+
+
+def lease_of(
+    connections: Connections,
+    connection: Connection,
+    answer: client_wire.Leased,
+    sent: float,
+    device: DeviceMemory | None,
+    life: int = 0,
+) -> Lease | None:
+    """What the daemon leased; None: nothing.
+
+    sent: `time.monotonic()` before it was asked: `answer.lease_s` counts from when it heard, so this is safe. life: what the caller may be given slots of without reading them itself.
+    """
+    if not answer.token:
+        return None
+    if not answer.life:
+        device = None
+    elif answer.life != (life if device is None else device.life):
+        connection.tell(client_wire.Release([answer.token]))
+        return None
+    slots = {
+        part.part: Slots(
+            connection.daemon,
+            part.part,
+            part.first,
+            part.nbytes,
+            part.stride,
+            _rows(part.rows),
+            _rows(part.device_rows) if part.device_rows else None,
+            device,
+        )
+        for part in answer.parts
+    }
+    deadline = sent + answer.lease_s
+    return Lease(connections, answer.token, answer.blocks, deadline, slots, device, answer.life)
+
+
+def _rows(packed: bytes) -> Indices:
+    return np.frombuffer(packed, dtype=np.uint32).astype(np.int64)
+
+
+class Reservation:
+    """Slots to be written, then committed. With `with`, what is not committed is aborted at the end.
+
+    slots: one for each block that the caller has to write.
+    missing: their indices among the keys asked for.
+    refused: how many of the last keys got no slot, because leases or hard pins hold the space.
+    """
+
+    __slots__ = ("_connections", "_daemon", "_settled", "_ticket", "missing", "refused", "slots")
+
+    def __init__(
+        self,
+        connections: Connections,
+        daemon: DaemonState,
+        ticket: int,
+        slots: Slots,
+        missing: Indices,
+        refused: int,
+    ) -> None:
+        self._connections = connections
+        self._daemon = daemon
+        self._ticket = ticket
+        self._settled = len(missing) == 0
+        self.slots = slots
+        self.missing = missing
+        self.refused = refused
+
+    def abort(self) -> None:
+        """Give slots back unwritten. Never raises; nothing after a commit."""
+        if self._settled:
+            return
+        self._settled = True
+        self._connections.abandon(self._daemon.incarnation, self._ticket)
+        try:
+            with self._connections.request():
+                pass  # whoever takes a connection tells the daemon of the orphans first
+        except Unavailable:
+            pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    def __repr__(self) -> str:
+        return f"<Reservation {self._ticket} of {len(self.slots)} slots>"

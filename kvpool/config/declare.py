@@ -1,0 +1,192 @@
+"""How a setting is declared: once, as the annotation of a field of a msgspec struct.
+
+From the declaration come the check of each value, wherever it was given, the option of the command line with its
+help, and the tables in the documents.
+
+    memory: Annotated[Size, setting("DRAM of the default tenant. Taken at once.")] = 0.25
+
+A *kind* (`kind`) says what values there are and what is said of others; a *setting* (`setting`) what this one is for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from kvpool.errors import ConfigError
+
+Parse = Callable[[object, str], object]
+"""Of a value as it was given, and where: what it means, to be checked by its type. Raises `ConfigError`."""
+
+
+class Setting(NamedTuple):
+    """What is declared of one setting.
+
+    type: with its bounds, as `msgspec.convert` takes it. wanted: what is said of values that are not right.
+    description: in Markdown; its first sentence is the help of the option. default: of the field; shown: as people
+    write it. option: of the command line; empty: there is none. panel: of options in the help. secret: shown nowhere.
+    file_only: neither the environment nor the command line has it.
+    """
+
+    name: str
+    type: Any
+    parse: Parse | None
+    wanted: str
+    description: str
+    default: object
+    shown: str
+    option: str
+    metavar: str
+    panel: str
+    secret: bool
+    file_only: bool
+
+    @property
+    def is_switch(self) -> bool:
+        return plain_type(self.type) is bool
+
+    @property
+    def is_list(self) -> bool:
+        """Whether its option may be repeated."""
+        return get_origin(plain_type(self.type)) in (tuple, Mapping)
+
+    @property
+    def help(self) -> str:
+        """The first sentence of the description, without Markdown."""
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", self.description).replace("`", "")
+        return text.split(". ")[0].removesuffix(".")
+
+    def convert(self, value: object, where: str) -> Any:
+        """What it is when it is given so. where: by which the message names the place. Raises `ConfigError`."""
+        given = value
+        if self.parse is not None:
+            value = self.parse(value, where)
+        elif isinstance(value, str) and plain_type(self.type) is float:
+            value = _number(value)  # msgspec takes no ".5"
+        try:
+            return msgspec.convert(value, self.type, strict=False)
+        except msgspec.ValidationError as error:
+            if not self.wanted:  # a table, or several: the error says where in it
+                raise ConfigError(f"{where}: {error}") from None
+            shown = "" if self.secret else f" = {given!r}"
+            raise ConfigError(f"{where}{shown}: {self.wanted}") from None
+
+
+def kind(
+    wanted: str = "", *, metavar: str = "", parse: Parse | None = None, **bounds: Any
+) -> msgspec.Meta:
+    """A kind of values. bounds: `msgspec.Meta`'s. wanted: unless that follows from type and bounds."""
+    return msgspec.Meta(extra={"wanted": wanted, "metavar": metavar, "parse": parse}, **bounds)
+
+
+def setting(
+    description: str,
+    *,
+    option: str | None = None,
+    panel: str = "",
+    default: str = "",
+    secret: bool = False,
+    file_only: bool = False,
+    **bounds: Any,
+) -> msgspec.Meta:
+    """What a setting is for. option: unless it is its name; a secret has none. default: shown in place of the value.
+    file_only: neither the environment nor the command line has it.
+    """
+    extra = {
+        "option": option,
+        "panel": panel,
+        "default": default,
+        "secret": secret,
+        "file_only": file_only,
+    }
+    return msgspec.Meta(description=description, extra=extra, **bounds)
+
+
+def convert_setting(struct: type[msgspec.Struct], name: str, value: object, where: str) -> Any:
+    """What a setting of this struct is when it is given so. Raises `ConfigError`, for unknown names too."""
+    known = settings_of(struct)
+    if name not in known:
+        raise ConfigError(f"{where}: there is no such setting. Known: {', '.join(known)}")
+    return known[name].convert(value, where)
+
+
+@cache
+def settings_of(struct: type[msgspec.Struct]) -> Mapping[str, Setting]:
+    """All settings of a struct, by name."""
+    hints = get_type_hints(struct, include_extras=True)
+    found = {}
+    for field in msgspec.structs.fields(struct):
+        hint = hints[field.name]
+        metas = [
+            item for item in getattr(hint, "__metadata__", ()) if isinstance(item, msgspec.Meta)
+        ]
+        extra: dict[str, Any] = {}
+        for meta in metas:
+            extra |= {key: value for key, value in (meta.extra or {}).items() if value}
+        default = field.default if field.default is not msgspec.NODEFAULT else None
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        secret = bool(extra.get("secret"))
+        file_only = bool(extra.get("file_only"))
+        option = f"--{field.name.replace('_', '-')}" if not (secret or file_only) else ""
+        found[field.name] = Setting(
+            name=field.name,
+            type=hint,
+            parse=extra.get("parse"),
+            wanted=extra.get("wanted") or _wanted(plain_type(hint), metas),
+            description=next((meta.description for meta in metas if meta.description), ""),
+            default=default,
+            shown=extra.get("default") or _shown(default),
+            option=extra.get("option", option),
+            metavar=extra.get("metavar") or _metavar(plain_type(hint)),
+            panel=extra.get("panel", ""),
+            secret=secret,
+            file_only=file_only,
+        )
+    return found
+
+
+def plain_type(hint: Any) -> Any:
+    """The type without its annotations."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _wanted(plain: Any, metas: list[msgspec.Meta]) -> str:
+    if plain is bool:
+        return "true or false"
+    if get_origin(plain) is Literal:
+        return f"one of {', '.join(get_args(plain))}"
+    bounds = {
+        name: bound
+        for meta in metas
+        for name in ("ge", "le")
+        if (bound := getattr(meta, name)) is not None
+    }
+    if plain is int and bounds:
+        return f"a whole number from {bounds['ge']} to {bounds['le']}"
+    return "a text" if plain is str else ""
+
+
+def _metavar(plain: Any) -> str:
+    if get_origin(plain) is Literal:
+        return "|".join(get_args(plain))
+    return {int: "N", float: "NUMBER"}.get(plain, "TEXT")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if value or value == 0 else "none"
+
+
+def _number(text: str) -> object:
+    try:
+        return float(text)
+    except ValueError:
+        return text

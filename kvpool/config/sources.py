@@ -1,0 +1,149 @@
+"""Where settings come from: a TOML file, the environment, the command line; later ones win."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvpool.config.checks import check
+from kvpool.config.declare import convert_setting, settings_of
+from kvpool.config.settings import DaemonConfig, parse_setting
+from kvpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    import msgspec
+
+SECRET_FILE_BYTES_MAX = 4096
+_SETTINGS = settings_of(DaemonConfig)
+
+
+class Given(NamedTuple):
+    """A setting's value, checked, and where it is from: a file, a variable or an option."""
+
+    value: Any
+    source: str
+
+
+def default_socket_path(environ: Mapping[str, str] = os.environ) -> str:
+    """Where daemon and clients of one user meet when nothing else is said."""
+    if path := environ.get("KVPOOL_SOCKET"):
+        return path
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        return f"{runtime}/kvpool/kvpool.sock"
+    if os.getuid() == 0:
+        return "/run/kvpool/kvpool.sock"
+    folder = f"/tmp/kvpool-{os.getuid()}"  # noqa: S108  (the daemon makes it with mode 0700)
+    try:
+        found = os.lstat(folder)
+    except FileNotFoundError:
+        pass
+    else:
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(
+                f"{folder} is not a folder of this user, so another user may listen there. "
+                f"Set KVPOOL_SOCKET or XDG_RUNTIME_DIR"
+            )
+    return f"{folder}/kvpool.sock"
+
+
+def secret_of(variable: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """What `variable` holds, or the file that `variable`_FILE names, less one newline at its end.
+
+    None: neither is set. Raises `ConfigError` when both are, or the file cannot be read.
+    """
+    path = environ.get(f"{variable}_FILE")
+    if path is None:
+        return environ.get(variable)
+    if variable in environ:
+        raise ConfigError(f"{variable} and {variable}_FILE are both set: unset one of them")
+    try:
+        with open(path, "rb") as file:
+            content = file.read(SECRET_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{variable}_FILE: cannot read {path}: {error.strerror}") from None
+    if len(content) > SECRET_FILE_BYTES_MAX:
+        raise ConfigError(f"{variable}_FILE: {path} has more than {SECRET_FILE_BYTES_MAX} bytes")
+    try:
+        return content.decode().removesuffix("\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{variable}_FILE: {path} is not text in UTF-8") from None
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """A file's tables. Raises `ConfigError`."""
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def gather(
+    file: str | None, flags: Mapping[str, object], environ: Mapping[str, str]
+) -> dict[str, Given]:
+    """What is set, by name. Raises `ConfigError`, which names the place."""
+    path = file or environ.get("KVPOOL_CONFIG")
+    given = from_file(DaemonConfig, path) if path else {}
+    for name, each in _SETTINGS.items():
+        if each.file_only:
+            continue
+        variable = f"KVPOOL_{name.upper()}"
+        text = secret_of(variable, environ) if each.secret else environ.get(variable)
+        if text is not None:
+            source = variable if variable in environ else f"{variable}_FILE"
+            given[name] = Given(parse_setting(name, text, variable), source)
+    return given | from_flags(DaemonConfig, flags)
+
+
+def from_file(struct: type[msgspec.Struct], path: str) -> dict[str, Given]:
+    """What a TOML file says of this struct's settings. Raises `ConfigError`."""
+    return {
+        name: Given(convert_setting(struct, name, value, f"{path}: {name}"), path)
+        for name, value in read_toml(path).items()
+    }
+
+
+def from_flags(struct: type[msgspec.Struct], flags: Mapping[str, object]) -> dict[str, Given]:
+    """The same of options, by the names of settings. Those that are None were not given."""
+    known = settings_of(struct)
+    given = {}
+    for name, value in flags.items():
+        if value is not None:
+            option = (known[name].option if name in known else "") or f"--{name}"
+            given[name] = Given(convert_setting(struct, name, value, option), option)
+    return given
+
+
+def load(
+    *,
+    file: str | None = None,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> DaemonConfig:
+    """The configuration. `flags` that are None were not given.
+
+    Raises `ConfigError` for a file that cannot be read, an unknown name or a value that is not right;
+    the message names the place.
+    """
+    return config_of(gather(file, flags or {}, environ), environ)
+
+
+def config_of(given: Mapping[str, Given], environ: Mapping[str, str]) -> DaemonConfig:
+    """All settings, with defaults for what is not given. Raises `ConfigError` for what does not fit together."""
+    defaults = {"node": _node_name(socket.gethostname())}
+    if "socket" not in given:
+        defaults["socket"] = default_socket_path(environ)
+    config = DaemonConfig(**defaults | {name: each.value for name, each in given.items()})
+    check(config)
+    return config
+
+
+def _node_name(host: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", host)[:63].lstrip("._-") or "node"

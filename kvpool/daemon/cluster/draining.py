@@ -1,0 +1,249 @@
+"""Leaving on purpose: nothing new is placed here, what only this node has is copied, leases end, it leaves.
+
+What is in memory goes first. What is only on disks comes into memory for it, a little at a time, and for a
+limited time: a disk may hold more than others have room for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from kvpool.daemon.cluster.member import ClusterMember
+from kvpool.daemon.cluster.replication import OFFER_BYTES, Replication, block_bytes
+from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.fetch.ports import LivingNode
+from kvpool.daemon.telemetry.tasks import crash_if_failed
+from kvpool.daemon.tiers.ssd_tier import SsdTier
+from kvpool.errors import Unavailable
+from kvpool.placement.records import DrainProgress, NodeState
+from kvpool.placement.replica_targets import choose_targets
+
+log = logging.getLogger("kvpool.daemon")
+
+WALK = 512
+TELL_EVERY_S = 0.5
+LOOKUP_TRIES = (
+    20  # with a directory that does not answer, half a second each; then all counts as sole
+)
+RETRY_S = 0.5
+MEMORY_PARTS = 8  # blocks of disks come by way of memory, at most one such part of it at a time
+READ_S = 30.0  # for so many of them
+LAST_LEASES_S = 30.0  # for leases of this node's own, as on what is being written
+DONE_SEEN_S = 1.0  # whoever follows the drain looks now and then, and is to see how it ended
+
+
+class Drainer:
+    """Drains this node when an operator wants it, and cancels that. Event loop only."""
+
+    def __init__(
+        self,
+        node: Node,
+        cluster: ClusterMember,
+        replication: Replication,
+        tiers: SsdTier,
+        clock: Callable[[], float],
+    ) -> None:
+        self.node = node
+        self.cluster = cluster
+        self._replication = replication
+        self._tiers = tiers
+        self._clock = clock
+        self._told_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def wanted(self, drain: bool) -> None:
+        """What the operator wants now."""
+        before = self._task
+        if before is not None:
+            before.cancel()
+        work = self._drain if drain else self._come_back
+        self._task = asyncio.get_running_loop().create_task(self._after(before, work))
+        self._task.add_done_callback(crash_if_failed)
+
+    async def _after(
+        self, before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]
+    ) -> None:
+        if before is not None:
+            await asyncio.gather(before, return_exceptions=True)
+        await work()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        cluster, node = self.cluster, self.node
+        log.warning("node %s is draining", cluster.config.node, extra={"node": cluster.config.node})
+        cluster.state = NodeState.DRAINING
+        node.commit_waiters.end_peers()  # nothing new is stored here
+        total = sum(rules.inventory.block_count() for rules in (node, *self._tiers.rules()))
+        await self._progress(DrainProgress(blocks_total=total), force=True)
+        # What was read more than once goes first, in case not all finds room.
+        for worth in (True, False):
+            cursor: int | None = 0
+            while cursor is not None:
+                groups, cursor = node.inventory.walk(cursor, WALK)
+                for digest, keys in groups:
+                    namespace = node.namespaces.by_directory(digest)
+                    if namespace is not None and not namespace.retired:
+                        chosen = node.inventory.select_by_value(namespace, keys, worth)
+                        await self._save(namespace, chosen)
+        await self._save_disks()
+        progress = cluster.progress or DrainProgress()
+        # Engines here may go on leasing: nobody waits longer than one of their leases can last.
+        patience_s = cluster.config.lease_s_max + LAST_LEASES_S
+        until = self._clock() + patience_s
+        while node.leases.count and self._clock() < until:
+            progress = _with(progress, phase="waiting", leases=node.leases.count)
+            await self._progress(progress)
+            await asyncio.sleep(0.05)
+        await self._progress(_with(progress, phase="done", leases=0), force=True)
+        await asyncio.sleep(DONE_SEEN_S)
+        log.warning(
+            "node %s is drained and leaves its cluster",
+            cluster.config.node,
+            extra={"node": cluster.config.node},
+        )
+        await cluster.leave()
+
+    async def _save(self, namespace: NamespaceState, keys: list[bytes]) -> None:
+        """Copy those of the blocks in memory elsewhere that no other node has."""
+        await self._offer(namespace, await self._sole(namespace, keys))
+        await self._count(blocks=len(keys))
+
+    async def _save_disks(self) -> None:
+        """The same of what is only on disks, until the time for that is up."""
+        node, deadline = self.node, self._clock() + self.cluster.config.ssd_drain_s
+        cursor: int | None = 0
+        while cursor is not None:
+            groups, cursor = self._tiers.walk(cursor, WALK)
+            for digest, keys in groups:
+                namespace = node.namespaces.by_directory(digest)
+                saved = left = 0
+                if namespace is not None and not namespace.retired:
+                    below = self._only_below(namespace, keys)
+                    saved = await self._save_some(namespace, below, deadline)
+                    left = len(below) - saved
+                await self._count(blocks=len(keys) - left, left=left)
+
+    def _only_below(self, namespace: NamespaceState, keys: list[bytes]) -> list[bytes]:
+        """Those of the blocks of which disks hold a part that memory does not."""
+        _, here = self.node.inventory.masks(namespace.directory_digest, keys)
+        _, below = self._tiers.masks(namespace.directory_digest, keys)
+        return [key for key, up, down in zip(keys, here, below, strict=False) if down & ~up]
+
+    async def _save_some(
+        self, namespace: NamespaceState, keys: list[bytes], deadline: float
+    ) -> int:
+        """Copy those elsewhere that no other node has, a few at a time by way of memory; of how many.
+
+        Less than all only when the time is up.
+        """
+        room = min(OFFER_BYTES, namespace.tenant.allocator.size // MEMORY_PARTS)
+        if namespace.quota:
+            room = min(room, namespace.quota)
+        most = max(1, room // sum(table.stride for table in namespace.tables))
+        for at in range(0, len(keys), most):
+            seconds = min(READ_S, deadline - self._clock())
+            if seconds <= 0:
+                return at
+            sole = await self._sole(namespace, keys[at : at + most])
+            if sole:
+                await self._replication.fetcher.pull_each(namespace, [], sole, seconds)
+                offered, accepted = await self._offer(namespace, sole)
+                # The others could not be read, or have gone again.
+                await self._count(failed=len(sole) - offered)
+                # They need not stay here: so the next ones do not push out what others have not got.
+                self.node.candidates.demote(namespace, accepted)
+        return len(keys)
+
+    async def _offer(self, namespace: NamespaceState, keys: list[bytes]) -> tuple[int, list[bytes]]:
+        """Have others take those of the blocks that are in memory: how many these are, and who was taken."""
+        taken: dict[bytes, None] = {}
+        offered = 0
+        for mask, group in self._replication.by_offer(namespace, keys):
+            left = group
+            offered += len(group)
+            size = block_bytes(namespace, mask)
+            for target in self._targets(len(group) * size):
+                accepted = await self._replication.offer(
+                    target, namespace, left, mask, reason="drain"
+                )
+                taken.update(dict.fromkeys(accepted))
+                await self._count(copied=len(accepted), copied_bytes=len(accepted) * size)
+                left = [key for key in left if key not in taken]
+                if not left:
+                    break
+        await self._count(failed=offered - len(taken))
+        return offered, list(taken)
+
+    async def _count(self, **more: int) -> None:
+        """Add to what is told of the progress."""
+        progress = self.cluster.progress or DrainProgress()
+        sums = {name: getattr(progress, name) + count for name, count in more.items()}
+        await self._progress(_with(progress, **sums))
+
+    async def _sole(self, namespace: NamespaceState, keys: list[bytes]) -> list[bytes]:
+        if not keys:
+            return []
+        for _ in range(LOOKUP_TRIES):
+            try:
+                located = await self._replication.fetcher.locator.replicas(namespace, keys)
+            except Unavailable:
+                if self.cluster.directory is None:
+                    break
+                await asyncio.sleep(RETRY_S)
+                continue
+            stays = {
+                incarnation
+                for incarnation, other in self.cluster.living.items()
+                if other.record.state is NodeState.SERVING
+            }
+            return [
+                key
+                for key, entries in zip(keys, located, strict=True)
+                if not any(entry.incarnation in stays for entry in entries)
+            ]
+        return keys
+
+    def _targets(self, nbytes: int) -> list[LivingNode]:
+        living = self.cluster.living
+        chosen = choose_targets(
+            [other.record for other in living.values()],
+            self.cluster.record(),
+            {self.cluster.own},
+            len(living),
+            nbytes,
+            self.cluster.rng,
+        )
+        return [living[record.incarnation_bytes] for record in chosen]
+
+    async def _progress(self, progress: DrainProgress, *, force: bool = False) -> None:
+        self.cluster.progress = progress
+        now = self._clock()
+        if force or now - self._told_at >= TELL_EVERY_S:
+            self._told_at = now
+            await self.cluster.tell()
+
+    async def _come_back(self) -> None:
+        cluster = self.cluster
+        log.warning(
+            "the drain of node %s is cancelled",
+            cluster.config.node,
+            extra={"node": cluster.config.node},
+        )
+        if cluster.state is NodeState.GONE:
+            await cluster.come_back()
+        else:
+            cluster.state, cluster.progress = NodeState.SERVING, None
+            await cluster.tell()
+
+
+def _with(progress: DrainProgress, **changes: object) -> DrainProgress:
+    return msgspec.structs.replace(progress, **changes)

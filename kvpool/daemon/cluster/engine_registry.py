@@ -1,0 +1,77 @@
+"""The engines that this node's clients have announced: where they take requests, and what for.
+
+Whoever routes requests asks any node for those of all nodes. An announcement holds until its client's process
+ends, as leases do. No I/O; event loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from kvpool.daemon.core.blocks import Holder, NamespaceState
+from kvpool.daemon.core.requests import check_engine
+from kvpool.errors import LimitExceeded
+from kvpool.placement.records import NodeRecord
+from kvpool.types import EngineRecord
+
+
+class EngineRegistry:
+    """See the module. most: engines at a time."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._engines: dict[int, EngineRecord] = {}  # by id() of their holder
+
+    def announce(
+        self, holder: Holder, namespace: NamespaceState, engine: EngineRecord | None
+    ) -> None:
+        """A client's engine is as this says; None: it takes no requests any more.
+
+        Raises `InvalidRequest` for what none can be, `LimitExceeded` for one too many.
+        """
+        if engine is None:
+            self.forget(holder)
+            return
+        check_engine(engine)
+        if id(holder) not in self._engines and len(self._engines) >= self._most:
+            raise LimitExceeded(
+                f"{len(self._engines)} engines are announced on this node, the limit (engines_max)"
+            )
+        self._engines[id(holder)] = replace(
+            engine, tenant=holder.tenant.name, namespace=namespace.base.hex()
+        )
+
+    def has(self, holder: Holder) -> bool:
+        """Whether this client has announced an engine."""
+        return id(holder) in self._engines
+
+    def forget(self, holder: Holder) -> None:
+        """A client has ended, or its engine has."""
+        self._engines.pop(id(holder), None)
+
+    def records(self) -> tuple[EngineRecord, ...]:
+        return tuple(self._engines.values())
+
+
+def describe(nodes: Iterable[NodeRecord], here: NodeRecord, tenant: str) -> list[dict[str, Any]]:
+    """Plain values: one tenant's engines, with what is to be known of their nodes; see `client_wire.Engines`.
+
+    here: this node's record, as it is now.
+    """
+    others = [record for record in nodes if record.node != here.node]
+    return [
+        {
+            **msgspec.to_builtins(engine),
+            "node": record.node,
+            "incarnation": record.incarnation,
+            "labels": record.labels,
+            "here": record is here or (bool(here.host) and record.host == here.host),
+        }
+        for record in (here, *others)
+        for engine in record.engines
+        if engine.tenant == tenant
+    ]

@@ -1,0 +1,93 @@
+"""From the configuration to what keeps membership and directory. Nothing else knows which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvpool.config import DaemonConfig
+from kvpool.errors import ConfigError
+from kvpool.placement.catalog.base import Catalog
+from kvpool.placement.catalog.embedded import EmbeddedCatalog
+from kvpool.placement.directory.base import Directory
+from kvpool.placement.membership.base import Membership
+from kvpool.placement.membership.static import StaticCluster, StaticMembership
+from kvpool.placement.redis.settings import RedisSettings
+from kvpool.wire.frame import PROTOCOL_VERSION
+
+EPOCHS_FILE = "namespaces.json"
+
+
+def open_membership(config: DaemonConfig, clock: Callable[[], float]) -> Membership:
+    """etcd where the configuration names one; else this node is alone. Raises `ConfigError`."""
+    if not config.join:
+        path = Path(config.data_dir) / EPOCHS_FILE if config.data_dir else None
+        return StaticMembership(StaticCluster(config.cluster, path=path), protocol=PROTOCOL_VERSION)
+    try:
+        from kvpool.placement.etcd.settings import EtcdSettings
+        from kvpool.placement.membership.etcd import EtcdMembership
+    except ModuleNotFoundError as error:
+        raise _not_installed("join", error) from None
+    settings = EtcdSettings.from_url(
+        config.join,
+        password=config.join_password,
+        ca=_file(config.join_ca),
+        cert=_file(config.join_cert),
+        key=_file(config.join_key),
+    )
+    return EtcdMembership(
+        settings,
+        config.cluster,
+        secret=config.cluster_secret.encode(),
+        protocol=PROTOCOL_VERSION,
+        ttl_s=config.member_ttl_s,
+        clock=clock,
+    )
+
+
+async def open_directory(config: DaemonConfig) -> Directory | None:
+    """Redis where the configuration names one. Away it may be; wrong it may not: `ConfigError`."""
+    if not config.directory:
+        return None
+    try:
+        from kvpool.placement.directory import redis as redis_directory
+    except ModuleNotFoundError as error:
+        raise _not_installed("directory", error) from None
+    return await redis_directory.open_directory(
+        _redis_settings(config), cluster=config.cluster, timeout_s=config.directory_timeout_s
+    )
+
+
+def open_catalog(config: DaemonConfig, clock: Callable[[], float]) -> Catalog:
+    """Where blocks are in object storage: in the directory's Redis, or known to this node alone."""
+    if not (config.object_store and config.join and config.directory):
+        return EmbeddedCatalog(clock)
+    # What it needs is there, or the directory had not opened.
+    from kvpool.placement.catalog.redis import RedisCatalog
+
+    return RedisCatalog(
+        _redis_settings(config), cluster=config.cluster, timeout_s=config.directory_timeout_s
+    )
+
+
+def _redis_settings(config: DaemonConfig) -> RedisSettings:
+    from kvpool.placement.redis.settings import parse_url
+
+    return parse_url(
+        config.directory,
+        password=config.directory_password,
+        tls_ca=config.directory_ca,
+        tls_cert=config.directory_cert,
+        tls_key=config.directory_key,
+    )
+
+
+def _file(path: str) -> Path | None:
+    return Path(path) if path else None
+
+
+def _not_installed(setting: str, error: ModuleNotFoundError) -> ConfigError:
+    return ConfigError(
+        f"{setting} needs the package {error.name}, which is not installed: "
+        f"pip install 'kvpool[cluster]'"
+    )

@@ -1,0 +1,286 @@
+"""Namespaces in the cluster: settings and epochs that this node has agreed on with the others. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kvpool.config import DaemonConfig
+from kvpool.daemon.cluster.local_node import LocalNode
+from kvpool.daemon.core.blocks import NamespaceState, Tenant
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.requests import parse_parts
+from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch, Unavailable
+from kvpool.placement.membership.base import Membership
+from kvpool.placement.records import (
+    DEFAULT_SETTINGS,
+    NamespaceEntry,
+    NamespaceSettings,
+    SettingsChange,
+)
+from kvpool.types import PartSpec, plain_parts
+from kvpool.wire import client as client_wire
+
+log = logging.getLogger("kvpool.daemon")
+
+REGISTER_S = 1.0  # a client that opens a namespace waits so long for the cluster's word
+UNREGISTERED_MAX = 1024
+RESET_TRIES = 10
+GENERATIONS_AHEAD_MAX = 1 << 10  # of a node that is alone and has forgotten
+
+
+class Namespaces:
+    """Agrees with the cluster on the namespaces that are open here; tells the rest of the node what that changes."""
+
+    def __init__(self, config: DaemonConfig, node: Node, membership: Membership) -> None:
+        self._config = config
+        self._node = node
+        self._membership = membership
+        self._entries: Mapping[tuple[str, str], NamespaceEntry] = {}
+        self._unregistered: dict[NamespaceState, None] = {}
+        self._local: LocalNode  # from `start` on
+
+    def start(self, local: LocalNode) -> None:
+        """Tell `local` of changes from now on."""
+        self._local = local
+
+    def follow(self, config: DaemonConfig) -> None:
+        """Go by a configuration in which some settings have changed."""
+        self._config = config
+
+    def look(self, entries: Mapping[tuple[str, str], NamespaceEntry]) -> None:
+        """The cluster has this to say of namespaces now."""
+        if entries is self._entries:
+            return
+        self._entries = entries
+        for (tenant_name, digest), entry in entries.items():
+            tenant = self._node.tenants.get(tenant_name)
+            epochs = tenant.epochs.get(bytes.fromhex(digest)) if tenant is not None else None
+            if epochs:
+                self._apply(epochs[-1], entry)
+
+    async def register_late(self) -> None:
+        """Register what was opened while the membership did not answer, as far as it answers now."""
+        for namespace in list(self._unregistered):
+            try:
+                entry = await self._register(namespace, namespace.settings)
+            except Unavailable:
+                return
+            except NamespaceMismatch as error:
+                log.warning(
+                    "namespace %s is not shared: %s",
+                    namespace.base.hex(),
+                    error,
+                    extra={"namespace": namespace.base.hex()},
+                )
+            else:
+                self._apply(namespace, entry)
+            del self._unregistered[namespace]
+
+    async def register(
+        self, namespace: NamespaceState, wanted: NamespaceSettings
+    ) -> NamespaceState:
+        """Agree with the cluster about a namespace that was opened here: its state now.
+
+        wanted: the settings, if it is new to the cluster. When the membership does not answer, that is done
+        later. Raises `NamespaceMismatch`.
+        """
+        entry = self._entry(namespace.tenant, namespace.base)
+        if entry is None:
+            wanted = wanted.known_here(self._config.replicas_max)
+            try:
+                async with asyncio.timeout(REGISTER_S):
+                    entry = await self._register(namespace, wanted)
+            except (Unavailable, TimeoutError):
+                if len(self._unregistered) < UNREGISTERED_MAX:
+                    self._settle_on(namespace, wanted)
+                    self._unregistered[namespace] = None
+                return self._node.namespaces.living(namespace)
+        return self._apply(namespace, entry)
+
+    async def fill_in(self, namespace: NamespaceState, wanted: NamespaceSettings) -> NamespaceState:
+        """On a node that is alone, a client's wishes count where nobody has wished for anything yet.
+
+        The namespace's state now.
+        """
+        living = self.known_epoch(namespace) or self._node.namespaces.living(namespace)
+        filled = living.settings.filled(wanted).known_here(self._config.replicas_max)
+        if filled == living.settings:
+            return living
+        self._settle_on(living, filled)
+        if self._entry(living.tenant, living.base) is not None:
+            change = SettingsChange(*msgspec.structs.astuple(filled))
+            try:
+                entry = await self._membership.configure(
+                    living.tenant.name, living.base.hex(), change
+                )
+            except Unavailable as error:
+                log.warning(
+                    "settings of namespace %s end with this process: %s",
+                    living.base.hex(),
+                    error,
+                    extra={"namespace": living.base.hex()},
+                )
+            else:
+                living = self._apply(living, entry)
+        return living
+
+    def known_epoch(self, namespace: NamespaceState) -> NamespaceState | None:
+        """The state of a namespace by what the cluster is known to say; None if it has to be asked."""
+        entry = self._entry(namespace.tenant, namespace.base)
+        return None if entry is None else self._apply(namespace, entry)
+
+    def open_known(self, tenant: Tenant, base: bytes) -> NamespaceState | None:
+        """A namespace that the cluster knows, whether or not an engine here has it open; None: it knows none."""
+        entry = self._entry(tenant, base)
+        if entry is None:
+            return None
+        fields = entry.fields.encode()
+        specs = parse_parts(base, fields, list(entry.parts))
+        return self._apply(self._node.namespaces.open(tenant, base, fields, specs), entry)
+
+    def _entry(self, tenant: Tenant, base: bytes) -> NamespaceEntry | None:
+        return self._entries.get((tenant.name, base.hex()))
+
+    async def _register(
+        self, namespace: NamespaceState, wanted: NamespaceSettings
+    ) -> NamespaceEntry:
+        return await self._membership.register(
+            NamespaceEntry(
+                namespace.tenant.name,
+                namespace.base.hex(),
+                namespace.fields.decode(),
+                tuple(plain_parts(namespace.parts)),
+                epoch=namespace.epoch,
+                fence=namespace.tenant.fences.get(namespace.base, 0),
+                generation=namespace.generation,
+                settings=wanted,
+            )
+        )
+
+    def _apply(self, namespace: NamespaceState, entry: NamespaceEntry) -> NamespaceState:
+        was = self._node.namespaces.living(namespace)
+        living = self._node.namespaces.set_epoch(
+            namespace, entry.epoch, entry.fence, entry.generation
+        )
+        if living is not was:
+            self._local.namespace_entered(living)
+        before = living.settings.replicas
+        self._settle_on(living, entry.settings.known_here(self._config.replicas_max))
+        if living.settings.replicas > before and any(table.blocks for table in living.tables):
+            self._local.replicas_lacking()
+        return living
+
+    def _settle_on(self, living: NamespaceState, settings: NamespaceSettings) -> None:
+        if living.settings != settings:
+            living.settings = settings
+            self._local.namespace_configured(living)
+
+    async def adopt(
+        self,
+        tenant: Tenant,
+        base: bytes,
+        fields: bytes,
+        specs: Sequence[PartSpec],
+        epoch: int,
+        generation: int,
+        settings: NamespaceSettings = DEFAULT_SETTINGS,
+    ) -> NamespaceState:
+        """A namespace that this node knew in a former life, in its present epoch.
+
+        settings: of then; the cluster's word goes before it.
+        """
+        namespace = self._node.namespaces.open(tenant, base, fields, specs)
+        known = self.known_epoch(namespace)
+        if known is None:
+            was = self._node.namespaces.living(namespace)
+            known = self._node.namespaces.set_epoch(namespace, epoch, 0, generation)
+            if known is not was:
+                self._local.namespace_entered(known)
+            known = await self.register(known, settings)
+        return known
+
+    async def opened(self, namespace: NamespaceState, generation: int) -> client_wire.Opened:
+        """For a client that opens a namespace, with weights of this generation (-1: the present one)."""
+        living = self._node.namespaces.living(namespace)
+        if generation > living.generation + GENERATIONS_AHEAD_MAX:
+            raise InvalidRequest(
+                f"generation {generation}, and {living.generation} is the present one"
+            )
+        while generation > living.generation:
+            if self._config.join:
+                raise Unavailable("this node does not know the namespace's last reset yet")
+            # Alone and started anew, without a memory: the pool is empty, the client knows better.
+            living = await self._new_epoch(living, fence=True)
+        if generation < 0:
+            generation = living.generation
+        state = self._node.namespaces.as_opened(living, generation)
+        return client_wire.Opened(state.number, generation, state is living)
+
+    async def reset(self, namespace: NamespaceState, generation: int) -> client_wire.Opened:
+        """An engine's weights were of this generation, and are of the next one now.
+
+        Begins the epoch of those weights, or enters it, where another engine's reset has begun it: each
+        engine resets once for each change of weights. An engine that is further behind stays out.
+        """
+        for _ in range(RESET_TRIES):
+            living = self._node.namespaces.living(namespace)
+            if living.generation > generation:
+                state = self._node.namespaces.as_opened(living, generation + 1)
+                return client_wire.Opened(state.number, generation + 1, state is living)
+            # In vain when an operator's clear comes in between, or when we had not heard of the last one.
+            await self._new_epoch(living, fence=True)
+        raise Unavailable("other nodes keep changing the namespace's epoch at the same time")
+
+    async def clear(self, tenant: Tenant, base: bytes, *, fence: bool) -> int:
+        """An operator wants none of a namespace's blocks to be found any more: its new epoch.
+
+        Raises `InvalidRequest` for a namespace that neither this node nor the cluster knows.
+        """
+        epochs = tenant.epochs.get(base)
+        if epochs:
+            return (await self._new_epoch(epochs[-1], fence=fence)).epoch
+        known = self._entry(tenant, base)
+        if known is None:
+            raise InvalidRequest(
+                f"tenant {tenant.name!r} has no namespace {base.hex()}; `kvpool namespaces` shows "
+                f"those that it has"
+            )
+        entry = await self._membership.bump_epoch(tenant.name, base.hex(), known.epoch, fence=fence)
+        return entry.epoch
+
+    async def _new_epoch(self, living: NamespaceState, *, fence: bool) -> NamespaceState:
+        await self.register(living, living.settings)
+        entry = await self._membership.bump_epoch(
+            living.tenant.name,
+            living.base.hex(),
+            self._node.namespaces.living(living).epoch,
+            fence=fence,
+        )
+        entered = self._apply(living, entry)
+        if not self._config.join:
+            await self._local.keep_epoch(entered)
+        return entered
+
+    async def configure(self, tenant: Tenant, base: bytes, change: SettingsChange) -> None:
+        """Change settings of a namespace, for the whole cluster.
+
+        Raises `LimitExceeded` for too many copies, and `InvalidRequest` for a namespace that is not known.
+        """
+        if change.replicas is not None and change.replicas > self._config.replicas_max:
+            raise LimitExceeded(
+                f"{change.replicas} copies: at most {self._config.replicas_max} (replicas_max) are made "
+                f"of a block"
+            )
+        epochs = tenant.epochs.get(base)
+        if not epochs:
+            await self._membership.configure(tenant.name, base.hex(), change)
+            return
+        living = await self.register(epochs[-1], epochs[-1].settings)
+        entry = await self._membership.configure(tenant.name, base.hex(), change)
+        living = self._apply(living, entry)
+        if not self._config.join:
+            await self._local.keep_epoch(living)

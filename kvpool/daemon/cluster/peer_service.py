@@ -1,0 +1,329 @@
+"""What this node lends to others: their transfer workers ask ours, and ours ask here.
+
+Event loop only. Bytes go from segment to segment through the transfer workers; here is only what may go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+from kvpool.daemon.core.blocks import Holder, NamespaceState, PartTable, directory_digest
+from kvpool.daemon.core.early_reads import Writing
+from kvpool.daemon.core.masks import pack_masks, unpack_masks, width_of
+from kvpool.daemon.core.node import Node
+from kvpool.errors import (
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    NamespaceMismatch,
+    Unavailable,
+)
+from kvpool.telemetry.spans import CALLED_OFF, LEND, Span, Spans, working_for
+from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, split_keys
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
+from kvpool.wire import worker as worker_wire
+
+LEND_WAIT_SHARE = 0.5  # of the time a peer has: longest wait for this node's disks
+AWAIT_KEYS_MAX = 1024  # in one question of what is committed here
+AWAIT_S_MAX = 10.0  # for its answer
+WRITTEN_BYTES = 256 << 10  # nor because of less than this, in all of what was asked about
+
+
+class Below(Protocol):
+    """What is here of a prefix in all tiers, and how it gets into memory: `BlockFetcher`."""
+
+    def usable_on_node(
+        self, namespace: NamespaceState, parts: Sequence[int], keys: Sequence[bytes]
+    ) -> int: ...
+
+    async def promote(self, table: PartTable, keys: Sequence[bytes], wait_s: float) -> None: ...
+
+    def lies_below(self, table: PartTable, keys: Sequence[bytes]) -> bool: ...
+
+
+class PeerService:
+    """Answers peers: the `Rules` of the transfer workers.
+
+    may_serve: whether this node is a member, as far as it can know; peers are refused while it is not.
+    stale: told of blocks that a peer wanted and that are not here: the directory may say otherwise.
+    take: what to do about an `Offer`. stores: whether anything new may come. operate: does what operators of other
+    nodes want. spans: takes those of loans that are traced.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        below: Below,
+        clock: Callable[[], float],
+        *,
+        may_serve: Callable[[], bool] = lambda: True,
+        stale: Callable[[NamespaceState, list[bytes]], None] = lambda *_: None,
+        take: Callable[[peer_wire.Offer], Awaitable[frame.Bytes]] | None = None,
+        stores: Callable[[], bool] = lambda: True,
+        operate: Callable[[peer_wire.Operate], Awaitable[frame.Bytes]] | None = None,
+        spans: Spans | None = None,
+    ) -> None:
+        self.node = node
+        self._below = below
+        self._clock = clock
+        self._may_serve = may_serve
+        self._stale = stale
+        self._take = take
+        self._stores = stores
+        self._operate = operate
+        self._spans = spans
+        self._traced: dict[str, Span] = {}  # of loans, by token
+
+    def asked(self, question: peer_wire.Ask) -> frame.Done:
+        """How many blocks of the prefix a peer could pull from here."""
+        self._check_standing()
+        namespace = self._known(question.tenant, question.digest)
+        if namespace is None:
+            return frame.Done(0)
+        if not all(0 <= part < len(namespace.tables) for part in question.parts):
+            raise InvalidRequest(f"parts {question.parts[:8]}: this node's namespace has others")
+        return frame.Done(
+            self._below.usable_on_node(namespace, question.parts, split_keys(question.keys))
+        )
+
+    async def offered(self, offer: peer_wire.Offer) -> frame.Bytes:
+        """A peer would like blocks of its own kept here."""
+        self._check_standing()
+        if self._take is None:
+            raise Unavailable("this node accepts no offers: it is not in a cluster")
+        return await self._take(offer)
+
+    async def operated(self, order: peer_wire.Operate) -> frame.Bytes:
+        """An operator of another node wants something done here."""
+        if self._operate is None:
+            raise Unavailable("this node accepts no orders: it is not in a cluster")
+        return await self._operate(order)
+
+    async def answer_later(self, question: peer_wire.Await) -> frame.Bytes:
+        """What is in memory of these blocks, once that is more than the peer knows, or when it is late.
+
+        With `heard` also what is being written of them, once that is enough more to be worth a transfer. A
+        namespace need not be known here yet. Raises `LimitExceeded` when too many wait.
+        """
+        self._check_standing()
+        keys, width = split_keys(question.keys), width_of(question.keys, question.known)
+        if len(keys) > AWAIT_KEYS_MAX:
+            raise LimitExceeded(f"at most {AWAIT_KEYS_MAX} blocks are waited for in one question")
+        known = unpack_masks(question.known, width)
+        name = directory_digest(question.tenant, question.digest)
+        every = (1 << 8 * width) - 1
+        heard = None if question.heard is None else unpack_heard(question.heard)
+
+        def here() -> list[int]:
+            _, masks = self.node.inventory.masks(name, keys)
+            return [mask & every for mask in masks] or [0] * len(keys)
+
+        def ended() -> bool:
+            namespace = self.node.namespaces.by_directory(name)
+            return not self._stores() or (namespace is not None and namespace.retired)
+
+        wait_s = min(question.wait_s, AWAIT_S_MAX) if question.wait_s > 0 else 0.0
+        began = self._clock()
+        deadline = began + wait_s
+        soonest = began if heard is None else min(deadline, began + peer_wire.WRITTEN_EVERY_S)
+        while True:
+            masks, written = (
+                here(),
+                [] if heard is None else self.node.early_reads.being_written(name, keys),
+            )
+            now = self._clock()
+            if _news(masks, known) or now >= deadline or ended():
+                break
+            if now < soonest:
+                await self._one_more(question.node, name, keys, soonest, early=False)
+            elif heard is not None and _more_written(written, heard):
+                break
+            else:
+                early = heard is not None
+                await self._one_more(question.node, name, keys, deadline, early=early)
+            self._check_standing()
+        runs = [peer_wire.BEING_WRITTEN.pack(*run) for run in written[: peer_wire.WRITINGS_MAX]]
+        return frame.Bytes(pack_masks(masks, width) + b"".join(runs))
+
+    async def _one_more(
+        self, peer: str, name: bytes, keys: Sequence[bytes], deadline: float, *, early: bool
+    ) -> None:
+        """Until some part of any of these is committed, with `early` more of it written, or the deadline."""
+        came = asyncio.Event()
+        waiter = self.node.commit_waiters.add(peer, name, keys, came.set, early=early)
+        try:
+            async with asyncio.timeout(deadline - self._clock()):
+                await came.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.node.commit_waiters.remove(waiter)
+
+    def open_loan(
+        self, request: worker_wire.OpenLoan
+    ) -> worker_wire.Loan | Coroutine[Any, Any, worker_wire.Loan]:
+        """Lease what is here of the wanted blocks to a transfer worker, until `give_back`.
+
+        A coroutine where some of them have to be brought into memory first.
+        """
+        if request.trace and self._spans is not None:
+            span = self._spans.begin(request.trace, LEND)
+            if span is not None:
+                return self._lend_traced(request, span)
+        return self._lend(request)
+
+    async def _lend_traced(self, request: worker_wire.OpenLoan, span: Span) -> worker_wire.Loan:
+        """The span lasts as long as the loan: until the bytes are on their way."""
+        span.set(
+            tenant=request.tenant,
+            part=request.part,
+            blocks_asked=len(request.keys) // KEY_BYTES,
+        )
+        try:
+            with working_for(span):
+                lent = self._lend(request)
+                if not isinstance(lent, worker_wire.Loan):
+                    lent = await lent
+        except KvpoolError as error:
+            span.end(str(error))
+            raise
+        except asyncio.CancelledError:
+            span.end(CALLED_OFF)
+            raise
+        blocks = len(lent.rows) // 4 - array("I", lent.rows).count(frame.NO_ROW)
+        span.set(blocks=blocks, bytes=blocks * request.nbytes)
+        if lent.token:
+            self._traced[lent.token] = span
+        else:
+            span.end()
+        return lent
+
+    def _lend(
+        self, request: worker_wire.OpenLoan
+    ) -> worker_wire.Loan | Coroutine[Any, Any, worker_wire.Loan]:
+        self._check_standing()
+        namespace = self._known(request.tenant, request.digest)
+        if not request.stop and namespace is not None and 0 <= request.part < len(namespace.tables):
+            table, keys = namespace.tables[request.part], split_keys(request.keys)
+            if self._below.lies_below(table, keys):
+                return self._bring_and_lend(request, table, keys)
+        return self._lend_now(request)
+
+    async def _bring_and_lend(
+        self, request: worker_wire.OpenLoan, table: PartTable, keys: Sequence[bytes]
+    ) -> worker_wire.Loan:
+        await self._below.promote(table, keys, request.deadline_s * LEND_WAIT_SHARE)
+        self._check_standing()
+        return self._lend_now(request)
+
+    def _lend_now(self, request: worker_wire.OpenLoan) -> worker_wire.Loan:
+        absent = array("I", [frame.NO_ROW]) * (len(request.keys) // KEY_BYTES)
+        nothing = worker_wire.Loan("", 0, 1, absent.tobytes(), b"")
+        namespace = self._known(request.tenant, request.digest)
+        if namespace is None:
+            return nothing
+        if not 0 <= request.part < len(namespace.tables):
+            raise InvalidRequest(f"part {request.part}: this node's namespace has none such")
+        table = namespace.tables[request.part]
+        if table.spec.nbytes != request.nbytes:
+            raise NamespaceMismatch(
+                f"part {request.part} of namespace {request.digest.hex()} has {table.spec.nbytes} "
+                f"bytes on node {self.node.incarnation}, the peer asks for {request.nbytes}"
+            )
+        tenant = namespace.tenant
+        holder = self._holder(tenant.name)
+        keys = split_keys(request.keys)
+        if request.stop:
+            token, written = self.node.early_reads.lease(holder, table, keys, request.stop)
+            if not token:
+                return nothing
+            rows = array("I", [written.get(key, frame.NO_ROW) for key in keys])
+            sums = bytes(CHECKSUM_BYTES * sum(key in written for key in keys))
+            return worker_wire.Loan(token, tenant.segment, table.stride, rows.tobytes(), sums)
+        lease = self.node.leases.acquire(
+            holder,
+            namespace,
+            [request.part],
+            keys,
+            None,
+            self._clock(),
+            scattered=True,
+        )
+        if lease is None:
+            self._stale(namespace, list(keys))
+            return nothing
+        _, blocks = lease.parts[request.part]
+        found = {block.key: block for block in blocks}
+        rows = absent
+        checksums = []
+        missing = []
+        for index, key in enumerate(keys):
+            block = found.get(key)
+            if block is not None:
+                rows[index] = block.row
+                checksums.append(block.checksum)
+            else:
+                missing.append(key)
+        if missing:
+            self._stale(namespace, missing)
+        self.node.counters.lent_blocks += len(blocks)
+        self.node.counters.lent_bytes += len(blocks) * table.spec.nbytes
+        return worker_wire.Loan(
+            lease.token, tenant.segment, table.stride, rows.tobytes(), b"".join(checksums)
+        )
+
+    def give_back(self, token: str) -> None:
+        """A transfer worker has finished with a loan, or is dead."""
+        if self._traced and token in self._traced:
+            self._traced.pop(token).end()
+        for holder in map(self._holder, self.node.tenants):
+            if token in holder.leases:
+                self.node.leases.release(holder, token)
+                return
+
+    def corrupt(self, report: peer_wire.Corrupt) -> None:
+        """A peer found that bytes of ours do not match their checksum: drop that copy."""
+        namespace = self._known(report.tenant, report.digest)
+        if namespace is not None:
+            for key in split_keys(report.keys):
+                self.node.removal.drop_corrupt(namespace, report.part, key)
+
+    def _check_standing(self) -> None:
+        if not self._may_serve():
+            raise Unavailable(
+                "this node does not know whether it is still a member of its cluster: ask another node"
+            )
+
+    def _holder(self, tenant: str) -> Holder:
+        """Who lends. One for all transfer workers: a dead transfer worker's loans are given back one by one."""
+        return self.node.holders.own(tenant, "loans")
+
+    def _known(self, tenant: str, digest: bytes) -> NamespaceState | None:
+        found = self.node.tenants.get(tenant)
+        return None if found is None else found.namespaces.get(digest)
+
+
+def unpack_heard(packed: bytes) -> dict[int, int]:
+    """Of which reservations a peer was told how many bytes are written. Raises `InvalidRequest`."""
+    if (
+        len(packed) > peer_wire.WRITINGS_MAX * peer_wire.HEARD.size
+        or len(packed) % peer_wire.HEARD.size
+    ):
+        raise InvalidRequest(f"{len(packed)} bytes of what an asker has heard")
+    return dict(peer_wire.HEARD.iter_unpack(packed))
+
+
+def _more_written(written: Sequence[Writing], heard: Mapping[int, int]) -> bool:
+    """Whether a peer that has heard so much would like to hear this."""
+    if not heard.keys() <= {run.number for run in written}:
+        return True  # one that it has heard of was given up
+    more = sum(run.keys * max(0, run.nbytes - heard.get(run.number, 0)) for run in written)
+    return more >= WRITTEN_BYTES
+
+
+def _news(masks: Sequence[int], known: Sequence[int]) -> bool:
+    return any(mask & ~stated for mask, stated in zip(masks, known, strict=True))

@@ -1,0 +1,498 @@
+"""Copies of blocks on other nodes: wanted ones, saved ones, superfluous ones.
+
+One mechanism for all: a node *offers* blocks, the other one pulls what it wants of them and says what it
+has then. Only that may be relied on. It serves
+
+- replication: blocks of which several replicas are wanted, when they are put and when a node was lost;
+- idle memory: a node that is about to evict blocks first offers them to one with room (`forward`). What
+  was taken is a secondary copy here from then on, and goes before anything else;
+- draining: a node that leaves offers the blocks that only it has.
+
+Nothing here is in the path of a put or a get: all of it runs beside them, at a bounded rate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from kvpool.daemon.cluster.member import ClusterMember
+from kvpool.daemon.core.blocks import Block, NamespaceState, Origin, PartTable, Tenant
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.requests import parse_parts
+from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.fetch.ports import LivingNode, PeerTransport
+from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
+from kvpool.placement.directory.base import Entry
+from kvpool.placement.records import NodeState
+from kvpool.placement.replica_targets import Pace, accept_forward, choose_targets, responsible
+from kvpool.types import plain_parts, split_keys
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
+from kvpool.wire import worker as worker_wire
+
+log = logging.getLogger("kvpool.daemon")
+
+OFFER_S = 10.0  # for a peer to take up an offer
+OFFER_BYTES = 32 << 20
+OFFER_KEYS = 1024
+HOPS_MAX = 2  # how often a block is forwarded
+WANTED_MAX = 1 << 16  # blocks that wait for further replicas; more are left to the next repair
+TRIES_MAX = 5
+WALK = 512  # blocks looked at in one step of a repair
+REPAIR_EVERY_S = 600.0
+FORWARD_EVERY_S = 0.05
+PRESSED_S = 0.01
+RELIEFS_MAX = 64  # offers in a row, before others have their turn
+IDLE_S = 1.0  # while there is nobody else
+REFUSED_S = 2.0  # a node that had no room is left alone for so long
+HEADROOM = 1 / 16  # of a segment: what should be free or superfluous when puts come
+AUDIT_EVERY_S = 1.0
+AUDIT_KEYS = 256
+
+
+class Replication:
+    """Offers blocks, and takes up offers. Event loop only."""
+
+    def __init__(
+        self,
+        node: Node,
+        cluster: ClusterMember,
+        fetcher: BlockFetcher,
+        transport: PeerTransport,
+        clock: Callable[[], float],
+    ) -> None:
+        self.node = node
+        self.cluster = cluster
+        self.fetcher = fetcher
+        self._transport = transport
+        self._clock = clock
+        bandwidth = cluster.config.replication_bandwidth
+        self._pace_out = Pace(bandwidth, 2 * OFFER_BYTES)
+        self._pace_in = Pace(bandwidth, 2 * OFFER_BYTES)
+        # namespace and key → how many replicas, how often it was tried
+        self._wanted: dict[tuple[NamespaceState, bytes], tuple[int, int]] = {}
+        self._awake = asyncio.Event()
+        # Whether any block here asks for more replicas than its namespace.
+        self._replicas_known = False
+        self._repair_from: int | None = None
+        self._repair_due = 0.0
+        self._refused: dict[tuple[bytes, str], float] = {}
+        self._audited_at = 0.0
+        self.counters = {
+            "offered_blocks": 0,
+            "accepted_blocks": 0,
+            "accepted_bytes": 0,
+            "taken_blocks": 0,
+            "refused_offers": 0,
+            "forwarded_blocks": 0,
+            "replicated_blocks": 0,
+            "repairs": 0,
+            "dropped_wishes": 0,
+            "promoted": 0,
+        }
+
+    def set_bandwidth(self, bytes_s: int) -> None:
+        """How much copying may take from now on, in and out each."""
+        for pace in (self._pace_in, self._pace_out):
+            pace.change(bytes_s)
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            **self.counters,
+            "wanted": len(self._wanted),
+            "repairing": self._repair_from is not None,
+        }
+
+    # ---- offering ------------------------------------------------------------------------------------
+
+    async def offer(
+        self,
+        target: LivingNode,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        mask: int,
+        *,
+        reason: str,
+        replicas: int = 0,
+        hops: int = 0,
+        age_s: float = 0.0,
+    ) -> list[bytes]:
+        """Which of these blocks, of all of whose parts in the mask, the target has afterwards."""
+        count = len(namespace.tables)
+        offer = peer_wire.Offer(
+            node=self.cluster.config.node,
+            incarnation=self.cluster.incarnation,
+            reason=reason,
+            tenant=namespace.tenant.name,
+            digest=namespace.base,
+            epoch=namespace.epoch,
+            fields=namespace.fields,
+            parts=plain_parts(namespace.parts),
+            keys=b"".join(keys),
+            mask=mask.to_bytes(-(-count // 8), "little"),
+            replicas=replicas,
+            hops=hops,
+            age_s=age_s,
+            deadline_s=OFFER_S,
+        )
+        nbytes = len(keys) * block_bytes(namespace, mask)
+        await asyncio.sleep(self._pace_out.delay(nbytes, self._clock()))
+        self.counters["offered_blocks"] += len(keys)
+        try:
+            answer = await self._transport.ask(worker_wire.AskPeer(target.url, offer, OFFER_S))
+        except KvpoolError as error:
+            log.info(
+                "an offer to %s failed: %s",
+                target.record.node,
+                error,
+                extra={"peer": target.record.node},
+            )
+            return []
+        if not isinstance(answer, frame.Bytes) or len(answer.data) != len(keys):
+            return []
+        accepted = [key for key, taken in zip(keys, answer.data, strict=True) if taken]
+        self.counters["accepted_blocks"] += len(accepted)
+        self.counters["accepted_bytes"] += len(accepted) * block_bytes(namespace, mask)
+        return accepted
+
+    def by_offer(
+        self, namespace: NamespaceState, keys: Iterable[bytes]
+    ) -> list[tuple[int, list[bytes]]]:
+        """Blocks that are here, as (mask of their parts, keys), each such as fits into one offer."""
+        listed = list(keys)
+        _, masks = self.node.inventory.masks(namespace.directory_digest, listed)
+        pairs = sorted(zip(masks, listed, strict=False), key=lambda pair: pair[0])
+        offers = []
+        for mask, group in groupby(pairs, key=lambda pair: pair[0]):
+            if not mask:
+                continue
+            members = [key for _, key in group]
+            most = max(1, min(OFFER_KEYS, OFFER_BYTES // block_bytes(namespace, mask)))
+            offers += [(mask, members[at : at + most]) for at in range(0, len(members), most)]
+        return offers
+
+    # ---- taking --------------------------------------------------------------------------------------
+
+    async def take(self, offer: peer_wire.Offer) -> frame.Bytes:
+        """Pull what we want of an offer; what we have of it then, a byte a key. See `kvpool.wire.peer.Offer`."""
+        keys = split_keys(offer.keys)
+        nothing = frame.Bytes(bytes(len(keys)))
+        source = self.cluster.living.get(_incarnation(offer.incarnation))
+        if source is None or source.record.node != offer.node:
+            raise Unavailable(f"node {offer.node} is not known here as {offer.incarnation}, yet")
+        tenant = self.node.tenants.get(offer.tenant)
+        if tenant is None or self.cluster.state is not NodeState.SERVING:
+            return nothing
+        specs = parse_parts(offer.digest, offer.fields, offer.parts)
+        namespace = self.node.namespaces.open(tenant, offer.digest, offer.fields, specs)
+        namespace = self.cluster.namespaces.known_epoch(namespace) or namespace
+        if namespace.epoch != offer.epoch:
+            return nothing
+        mask = int.from_bytes(offer.mask, "little")
+        if mask >> len(namespace.tables):
+            raise InvalidRequest("an offer of parts that its namespace does not have")
+        tables = [table for table in namespace.tables if mask >> table.part & 1]
+        if not self._wants(tenant, offer, len(keys) * block_bytes(namespace, mask)):
+            self.counters["refused_offers"] += 1
+            return nothing
+        nbytes = sum(t.stride for t in tables for key in keys if key not in t.blocks)
+        wait_s = self._pace_in.delay(nbytes, self._clock())
+        await asyncio.sleep(wait_s)
+        origin = Origin(False, offer.hops, offer.replicas)
+        self._replicas_known |= offer.replicas > 1
+        left = max(0.0, offer.deadline_s - wait_s)
+        await self.fetcher.take(
+            namespace, tables, keys, source.record.incarnation_bytes, origin, left
+        )
+        return self._taken(namespace, tables, keys)
+
+    def _wants(self, tenant: Tenant, offer: peer_wire.Offer, nbytes: int) -> bool:
+        if offer.reason != "forward":
+            return nbytes <= tenant.allocator.size // 2
+        now = self._clock()
+        cold = self.node.candidates.coldest(tenant, 1)
+        cold_s = self.node.idle_age.age_s(cold[0].used, now) if cold else 0.0
+        return accept_forward(
+            int(self.node.candidates.spare_bytes(tenant) - tenant.allocator.size * HEADROOM),
+            nbytes,
+            offer.age_s,
+            cold_s,
+            offer.hops,
+            HOPS_MAX,
+        )
+
+    def _taken(
+        self, namespace: NamespaceState, tables: Sequence[PartTable], keys: Sequence[bytes]
+    ) -> frame.Bytes:
+        """What is here now in full. It is relied on, so it does not count as somebody's second copy."""
+        self.node.settle()
+        have = []
+        for key in keys:
+            found = [block for table in tables if (block := table.blocks.get(key)) is not None]
+            whole = len(found) == len(tables) and not namespace.retired
+            have.append(whole)
+            if whole:
+                self.node.candidates.promote(found)
+        self.counters["taken_blocks"] += sum(have)
+        return frame.Bytes(bytes(have))
+
+    # ---- replication ---------------------------------------------------------------------------------
+
+    def wish(self, namespace: NamespaceState, keys: Iterable[bytes], replicas: int = 0) -> None:
+        """These blocks were put here; there are to be more of them, if so many are wanted."""
+        wanted = min(replicas or namespace.settings.replicas, self.cluster.config.replicas_max)
+        if wanted < 2:
+            return
+        self._replicas_known = True
+        for key in keys:
+            if len(self._wanted) >= WANTED_MAX:
+                self.counters["dropped_wishes"] += 1
+                self._repair_due = min(self._repair_due, self._clock() + AUDIT_EVERY_S)
+                return
+            self._wanted[namespace, key] = (wanted, 0)
+        self._awake.set()
+
+    def repair(self) -> None:
+        """A node has gone, or come: see which blocks lack replicas now, bit by bit."""
+        if not self._replicas_known and not self.node.namespaces.any_replicas:
+            return  # one of each is all that anybody wants
+        self._repair_from = 0
+        self._awake.set()
+
+    async def replicate(self) -> None:
+        """Make the replicas that are wanted. Runs until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(AUDIT_EVERY_S):
+                    await self._awake.wait()
+            except TimeoutError:
+                pass
+            self._awake.clear()
+            now = self._clock()
+            if now >= self._repair_due:
+                self._repair_due = now + REPAIR_EVERY_S
+                if self._repair_from is None:
+                    self.repair()
+            while self._repair_from is not None and len(self._wanted) < WANTED_MAX // 2:
+                await self._repair_some()
+            failed = False
+            while self._wanted and not failed:
+                failed = not await self._copy_some()
+
+    async def _repair_some(self) -> None:
+        """Look at some of our blocks; those that lack replicas, and are ours to repair, are wanted."""
+        assert self._repair_from is not None
+        groups, self._repair_from = self.node.inventory.walk(self._repair_from, WALK)
+        for digest, keys in groups:
+            namespace = self.node.namespaces.by_directory(digest)
+            if namespace is None or namespace.retired:
+                continue
+            wanted = self.node.inventory.replicas_wanted(namespace, keys)
+            chosen = {key: n for key, n in zip(keys, wanted, strict=True) if n > 1}
+            if not chosen:
+                continue
+            try:
+                located = await self.fetcher.locator.replicas(namespace, list(chosen))
+            except Unavailable:
+                self._repair_from = None
+                self._repair_due = self._clock() + AUDIT_EVERY_S
+                return
+            own = self.cluster.own
+            _, masks = self.node.inventory.masks(digest, list(chosen))
+            for (key, n), entries, mask in zip(chosen.items(), located, masks, strict=False):
+                holders = _who_holds(entries, mask) | {own}
+                if len(holders) < n and responsible(holders, key) == own:
+                    self._wanted[namespace, key] = (n, 0)
+                    self.counters["repairs"] += 1
+        await asyncio.sleep(0)
+
+    async def _copy_some(self) -> bool:
+        """Make replicas of the blocks that were wanted first; whether that got anywhere."""
+        (namespace, _), (replicas, tries) = next(iter(self._wanted.items()))
+        keys = []
+        for (other, key), (wanted, tried) in self._wanted.items():
+            if other is not namespace or (wanted, tried) != (replicas, tries):
+                break
+            keys.append(key)
+            if len(keys) == OFFER_KEYS:
+                break
+        for key in keys:
+            del self._wanted[namespace, key]
+        if namespace.retired:
+            return True
+        short: list[bytes] = []
+        for mask, group in self.by_offer(namespace, keys):
+            short += await self._copy(namespace, mask, group, replicas)
+        if tries + 1 < TRIES_MAX:
+            for key in short:
+                self._wanted[namespace, key] = (replicas, tries + 1)
+        return not short
+
+    async def _copy(
+        self, namespace: NamespaceState, mask: int, keys: list[bytes], replicas: int
+    ) -> list[bytes]:
+        """Offer these blocks to as many nodes as lack; the ones that still want replicas then."""
+        holders = await self._holders(namespace, mask, keys)
+        lacking: dict[int, list[bytes]] = {}
+        for key in keys:
+            lacking.setdefault(replicas - len(holders[key]), []).append(key)
+        short = []
+        for missing, group in lacking.items():
+            if missing <= 0:
+                continue
+            everybody = set().union(*(holders[key] for key in group))
+            targets = self._targets(everybody, missing, len(group) * block_bytes(namespace, mask))
+            answers = await asyncio.gather(
+                *(
+                    self.offer(target, namespace, group, mask, reason="copy", replicas=replicas)
+                    for target in targets
+                )
+            )
+            made = dict.fromkeys(group, 0)
+            for accepted in answers:
+                for key in accepted:
+                    made[key] += 1
+            self.counters["replicated_blocks"] += sum(made.values())
+            # Where there are not enough nodes, trying again helps nobody: a repair follows when one comes.
+            short += [key for key, n in made.items() if n < min(missing, len(targets))]
+        return short
+
+    async def _holders(
+        self, namespace: NamespaceState, mask: int, keys: Sequence[bytes]
+    ) -> dict[bytes, set[bytes]]:
+        """Who is known to hold these parts of each of these blocks, ourselves included."""
+        own = self.cluster.own
+        try:
+            located = await self.fetcher.locator.replicas(namespace, keys)
+        except Unavailable:
+            located = [[] for _ in keys]
+        return {
+            key: _who_holds(entries, mask) | {own}
+            for key, entries in zip(keys, located, strict=True)
+        }
+
+    def _targets(
+        self, holders: set[bytes], n: int, nbytes: int, but: Collection[bytes] = ()
+    ) -> list[LivingNode]:
+        living = self.cluster.living
+        records = [node.record for incarnation, node in living.items() if incarnation not in but]
+        chosen = choose_targets(
+            records, self.cluster.record(), holders, n, nbytes, self.cluster.rng
+        )
+        return [living[record.incarnation_bytes] for record in chosen]
+
+    # ---- idle memory of others -----------------------------------------------------------------------
+
+    async def forward(self) -> None:
+        """Keep some of each segment free, or filled with what others have too. Runs until cancelled."""
+        pressed = False
+        while True:
+            pause = PRESSED_S if pressed else FORWARD_EVERY_S
+            await asyncio.sleep(pause if self.cluster.living else IDLE_S)
+            pressed = False
+            now = self._clock()
+            if now - self._audited_at >= AUDIT_EVERY_S:
+                self._audited_at = now
+                await self._audit()
+            if self.cluster.config.forward and self.cluster.state is NodeState.SERVING:
+                for tenant in list(self.node.tenants.values()):
+                    for _ in range(RELIEFS_MAX):
+                        if not await self._relieve(tenant):
+                            break
+                        pressed = True
+
+    async def _relieve(self, tenant: Tenant) -> bool:
+        """Where a segment is nearly full: hand what would be evicted next to a node with room.
+
+        Whether that got anywhere, so that there may be more to do at once.
+        """
+        lacking = int(tenant.allocator.size * HEADROOM) - self.node.candidates.spare_bytes(tenant)
+        if lacking <= 0 or not self.cluster.living:
+            return False
+        victims: list[Block] = []
+        for block in self.node.candidates.coldest(tenant, OFFER_KEYS):
+            if lacking <= 0:
+                break
+            if block.hops < HOPS_MAX and not block.table.namespace.retired:
+                victims.append(block)
+                lacking -= block.table.stride
+        groups: dict[tuple[NamespaceState, int], dict[bytes, int]] = {}
+        for block in victims:
+            group = groups.setdefault((block.table.namespace, block.hops), {})
+            group[block.key] = max(block.used, group.get(block.key, 0))
+        taken = 0
+        for (namespace, hops), used in groups.items():
+            for mask, keys in self.by_offer(namespace, used):
+                age_s = self.node.idle_age.age_s(max(used[key] for key in keys), self._clock())
+                taken += await self._forward(namespace, mask, keys, hops + 1, age_s)
+        return taken > 0
+
+    async def _forward(
+        self, namespace: NamespaceState, mask: int, keys: list[bytes], hops: int, age_s: float
+    ) -> int:
+        """How many of these blocks another node has taken."""
+        now, tenant = self._clock(), namespace.tenant.name
+        refused = {
+            incarnation
+            for (incarnation, name), until in self._refused.items()
+            if until > now and name == tenant
+        }
+        nbytes = len(keys) * block_bytes(namespace, mask)
+        targets = self._targets({self.cluster.own}, 1, nbytes, but=refused)
+        if not targets:
+            return 0
+        accepted = await self.offer(
+            targets[0], namespace, keys, mask, reason="forward", hops=hops, age_s=age_s
+        )
+        if len(accepted) < len(keys):
+            if len(self._refused) > len(self.cluster.living) * len(self.node.tenants):
+                self._refused = {key: until for key, until in self._refused.items() if until > now}
+            self._refused[targets[0].record.incarnation_bytes, tenant] = now + REFUSED_S
+        self.counters["forwarded_blocks"] += len(accepted)
+        self.node.candidates.demote(namespace, accepted)
+        return len(accepted)
+
+    async def _audit(self) -> None:
+        """Of the replicas that others were said to keep, and that go next: do they?"""
+        for tenant in list(self.node.tenants.values()):
+            groups: dict[NamespaceState, list[Block]] = {}
+            for block in self.node.candidates.coldest_secondary(tenant, AUDIT_KEYS):
+                groups.setdefault(block.table.namespace, []).append(block)
+            for namespace, blocks in groups.items():
+                try:
+                    located = await self.fetcher.locator.replicas(
+                        namespace, [block.key for block in blocks]
+                    )
+                except Unavailable:
+                    return
+                last = [
+                    block
+                    for block, entries in zip(blocks, located, strict=True)
+                    if not any(entry.mask >> block.table.part & 1 for entry in entries)
+                ]
+                self.counters["promoted"] += len(last)
+                self.node.candidates.promote(last)
+
+
+def block_bytes(namespace: NamespaceState, mask: int) -> int:
+    """What these parts of one block take."""
+    return sum(table.stride for table in namespace.tables if mask >> table.part & 1)
+
+
+def _who_holds(entries: Iterable[Entry], mask: int) -> set[bytes]:
+    """Incarnations that have all of these parts of a block, in whatever tiers."""
+    held: dict[bytes, int] = {}
+    for incarnation, _, parts in entries:
+        held[incarnation] = held.get(incarnation, 0) | parts
+    return {incarnation for incarnation, parts in held.items() if parts & mask == mask}
+
+
+def _incarnation(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise InvalidRequest("an incarnation is 16 hex digits") from None

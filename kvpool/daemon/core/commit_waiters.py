@@ -1,0 +1,137 @@
+"""Who waits for which blocks to be committed here. No I/O, no clock.
+
+The rules tell of commits (`Node.commit_waiters`), and of what is written before them: one look at a set for each batch of a namespace that somebody
+waits for, one look at a dictionary for each of its blocks, and nothing where nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvpool.errors import LimitExceeded
+
+
+@dataclass(eq=False, slots=True)
+class CommitWaiter:
+    """One who waits for any of some blocks. Made and ended by `CommitWaiters` only.
+
+    wake: called with the first commit, and at most once; it only makes a note. early: also when more of them is
+    written that is not committed.
+    """
+
+    who: str | None
+    name: bytes
+    keys: Sequence[bytes]
+    wake: Callable[[], None]
+    early: bool = False
+    woken: bool = False
+
+
+class CommitWaiters:
+    """All who wait. Not thread-safe.
+
+    Namespaces are known by their directory digests, so that one can be waited for before anybody has opened
+    it here. waiters_max, waiters_per_peer_max: peers that wait at a time, in all and each.
+    """
+
+    def __init__(self, waiters_max: int, waiters_per_peer_max: int) -> None:
+        self._most = waiters_max
+        self._most_of_one = waiters_per_peer_max
+        self._waiting: dict[bytes, dict[bytes, dict[CommitWaiter, None]]] = {}
+        self._waiters: dict[CommitWaiter, None] = {}
+        self._by_peer: Counter[str] = Counter()
+
+    def __bool__(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self._waiters)
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def add(
+        self,
+        who: str | None,
+        name: bytes,
+        keys: Sequence[bytes],
+        wake: Callable[[], None],
+        *,
+        early: bool = False,
+    ) -> CommitWaiter:
+        """Have `wake` called when any part of any of these blocks is committed; until `remove`.
+
+        who: the node that asks; None: this one, which counts its own elsewhere. early: see `CommitWaiter`. Raises
+        `LimitExceeded`.
+        """
+        if who is not None:
+            if self._by_peer[who] >= self._most_of_one:
+                raise LimitExceeded(
+                    f"{self._most_of_one} questions of node {who} wait here already, the limit"
+                )
+            if self._by_peer.total() >= self._most:
+                raise LimitExceeded(f"{self._most} questions of peers wait here already, the limit")
+            self._by_peer[who] += 1
+        waiter = CommitWaiter(who, name, keys, wake, early)
+        self._waiters[waiter] = None
+        waiting = self._waiting.setdefault(name, {})
+        for key in keys:
+            waiting.setdefault(key, {})[waiter] = None
+        return waiter
+
+    def remove(self, waiter: CommitWaiter) -> None:
+        """It waits no longer, woken or not. Idempotent."""
+        if waiter not in self._waiters:
+            return
+        del self._waiters[waiter]
+        if waiter.who is not None:
+            self._by_peer[waiter.who] -= 1
+            if not self._by_peer[waiter.who]:
+                del self._by_peer[waiter.who]
+        # It is gone where all that are left wait for nothing.
+        waiting: dict[bytes, dict[CommitWaiter, None]] = self._waiting.get(waiter.name, {})
+        for key in waiter.keys:
+            others = waiting.get(key)
+            if others is not None:
+                others.pop(waiter, None)  # a key may be named twice
+                if not others:
+                    del waiting[key]
+        if not waiting:
+            self._waiting.pop(waiter.name, None)
+
+    def came(self, name: bytes, keys: Sequence[bytes]) -> None:
+        """Parts of these blocks were committed."""
+        for waiter in self._of(name, keys):
+            _wake(waiter)
+
+    def wrote(self, name: bytes, keys: Sequence[bytes]) -> None:
+        """More is written of these blocks."""
+        for waiter in self._of(name, keys):
+            if waiter.early:
+                _wake(waiter)
+
+    def _of(self, name: bytes, keys: Sequence[bytes]) -> Iterator[CommitWaiter]:
+        """Who waits for any of these."""
+        waiting = self._waiting.get(name)
+        if waiting is None or waiting.keys().isdisjoint(keys):
+            return
+        for key in keys:
+            yield from waiting.get(key, ())
+
+    def end(self, name: bytes) -> None:
+        """Nothing of this namespace is committed any more: its epoch has ended."""
+        for waiters in self._waiting.get(name, {}).values():
+            for waiter in waiters:
+                _wake(waiter)
+
+    def end_peers(self) -> None:
+        """Nothing new is stored here any more: no peer is to wait for it."""
+        for waiter in self._waiters:
+            if waiter.who is not None:
+                _wake(waiter)
+
+
+def _wake(waiter: CommitWaiter) -> None:
+    if not waiter.woken:
+        waiter.woken = True
+        waiter.wake()

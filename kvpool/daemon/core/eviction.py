@@ -1,0 +1,135 @@
+"""Blocks that are given up: a policy's next victims, a size's coldest, or the oldest soft pins."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from kvpool.daemon.core.blocks import Block, SlotClass, Tenant
+from kvpool.daemon.core.change_feed import Change, ChangeFeed
+from kvpool.daemon.core.counters import Counters
+from kvpool.daemon.core.ledger import Ledger
+from kvpool.daemon.core.quota_eviction import QuotaEviction
+
+EVICT_TOGETHER = 64  # of one size, before another look at which size has the coldest
+VICTIMS_MAX = 4096  # batches of evicted blocks whose age nobody has asked for yet
+
+
+class Eviction:
+    """Gives blocks up, in the order that their policies say. Not thread-safe."""
+
+    def __init__(
+        self,
+        tenants: Mapping[str, Tenant],
+        ledger: Ledger,
+        changes: ChangeFeed,
+        counters: Counters,
+    ) -> None:
+        self._tenants = tenants
+        self._ledger = ledger
+        self._changes = changes
+        self._counters = counters
+        self._victims: list[tuple[int, int]] = []  # see `take_victims`
+
+    def evict(self, tenant: Tenant, slot_class: SlotClass, pop: Callable[[], Any], n: int) -> int:
+        """Up to n of a policy's next victims, freed; how many. Leased ones are set aside."""
+        rows: list[int] = []
+        by_row = slot_class.by_row
+        followed = self._changes.followed
+        changes: list[Change] = []
+        while len(rows) < n:
+            block: Any = pop()
+            if block is None:
+                break
+            if block.leases:
+                block.parked = block.used
+                continue
+            table = block.table
+            table.forget(block)
+            if followed:
+                changes.append((table.namespace, (block.key,)))
+            row = block.row
+            by_row[row] = None
+            rows.append(row)
+        self._changes.tell_all(changes)
+        self._counters.evicted += len(rows)
+        if rows:
+            tenant.allocator.free(slot_class.stride, rows)
+            if block is not None and len(self._victims) < VICTIMS_MAX:
+                self._victims.append((block.used, len(rows)))
+        return len(rows)
+
+    def evict_part(
+        self, tenant: Tenant, slot_class: SlotClass, order: QuotaEviction, base: bytes, n: int
+    ) -> int:
+        """The same of a namespace with a quota, from one of the class's orders."""
+        evicted = self.evict(tenant, slot_class, partial(order.pop_of, base), n)
+        if order is slot_class.secondary:
+            self._counters.evicted_secondary += evicted
+        return evicted
+
+    def evict_soft(
+        self, tenant: Tenant, slot_class: SlotClass, soft: OrderedDict[Block, None], n: int
+    ) -> int:
+        """Up to n of the oldest soft pins, freed; how many. Leased ones are set aside."""
+        rows: list[int] = []
+        while len(rows) < n and soft:
+            block = next(iter(soft))
+            slot_class.drop_soft(block)
+            if block.leases:
+                block.parked = block.used
+                continue
+            table = block.table
+            table.soft_bytes -= table.stride
+            table.forget(block)
+            self._changes.tell(table.namespace, (block.key,))
+            slot_class.by_row[block.row] = None
+            rows.append(block.row)
+            self._counters.evicted_secondary += block.secondary
+        self._counters.evicted += len(rows)
+        self._counters.evicted_soft_pins += len(rows)
+        if rows:
+            tenant.allocator.free(slot_class.stride, rows)
+        return len(rows)
+
+    def evict_coldest(self, n: int) -> int:
+        """Give up to n blocks up, the coldest of all tenants and sizes first; how many went."""
+        self._ledger.settle()
+        gone = 0
+        while gone < n:
+            coldest: list[tuple[int, int, Tenant, SlotClass]] = []
+            for tenant in self._tenants.values():
+                for stride, slot_class in tenant.classes.items():
+                    block: Any = slot_class.policy.peek()
+                    if block is not None:
+                        coldest.append((block.used, stride, tenant, slot_class))
+            if not coldest:
+                break
+            _, _, tenant, slot_class = min(coldest, key=lambda each: each[:2])
+            gone += self.evict(
+                tenant, slot_class, slot_class.policy.pop, min(n - gone, EVICT_TOGETHER)
+            )
+        return gone
+
+    def evict_least(self, tenant: Tenant, n: int) -> tuple[int, int]:
+        """Give up to n of a tenant's blocks up, as if their room was needed; how many went, and their bytes."""
+        self._ledger.settle()
+        gone = nbytes = 0
+        for slot_class in tenant.classes.values():
+            for policy in (slot_class.secondary, slot_class.policy):
+                went = self.evict(tenant, slot_class, policy.pop, n - gone)
+                gone += went
+                nbytes += went * slot_class.stride
+                if gone == n:
+                    return gone, nbytes
+        return gone, nbytes
+
+    def take_victims(self) -> list[tuple[int, int]]:
+        """Batches that were evicted since the last call: the last use of one of them, as a tick, and how many.
+
+        A sample: what went beyond `VICTIMS_MAX`, with its slab, or as a soft pin is not in it.
+        """
+        victims, self._victims = self._victims, []
+        return victims

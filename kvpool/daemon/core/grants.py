@@ -1,0 +1,118 @@
+"""Puts in one exchange: slots granted ahead, and blocks stored in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin
+from kvpool.daemon.core.ledger import Ledger
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.puts import Puts, check_parent
+from kvpool.daemon.core.quotas import Quotas
+from kvpool.daemon.core.reclaimer import Reclaimer
+from kvpool.daemon.core.slots import Slots
+from kvpool.errors import InvalidRequest, UnknownReservation
+from kvpool.types import CHECKSUM_BYTES
+
+
+class Grants:
+    """Slots that holders have ahead, without keys. Not thread-safe."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        ledger: Ledger,
+        slots: Slots,
+        quotas: Quotas,
+        reclaimer: Reclaimer,
+        puts: Puts,
+    ) -> None:
+        self._limits = limits
+        self._ledger = ledger
+        self._slots = slots
+        self._quotas = quotas
+        self._reclaimer = reclaimer
+        self._puts = puts
+
+    def grant(self, holder: Holder, namespace: NamespaceState, part: int, count: int) -> list[int]:
+        """Up to `count` rows for parts of this size, without keys. None where the quota is used up."""
+        table = namespace.table(part)
+        holder.check_alive()
+        namespace.check_epoch()
+        tenant, stride = holder.tenant, table.stride
+        room = min(
+            self._limits.grant_bytes_per_holder - holder.granted_bytes,
+            int(tenant.allocator.size * self._limits.grant_share) - tenant.granted_bytes,
+        )
+        if namespace.quota:  # its own blocks make room for what may never be used
+            share = int(namespace.quota * self._limits.grant_share)
+            room = min(room, share - holder.granted_bytes)
+        rows = self._reclaimer.allocate(tenant, table, max(0, min(count, room // stride)))
+        self._granted(holder, stride, len(rows))
+        holder.granted.setdefault(stride, set()).update(rows)
+        return rows
+
+    def store(
+        self,
+        holder: Holder,
+        namespace: NamespaceState,
+        part: int,
+        rows: Sequence[int],
+        keys: Sequence[bytes],
+        checksums: bytes,
+        parent: bytes = b"",
+        origin: Origin = OWN,
+    ) -> tuple[int, list[int]]:
+        """Make granted slots readable under these keys: (blocks that are new, rows still granted).
+
+        Raises `UnknownReservation`, and changes nothing, for rows that are not granted to this holder.
+        """
+        self._ledger.settle()
+        table = namespace.table(part)
+        check_parent(parent)
+        namespace.check_epoch()
+        if not len(keys) == len(rows) or len(checksums) != CHECKSUM_BYTES * len(rows):
+            raise InvalidRequest(
+                f"{len(rows)} rows, {len(keys)} keys and {len(checksums)} bytes of checksums do not match"
+            )
+        granted = holder.granted.get(table.stride, set())
+        if not granted.issuperset(rows) or len(set(rows)) != len(rows):
+            raise UnknownReservation(
+                "the request stores a slot that is not granted to this client, or was used before"
+            )
+        unused: list[int] = []
+        parents: Sequence[bytes] = (parent, *keys[:-1])
+        blocks = table.blocks
+        if not blocks.keys().isdisjoint(keys) or len(set(keys)) != len(keys):
+            keys, parents, rows, checksums, unused = self._puts.only_new(
+                table, keys, parents, rows, checksums
+            )
+            origin = origin._replace(depths=())
+        if namespace.quota:
+            self._quotas.within(
+                table, len(keys)
+            )  # granted slots are in no namespace's quota before
+        granted.difference_update(rows)
+        self._granted(holder, table.stride, -len(rows))
+        self._puts.publish(table, keys, parents, rows, checksums, origin)
+        return len(rows), unused
+
+    def give_back(self, holder: Holder, stride: int, rows: Sequence[int]) -> None:
+        """Granted slots that nobody writes to any more. Those that were stored meanwhile stay so."""
+        granted = holder.granted.get(stride, set())
+        back = list(granted.intersection(rows))
+        if back:
+            granted.difference_update(back)
+            self._granted(holder, stride, -len(back))
+            holder.tenant.allocator.free(stride, back)
+            self._slots.releases += 1
+
+    def give_all_back(self, holder: Holder) -> None:
+        """All slots granted to a holder, also those it has not heard of: nobody writes to them."""
+        holder.ready.clear()
+        for stride, rows in holder.granted.items():
+            self.give_back(holder, stride, list(rows))
+
+    def _granted(self, holder: Holder, stride: int, count: int) -> None:
+        holder.granted_bytes += stride * count
+        holder.tenant.granted_bytes += stride * count

@@ -1,0 +1,57 @@
+"""Who reserves and leases here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvpool.daemon.core.blocks import Holder, Tenant
+from kvpool.daemon.core.counters import Counters
+from kvpool.daemon.core.grants import Grants
+from kvpool.daemon.core.leases import Leases
+from kvpool.daemon.core.puts import Puts
+from kvpool.errors import InvalidRequest
+
+
+class Holders:
+    """Makes holders, and takes back what they held. Not thread-safe."""
+
+    def __init__(
+        self,
+        tenants: Mapping[str, Tenant],
+        puts: Puts,
+        grants: Grants,
+        leases: Leases,
+        counters: Counters,
+    ) -> None:
+        self._tenants = tenants
+        self._puts = puts
+        self._grants = grants
+        self._leases = leases
+        self._counters = counters
+        self._own: dict[tuple[str, str], Holder] = {}
+
+    def add(self, tenant: str, instance: str, name: str = "") -> Holder:
+        """Somebody who may reserve and lease. Call `holder_died` when its process is dead."""
+        if tenant not in self._tenants:
+            raise InvalidRequest(f"there is no tenant {tenant!r} on this node")
+        holder = Holder(self._tenants[tenant], instance, name)
+        holder.tenant.holders[id(holder)] = holder
+        return holder
+
+    def own(self, tenant: str, name: str) -> Holder:
+        """A part of this daemon that reserves and leases, as `name` says; made when it is first asked for."""
+        holder = self._own.get((tenant, name))
+        if holder is None:
+            holder = self._own[tenant, name] = self.add(tenant, "", name)
+        return holder
+
+    def died(self, holder: Holder) -> None:
+        """It is closed or its process is dead: nothing reads or writes through it any more."""
+        if holder.tenant.holders.pop(id(holder), None) is None:
+            return
+        self._counters.dead_holders += not holder.idle
+        for ticket in list(holder.reservations):
+            self._puts.abort(holder, ticket)
+        for lease in list(holder.leases.values()):
+            self._leases.leave(holder, lease)
+        self._grants.give_all_back(holder)

@@ -1,0 +1,226 @@
+"""What is here, for those who announce it, walk through it or show it to an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvpool.daemon.core.blocks import Block, NamespaceState, Tenant
+from kvpool.daemon.core.candidates import Candidates
+from kvpool.daemon.core.change_feed import Change, ChangeFeed
+from kvpool.daemon.core.counters import Counters
+from kvpool.daemon.core.leases import Leases
+from kvpool.daemon.core.ledger import Ledger
+from kvpool.daemon.core.namespaces import Namespaces
+from kvpool.daemon.core.slots import Slots
+
+_WALK_ROWS = 1 << 40  # more than a class can have
+
+
+class Inventory:
+    """Answers about the blocks that are here. Not thread-safe."""
+
+    def __init__(
+        self,
+        tenants: Mapping[str, Tenant],
+        namespaces: Namespaces,
+        leases: Leases,
+        candidates: Candidates,
+        ledger: Ledger,
+        slots: Slots,
+        changes: ChangeFeed,
+        counters: Counters,
+    ) -> None:
+        self._tenants = tenants
+        self._namespaces = namespaces
+        self._leases = leases
+        self._candidates = candidates
+        self._ledger = ledger
+        self._slots = slots
+        self._changes = changes
+        self._counters = counters
+
+    # ---- what the announcer hears -------------------------------------------------------------------
+
+    def follow_changes(self, changed: Callable[[], object] = lambda: None) -> None:
+        """Take note of changes from now on: see `ChangeFeed.follow`, and `take_changes`."""
+        self._changes.follow(changed)
+
+    def take_changes(self) -> list[Change]:
+        """Blocks that were stored or have gone since the last call; some of them several times."""
+        self._ledger.settle()
+        return self._changes.take()
+
+    def tell_of_end(self, former: Inventory) -> None:
+        """The node that this one is in place of has ended: what it held, or had to tell, is told here."""
+        for namespace, keys in former.take_changes():
+            self._changes.tell(namespace, keys)
+        for tenant in former._tenants.values():
+            for epochs in tenant.epochs.values():
+                for namespace in epochs:
+                    for table in namespace.tables:
+                        for blocks in (table.blocks, table.garbage):
+                            if blocks:
+                                self._changes.tell(namespace, list(blocks))
+
+    def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
+        """How many parts a namespace has, and for each key the mask of those that are here.
+
+        digest: its directory digest. (0, []) when it is not known, or not any more.
+        """
+        self._ledger.settle()
+        namespace = self._namespaces.by_directory(digest)
+        if namespace is None:
+            return 0, []
+        first, *others = namespace.tables
+        masks = list(map(int, map(first.blocks.__contains__, keys)))
+        for table in others:
+            bit = 1 << table.part
+            here = table.blocks
+            if here:
+                masks = [m | bit if key in here else m for m, key in zip(masks, keys, strict=True)]
+        return len(namespace.tables), masks
+
+    def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
+        """About `count` blocks from a cursor on (0: from the start), by directory digest.
+
+        With them comes the next cursor, None at the end. The walk goes by slots, and a block of several
+        parts is taken where its first one is. So each block is met of which no part comes or goes
+        during the walk; of the others `take_changes` tells.
+        """
+        blocks, after = self.scan(cursor, count)
+        found: dict[NamespaceState, list[bytes]] = {}
+        for block in blocks:
+            found.setdefault(block.table.namespace, []).append(block.key)
+        return [(namespace.directory_digest, keys) for namespace, keys in found.items()], after
+
+    def scan(
+        self, cursor: int, count: int, tenant: Tenant | None = None
+    ) -> tuple[list[Block], int | None]:
+        """The first parts of the blocks that `walk` finds.
+
+        tenant: of this one only, so that its cursors tell nothing of others. No more than `count` slots are looked
+        at, whatever the cursor: it may be made up.
+        """
+        self._ledger.settle()
+        classes = self._slots.classes if tenant is None else list(tenant.classes.values())
+        number, row = divmod(cursor, _WALK_ROWS)
+        found: list[Block] = []
+        left = count
+        while number < len(classes):
+            by_row = classes[number].by_row
+            row = min(row, len(by_row))
+            end = min(len(by_row), row + left)
+            found += [
+                block
+                for block in by_row[row:end]
+                if block is not None and block.is_here() and _is_first_part(block)
+            ]
+            left -= end - row
+            if end < len(by_row):
+                row = end
+                break
+            number, row = number + 1, 0
+        more = number < len(classes)
+        return found, number * _WALK_ROWS + row if more else None
+
+    @staticmethod
+    def rows_of(tenant: Tenant) -> int:
+        """How far a scan of a tenant's blocks goes."""
+        return sum(len(slot_class.by_row) for slot_class in tenant.classes.values())
+
+    # ---- counts and choices -------------------------------------------------------------------------
+
+    def block_count(self) -> int:
+        """Parts of blocks that are here."""
+        self._ledger.settle()
+        return sum(
+            len(table.blocks)
+            for tenant in self._tenants.values()
+            for namespace in tenant.namespaces.values()
+            for table in namespace.tables
+        )
+
+    def replicas_wanted(self, namespace: NamespaceState, keys: Sequence[bytes]) -> list[int]:
+        """How many replicas of each block are wanted in the cluster; 0 where it is not here."""
+        self._ledger.settle()
+        wanted = []
+        for key in keys:
+            block = next((b for t in namespace.tables if (b := t.blocks.get(key))), None)
+            wanted.append(0 if block is None else block.replicas or namespace.settings.replicas)
+        return wanted
+
+    def select_by_value(
+        self, namespace: NamespaceState, keys: Sequence[bytes], worth: bool
+    ) -> list[bytes]:
+        """Those of the blocks that were read again since they were put, or those that were not."""
+        self._ledger.settle()
+        chosen = []
+        for key in keys:
+            found = [block for table in namespace.tables if (block := table.blocks.get(key))]
+            if found and any(block.used > block.put for block in found) == worth:
+                chosen.append(key)
+        return chosen
+
+    # ---- the operator's view ------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values: counters, and per tenant space, leases and namespaces."""
+        self._ledger.settle()
+        return {
+            "counters": {name: getattr(self._counters, name) for name in Counters.__slots__},
+            "leases": self._leases.count,
+            "gone": self._counters.gone(),
+            "tenants": {
+                tenant.name: {
+                    "segment_bytes": tenant.allocator.size,
+                    "blocks": sum(
+                        len(table.blocks)
+                        for namespace in tenant.namespaces.values()
+                        for table in namespace.tables
+                    ),
+                    "secondary_bytes": self._candidates.secondary_bytes(tenant),
+                    "granted_bytes": tenant.granted_bytes,
+                    "hard_pinned_bytes": tenant.hard_bytes,
+                    "soft_pinned_bytes": tenant.soft_bytes,
+                    "traffic": tenant.traffic.stats(),
+                    "space": tenant.allocator.stats(),
+                    "namespaces": {
+                        namespace.base.hex(): {
+                            "fields": msgspec.json.decode(namespace.fields),
+                            "epoch": namespace.epoch,
+                            "settings": msgspec.to_builtins(namespace.settings),
+                            "held_bytes": namespace.held_bytes,
+                            "quota_bytes": namespace.quota,
+                            "blocks": [len(table.blocks) for table in namespace.tables],
+                            "part_bytes": [spec.nbytes for spec in namespace.parts],
+                        }
+                        for namespace in tenant.namespaces.values()
+                    },
+                }
+                for tenant in self._tenants.values()
+            },
+        }
+
+    def usage(self, tenant: Tenant) -> dict[str, Any]:
+        """What a tenant and each of its namespaces have of this tier; plain values, quota 0 for none."""
+        self._ledger.settle()
+        return {
+            "part_bytes": tenant.allocator.size,
+            "used_bytes": tenant.allocator.bytes_used,
+            "namespaces": {
+                namespace.base.hex(): {
+                    "held_bytes": namespace.held_bytes,
+                    "quota_bytes": namespace.quota,
+                }
+                for namespace in tenant.namespaces.values()
+            },
+        }
+
+
+def _is_first_part(block: Block) -> bool:
+    table, key = block.table, block.key
+    tables = table.namespace.tables
+    return not table.part or not any(key in other.blocks for other in tables[: table.part])

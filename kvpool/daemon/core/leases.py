@@ -1,0 +1,264 @@
+"""Gets: what is here of a prefix, and leases on it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from kvpool.daemon.core.blocks import Block, Holder, Lease, NamespaceState, PartTable, Tenant
+from kvpool.daemon.core.counters import Counters
+from kvpool.daemon.core.ledger import Ledger
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.slots import Slots
+from kvpool.errors import InvalidRequest, LimitExceeded
+from kvpool.hit_rule import first_needed, needed, usable
+
+_SWEEP_FROM = 64  # deadlines of leases that may have been released
+
+
+class Leases:
+    """The leases of all holders. Not thread-safe."""
+
+    def __init__(
+        self, limits: Limits, ledger: Ledger, slots: Slots, counters: Counters, incarnation: str
+    ) -> None:
+        """incarnation: what the tokens begin with."""
+        self._limits = limits
+        self._ledger = ledger
+        self._slots = slots
+        self._counters = counters
+        self._incarnation = incarnation
+        self._by_token: dict[str, Lease] = {}
+        self._made = 0
+        self._deadlines: list[tuple[float, str]] = []
+
+    @property
+    def count(self) -> int:
+        """Leases that live."""
+        return len(self._by_token)
+
+    def match(self, namespace: NamespaceState, parts: Sequence[int], keys: Sequence[bytes]) -> int:
+        """How many blocks of the prefix an engine could use, by the hit rules of `parts` (empty: all)."""
+        self._ledger.settle()
+        n = self._usable(namespace.tables_of(parts), keys)
+        counters = self._counters
+        counters.match_calls += 1
+        counters.match_keys += len(keys)
+        counters.match_hits += n
+        return n
+
+    def contains(self, namespace: NamespaceState, part: int, keys: Sequence[bytes]) -> bytes:
+        """One byte a key, 1 where the part of the block is here."""
+        self._ledger.settle()
+        return bytes(map(namespace.table(part).blocks.__contains__, keys))
+
+    def acquire(
+        self,
+        holder: Holder,
+        namespace: NamespaceState,
+        parts: Sequence[int],
+        keys: Sequence[bytes],
+        lease_s: float | None,
+        now: float,
+        *,
+        scattered: bool = False,
+    ) -> Lease | None:
+        """Lease the longest usable prefix, or with `scattered` each key that is here (one part only).
+
+        lease_s: capped at the node's limit; None is for the node's own workers only. With `scattered`
+        the lease's `blocks` counts the keys and absent ones are no slots: see `scattered_rows`.
+        """
+        self._ledger.settle()
+        tables = namespace.tables_of(parts)
+        holder.check_alive()
+        self.check_count(holder)
+        seconds = None if lease_s is None else self.seconds(lease_s)
+        held: dict[int, tuple[int, list[Block]]] = {}
+        if scattered:
+            if len(tables) != 1:
+                raise InvalidRequest("a scattered acquire is for one part")
+            get = tables[0].blocks.get
+            found = [block for key in keys if (block := get(key))]
+            n = len(found)
+            held[tables[0].part] = (0, found)
+        else:
+            n = self._usable(tables, keys)
+            for table in tables:
+                spec = table.spec
+                first = first_needed(spec, n) - spec.stride + 1
+                blocks = table.blocks
+                held[table.part] = (first, [blocks[key] for key in needed(spec, keys[:n])])
+        if n == 0:
+            self._counters.acquire_misses += 1
+            return None
+        return self._lease(holder, namespace.tenant, held, n, seconds, now)
+
+    def lease(
+        self,
+        holder: Holder,
+        held: Mapping[int, tuple[int, list[Block]]],
+        n: int,
+        lease_s: float | None,
+        now: float,
+    ) -> Lease:
+        """Lease what is here of a usable prefix of n blocks, some of which are elsewhere.
+
+        held: part → first block index, and blocks of it that are here by settled books. All else as for `acquire`.
+        """
+        holder.check_alive()
+        self.check_count(holder)
+        seconds = None if lease_s is None else self.seconds(lease_s)
+        return self._lease(holder, holder.tenant, dict(held), n, seconds, now)
+
+    def _lease(
+        self,
+        holder: Holder,
+        tenant: Tenant,
+        held: dict[int, tuple[int, list[Block]]],
+        n: int,
+        seconds: float | None,
+        now: float,
+    ) -> Lease:
+        counters = self._counters
+        ledger = self._ledger
+        ledger.tick += 1
+        for _, slots in held.values():
+            if slots:
+                ledger.leased(slots)
+                counters.leased_blocks += len(slots)
+                counters.leased_bytes += len(slots) * slots[0].table.spec.nbytes
+        counters.acquired += 1
+        self._made += 1
+        token = f"{self._incarnation}.{self._made}"
+        deadline = None
+        if seconds is not None:
+            deadline = now + seconds
+            heapq.heappush(self._deadlines, (deadline, token))
+        lease = Lease(token, tenant, holder.instance, deadline, n, held)
+        self._by_token[token] = lease
+        self._hold(lease, holder)
+        return lease
+
+    def hold(self, holder: Holder, blocks: Sequence[Block]) -> Lease:
+        """Keep blocks of one table in their slots until `release`: a lease that is no use of them."""
+        self._ledger.settle()
+        holder.check_alive()
+        table = blocks[0].table
+        held = [block for block in blocks if block.is_here()]
+        lease = self.new(holder, len(held))
+        lease.read_on(table, held)
+        return lease
+
+    def new(self, holder: Holder, blocks: int) -> Lease:
+        """One that is no use of anything, until its holder releases it."""
+        self._made += 1
+        token = f"{self._incarnation}.{self._made}"
+        lease = Lease(token, holder.tenant, holder.instance, None, blocks, {}, is_use=False)
+        self._by_token[token] = lease
+        self._hold(lease, holder)
+        return lease
+
+    def seconds(self, asked: float) -> float:
+        """What a lease of `asked` seconds is granted."""
+        if not asked > 0:
+            raise InvalidRequest(f"a lease of {asked} seconds")
+        return min(asked, self._limits.lease_s_max)
+
+    def join(self, holder: Holder, token: str, now: float) -> Lease | None:
+        """Become a holder of a living lease of one's own instance; None if there is none such."""
+        lease = self._by_token.get(token)
+        if (
+            lease is None
+            or lease.tenant is not holder.tenant
+            or lease.instance != holder.instance
+            or id(holder) not in holder.tenant.holders
+            or (lease.deadline is not None and lease.deadline <= now)
+        ):
+            return None
+        if token not in holder.leases:
+            self.check_count(holder)
+        self._hold(lease, holder)
+        return lease
+
+    def check_count(self, holder: Holder) -> None:
+        """Raises `LimitExceeded` when it may not have one more."""
+        if len(holder.leases) >= self._limits.leases_per_holder:
+            raise LimitExceeded(
+                f"this client holds {len(holder.leases)} leases, the limit: release some"
+            )
+
+    def release(self, holder: Holder, token: str) -> None:
+        """Undo one acquire or join. The slots are free to go when the last holder has released."""
+        lease = holder.leases.get(token)
+        if lease is None:
+            return
+        lease.holds[id(holder)] -= 1
+        if lease.holds[id(holder)] == 0:
+            self.leave(holder, lease)
+
+    def _hold(self, lease: Lease, holder: Holder) -> None:
+        lease.holders[id(holder)] = holder
+        lease.holds[id(holder)] = lease.holds.get(id(holder), 0) + 1
+        holder.leases[lease.token] = lease
+
+    def leave(self, holder: Holder, lease: Lease) -> None:
+        """Have a holder hold it no longer, however often it has joined."""
+        del holder.leases[lease.token]
+        del lease.holders[id(holder)]
+        del lease.holds[id(holder)]  # the id may be another's later
+        if not lease.holders:
+            self._end(lease)
+
+    def expire(self, now: float) -> float | None:
+        """End the leases whose deadline has passed; when the next one comes up, if there is any."""
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][0] <= now:
+            _, token = heapq.heappop(deadlines)
+            lease = self._by_token.get(token)
+            if lease is not None:
+                for holder in lease.holders.values():
+                    del holder.leases[token]
+                lease.holders.clear()
+                self._end(lease)
+                self._counters.leases_expired += 1
+        # Released leases stay in the heap until their time comes; when they are most of it, sweep them.
+        if len(deadlines) > _SWEEP_FROM and len(deadlines) > 4 * len(self._by_token):
+            alive = [entry for entry in deadlines if entry[1] in self._by_token]
+            heapq.heapify(alive)
+            self._deadlines = deadlines = alive
+        return deadlines[0][0] if deadlines else None
+
+    def _end(self, lease: Lease) -> None:
+        self._ledger.settle()
+        del self._by_token[lease.token]
+        self._slots.releases += 1
+        if lease.beside is not None:
+            lease.beside.end()
+        for reservation in lease.reading:
+            del reservation.readers[lease.token]
+            if reservation.orphans and not reservation.readers:
+                rows, reservation.orphans = reservation.orphans, []
+                self._slots.free_reserved(reservation, rows)
+        for _, blocks in lease.parts.values():
+            back: list[Block] = []
+            unused: list[Block] = []
+            for block in blocks:
+                block.leases -= 1
+                if block.leases == 0:
+                    if block.gone:
+                        self._slots.free(block)
+                    elif block.parked >= 0:
+                        was_used = lease.is_use or block.used > block.parked
+                        (back if was_used else unused).append(block)
+                        block.parked = -1
+            if back:
+                self._slots.put_in(back)
+            if unused:
+                self._slots.put_in(unused, first=True)
+
+    @staticmethod
+    def _usable(tables: Sequence[PartTable], keys: Sequence[bytes]) -> int:
+        """The longest prefix, in blocks, of which every part has what its rule asks for."""
+        if len(tables) == 1:
+            return usable((tables[0].spec,), (tables[0].blocks,), keys)
+        return usable([table.spec for table in tables], [table.blocks for table in tables], keys)

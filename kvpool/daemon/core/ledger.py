@@ -1,0 +1,145 @@
+"""What was put and read, and is not booked yet.
+
+An answer needs a decision, not its bookkeeping: that is noted here, and done when the answers are on their
+way (`settle`). Whatever depends on it settles first by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any
+
+from kvpool.daemon.core.blocks import OWN, Block, Origin, PartTable, SlotClass
+from kvpool.daemon.core.change_feed import ChangeFeed
+from kvpool.daemon.core.commit_waiters import CommitWaiters
+from kvpool.types import split_keys
+
+_PUT, _READ, _LEASED = range(3)  # what a note tells of
+ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put behind them
+
+
+class Ledger:
+    """Notes of puts and reads, and the clock that counts them. Not thread-safe.
+
+    tick: counts puts and reads: the clock by which `Block.used` tells how long ago something was.
+    """
+
+    def __init__(self, changes: ChangeFeed, commit_waiters: CommitWaiters) -> None:
+        """changes, commit_waiters: who hears of blocks that are new."""
+        self._changes = changes
+        self._commit_waiters = commit_waiters
+        self._pending: list[tuple[int, PartTable, Any]] = []
+        self.tick = 0
+
+    # ---- notes -------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        table: PartTable,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        rows: Sequence[int],
+        checksums: bytes,
+        origin: Origin,
+    ) -> None:
+        """Blocks are here from now on: see `enter`."""
+        self.tick += 1
+        self._pending.append((_PUT, table, (keys, parents, rows, checksums, self.tick, origin)))
+
+    def read(self, blocks: Sequence[Block]) -> None:
+        """Blocks of one table were asked for."""
+        self.tick += 1
+        self._pending.append((_READ, blocks[0].table, (blocks, self.tick)))
+
+    def leased(self, blocks: Sequence[Block]) -> None:
+        """Blocks of one table are under one more lease, in the present tick."""
+        self._pending.append((_LEASED, blocks[0].table, (blocks, self.tick)))
+
+    # ---- the books ---------------------------------------------------------------------------------
+
+    def settle(self) -> bool:
+        """Catch up with the books on what was put and read; whether there was anything."""
+        pending = self._pending
+        if not pending:
+            return False
+        self._pending = []
+        for kind, table, what in pending:
+            slot_class = table.namespace.tenant.classes[table.stride]
+            if kind == _PUT:
+                self.enter(slot_class, table, *what)
+                continue
+            blocks, tick = what
+            if kind == _LEASED:
+                for block in blocks:
+                    block.leases += 1
+                    block.used = tick
+            else:
+                for block in blocks:
+                    block.used = tick
+            slot_class.touch(blocks)
+        return True
+
+    def enter(
+        self,
+        slot_class: SlotClass,
+        table: PartTable,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        rows: Sequence[int],
+        checksums: bytes,
+        tick: int,
+        origin: Origin,
+    ) -> None:
+        """New blocks into their table. Built by C loops: this runs for all that is ever put."""
+        sums = split_keys(checksums)
+        ticks = repeat(tick)
+        depths = origin.depths or self._depths(table, keys, parents)
+        new = list(map(Block, repeat(table), keys, rows, sums, parents, depths, ticks, ticks))
+        table.blocks.update(zip(keys, new, strict=True))
+        by_row = slot_class.by_row
+        for row, block in zip(rows, new, strict=True):
+            by_row[row] = block
+        if origin[:3] == OWN[:3]:
+            slot_class.policy.insert(new)
+        else:
+            for block in new:
+                block.secondary, block.hops, block.replicas = origin[:3]
+            slot_class.insert(new)
+        self._refresh_ancestors(slot_class, new)
+        self._changes.tell(table.namespace, keys)
+        if self._commit_waiters:
+            self._commit_waiters.came(table.namespace.directory_digest, keys)
+
+    @staticmethod
+    def _depths(table: PartTable, keys: Sequence[bytes], parents: Sequence[bytes]) -> Iterable[int]:
+        """How many blocks come before each in its chain, as far as they are here."""
+        known = table.blocks.get
+        before = known(parents[0])
+        first = 0 if before is None else before.depth + 1
+        # Mostly a batch is one chain, which Python sees quickly: these are the same objects.
+        if len(keys) == 1 or tuple(parents[1:]) == tuple(keys[:-1]):
+            return range(first, first + len(keys))
+        depths: dict[bytes, int] = {}
+        for key, parent in zip(keys, parents, strict=True):
+            before = known(parent)
+            depths[key] = depths.get(parent, -1 if before is None else before.depth) + 1
+        return depths.values()
+
+    @staticmethod
+    def _refresh_ancestors(slot_class: SlotClass, blocks: Sequence[Block]) -> None:
+        """Queue what precedes these in their chain behind them again, or it would be evicted first.
+
+        A prefill in chunks puts the head of a chain long before its tail. So many ancestors as keep
+        the cost of a put proportional to its blocks.
+        """
+        table = blocks[0].table.blocks
+        found: list[Block] = []
+        parent = blocks[0].parent
+        most = ANCESTORS_PER_BLOCK * len(blocks)
+        while parent and len(found) < most and (block := table.get(parent)) is not None:
+            found.append(block)
+            parent = block.parent
+        if found:
+            found.reverse()
+            slot_class.refresh(found)

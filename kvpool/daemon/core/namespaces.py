@@ -1,0 +1,207 @@
+"""Namespaces and their epochs, as this node knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvpool.daemon.core.blocks import NamespaceState, PartTable, Tenant
+from kvpool.daemon.core.commit_waiters import CommitWaiters
+from kvpool.daemon.core.counters import Counters
+from kvpool.daemon.core.ended_epochs import EndedEpochs
+from kvpool.daemon.core.ledger import Ledger
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.quotas import Quotas
+from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch
+from kvpool.types import PartSpec
+
+EPOCHS_KEPT = 64  # ended epochs of a namespace that are remembered by name
+
+
+class Namespaces:
+    """The namespaces of all tenants, each with its present epoch last. Not thread-safe."""
+
+    def __init__(
+        self,
+        tenants: Mapping[str, Tenant],
+        limits: Limits,
+        ledger: Ledger,
+        ended: EndedEpochs,
+        quotas: Quotas,
+        commit_waiters: CommitWaiters,
+        counters: Counters,
+    ) -> None:
+        self._tenants = tenants
+        self._limits = limits
+        self._ledger = ledger
+        self._ended = ended
+        self._quotas = quotas
+        self._commit_waiters = commit_waiters
+        self._counters = counters
+        self._by_directory: dict[bytes, NamespaceState] = {}
+        self._outdated: dict[tuple[str, bytes], NamespaceState] = {}  # for clients with old weights
+        self._numbered: list[NamespaceState] = []
+        self._tables = 0
+
+    def open(
+        self, tenant: Tenant, digest: bytes, fields: bytes, parts: Sequence[PartSpec]
+    ) -> NamespaceState:
+        """The namespace with these fields in its present epoch, made if new. digest: of the fields.
+
+        Its number is good for this incarnation. Raises `NamespaceMismatch` if it is known with other
+        parts.
+        """
+        epochs = tenant.epochs.get(digest)
+        if epochs:
+            known = epochs[-1]
+            if known.parts != tuple(parts):
+                raise NamespaceMismatch(mismatch(known.parts, tuple(parts), digest))
+            return known
+        if len(tenant.epochs) >= self._limits.namespaces_per_tenant:
+            raise LimitExceeded(
+                f"tenant {tenant.name!r} has {len(tenant.epochs)} namespaces, the limit"
+            )
+        for spec in parts:
+            tenant.allocator.stride_of(
+                spec.nbytes
+            )  # refuses what does not fit, before anything changes
+        return self._begin_epoch(self._state(tenant, digest, fields, parts, 0, 0))
+
+    def _state(
+        self,
+        tenant: Tenant,
+        base: bytes,
+        fields: bytes,
+        parts: Sequence[PartSpec],
+        epoch: int,
+        generation: int,
+    ) -> NamespaceState:
+        """A state with a number and empty tables, which nobody finds yet."""
+        number = len(self._numbered)
+        namespace = NamespaceState(tenant, base, fields, parts, number, epoch, generation)
+        for part, spec in enumerate(parts):
+            stride = tenant.allocator.stride_of(spec.nbytes)
+            namespace.tables.append(PartTable(namespace, part, spec, self._tables, stride))
+            self._tables += 1
+        self._numbered.append(namespace)
+        return namespace
+
+    def add_table(self, namespace: NamespaceState, spec: PartSpec) -> PartTable:
+        """One more table of a namespace in this epoch, behind those of its parts.
+
+        For owners who keep blocks of a part in slots of several lengths: which table a block is in is
+        their business. Raises `LimitExceeded` when the segment has no class for its slots.
+        """
+        stride = namespace.tenant.allocator.stride_of(spec.nbytes)
+        table = PartTable(namespace, len(namespace.tables), spec, self._tables, stride)
+        self._tables += 1
+        namespace.tables.append(table)
+        if namespace.quota:
+            self._quotas.divide(namespace, [table])
+        return table
+
+    def _begin_epoch(self, namespace: NamespaceState) -> NamespaceState:
+        tenant = namespace.tenant
+        tenant.epochs.setdefault(namespace.base, []).append(namespace)
+        tenant.namespaces[namespace.digest] = namespace
+        self._by_directory[namespace.directory_digest] = namespace
+        return namespace
+
+    def as_opened(self, namespace: NamespaceState, generation: int) -> NamespaceState:
+        """The state for a client whose weights are of this generation: the living one, or one that is out.
+
+        For those who opened the namespace before this daemon started. Ahead of us they cannot be: learn
+        of the new generation first (`set_epoch`).
+        """
+        living = self.living(namespace)
+        if generation >= living.generation:
+            return living
+        out = self._outdated.get((living.tenant.name, living.base))
+        if out is None:
+            out = self._state(living.tenant, living.base, living.fields, living.parts, 0, -1)
+            out.retired = True
+            self._outdated[living.tenant.name, living.base] = out
+        return out
+
+    def set_epoch(
+        self, namespace: NamespaceState, epoch: int, fence: int, generation: int | None = None
+    ) -> NamespaceState:
+        """A namespace is in this epoch now, in the whole cluster; the living state of it.
+
+        generation: of the weights; unless given, a fence that is new to us counts as one more.
+
+        All blocks of older epochs are misses from here on; their slots come back a few at a time
+        (`EndedEpochs.reclaim`), and those under a lease when that ends. Their pins are in no quota any more.
+        Reservations that are open are dropped at their commit. Clients that opened it in an epoch below
+        `fence` find nothing and store nothing until they open it again; others go on in the new epoch.
+        Epochs do not go back.
+        """
+        self._ledger.settle()
+        tenant, base = namespace.tenant, namespace.base
+        epochs = tenant.epochs[base]
+        living = epochs[-1]
+        if generation is None:
+            generation = living.generation + (fence > tenant.fences.get(base, 0))
+        tenant.fences[base] = max(fence, tenant.fences.get(base, 0))
+        if epoch <= living.epoch:
+            return living
+        living.retired = True
+        del tenant.namespaces[living.digest]
+        self._ended.add(living.tables)
+        self._counters.epochs_ended += 1
+        self._commit_waiters.end(living.directory_digest)
+        if len(epochs) > EPOCHS_KEPT:
+            self._by_directory.pop(epochs.pop(0).directory_digest, None)
+        generation = max(generation, living.generation)
+        new = self._begin_epoch(
+            self._state(tenant, base, living.fields, living.parts, epoch, generation)
+        )
+        new.settings = living.settings
+        self._quotas.pass_on(living, new)
+        return new
+
+    # ---- to find them --------------------------------------------------------------------------------
+
+    def living(self, namespace: NamespaceState) -> NamespaceState:
+        """The same namespace in its present epoch."""
+        return namespace.tenant.epochs[namespace.base][-1]
+
+    def by_number(self, tenant: Tenant, number: int) -> NamespaceState:
+        """The namespace with this number, for its own tenant only.
+
+        When its epoch has ended, this is the one after it, unless a fence is in between.
+        """
+        if 0 <= number < len(self._numbered):
+            found = self._numbered[number]
+            if found.tenant is tenant:
+                if found.retired and not found.fenced:
+                    return self.living(found)
+                return found
+        raise InvalidRequest(
+            f"namespace number {number} is not open here; open the namespace first"
+        )
+
+    def by_directory(self, digest: bytes) -> NamespaceState | None:
+        """The namespace with this directory digest; an ended epoch too, for a while."""
+        return self._by_directory.get(digest)
+
+    @property
+    def any_replicas(self) -> bool:
+        """Whether there is a namespace of whose blocks several replicas are wanted."""
+        return any(
+            namespace.settings.replicas > 1
+            for tenant in self._tenants.values()
+            for namespace in tenant.namespaces.values()
+        )
+
+
+def mismatch(known: tuple[PartSpec, ...], asked: tuple[PartSpec, ...], digest: bytes) -> str:
+    """What differs, and what to do about it."""
+    name = digest.hex()
+    advice = "Put what makes them differ into the namespace's fields"
+    if len(known) != len(asked):
+        return f"namespace {name} has {len(known)} parts here, not {len(asked)}. {advice}"
+    part = next(i for i, pair in enumerate(zip(known, asked, strict=True)) if pair[0] != pair[1])
+    return (
+        f"part {part} of namespace {name} is {known[part].nbytes} bytes "
+        f"({known[part].kind}) here, not {asked[part].nbytes} ({asked[part].kind}). {advice}"
+    )

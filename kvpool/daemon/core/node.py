@@ -1,0 +1,131 @@
+"""The rules of one node: what may happen to a block. No I/O, no clock, no randomness.
+
+Each part of a `Node` knows one kind of event. A method is one event: it checks, changes the state, and returns
+what its caller must tell or do. Times are seconds of a monotonic clock, given by the caller. One thread only.
+
+A slot is in one of five states, and these are all ways between them:
+
+    free ──reserve──▶ reserved ──commit──▶ committed ──acquire──▶ leased
+                         │                   │    ▲                 │
+                         │ abort, death      │    └── last lease ───┤
+                         ▼                   │        ends          │ removed while leased
+                        free ◀───evicted─────┘                      ▼
+                         ▲                                       evicting
+                         └──────────── last lease ends ─────────────┘
+
+Slots may also be *granted*: reserved without keys, so that a small put costs its writer one exchange with
+the daemon instead of two. A granted slot is a reserved one in all else.
+
+A block is found (match, contains, acquire) from commit until it is evicted or removed, and never in
+any other state. Three rules carry the promises:
+
+1. A reserved slot is written by its reserver, whenever it likes. So it comes back only when that one
+   aborts, commits, or is dead as a process: never by a deadline, never because a socket closed.
+2. A leased slot is read by its holders, until they release, until its deadline (readers check the clock
+   after their copy), or until they are dead as processes.
+3. Space for a put is reclaimed in the put: the eviction policy of the slot class gives one victim after
+   the other, each in O(1). Blocks under a lease that come up as victims are set aside and return to the
+   policy with their last lease, so each lease costs at most one such step: as the youngest, or, where
+   they were only held in place meanwhile, as the next victims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvpool.daemon.core.blocks import Tenant
+from kvpool.daemon.core.candidates import Candidates
+from kvpool.daemon.core.change_feed import ChangeFeed
+from kvpool.daemon.core.commit_waiters import CommitWaiters
+from kvpool.daemon.core.counters import Counters
+from kvpool.daemon.core.early_reads import EarlyReads
+from kvpool.daemon.core.ended_epochs import EndedEpochs
+from kvpool.daemon.core.eviction import Eviction
+from kvpool.daemon.core.grants import Grants
+from kvpool.daemon.core.holders import Holders
+from kvpool.daemon.core.idle_age import IdleAge
+from kvpool.daemon.core.inventory import Inventory
+from kvpool.daemon.core.leases import Leases
+from kvpool.daemon.core.ledger import Ledger
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.namespaces import Namespaces
+from kvpool.daemon.core.pins import Pins
+from kvpool.daemon.core.puts import Puts
+from kvpool.daemon.core.quotas import Quotas
+from kvpool.daemon.core.reclaimer import Reclaimer
+from kvpool.daemon.core.removal import Removal
+from kvpool.daemon.core.slots import Slots
+from kvpool.errors import InvalidRequest
+from kvpool.storage.eviction import EvictionPolicy
+from kvpool.storage.slab import SlabAllocator
+
+
+class Node:
+    """All blocks of one daemon in one tier. Not thread-safe: the control process's event loop calls it.
+
+    idle_age: of ticks; whoever has a clock notes them.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_policy: Callable[[int], EvictionPolicy],
+        limits: Limits | None = None,
+        incarnation: str = "0",
+    ) -> None:
+        """make_policy: given the slots of a class, a fresh eviction policy for it."""
+        self.limits = limits = limits or Limits()
+        self.incarnation = incarnation
+        self.counters = counters = Counters()
+        self.idle_age = IdleAge()
+        self.commit_waiters = CommitWaiters(limits.waiters_max, limits.waiters_per_peer_max)
+        self.tenants: dict[str, Tenant] = {}
+        tenants = self.tenants
+        changes = ChangeFeed()
+        self.ledger = ledger = Ledger(changes, self.commit_waiters)
+        slots = Slots(make_policy, ledger, changes)
+        self.ended_epochs = EndedEpochs(slots, counters)
+        self.eviction = Eviction(tenants, ledger, changes, counters)
+        self.quotas = Quotas(ledger, slots, self.ended_epochs, self.eviction, counters)
+        self.candidates = Candidates(tenants, ledger, self.quotas)
+        reclaimer = Reclaimer(
+            *(limits, ledger, changes, slots),
+            *(self.ended_epochs, self.eviction, self.quotas, counters),
+        )
+        self.namespaces = Namespaces(
+            *(tenants, limits, ledger, self.ended_epochs),
+            *(self.quotas, self.commit_waiters, counters),
+        )
+        self.puts = Puts(tenants, limits, ledger, slots, reclaimer, counters)
+        self.grants = Grants(limits, ledger, slots, self.quotas, reclaimer, self.puts)
+        self.leases = Leases(limits, ledger, slots, counters, incarnation)
+        self.early_reads = EarlyReads(self.namespaces, self.leases, self.commit_waiters)
+        self.holders = Holders(tenants, self.puts, self.grants, self.leases, counters)
+        self.removal = Removal(ledger, slots, counters)
+        self.pins = Pins(limits, ledger, slots)
+        self.inventory = Inventory(
+            *(tenants, self.namespaces, self.leases, self.candidates),
+            *(ledger, slots, changes, counters),
+        )
+
+    def add_tenant(
+        self,
+        name: str,
+        segment: int,
+        size: int,
+        slab_bytes: int | None = None,
+        allocator: SlabAllocator | None = None,
+    ) -> Tenant:
+        """Give a tenant its segment. The bytes are the caller's business.
+
+        allocator: of the segment, where its owner wants to know more than the rules tell.
+        """
+        if name in self.tenants:
+            raise InvalidRequest(f"tenant {name!r} has a segment already")
+        tenant = Tenant(name, segment, allocator or SlabAllocator(size, slab_bytes=slab_bytes))
+        self.tenants[name] = tenant
+        return tenant
+
+    def settle(self) -> bool:
+        """Book what was put and read; whether there was anything: see `Ledger`."""
+        return self.ledger.settle()

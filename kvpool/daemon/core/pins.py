@@ -1,0 +1,80 @@
+"""Pins: blocks that are evicted last, or never."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool.daemon.core.blocks import (
+    PIN_HARD,
+    PIN_KINDS,
+    PIN_NONE,
+    PIN_SOFT,
+    Block,
+    NamespaceState,
+)
+from kvpool.daemon.core.ledger import Ledger
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.slots import Slots
+from kvpool.errors import InvalidRequest, LimitExceeded
+
+
+class Pins:
+    """Pins and unpins blocks. Not thread-safe."""
+
+    def __init__(self, limits: Limits, ledger: Ledger, slots: Slots) -> None:
+        self._limits = limits
+        self._ledger = ledger
+        self._slots = slots
+
+    def pin(self, namespace: NamespaceState, keys: Sequence[bytes], kind: str) -> set[bytes]:
+        """Pin (soft: evict last; hard: never) or unpin what is here of these blocks; which keys are.
+
+        Raises `LimitExceeded`, and changes nothing, when that is more than the share that the tenant may
+        pin, or the same share of the namespace's quota.
+        """
+        changed = self.check(namespace, keys, kind)
+        level = PIN_KINDS[kind]
+        tenant = namespace.tenant
+        for block in changed:
+            self._slots.take_out(block)
+            block.pin = level
+            if level == PIN_HARD:
+                tenant.hard[block] = None
+                block.table.hard_bytes += block.table.stride
+            elif level == PIN_SOFT:
+                block.table.soft_bytes += block.table.stride
+            self._slots.put_in([block])
+        return {key for table in namespace.tables for key in keys if key in table.blocks}
+
+    def check(self, namespace: NamespaceState, keys: Sequence[bytes], kind: str) -> list[Block]:
+        """The blocks that `pin` would change. Raises as it does."""
+        if kind not in PIN_KINDS:
+            raise InvalidRequest(f"a pin is soft, hard or none, not {kind!r}")
+        self._ledger.settle()
+        level = PIN_KINDS[kind]
+        tenant = namespace.tenant
+        changed = [
+            block
+            for key in dict.fromkeys(keys)
+            for table in namespace.tables
+            if (block := table.blocks.get(key)) is not None and block.pin != level
+        ]
+        if level != PIN_NONE:
+            hard = level == PIN_HARD
+            share = self._limits.hard_pin_share if hard else self._limits.soft_pin_share
+            asked = sum(block.table.stride for block in changed)
+            bounds = [
+                (f"tenant {tenant.name!r}", tenant.allocator.size, tenant.namespaces.values()),
+                (f"namespace {namespace.base.hex()}", namespace.quota, [namespace]),
+            ]
+            for whose, size, theirs in bounds:
+                pins = [
+                    t.hard_bytes if hard else t.soft_bytes for one in theirs for t in one.tables
+                ]
+                would, quota = sum(pins) + asked, int(size * share)
+                if size and asked and would > quota:
+                    raise LimitExceeded(
+                        f"{kind} pins of {whose} would hold {would >> 20} MiB; "
+                        f"the quota is {quota >> 20} MiB"
+                    )
+        return changed

@@ -1,0 +1,295 @@
+"""Puts: reserve slots for new blocks, commit them or give them back; and what was there before a restart."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.daemon.core.blocks import (
+    OWN,
+    Holder,
+    NamespaceState,
+    Origin,
+    PartTable,
+    Reservation,
+    Tenant,
+)
+from kvpool.daemon.core.counters import Counters
+from kvpool.daemon.core.ledger import Ledger
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.reclaimer import Reclaimer
+from kvpool.daemon.core.slots import Slots
+from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull, UnknownReservation
+from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, split_keys
+from kvpool.wire.frame import NO_ROW
+
+
+class Puts:
+    """Reservations and what becomes of them. Not thread-safe."""
+
+    def __init__(
+        self,
+        tenants: Mapping[str, Tenant],
+        limits: Limits,
+        ledger: Ledger,
+        slots: Slots,
+        reclaimer: Reclaimer,
+        counters: Counters,
+    ) -> None:
+        self._tenants = tenants
+        self._limits = limits
+        self._ledger = ledger
+        self._slots = slots
+        self._reclaimer = reclaimer
+        self._counters = counters
+
+    def reserve(
+        self,
+        holder: Holder,
+        namespace: NamespaceState,
+        part: int,
+        ticket: int,
+        keys: Sequence[bytes],
+        parent: bytes = b"",
+    ) -> tuple[int, bytes]:
+        """Slots for those of the keys that are not here: (stride, rows as u32, `NO_ROW` if present).
+
+        parent: the key before the first one in the prefix chain, if known.
+        The keys are kept: the caller changes them no more. Rows cover a prefix of them: fewer than asked when leases, reservations or hard pins hold
+        the rest of the space. Raises `PoolFull` when there is not even one.
+        """
+        self._ledger.settle()
+        table = namespace.table(part)
+        check_parent(parent)
+        holder.check_alive()
+        namespace.check_epoch()
+        if not keys:
+            raise InvalidRequest("a reservation of no keys")
+        if ticket in holder.reservations:
+            raise InvalidRequest(f"ticket {ticket} is in use; choose a new one per reservation")
+        stride = table.stride
+        blocks = table.blocks
+        wanted: Sequence[int]
+        if blocks.keys().isdisjoint(keys):
+            wanted = range(len(keys))
+        else:
+            self._ledger.read([block for key in keys if (block := blocks.get(key))])
+            wanted = [i for i, key in enumerate(keys) if key not in blocks]
+            if not wanted:
+                return stride, array("I", [NO_ROW]).tobytes() * len(keys)
+        bound = int(holder.tenant.allocator.size * self._limits.reserved_share_per_holder)
+        # At least one, lest a block larger than the share could never be put.
+        fit = max(not holder.reserved_bytes, (bound - holder.reserved_bytes) // stride)
+        rows = self._reclaimer.allocate(holder.tenant, table, min(len(wanted), fit))
+        if not rows:
+            self._counters.refused_full += 1
+            if fit == 0:
+                raise LimitExceeded(
+                    f"{holder.reserved_bytes >> 20} MiB are reserved and not committed by this "
+                    f"client, the limit is {bound >> 20} MiB: commit or abort first"
+                )
+            where = f"tenant {holder.tenant.name!r}"
+            if namespace.quota and namespace.held_bytes + stride > namespace.quota:
+                where = f"a namespace whose quota here is {namespace.quota >> 20} MiB"
+            raise PoolFull(
+                f"no slot of {stride} bytes can be reclaimed for {where}: "
+                f"leases, reservations and hard pins hold them all"
+            )
+        if len(rows) == len(keys):
+            packed_rows = array("I", rows).tobytes()
+            reserved = Reservation(table, wanted, keys, (parent, *keys[:-1]), rows)
+        else:
+            covered = len(keys) if len(rows) == len(wanted) else wanted[len(rows)]
+            out = array("I", [NO_ROW]) * covered
+            wanted = wanted[: len(rows)]
+            for index, row in zip(wanted, rows, strict=True):
+                out[index] = row
+            packed_rows = out.tobytes()
+            chain = (parent, *keys)
+            parents = [chain[index] for index in wanted]
+            reserved = Reservation(table, wanted, [keys[index] for index in wanted], parents, rows)
+        holder.reservations[ticket] = reserved
+        holder.reserved_bytes += stride * len(rows)
+        table.reserved += len(rows)
+        self._counters.reserved += len(rows)
+        return stride, packed_rows
+
+    def commit(
+        self,
+        holder: Holder,
+        ticket: int,
+        checksums: bytes,
+        indices: Sequence[int] | None = None,
+        origin: Origin = OWN,
+    ) -> int:
+        """Make reserved slots readable; the count of blocks that are new.
+
+        checksums: 16 bytes for each row of the reservation, in order (with `indices`, for each of
+        these). A block that somebody else committed meanwhile is kept; this copy's slot comes back. So
+        do all slots when the namespace's epoch has ended meanwhile.
+        Raises `UnknownReservation`, and changes nothing, for what this holder has not reserved.
+        """
+        self._ledger.settle()
+        reservation = holder.reservations.get(ticket)
+        if reservation is None:
+            raise UnknownReservation(
+                f"reservation {ticket} is not open: never made by this client, or settled before"
+            )
+        table = reservation.table
+        keys: Sequence[bytes] = reservation.keys
+        parents: Sequence[bytes] = reservation.parents
+        rows: Sequence[int] = reservation.rows
+        if indices is None and reservation.left is not None:
+            indices = list(reservation.left)
+        if indices is not None:
+            at = reservation.positions(indices, ticket)
+            keys = [reservation.keys[position] for position in at]
+            parents = [reservation.parents[position] for position in at]
+            rows = [reservation.rows[position] for position in at]
+        if len(checksums) != CHECKSUM_BYTES * len(rows):
+            raise InvalidRequest(
+                f"{len(checksums)} bytes of checksums for {len(rows)} blocks: 16 each"
+            )
+        holder.reserved_bytes -= table.stride * len(rows)
+        table.reserved -= len(rows)
+        if indices is None or reservation.left is None or len(indices) == len(reservation.left):
+            del holder.reservations[ticket]
+        else:
+            for index in indices:
+                del reservation.left[index]
+        reservation.stop_telling(keys, rows)
+        if table.namespace.retired:
+            self._slots.free_reserved(reservation, rows)
+            self._counters.aborted += len(rows)
+            return 0
+        if not table.blocks.keys().isdisjoint(keys) or len(set(keys)) != len(keys):
+            keys, parents, rows, checksums, surplus = self.only_new(
+                table, keys, parents, rows, checksums
+            )
+            origin = origin._replace(depths=())
+            self._slots.free_reserved(reservation, surplus)
+        self.publish(table, keys, parents, rows, checksums, origin)
+        if reservation.readers and keys:
+            self._ledger.settle()
+            blocks = [table.blocks[key] for key in keys]
+            for lease in reservation.readers.values():
+                lease.read_on(table, blocks)
+        return len(rows)
+
+    def publish(
+        self,
+        table: PartTable,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        rows: Sequence[int],
+        checksums: bytes,
+        origin: Origin,
+    ) -> None:
+        """Slots that are whole become blocks, at the latest when anybody looks: see `settle`.
+
+        The keys are new and differ from one another.
+        """
+        self._slots.releases += 1
+        if keys:
+            self._ledger.put(table, keys, parents, rows, checksums, origin)
+            self._counters.committed += len(keys)
+            self._counters.committed_bytes += len(keys) * table.spec.nbytes
+
+    def only_new(
+        self,
+        table: PartTable,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        rows: Sequence[int],
+        checksums: bytes,
+    ) -> tuple[Sequence[bytes], Sequence[bytes], Sequence[int], bytes, list[int]]:
+        """The same without blocks that are here or named twice, and the rows that are left over."""
+        blocks = table.blocks
+        here = [block for key in keys if (block := blocks.get(key))]
+        if here:
+            self._ledger.read(here)
+        first: dict[bytes, int] = {}
+        for index, key in enumerate(keys):
+            if key not in blocks:
+                first.setdefault(key, index)
+        chosen = list(first.values())
+        self._counters.duplicates += len(keys) - len(chosen)
+        sums = split_keys(checksums)
+        unused = set(range(len(keys))).difference(chosen)
+        return (
+            list(first),
+            [parents[index] for index in chosen],
+            [rows[index] for index in chosen],
+            b"".join([sums[index] for index in chosen]),
+            [rows[index] for index in sorted(unused)],
+        )
+
+    def abort(self, holder: Holder, ticket: int) -> None:
+        """Give reserved slots back unwritten. The caller promises that nobody writes to them any more."""
+        reservation = holder.reservations.pop(ticket, None)
+        if reservation is None:
+            return
+        table = reservation.table
+        rows = reservation.open_rows
+        reservation.stop_telling(reservation.keys, reservation.rows)
+        self._slots.free_reserved(reservation, rows)
+        holder.reserved_bytes -= table.stride * len(rows)
+        table.reserved -= len(rows)
+        self._counters.aborted += len(rows)
+
+    # ---- after a restart -----------------------------------------------------------------------------
+
+    def restore(
+        self,
+        namespace: NamespaceState,
+        part: int,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        depths: Sequence[int],
+        rows: npt.NDArray[np.int64],
+        checksums: Sequence[bytes],
+    ) -> npt.NDArray[np.bool_]:
+        """Blocks that were in these rows before a restart are there again; which of them.
+
+        Those whose rows cannot be had (see `SlabAllocator.claim`), or whose keys are here already, are not;
+        of those with one key the last one is. Nothing may have been allocated yet; when all is restored,
+        call `restored`.
+        """
+        table = namespace.table(part)
+        tenant, stride = namespace.tenant, table.stride
+        new = {key: index for index, key in enumerate(keys) if key not in table.blocks}
+        chosen = np.fromiter(new.values(), dtype=np.int64, count=len(new))
+        had = tenant.allocator.claim(stride, rows[chosen])
+        good = np.zeros(len(keys), dtype=np.bool_)
+        good[chosen[had]] = True
+        if good.any():
+            slot_class = self._slots.class_of(tenant, stride)
+            taken = rows[good].tolist()
+            slot_class.reach(max(taken))
+            self._ledger.tick += 1
+            self._ledger.enter(
+                slot_class,
+                table,
+                list(compress(keys, good)),
+                list(compress(parents, good)),
+                taken,
+                b"".join(compress(checksums, good)),
+                self._ledger.tick,
+                Origin(depths=list(compress(depths, good))),
+            )
+        return good
+
+    def restored(self) -> None:
+        """All that was there before a restart is known: what is left is free."""
+        for tenant in self._tenants.values():
+            tenant.allocator.claimed()
+
+
+def check_parent(parent: bytes) -> None:
+    """Raises `InvalidRequest` for what is no key, nor empty."""
+    if parent and len(parent) != KEY_BYTES:
+        raise InvalidRequest(f"a parent key of {len(parent)} bytes: {KEY_BYTES}, or none")

@@ -1,0 +1,155 @@
+"""Quotas of namespaces: a namespace that holds more than its own gives up its own coldest blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable
+from kvpool.daemon.core.counters import Counters
+from kvpool.daemon.core.ended_epochs import RECLAIMED_PER_PUT, EndedEpochs
+from kvpool.daemon.core.eviction import Eviction
+from kvpool.daemon.core.ledger import Ledger
+from kvpool.daemon.core.slots import Slots
+
+QUOTA_PER_PUT = 1024  # blocks that go for one put, where a namespace holds more than its quota
+
+
+class Quotas:
+    """Namespaces with a quota, and what it makes them give up. Not thread-safe.
+
+    namespaces: living ones that have a quota.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        slots: Slots,
+        ended: EndedEpochs,
+        eviction: Eviction,
+        counters: Counters,
+    ) -> None:
+        self._ledger = ledger
+        self._slots = slots
+        self._ended = ended
+        self._eviction = eviction
+        self._counters = counters
+        self.namespaces: dict[NamespaceState, None] = {}
+
+    def set(self, namespace: NamespaceState, nbytes: int) -> None:
+        """Bytes that a namespace may hold here from now on; 0: as many as its tenant.
+
+        What is too much goes bit by bit: with its puts, and by `tend`.
+        """
+        if nbytes == namespace.quota:
+            return
+        self._ledger.settle()
+        namespace.quota = nbytes
+        if not nbytes:
+            self.namespaces.pop(namespace, None)
+            return
+        self.namespaces[namespace] = None
+        self.divide(namespace, namespace.tables)
+
+    def divide(self, namespace: NamespaceState, tables: Iterable[PartTable]) -> None:
+        """Have orders of its own for these tables of a namespace with a quota, and its ended epochs."""
+        blocks: dict[int, list[Block]] = {}
+        for table in (*self._ended.tables_of(namespace), *tables):
+            held = blocks.setdefault(table.stride, [])
+            held += table.garbage.values()
+            held += table.blocks.values()
+        for stride, held in blocks.items():
+            slot_class = self._slots.class_of(namespace.tenant, stride)
+            capacity = max(1, namespace.quota // stride)
+            slot_class.divide(namespace.base, capacity, held, self._slots.make_policy)
+
+    def pass_on(self, old: NamespaceState, new: NamespaceState) -> None:
+        """A namespace goes on in a new epoch: it has the quota of the old one."""
+        new.quota = old.quota
+        if old in self.namespaces:
+            del self.namespaces[old]
+            self.namespaces[new] = None
+
+    def tend(self, n: int) -> bool:
+        """Do up to n blocks' worth of what quotas ask for; whether there may be more to do at once.
+
+        Needed after quotas were set, and where leases, pins or a restart have left too much.
+        """
+        self._ledger.settle()
+        left = n
+        for namespace in self.namespaces:
+            for table in namespace.tables:
+                for order in namespace.tenant.classes[table.stride].orders:
+                    left -= order.move(namespace.base, left) if left > 0 else 0
+            over = namespace.held_bytes - namespace.quota
+            if over > 0 and left > 0:
+                self._reclaim_ended(namespace)
+                left -= self._evict_own(namespace, over, left)
+            if left <= 0:
+                return True
+        return False
+
+    def within(self, table: PartTable, n: int) -> int:
+        """How many new slots of a table its namespace may have, up to n. Its own coldest make room.
+
+        Where more than its quota is left even so, as when that was lowered, or where what went was left of an
+        ended epoch, which is in no quota, it gets no more than went.
+        """
+        self._ledger.settle()
+        namespace, stride = table.namespace, table.stride
+        held = namespace.held_bytes
+        over = held + n * stride - namespace.quota
+        if over <= 0:
+            return n
+        self._reclaim_ended(namespace)
+        allocator = namespace.tenant.allocator
+        used = allocator.bytes_used
+        # As many as one put can afford, but at least as many bytes as it asks for.
+        smallest = min(other.stride for other in namespace.tables)
+        most = max(n + QUOTA_PER_PUT, n * stride // smallest)
+        self._evict_own(namespace, over, most, table)
+        room = namespace.quota - namespace.held_bytes
+        return min(n, max(room, used - allocator.bytes_used) // stride)
+
+    def _reclaim_ended(self, namespace: NamespaceState) -> None:
+        if self._ended:
+            stride = namespace.tables[0].stride
+            self._ended.reclaim(RECLAIMED_PER_PUT, namespace.tenant, stride)
+
+    def _evict_own(
+        self, namespace: NamespaceState, nbytes: int, most: int, first: PartTable | None = None
+    ) -> int:
+        """Evict about so many bytes of a namespace, by at most so many blocks; how many went.
+
+        Those of `first` go before others, since their slots are what is needed. Copies that others keep go
+        before what its own policy says, and soft pins at last.
+        """
+        tenant, classes = namespace.tenant, namespace.tenant.classes
+        tables = sorted(namespace.tables, key=lambda table: table is not first)
+        ways: list[tuple[int, Callable[[int], int]]] = [
+            (
+                stride,
+                partial(self._eviction.evict_part, tenant, classes[stride], order, namespace.base),
+            )
+            for stride in dict.fromkeys(table.stride for table in tables)
+            for order in classes[stride].orders
+        ]
+        ways += [
+            (
+                table.stride,
+                partial(self._eviction.evict_soft, tenant, classes[table.stride], table.soft),
+            )
+            for table in tables
+        ]
+        goal = namespace.held_bytes - nbytes
+        gone = 0
+        for stride, evict in ways:
+            # Several times where there is still something of an ended epoch, which comes first.
+            while gone < most and (over := namespace.held_bytes - goal) > 0:
+                evicted = evict(min(most - gone, -(-over // stride)))
+                gone += evicted
+                if not evicted:
+                    break
+        self._slots.releases += gone > 0  # slots of other sizes are free now
+        self._counters.evicted_by_quota += gone
+        return gone

@@ -1,0 +1,200 @@
+"""Room for puts: rows of free slots, and what has to go where there are too few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvpool.daemon.core.blocks import PIN_NONE, PIN_SOFT, Block, PartTable, SlotClass, Tenant
+from kvpool.daemon.core.change_feed import ChangeFeed
+from kvpool.daemon.core.counters import Counters
+from kvpool.daemon.core.ended_epochs import RECLAIMED_PER_PUT, EndedEpochs
+from kvpool.daemon.core.eviction import Eviction
+from kvpool.daemon.core.ledger import Ledger
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.quotas import Quotas
+from kvpool.daemon.core.slots import Slots
+from kvpool.storage.slab import SlabAllocator
+
+
+class Reclaimer:
+    """Finds slots for puts. Not thread-safe."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        ledger: Ledger,
+        changes: ChangeFeed,
+        slots: Slots,
+        ended: EndedEpochs,
+        eviction: Eviction,
+        quotas: Quotas,
+        counters: Counters,
+    ) -> None:
+        self._limits = limits
+        self._ledger = ledger
+        self._changes = changes
+        self._slots = slots
+        self._ended = ended
+        self._eviction = eviction
+        self._quotas = quotas
+        self._counters = counters
+        self._ended_left = 0  # blocks of ended epochs that the put under way may give back still
+
+    def allocate(self, tenant: Tenant, table: PartTable, n: int) -> list[int]:
+        """Up to n rows, reclaiming as many as are missing."""
+        allocator = tenant.allocator
+        stride = table.stride
+        if n and table.namespace.quota:
+            n = self._quotas.within(table, n)
+        slot_class = self._slots.class_of(tenant, stride)
+        rows = allocator.alloc(stride, n)
+        # Of other sizes, very many may have to go before a slab is free: the rest is done beside the puts.
+        self._ended_left = RECLAIMED_PER_PUT + 4 * n
+        while len(rows) < n and self._reclaim(tenant, slot_class, n - len(rows)):
+            rows += allocator.alloc(stride, n - len(rows))
+        if rows:
+            slot_class.reach(max(rows))
+        return rows
+
+    def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int) -> bool:
+        """Make room for up to n slots of the class, at least one; False when nothing can go.
+
+        In order: what is left of ended epochs, as much as one put can afford; this class's replicas that others keep; a slab of
+        another class that is much colder; this class's own victims; a slab of another class whatever
+        its age; this class's soft pins; a slab of another class, soft pins included.
+        """
+        self._ledger.settle()
+        if self._ended and self._ended_left > 0:
+            gone = self._ended.reclaim(n, tenant, slot_class.stride)
+            self._ended_left -= gone
+            if gone:
+                return True
+        evicted = self._eviction.evict(tenant, slot_class, slot_class.secondary.pop, n)
+        if evicted:
+            self._counters.evicted_secondary += evicted
+            return True
+        several = len(tenant.classes) > 1
+        if several and self._steal_colder_slab(tenant, slot_class):
+            return True
+        if self._eviction.evict(tenant, slot_class, slot_class.policy.pop, n):
+            return True
+        if several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=True):
+            return True
+        if self._eviction.evict_soft(tenant, slot_class, slot_class.soft, n):
+            return True
+        if several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=False):
+            return True
+        return bool(self._ended and self._ended.reclaim(n, tenant, slot_class.stride))
+
+    # ---- slabs of other sizes -----------------------------------------------------------------------
+
+    def _steal_colder_slab(self, tenant: Tenant, slot_class: SlotClass) -> bool:
+        """Empty a slab of another class, if that class's next victim is much colder than our own.
+
+        "Much" is twice as long unused, lest two classes take the same slab from each other in turns.
+        Where we have no victim of our own, any age will do, and the coldest goes first.
+        """
+        own: Any = slot_class.policy.peek()
+        age = -1 if own is None else self._ledger.tick - own.used
+        donors: list[tuple[int, SlotClass]] = []
+        for other in tenant.classes.values():
+            if other is not slot_class:
+                coldest: Any = other.secondary.peek() or other.policy.peek()
+                if coldest is not None and self._ledger.tick - coldest.used > 2 * age + 1:
+                    donors.append((coldest.used, other))
+        donors.sort(key=lambda donor: donor[0])
+        return any(self._empty_coldest_slab(tenant, donor, slot_class) for _, donor in donors)
+
+    def _empty_coldest_slab(self, tenant: Tenant, donor: SlotClass, taker: SlotClass) -> bool:
+        """Give the taker a slab with one of the donor's next victims and nothing that must stay."""
+        allocator = tenant.allocator
+        tried: set[int] = set()
+        tries = self._limits.steal_tries
+        cold: Any
+        for cold in donor.secondary.coldest(tries) or donor.policy.coldest(tries):
+            slab = allocator.slab_of(donor.stride, cold.row)
+            if slab in tried or not self._can_go(tenant, slab):
+                tried.add(slab)
+                continue
+            tried.add(slab)
+            for run in allocator.victims(taker.stride):
+                if slab in run and all(self._can_go(tenant, s) for s in run if s != slab):
+                    self._empty_run(tenant, run)
+                    return True
+        return False
+
+    def _can_go(self, tenant: Tenant, slab: int) -> bool:
+        """Whether all that is in use of a slab are blocks without leases and pins."""
+        allocator = tenant.allocator
+        held = self._held_in(tenant.classes[allocator.owner(slab)], allocator, slab)
+        return len(held) == allocator.used_in_slab(slab) and not any(
+            block.leases or block.pin != PIN_NONE for block in held
+        )
+
+    def _steal_any_slab(
+        self, tenant: Tenant, slot_class: SlotClass, *, spare_soft_pins: bool
+    ) -> bool:
+        """Empty some slab of another class that nothing holds. Costs O(leased blocks + slabs).
+
+        Not tried again before anything was released: puts into a pool that is held fail quickly.
+        """
+        if slot_class.stuck_at.get(spare_soft_pins) == self._slots.releases:
+            return False
+        allocator = tenant.allocator
+        busy: set[int] = set()
+        for holder in tenant.holders.values():
+            for reservation in holder.reservations.values():
+                stride = reservation.table.stride
+                busy.update(allocator.slab_of(stride, row) for row in reservation.open_rows)
+            for stride, granted in holder.granted.items():
+                busy.update(allocator.slab_of(stride, row) for row in granted)
+            for lease in holder.leases.values():
+                for _, blocks in lease.parts.values():
+                    for block in blocks:
+                        busy.add(allocator.slab_of(block.table.stride, block.row))
+                for reservation in lease.reading:
+                    stride = reservation.table.stride
+                    busy.update(allocator.slab_of(stride, row) for row in reservation.orphans)
+        kept: list[Iterable[Block]] = [tenant.hard]
+        if spare_soft_pins:
+            kept += [other.soft for other in tenant.classes.values()]
+        for pinned in kept:
+            busy.update(allocator.slab_of(block.table.stride, block.row) for block in pinned)
+        for run in allocator.victims(slot_class.stride):
+            if busy.isdisjoint(run):
+                self._empty_run(tenant, run)
+                return True
+        slot_class.stuck_at[spare_soft_pins] = self._slots.releases
+        return False
+
+    def _empty_run(self, tenant: Tenant, run: Iterable[int]) -> None:
+        """Empty the slabs that together make room for one extent of another class."""
+        for slab in run:
+            self._empty_slab(tenant, tenant.classes[tenant.allocator.owner(slab)], slab)
+
+    @staticmethod
+    def _held_in(donor: SlotClass, allocator: SlabAllocator, slab: int) -> list[Block]:
+        by_row = donor.by_row
+        rows = allocator.rows_in_slab(slab)
+        return [
+            block
+            for row in range(rows.start, min(rows.stop, len(by_row)))
+            if (block := by_row[row]) is not None
+        ]
+
+    def _empty_slab(self, tenant: Tenant, donor: SlotClass, slab: int) -> None:
+        """Evict all blocks of a slab, none of which is leased or reserved, and free it for any class."""
+        allocator = tenant.allocator
+        held = self._held_in(donor, allocator, slab)
+        self._counters.evicted_soft_pins += sum(block.pin == PIN_SOFT for block in held)
+        self._counters.evicted_secondary += sum(block.secondary for block in held)
+        for block in held:
+            block.table.forget(block)
+            self._changes.tell(block.table.namespace, (block.key,))
+            self._slots.take_out(block)
+            donor.by_row[block.row] = None
+        allocator.free(donor.stride, [block.row for block in held])
+        allocator.reclaim_slab(slab)
+        self._counters.evicted += len(held)
+        self._counters.slabs_reclaimed += 1

@@ -1,0 +1,133 @@
+"""Slots of a node's blocks: who is a candidate for eviction, and whose slot is free again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvpool.daemon.core.blocks import (
+    PIN_HARD,
+    PIN_NONE,
+    PIN_SOFT,
+    Block,
+    PartTable,
+    Reservation,
+    SlotClass,
+    Tenant,
+)
+from kvpool.daemon.core.change_feed import ChangeFeed
+from kvpool.daemon.core.ledger import Ledger
+from kvpool.storage.eviction import EvictionPolicy
+
+
+class Slots:
+    """The slots of all tenants' blocks. Not thread-safe.
+
+    classes: of all tenants, oldest first; never shorter. releases: counts what may let a slab go that could not
+    go before.
+    """
+
+    def __init__(
+        self, make_policy: Callable[[int], EvictionPolicy], ledger: Ledger, changes: ChangeFeed
+    ) -> None:
+        """make_policy: given the slots of a class, a fresh eviction policy for it."""
+        self.make_policy = make_policy
+        self._ledger = ledger
+        self._changes = changes
+        self.classes: list[SlotClass] = []
+        self.releases = 0
+
+    def class_of(self, tenant: Tenant, stride: int) -> SlotClass:
+        """The tenant's slots of this stride; made if there are none yet."""
+        slot_class = tenant.classes.get(stride)
+        if slot_class is None:
+            policy = self.make_policy(tenant.allocator.capacity(stride))
+            slot_class = tenant.classes[stride] = SlotClass(stride, policy)
+            self.classes.append(slot_class)
+        return slot_class
+
+    def put_in(self, blocks: Sequence[Block], *, first: bool = False) -> None:
+        """Make blocks of one table candidates for eviction, as their pins say. first: the next ones."""
+        self._ledger.settle()
+        plain = [block for block in blocks if block.pin == PIN_NONE]
+        if plain:
+            table = plain[0].table
+            slot_class = table.namespace.tenant.classes[table.stride]
+            (slot_class.put_back if first else slot_class.insert)(plain)
+        if len(plain) != len(blocks):
+            for block in reversed(blocks) if first else blocks:
+                if block.pin == PIN_SOFT:
+                    classes = block.table.namespace.tenant.classes
+                    classes[block.table.stride].add_soft(block, first=first)
+
+    def take_out(self, block: Block) -> None:
+        """The reverse: no candidate any more, no pin, in no quota."""
+        self.releases += 1
+        self._ledger.settle()
+        table = block.table
+        tenant = table.namespace.tenant
+        if block.parked >= 0:
+            block.parked = -1
+        elif block.pin == PIN_NONE:
+            tenant.classes[table.stride].discard(block)
+        elif block.pin == PIN_SOFT:
+            tenant.classes[table.stride].drop_soft(block)
+        if block.pin == PIN_SOFT:
+            table.soft_bytes -= table.stride
+        elif block.pin == PIN_HARD:
+            del tenant.hard[block]
+            table.hard_bytes -= table.stride
+        block.pin = PIN_NONE
+
+    def drop(self, block: Block) -> None:
+        """Take a block out of its table, and part with it."""
+        del block.table.blocks[block.key]
+        self.part_with(block)
+
+    def drop_all(self, blocks: Iterable[Block]) -> None:
+        """Drop each: the same, told of and freed together."""
+        self.releases += 1
+        self._ledger.settle()
+        by_table: dict[PartTable, list[Block]] = {}
+        for block in blocks:
+            by_table.setdefault(block.table, []).append(block)
+        for table, some in by_table.items():
+            tenant = table.namespace.tenant
+            slot_class = tenant.classes[table.stride]
+            rows = []
+            for block in some:
+                del table.blocks[block.key]
+                if block.pin == PIN_NONE and block.parked < 0:
+                    slot_class.discard(block)
+                else:
+                    self.take_out(block)
+                if block.leases:
+                    block.gone = True
+                else:
+                    slot_class.by_row[block.row] = None
+                    rows.append(block.row)
+            tenant.allocator.free(table.stride, rows)
+            self._changes.tell(table.namespace, [block.key for block in some])
+
+    def part_with(self, block: Block) -> None:
+        """It is in no table any more. Its slot is free now, or when its last lease ends."""
+        self._changes.tell(block.table.namespace, (block.key,))
+        self.take_out(block)
+        if block.leases:
+            block.gone = True
+        else:
+            self.free(block)
+
+    def free(self, block: Block) -> None:
+        table = block.table
+        tenant = table.namespace.tenant
+        tenant.classes[table.stride].by_row[block.row] = None
+        tenant.allocator.free(table.stride, [block.row])
+
+    def free_reserved(self, reservation: Reservation, rows: Sequence[int]) -> None:
+        """Nobody writes to these slots any more, and they are no blocks. They are free once no peer reads them."""
+        if reservation.readers:
+            reservation.orphans += rows
+            return
+        table = reservation.table
+        table.namespace.tenant.allocator.free(table.stride, rows)
+        self.releases += 1

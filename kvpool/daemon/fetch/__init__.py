@@ -1,0 +1,1 @@
+"""Bringing blocks that are not in memory here: locate, plan, transfer."""

@@ -1,0 +1,178 @@
+"""Has requested blocks delivered: joins transfers under way, hedges slow ones, turns to the next source.
+
+A source that takes longer than it should is hedged: the next replica's is asked as well, the first to deliver
+wins, and the other transfer is called off. What a source does not have is asked of the next one. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from kvpool.daemon.core.blocks import Origin, PartTable
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.fetch.locate import Locator
+from kvpool.daemon.fetch.plan import FetchRequest, assign, lacking
+from kvpool.daemon.fetch.transfer import Transfer, Transfers
+from kvpool.placement.peer_selection import Candidate
+from kvpool.placement.peers import Peers
+
+ORDER_BYTES = 64 << 20  # in one transfer
+HEDGES_MAX = 2  # transfers of one block at a time
+
+SECONDARY = Origin(secondary=True)
+
+
+class Delivery:
+    """Brings requested blocks here by transfers. What a peer delivers is secondary: evicted first."""
+
+    def __init__(
+        self,
+        node: Node,
+        locator: Locator,
+        transfers: Transfers,
+        peers: Peers,
+        clock: Callable[[], float],
+    ) -> None:
+        self._node = node
+        self._locator = locator
+        self._transfers = transfers
+        self._peers = peers
+        self._clock = clock
+        self.counters = {"joined": 0}  # parts that were on their way for somebody else
+
+    async def bring(
+        self,
+        requests: Sequence[FetchRequest],
+        deadline: float,
+        origin: Origin = SECONDARY,
+        *,
+        on_arrival: Callable[[PartTable, list[bytes]], object] | None = None,
+        background: bool = False,
+    ) -> Sequence[FetchRequest]:
+        """Until all is here, nobody is left to ask, or the deadline has passed; what did not come.
+
+        on_arrival: told of blocks that have come while others are still awaited. background: no engine waits.
+        """
+        for request in requests:
+            under_way = self._transfers.of(request.table)
+            if under_way:
+                self.counters["joined"] += sum(map(under_way.__contains__, request.keys))
+        while True:
+            self._node.settle()
+            arrived, requests = _arrivals(requests)
+            now = self._clock()
+            if not requests or now >= deadline:
+                return requests
+            if on_arrival is not None:
+                for table, keys in arrived.items():
+                    on_arrival(table, keys)
+            requests = self._launch(requests, now, deadline, origin, background)
+            transfers = self._awaited(requests)
+            if not transfers:
+                return requests
+            wake = min([deadline, *(one.hedge_at for one in transfers if one.hedge_at > now)])
+            await asyncio.wait(
+                [transfer.task for transfer in transfers],
+                timeout=max(0.0, wake - now),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            self._transfers.call_off_superseded(transfers)
+
+    def _awaited(self, requests: Sequence[FetchRequest]) -> dict[Transfer, None]:
+        """The transfers that bring some of these blocks."""
+        return dict.fromkeys(
+            transfer
+            for request in requests
+            if (under_way := self._transfers.of(request.table))
+            for some in dict.fromkeys(map(under_way.get, request.keys))
+            if some is not None
+            for transfer in some
+        )
+
+    def _launch(
+        self,
+        requests: Sequence[FetchRequest],
+        now: float,
+        deadline: float,
+        origin: Origin,
+        background: bool,
+    ) -> list[FetchRequest]:
+        """Begin a transfer for whatever has none, or only slow ones.
+
+        Returns the same requests, cut by who was asked for them.
+        """
+        waiting: list[FetchRequest] = []
+        ready: dict[PartTable, list[tuple[FetchRequest, Sequence[Candidate]]]] = {}
+        for request in requests:
+            for some, transfers in self._by_transfers(request):
+                askable = self._askable(some, transfers, now, background)
+                if askable:
+                    ready.setdefault(request.table, []).append((some, askable))
+                else:
+                    waiting.append(some)
+        for table, found in ready.items():
+            shares, cut = assign(table, found, self._locator.having, self._peers, now)
+            most = max(1, ORDER_BYTES // table.spec.nbytes)
+            for source, keys in shares:
+                for at in range(0, len(keys), most):
+                    some_keys = keys[at : at + most]
+                    self._transfers.begin(
+                        table, source, some_keys, deadline, origin, background=background
+                    )
+            waiting += cut
+        return waiting
+
+    def _by_transfers(
+        self, request: FetchRequest
+    ) -> list[tuple[FetchRequest, tuple[Transfer, ...]]]:
+        """A request in runs of blocks that the same transfers bring, with these."""
+        under_way = self._transfers.of(request.table)
+        if not under_way or under_way.keys().isdisjoint(request.keys):
+            return [(request, ())]
+        return [
+            (replace(request, keys=list(keys)), transfers)
+            for transfers, keys in groupby(request.keys, lambda key: under_way.get(key, ()))
+        ]
+
+    def _askable(
+        self,
+        request: FetchRequest,
+        transfers: Sequence[Transfer],
+        now: float,
+        background: bool,
+    ) -> Sequence[Candidate]:
+        """Who may be asked for these blocks now, beside the transfers that bring them."""
+        # A background transfer gives way to everything else: it is nothing to wait for.
+        ahead = [one for one in transfers if background or not one.background]
+        if len(transfers) >= HEDGES_MAX or any(one.hedge_at > now for one in ahead):
+            return ()
+        for transfer in ahead:
+            if not transfer.late:
+                transfer.late = True
+                self._peers.slow(transfer.source, now)
+        asked = request.tried.union(transfer.source for transfer in ahead)
+        return [
+            candidate
+            for candidate in request.candidates
+            if candidate.incarnation not in asked and self._locator.lives(candidate.incarnation)
+        ]
+
+
+def _arrivals(
+    requests: Sequence[FetchRequest],
+) -> tuple[dict[PartTable, list[bytes]], list[FetchRequest]]:
+    """What has come of requests, by table, and what is still wanted."""
+    arrived: dict[PartTable, list[bytes]] = {}
+    left: list[FetchRequest] = []
+    for request in requests:
+        here = request.table.blocks
+        if not here.keys().isdisjoint(request.keys):
+            came = arrived.setdefault(request.table, [])
+            came += filter(here.__contains__, request.keys)
+            request.keys = lacking(here, request.keys)
+        if request.keys and not request.table.namespace.retired:
+            left.append(request)
+    return arrived, left

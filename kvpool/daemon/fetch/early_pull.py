@@ -1,0 +1,308 @@
+"""Blocks that come ahead of their commit: what is written of them elsewhere is pulled while the rest is computed.
+
+An owner tells followers how many bytes are written of blocks that are being put there. Slots are reserved here
+for such a batch, and the bytes pulled into them, again and again while more is written. With the commit an
+ordinary transfer (`transfer.py`) takes the slots over: it pulls the bytes that are still missing, and the checksum
+of the whole block, which only the commit has told, decides whether that is the block.
+
+So nothing of it is found here before it is committed there and has been verified. A writer that gives up, dies,
+or changes what it called written costs a transfer: the batch is dropped, and the blocks are pulled as all
+others are. Slots come back when the batch is dropped, and nothing writes to them any more. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvpool.daemon.core.blocks import Holder, PartTable, Reservation
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.fetch.ports import ClusterView, PeerTransport, node_name
+from kvpool.daemon.fetch.pull_orders import pull_order
+from kvpool.daemon.telemetry.tasks import crash_if_failed
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
+from kvpool.placement.peers import Peers
+from kvpool.telemetry.spans import CALLED_OFF, TRANSFER, Span, current, working_for
+from kvpool.types import BlockStatus
+
+PULLS_MAX = 8  # at a time: other pulls need threads too
+PULL_BYTES = 64 << 10  # less than this is left for later
+EARLY_BYTES = 32 << 20  # in one pull: all of it counts when all has come, and others wait meanwhile
+PULL_S = 2.0  # one is given up then, or when it is far slower than it should be
+REST_S = 0.25  # how long blocks that are committed wait for a pull of their beginning
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Neighbours that one reservation at an owner is for, and our own slots for them. Made by `EarlyPull` only.
+
+    number: of the owner's reservation. position: of each key in ours. have: bytes of each slot that are here.
+    told: that are written there. taken: some of the slots were taken over by a transfer, and no more is pulled
+    here. transfers: of these transfers, those under way. over: nobody wants what is left.
+    span: of the follow that it was made for.
+    """
+
+    table: PartTable
+    owner: bytes
+    number: int
+    holder: Holder
+    ticket: int
+    reservation: Reservation
+    position: dict[bytes, int]
+    have: int = 0
+    told: int = 0
+    taken: bool = False
+    transfers: int = 0
+    over: bool = False
+    pull: asyncio.Task[None] | None = None
+    span: Span | None = None
+
+
+class EarlyPull:
+    """All batches of a node."""
+
+    def __init__(
+        self,
+        node: Node,
+        transport: PeerTransport,
+        cluster: ClusterView,
+        peers: Peers,
+        clock: Callable[[], float],
+    ) -> None:
+        self._node = node
+        self._transport = transport
+        self._cluster = cluster
+        self._peers = peers
+        self._clock = clock
+        self._tickets = 0
+        self._batches: dict[
+            PartTable, dict[bytes, Batch]
+        ] = {}  # by key, while it can be taken over
+        self._pulling: dict[Batch, None] = {}
+        self._waiting: dict[Batch, None] = {}
+        self.counters = {
+            "early_pulls": 0,
+            "early_bytes": 0,
+            "early_wrong": 0,  # blocks that were committed with other bytes than had come of them before
+        }
+
+    # ---- for follows -----------------------------------------------------------------------------------
+
+    def told(
+        self, table: PartTable, owner: bytes, number: int, keys: Sequence[bytes], nbytes: int
+    ) -> Batch | None:
+        """An owner has so much of each of these blocks, of one reservation. A batch if that is a new one.
+
+        Whoever gets it has to `drop` it. keys: not empty, and none is here or on its way.
+        """
+        known = self._batches.get(table, {})
+        for batch in {known[key]: None for key in keys if key in known}:
+            if batch.owner != owner:
+                if batch.owner not in self._cluster.living:
+                    self.drop(batch)
+            elif batch.number != number:
+                self.drop(batch)  # it was given up there, and somebody else has begun
+            elif nbytes > batch.told:
+                batch.told = nbytes
+                self._begin(batch)
+        return self._reserve(table, owner, number, keys, nbytes)
+
+    def _reserve(
+        self, table: PartTable, owner: bytes, number: int, keys: Sequence[bytes], nbytes: int
+    ) -> Batch | None:
+        known = self._batches.get(table, {})
+        fresh = [key for key in keys if key not in known]
+        if not fresh:
+            return None
+        node, namespace = self._node, table.namespace
+        holder = node.holders.own(namespace.tenant.name, "early pulls")
+        self._tickets += 1
+        try:
+            node.puts.reserve(holder, namespace, table.part, self._tickets, fresh)
+        except (PoolFull, LimitExceeded, InvalidRequest):
+            return None  # no room, or the epoch has just ended
+        reservation = holder.reservations.get(self._tickets)
+        if reservation is None:
+            return None  # they have come in the meantime
+        position = {key: at for at, key in enumerate(reservation.keys)}
+        batch = Batch(table, owner, number, holder, self._tickets, reservation, position)
+        self._batches.setdefault(table, {}).update(dict.fromkeys(position, batch))
+        batch.told = nbytes
+        batch.span = current()
+        self._begin(batch)
+        return batch
+
+    def drop(self, batch: Batch) -> None:
+        """No more is wanted of it. Transfers that have taken over some of it go on."""
+        batch.over = True
+        self._forget(batch, batch.position)
+        self._waiting.pop(batch, None)
+        if not batch.transfers:
+            _cancel(batch.pull)
+        self._settle(batch)
+
+    def close(self) -> None:
+        """Call all pulls off. They end by themselves, soon."""
+        self._waiting.clear()
+        for batch in self._pulling:
+            _cancel(batch.pull)
+
+    # ---- for transfers -----------------------------------------------------------------------------------
+
+    def take(self, table: PartTable, keys: Sequence[bytes]) -> dict[Batch, list[bytes]]:
+        """What of these has come in part, or is coming. Its slots are the caller's until `landed`, once for each batch.
+
+        A batch of which nothing has come is of no use any more.
+        """
+        known = self._batches.get(table)
+        if not known:
+            return {}
+        taken: dict[Batch, list[bytes]] = {}
+        for key in keys:
+            if key in known:
+                taken.setdefault(known[key], []).append(key)
+        for batch, some in list(taken.items()):
+            if not batch.have and batch.pull is None:
+                self.drop(batch)
+                del taken[batch]
+                continue
+            batch.transfers += 1
+            batch.taken = True
+            self._waiting.pop(batch, None)
+            self._forget(batch, some)
+        return taken
+
+    async def rest(self, batch: Batch, owner: bytes) -> None:
+        """Nothing is pulled into its slots from now on, except by who has taken it over.
+
+        owner: who has committed these blocks. What is pulled from another one is not waited for.
+        """
+        if batch.owner != owner:
+            _cancel(batch.pull)
+        while batch.pull is not None:
+            ended, _ = await asyncio.wait([batch.pull], timeout=REST_S)
+            if not ended:
+                _cancel(batch.pull)
+
+    def landed(self, batch: Batch, *, wrong: int) -> None:
+        """A transfer is done with what it has taken. wrong: blocks that are not what their beginning was of."""
+        batch.transfers -= 1
+        self.counters["early_wrong"] += wrong
+        if wrong:
+            batch.over = True
+            self._forget(batch, batch.position)
+        self._settle(batch)
+
+    # ---- inside --------------------------------------------------------------------------------------------
+
+    def _forget(self, batch: Batch, keys: Iterable[bytes]) -> None:
+        """These cannot be taken over any more."""
+        known = self._batches.get(batch.table, {})
+        for key in keys:
+            if known.get(key) is batch:
+                del known[key]
+        if not known:
+            self._batches.pop(batch.table, None)
+
+    def _settle(self, batch: Batch) -> None:
+        """Give back what nobody needs any more, once nothing writes to it."""
+        if batch.pull is None and not batch.transfers and (batch.over or not self._takeable(batch)):
+            batch.over = True
+            self._node.puts.abort(batch.holder, batch.ticket)
+
+    def _takeable(self, batch: Batch) -> bool:
+        known = self._batches.get(batch.table, {})
+        return any(known.get(key) is batch for key in batch.position)
+
+    def _begin(self, batch: Batch) -> None:
+        """Pull what is written, unless that is little, or too much is under way already."""
+        more = (batch.told - batch.have) * len(batch.position)
+        if batch.over or batch.taken or batch.pull is not None or more < PULL_BYTES:
+            return
+        if len(self._pulling) >= PULLS_MAX:
+            self._waiting[batch] = None
+            return
+        other = self._cluster.living.get(batch.owner)
+        if other is None:
+            return
+        self._pulling[batch] = None
+        batch.pull = asyncio.get_running_loop().create_task(self._bring(batch, other.url))
+        batch.pull.add_done_callback(lambda task: self._ended(batch, task))
+
+    def _ended(self, batch: Batch, task: asyncio.Task[None]) -> None:
+        del self._pulling[batch]
+        batch.pull = None
+        self._settle(batch)
+        crash_if_failed(task)
+        while self._waiting and len(self._pulling) < PULLS_MAX:
+            following = next(iter(self._waiting))
+            del self._waiting[following]
+            self._begin(following)
+        self._begin(batch)  # after those that waited for it
+
+    async def _bring(self, batch: Batch, url: str) -> None:
+        """Pull what is written by now, or as much of it as may be. Where that fails, no more until more is written."""
+        table, reservation, peers = batch.table, batch.reservation, self._peers
+        start, told = batch.have, batch.told
+        stop = min(told, start + max(1, EARLY_BYTES // len(reservation.keys)))
+        nbytes = (stop - start) * len(reservation.keys)
+        batch.told = start
+        self.counters["early_pulls"] += 1
+        peers.started(batch.owner, nbytes, self._clock())
+        span = None if batch.span is None else batch.span.child(TRANSFER)
+        try:
+            # This returns, raises or is cancelled only when nothing writes to the rows any more.
+            order = pull_order(
+                table,
+                url,
+                reservation.keys,
+                reservation.rows,
+                PULL_S + peers.hedge_after_s(batch.owner, nbytes),
+                start=start,
+                stop=stop,
+                trace="" if span is None else span.traceparent,
+            )
+            if span is None:
+                pulled = await self._transport.pull(order)
+            else:
+                span.set(
+                    node=node_name(self._cluster, batch.owner),
+                    part=table.part,
+                    blocks_asked=len(reservation.keys),
+                    early=1,
+                )
+                with working_for(span):
+                    pulled = await self._transport.pull(order)
+        except KvpoolError as error:
+            _end(span, str(error))
+            peers.failed(batch.owner, self._clock(), error=str(error), asked=nbytes)
+            return
+        except asyncio.CancelledError:
+            _end(span, CALLED_OFF)
+            peers.stopped(batch.owner, nbytes)
+            raise
+        came = (stop - start) * pulled.status.count(BlockStatus.PRESENT)
+        if span is not None:
+            span.end(pulled.error, bytes=came)
+        self.counters["early_bytes"] += came
+        self._node.counters.pulled_bytes += came
+        now = self._clock()
+        if pulled.error:
+            peers.failed(batch.owner, now, error=pulled.error, asked=nbytes)
+            return
+        peers.finished(batch.owner, came, pulled.seconds, now, asked=nbytes)
+        if came == nbytes:
+            batch.have = stop
+            batch.told = max(batch.told, told)
+
+
+def _end(span: Span | None, error: str) -> None:
+    if span is not None:
+        span.end(error)
+
+
+def _cancel(task: asyncio.Task[None] | None) -> None:
+    """Once: what it does to end may take a while."""
+    if task is not None and not task.done() and not task.cancelling():
+        task.cancel()

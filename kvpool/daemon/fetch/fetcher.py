@@ -1,0 +1,407 @@
+"""Blocks that are not in memory here, fetched for this node's clients.
+
+The path of a fetch, and where each step lives:
+
+1. Locate (`locate.py`): what the lower tiers here hold of the prefix; of the rest, what the directory (or
+   without one, each peer) and the catalog of object storage know. The hit rule over all of it gives the prefix
+   that can be had.
+2. Plan (`plan.py`, `load_or_recompute.py`): where the engine says how fast it computes, what it computes sooner
+   than it arrives is left out. Each missing part is assigned to the source that should deliver it soonest.
+3. Transfer (`delivery.py`, `transfer.py`): several sources work in parallel. A part that is on its way for
+   somebody else is waited for, not fetched twice. A slow source is hedged. What a source lacks is remembered
+   for a while, and asked of the next one.
+
+All this ends by the caller's deadline, with what has arrived by then. Event loop only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvpool.daemon.core.blocks import NamespaceState, Origin, PartTable
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.tier import LocalTier, SharedTier
+from kvpool.daemon.fetch.delivery import SECONDARY, Delivery
+from kvpool.daemon.fetch.early_pull import EarlyPull
+from kvpool.daemon.fetch.load_or_recompute import Choice, Sources, choose
+from kvpool.daemon.fetch.locate import Locator, merge
+from kvpool.daemon.fetch.plan import (
+    SLICE_BYTES,
+    Candidates,
+    FetchRequest,
+    Located,
+    lacking,
+    missing,
+    requests_for,
+)
+from kvpool.daemon.fetch.ports import (
+    DEVICE,
+    LOCAL,
+    NOT_NODES,
+    ClusterView,
+    PeerTransport,
+)
+from kvpool.daemon.fetch.transfer import Transfers, pulls_holder
+from kvpool.errors import InvalidRequest, LimitExceeded
+from kvpool.hit_rule import AnyOf, needed, usable
+from kvpool.placement.directory.base import TIERS, Entry
+from kvpool.placement.peer_selection import Candidate
+from kvpool.placement.peers import HEDGE_TIMES, TRIAL_S, Peers
+from kvpool.types import Recompute
+
+ROUNDS_MAX = 8  # shorter and shorter prefixes, when the directory was wrong
+TRIAL_BYTES = 1 << 20  # loaded to learn how fast a source is, or one block where that is more
+
+
+class BlockFetcher:
+    """Fetches blocks from lower tiers, peers and object storage into memory."""
+
+    def __init__(
+        self,
+        node: Node,
+        transport: PeerTransport,
+        cluster: ClusterView,
+        ssd: LocalTier,
+        objects: SharedTier,
+        peers: Peers,
+        clock: Callable[[], float],
+        device: LocalTier | None = None,
+    ) -> None:
+        self.node = node
+        self.peers = peers
+        self._local: dict[bytes, LocalTier] = {LOCAL: ssd}
+        if device is not None:
+            self._local[DEVICE] = device
+        self._cluster = cluster
+        self._clock = clock
+        self.locator = Locator(transport, cluster, self._local, objects, peers, clock)
+        self.early_pull = EarlyPull(node, transport, cluster, peers, clock)
+        self.transfers = Transfers(
+            node,
+            transport,
+            cluster,
+            self._local,
+            objects,
+            self.locator,
+            self.early_pull,
+            peers,
+            clock,
+        )
+        self._delivery = Delivery(node, self.locator, self.transfers, peers, clock)
+        self.delivered = self.transfers.delivered
+        self.counters = {
+            "declined": 0,  # parts that are computed sooner than they come
+            "trials": 0,  # transfers all the same, to learn how fast their source is
+        }
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to fetch from."""
+        return self.locator.has_sources
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and estimates as plain values, for operators."""
+        peers = self.peers.stats(self._clock())
+        for peer in peers:
+            incarnation = bytes.fromhex(peer["incarnation"])
+            other = self._cluster.living.get(incarnation)
+            peer["node"] = "" if other is None else other.record.node
+            peer["url"] = "" if other is None else other.url
+            if incarnation in NOT_NODES:
+                peer["node"], peer["incarnation"] = NOT_NODES[incarnation], ""
+        return {
+            **self.locator.stats(),
+            **self._delivery.counters,
+            **self.transfers.counters,
+            **self.counters,
+            "transfers": len(self.transfers),
+            "peers": peers,
+            "delivered": self.delivered.stats(),
+        }
+
+    def close(self) -> None:
+        """Call all transfers off. They end by themselves, soon."""
+        self.transfers.close()
+        self.early_pull.close()
+
+    # ---- for clients ---------------------------------------------------------------------------------
+
+    async def pull(
+        self,
+        namespace: NamespaceState,
+        parts: Sequence[int],
+        keys: Sequence[bytes],
+        here: int,
+        wait_s: float,
+        recompute: Recompute | None = None,
+        *,
+        direct: bool = False,
+    ) -> None:
+        """Bring what is missing of a prefix here, of which `here` blocks are usable already. Ends by `wait_s`.
+
+        recompute: the price of computing the blocks instead; what takes longer to load is left out. direct: the
+        client reads spare device memory by itself, so that what lies there counts as here.
+        """
+        if not wait_s > 0:
+            raise InvalidRequest(f"a wait of {wait_s} seconds")
+        if here == len(keys) or not self.active:
+            return
+        deadline = self._clock() + wait_s
+        tables = namespace.tables_of(parts)
+        located = self.locator.on_this_node(tables, keys)
+        asked = not self.locator.elsewhere
+        # A shorter prefix may need blocks that a longer one does not (windows), so when one turns out not
+        # to be had, what the next one lacks is fetched too. Others are asked when this node does not have it
+        # all, or did not deliver.
+        for _ in range(ROUNDS_MAX):
+            there, declined = Choice(here, {})
+            if located:
+                there = self.locator.usable(tables, keys, located)
+            if asked or there == len(keys):
+                there, declined = self._choose(tables, keys, here, located, recompute)
+            if there < len(keys) and not asked:
+                asked = True
+                merge(
+                    located,
+                    await self.locator.prefix(namespace, tables, keys, there, deadline),
+                )
+                there, declined = self._choose(tables, keys, here, located, recompute)
+            if recompute is not None:
+                keys = keys[:there]  # decided once: what is declined now is not considered again
+                self._decline(declined)
+            if there <= here or self._clock() >= deadline:
+                return
+            wanted = missing(tables, keys[:there], located, self._on_device if direct else None)
+            failed = await self._bring_prefix(namespace, tables, keys[:there], wanted, deadline)
+            if not failed:
+                return
+            _strike_out(located, failed)
+            here = self.match(namespace, parts, keys, direct=direct)
+
+    async def _bring_prefix(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        wanted: Sequence[FetchRequest],
+        deadline: float,
+    ) -> Sequence[FetchRequest]:
+        """Bring what is missing of a prefix that should be there in full; what did not come.
+
+        What is here of it is leased meanwhile, else what comes last would evict what came first.
+        """
+        kept: list[str] = []
+        try:
+            for table in tables:
+                self.hold(table, needed(table.spec, keys), kept)
+            return await self._delivery.bring(
+                wanted, deadline, on_arrival=lambda table, came: self.hold(table, came, kept)
+            )
+        finally:
+            self.let_go(namespace.tenant.name, kept)
+
+    def match(
+        self,
+        namespace: NamespaceState,
+        parts: Sequence[int],
+        keys: Sequence[bytes],
+        *,
+        direct: bool,
+    ) -> int:
+        """The usable blocks of a prefix in memory, or with `direct` in memory and spare device memory."""
+        if not direct:
+            return self.node.leases.match(namespace, parts, keys)
+        self.node.settle()
+        tables = namespace.tables_of(parts)
+        held = [AnyOf((table.blocks, *self._local[DEVICE].held(table))) for table in tables]
+        return usable([table.spec for table in tables], held, keys)
+
+    def _on_device(self, table: PartTable) -> AnyOf:
+        return AnyOf(self._local[DEVICE].held(table))
+
+    async def pull_each(
+        self, namespace: NamespaceState, parts: Sequence[int], keys: Sequence[bytes], wait_s: float
+    ) -> None:
+        """Bring those of the blocks here that can be had, prefix or not. Ends by `wait_s`."""
+        if not wait_s > 0:
+            raise InvalidRequest(f"a wait of {wait_s} seconds")
+        deadline = self._clock() + wait_s
+        self.node.settle()
+        tables = namespace.tables_of(parts)
+        located = await self.locator.each(namespace, tables, keys, deadline)
+        candidates = Candidates()
+        wanted: list[FetchRequest] = []
+        for table in tables:
+            wanted += requests_for(table, filter(located.__contains__, keys), located, candidates)
+        await self._delivery.bring(wanted, deadline)
+
+    def usable_on_node(
+        self, namespace: NamespaceState, parts: Sequence[int], keys: Sequence[bytes]
+    ) -> int:
+        """The usable blocks of a prefix on this node, in memory or below it."""
+        self.node.settle()
+        tables = namespace.tables_of(parts)
+        return self.locator.usable(tables, keys, self.locator.on_this_node(tables, keys))
+
+    # ---- for peers and replication -------------------------------------------------------------------
+
+    def lies_below(self, table: PartTable, keys: Sequence[bytes]) -> bool:
+        """Whether any of these is in a tier below memory here and not in memory."""
+        held = [keys_of for tier in self._local.values() for keys_of in tier.held(table)]
+        if not held:
+            return False
+        self.node.settle()
+        return any(key not in table.blocks and any(key in each for each in held) for key in keys)
+
+    async def promote(self, table: PartTable, keys: Sequence[bytes], wait_s: float) -> None:
+        """Bring blocks of a table from this node's tiers below memory into it. Ends by `wait_s`."""
+        located = self.locator.on_this_node([table], keys)
+        wanted = requests_for(table, filter(located.__contains__, keys), located, Candidates())
+        if wanted:
+            await self._delivery.bring(wanted, self._clock() + wait_s)
+
+    async def take(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        incarnation: bytes,
+        origin: Origin,
+        wait_s: float,
+    ) -> None:
+        """Bring these blocks here from one node, to be kept as `origin` says. Ends by `wait_s`."""
+        deadline = self._clock() + wait_s
+        only = [Candidate(incarnation, TIERS["dram"])]
+        wanted = [FetchRequest(table, lacking(table.blocks, keys), only) for table in tables]
+        await self._delivery.bring(wanted, deadline, origin, background=True)
+
+    # ---- for prefix streams --------------------------------------------------------------------------
+
+    async def locate(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        wait_s: float,
+    ) -> Located:
+        """Who has what of these keys: lower tiers, the directory's nodes, object storage. Ends by `wait_s`."""
+        self.node.settle()
+        return await self.locator.everywhere(namespace, tables, keys, wait_s)
+
+    def plan(
+        self, wanted: Mapping[PartTable, Mapping[bytes, Sequence[Entry]]]
+    ) -> list[FetchRequest]:
+        """Requests for these blocks, given their replicas."""
+        candidates = Candidates()
+        return [
+            request
+            for table, located in wanted.items()
+            for request in requests_for(table, located, located, candidates)
+        ]
+
+    async def bring(
+        self, wanted: Sequence[FetchRequest], deadline: float
+    ) -> Sequence[FetchRequest]:
+        """Have transfers bring these; what did not come by the deadline."""
+        return await self._delivery.bring(wanted, deadline)
+
+    def expected_s(self, wanted: Sequence[FetchRequest]) -> float:
+        """How long that may take before something is wrong: see `Peers.hedge_after_s`."""
+        nbytes: Counter[bytes] = Counter()
+        for request in wanted:
+            for candidate in request.candidates[:1]:
+                nbytes[candidate.incarnation] += len(request.keys) * request.table.spec.nbytes
+        found = [self.peers.hedge_after_s(one, much) for one, much in nbytes.items()]
+        return HEDGE_TIMES * max(found, default=0.0)
+
+    def hold(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> bool:
+        """Lease what is here of these blocks until `let_go`; False: there are too many leases.
+
+        kept: the tokens of the leases are added to it.
+        """
+        namespace = table.namespace
+        try:
+            lease = self.node.leases.acquire(
+                pulls_holder(self.node, namespace.tenant.name),
+                namespace,
+                [table.part],
+                keys,
+                None,
+                self._clock(),
+                scattered=True,
+            )
+        except LimitExceeded:
+            return False  # very many pulls at a time: then without
+        if lease is not None:
+            kept.append(lease.token)
+        return True
+
+    def let_go(self, tenant: str, kept: Sequence[str]) -> None:
+        """Release the leases of `hold`."""
+        holder = pulls_holder(self.node, tenant)
+        for token in kept:
+            self.node.leases.release(holder, token)
+
+    # ---- load or recompute ---------------------------------------------------------------------------
+
+    def _choose(
+        self,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        here: int,
+        located: Located,
+        recompute: Recompute | None,
+    ) -> Choice:
+        """How much of a prefix is to be brought here: all that there is, unless computing is sooner."""
+        if recompute is None:
+            return Choice(self.locator.usable(tables, keys, located), {})
+        now = self._clock()
+        living = Candidates(self.locator.lives)
+
+        def candidates(
+            table: PartTable, key: bytes, entries: Sequence[Entry]
+        ) -> Sequence[Candidate]:
+            found = living(entries, table.part)
+            return self.locator.not_missing_from(table, key, found, now)
+
+        def delivering(table: PartTable, key: bytes) -> list[bytes]:
+            transfers = self.transfers.of(table).get(key, ())
+            return [transfer.source for transfer in transfers if not transfer.background]
+
+        return choose(
+            tables,
+            keys,
+            here,
+            located,
+            lambda some: self.locator.usable(tables, some, located),
+            Sources(candidates, delivering, self.peers, SLICE_BYTES),
+            recompute,
+            now,
+        )
+
+    def _decline(self, declined: Mapping[bytes, Sequence[tuple[PartTable, bytes]]]) -> None:
+        """Count what is not loaded, and start a trial of sources that are due one. Nobody waits for that."""
+        now = self._clock()
+        for source, parts in declined.items():
+            self.counters["declined"] += len(parts)
+            self.peers.declined(source, len(parts))
+            if not self.peers.begin_trial(source, now):
+                continue
+            table = parts[0][0]
+            most = max(1, TRIAL_BYTES // table.spec.nbytes)
+            keys = [key for other, key in parts[:most] if other is table]
+            self.counters["trials"] += self.transfers.begin(
+                table, source, keys, now + TRIAL_S, SECONDARY, background=False
+            )
+
+
+def _strike_out(located: Located, failed: Sequence[FetchRequest]) -> None:
+    """Nobody could deliver these: do not count on them any more."""
+    for request in failed:
+        bit = 1 << request.table.part
+        for key in request.keys:
+            located[key] = [
+                entry._replace(mask=entry.mask & ~bit) for entry in located.get(key, ())
+            ]

@@ -1,0 +1,396 @@
+"""Who has which blocks: this node's lower tiers, the directory or the peers, object storage. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+
+from kvpool.daemon.core.blocks import NamespaceState, PartTable
+from kvpool.daemon.core.tier import LocalTier, SharedTier
+from kvpool.daemon.fetch.plan import Located, may_be_had
+from kvpool.daemon.fetch.ports import (
+    OBJECT,
+    ClusterView,
+    PeerTransport,
+)
+from kvpool.errors import KvpoolError, NamespaceMismatch, Unavailable
+from kvpool.hit_rule import usable
+from kvpool.placement.directory.base import TIERS, Entry
+from kvpool.placement.directory_memory import NegativeMemory, Remembered
+from kvpool.placement.peer_selection import Candidate
+from kvpool.placement.peers import Peers
+from kvpool.placement.prefix_lookup import somewhere
+from kvpool.telemetry.spans import LOOKUP, child, current, working_for
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
+from kvpool.wire import worker as worker_wire
+
+LOOKUP_SHARE = 0.25  # of the time there is: the longest wait for an answer
+LOOKUP_KEYS = 2048  # in one question; a prefix that ends within them is not asked about further
+ASKED_MAX = 16  # peers that are asked where there is no directory
+NEGATIVE_S, NEGATIVE_MAX = 2.0, 1 << 16
+REMEMBERED_MAX = 1 << 18
+
+
+class Locator:
+    """Finds the replicas of blocks, and remembers what was said and what was wrong of it.
+
+    local: the tiers below memory on this node, by the name of each as a source.
+    """
+
+    def __init__(
+        self,
+        transport: PeerTransport,
+        cluster: ClusterView,
+        local: Mapping[bytes, LocalTier],
+        objects: SharedTier,
+        peers: Peers,
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport = transport
+        self._cluster = cluster
+        self._local = local
+        self._objects = objects
+        self._peers = peers
+        self._clock = clock
+        self._negative = NegativeMemory(NEGATIVE_MAX, NEGATIVE_S)
+        self._remembered = Remembered(REMEMBERED_MAX)
+        self.counters = {"lookups": 0, "lookups_failed": 0, "lookups_remembered": 0}
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether there is any source but this node."""
+        return bool(self._cluster.living) or self._objects.serving
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether there is anything to fetch from."""
+        return any(tier.serving for tier in self._local.values()) or self.elsewhere
+
+    def stats(self) -> dict[str, int]:
+        return {
+            **self.counters,
+            "negative": len(self._negative),
+            "remembered": len(self._remembered),
+        }
+
+    def lives(self, source: bytes) -> bool:
+        """Whether a source can be asked."""
+        if source == OBJECT:
+            return self._objects.serving
+        tier = self._local.get(source)
+        return source in self._cluster.living if tier is None else tier.serving
+
+    # ---- where blocks are ----------------------------------------------------------------------------
+
+    async def prefix(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        here: int,
+        deadline: float,
+    ) -> Located:
+        """What other nodes and object storage have of a prefix of which `here` blocks are on this node."""
+        nodes = self.on_nodes(namespace, tables, keys, here, deadline)
+        if not self._objects.serving:
+            return await nodes
+        located: Located = {}
+        stored = self.in_objects(namespace, tables, keys, deadline, prefix=True)
+        for found in await asyncio.gather(nodes, stored):
+            merge(located, found)
+        return located
+
+    async def each(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        deadline: float,
+    ) -> Located:
+        """Where each of these keys lies, prefix or not; what this node has is not looked for elsewhere."""
+        located = self.on_this_node(tables, keys)
+        missing = [key for key in keys if key not in located and not _in_memory(tables, key)]
+        if self._cluster.living:
+            try:
+                async with asyncio.timeout((deadline - self._clock()) * LOOKUP_SHARE):
+                    for at in range(0, len(missing), LOOKUP_KEYS):
+                        chunk = missing[at : at + LOOKUP_KEYS]
+                        found = await self.replicas(namespace, chunk)
+                        located.update(zip(chunk, found, strict=True))
+            except (Unavailable, TimeoutError):
+                self.counters["lookups_failed"] += 1
+        merge(located, await self.in_objects(namespace, tables, missing, deadline, prefix=False))
+        return located
+
+    async def everywhere(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        wait_s: float,
+    ) -> Located:
+        """What is known of these keys: lower tiers, the directory, object storage. Ends by `wait_s`."""
+        deadline = self._clock() + wait_s / LOOKUP_SHARE
+        located = self.on_this_node(tables, keys)
+        lookups = [self.in_objects(namespace, tables, keys, deadline, prefix=False)]
+        if self._cluster.directory is not None:
+            lookups.append(self.on_nodes(namespace, tables, keys, 0, deadline))
+        for found in await asyncio.gather(*lookups):
+            merge(located, found)
+        return located
+
+    def on_this_node(self, tables: Sequence[PartTable], keys: Sequence[bytes]) -> Located:
+        """What lies below memory on this node: on disks, or in spare device memory."""
+        located: Located = {}
+        for source, tier in self._local.items():
+            masks: dict[bytes, int] = {}
+            for table in tables:
+                bit = 1 << table.part
+                for held in tier.held(table):
+                    for key in filter(held.__contains__, keys):
+                        masks[key] = masks.get(key, 0) | bit
+            merge(located, _entries(masks, source, TIERS["dram"]))
+        return located
+
+    async def in_objects(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        deadline: float,
+        *,
+        prefix: bool,
+    ) -> Located:
+        """What of these keys lies in object storage."""
+        if not keys or not self._objects.serving:
+            return {}
+        lacking = [table for table in tables if any(key not in table.blocks for key in keys)]
+        try:
+            async with asyncio.timeout((deadline - self._clock()) * LOOKUP_SHARE):
+                masks = await self._objects.where(namespace, lacking, keys, prefix=prefix)
+        except (Unavailable, TimeoutError):
+            self.counters["lookups_failed"] += 1
+            return {}
+        return _entries(masks, OBJECT, TIERS["object"])
+
+    async def replicas(
+        self, namespace: NamespaceState, keys: Sequence[bytes], *, engines: bool = False
+    ) -> list[list[Entry]]:
+        """The living replicas of each key on other nodes. Raises `Unavailable` without a directory.
+
+        engines: also what engines keep for themselves (tier gpu), which cannot be pulled.
+        """
+        directory = self._cluster.directory
+        if directory is None:
+            raise Unavailable("this node has no directory: give it one with --directory")
+        entries = await directory.locate(namespace.directory_digest, len(namespace.tables), keys)
+        self._remembered.learn(namespace.directory_digest, keys, entries)
+        return self._living_only(namespace, keys, entries, engines=engines)
+
+    async def on_nodes(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        here: int,
+        deadline: float,
+    ) -> Located:
+        """Living replicas of the keys that matter: what comes after `here`, and the windows before it."""
+        if not self._cluster.living:
+            return {}
+        span = child(LOOKUP)
+        if span is None:
+            return await self._ask_nodes(namespace, tables, keys, here, deadline)
+        span.set(
+            source="peers" if self._cluster.directory is None else "directory",
+            blocks_asked=len(keys) - here,
+        )
+        try:
+            with working_for(span):
+                located = await self._ask_nodes(namespace, tables, keys, here, deadline)
+            span.set(blocks=sum(map(bool, located.values())))
+            return located
+        finally:
+            span.end()
+
+    async def _ask_nodes(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        here: int,
+        deadline: float,
+    ) -> Located:
+        wait_s = (deadline - self._clock()) * LOOKUP_SHARE
+        if self._cluster.directory is None:
+            return await self._ask_peers(namespace, tables, keys, wait_s)
+        windows = [table.spec.window_blocks * table.spec.stride for table in tables]
+        first = max(0, here - max(windows, default=0))
+        located: Located = {}
+        try:
+            async with asyncio.timeout(wait_s):
+                for at in range(first, len(keys), LOOKUP_KEYS):
+                    chunk = keys[at : at + LOOKUP_KEYS]
+                    self.counters["lookups"] += 1
+                    found = await self.replicas(namespace, chunk)
+                    located.update(zip(chunk, found, strict=True))
+                    if not found[-1] and not _in_memory(tables, chunk[-1]):
+                        break
+        except (Unavailable, TimeoutError):
+            self.counters["lookups_failed"] += 1
+            if (span := current()) is not None:
+                span.set(remembered=1)
+            rest = [key for key in keys[first:] if key not in located]
+            remembered = self._remembered.recall(namespace.directory_digest, rest)
+            self.counters["lookups_remembered"] += any(remembered)
+            living = self._living_only(namespace, rest, remembered, engines=False)
+            located.update(zip(rest, living, strict=True))
+        return located
+
+    def _living_only(
+        self,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        entries: Sequence[Sequence[Entry]],
+        *,
+        engines: bool,
+    ) -> list[list[Entry]]:
+        """Neighbours with the same entries get the same list."""
+        living = self._cluster.living
+        kept: list[list[Entry]] = []
+        last: Sequence[Entry] | None = None
+        strangers: dict[Entry, list[bytes]] = {}
+        for key, found in zip(keys, entries, strict=True):
+            if found == last:  # of neighbours in a chain mostly the same is known
+                kept.append(kept[-1])
+            else:
+                kept.append(
+                    [
+                        entry
+                        for entry in found
+                        if entry.incarnation in living and (engines or may_be_had(entry))
+                    ]
+                )
+            last = found
+            if len(kept[-1]) != len(found):
+                for entry in found:
+                    if entry.incarnation not in living:
+                        strangers.setdefault(entry, []).append(key)
+        for entry, some in strangers.items():
+            self._cluster.met(namespace, some, entry)
+        return kept
+
+    async def _ask_peers(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        wait_s: float,
+    ) -> Located:
+        """Without a directory: each peer says how much of the prefix it could give."""
+        now = self._clock()
+        question = peer_wire.Ask(
+            namespace.tenant.name,
+            namespace.digest,
+            [table.part for table in tables],
+            b"".join(keys),
+        )
+        asked = [
+            (incarnation, node.url)
+            for incarnation, node in self._cluster.living.items()
+            if (peer := self._peers.get(incarnation)) is None or not peer.suspended(now)
+        ][:ASKED_MAX]
+        answers = await asyncio.gather(
+            *(self._ask(incarnation, url, question, wait_s) for incarnation, url in asked)
+        )
+        mask = sum(1 << table.part for table in tables)
+        located: Located = {}
+        reach = sorted(zip(answers, [incarnation for incarnation, _ in asked], strict=True))
+        first = 0
+        for at, (end, _) in enumerate(reach):
+            if end > first:  # all keys up to this one have the same entries, as one object
+                having = [Entry(incarnation, TIERS["dram"], mask) for _, incarnation in reach[at:]]
+                located.update(dict.fromkeys(keys[first:end], having))
+                first = end
+        return located
+
+    async def _ask(
+        self, incarnation: bytes, url: str, question: peer_wire.Ask, wait_s: float
+    ) -> int:
+        started = self._clock()
+        self._peers.started(incarnation, 0, started)
+        try:
+            answer = await self._transport.ask(worker_wire.AskPeer(url, question, wait_s))
+        except (NamespaceMismatch, asyncio.CancelledError):
+            self._peers.stopped(incarnation, 0)
+            raise
+        except KvpoolError as error:
+            self._peers.failed(incarnation, self._clock(), error=error, asked=0)
+            return 0
+        now = self._clock()
+        self._peers.finished(incarnation, 0, now - started, now)
+        return answer.value if isinstance(answer, frame.Done) else 0
+
+    # ---- what follows from it ------------------------------------------------------------------------
+
+    def usable(
+        self,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        located: Mapping[bytes, Sequence[Entry]],
+    ) -> int:
+        """The longest prefix that could be used here once everything located has come."""
+        held = somewhere(
+            [table.part for table in tables],
+            [table.blocks for table in tables],
+            keys,
+            [located.get(key, ()) for key in keys],
+            self.lives,
+        )
+        return usable([table.spec for table in tables], held, keys)
+
+    # ---- what was wrong ------------------------------------------------------------------------------
+
+    def was_missing(self, table: PartTable, key: bytes, source: bytes, now: float) -> None:
+        """A source that should have a block does not: it is not asked for it again for `NEGATIVE_S`."""
+        self._remembered.forget(table.namespace.directory_digest, [key], source)
+        self._negative.add(table.namespace.digest, table.part, key, source, now)
+
+    def not_missing_from(
+        self, table: PartTable, key: bytes, candidates: Sequence[Candidate], now: float
+    ) -> Sequence[Candidate]:
+        """Those of the candidates that were not found to lack a block a moment ago."""
+        if not self._negative:
+            return candidates
+        digest, part, has = table.namespace.digest, table.part, self._negative.has
+        return [one for one in candidates if not has(digest, part, key, one.incarnation, now)]
+
+    def having(
+        self, table: PartTable, keys: Sequence[bytes], candidates: Sequence[Candidate], now: float
+    ) -> Iterable[Sequence[Candidate]]:
+        """`not_missing_from` of each key."""
+        if not self._negative:
+            return repeat(candidates, len(keys))
+        return [self.not_missing_from(table, key, candidates, now) for key in keys]
+
+
+def merge(located: Located, more: Mapping[bytes, Sequence[Entry]]) -> None:
+    """Add what is known of further sources. Entries that keys share are not changed."""
+    if not located:
+        located.update(more)
+        return
+    for key, entries in more.items():
+        known = located.get(key)
+        located[key] = [*known, *entries] if known else entries
+
+
+def _entries(masks: Mapping[bytes, int], source: bytes, tier: int) -> Located:
+    """What a source has, as a directory would say it. Keys with the same mask share their entries."""
+    by_mask = {mask: [Entry(source, tier, mask)] for mask in set(masks.values())}
+    return {key: by_mask[mask] for key, mask in masks.items()}
+
+
+def _in_memory(tables: Sequence[PartTable], key: bytes) -> bool:
+    return any(key in table.blocks for table in tables)

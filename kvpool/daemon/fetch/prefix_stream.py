@@ -1,0 +1,612 @@
+"""Follows under way: questions to owners, lookups, transfers, and what they hold until they end.
+
+The rules are in `prefix_stream_rules.py`; `fetcher.py` makes the transfers. Each follow has at most one question under
+way, one lookup, and `FETCHES_MAX` batches of transfers. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import starmap
+from typing import Any, NamedTuple
+
+from kvpool.daemon.core.blocks import NamespaceState, PartTable
+from kvpool.daemon.core.commit_waiters import CommitWaiter
+from kvpool.daemon.core.early_reads import Writing
+from kvpool.daemon.core.masks import pack_masks, unpack_masks, width_for
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.fetch.early_pull import Batch
+from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.fetch.locate import ASKED_MAX
+from kvpool.daemon.fetch.plan import FetchRequest
+from kvpool.daemon.fetch.ports import NOT_NODES, ClusterView, PeerTransport
+from kvpool.daemon.fetch.prefix_stream_rules import Chain, Course, Lacking
+from kvpool.daemon.telemetry.tasks import crash_if_failed
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, ProtocolError, Unavailable
+from kvpool.placement.directory.base import TIERS, Entry
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
+from kvpool.wire import worker as worker_wire
+
+FOLLOWS_MAX, FOLLOWS_PER_TENANT_MAX = 64, 48
+QUESTIONS_PER_PEER_MAX = 32  # that wait; further ones are asked again and again instead
+QUESTION_S = 1.0  # an owner answers by then, with news or without
+ANSWER_S = 0.5  # for its answer to arrive, beyond that: then it is taken for gone
+POLL_S = 0.5  # the same for a question that does not wait
+LOOK_S = 0.5
+FETCHES_MAX = 8
+FETCH_S = 2.0  # a batch of transfers is given up then, or after four times what it should take
+LAST_SHARE, LAST_S_MAX = (
+    0.25,
+    1.0,
+)  # of its time: for a shorter prefix, where there will be no whole one
+HELD_SHARE = 0.5  # of a tenant's memory: what all follows hold; further ones hold nothing
+KEPT_MAX = 32  # leases of one follow, before they become one for each part
+LAG_DECAY = 0.8  # what a measurement leaves of the weight of all earlier ones
+
+
+class Told(NamedTuple):
+    """An owner's answer. masks: of the window that it was asked about. early: before its time was over.
+
+    writing: what is being written of the window, and is not committed. seconds: how long the answer took.
+    """
+
+    incarnation: bytes
+    window: Sequence[bytes]
+    masks: Sequence[int]
+    early: bool
+    writing: Sequence[Writing]
+    seconds: float
+
+
+class PrefixStreams:
+    """All follows of this node's clients.
+
+    name: of this node.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        fetcher: BlockFetcher,
+        transport: PeerTransport,
+        cluster: ClusterView,
+        clock: Callable[[], float],
+        name: str,
+    ) -> None:
+        self.node = node
+        self.fetcher = fetcher
+        self.cluster = cluster
+        self.clock = clock
+        self._transport = transport
+        self._name = name
+        self._running: dict[_PrefixStream, None] = {}
+        self._of_tenant: Counter[str] = Counter()  # of those that run
+        self._held: Counter[str] = Counter()  # bytes, by tenant
+        self._asking: Counter[bytes] = Counter()  # questions that wait, by incarnation
+        self._ending: set[asyncio.Task[Any]] = set()
+        self.lag_s = 0.0
+        self.counters = {
+            "ended": 0,
+            "whole": 0,  # of these: all that was wanted came in time
+            "blocks": 0,  # parts of blocks that came while they were followed
+            "questions": 0,
+            "questions_failed": 0,
+            "lookups": 0,
+            "not_held": 0,  # follows that were too much to be held until they end
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values. waiters: questions that wait here, for peers' follows and our own. lag_s: from when it is
+        known that blocks are committed, to when they are here; recent ones. early_*: ahead of their commit."""
+        return {
+            **self.counters,
+            **self.fetcher.early_pull.counters,
+            "under_way": len(self._running),
+            "waiters": len(self.node.commit_waiters),
+            "lag_s": self.lag_s,
+        }
+
+    async def follow(
+        self,
+        namespace: NamespaceState,
+        parts: Sequence[int],
+        keys: Sequence[bytes],
+        wait_s: float,
+        source: str = "",
+    ) -> int:
+        """Bring a prompt's blocks here as they are committed; the usable ones when all are, or `wait_s` is over.
+
+        source: the node where they are computed, if known. Ends early when it is cancelled, or the epoch does.
+        Raises `LimitExceeded` when there are too many.
+        """
+        if not wait_s > 0:
+            raise InvalidRequest(f"a wait of {wait_s} seconds")
+        tenant = namespace.tenant.name
+        if len(self._running) >= FOLLOWS_MAX or self._of_tenant[tenant] >= FOLLOWS_PER_TENANT_MAX:
+            raise LimitExceeded(
+                f"{len(self._running)} prompts are streamed to this node already, "
+                f"{self._of_tenant[tenant]} of them for tenant {tenant!r}"
+            )
+        deadline = self.clock() + wait_s
+        chain = Chain(namespace.tables_of(parts), keys)
+        if chain.nbytes:
+            await self._run(namespace, chain, source, deadline)
+        left_s = deadline - self.clock()
+        if chain.uneven and not (chain.whole or namespace.retired) and left_s > 0:
+            here = self.node.leases.match(namespace, parts, keys)
+            await self.fetcher.pull(namespace, parts, keys, here, left_s)
+        return self.node.leases.match(namespace, parts, keys)
+
+    async def _run(
+        self, namespace: NamespaceState, chain: Chain, source: str, deadline: float
+    ) -> None:
+        tenant = namespace.tenant
+        nbytes = chain.nbytes
+        holds = self._held[tenant.name] + nbytes <= tenant.allocator.size * HELD_SHARE
+        self.counters["not_held"] += not holds
+        if chain.uneven:
+            wait_s = deadline - self.clock()
+            deadline -= min(LAST_SHARE * wait_s, LAST_S_MAX)
+        one = _PrefixStream(self, namespace, chain, source, deadline, holds=holds)
+        self._running[one] = None
+        self._of_tenant[tenant.name] += 1
+        self._held[tenant.name] += nbytes * holds
+        try:
+            await one.run()
+        finally:
+            one.end()
+            del self._running[one]
+            self._of_tenant[tenant.name] -= 1
+            self._held[tenant.name] -= nbytes * holds
+            self.counters["ended"] += 1
+            self.counters["whole"] += chain.whole
+
+    async def close(self) -> None:
+        """Wait for what is left of follows that have ended."""
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    # ---- what a follow does ----------------------------------------------------------------------------
+
+    def call_off(self, task: asyncio.Task[Any]) -> None:
+        """Nobody waits for this any more. It ends by itself, soon."""
+        task.cancel()
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        task.add_done_callback(_expect_refusals)
+
+    def arrived(self, blocks: int, lag_s: float | None) -> None:
+        self.counters["blocks"] += blocks
+        if lag_s is not None:
+            self.lag_s = (
+                lag_s if not self.lag_s else self.lag_s * LAG_DECAY + lag_s * (1 - LAG_DECAY)
+            )
+
+    def begin_question(
+        self,
+        incarnation: bytes,
+        namespace: NamespaceState,
+        window: Sequence[bytes],
+        known: Sequence[int],
+        wait_s: float,
+        heard: Mapping[int, int] | None,
+    ) -> asyncio.Task[Told]:
+        """As `ask`; without waiting where as many questions wait at this peer as may.
+
+        Nor at one on probation: the answer shows at once what it is worth, and nobody else asks it before.
+        """
+        peer = self.fetcher.peers.get(incarnation)
+        if self._asking[incarnation] >= QUESTIONS_PER_PEER_MAX or (peer and peer.on_probation):
+            wait_s = 0.0
+        work = self.ask(incarnation, namespace, window, known, wait_s, heard)
+        task = asyncio.get_running_loop().create_task(work)
+        if wait_s:
+            self._asking[incarnation] += 1
+            task.add_done_callback(lambda _: self._asked(incarnation))
+        return task
+
+    def _asked(self, incarnation: bytes) -> None:
+        self._asking[incarnation] -= 1
+        if not self._asking[incarnation]:
+            del self._asking[incarnation]
+
+    def may_ask(self, incarnation: bytes) -> bool:
+        """Whether it lives, as far as is known, and answers."""
+        if incarnation not in self.cluster.living:
+            return False
+        peer = self.fetcher.peers.get(incarnation)
+        return peer is None or not peer.suspended(self.clock())
+
+    def named(self, source: str) -> bytes | None:
+        """The incarnation of a node, as long as it lives."""
+        for incarnation, other in self.cluster.living.items():
+            if other.record.node == source:
+                return incarnation
+        return None
+
+    async def ask(
+        self,
+        incarnation: bytes,
+        namespace: NamespaceState,
+        window: Sequence[bytes],
+        known: Sequence[int],
+        wait_s: float,
+        heard: Mapping[int, int] | None = None,
+    ) -> Told:
+        """What an owner has of a window that is not known. Raises `KvpoolError`.
+
+        heard: bytes that are written, of which of its reservations; None: only what is committed is wanted.
+        """
+        width = width_for(len(namespace.tables))
+        question = peer_wire.Await(
+            self._name,
+            namespace.tenant.name,
+            namespace.digest,
+            b"".join(window),
+            pack_masks(known, width),
+            wait_s,
+            None if heard is None else b"".join(starmap(peer_wire.HEARD.pack, heard.items())),
+        )
+        other = self.cluster.living.get(incarnation)
+        if other is None:
+            raise Unavailable("the node has left")
+        peers = self.fetcher.peers
+        asked_at = self.clock()
+        self.counters["questions"] += 1
+        peers.started(incarnation, 0, asked_at)
+        try:
+            order = worker_wire.AskPeer(
+                other.url, question, wait_s + (ANSWER_S if wait_s else POLL_S)
+            )
+            answer = await self._transport.ask(order)
+            if not isinstance(answer, frame.Bytes) or len(answer.data) < len(question.known):
+                raise ProtocolError("an Await was answered with other masks than it has")
+            masks = unpack_masks(answer.data[: len(question.known)], width)
+            packed = answer.data[len(question.known) :]
+            writing = _unpack_writing(packed, namespace, window)
+        except LimitExceeded:
+            peers.stopped(incarnation, 0)
+            raise
+        except KvpoolError as error:
+            self.counters["questions_failed"] += 1
+            peers.failed(incarnation, self.clock(), error=error, asked=0)
+            raise
+        except asyncio.CancelledError:
+            peers.stopped(incarnation, 0)
+            raise
+        now = self.clock()
+        peers.finished(incarnation, 0, 0.0, now)  # how long it waited says nothing of it
+        seconds = now - asked_at
+        early = seconds < wait_s or not wait_s
+        return Told(incarnation, window, masks, early, writing, seconds)
+
+    async def look(
+        self, namespace: NamespaceState, chain: Chain, window: Sequence[bytes]
+    ) -> Mapping[bytes, Sequence[Entry]]:
+        """Who else has what of a window: by the directory, or where there is none, by the word of peers."""
+        self.counters["lookups"] += 1
+        located = dict(await self.fetcher.locate(namespace, chain.tables, window, LOOK_S))
+        if self.cluster.directory is None:
+            known = chain.known(window, len(namespace.tables))
+            asked = [*filter(self.may_ask, self.cluster.living)][:ASKED_MAX]
+            answers = await asyncio.gather(
+                *(self.ask(incarnation, namespace, window, known, 0.0) for incarnation in asked),
+                return_exceptions=True,
+            )
+            for told in answers:
+                if isinstance(told, Told):
+                    for key, mask in zip(window, told.masks, strict=True):
+                        if mask:
+                            entry = Entry(told.incarnation, TIERS["dram"], mask)
+                            located[key] = [*located.get(key, ()), entry]
+                elif not isinstance(told, KvpoolError):
+                    raise told
+        return located
+
+
+class _PrefixStream:
+    """One of them, from its beginning to its end. `end` has to follow `run`."""
+
+    def __init__(
+        self,
+        all_of: PrefixStreams,
+        namespace: NamespaceState,
+        chain: Chain,
+        source: str,
+        deadline: float,
+        *,
+        holds: bool,
+    ) -> None:
+        self._all = all_of
+        self._namespace = namespace
+        self._chain = chain
+        self._source = source
+        self._deadline = deadline
+        self._holds = holds
+        self._course = Course(all_of.clock())
+        self._located: Mapping[bytes, Sequence[Entry]] = {}
+        self._kept: list[str] = []
+        self._question: asyncio.Task[Told] | None = None
+        self._asked: bytes = b""  # whom, by the question under way
+        self._heard: Mapping[int, int] = {}  # from `_heard_of`: bytes written, by reservation
+        self._heard_of: bytes = b""
+        self._batches: list[Batch] = []  # of what has come ahead of its commit
+        self._polls = False  # the next question does not wait
+        self._repeat = False  # the question under way takes for coming what is missing again
+        self._look: asyncio.Task[Mapping[bytes, Sequence[Entry]]] | None = None
+        self._looked = False
+        self._fetches: dict[asyncio.Task[None], None] = {}
+        # To be fetched when there is a batch less, and from whom.
+        self._queue: dict[PartTable, dict[bytes, Sequence[Entry]]] = {}
+        self._came = asyncio.Event()
+        self._waiter: CommitWaiter | None = None
+
+    async def run(self) -> None:
+        """Until all is here, the time is up, or the epoch has ended."""
+        while True:
+            self._take_stock()
+            now = self._all.clock()
+            if self._chain.whole or now >= self._deadline or self._namespace.retired:
+                return
+            self._begin_what_is_due(now)
+            await self._wait(now)
+            self._digest()
+
+    def end(self) -> None:
+        """Call off what is under way, and let go of what was held."""
+        for task in (self._question, self._look, *self._fetches):
+            if task is not None:
+                self._all.call_off(task)
+        if self._waiter is not None:
+            self._all.node.commit_waiters.remove(self._waiter)
+        for batch in self._batches:
+            self._all.fetcher.early_pull.drop(batch)
+        self._all.fetcher.let_go(self._namespace.tenant.name, self._kept)
+
+    # ---- what has come -----------------------------------------------------------------------------------
+
+    def _take_stock(self) -> None:
+        """Hold what has come here, on whatever way."""
+        node, chain, fetcher = self._all.node, self._chain, self._all.fetcher
+        node.settle()
+        arrived = chain.arrived()
+        if self._holds:
+            for table, keys in arrived:
+                fetcher.hold(table, keys, self._kept)
+            if len(self._kept) > max(KEPT_MAX, 2 * len(chain.tables)):
+                self._regroup()
+        if arrived and self._looked:
+            self._course.came(self._all.clock())
+            self._all.arrived(sum(len(keys) for _, keys in arrived), None)
+
+    def _regroup(self) -> None:
+        """As few leases as there are tables."""
+        fetcher, fresh = self._all.fetcher, list[str]()
+        held = [
+            fetcher.hold(table, keys, fresh)
+            for table, keys in zip(self._chain.tables, self._chain.needed, strict=True)
+        ]
+        if not all(held):
+            fresh, self._kept = self._kept, fresh  # the old ones hold more
+        fetcher.let_go(self._namespace.tenant.name, self._kept)
+        self._kept = fresh
+
+    # ---- what is to be done ------------------------------------------------------------------------------
+
+    def _begin_what_is_due(self, now: float) -> None:
+        window = self._chain.window
+        self._watch(window)
+        while self._queue and len(self._fetches) < FETCHES_MAX:
+            self._fetch()
+        course = self._course
+        whom = course.choose(self._named(), self._all.may_ask, now)
+        repeat = self._repeat and now >= course.ask_at
+        # A peer that may not be asked now is not chosen: its own question may be why.
+        other = whom is not None and whom != self._asked
+        if self._question is not None and (repeat or other):
+            self._all.call_off(self._question)
+            self._question = None
+        # What the directory knows of the beginning comes first: it also says who else has it.
+        if self._question is None and self._looked and whom is not None and now >= course.ask_at:
+            self._ask(whom, window)
+        if self._look is None and now >= course.look_at:
+            work = self._all.look(self._namespace, self._chain, window)
+            self._look = asyncio.get_running_loop().create_task(work)
+
+    def _named(self) -> bytes | None:
+        return self._all.named(self._source) if self._source else None
+
+    def _ask(self, whom: bytes, window: Sequence[bytes]) -> None:
+        known = self._chain.known(window, len(self._namespace.tables))
+        every = (1 << len(self._namespace.tables)) - 1
+        if all(mask == every for mask in known):
+            return  # all of the window is coming
+        left_s = self._deadline - self._all.clock()
+        wait_s = 0.0 if self._polls else min(QUESTION_S, left_s)
+        self._polls = self._repeat = False
+        self._asked = whom
+        heard = None
+        if self._holds:  # else there is no room for what may never be committed
+            heard = self._heard if whom == self._heard_of else {}
+        self._question = self._all.begin_question(
+            whom, self._namespace, window, known, wait_s, heard
+        )
+
+    def _watch(self, window: Sequence[bytes]) -> None:
+        """Hear of what is committed here. Anew when half of what was watched has come."""
+        waiter, awaited = self._waiter, self._all.node.commit_waiters
+        if waiter is not None and not waiter.woken:
+            half = waiter.keys[len(waiter.keys) // 2 :]
+            if window[0] in waiter.keys and window[0] not in half:
+                return
+        if waiter is not None:
+            awaited.remove(waiter)
+        self._came.clear()
+        name = self._namespace.directory_digest
+        self._waiter = awaited.add(None, name, window, self._came.set)
+
+    def _fetch(self) -> None:
+        """Begin to fetch all that was told of and is not on its way."""
+        queue, self._queue = self._queue, {}
+        wants = self._all.fetcher.plan(queue)
+        now = self._all.clock()
+        seconds = FETCH_S + self._all.fetcher.expected_s(wants)
+        work = self._bring(wants, now, min(self._deadline, now + seconds))
+        self._fetches[asyncio.get_running_loop().create_task(work)] = None
+
+    async def _bring(self, wants: Sequence[FetchRequest], began: float, deadline: float) -> None:
+        wanted = {Lacking(want.table, key) for want in wants for key in want.keys}
+        await self._all.fetcher.bring(wants, deadline)
+        now = self._all.clock()
+        lacking = {one for one in wanted if one.key not in one.table.blocks}
+        if len(lacking) < len(wanted):
+            self._all.arrived(0, now - began)
+        if lacking:
+            self._chain.lost(lacking)
+            self._repeat = True
+            self._course.trouble(now)
+
+    async def _wait(self, now: float) -> None:
+        """Until anything has happened, or something is due."""
+        course = self._course
+        due = [self._deadline]
+        if self._look is None:
+            due.append(course.look_at)
+        if course.ask_at > now:
+            due.append(course.ask_at)
+        came = asyncio.get_running_loop().create_task(self._came.wait())
+        try:
+            tasks: list[asyncio.Task[Any]] = [came, *self._fetches]
+            tasks += [task for task in (self._question, self._look) if task is not None]
+            await asyncio.wait(
+                tasks,
+                timeout=max(0.0, min(due) - now),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            came.cancel()
+
+    # ---- what was said -----------------------------------------------------------------------------------
+
+    def _digest(self) -> None:
+        for task in [task for task in self._fetches if task.done()]:
+            del self._fetches[task]
+            task.result()
+        look, self._look = _take(self._look)
+        if look is not None:
+            self._looked_up(look.result())
+        question, self._question = _take(self._question)
+        if question is not None:
+            self._answered(question)
+
+    def _looked_up(self, located: Mapping[bytes, Sequence[Entry]]) -> None:
+        course, now = self._course, self._all.clock()
+        self._looked = True
+        self._located = located
+        window = self._chain.window
+        masks = [0] * len(window)
+        nodes: dict[bytes, list[Entry]] = {}
+        for at, key in enumerate(window):
+            for entry in located.get(key, ()):
+                masks[at] |= entry.mask
+                if entry.incarnation not in NOT_NODES:
+                    nodes.setdefault(key, []).append(entry)
+        self._told(window, masks, None)
+        course.looked(window, nodes, now)
+
+    def _answered(self, question: asyncio.Task[Told]) -> None:
+        course, now = self._course, self._all.clock()
+        error = question.exception()
+        if isinstance(error, LimitExceeded):
+            self._polls = True
+            course.trouble(now)
+        elif isinstance(error, KvpoolError):
+            course.failed(self._asked, now)
+        elif error is not None:
+            raise error
+        else:
+            told = question.result()
+            news = self._told(told.window, told.masks, told.incarnation)
+            more = self._told_of_writing(told)
+            # Whoever tells of that alone has waited before, or is asked again and again for nothing.
+            if news or (more and told.seconds >= peer_wire.WRITTEN_EVERY_S / 2):
+                course.news(told.incarnation)
+            else:
+                course.nothing(told.incarnation, now, early=told.early)
+
+    def _told(self, window: Sequence[bytes], masks: Sequence[int], owner: bytes | None) -> bool:
+        """Have what is new fetched: from who told of it, or whoever else is known to have it."""
+        found = self._chain.told(window, masks)
+        for table, key in found:
+            entries = self._located.get(key, ())
+            if owner is not None:
+                entries = [Entry(owner, TIERS["dram"], 1 << table.part), *entries]
+            self._queue.setdefault(table, {})[key] = entries
+        return bool(found)
+
+    def _told_of_writing(self, told: Told) -> bool:
+        """Have pulled what is written of blocks that are not committed yet; whether there is more than before."""
+        before = self._heard if told.incarnation == self._heard_of else {}
+        self._heard = {run.number: run.nbytes for run in told.writing}
+        self._heard_of = told.incarnation
+        self._batches = [batch for batch in self._batches if not batch.over]
+        if not self._holds or not (told.writing or self._batches):
+            return self._heard != before
+        missing = self._chain.missing(told.window)
+        self._drop_given_up(told, missing)
+        tables = {table.part: table for table in self._chain.tables}
+        early_pull = self._all.fetcher.early_pull
+        for run in told.writing:
+            if (table := tables.get(run.part)) is None:
+                continue
+            some = told.window[run.first : run.first + run.keys]
+            keys = [key for key in some if Lacking(table, key) in missing]
+            if keys:
+                batch = early_pull.told(table, told.incarnation, run.number, keys, run.nbytes)
+                if batch is not None:
+                    self._batches.append(batch)
+        return self._heard != before
+
+    def _drop_given_up(self, told: Told, missing: Collection[Lacking]) -> None:
+        """Let go of slots for what its owner neither writes any more nor has committed."""
+        if len(told.writing) == peer_wire.WRITINGS_MAX:
+            return  # there may be more
+        for batch in self._batches:
+            if (
+                batch.owner == told.incarnation
+                and batch.number not in self._heard
+                and all(Lacking(batch.table, key) in missing for key in batch.position)
+            ):
+                self._all.fetcher.early_pull.drop(batch)
+
+
+def _unpack_writing(
+    packed: bytes, namespace: NamespaceState, window: Sequence[bytes]
+) -> Sequence[Writing]:
+    """What an owner says that it is writing. Raises `ProtocolError` for what cannot be."""
+    each = peer_wire.BEING_WRITTEN.size
+    if len(packed) % each or len(packed) > peer_wire.WRITINGS_MAX * each:
+        raise ProtocolError(f"an Await was answered with {len(packed)} bytes behind its masks")
+    found = [Writing(*run) for run in peer_wire.BEING_WRITTEN.iter_unpack(packed)]
+    for run in found:
+        if not (
+            run.part < len(namespace.tables)
+            and 0 < run.keys <= len(window) - run.first
+            and 0 < run.nbytes <= namespace.tables[run.part].spec.nbytes
+        ):
+            raise ProtocolError(f"an Await was answered with {run}")
+    return found
+
+
+def _take(
+    task: asyncio.Task[Any] | None,
+) -> tuple[asyncio.Task[Any] | None, asyncio.Task[Any] | None]:
+    """(the task if it has ended, the task if not)."""
+    return (task, None) if task is not None and task.done() else (None, task)
+
+
+def _expect_refusals(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and not isinstance(task.exception(), KvpoolError):
+        crash_if_failed(task)

@@ -1,0 +1,452 @@
+"""Transfers under way: each reserves slots, has one source fill them, commits what came, and learns from it.
+
+A transfer is a task of its own: it outlives whoever asked first, for others who wait for the same blocks.
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import NamedTuple
+
+from kvpool.daemon.core.blocks import OWN, Holder, Origin, PartTable
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.tier import LocalTier, SharedTier
+from kvpool.daemon.fetch.early_pull import REST_S, Batch, EarlyPull
+from kvpool.daemon.fetch.locate import Locator
+from kvpool.daemon.fetch.ports import (
+    NOT_NODES,
+    PEER,
+    TIER_OF,
+    ClusterView,
+    PeerTransport,
+    node_name,
+)
+from kvpool.daemon.fetch.pull_orders import pull_order
+from kvpool.daemon.telemetry.tasks import crash_if_failed
+from kvpool.daemon.telemetry.traffic import Delivered, Loads
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
+from kvpool.placement.peers import Peers
+from kvpool.telemetry.spans import CALLED_OFF, READ, TRANSFER, Span, child, working_for
+from kvpool.types import BlockStatus, split_keys
+from kvpool.wire import worker as worker_wire
+
+TRANSFER_S = 1.0  # a transfer may take at least so long, whoever still waits: others will want it
+TRANSFERS_MAX = 256
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """Blocks of one part, from one source.
+
+    hedge_at: when a second source may be asked for the same blocks. background: nobody waits for it. late: it was
+    counted as slow. batch: of an early pull, whose slots it has taken over, with the bytes in them.
+    """
+
+    table: PartTable
+    source: bytes
+    keys: Sequence[bytes]
+    hedge_at: float
+    background: bool = False
+    late: bool = False
+    batch: Batch | None = None
+    expected_s: float = 0.0
+    task: asyncio.Task[None] = field(init=False)
+
+
+class _Slots(NamedTuple):
+    """Slots of one reservation that are to be filled with these blocks.
+
+    indices: of the keys in that reservation. have: bytes that are in each slot already. whole: the reservation
+    has no others.
+    """
+
+    holder: Holder
+    ticket: int
+    keys: Sequence[bytes]
+    indices: Sequence[int]
+    rows: list[int]
+    have: int = 0
+    whole: bool = False
+
+    def only(self, wanted: Sequence[bool]) -> _Slots:
+        """Some of them, to be filled from the first byte."""
+        return self._replace(
+            keys=list(compress(self.keys, wanted)),
+            indices=list(compress(self.indices, wanted)),
+            rows=list(compress(self.rows, wanted)),
+            have=0,
+        )
+
+
+class Transfers:
+    """All transfers of a node."""
+
+    def __init__(
+        self,
+        node: Node,
+        transport: PeerTransport,
+        cluster: ClusterView,
+        local: Mapping[bytes, LocalTier],
+        objects: SharedTier,
+        locator: Locator,
+        early_pull: EarlyPull,
+        peers: Peers,
+        clock: Callable[[], float],
+    ) -> None:
+        self._node = node
+        self._transport = transport
+        self._cluster = cluster
+        self._local = local
+        self._objects = objects
+        self._locator = locator
+        self._early_pull = early_pull
+        self._peers = peers
+        self._clock = clock
+        self._of_keys: dict[PartTable, dict[bytes, tuple[Transfer, ...]]] = {}
+        self._under_way: dict[Transfer, None] = {}
+        self._tickets = 0
+        self.delivered = Delivered()
+        self.counters = {
+            "hedges": 0,  # parts that a second source was asked for as well
+            "cancelled": 0,  # transfers that a hedge was faster than
+            "absent": 0,
+            "mismatches": 0,
+            "failed_transfers": 0,
+        }
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def __iter__(self) -> Iterator[Transfer]:
+        return iter(self._under_way)
+
+    def of(self, table: PartTable) -> Mapping[bytes, tuple[Transfer, ...]]:
+        """The transfers under way of each block of a table."""
+        return self._of_keys.get(table, {})
+
+    def close(self) -> None:
+        """Call all off. They end by themselves, soon."""
+        for transfer in list(self._under_way):
+            transfer.task.cancel()
+
+    def call_off_superseded(self, transfers: Iterable[Transfer]) -> None:
+        """End those of these all of whose blocks have come another way."""
+        self._node.settle()
+        for transfer in transfers:
+            if transfer.task.done() or transfer.task.cancelling():
+                continue
+            if all(map(transfer.table.blocks.__contains__, transfer.keys)):
+                transfer.task.cancel()
+                self.counters["cancelled"] += 1
+
+    def begin(
+        self,
+        table: PartTable,
+        source: bytes,
+        keys: Sequence[bytes],
+        deadline: float,
+        origin: Origin,
+        *,
+        background: bool,
+    ) -> bool:
+        """Begin to fetch blocks from a source; False where too many transfers are under way.
+
+        What an early pull has brought of them is a transfer of its own for each batch, in the batch's slots.
+        """
+        keys = list(dict.fromkeys(keys))  # an engine, or a peer, may have named one twice
+        # A background transfer would keep a batch from whoever waits for its blocks.
+        alone = background or source in NOT_NODES
+        taken = {} if alone else self._early_pull.take(table, keys)
+        if not taken:
+            return self._begin(table, source, keys, deadline, origin, background)
+        others = set(keys).difference(*taken.values())
+        began = False
+        for batch, some in taken.items():
+            begins = self._begin(table, source, some, deadline, origin, background, batch)
+            if not begins:
+                self._early_pull.landed(batch, wrong=0)
+            began |= begins
+        if others:
+            rest = [key for key in keys if key in others]
+            began |= self._begin(table, source, rest, deadline, origin, background)
+        return began
+
+    def _begin(
+        self,
+        table: PartTable,
+        source: bytes,
+        keys: Sequence[bytes],
+        deadline: float,
+        origin: Origin,
+        background: bool,
+        batch: Batch | None = None,
+    ) -> bool:
+        if len(self._under_way) >= TRANSFERS_MAX:
+            return False
+        now = self._clock()
+        have = 0 if batch is None else batch.have
+        nbytes = len(keys) * (table.spec.nbytes - have)
+        rest_s = 0.0 if batch is None or batch.pull is None else REST_S
+        hedge_at = now + rest_s + self._peers.hedge_after_s(source, nbytes)
+        transfer = Transfer(table, source, keys, hedge_at, background, batch=batch)
+        local = source in NOT_NODES
+        url = "" if local else self._cluster.living[source].url
+        seconds = max(deadline - now, TRANSFER_S)
+        self._under_way[transfer] = None
+        of_keys = self._of_keys.setdefault(table, {})
+        if of_keys.keys().isdisjoint(keys):
+            of_keys.update(dict.fromkeys(keys, (transfer,)))
+        else:
+            for key in keys:
+                others = of_keys.get(key, ())
+                self.counters["hedges"] += bool(others)
+                of_keys[key] = (*others, transfer)
+        run = self._run if batch is None else self._run_on
+        transfer.task = asyncio.get_running_loop().create_task(
+            run(transfer, url, seconds, OWN if local else origin)
+        )
+        transfer.task.add_done_callback(lambda task: self._ended(transfer, task))
+        return True
+
+    def _ended(self, transfer: Transfer, task: asyncio.Task[None]) -> None:
+        self._under_way.pop(transfer, None)
+        of_keys = self._of_keys[transfer.table]
+        for key in transfer.keys:
+            transfers = of_keys.pop(key)
+            if len(transfers) > 1:
+                of_keys[key] = tuple(other for other in transfers if other is not transfer)
+        if not of_keys:
+            del self._of_keys[transfer.table]
+        crash_if_failed(task)
+
+    # ---- one of them ---------------------------------------------------------------------------------
+
+    async def _run(self, transfer: Transfer, url: str, seconds: float, origin: Origin) -> None:
+        """Reserve, fill, commit what has come."""
+        node, table = self._node, transfer.table
+        namespace = table.namespace
+        holder = pulls_holder(node, namespace.tenant.name)
+        self._tickets += 1
+        ticket = self._tickets
+        try:
+            node.puts.reserve(holder, namespace, table.part, ticket, transfer.keys)
+        except (PoolFull, LimitExceeded, InvalidRequest):
+            return  # no room, or the epoch has just ended
+        reservation = holder.reservations.get(ticket)
+        if reservation is None:
+            return  # they have come in the meantime
+        slots = _Slots(
+            holder,
+            ticket,
+            reservation.keys,
+            reservation.indices,
+            reservation.rows,
+            whole=True,
+        )
+        try:
+            pulled = await self._fill(transfer, slots, url, seconds, origin)
+        finally:
+            node.puts.abort(holder, ticket)
+            node.settle()
+        if pulled is not None:
+            self._learn(transfer, slots, pulled)
+
+    async def _run_on(self, transfer: Transfer, url: str, seconds: float, origin: Origin) -> None:
+        """The same in slots that hold the beginning of these blocks, pulled ahead of their commit.
+
+        Where that was the beginning of something else, the owner may have the right bytes: those blocks are
+        pulled again, whole.
+        """
+        batch = transfer.batch
+        assert batch is not None
+        reservation = batch.reservation
+        deadline = self._clock() + seconds
+        wrong = 0
+        try:
+            await self._early_pull.rest(batch, transfer.source)
+            positions = [batch.position[key] for key in transfer.keys]
+            indices = [reservation.indices[at] for at in positions]
+            rows = [reservation.rows[at] for at in positions]
+            slots = _Slots(batch.holder, batch.ticket, transfer.keys, indices, rows, batch.have)
+            self._expect(transfer, slots, self._clock())
+            pulled = await self._fill(transfer, slots, url, seconds, origin)
+            if pulled is None:
+                return
+            self._learn(transfer, slots, pulled)
+            if not slots.have:
+                return
+            wrong = pulled.status.count(BlockStatus.MISMATCH)
+            now = self._clock()
+            if not wrong or now >= deadline:
+                return
+            again = slots.only([status == BlockStatus.MISMATCH for status in pulled.status])
+            self._expect(transfer, again, now)
+            pulled = await self._fill(transfer, again, url, deadline - now, origin)
+            if pulled is not None:
+                self._learn(transfer, again, pulled)
+        finally:
+            self._early_pull.landed(batch, wrong=wrong)
+            self._node.settle()
+
+    def _expect(self, transfer: Transfer, slots: _Slots, now: float) -> None:
+        """The time until this counts as slow begins now."""
+        nbytes = len(slots.keys) * (transfer.table.spec.nbytes - slots.have)
+        transfer.hedge_at = now + self._peers.hedge_after_s(transfer.source, nbytes)
+
+    async def _fill(
+        self, transfer: Transfer, slots: _Slots, url: str, seconds: float, origin: Origin
+    ) -> worker_wire.Pulled | None:
+        """Have the slots filled, and commit what came; None where that failed."""
+        node = self._node
+        nbytes = len(slots.keys) * (transfer.table.spec.nbytes - slots.have)
+        now = self._clock()
+        transfer.expected_s = self._estimate_s(transfer.source, nbytes, now)
+        self._peers.started(transfer.source, nbytes, now)
+        span = child(TRANSFER if url else READ)
+        try:
+            # This returns, raises or is cancelled only when nothing writes to the rows any more, so
+            # that what did not arrive can be given back.
+            if span is None:
+                pulled = await self._bring(transfer, url, slots, seconds)
+            else:
+                with working_for(span):
+                    pulled = await self._bring_traced(transfer, url, slots, seconds, span)
+            if slots.whole and pulled.status.count(BlockStatus.PRESENT) == len(slots.keys):
+                node.puts.commit(slots.holder, slots.ticket, pulled.checksums, None, origin)
+            elif BlockStatus.PRESENT in pulled.status:
+                here = [status == BlockStatus.PRESENT for status in pulled.status]
+                checksums = b"".join(compress(split_keys(pulled.checksums), here))
+                indices = list(compress(slots.indices, here))
+                node.puts.commit(slots.holder, slots.ticket, checksums, indices, origin)
+        except KvpoolError as error:
+            if span is not None:
+                span.end(str(error))
+            self._failed(transfer, nbytes, str(error))
+            self._count(transfer, Loads(failed=len(slots.keys)))
+            return None
+        except asyncio.CancelledError:
+            if span is not None:
+                span.end(CALLED_OFF)
+            self._peers.stopped(transfer.source, nbytes)
+            self._count(transfer, Loads(cancelled=len(slots.keys)))
+            raise
+        return pulled
+
+    async def _bring_traced(
+        self, transfer: Transfer, url: str, slots: _Slots, seconds: float, span: Span
+    ) -> worker_wire.Pulled:
+        """As `_bring`, and say in the span what came of it."""
+        tier = TIER_OF.get(transfer.source, PEER)
+        span.set(tier=tier, part=transfer.table.part, blocks_asked=len(slots.keys))
+        if url:
+            span.set(node=node_name(self._cluster, transfer.source))
+        pulled = await self._bring(transfer, url, slots, seconds, span.traceparent if url else "")
+        came = pulled.status.count(BlockStatus.PRESENT)
+        span.count_above(f"parts_from_{tier}", came)
+        span.end(
+            pulled.error,
+            blocks=came,
+            bytes=came * (transfer.table.spec.nbytes - slots.have),
+            mismatches=pulled.status.count(BlockStatus.MISMATCH),
+            absent=pulled.status.count(BlockStatus.ABSENT),
+        )
+        return pulled
+
+    async def _bring(
+        self, transfer: Transfer, url: str, slots: _Slots, seconds: float, trace: str = ""
+    ) -> worker_wire.Pulled:
+        """Have reserved rows filled by a peer, or without a URL by a lower tier or object storage."""
+        table = transfer.table
+        if not url:
+            tier = self._local.get(transfer.source, self._objects)
+            return await tier.load(table, slots.keys, slots.rows, seconds)
+        return await self._transport.pull(
+            pull_order(
+                table,
+                url,
+                slots.keys,
+                slots.rows,
+                seconds,
+                background=transfer.background,
+                start=slots.have,
+                trace=trace,
+            )
+        )
+
+    # ---- what is learned from it ---------------------------------------------------------------------
+
+    def _estimate_s(self, source: bytes, nbytes: int, now: float) -> float:
+        """How long so many bytes from a source should take, behind those in flight."""
+        peer = self._peers.get(source) or self._peers.stranger(source)
+        latency_s, per_byte = peer.expected(now)
+        return latency_s + (peer.inflight_bytes + nbytes) * per_byte
+
+    def _count(self, transfer: Transfer, loads: Loads) -> None:
+        """Count the outcome of a transfer, by source and tenant."""
+        tier = TIER_OF.get(transfer.source, PEER)
+        transfer.table.namespace.tenant.traffic.loaded(tier, loads)
+        if tier == PEER:
+            self.delivered.delivered(node_name(self._cluster, transfer.source), loads)
+
+    def _learn(self, transfer: Transfer, slots: _Slots, pulled: worker_wire.Pulled) -> None:
+        """Count a transfer that has ended by itself, and what it says of its source."""
+        table, source, now = transfer.table, transfer.source, self._clock()
+        keys, each = slots.keys, table.spec.nbytes - slots.have
+        came = pulled.status.count(BlockStatus.PRESENT)
+        absent = pulled.status.count(BlockStatus.ABSENT)
+        mismatches = pulled.status.count(BlockStatus.MISMATCH)
+        if slots.have:
+            mismatches = 0  # the owner may have it right: what came before the commit was wrong
+        if came < len(keys):
+            lacks = {BlockStatus.ABSENT} | ({BlockStatus.MISMATCH} if mismatches else set())
+            for key, status in zip(keys, pulled.status, strict=True):
+                if status in lacks:
+                    self._locator.was_missing(table, key, source, now)
+        counters = self._node.counters
+        counters.pulled_blocks += came
+        counters.pulled_bytes += came * each
+        counters.checksum_mismatches += mismatches
+        self.counters["mismatches"] += mismatches
+        self.counters["absent"] += absent
+        nbytes = len(keys) * each
+        failed = len(keys) - came - absent - mismatches
+        self._count(transfer, Loads(came, absent, mismatches, failed, nbytes=came * each))
+        tier = TIER_OF.get(source, PEER)
+        if came and not transfer.background:
+            self.delivered.took(tier, pulled.seconds)
+            if came == len(keys) and not slots.have:
+                self.delivered.foreseen(tier, transfer.expected_s, pulled.seconds)
+        if pulled.error:
+            # Of what the error broke off, as much as one block may have been half here.
+            arrived = (came + 1) * each
+            self._failed(transfer, nbytes, pulled.error, arrived, pulled.seconds)
+        elif transfer.background or slots.have:
+            # Low priority, or hashing what was here already, says nothing of the source's speed.
+            self._peers.stopped(source, nbytes)
+        else:
+            self._peers.finished(source, came * each, pulled.seconds, now, asked=nbytes)
+
+    def _failed(
+        self, transfer: Transfer, nbytes: int, error: str, at_most: int = 0, seconds: float = 0.0
+    ) -> None:
+        self.counters["failed_transfers"] += 1
+        if transfer.background:
+            self._peers.stopped(transfer.source, nbytes)
+            return
+        self._peers.failed(
+            transfer.source,
+            self._clock(),
+            error=error,
+            asked=nbytes,
+            at_most=at_most,
+            seconds=seconds,
+        )
+
+
+def pulls_holder(node: Node, tenant: str) -> Holder:
+    """Who reserves and leases for transfers. It lives as long as the daemon."""
+    return node.holders.own(tenant, "pulls")

@@ -1,0 +1,1 @@
+"""What operators ask of a node: jobs, events, settings, lists of blocks."""

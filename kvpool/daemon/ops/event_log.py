@@ -1,0 +1,101 @@
+"""What happened on a node that an operator may want to know: the last events, numbered. One event loop.
+
+Events are what is seldom: nodes that come and go, jobs, changes by operators, disks that fail. Each is also one
+line of the log `kvpool.events`, or `kvpool.audit` where somebody has changed something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from kvpool.placement.records import View
+
+EVENTS_MAX = 4096
+AUDIT = "change"
+"""The kind of events that say who has changed what."""
+
+events_log = logging.getLogger("kvpool.events")
+audit_log = logging.getLogger("kvpool.audit")
+
+
+class Event(msgspec.Struct, frozen=True):
+    """number: counts up from 1 in each life of the node. at_s: seconds since 1970, by this node's clock."""
+
+    number: int
+    at_s: float
+    node: str
+    kind: str
+    details: Mapping[str, Any]
+
+
+class EventLog:
+    """wall: seconds since 1970."""
+
+    def __init__(self, node: str, wall: Callable[[], float]) -> None:
+        self._node = node
+        self._wall = wall
+        self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
+        self._news: asyncio.Event = asyncio.Event()
+        self.last = 0
+
+    def note(self, kind: str, /, **details: Any) -> None:
+        """Details are plain values; none is a secret."""
+        self.last += 1
+        event = Event(self.last, self._wall(), self._node, kind, details)
+        self._events.append(event)
+        log = audit_log if kind == AUDIT else events_log
+        if log.isEnabledFor(logging.INFO):
+            fields = {"number": event.number, "node": event.node, "details": event.details}
+            log.info("%s", kind, extra=fields)
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    @property
+    def first(self) -> int:
+        """The number of the oldest event that is remembered, or of the next one."""
+        return self.last - len(self._events) + 1
+
+    def after(self, number: int, most: int) -> list[Event]:
+        """Those after this number, oldest first."""
+        skip = max(0, number + 1 - self.first)
+        return list(islice(self._events, skip, skip + most))
+
+    async def wait(self, number: int, wait_s: float) -> None:
+        """Until there is an event after this number, or the time is over."""
+        if self.last > number or wait_s <= 0:
+            return
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+
+
+def membership_news(before: View, after: View) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What has changed between two views: (kind, details)."""
+    old = {record.incarnation: record for record in before.nodes.values()}
+    new = {record.incarnation: record for record in after.nodes.values()}
+    for incarnation, record in new.items():
+        known = old.get(incarnation)
+        if known is None:
+            yield "node joined", {"of": record.node, "incarnation": incarnation}
+        elif known.state is not record.state:
+            yield "node state", {"of": record.node, "state": str(record.state)}
+        engines = {engine.url for engine in known.engines} if known else set()
+        for engine in record.engines:
+            if engine.url not in engines:
+                yield "engine announced", {"of": record.node, "engine": engine.url}
+    for incarnation, record in old.items():
+        if incarnation not in new:
+            yield "node left", {"of": record.node, "incarnation": incarnation}
+    for node in sorted(after.drains - before.drains):
+        yield "drain wanted", {"of": node}
+    for node in sorted(before.drains - after.drains):
+        yield "drain taken back", {"of": node}

@@ -1,0 +1,92 @@
+"""Which prefixes are read most of late. Event loop only.
+
+Of each prefix that is read, the blocks at depths 1, 2, 4, 8, ... are counted: prompts share a beginning, and where they
+part is between two of these. Counts lose half of their worth in `HALF_S`; what is counted least is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.types import KEY_BYTES
+
+KEPT_MAX = 2048
+SHOWN_MAX = 50
+HALF_S = 600.0
+FADE_S = 60.0
+SAME_SHARE = 0.9
+"""A deeper prefix that has so much of a shorter one's reads is shown in its place."""
+
+
+@dataclass(slots=True)
+class _Reads:
+    depth: int
+    parent: bytes  # the key counted before it in the same prefixes
+    reads: float = 0.0
+
+
+class HotPrefixes:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[NamespaceState, bytes], _Reads] = {}
+
+    def read(self, namespace: NamespaceState, packed: bytes, blocks: int) -> None:
+        """So many blocks of this prefix were leased to a reader."""
+        counts = self._counts
+        depth, parent = 1, b""
+        while depth <= blocks:
+            key = packed[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
+            known = counts.get((namespace, key))
+            if known is None:
+                known = counts[namespace, key] = _Reads(depth, parent)
+            known.reads += 1.0
+            depth, parent = 2 * depth, key
+        if len(counts) > 2 * KEPT_MAX:
+            self._forget()
+
+    def _forget(self) -> None:
+        """All but those that are counted most, and what belongs to namespaces that have ended."""
+        living = (one for one in self._counts.items() if not one[0][0].retired)
+        self._counts = dict(heapq.nlargest(KEPT_MAX, living, key=lambda one: one[1].reads))
+
+    def fade(self, seconds: float) -> None:
+        """So much time has passed."""
+        share = 0.5 ** (seconds / HALF_S)
+        for known in self._counts.values():
+            known.reads *= share
+        self._forget()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(FADE_S)
+            self.fade(FADE_S)
+
+    def hottest(self) -> list[dict[str, Any]]:
+        """Plain values, the most read first. reads: about those of the last `HALF_S` or two."""
+        counts = self._counts
+        told = set()
+        for (namespace, _), known in counts.items():
+            shorter = counts.get((namespace, known.parent))
+            if shorter is not None and known.reads >= SAME_SHARE * shorter.reads:
+                told.add((namespace, known.parent))
+        shown = heapq.nlargest(
+            SHOWN_MAX,
+            (one for one in counts.items() if one[0] not in told),
+            key=lambda one: one[1].reads,
+        )
+        return [
+            {
+                "tenant": namespace.tenant.name,
+                "namespace": namespace.base.hex(),
+                "key": key.hex(),
+                "blocks": known.depth,
+                "reads": round(known.reads, 1),
+            }
+            for (namespace, key), known in shown
+        ]

@@ -1,0 +1,460 @@
+"""Operators' jobs on one node: what each does, a little at a time, and how far it is. Event loop only.
+
+A job takes a tenth of the loop's time at most, so that what engines ask does not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import assert_never
+
+import msgspec
+
+from kvpool.daemon.core.blocks import PIN_HARD, Block, NamespaceState, Tenant
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.ops.event_log import EventLog
+from kvpool.daemon.ops.listing import part_bytes
+from kvpool.daemon.telemetry.tasks import crash_if_failed
+from kvpool.daemon.tiers.ssd_tier import SsdTier
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded
+from kvpool.wire.jobs import EvictJob, JobSpec, JobState, JobView, ScrubJob, WarmJob
+
+REMEMBERED_MAX = 100
+RUNNING_MAX = 8
+RUNNING_OF_TENANT_MAX = 4
+TOGETHER = 20  # blocks in one go: about 70 microseconds
+LEAST_TOGETHER = 50
+IDLE_SHARE = 9.0  # of the time that a step took, until the next one
+DRY_LEAST_MAX = 20_000  # blocks of least worth that are counted without being given up
+UNRELATED_MAX = 100_000  # blocks remembered as not in any wanted chain
+WARM_TOGETHER = 256
+WARM_S = 30.0  # for so many
+SCRUB_TOGETHER = 64
+SHORT_S = 0.2  # between tries while nothing can be done
+
+ListOn = Callable[[str, NamespaceState, str], Awaitable[tuple[list[bytes], str | None]]]
+"""Blocks of a namespace that a node has, from a cursor on, and the next cursor."""
+EvictOn = Callable[[str, NamespaceState, Mapping[bytes, int], str], Awaitable[int]]
+"""Have a node give blocks up of which it has no more than these parts, on whose behalf; how many it had."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One job. `task` ends when it does."""
+
+    name: str
+    spec: JobSpec
+    tenant: Tenant
+    by: str
+    dry_run: bool
+    began: float
+    state: JobState = JobState.RUNNING
+    seen: int = 0
+    total: int = 0
+    blocks: int = 0
+    nbytes: int = 0
+    kept: int = 0
+    ended: float | None = None
+    error: str = ""
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class JobRunner:
+    """The jobs of a node: a few at a time, the last ones remembered."""
+
+    def __init__(
+        self, node: str, work: Work, journal: EventLog, clock: Callable[[], float]
+    ) -> None:
+        self._node = node
+        self._work = work
+        self._journal = journal
+        self._clock = clock
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+
+    def begin(
+        self,
+        name: str,
+        spec: JobSpec,
+        spaces: Sequence[NamespaceState],
+        tenant: Tenant,
+        by: str,
+        *,
+        dry_run: bool,
+    ) -> JobView:
+        """Raises `LimitExceeded` when too many are running, `InvalidRequest` for a name that is taken."""
+        if not 0 < len(name) <= 64 or name in self._jobs:
+            raise InvalidRequest(f"there is a job {name!r:.80} here already, or it is no name")
+        running = [j.tenant.name for j in self._jobs.values() if j.state is JobState.RUNNING]
+        if running.count(tenant.name) >= RUNNING_OF_TENANT_MAX or len(running) >= RUNNING_MAX:
+            raise LimitExceeded(
+                f"{running.count(tenant.name)} jobs of tenant {tenant.name!r} are running on node {self._node}, "
+                f"{len(running)} in all: wait for one, or stop it"
+            )
+        job = Job(name, spec, tenant, by, dry_run, self._clock())
+        self._jobs[name] = job
+        if len(self._jobs) > REMEMBERED_MAX:
+            self._forget_one()
+        kind = _kind(spec)
+        self._journal.note("job began", job=name, what=kind, by=by, dry_run=dry_run)
+        job.task = asyncio.get_running_loop().create_task(self._run(job, spaces))
+        job.task.add_done_callback(crash_if_failed)
+        job.task.add_done_callback(partial(self._ended, job))
+        return self._view(job)
+
+    async def _run(self, job: Job, spaces: Sequence[NamespaceState]) -> None:
+        try:
+            await self._work.run(job, spaces)
+            job.state = JobState.DONE
+        except KvpoolError as error:
+            job.state, job.error = JobState.FAILED, str(error)
+
+    def _forget_one(self) -> None:
+        """The oldest that has ended, of the tenant that has most of them: nobody's are pushed out by others'."""
+        ended = [job for job in self._jobs.values() if job.state is not JobState.RUNNING]
+        ((most, _),) = Counter(job.tenant.name for job in ended).most_common(1)
+        del self._jobs[next(job.name for job in ended if job.tenant.name == most)]
+
+    def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
+        """What is remembered of it takes little."""
+        if task.cancelled():
+            job.state = JobState.CANCELLED  # perhaps before it began
+        job.ended = self._clock()
+        if not isinstance(job.spec, ScrubJob):
+            job.spec = msgspec.structs.replace(job.spec, keys=[])
+        self._journal.note(
+            "job ended",
+            job=job.name,
+            what=_kind(job.spec),
+            state=str(job.state),
+            blocks=job.blocks,
+            error=job.error,
+        )
+
+    def views(self, names: Iterable[str]) -> list[JobView]:
+        """Of these, as far as they are known; without names of all."""
+        wanted = list(names) or list(self._jobs)
+        return [self._view(self._jobs[name]) for name in wanted if name in self._jobs]
+
+    def stop(self, name: str) -> bool:
+        """Whether it was running."""
+        job = self._jobs.get(name)
+        if job is None or job.task is None or job.task.done():
+            return False
+        job.task.cancel()
+        return True
+
+    async def close(self) -> None:
+        tasks = [job.task for job in self._jobs.values() if job.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _view(self, job: Job) -> JobView:
+        now = self._clock()
+        return JobView(
+            job=job.name,
+            node=self._node,
+            kind=_kind(job.spec),
+            state=job.state,
+            dry_run=job.dry_run,
+            tenant=job.tenant.name,
+            by=job.by,
+            seen=job.seen,
+            total=job.total,
+            blocks=job.blocks,
+            nbytes=job.nbytes,
+            kept=job.kept,
+            age_s=round(now - job.began, 3),
+            took_s=round((job.ended or now) - job.began, 3),
+            error=job.error,
+        )
+
+
+class Work:
+    """What jobs do. rules: of this node's slots, by tier; all, or of one."""
+
+    def __init__(
+        self,
+        tiers: SsdTier,
+        fetcher: BlockFetcher,
+        rules: Callable[[], Mapping[str, list[Node]]],
+        list_on: ListOn,
+        evict_on: EvictOn,
+        clock: Callable[[], float],
+    ) -> None:
+        self._tiers = tiers
+        self._fetcher = fetcher
+        self._rules = rules
+        self._list_on = list_on
+        self._evict_on = evict_on
+        self._clock = clock
+
+    async def run(self, job: Job, spaces: Sequence[NamespaceState]) -> None:
+        """Raises `KvpoolError` when it cannot go on."""
+        match job.spec:
+            case EvictJob() as spec if spec.least_bytes:
+                await self._evict_least(job, spec)
+            case EvictJob() as spec:
+                await self._evict(job, spec, spaces)
+            case WarmJob() as spec:
+                await self._warm(job, spec, spaces[0])
+            case ScrubJob():
+                await self._scrub(job)
+            case other:
+                assert_never(other)
+
+    async def _pause(self, began: float) -> None:
+        await asyncio.sleep((self._clock() - began) * IDLE_SHARE)
+
+    # ---- evict -------------------------------------------------------------------------------------
+
+    def _chosen(self, spec: EvictJob) -> list[Node]:
+        rules = self._rules()
+        return [node for tier in spec.tiers or rules for node in rules.get(tier, [])]
+
+    async def _evict(self, job: Job, spec: EvictJob, spaces: Sequence[NamespaceState]) -> None:
+        chosen = self._chosen(spec)
+        wanted = {space.directory_digest for space in spaces}
+        keys = list(dict.fromkeys(map(bytes.fromhex, spec.keys)))
+        if keys and not spec.chains:
+            await self._evict_keys(job, spec, chosen, wanted, keys)
+            return
+        chains = _Chains(keys, [n for rules in self._rules().values() for n in rules], wanted)
+        theirs = [(node, t) for node in chosen if (t := node.tenants.get(job.tenant.name))]
+        job.total = sum(node.inventory.rows_of(tenant) for node, tenant in theirs)
+        for node, tenant in theirs:
+            cursor: int | None = 0
+            while cursor is not None:
+                began = self._clock()
+                blocks, cursor = node.inventory.scan(cursor, TOGETHER, tenant)
+                some = [b for b in blocks if b.table.namespace.directory_digest in wanted]
+                if keys:
+                    some = [block for block in some if chains.has(block)]
+                self._give_up(job, spec, node, some)
+                job.seen = min(job.total, job.seen + TOGETHER)
+                await self._pause(began)
+        job.seen = job.total
+
+    async def _evict_keys(
+        self,
+        job: Job,
+        spec: EvictJob,
+        chosen: Sequence[Node],
+        wanted: set[bytes],
+        keys: Sequence[bytes],
+    ) -> None:
+        job.total = len(keys) * len(chosen)
+        for node in chosen:
+            for first in range(0, len(keys), TOGETHER):
+                began, some = self._clock(), keys[first : first + TOGETHER]
+                for digest in wanted:
+                    state = node.namespaces.by_directory(digest)
+                    if state is not None and not state.retired:
+                        self._give_up(job, spec, node, _blocks(state, some))
+                job.seen += len(some)
+                await self._pause(began)
+
+    def _give_up(self, job: Job, spec: EvictJob, node: Node, blocks: Sequence[Block]) -> None:
+        """Those that are not pinned, and not used too recently; or only count them."""
+        oldest = -1
+        if spec.unused_s:
+            oldest = node.idle_age.tick_before(spec.unused_s, self._clock())
+        going: dict[NamespaceState, list[bytes]] = {}
+        for block in blocks:
+            if spec.unused_s and block.used > oldest:
+                continue
+            if block.pin == PIN_HARD:
+                job.kept += 1
+                continue
+            job.blocks += 1
+            job.nbytes += part_bytes(block)[1]
+            going.setdefault(block.table.namespace, []).append(block.key)
+        if not job.dry_run:
+            for namespace, keys in going.items():
+                node.removal.give_up(namespace, keys)
+
+    async def _evict_least(self, job: Job, spec: EvictJob) -> None:
+        """What the policy would give up next, until enough is free."""
+        chosen = self._chosen(spec)
+        job.total = spec.least_bytes
+        for node in chosen:
+            tenant = node.tenants.get(job.tenant.name)
+            if tenant is None:
+                continue
+            if job.dry_run:
+                began = self._clock()
+                _count_least(job, spec, node, tenant)
+                await self._pause(began)
+            gone = -1
+            while gone and not job.dry_run and job.nbytes < spec.least_bytes:
+                began = self._clock()
+                largest = max(tenant.classes, default=1)
+                n = min(LEAST_TOGETHER, -(-(spec.least_bytes - job.nbytes) // largest))
+                gone, nbytes = node.eviction.evict_least(tenant, n)
+                job.blocks += gone
+                job.nbytes += nbytes
+                await self._pause(began)
+            job.seen = min(job.total, job.nbytes)
+
+    # ---- warm --------------------------------------------------------------------------------------
+
+    async def _warm(self, job: Job, spec: WarmJob, space: NamespaceState) -> None:
+        keys = [bytes.fromhex(key) for key in spec.keys]
+        job.total = len(keys)
+        if keys:
+            for first in range(0, len(keys), WARM_TOGETHER):
+                await self._bring(job, spec, space, keys[first : first + WARM_TOGETHER])
+            return
+        cursor: str | None = ""
+        while cursor is not None:
+            keys, cursor = await self._list_on(spec.source, space, cursor)
+            job.total += len(keys)
+            for first in range(0, len(keys), WARM_TOGETHER):
+                await self._bring(job, spec, space, keys[first : first + WARM_TOGETHER])
+            await asyncio.sleep(0)
+
+    async def _bring(
+        self, job: Job, spec: WarmJob, space: NamespaceState, keys: Sequence[bytes]
+    ) -> None:
+        """Raises `LimitExceeded` where what is moved would push others' last copies out, or what was moved before."""
+        job.seen += len(keys)
+        (node,) = self._rules()["dram"]
+        _, before = node.inventory.masks(space.directory_digest, keys)
+        every = (1 << len(space.tables)) - 1
+        lacking = [
+            k for k, mask in zip(keys, before or [0] * len(keys), strict=True) if mask != every
+        ]
+        if job.dry_run:
+            job.blocks += len(lacking)
+            return
+        most = _room(node, space) if spec.move else len(lacking)
+        left = set(lacking[most:])
+        lacking = lacking[:most]
+        keys = [key for key in keys if key not in left]
+        if lacking:
+            await self._fetcher.pull_each(space, [], lacking, WARM_S)
+        _, after = node.inventory.masks(space.directory_digest, keys)
+        here = {key: mask for key, mask in zip(keys, after, strict=False) if mask}
+        came = [key for key in lacking if key in here]
+        job.blocks += len(came)
+        for key in came:
+            block = next(block for table in space.tables if (block := table.blocks.get(key)))
+            job.nbytes += part_bytes(block)[1]
+        if spec.move and here:
+            await self._take_over(job, spec, space, node, here)
+        if left:
+            raise LimitExceeded(
+                f"this node has no room for more blocks of namespace {space.base.hex()}: the other blocks stay on node "
+                f"{spec.source}. Evict blocks here first (kvpool evict --least SIZE), then move the rest"
+            )
+
+    async def _take_over(
+        self, job: Job, spec: WarmJob, space: NamespaceState, node: Node, here: Mapping[bytes, int]
+    ) -> None:
+        """Have the source give up what is here: from now on these are the copies that are kept.
+
+        They are held until it has, so that no block is nowhere.
+        """
+        kept: list[str] = []
+        try:
+            for table in space.tables:
+                keys = [key for key in here if key in table.blocks]
+                if keys and not self._fetcher.hold(table, keys, kept):
+                    raise LimitExceeded("too many leases are held on this node: try again")
+            node.candidates.promote(
+                [b for t in space.tables for key in here if (b := t.blocks.get(key))]
+            )
+            await self._evict_on(spec.source, space, here, job.by)
+        finally:
+            self._fetcher.let_go(space.tenant.name, kept)
+
+    # ---- scrub -------------------------------------------------------------------------------------
+
+    async def _scrub(self, job: Job) -> None:
+        if job.dry_run:
+            raise InvalidRequest("a scrub has no dry run: it reads, and drops only what is broken")
+        job.total = sum(node.inventory.block_count() for node in self._rules().get("ssd", []))
+        cursor: int | None = 0
+        while cursor is not None:
+            began = self._clock()
+            seen, bad, cursor = await self._tiers.scrub(cursor, SCRUB_TOGETHER)
+            job.seen += seen
+            job.blocks += bad
+            # Half of the disks' time is for engines.
+            await asyncio.sleep(self._clock() - began if seen else SHORT_S)
+
+
+class _Chains:
+    """Which blocks come from any of some keys on, in prefix chains that may lie in several tiers."""
+
+    def __init__(self, keys: Iterable[bytes], nodes: Sequence[Node], wanted: set[bytes]) -> None:
+        self._in = set(keys)
+        self._out: set[bytes] = set()
+        self._states = [
+            state
+            for node in nodes
+            for digest in wanted
+            if (state := node.namespaces.by_directory(digest)) is not None and not state.retired
+        ]
+
+    def has(self, block: Block) -> bool:
+        way: dict[bytes, None] = {}
+        key, parent = block.key, block.parent
+        while key not in self._in:
+            # Clients say what comes before what: it may lead in a circle.
+            circle = key in way
+            way[key] = None
+            if circle or not parent or key in self._out or parent in self._out:
+                if len(self._out) > UNRELATED_MAX:
+                    self._out.clear()
+                self._out.update(way)
+                return False
+            key = parent
+            parent = next(
+                (b.parent for s in self._states for t in s.tables if (b := t.blocks.get(key))), b""
+            )
+        self._in.update(way)
+        return True
+
+
+def _room(node: Node, space: NamespaceState) -> int:
+    """How many more whole blocks fit in this node's memory without any that others lack having to go."""
+    tenant = space.tenant
+    room = node.candidates.spare_bytes(tenant)
+    if space.quota:
+        room = min(room, space.quota - space.held_bytes)
+    return max(0, int(room // sum(table.stride / table.spec.stride for table in space.tables)))
+
+
+def _blocks(state: NamespaceState, keys: Sequence[bytes]) -> list[Block]:
+    """One part of each that is there."""
+    found = []
+    for key in keys:
+        block = next((b for table in state.tables if (b := table.blocks.get(key))), None)
+        if block is not None:
+            found.append(block)
+    return found
+
+
+def _count_least(job: Job, spec: EvictJob, node: Node, tenant: Tenant) -> None:
+    """About what would go: policies spare what was read since, which only shows when it is its turn."""
+    coldest = [
+        *node.candidates.coldest_secondary(tenant, DRY_LEAST_MAX),
+        *node.candidates.coldest(tenant, DRY_LEAST_MAX),
+    ]
+    for block in coldest:
+        if job.nbytes >= spec.least_bytes:
+            return
+        job.blocks += 1
+        job.nbytes += block.table.stride
+    if len(coldest) >= DRY_LEAST_MAX:
+        raise LimitExceeded(f"a dry run counts up to {DRY_LEAST_MAX} blocks: ask for fewer bytes")
+
+
+def _kind(spec: JobSpec) -> str:
+    return str(type(spec).__struct_config__.tag)

@@ -1,0 +1,108 @@
+"""Blocks as operators see them: some at a time from a cursor, or by their keys. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvpool.daemon.core.blocks import PIN_KINDS, Block, NamespaceState
+from kvpool.daemon.core.node import Node
+from kvpool.errors import InvalidRequest
+
+SCAN_ROWS = 10_000
+"""Slots looked at for one answer: about two milliseconds."""
+STEP_ROWS = 500
+_PINS = {level: kind for kind, level in PIN_KINDS.items()}
+
+
+def list_blocks(
+    rules: Sequence[Node], spaces: Sequence[NamespaceState], cursor: str, count: int, now: float
+) -> dict[str, Any]:
+    """About `count` blocks of these namespaces of one tenant in one tier, and where the next ones begin (null: nowhere).
+
+    rules: of the tier's parts. Few may come, or none, where others' blocks lie between. A block that is there all the
+    while is met once; one that comes or goes meanwhile at most once.
+    """
+    wanted = {space.directory_digest for space in spaces}
+    name = spaces[0].tenant.name if spaces else ""
+    number, inner = _parse(cursor)
+    found: list[dict[str, Any]] = []
+    left = SCAN_ROWS
+    while number < len(rules) and left > 0 and len(found) < count:
+        step = min(STEP_ROWS, left, count - len(found))
+        tenant = rules[number].tenants.get(name)
+        if tenant is None:
+            number, inner = number + 1, 0
+            continue
+        blocks, after = rules[number].inventory.scan(inner, step, tenant)
+        left -= step
+        ages = rules[number].idle_age
+        found += [
+            {**_shown(block), "age_s": _age(ages.age_s(block.used, now))}
+            for block in blocks
+            if block.table.namespace.directory_digest in wanted
+        ]
+        number, inner = (number + 1, 0) if after is None else (number, after)
+    return {"blocks": found, "cursor": f"{number}.{inner}" if number < len(rules) else None}
+
+
+def show_blocks(
+    tiers: Mapping[str, Sequence[Node]],
+    spaces: Sequence[NamespaceState],
+    keys: Sequence[bytes],
+    now: float,
+) -> list[dict[str, Any]]:
+    """What is here of each of these blocks, tier by tier; those that are nowhere here are left out."""
+    shown = []
+    for space in spaces:
+        for key in keys:
+            found = []
+            for tier, rules in tiers.items():
+                for node in rules:
+                    state = node.namespaces.by_directory(space.directory_digest)
+                    if state is None or state.retired:
+                        continue
+                    parts = [block for t in state.tables if (block := t.blocks.get(key))]
+                    if parts:
+                        age_s = _age(node.idle_age.age_s(max(b.used for b in parts), now))
+                        leases = sum(block.leases for block in parts)
+                        found.append(
+                            {"tier": tier, **_shown(parts[0]), "age_s": age_s, "leases": leases}
+                        )
+            if found:
+                shown.append({"key": key.hex(), "namespace": space.base.hex(), "here": found})
+    return shown
+
+
+def part_bytes(block: Block) -> tuple[int, int]:
+    """Parts of a block that are in its tier, and the bytes of their slots."""
+    strides = [t.stride for t in block.table.namespace.tables if block.key in t.blocks]
+    return len(strides), sum(strides)
+
+
+def _shown(block: Block) -> dict[str, Any]:
+    parts, nbytes = part_bytes(block)
+    return {
+        "key": block.key.hex(),
+        "namespace": block.table.namespace.base.hex(),
+        "parent": block.parent.hex(),
+        "depth": block.depth,
+        "parts": parts,
+        "bytes": nbytes,
+        "pin": _PINS[block.pin],
+        "copy": block.secondary,
+        "reused": block.used > block.put,
+    }
+
+
+def _age(seconds: float) -> float:
+    return round(seconds, 1)
+
+
+def _parse(cursor: str) -> tuple[int, int]:
+    if not cursor:
+        return 0, 0
+    number, _, inner = cursor.partition(".")
+    if not (number.isdecimal() and inner.isdecimal()) or len(cursor) > 40:
+        raise InvalidRequest(f"{cursor!r:.60} is no cursor that came with an answer")
+    return int(number), int(inner)

@@ -1,0 +1,582 @@
+"""What operators ask of a node, and have done: one place for all ways in. Event loop only.
+
+A request comes over the control socket, bare (about this node, for the connection's tenant) or in an `OnNode`, which
+names node, tenant and on whose behalf; or from another node in an `Operate`, which its operator's `OnNode` became
+there. Every change is one event of the journal (`journal.AUDIT`), on the node that makes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from kvpool.config import DaemonConfig
+from kvpool.daemon.cluster.member import ClusterMember
+from kvpool.daemon.cluster.replication import Replication
+from kvpool.daemon.core.blocks import Holder, NamespaceState, Tenant
+from kvpool.daemon.core.masks import pack_masks, unpack_masks, width_for, width_of
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.requests import parse_change
+from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.fetch.ports import NOT_NODES, OBJECT
+from kvpool.daemon.ops.event_log import AUDIT, EventLog
+from kvpool.daemon.ops.jobs import JobRunner, Work
+from kvpool.daemon.ops.listing import list_blocks, show_blocks
+from kvpool.daemon.ops.node_stats import NodeStats
+from kvpool.daemon.ops.pins import pin_in_all_tiers
+from kvpool.daemon.ops.prefixes import prefixes
+from kvpool.daemon.ops.runtime_settings import changed, describe
+from kvpool.daemon.tiers.device_tier import DeviceTier
+from kvpool.daemon.tiers.engine_caches import Engines
+from kvpool.daemon.tiers.object_tier import ObjectTier
+from kvpool.daemon.tiers.ssd_tier import SsdTier
+from kvpool.daemon.tiers.tier_rules import TierRules
+from kvpool.errors import (
+    ClusterUnavailable,
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    NotAuthenticated,
+    ProtocolError,
+    Unavailable,
+)
+from kvpool.placement.directory.base import TIERS, Entry
+from kvpool.telemetry import logs
+from kvpool.telemetry.spans import Spans
+from kvpool.types import KEY_BYTES, split_keys
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+from kvpool.wire import operator as operator_wire
+from kvpool.wire import peer as peer_wire
+from kvpool.wire import worker as worker_wire
+from kvpool.wire.jobs import JobSpec, Key, WarmJob, parse_job
+
+KEYS_BYTES_MAX = frame.KEYS_MAX * KEY_BYTES
+LOCATE_KEYS_MAX = 4096
+SHOW_KEYS_MAX = 1024
+LIST_BLOCKS_MAX = 1000
+SCRUB_BLOCKS_MAX = 256
+EVICT_TOGETHER = 500  # in one go: about a millisecond
+EVENTS_MAX = 1000  # in one answer
+WAIT_S_MAX = 60.0
+ANSWER_S = 5.0  # beyond what a request may wait, for the way there and back
+BY_CHARACTERS_MAX = 200
+OPERATE_SINCE = 7  # protocol
+
+Answer = frame.Done | frame.Bytes
+
+
+class _Named(msgspec.Struct, frozen=True):
+    key: Key
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    """What is needed of a `ListBlocks`' answer."""
+
+    blocks: list[_Named]
+    cursor: str | None
+
+
+class Asks(Protocol):
+    """How other nodes are asked: `Paths`."""
+
+    async def ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes: ...
+
+
+class Operators:
+    """See the module. config: as it is now, with what operators have changed."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        node: Node,
+        cluster: ClusterMember,
+        tiers: SsdTier,
+        store: ObjectTier,
+        device: DeviceTier | None,
+        rules: TierRules,
+        fetcher: BlockFetcher,
+        replication: Replication,
+        engines: Engines,
+        transport: Asks,
+        journal: EventLog,
+        stats: NodeStats,
+        spans: Spans,
+        clock: Callable[[], float],
+    ) -> None:
+        self.config = config
+        self.node = node
+        self.cluster = cluster
+        self.tiers = tiers
+        self.store = store
+        self.device = device
+        self.fetcher = fetcher
+        self.engines = engines
+        self.journal = journal
+        self._rules = rules
+        self._replication = replication
+        self._transport = transport
+        self._clock = clock
+        self._stats = stats
+        self._spans = spans
+        work = Work(tiers, fetcher, rules.by_tier, self._list_on, self._evict_on, clock)
+        self.jobs = JobRunner(config.node, work, journal, clock)
+        self._handlers: dict[type, Callable[[Tenant, str, Any], Awaitable[Answer]]] = {
+            operator_wire.Cluster: self._describe_cluster,
+            operator_wire.Inspect: self._inspect,
+            operator_wire.Locate: self._locate,
+            client_wire.Prefixes: self._prefixes,
+            operator_wire.ListBlocks: self._list_blocks,
+            operator_wire.ShowBlocks: self._show_blocks,
+            operator_wire.Drain: self._drain,
+            operator_wire.Clear: self._clear,
+            operator_wire.Configure: self._configure,
+            operator_wire.Evict: self._evict,
+            operator_wire.PinBlocks: self._pin_blocks,
+            operator_wire.Scrub: self._scrub,
+            operator_wire.BeginJob: self._begin_job,
+            operator_wire.Jobs: self._jobs,
+            operator_wire.StopJob: self._stop_job,
+            operator_wire.Events: self._events,
+            operator_wire.Settings: self._settings,
+            operator_wire.ChangeSettings: self._change_settings,
+            operator_wire.TakeSpans: self._take_spans,
+        }
+
+    @property
+    def requests(self) -> tuple[type, ...]:
+        """What operators may ask without an envelope; clients ask some of these themselves."""
+        return tuple(kind for kind in self._handlers if kind is not client_wire.Prefixes)
+
+    async def close(self) -> None:
+        """End all jobs."""
+        await self.jobs.close()
+
+    # ---- ways in -----------------------------------------------------------------------------------
+
+    async def bare(self, holder: Holder, message: frame.Message) -> Answer:
+        """A request about this node from a connection of an operator."""
+        check_operator(holder)
+        return await self._answer(holder.tenant, _user(holder), message)
+
+    async def on_node(self, holder: Holder, m: operator_wire.OnNode) -> Answer:
+        """A request in an envelope. Raises `KvpoolError`; `ClusterUnavailable` for what another node does not do."""
+        check_operator(holder)
+        tenant, by = m.tenant or holder.tenant.name, m.by[:BY_CHARACTERS_MAX] or _user(holder)
+        wait_s = min(max(0.0, m.wait_s), WAIT_S_MAX)
+        if m.node in {"", self.config.node}:
+            return await self._answer(
+                self._tenant(tenant), by, client_wire.decode_client(m.request)
+            )
+        with asking_others():
+            return await self._pass_on(m.node, tenant, by, m.request, wait_s)
+
+    async def _on(
+        self, node: str, tenant: str, by: str, message: frame.Message, wait_s: float
+    ) -> Answer:
+        """What another node answers."""
+        payload = frame.encode(message, 0)[frame.HEADER.size :]
+        return await self._pass_on(node, tenant, by, payload, wait_s)
+
+    async def _pass_on(
+        self, node: str, tenant: str, by: str, request: bytes, wait_s: float
+    ) -> Answer:
+        order = peer_wire.Operate(self.config.node, request, wait_s, tenant, by)
+        answer = await self._transport.ask(
+            worker_wire.AskPeer(self._url(node), order, wait_s + ANSWER_S)
+        )
+        if not isinstance(answer, frame.Bytes):
+            raise ProtocolError("an Operate was answered with no Bytes")
+        found = client_wire.decode_daemon(answer.data)
+        if isinstance(found, frame.Error):
+            frame.raise_error(found)
+        if not isinstance(found, (frame.Done, frame.Bytes)):
+            raise ProtocolError(f"an Operate was answered with a {type(found).__name__}")
+        return found
+
+    async def operated(self, order: peer_wire.Operate) -> frame.Bytes:
+        """A request that comes from another node: the payload of what it is answered with."""
+        by = f"{order.by[:BY_CHARACTERS_MAX]} on {order.node[:63]}"
+        try:
+            answer: frame.Message = await self._answer(
+                self._tenant(order.tenant), by, client_wire.decode_client(order.request)
+            )
+        except KvpoolError as error:
+            answer = frame.error_message(error)
+        return frame.Bytes(frame.encode(answer, 0)[frame.HEADER.size :])
+
+    def _tenant(self, name: str) -> Tenant:
+        found = self.node.tenants.get(name)
+        if found is None:
+            raise InvalidRequest(f"node {self.config.node} has no tenant {name!r:.80}")
+        return found
+
+    def _url(self, node: str) -> str:
+        record = self.cluster.view.nodes.get(node)
+        if record is None or not record.url:
+            raise InvalidRequest(
+                f"no node of this cluster is called {node!r:.80}, or it does not listen; "
+                f"`kvpool nodes` shows them"
+            )
+        if record.protocol < OPERATE_SINCE:
+            raise InvalidRequest(
+                f"node {node} is of version {record.version}, which accepts no orders from other nodes: ask it "
+                f"through its own socket, or upgrade it"
+            )
+        return record.url
+
+    async def _answer(self, tenant: Tenant, by: str, message: frame.Message) -> Answer:
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise InvalidRequest(f"a {type(message).__name__} is no request of an operator")
+        return await handler(tenant, by, message)
+
+    def _changed(self, by: str, what: str, **details: Any) -> None:
+        self.journal.note(AUDIT, by=by, what=what, **details)
+
+    # ---- looking -----------------------------------------------------------------------------------
+
+    async def _describe_cluster(
+        self, _tenant: Tenant, _by: str, _m: operator_wire.Cluster
+    ) -> frame.Bytes:
+        return _json(self.cluster.describe())
+
+    async def _inspect(self, _tenant: Tenant, _by: str, _m: operator_wire.Inspect) -> frame.Bytes:
+        return _json(self._stats.all())
+
+    async def _locate(self, tenant: Tenant, _by: str, m: operator_wire.Locate) -> frame.Bytes:
+        keys = _keys(m.keys, LOCATE_KEYS_MAX)
+        found = []
+        with asking_others():
+            for namespace in self._chosen(tenant, m.digest):
+                found += await self._replicas(namespace, keys)
+        return _json(found)
+
+    async def _prefixes(self, tenant: Tenant, _by: str, m: client_wire.Prefixes) -> frame.Bytes:
+        keys = _keys(m.keys, frame.KEYS_MAX)
+        return _json(await prefixes(self.cluster, tenant, m.digest, keys, m.wait_s))
+
+    async def _list_blocks(
+        self, tenant: Tenant, _by: str, m: operator_wire.ListBlocks
+    ) -> frame.Bytes:
+        spaces = self._chosen(tenant, m.digest)
+        rules = self._tier(m.tier)
+        count = min(max(1, m.count), LIST_BLOCKS_MAX)
+        return _json(list_blocks(rules, spaces, m.cursor, count, self._clock()))
+
+    async def _show_blocks(
+        self, tenant: Tenant, _by: str, m: operator_wire.ShowBlocks
+    ) -> frame.Bytes:
+        keys = _keys(m.keys, SHOW_KEYS_MAX)
+        spaces = self._chosen(tenant, m.digest)
+        return _json(show_blocks(self._rules.by_tier(), spaces, keys, self._clock()))
+
+    async def _events(self, _tenant: Tenant, _by: str, m: operator_wire.Events) -> frame.Bytes:
+        journal = self.journal
+        await journal.wait(m.after, min(m.wait_s, WAIT_S_MAX))
+        events = journal.after(m.after, min(max(1, m.count), EVENTS_MAX))
+        return _json({"events": events, "first": journal.first, "last": journal.last})
+
+    async def _take_spans(
+        self, _tenant: Tenant, _by: str, m: operator_wire.TakeSpans
+    ) -> frame.Bytes:
+        return _json(self._spans.take(m.count))
+
+    def _tier(self, tier: str) -> list[Node]:
+        found = self._rules.by_tier()
+        if tier not in found:
+            raise InvalidRequest(f"tier {tier!r:.40}: this node has {', '.join(found)}")
+        return found[tier]
+
+    @staticmethod
+    def _chosen(tenant: Tenant, digest: bytes) -> list[NamespaceState]:
+        """One of the tenant's namespaces, or all of them."""
+        if not digest:
+            return [epochs[-1] for epochs in tenant.epochs.values()]
+        epochs = tenant.epochs.get(digest)
+        if not epochs:
+            raise InvalidRequest(f"namespace {digest.hex()} is not open on this node")
+        return [epochs[-1]]
+
+    async def _replicas(
+        self, namespace: NamespaceState, keys: Sequence[bytes]
+    ) -> list[dict[str, Any]]:
+        """Where blocks of one namespace are: here by the books, elsewhere by the directory."""
+        digest = namespace.directory_digest
+        _, masks = self.node.inventory.masks(digest, keys)
+        _, on_disk = self.tiers.masks(digest, keys)
+        on_disk = on_disk or [0] * len(keys)
+        _, on_device = (0, []) if self.device is None else self.device.masks(digest, keys)
+        on_device = on_device or [0] * len(keys)
+        _, in_engines = self.engines.masks(digest, keys)
+        in_engines = in_engines or [0] * len(keys)
+        stored = await self.store.where(namespace, namespace.tables, keys)
+        on_nodes: Sequence[Sequence[Entry]] = [[] for _ in keys]
+        if self.cluster.directory is not None:
+            on_nodes = await self.fetcher.locator.replicas(namespace, keys, engines=True)
+        tier_names = {number: name for name, number in TIERS.items()}
+        found = []
+        for key, gpu, device, dram, ssd, entries in zip(
+            keys, in_engines, on_device, masks, on_disk, on_nodes, strict=True
+        ):
+            replicas = [
+                {
+                    "node": self.cluster.living[entry.incarnation].record.node,
+                    "incarnation": entry.incarnation.hex(),
+                    "tier": tier_names.get(entry.tier, str(entry.tier)),
+                    "parts": entry.mask.bit_count(),
+                }
+                for entry in entries
+            ]
+            if objects := stored.get(key, 0):
+                nowhere = {"node": NOT_NODES[OBJECT], "incarnation": ""}
+                replicas.append({**nowhere, "tier": "object", "parts": objects.bit_count()})
+            here = {"node": self.config.node, "incarnation": self.cluster.incarnation}
+            if ssd:
+                replicas.insert(0, {**here, "tier": "ssd", "parts": ssd.bit_count()})
+            if device:
+                replicas.insert(0, {**here, "tier": "device", "parts": device.bit_count()})
+            if dram:
+                replicas.insert(0, {**here, "tier": "dram", "parts": dram.bit_count()})
+            if gpu:
+                replicas.insert(0, {**here, "tier": "gpu", "parts": gpu.bit_count()})
+            if replicas:
+                found.append(
+                    {
+                        "key": key.hex(),
+                        "namespace": namespace.base.hex(),
+                        "parts": len(namespace.tables),
+                        "replicas": replicas,
+                    }
+                )
+        return found
+
+    # ---- changing ----------------------------------------------------------------------------------
+
+    async def _drain(self, _tenant: Tenant, by: str, m: operator_wire.Drain) -> frame.Done:
+        known = {self.config.node, *self.cluster.view.nodes, *self.cluster.view.drains}
+        if m.node not in known:
+            raise InvalidRequest(
+                f"no node of this cluster is called {m.node!r}; `kvpool nodes` shows them"
+            )
+        if not self.config.join:
+            raise InvalidRequest(
+                "this node is alone: no other node can take its blocks. Stop it instead"
+            )
+        with asking_others():
+            await self.cluster.membership.set_drain(m.node, m.wanted)
+        self._changed(by, "drain" if m.wanted else "undrain", of=m.node)
+        return frame.Done()
+
+    async def _clear(self, tenant: Tenant, by: str, m: operator_wire.Clear) -> frame.Done:
+        with asking_others():
+            epoch = await self.cluster.namespaces.clear(tenant, m.digest, fence=m.fence)
+        self._changed(
+            by, "clear", tenant=tenant.name, namespace=m.digest.hex(), fence=m.fence, epoch=epoch
+        )
+        return frame.Done(epoch)
+
+    async def _configure(self, tenant: Tenant, by: str, m: operator_wire.Configure) -> frame.Done:
+        change = parse_change(m)
+        with asking_others():
+            await self.cluster.namespaces.configure(tenant, m.digest, change)
+        set_to = {
+            name: value for name, value in msgspec.to_builtins(change).items() if value is not None
+        }
+        self._changed(by, "configure", tenant=tenant.name, namespace=m.digest.hex(), to=set_to)
+        return frame.Done()
+
+    async def _evict(self, tenant: Tenant, by: str, m: operator_wire.Evict) -> frame.Done:
+        if m.tier not in {"", "dram", "ssd", "device"}:
+            raise InvalidRequest(
+                f"blocks are evicted from tier dram, ssd or device, not {m.tier!r}"
+            )
+        rules = [node for tier, node in self._rules if m.tier in {"", tier}]
+        gone = 0
+        named: Sequence[bytes] = split_keys(m.keys)
+        if m.masks:
+            if not m.digest:
+                raise InvalidRequest(
+                    "blocks with masks of their parts are of one namespace: name it"
+                )
+            named = self._taken_over(self._chosen(tenant, m.digest)[0], m)
+            if not named:
+                return frame.Done()
+        wanted = {namespace.directory_digest for namespace in self._chosen(tenant, m.digest)}
+        for node in rules:
+            for state, keys in _some_each(node, tenant.name, wanted, named):
+                gone += node.removal.give_up(state, keys)
+                await asyncio.sleep(0)
+        what = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "tier": m.tier}
+        self._changed(by, "evict", tenant=tenant.name, **what, gone=gone)
+        return frame.Done(gone)
+
+    def _taken_over(self, namespace: NamespaceState, m: operator_wire.Evict) -> list[bytes]:
+        """Those of the blocks of which nothing is here, in any tier, but what another node says that it has."""
+        keys = split_keys(m.keys)
+        theirs = unpack_masks(m.masks, width_of(m.keys, m.masks))
+        more = set()
+        for _, node in self._rules:
+            _, ours = node.inventory.masks(namespace.directory_digest, keys)
+            more |= {k for k, our, their in zip(keys, ours, theirs, strict=False) if our & ~their}
+        return [key for key in keys if key not in more]
+
+    async def _pin_blocks(self, tenant: Tenant, by: str, m: operator_wire.PinBlocks) -> frame.Done:
+        _keys(m.keys, frame.KEYS_MAX)
+        count = await pin_in_all_tiers(
+            self.node, self.tiers, self._chosen(tenant, m.digest), m.keys, m.kind
+        )
+        named = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "kind": m.kind}
+        self._changed(by, "pin", tenant=tenant.name, **named, blocks=count)
+        return frame.Done(count)
+
+    async def _scrub(self, _tenant: Tenant, _by: str, m: operator_wire.Scrub) -> frame.Bytes:
+        count = min(max(1, m.count), SCRUB_BLOCKS_MAX)
+        with asking_others():
+            seen, bad, cursor = await self.tiers.scrub(max(0, m.cursor), count)
+        return _json({"seen": seen, "bad": bad, "cursor": cursor})
+
+    async def _settings(self, _tenant: Tenant, _by: str, _m: operator_wire.Settings) -> frame.Bytes:
+        return _json(describe(self.config))
+
+    async def _change_settings(
+        self, _tenant: Tenant, by: str, m: operator_wire.ChangeSettings
+    ) -> frame.Done:
+        try:
+            changes = msgspec.json.decode(m.changes, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"settings are a JSON object: {error}") from None
+        self._follow(changed(self.config, changes))
+        logs.set_level(self.config.log_level)
+        self._changed(by, "settings", to=changes)
+        return frame.Done(len(changes))
+
+    def _follow(self, config: DaemonConfig) -> None:
+        """Have all parts follow a configuration in which some settings have changed."""
+        before, self.config = self.config, config
+        self.cluster.follow(config)
+        if config.replication_bandwidth != before.replication_bandwidth:
+            self._replication.set_bandwidth(config.replication_bandwidth)
+        if config.ssd_bytes_per_day != before.ssd_bytes_per_day:
+            self.tiers.budget.change(config.ssd_bytes_per_day, self._clock())
+
+    # ---- jobs --------------------------------------------------------------------------------------
+
+    async def _begin_job(self, tenant: Tenant, by: str, m: operator_wire.BeginJob) -> frame.Bytes:
+        spec = parse_job(m.spec)
+        digest = bytes.fromhex(getattr(spec, "namespace", ""))
+        if isinstance(spec, WarmJob):
+            if spec.source == self.config.node:
+                raise InvalidRequest(
+                    f"node {spec.source} brings nothing from itself: begin this on the nodes that are to have it"
+                )
+            self.cluster.namespaces.open_known(
+                tenant, digest
+            )  # a new node is warm before its engines begin
+        spaces = self._chosen(tenant, digest)
+        view = self.jobs.begin(m.job, spec, spaces, tenant, by, dry_run=m.dry_run)
+        if not m.dry_run:
+            self._changed(by, view.kind, tenant=tenant.name, job=m.job, **_chosen_by(spec))
+        return _json(view)
+
+    async def _jobs(self, _tenant: Tenant, _by: str, m: operator_wire.Jobs) -> frame.Bytes:
+        return _json(self.jobs.views(m.jobs))
+
+    async def _stop_job(self, _tenant: Tenant, by: str, m: operator_wire.StopJob) -> frame.Done:
+        stopped = self.jobs.stop(m.job)
+        if stopped:
+            self._changed(by, "stop job", job=m.job)
+        return frame.Done(int(stopped))
+
+    async def _list_on(
+        self, node: str, namespace: NamespaceState, cursor: str
+    ) -> tuple[list[bytes], str | None]:
+        """Blocks that another node has in memory or on its disks, and where to go on."""
+        tier, _, inner = cursor.partition(":") if cursor else ("dram", "", "")
+        ask = operator_wire.ListBlocks(tier, inner, LIST_BLOCKS_MAX, namespace.base)
+        answer = await self._on(node, namespace.tenant.name, "", ask, 0.0)
+        if not isinstance(answer, frame.Bytes):
+            raise ProtocolError(f"node {node} listed its blocks with a number")
+        try:
+            found = msgspec.json.decode(answer.data, type=_Listed)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"node {node} listed no blocks: {error}") from None
+        after = found.cursor
+        if after is not None:
+            after = f"{tier}:{after}"
+        elif tier == "dram":
+            after = "ssd:"
+        return [bytes.fromhex(each.key) for each in found.blocks], after
+
+    async def _evict_on(
+        self, node: str, namespace: NamespaceState, taken: Mapping[bytes, int], by: str
+    ) -> int:
+        """Have another node give blocks up of which it has no parts but these; how many it had."""
+        masks = pack_masks(list(taken.values()), width_for(len(namespace.tables)))
+        request = operator_wire.Evict(b"".join(taken), namespace.base, masks=masks)
+        answer = await self._on(node, namespace.tenant.name, by, request, ANSWER_S)
+        return answer.value if isinstance(answer, frame.Done) else 0
+
+
+def _some_each(
+    node: Node, tenant: str, wanted: set[bytes], named: Sequence[bytes]
+) -> Iterator[tuple[NamespaceState, Sequence[bytes]]]:
+    """The named blocks of these namespaces, or all that are here, a few at a time."""
+    states = {digest: state for digest in wanted if (state := node.namespaces.by_directory(digest))}
+    for state in states.values() if named else ():
+        for at in range(0, len(named), EVICT_TOGETHER):
+            yield state, named[at : at + EVICT_TOGETHER]
+    owner = node.tenants.get(tenant)
+    cursor: int | None = None if named or owner is None else 0
+    while cursor is not None:
+        blocks, cursor = node.inventory.scan(cursor, EVICT_TOGETHER, owner)
+        found: dict[bytes, list[bytes]] = {digest: [] for digest in states}
+        for block in blocks:
+            if (digest := block.table.namespace.directory_digest) in found:
+                found[digest].append(block.key)
+        for digest, keys in found.items():
+            yield states[digest], keys
+
+
+def check_operator(holder: Holder) -> None:
+    """Only operators see and change what is not a tenant's own. Raises `NotAuthenticated`."""
+    if not holder.operator:
+        raise NotAuthenticated(
+            "only an operator may do this: a process of the daemon's own user or root, with the "
+            "operator_token if one is set (KVPOOL_OPERATOR_TOKEN)"
+        )
+
+
+@contextlib.contextmanager
+def asking_others() -> Iterator[None]:
+    """What is not to be had from others is no failure of this daemon: its client may go on using it."""
+    try:
+        yield
+    except Unavailable as error:
+        raise ClusterUnavailable(str(error)) from None
+
+
+def _user(holder: Holder) -> str:
+    return f"uid {holder.uid}" if holder.uid >= 0 else "local"
+
+
+def _keys(packed: bytes, most: int) -> Sequence[bytes]:
+    if len(packed) > most * KEY_BYTES:
+        raise LimitExceeded(f"at most {most} keys can be named in one such request")
+    return split_keys(packed)
+
+
+def _chosen_by(spec: JobSpec) -> dict[str, Any]:
+    """What a job is to do, in few words: how many keys, not which."""
+    asked = {name: value for name, value in msgspec.structs.asdict(spec).items() if value}
+    if "keys" in asked:
+        asked["keys"] = len(asked["keys"])
+    return asked
+
+
+def _json(value: Any) -> frame.Bytes:
+    return frame.Bytes(msgspec.json.encode(value))

@@ -1,0 +1,63 @@
+"""Settings as operators see them, and those that they may change while the daemon runs.
+
+A change holds until the daemon ends: what is to outlive it belongs into the file that it is started with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvpool.config import SETTINGS, DaemonConfig, parse_setting, settings_of
+from kvpool.errors import ConfigError, InvalidRequest
+
+CHANGEABLE = (
+    "clients_max",
+    "replicas_max",
+    "replication_bandwidth",
+    "forward",
+    "log_level",
+    "ssd_bytes_per_day",
+    "ssd_drain_s",
+    "ssd_flush_s",
+)
+SHOWN_CHARACTERS_MAX = 1000
+
+
+def describe(config: DaemonConfig) -> list[dict[str, Any]]:
+    """Plain values: each setting, its value, whether it may be changed. Of secrets only whether there is one."""
+    shown = []
+    for name, each in settings_of(DaemonConfig).items():
+        value = getattr(config, name)
+        if each.secret:
+            value = bool(value)
+        elif name == "tenants":
+            value = [{"name": t.name, "memory": t.memory, "ssd": t.ssd} for t in config.tenants]
+        plain = msgspec.to_builtins(value)
+        changeable = name in CHANGEABLE
+        shown.append(
+            {"name": name, "value": plain, "secret": each.secret, "changeable": changeable}
+        )
+    return shown
+
+
+def changed(config: DaemonConfig, changes: Mapping[str, Any]) -> DaemonConfig:
+    """The same with these settings changed. Raises `InvalidRequest`, and changes nothing."""
+    if not changes:
+        raise InvalidRequest("the request names no setting")
+    parsed = {}
+    for name, value in changes.items():
+        if name not in CHANGEABLE:
+            what = (
+                "cannot be changed while the daemon runs" if name in SETTINGS else "is no setting"
+            )
+            raise InvalidRequest(
+                f"{name:.40} {what}; these can be changed: {', '.join(CHANGEABLE)}"
+            )
+        try:
+            parsed[name] = parse_setting(name, value)
+        except ConfigError as error:
+            raise InvalidRequest(str(error)[:SHOWN_CHARACTERS_MAX]) from None
+    return msgspec.structs.replace(config, **parsed)

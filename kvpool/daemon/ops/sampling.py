@@ -1,0 +1,53 @@
+"""What is looked at once a second: how old what was evicted had become, and how late this process is. Event loop only.
+
+The rules know ticks and no time; `Node.idle_age` tells one from the other, as `Expiry` notes. One block of each batch
+that was evicted stands for all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvpool.daemon.core.node import Node
+from kvpool.telemetry.histogram import AGES_S, Histogram
+
+LOOK_S = 1.0
+
+
+class Sampler:
+    """rules: of all tiers, each with its name; they may be others at the next look."""
+
+    def __init__(
+        self, rules: Callable[[], Iterable[tuple[str, Node]]], clock: Callable[[], float]
+    ) -> None:
+        self._rules = rules
+        self._clock = clock
+        self._evicted: dict[str, Histogram] = {}
+        self._late = Histogram()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            due = self._clock() + LOOK_S
+            await asyncio.sleep(LOOK_S)
+            now = self._clock()
+            self._late.add(max(0.0, now - due))
+            self.look(now)
+
+    def look(self, now: float) -> None:
+        """Take note of what was evicted since the last look."""
+        for tier, node in self._rules():
+            seen = self._evicted.setdefault(tier, Histogram(AGES_S))
+            for used, blocks in node.eviction.take_victims():
+                seen.add(node.idle_age.age_s(used, now), blocks)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values. evicted_age_s: by tier, since their last use. late_s: how late this process woke up."""
+        for tier, _ in self._rules():
+            self._evicted.setdefault(tier, Histogram(AGES_S))
+        return {
+            "evicted_age_s": {tier: seen.stats() for tier, seen in self._evicted.items()},
+            "late_s": self._late.stats(),
+        }

@@ -1,0 +1,311 @@
+"""A daemon's parts, made and introduced to each other: the one place where that happens, by constructors.
+
+What is made first knows nothing of what is made later. Where news goes the other way, it does so through a port:
+the cluster tells a `LocalNode`, transfer workers ask a `PeerService`; both are given when their source starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvpool.config import DaemonConfig
+from kvpool.daemon.cluster.draining import Drainer
+from kvpool.daemon.cluster.engine_registry import EngineRegistry
+from kvpool.daemon.cluster.host_topology import HostTopology
+from kvpool.daemon.cluster.joining import open_catalog
+from kvpool.daemon.cluster.member import ClusterMember
+from kvpool.daemon.cluster.namespaces import Namespaces
+from kvpool.daemon.cluster.peer_service import PeerService
+from kvpool.daemon.cluster.replication import Replication
+from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.requests import parse_parts
+from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.fetch.ports import NOT_NODES, PeerTransport
+from kvpool.daemon.fetch.prefix_stream import PrefixStreams
+from kvpool.daemon.fetch.probing import Prober
+from kvpool.daemon.ops.event_log import EventLog
+from kvpool.daemon.ops.hot_prefixes import HotPrefixes
+from kvpool.daemon.ops.node_stats import ConnectionCounts, NodeStats
+from kvpool.daemon.ops.operators import Operators
+from kvpool.daemon.ops.sampling import Sampler
+from kvpool.daemon.server.connections import ClientConnections
+from kvpool.daemon.server.local_node import DaemonNode
+from kvpool.daemon.server.requests import ClientRequests
+from kvpool.daemon.tiers.device_tier import DeviceTier
+from kvpool.daemon.tiers.engine_caches import Engines, zmq_subscribe
+from kvpool.daemon.tiers.expiry import Expiry
+from kvpool.daemon.tiers.object_tier import ObjectTier
+from kvpool.daemon.tiers.ssd_books import TableRecord
+from kvpool.daemon.tiers.ssd_tier import SsdTier
+from kvpool.daemon.tiers.tier_rules import TierRules
+from kvpool.errors import KvpoolError
+from kvpool.memory.segment import Segment
+from kvpool.placement.directory.base import Directory
+from kvpool.placement.membership.base import Membership
+from kvpool.placement.nic_pairs import Route
+from kvpool.placement.peers import Peers
+from kvpool.placement.records import NodeState, new_incarnation
+from kvpool.storage.eviction import DEFAULT_POLICY, Costs, make_policy
+from kvpool.storage.stack import dram_costs, ssd_costs
+from kvpool.telemetry.spans import Spans
+
+log = logging.getLogger("kvpool.daemon")
+
+
+class Transport(PeerTransport, Protocol):
+    """What moves bytes and questions between nodes: `TransferWorkers`, or a simulation of them."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    def path_to(self, url: str) -> str: ...
+
+    def stats(self) -> list[dict[str, Any]]: ...
+
+    def nixl_stats(self) -> dict[str, Any] | None: ...
+
+    def path_stats(self) -> Mapping[str, Any]: ...
+
+
+T = TypeVar("T", bound=Transport)
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """monotonic: seconds. wall, wall_ns: since 1970."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    wall_ns: Callable[[], int] = time.time_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon(Generic[T]):
+    """The parts of a daemon that its life has to do with."""
+
+    node: Node
+    cluster: ClusterMember
+    transport: T
+    peer_service: PeerService
+    ssd: SsdTier
+    objects: ObjectTier
+    device: DeviceTier | None
+    engines: Engines
+    fetcher: BlockFetcher
+    streams: PrefixStreams
+    replication: Replication
+    drainer: Drainer
+    expiry: Expiry
+    sampler: Sampler
+    hot_prefixes: HotPrefixes
+    prober: Prober
+    operators: Operators
+    requests: ClientRequests
+    connections: ClientConnections
+    local: DaemonNode
+
+
+def make_rules(config: DaemonConfig, incarnation: str, costs: Costs) -> Node:
+    """Rules of a tier, with nothing in it."""
+    policy = config.policy or DEFAULT_POLICY
+    return Node(
+        make_policy=lambda capacity: make_policy(policy, capacity, costs),
+        # The other connections of peers are for pulls.
+        limits=Limits(lease_s_max=config.lease_s_max, waiters_max=max(1, config.peers_max // 2)),
+        incarnation=incarnation,
+    )
+
+
+def make_memory_rules(config: DaemonConfig, incarnation: str) -> Node:
+    """Rules of DRAM, or of spare device memory."""
+    return make_rules(config, incarnation, dram_costs(disks=bool(config.ssd)))
+
+
+def compose(
+    config: DaemonConfig,
+    node: Node,
+    membership: Membership,
+    directory: Directory | None,
+    segments: Mapping[str, Segment],
+    make_transport: Callable[[Callable[[str], Route | None]], T],
+    topology: HostTopology,
+    rng: random.Random,
+    clocks: Clocks,
+    next_incarnation: Callable[[], str] = new_incarnation,
+) -> Daemon[T]:
+    """Make all parts of a daemon. Nothing runs yet.
+
+    segments: each tenant's memory. make_transport: given the ways to a peer, by its URL. rng: spreads ties only.
+    """
+    clock = clocks.monotonic
+    peers = Peers(config.labels, rng, apart=NOT_NODES)
+    cluster = ClusterMember(
+        config, node, membership, directory, peers, clock, rng, topology, next_incarnation
+    )
+    transport = make_transport(cluster.route)
+
+    async def adopt(record: TableRecord) -> NamespaceState | None:
+        return await adopt_from_disk(node, cluster.namespaces, record)
+
+    ssd = SsdTier(
+        config, node, clock, lambda: make_rules(config, node.incarnation, ssd_costs()), adopt
+    )
+    objects = ObjectTier(config, node, membership, open_catalog(config, clock), clock)
+    device: DeviceTier | None = None
+    if config.device is not None:
+        device = DeviceTier(
+            config.device, node, clock, lambda: make_memory_rules(config, node.incarnation)
+        )
+    engines = Engines(
+        config,
+        node,
+        (node.inventory, ssd, *(() if device is None else (device,))),
+        zmq_subscribe(clock) if config.events else None,
+        cluster.announce,
+    )
+    fetcher = BlockFetcher(node, transport, cluster, ssd, objects, peers, clock, device)
+    streams = PrefixStreams(node, fetcher, transport, cluster, clock, config.node)
+    replication = Replication(node, cluster, fetcher, transport, clock)
+    drainer = Drainer(node, cluster, replication, ssd, clock)
+    registry = EngineRegistry(config.engines_max)
+    events = EventLog(config.node, clocks.wall)
+    rules = TierRules(node, ssd, device)
+    expiry = Expiry(lambda: [tier for _, tier in rules], rules.ttl_s, clock)
+    sampler = Sampler(lambda: rules, clock)
+    hot_prefixes = HotPrefixes()
+    spans = Spans(clocks.wall_ns, secrets.token_bytes, on=bool(config.otlp))
+    counts = ConnectionCounts()
+    stats = NodeStats(
+        config.node,
+        node,
+        cluster,
+        transport,
+        ssd,
+        objects,
+        device,
+        fetcher,
+        streams,
+        replication,
+        engines,
+        expiry,
+        sampler,
+        hot_prefixes,
+        counts,
+        clock,
+    )
+    operators = Operators(
+        config,
+        node,
+        cluster,
+        ssd,
+        objects,
+        device,
+        rules,
+        fetcher,
+        replication,
+        engines,
+        transport,
+        events,
+        stats,
+        spans,
+        clock,
+    )
+    requests = ClientRequests(
+        config,
+        node,
+        cluster,
+        ssd,
+        objects,
+        device,
+        fetcher,
+        streams,
+        replication,
+        engines,
+        registry,
+        operators,
+        stats,
+        hot_prefixes,
+        spans,
+        clock,
+    )
+    return Daemon(
+        node=node,
+        cluster=cluster,
+        transport=transport,
+        peer_service=PeerService(
+            node,
+            fetcher,
+            clock,
+            may_serve=cluster.may_serve,
+            stale=cluster.stale,
+            take=replication.take,
+            stores=lambda: cluster.state is NodeState.SERVING,
+            operate=operators.operated,
+            spans=spans,
+        ),
+        ssd=ssd,
+        objects=objects,
+        device=device,
+        engines=engines,
+        fetcher=fetcher,
+        streams=streams,
+        replication=replication,
+        drainer=drainer,
+        expiry=expiry,
+        sampler=sampler,
+        hot_prefixes=hot_prefixes,
+        prober=Prober(transport, cluster, peers, clock),
+        operators=operators,
+        requests=requests,
+        connections=ClientConnections(
+            node, requests, operators, engines, registry, device, segments, counts
+        ),
+        local=DaemonNode(
+            node,
+            ssd,
+            objects,
+            device,
+            engines,
+            registry,
+            replication,
+            drainer,
+            events,
+            transport,
+        ),
+    )
+
+
+async def adopt_from_disk(
+    node: Node, namespaces: Namespaces, record: TableRecord
+) -> NamespaceState | None:
+    """Make known a namespace that a disk remembers; None if there is no such tenant now."""
+    tenant = node.tenants.get(record.tenant)
+    if tenant is None:
+        return None
+    try:
+        specs = parse_parts(record.base, record.fields, record.parts)
+        return await namespaces.adopt(
+            tenant,
+            record.base,
+            record.fields,
+            specs,
+            record.epoch,
+            record.generation,
+            record.settings,
+        )
+    except KvpoolError as error:
+        log.warning(
+            "the blocks of namespace %s on a disk are dropped: %s",
+            record.base.hex(),
+            error,
+            extra={"namespace": record.base.hex()},
+        )
+        return None

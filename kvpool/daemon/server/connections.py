@@ -1,0 +1,410 @@
+"""Connections of clients: accepted, introduced, served, and what their end means for what they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Coroutine, Mapping
+from types import CoroutineType
+from typing import Any, cast
+
+from kvpool.daemon.cluster.engine_registry import EngineRegistry
+from kvpool.daemon.core.blocks import Holder
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.ops.node_stats import ConnectionCounts
+from kvpool.daemon.ops.operators import Operators
+from kvpool.daemon.server.requests import ClientRequests
+from kvpool.daemon.telemetry.tasks import Tasks
+from kvpool.daemon.tiers.device_tier import DeviceTier
+from kvpool.daemon.tiers.engine_caches import Engines
+from kvpool.daemon.workers.processes import peer_pid, peer_pidfd, peer_uid
+from kvpool.errors import (
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    NotAuthenticated,
+    ProtocolError,
+)
+from kvpool.memory.segment import Segment
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+
+log = logging.getLogger("kvpool.daemon")
+
+HELLO_TIMEOUT_S = 5.0
+ACCEPT_PAUSE_S = 0.1  # before the next try, when there are no descriptors left
+WRITE_BUFFER_BYTES = (
+    1 << 20
+)  # answers that a client has not read before its requests are left waiting
+WAITING_MAX = 64  # requests of one connection that wait for other nodes
+
+
+class ClientHandle:
+    """One client: its connections, what it holds, and the process it lives in."""
+
+    def __init__(self, holder: Holder, pid: int, pidfd: int) -> None:
+        self.holder = holder
+        self.pid = pid
+        self.pidfd = pidfd
+        self.connections: set[ClientConnection] = set()
+
+
+class ClientConnections:
+    """All clients of a daemon. Event loop only.
+
+    segments: by tenant; each client gets its tenant's as a descriptor with the first answer. counts: kept up to
+    date. operators: for its present configuration.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        requests: ClientRequests,
+        operators: Operators,
+        engines: Engines,
+        registry: EngineRegistry,
+        device: DeviceTier | None,
+        segments: Mapping[str, Segment],
+        counts: ConnectionCounts,
+    ) -> None:
+        self._node = node
+        self._requests = requests
+        self._operators = operators
+        self._engines = engines
+        self._registry = registry
+        self._device = device
+        self._segments = segments
+        self.counts = counts
+        self._incarnation = node.incarnation
+        self._tokens = {tenant.name: tenant.token for tenant in operators.config.all_tenants()}
+        self._clients: dict[tuple[str, str], ClientHandle] = {}
+        self._tasks = Tasks()
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept clients there until `ignore`."""
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
+
+    def ignore(self, listener: socket.socket) -> None:
+        """Accept no more there."""
+        asyncio.get_running_loop().remove_reader(listener.fileno())
+
+    async def close(self) -> None:
+        """Close all connections, and give back what their clients hold."""
+        await self._tasks.end()
+        for handle in list(self._clients.values()):
+            for connection in list(handle.connections):
+                connection.close()
+            self._forget(handle)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ECONNABORTED):
+                self.counts.refused += 1
+                # It stays in the queue, and the listener readable: look again a little later.
+                asyncio.get_running_loop().remove_reader(listener.fileno())
+                asyncio.get_running_loop().call_later(ACCEPT_PAUSE_S, self._accept_again, listener)
+                return
+            raise
+        if self.counts.connections >= self._operators.config.clients_max:
+            self.counts.refused += 1
+            full = LimitExceeded(
+                f"{self.counts.connections} connections are open on this node, the limit (clients_max)"
+            )
+            _send_now(sock, frame.encode(frame.error_message(full), 0))
+            sock.close()
+            return
+        sock.setblocking(False)
+        self.counts.connections += 1
+        self._tasks.begin(self._introduce(sock))
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
+
+    async def _introduce(self, sock: socket.socket) -> None:
+        """Hello, Welcome; from there on the connection is a `ClientConnection`'s."""
+        reader = frame.FrameReader(frame.HELLO_BYTES_MAX)
+        request = 0
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                frames: list[tuple[int, bytes]] = []
+                while not frames:
+                    data = await asyncio.get_running_loop().sock_recv(sock, frame.HELLO_BYTES_MAX)
+                    if not data:
+                        raise ProtocolError("the connection ended before its Hello")
+                    frames = reader.feed(data)
+            request, payload = frames[0]
+            hello = client_wire.decode_client(payload)
+            if not isinstance(hello, client_wire.Hello) or len(frames) > 1 or reader.partial:
+                raise ProtocolError("the first frame is a Hello, and its answer is waited for")
+            handle = self._admit(hello, sock)
+            connection = ClientConnection(self, self._requests, handle)
+            handle.connections.add(connection)
+        except (TimeoutError, OSError):
+            self.counts.connections -= 1
+            self.counts.refused += 1
+            sock.close()
+            return
+        except KvpoolError as error:
+            self.counts.connections -= 1
+            self.counts.refused += 1
+            _send_now(sock, frame.encode(frame.error_message(error), request))
+            sock.close()
+            return
+        except BaseException:
+            sock.close()
+            raise
+        segment = self._segments[hello.tenant]
+        fds, memory, life = [segment.fd], b"", 0
+        if hello.device and self._device is not None:
+            try:
+                exported = await self._device.export(handle.holder.tenant)
+            except BaseException:
+                sock.close()
+                raise
+            if exported is not None:
+                memory, life, life_fd = exported
+                fds.append(life_fd)
+        welcome = client_wire.Welcome(
+            frame.agree(hello.version, hello.oldest, "the client"),
+            self._operators.config.node,
+            self._incarnation,
+            handle.holder.tenant.segment,
+            segment.size,
+            memory,
+            life,
+        )
+        try:
+            socket.send_fds(sock, [frame.encode(welcome, request)], fds)
+        except OSError:
+            sock.close()
+            self.lost(connection)
+            return
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
+
+    def _admit(self, hello: client_wire.Hello, sock: socket.socket) -> ClientHandle:
+        frame.agree(hello.version, hello.oldest, "the client")
+        expected = self._tokens.get(hello.tenant)
+        if hello.tenant not in self._tokens or (
+            expected is not None
+            and not secrets.compare_digest((hello.token or "").encode(), expected.encode())
+        ):
+            raise NotAuthenticated(
+                "no such tenant, or a wrong token for it: check tenant and token of this client"
+            )
+        if not 0 < len(hello.client) <= 64 or len(hello.instance) > 256:
+            raise InvalidRequest("a client's id has 1 to 64 characters, an instance's at most 256")
+        pid = peer_pid(sock)
+        handle = self._clients.get((hello.tenant, hello.client))
+        if handle is not None:
+            if handle.pid != pid or handle.holder.instance != hello.instance:
+                raise NotAuthenticated("this client id belongs to another process or instance")
+            return handle
+        if len(self._clients) >= self._operators.config.clients_max:
+            raise LimitExceeded(
+                f"{len(self._clients)} clients are known here, the limit (clients_max)"
+            )
+        pidfd = peer_pidfd(sock)
+        if pidfd is None:
+            raise ProtocolError("the client's process has ended")
+        holder = self._node.holders.add(hello.tenant, hello.instance, hello.client)
+        holder.uid = peer_uid(sock)
+        holder.operator = self._is_operator(hello, holder.uid)
+        handle = ClientHandle(holder, pid, pidfd)
+        self._clients[hello.tenant, hello.client] = handle
+        self.counts.clients = len(self._clients)
+        asyncio.get_running_loop().add_reader(pidfd, self._process_died, handle)
+        return handle
+
+    def _is_operator(self, hello: client_wire.Hello, uid: int) -> bool:
+        if uid not in {0, os.getuid()}:
+            return False
+        expected = self._operators.config.operator_token.encode()
+        return not expected or secrets.compare_digest(hello.operator.encode(), expected)
+
+    def _process_died(self, handle: ClientHandle) -> None:
+        for connection in list(handle.connections):
+            connection.close()
+        self._forget(handle)
+
+    def _forget(self, handle: ClientHandle) -> None:
+        if self._clients.pop((handle.holder.tenant.name, handle.holder.name), None) is None:
+            return
+        self.counts.clients = len(self._clients)
+        asyncio.get_running_loop().remove_reader(handle.pidfd)
+        os.close(handle.pidfd)
+        self._engines.forget(handle.holder)
+        self._registry.forget(handle.holder)
+        self._node.holders.died(handle.holder)
+
+    def lost(self, connection: ClientConnection) -> None:
+        """A socket closed. What its client holds stays held: only its process's death ends that."""
+        self.counts.connections -= 1
+        handle = connection.handle
+        handle.connections.discard(connection)
+        holder = handle.holder
+        if not handle.connections:
+            for stride, rows in holder.ready.items():
+                self._node.grants.give_back(
+                    holder, stride, rows
+                )  # the client was never told of them
+            holder.ready.clear()
+            told = self._engines.subscribes(holder) or self._registry.has(holder)
+            if holder.idle and not told:
+                self._forget(handle)
+
+
+class ClientConnection(asyncio.Protocol):
+    """One connection of a client, after its Welcome."""
+
+    def __init__(
+        self, connections: ClientConnections, requests: ClientRequests, handle: ClientHandle
+    ) -> None:
+        self._connections = connections
+        self._requests = requests
+        self.handle = handle
+        self.reader = frame.FrameReader()
+        self.transport: asyncio.Transport | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.closed = False
+        self.paused = False  # answers pile up
+        self.backlog: list[tuple[int, bytes]] = []  # requests that wait for that to end
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its bases
+        self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        if self.closed:  # the client's process died during its introduction
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.backlog.clear()
+        for task in self.tasks:
+            task.cancel()
+        self._connections.lost(self)
+
+    def pause_writing(self) -> None:
+        """The client does not read its answers: take no more requests until it does."""
+        self.paused = True
+        self._live_transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        self._go_on()
+
+    @property
+    def _live_transport(self) -> asyncio.Transport:
+        assert self.transport is not None
+        return self.transport
+
+    def close(self) -> None:
+        self.closed = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            frames = self.reader.feed(data)
+        except ProtocolError as error:
+            self._refuse(error, [])
+            return
+        if self.backlog:
+            self.backlog += frames
+            return
+        self._serve(frames)
+        self._requests.settle_soon()
+
+    def _serve(self, frames: list[tuple[int, bytes]]) -> None:
+        """Answer requests in order; when much is to be sent, first some, and the others later."""
+        holder = self.handle.holder
+        answers: list[bytes] = []
+        size = 0
+        for at, (request, payload) in enumerate(frames):
+            try:
+                message = client_wire.decode_client(payload)
+                try:
+                    answer = self._requests.handle(holder, message)
+                except ProtocolError:
+                    raise
+                except KvpoolError as error:
+                    answer = frame.error_message(error)
+            except ProtocolError as error:
+                self._refuse(error, answers)
+                return
+            if type(answer) is CoroutineType:
+                if len(self.tasks) < WAITING_MAX:
+                    self._later(request, answer)
+                    continue
+                answer.close()
+                answer = frame.error_message(
+                    LimitExceeded(f"{WAITING_MAX} requests of this connection are waiting already")
+                )
+            if request:
+                framed = _frame(answer, request)
+                answers.append(framed)
+                size += len(framed)
+                if size > WRITE_BUFFER_BYTES and at + 1 < len(frames):
+                    self.backlog = frames[at + 1 :]
+                    self._live_transport.pause_reading()
+                    asyncio.get_running_loop().call_soon(self._go_on)
+                    break
+        if answers:
+            self._live_transport.write(answers[0] if len(answers) == 1 else b"".join(answers))
+
+    def _go_on(self) -> None:
+        """Take up the requests that were left waiting, then new ones."""
+        transport = self._live_transport
+        if self.paused or transport.is_closing():
+            return
+        frames, self.backlog = self.backlog, []
+        if frames:
+            self._serve(frames)
+            self._requests.settle_soon()
+        if self._may_read():
+            transport.resume_reading()
+
+    def _may_read(self) -> bool:
+        return not (self.backlog or self.paused or self._live_transport.is_closing())
+
+    def _refuse(self, error: ProtocolError, answers: list[bytes]) -> None:
+        answers.append(frame.encode(frame.error_message(error), 0))
+        self._live_transport.write(b"".join(answers))
+        self._live_transport.close()
+
+    def _later(self, request: int, answer: Coroutine[Any, Any, frame.Message]) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(request, answer))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(
+            lambda _: answer.close()
+        )  # it may have been cancelled before it began
+
+    async def _answer(self, request: int, answer: Coroutine[Any, Any, frame.Message]) -> None:
+        try:
+            message = await answer
+        except KvpoolError as error:
+            message = frame.error_message(error)
+        if request and self.transport is not None and not self.transport.is_closing():
+            self.transport.write(_frame(message, request))
+
+
+def _frame(answer: frame.Message, request: int) -> bytes:
+    try:
+        return frame.encode(answer, request)
+    except ProtocolError as error:
+        too_long = LimitExceeded(f"the answer is too long, ask for less: {error}")
+        return frame.encode(frame.error_message(too_long), request)
+
+
+def _send_now(sock: socket.socket, data: bytes) -> None:
+    try:
+        sock.send(data)
+    except OSError:
+        pass  # it is gone; it was to be closed anyway

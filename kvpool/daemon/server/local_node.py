@@ -1,0 +1,106 @@
+"""What the cluster tells this node, passed on to each part; and what the cluster asks of it. Event loop only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from kvpool.daemon.cluster.draining import Drainer
+from kvpool.daemon.cluster.engine_registry import EngineRegistry
+from kvpool.daemon.cluster.local_node import Holdings
+from kvpool.daemon.cluster.replication import Replication
+from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.ops.event_log import EventLog, membership_news
+from kvpool.daemon.tiers.device_tier import DeviceTier
+from kvpool.daemon.tiers.engine_caches import Engines
+from kvpool.daemon.tiers.object_tier import ObjectTier
+from kvpool.daemon.tiers.ssd_tier import SsdTier
+from kvpool.placement.directory.base import TIERS
+from kvpool.placement.records import TierRecord, View, quota_bytes
+from kvpool.types import EngineRecord
+
+
+class PathTo(Protocol):
+    """How peers are reached: the transfer workers."""
+
+    def path_to(self, url: str) -> str: ...
+
+
+class DaemonNode:
+    """The `LocalNode` of a daemon."""
+
+    def __init__(
+        self,
+        node: Node,
+        ssd: SsdTier,
+        objects: ObjectTier,
+        device: DeviceTier | None,
+        engines: Engines,
+        registry: EngineRegistry,
+        replication: Replication,
+        drainer: Drainer,
+        events: EventLog,
+        transport: PathTo,
+    ) -> None:
+        self._node = node
+        self._ssd = ssd
+        self._objects = objects
+        self._device = device
+        self._engines = engines
+        self._registry = registry
+        self._replication = replication
+        self._drainer = drainer
+        self._events = events
+        self.path_to = transport.path_to
+
+    def holdings(self) -> Mapping[int, Holdings]:
+        """See `LocalNode`. What engines hold is announced from when the first of them publishes events."""
+        found: dict[int, Holdings] = {TIERS["dram"]: self._node.inventory}
+        if self._ssd.devices:
+            found[TIERS["ssd"]] = self._ssd
+        if self._device is not None:
+            found[TIERS["device"]] = self._device
+        return found
+
+    def lower_tiers(self) -> Sequence[TierRecord]:
+        """See `LocalNode`."""
+        found = self._ssd.records() if self._ssd.devices else ()
+        return found if self._device is None else (*found, self._device.record())
+
+    def engines(self) -> tuple[EngineRecord, ...]:
+        """See `LocalNode`."""
+        return self._registry.records()
+
+    def namespace_entered(self, namespace: NamespaceState) -> None:
+        """See `LocalNode`."""
+        if self._ssd.devices:
+            self._ssd.enter(namespace)
+        if self._device is not None:
+            self._device.enter(namespace)
+        self._engines.enter(namespace)
+        self._objects.enter(namespace)
+
+    def namespace_configured(self, namespace: NamespaceState) -> None:
+        """See `LocalNode`. A namespace keeps to what it may hold of its tenant's memory."""
+        size = namespace.tenant.allocator.size
+        self._node.quotas.set(namespace, quota_bytes(namespace.settings.dram_quota, size))
+        self._ssd.limit(namespace)
+
+    async def keep_epoch(self, namespace: NamespaceState) -> None:
+        """See `LocalNode`. Disks remember it; without disks nothing outlives the process."""
+        if self._ssd.devices:
+            await self._ssd.record(namespace)
+
+    def replicas_lacking(self) -> None:
+        """See `LocalNode`."""
+        self._replication.repair()
+
+    def drain_wanted(self, wanted: bool) -> None:
+        """See `LocalNode`."""
+        self._drainer.wanted(wanted)
+
+    def view_changed(self, before: View, after: View) -> None:
+        """See `LocalNode`. Nodes that come and go are events."""
+        for kind, details in membership_news(before, after):
+            self._events.note(kind, **details)

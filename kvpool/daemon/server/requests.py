@@ -1,0 +1,509 @@
+"""What clients ask of a daemon, and its answers: one method a message. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from kvpool.config import DaemonConfig
+from kvpool.daemon.cluster.engine_registry import EngineRegistry, describe
+from kvpool.daemon.cluster.member import ClusterMember
+from kvpool.daemon.cluster.replication import Replication
+from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin, PartTable
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.requests import parse_parts, parse_wish, rows
+from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.fetch.prefix_stream import PrefixStreams
+from kvpool.daemon.ops.hot_prefixes import HotPrefixes
+from kvpool.daemon.ops.node_stats import NodeStats
+from kvpool.daemon.ops.operators import KEYS_BYTES_MAX, Operators, asking_others
+from kvpool.daemon.ops.pins import pin_in_all_tiers
+from kvpool.daemon.ops.prefixes import prefixes
+from kvpool.daemon.server.answers import describe_lease
+from kvpool.daemon.server.tracing import TRACED, traced
+from kvpool.daemon.tiers.device_tier import DeviceTier
+from kvpool.daemon.tiers.engine_caches import Engines
+from kvpool.daemon.tiers.object_tier import ObjectTier
+from kvpool.daemon.tiers.ssd_tier import SsdTier
+from kvpool.errors import (
+    InvalidRequest,
+    LimitExceeded,
+    PoolFull,
+    ProtocolError,
+)
+from kvpool.placement.records import (
+    NamespaceSettings,
+    NodeState,
+)
+from kvpool.telemetry.spans import Spans
+from kvpool.types import KEY_BYTES, Recompute, split_keys
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+from kvpool.wire import operator as operator_wire
+
+EXPIRY_TICK_S = 0.02  # leases end at most this much after their deadline
+_INDIFFERENT_TO_RELEASES = {
+    client_wire.Acquire,
+    client_wire.Match,
+    client_wire.Contains,
+    client_wire.Join,
+    client_wire.Release,
+}
+_NOTHING_LEASED = client_wire.Leased("", 0, 0.0, [])
+
+
+class ClientRequests:
+    """Answers requests. What need not be done before the answer is done soon after it: see `settle_soon`."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        node: Node,
+        cluster: ClusterMember,
+        ssd: SsdTier,
+        objects: ObjectTier,
+        device: DeviceTier | None,
+        fetcher: BlockFetcher,
+        streams: PrefixStreams,
+        replication: Replication,
+        engines: Engines,
+        registry: EngineRegistry,
+        operators: Operators,
+        stats: NodeStats,
+        hot_prefixes: HotPrefixes,
+        spans: Spans,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._node = node
+        self._cluster = cluster
+        self._ssd = ssd
+        self._objects = objects
+        self._device = device
+        self._fetcher = fetcher
+        self._streams = streams
+        self._replication = replication
+        self._engines = engines
+        self._registry = registry
+        self._operators = operators
+        self._stats_of = stats
+        self._hot_prefixes = hot_prefixes
+        self._clock = clock
+        self._expiry: asyncio.TimerHandle | None = None
+        self._expiry_due = math.inf
+        self._settling = False
+        self._released: list[tuple[Holder, str]] = []
+        self._asked_grants: list[tuple[Holder, NamespaceState, int, int]] = []
+        self._handlers: dict[type, Callable[[Holder, Any], Any]] = {
+            client_wire.OpenNamespace: self._open_namespace,
+            client_wire.Reserve: self._reserve,
+            client_wire.Commit: self._commit,
+            client_wire.Progress: self._progress,
+            client_wire.Abort: self._abort,
+            client_wire.Acquire: self._acquire,
+            client_wire.Join: self._join,
+            client_wire.Release: self._release,
+            client_wire.Match: self._match,
+            client_wire.Contains: self._contains,
+            client_wire.Remove: self._remove,
+            client_wire.Pin: self._pin,
+            client_wire.Stats: self._stats,
+            client_wire.Pull: self._pull,
+            client_wire.Grant: self._grant,
+            client_wire.Store: self._store,
+            client_wire.GiveBack: self._give_back,
+            client_wire.Reset: self._reset,
+            client_wire.FollowEvents: self._follow_events,
+            client_wire.Follow: self._follow,
+            client_wire.AnnounceEngine: self._announce_engine,
+            client_wire.Engines: self._describe_engines,
+            client_wire.Prefixes: self._prefixes,
+        }
+        for kind in operators.requests:
+            self._handlers[kind] = operators.bare
+        self._handlers[operator_wire.OnNode] = operators.on_node
+        if spans.on:
+            for kind, name in TRACED.items():
+                self._handlers[kind] = traced(spans, name, self._handlers[kind])
+
+    def close(self) -> None:
+        """No lease is looked at any more."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+    def handle(self, holder: Holder, message: frame.Message) -> Any:
+        """The answer to one request, or a coroutine that returns it. Raises `KvpoolError`."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise ProtocolError(f"a {type(message).__name__} in the middle of a connection")
+        if self._released and type(message) not in _INDIFFERENT_TO_RELEASES:
+            self._release_now()
+        return handler(holder, message)
+
+    def _namespace(self, holder: Holder, number: int, keys: bytes) -> NamespaceState:
+        if len(keys) > KEYS_BYTES_MAX:
+            raise LimitExceeded(
+                f"{len(keys) // 16} keys in one request; the limit is {frame.KEYS_MAX}"
+            )
+        namespace = self._node.namespaces.by_number(holder.tenant, number)
+        self._engines.saw(namespace, keys)
+        return namespace
+
+    def _open_namespace(
+        self, holder: Holder, m: client_wire.OpenNamespace
+    ) -> Coroutine[Any, Any, client_wire.Opened]:
+        specs, wish = parse_parts(m.digest, m.fields, m.parts), parse_wish(m)
+        namespace = self._node.namespaces.open(holder.tenant, m.digest, m.fields, specs)
+        return self._agree(namespace, wish, m.generation)
+
+    async def _agree(
+        self, namespace: NamespaceState, wish: NamespaceSettings, generation: int
+    ) -> client_wire.Opened:
+        if self._config.join:
+            known = await self._cluster.namespaces.register(namespace, wish)
+        else:
+            known = await self._cluster.namespaces.fill_in(namespace, wish)
+        return await self._cluster.namespaces.opened(known, generation)
+
+    def _check_open(self) -> None:
+        if self._cluster.state is not NodeState.SERVING:
+            raise PoolFull(
+                f"node {self._config.node} is {self._cluster.state}: it stores no new blocks. "
+                f"`kvpool drain {self._config.node} --cancel` cancels that"
+            )
+
+    def _reserve(self, holder: Holder, m: client_wire.Reserve) -> client_wire.Reserved:
+        self._check_open()
+        namespace = self._namespace(holder, m.ns, m.keys)
+        keys = split_keys(m.keys)
+        try:
+            answer = self._node.puts.reserve(holder, namespace, m.part, m.ticket, keys, m.parent)
+        except PoolFull:
+            # Leases may have ended since the last look at the clock.
+            self._node.leases.expire(self._clock())
+            answer = self._node.puts.reserve(holder, namespace, m.part, m.ticket, keys, m.parent)
+        return client_wire.Reserved(*answer)
+
+    def _commit(self, holder: Holder, m: client_wire.Commit) -> frame.Done:
+        indices = None
+        if m.indices:
+            indices = rows(m.indices)
+        origin = Origin(replicas=m.replicas) if m.replicas else OWN
+        reservation = holder.reservations.get(m.ticket)
+        stored = self._node.puts.commit(holder, m.ticket, m.checksums, indices, origin)
+        if stored and reservation is not None:
+            namespace, part = reservation.table.namespace, reservation.table.part
+            _count_put(reservation.table, stored)
+            self._replication.wish(namespace, reservation.keys, m.replicas)
+            self._ssd.stored(namespace, part, lambda: reservation.keys)
+        return frame.Done(stored)
+
+    def _progress(self, holder: Holder, m: client_wire.Progress) -> frame.Done:
+        self._node.early_reads.written(holder, m.ticket, m.nbytes)
+        return frame.Done()
+
+    def _grant(self, holder: Holder, m: client_wire.Grant) -> client_wire.Reserved:
+        self._check_open()
+        namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
+        granted = self._node.grants.grant(holder, namespace, m.part, min(m.count, frame.KEYS_MAX))
+        return client_wire.Reserved(namespace.tables[m.part].stride, frame.pack_rows(granted))
+
+    def _store(self, holder: Holder, m: client_wire.Store) -> client_wire.Stored:
+        self._check_open()
+        namespace = self._namespace(holder, m.ns, m.keys)
+        origin = Origin(replicas=m.replicas) if m.replicas else OWN
+        new, unused = self._node.grants.store(
+            holder,
+            namespace,
+            m.part,
+            rows(m.rows),
+            split_keys(m.keys),
+            m.checksums,
+            m.parent,
+            origin,
+        )
+        if new and (m.replicas or namespace.settings.replicas) > 1:
+            self._replication.wish(namespace, split_keys(m.keys), m.replicas)
+        if new:
+            _count_put(namespace.tables[m.part], new)
+            self._ssd.stored(namespace, m.part, lambda: split_keys(m.keys))
+        fresh: list[int] = []
+        if m.count > 0:
+            # What was made ready after the last answer; this one's wish is seen to after this answer.
+            stride = namespace.tables[m.part].stride
+            granted = holder.granted.get(stride, set())
+            fresh = [row for row in holder.ready.pop(stride, fresh) if row in granted]
+            self._asked_grants.append((holder, namespace, m.part, min(m.count, frame.KEYS_MAX)))
+        return client_wire.Stored(new, frame.pack_rows(unused), frame.pack_rows(fresh))
+
+    def _give_back(self, holder: Holder, m: client_wire.GiveBack) -> frame.Done:
+        if m.stride:
+            self._node.grants.give_back(holder, m.stride, rows(m.rows))
+        else:
+            self._node.grants.give_all_back(holder)
+        return frame.Done()
+
+    def _abort(self, holder: Holder, m: client_wire.Abort) -> frame.Done:
+        for ticket in m.tickets:
+            self._node.puts.abort(holder, ticket)
+        return frame.Done(len(m.tickets))
+
+    def _acquire(
+        self, holder: Holder, m: client_wire.Acquire
+    ) -> client_wire.Leased | Coroutine[Any, Any, client_wire.Leased]:
+        namespace = self._namespace(holder, m.ns, m.keys)
+        asked_at = self._clock()
+        if m.scattered and (m.life or len(m.parts) != 1):
+            raise InvalidRequest("a scattered acquire is of one part, and not for device memory")
+        keys = split_keys(m.keys)
+        if m.wait_s > 0 and self._fetcher.active:
+            here = self._here(namespace, m, keys)
+            if here < len(keys):
+                return self._acquire_with_pull(holder, namespace, m, keys, asked_at, here)
+        return self._acquire_now(holder, namespace, m, keys, asked_at)
+
+    def _here(
+        self, namespace: NamespaceState, m: client_wire.Acquire, keys: Sequence[bytes]
+    ) -> int:
+        """How many of the blocks that are asked for are where their reader reads them."""
+        if m.scattered:
+            return self._node.leases.contains(namespace, m.parts[0], keys).count(1)
+        direct = self._direct(m) is not None
+        return self._fetcher.match(namespace, m.parts, keys, direct=direct)
+
+    def _direct(self, m: client_wire.Acquire | client_wire.Pull) -> DeviceTier | None:
+        """The spare device memory, if it is what the client has attached to and reads by itself."""
+        device = self._device
+        return device if device is not None and m.life and m.life == device.life else None
+
+    def _acquire_now(
+        self,
+        holder: Holder,
+        namespace: NamespaceState,
+        m: client_wire.Acquire,
+        keys: Sequence[bytes],
+        asked_at: float,
+        here: int = frame.KEYS_MAX,
+    ) -> client_wire.Leased:
+        """here: at most how many of the blocks could have been had without a wait."""
+        now = self._clock()
+        counters, before = self._node.counters, self._node.counters.leased_bytes
+        direct = self._direct(m)
+        if direct is not None:
+            lease = direct.acquire(holder, namespace, m.parts, keys, m.lease_s, now)
+        else:
+            lease = self._node.leases.acquire(
+                holder,
+                namespace,
+                m.parts,
+                keys,
+                m.lease_s,
+                now,
+                scattered=m.scattered,
+            )
+        reads = holder.tenant.traffic.reads
+        reads.requests += 1
+        reads.asked += len(keys)
+        if lease is None:
+            return _NOTHING_LEASED
+        reads.got += lease.blocks
+        reads.nbytes += counters.leased_bytes - before
+        if here < lease.blocks:
+            reads.fetched += lease.blocks - here
+        if lease.beside is not None:
+            holder.tenant.traffic.device_read_bytes += lease.beside.nbytes
+        if lease.deadline is not None:
+            self._expire_by(lease.deadline, now)
+        if self._device is not None:
+            self._device.was_read(lease)
+        if not m.scattered:
+            self._hot_prefixes.read(namespace, m.keys, lease.blocks)
+        return describe_lease(lease, lease.parts, asked_at, keys if m.scattered else None)
+
+    async def _acquire_with_pull(
+        self,
+        holder: Holder,
+        namespace: NamespaceState,
+        m: client_wire.Acquire,
+        keys: Sequence[bytes],
+        asked_at: float,
+        here: int,
+    ) -> client_wire.Leased:
+        wait_s = min(m.wait_s, self._config.lease_s_max)
+        if m.scattered:
+            await self._fetcher.pull_each(namespace, m.parts, keys, wait_s)
+        else:
+            await self._fetcher.pull(
+                namespace,
+                m.parts,
+                keys,
+                here,
+                wait_s,
+                _recompute(m),
+                direct=self._direct(m) is not None,
+            )
+        self._fetcher.delivered.waits.add(self._clock() - asked_at)
+        return self._acquire_now(holder, namespace, m, keys, asked_at, here)
+
+    def _join(self, holder: Holder, m: client_wire.Join) -> client_wire.Leased:
+        if len(set(m.parts)) != len(m.parts):
+            raise InvalidRequest("a part is named twice")
+        now = self._clock()
+        lease = self._node.leases.join(holder, m.token, now)
+        if lease is None:
+            return _NOTHING_LEASED
+        try:
+            return describe_lease(lease, m.parts or lease.parts, now, None)
+        except InvalidRequest:
+            self._node.leases.release(holder, m.token)
+            raise
+
+    def _release(self, holder: Holder, m: client_wire.Release) -> frame.Done:
+        # Nobody waits for it: done when the answers to what came with it are on their way.
+        self._released += [(holder, token) for token in m.tokens]
+        return frame.Done(len(m.tokens))
+
+    def _release_now(self) -> None:
+        released, self._released = self._released, []
+        for holder, token in released:
+            self._node.leases.release(holder, token)
+
+    def _match(self, holder: Holder, m: client_wire.Match) -> frame.Done:
+        found = self._node.leases.match(
+            self._namespace(holder, m.ns, m.keys), m.parts, split_keys(m.keys)
+        )
+        matches = holder.tenant.traffic.matches
+        matches.requests += 1
+        matches.asked += len(m.keys) // KEY_BYTES
+        matches.got += found
+        return frame.Done(found)
+
+    def _contains(self, holder: Holder, m: client_wire.Contains) -> frame.Bytes:
+        return frame.Bytes(
+            self._node.leases.contains(
+                self._namespace(holder, m.ns, m.keys), m.part, split_keys(m.keys)
+            )
+        )
+
+    def _remove(
+        self, holder: Holder, m: client_wire.Remove
+    ) -> frame.Done | Coroutine[Any, Any, frame.Done]:
+        namespace = self._namespace(holder, m.ns, m.keys)
+        gone = max(
+            self._node.removal.remove(namespace, split_keys(m.keys)),
+            self._ssd.remove(namespace, m.keys),
+        )
+        if self._device is not None:
+            gone = max(gone, self._device.remove(namespace, m.keys))
+        if self._config.object_store:
+            return self._remove_beyond(namespace, m.keys, gone)
+        return frame.Done(gone)
+
+    async def _remove_beyond(
+        self, namespace: NamespaceState, packed: bytes, gone: int
+    ) -> frame.Done:
+        with asking_others():
+            return frame.Done(max(gone, await self._objects.remove(namespace, packed)))
+
+    async def _pin(self, holder: Holder, m: client_wire.Pin) -> frame.Done:
+        namespaces = [self._namespace(holder, m.ns, m.keys)]
+        return frame.Done(await pin_in_all_tiers(self._node, self._ssd, namespaces, m.keys, m.kind))
+
+    def _stats(self, holder: Holder, m: client_wire.Stats) -> frame.Bytes:
+        return frame.Bytes(msgspec.json.encode(self._stats_of.tenant(holder.tenant)))
+
+    async def _pull(self, holder: Holder, m: client_wire.Pull) -> frame.Done:
+        namespace = self._namespace(holder, m.ns, m.keys)
+        wait_s = min(m.wait_s, self._config.lease_s_max)
+        direct = self._direct(m) is not None
+        keys = split_keys(m.keys)
+        here = self._fetcher.match(namespace, [], keys, direct=direct)
+        asked_at = self._clock()
+        await self._fetcher.pull(namespace, [], keys, here, wait_s, _recompute(m), direct=direct)
+        found = self._fetcher.match(namespace, [], keys, direct=direct)
+        holder.tenant.traffic.pulls.waited(len(keys), found, here)
+        self._fetcher.delivered.waits.add(self._clock() - asked_at)
+        return frame.Done(found)
+
+    async def _follow(self, holder: Holder, m: client_wire.Follow) -> frame.Done:
+        namespace = self._namespace(holder, m.ns, m.keys)
+        wait_s = min(m.wait_s, self._config.lease_s_max)
+        keys = split_keys(m.keys)
+        return frame.Done(await self._streams.follow(namespace, m.parts, keys, wait_s, m.source))
+
+    def _follow_events(self, holder: Holder, m: client_wire.FollowEvents) -> frame.Done:
+        namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
+        return frame.Done(int(self._engines.follow(holder, namespace, m)))
+
+    def _announce_engine(self, holder: Holder, m: client_wire.AnnounceEngine) -> frame.Done:
+        namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
+        self._registry.announce(holder, namespace, m.engine)
+        return frame.Done(int(m.engine is not None))
+
+    def _describe_engines(self, holder: Holder, m: client_wire.Engines) -> frame.Bytes:
+        nodes, here = self._cluster.view.nodes.values(), self._cluster.record()
+        return frame.Bytes(msgspec.json.encode(describe(nodes, here, holder.tenant.name)))
+
+    async def _prefixes(self, holder: Holder, m: client_wire.Prefixes) -> frame.Bytes:
+        if len(m.keys) > KEYS_BYTES_MAX:
+            raise LimitExceeded(f"at most {frame.KEYS_MAX} keys are looked up in one request")
+        keys = split_keys(m.keys)
+        found = await prefixes(self._cluster, holder.tenant, m.digest, keys, m.wait_s)
+        return frame.Bytes(msgspec.json.encode(found))
+
+    async def _reset(self, holder: Holder, m: client_wire.Reset) -> client_wire.Opened:
+        namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
+        with asking_others():
+            return await self._cluster.namespaces.reset(namespace, m.generation)
+
+    # ---- what nobody waits for -----------------------------------------------------------------------
+
+    def settle_soon(self) -> None:
+        """Let the policies catch up once the answers of this round are written."""
+        if not self._settling:
+            self._settling = True
+            asyncio.get_running_loop().call_soon(self._settle)
+
+    def _settle(self) -> None:
+        self._settling = False
+        self._release_now()
+        self._node.settle()
+        asked, self._asked_grants = self._asked_grants, []
+        for holder, namespace, part, count in asked:
+            stride = namespace.tables[part].stride
+            alive = id(holder) in holder.tenant.holders and not namespace.retired
+            if alive and not holder.ready.get(stride):
+                holder.ready[stride] = self._node.grants.grant(holder, namespace, part, count)
+
+    def _expire_by(self, due: float, now: float) -> None:
+        """See to it that leases are looked at when this one's deadline has come."""
+        if due < self._expiry_due:
+            if self._expiry is not None:
+                self._expiry.cancel()
+            self._expiry_due = due
+            self._expiry = asyncio.get_running_loop().call_later(
+                max(EXPIRY_TICK_S, due - now), self._expire
+            )
+
+    def _expire(self) -> None:
+        self._expiry, self._expiry_due = None, math.inf
+        now = self._clock()
+        due = self._node.leases.expire(now)
+        if due is not None:
+            self._expire_by(due, now)
+
+
+def _count_put(table: PartTable, new: int) -> None:
+    """A client has put so many blocks that are new."""
+    traffic = table.namespace.tenant.traffic
+    traffic.put_parts += new
+    traffic.put_bytes += new * table.spec.nbytes
+
+
+def _recompute(m: client_wire.Acquire | client_wire.Pull) -> Recompute | None:
+    """Raises `InvalidRequest` for what is no price."""
+    return None if m.recompute is None else Recompute(*m.recompute)

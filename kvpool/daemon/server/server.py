@@ -1,0 +1,300 @@
+"""The life of a daemon: sockets and memory are taken, its parts made, and all ended in order.
+
+One event loop, one thread: the control process. Bulk bytes never pass through here: clients copy in shared memory,
+transfer workers carry blocks between nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import random
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import uvloop
+
+from kvpool.config import DaemonConfig
+from kvpool.daemon.cluster.host_topology import HostTopology, look_around
+from kvpool.daemon.cluster.joining import open_directory, open_membership
+from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memory_rules
+from kvpool.daemon.server.connections import ClientConnections
+from kvpool.daemon.telemetry.tasks import Tasks
+from kvpool.daemon.tiers.device_tier import check_environment
+from kvpool.daemon.workers.gateway import Gateway
+from kvpool.daemon.workers.transfer_workers import TransferWorkers
+from kvpool.errors import (
+    AlreadyRunning,
+    ConfigError,
+)
+from kvpool.memory.segment import Segment
+from kvpool.net import raise_descriptor_limit
+from kvpool.placement.records import (
+    new_incarnation,
+)
+from kvpool.storage.dram import PAGE, DramSegment, free_memory_bytes
+from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
+
+log = logging.getLogger("kvpool.daemon")
+
+IDLE_S = 1.0
+
+
+class Started(NamedTuple):
+    """A daemon whose clients can connect. others: nodes to pull from."""
+
+    config: DaemonConfig
+    memory_bytes: int
+    urls: Sequence[str]
+    incarnation: str
+    others: int
+
+
+class Server:
+    """One daemon. `serve` runs it until it is told to stop."""
+
+    def __init__(self, config: DaemonConfig) -> None:
+        self.config = config
+        make_policy(
+            config.policy or DEFAULT_POLICY, 1
+        )  # an unknown name is told before any memory is taken
+        if config.device is not None:
+            check_environment()
+        self.node = make_memory_rules(config, new_incarnation())
+        self.segments: dict[str, Segment] = {}
+        self._stop = asyncio.Event()
+
+    async def run(self, ready: Callable[[Started], None] | None = None) -> None:
+        """Serve until `stop` or SIGTERM/SIGINT. `ready` is called once clients can connect."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_crash)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        raise_descriptor_limit()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(os.close, _lock_socket(self.config.socket))
+            if self.config.data_dir:
+                stack.callback(os.close, _lock_data_dir(self.config.data_dir))
+            self._create_segments(stack)
+            daemon = compose(
+                self.config,
+                self.node,
+                open_membership(self.config, time.monotonic),
+                await open_directory(self.config),
+                self.segments,
+                lambda route: TransferWorkers(self.config, self.node.incarnation, route),
+                look_around() if self.config.join else HostTopology(),
+                random.Random(self.node.incarnation),
+                Clocks(),
+            )
+            stack.push_async_callback(daemon.transport.stop)
+            stack.push_async_callback(close, daemon)
+            await daemon.transport.start(daemon.peer_service)
+            segments = dict(enumerate(self.segments.values()))
+            for segment_id, segment in segments.items():
+                await daemon.transport.attach_segment(segment_id, segment)
+            gateway = Gateway(self.config)
+            stack.push_async_callback(gateway.stop)
+            tasks = Tasks()
+            stack.push_async_callback(tasks.end)
+            await enter_cluster(daemon, daemon.transport.addresses, tasks)
+            if daemon.device is not None:
+                daemon.device.start(segments)
+            await daemon.objects.start(segments)
+            await daemon.ssd.start(segments)
+            listener = _listen(self.config.socket, self.config.socket_mode)
+            stack.callback(self._stop_listening, daemon.connections, listener)
+            daemon.connections.listen(listener)
+            tasks.begin(gateway.run())
+            _tune_gc()
+            if ready is not None:
+                ready(
+                    Started(
+                        self.config,
+                        sum(segment.size for segment in segments.values()),
+                        daemon.transport.urls,
+                        daemon.cluster.incarnation,
+                        len(daemon.cluster.living),
+                    )
+                )
+            await self._stop.wait()
+            await self._flush(daemon)
+
+    def stop(self) -> None:
+        """End `run`; a second time, without waiting for disks."""
+        self._stop.set()
+
+    async def _flush(self, daemon: Daemon[TransferWorkers]) -> None:
+        """Have lower tiers take what is only in memory. Told to stop once more, it ends at once."""
+        self._stop.clear()
+        seconds = daemon.operators.config.ssd_flush_s
+        flush = asyncio.gather(daemon.ssd.flush(seconds), daemon.objects.flush(seconds))
+        stop = asyncio.ensure_future(self._stop.wait())
+        tasks: list[asyncio.Future[Any]] = [flush, stop]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    def _create_segments(self, stack: contextlib.AsyncExitStack) -> None:
+        """One segment a tenant. Shares are of the memory that is free before the first one."""
+        free = free_memory_bytes()
+        for segment_id, tenant in enumerate(self.config.all_tenants()):
+            size = tenant.memory if isinstance(tenant.memory, int) else int(free * tenant.memory)
+            size -= size % PAGE
+            segment = DramSegment.create(size)
+            stack.callback(segment.close)
+            self.segments[tenant.name] = segment
+            self.node.add_tenant(tenant.name, segment_id, size)
+
+    def _stop_listening(self, connections: ClientConnections, listener: socket.socket) -> None:
+        connections.ignore(listener)
+        listener.close()
+        _unlink_socket(self.config.socket)
+
+
+async def enter_cluster(daemon: Daemon[Any], urls: Sequence[str], tasks: Tasks) -> None:
+    """Become a member, and begin what a member does beside its requests. urls: where peers reach this node."""
+    await daemon.cluster.start(urls, daemon.local)
+    daemon.ssd.begin()
+    for work in (
+        daemon.replication.replicate(),
+        daemon.replication.forward(),
+        daemon.expiry.run(),
+        daemon.hot_prefixes.run(),
+        daemon.sampler.run(),
+        daemon.prober.run(daemon.operators.config.probe_s),
+        _reclaim_garbage(daemon.node),
+    ):
+        tasks.begin(work)
+
+
+async def close(daemon: Daemon[Any]) -> None:
+    """End all parts but the transport, whoever uses another one first."""
+    await daemon.connections.close()
+    daemon.requests.close()
+    await daemon.engines.close()
+    await daemon.operators.close()
+    await daemon.drainer.close()
+    await daemon.streams.close()
+    daemon.fetcher.close()
+    await daemon.objects.close()
+    await daemon.cluster.close()
+    await daemon.ssd.close()
+    if daemon.device is not None:
+        await daemon.device.close()
+
+
+async def _reclaim_garbage(node: Node) -> None:
+    """Give slots of ended epochs back, and what is too much by a quota, a few at a time."""
+    while True:
+        node.ended_epochs.reclaim(GARBAGE_BLOCKS)
+        more = node.quotas.tend(GARBAGE_BLOCKS)
+        await asyncio.sleep(0 if more or node.ended_epochs else IDLE_S)
+
+
+def serve(config: DaemonConfig, ready: Callable[[Started], None] | None = None) -> None:
+    """Run a daemon in this process until SIGTERM or SIGINT. Raises `KvpoolError` if it cannot start."""
+
+    async def main() -> None:
+        await Server(config).run(ready)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+def _crash(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A callback raised what it should not have: the rules may be broken. End, rather than go on wrong.
+
+    Clients see the socket close, and recompute; a supervisor starts a new incarnation.
+    """
+    error = context.get("exception")
+    log.critical("%s", context.get("message"), exc_info=error)
+    sys.stderr.flush()
+    os._exit(70)
+
+
+def _tune_gc() -> None:
+    """Keep the cyclic collector from ever walking all long-lived objects.
+
+    A full collection with a million blocks known stalls every request; blocks are untracked
+    (`gc=False`) and make no cycles, so only what is young is worth collecting.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 10, 1_000_000)
+
+
+def _lock(path: str, what: str) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise AlreadyRunning(
+            f"another kvpool daemon (process {owner or 'unknown'}) uses the {what}. "
+            f"Stop it, or choose another path."
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _lock_socket(path: str) -> int:
+    folder = os.path.dirname(path) or "."
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        return _lock(f"{path}.lock", f"socket {path}")
+    except OSError as error:
+        raise ConfigError(f"cannot use the socket path {path}: {error.strerror}") from None
+
+
+def _lock_data_dir(path: str) -> int:
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        return _lock(os.path.join(path, "lock"), f"data directory {path}")
+    except OSError as error:
+        raise ConfigError(f"cannot use the data directory {path}: {error.strerror}") from None
+
+
+def _listen(path: str, mode: int) -> socket.socket:
+    """Bind the control socket. Whoever calls holds its lock, so a socket found there is a dead one's."""
+    try:
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        mask = os.umask(0o777 & ~mode)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(mask)
+        sock.listen(256)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def _unlink_socket(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass  # somebody tidied up before us

@@ -1,0 +1,1 @@
+"""Counters of one node and its background tasks."""

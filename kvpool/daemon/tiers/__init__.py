@@ -1,0 +1,1 @@
+"""Replicas outside of memory on this node: SSD, spare device memory, object storage, engines' own caches."""

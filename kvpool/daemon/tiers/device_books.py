@@ -1,0 +1,193 @@
+"""The books of spare device memory: what lies in its slots, in this life of the process that owns it.
+
+The rules of its slots are those of memory: a `Node` of its own. All of it ends with the process that owns the
+memory, so a new life begins empty.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container, Mapping, Sequence
+
+from kvpool.config import DeviceConfig
+from kvpool.daemon.core.blocks import (
+    Block,
+    Holder,
+    NamespaceState,
+    PartTable,
+)
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.tiers.tier_state import TierState
+from kvpool.daemon.workers.device_proxy import Device
+from kvpool.errors import (
+    ConfigError,
+    InvalidRequest,
+    LimitExceeded,
+)
+from kvpool.storage.base import Occupancy
+from kvpool.types import PartSpec, split_keys
+
+log = logging.getLogger("kvpool.daemon")
+
+GRAIN = 2 << 20  # parts of tenants are whole numbers of it
+PART_MIN = 20 << 20
+"""The smallest part on a CUDA device. Torch cuts smaller ones from allocations that they share, and whoever
+is handed a part can reach all of its allocation."""
+
+
+class DeviceBooks:
+    """See the module. make_rules: rules of a tier, with nothing in them."""
+
+    def __init__(
+        self,
+        config: DeviceConfig,
+        node: Node,
+        clock: Callable[[], float],
+        make_rules: Callable[[], Node],
+    ) -> None:
+        self.node = node
+        self.config = config
+        self.state = TierState.OPENING
+        self.error = ""
+        self.rules = make_rules()  # of this life of the process; those of a former one bind nobody
+        self._make_rules = make_rules
+        self.clock = clock
+        self.sizes: dict[str, int] = {}  # of each tenant's part
+        self.process: Device | None = None
+        self.holders: dict[str, Holder] = {}  # of the device
+        self._notify: Callable[[], object] = lambda: None
+        self._following = False
+        self.counters = {
+            "written_blocks": 0,
+            "written_bytes": 0,
+            "read_blocks": 0,
+            "read_bytes": 0,
+            "leased_blocks": 0,
+            "leased_bytes": 0,
+            "mismatches": 0,
+            "read_errors": 0,
+            "write_errors": 0,
+            "not_queued_blocks": 0,
+        }
+
+    def divide(self) -> None:
+        """Give tenants parts in proportion to their memory."""
+        tenants = self.node.tenants.values()
+        total = sum(tenant.allocator.size for tenant in tenants)
+        for tenant in tenants:
+            share = tenant.allocator.size / total
+            size = int(self.config.size * share) // GRAIN * GRAIN
+            if size < PART_MIN and self.config.device != "cpu":
+                size = 0
+            self.sizes[tenant.name] = size
+        if not any(self.sizes.values()):
+            raise ConfigError(
+                f"device: {self.config.size} bytes of {self.config.device} leave no tenant a part of "
+                f"{PART_MIN >> 20} MiB: give it more, or none"
+            )
+
+    def began(self, process: Device) -> None:
+        """A new life of the process serves; nothing is in its memory."""
+        self._renew()
+        for name, size in self.sizes.items():
+            if size:
+                self.rules.add_tenant(name, self.node.tenants[name].segment, size)
+                self.holders[name] = self.rules.holders.add(name, "", "device")
+        self.process = process
+        self.state, self.error = TierState.SERVING, ""
+
+    def ended(self, error: str) -> None:
+        """The process is dead, or cannot be started: nothing is here any more."""
+        self._renew()
+        self.state, self.error = TierState.FAILED, error
+
+    def _renew(self) -> None:
+        self.process = None
+        self.holders = {}
+        former, self.rules = self.rules, self._make_rules()
+        if self._following:
+            self.rules.inventory.follow_changes(self._notify)
+        self.rules.inventory.tell_of_end(former.inventory)
+
+    def open(self, namespace: NamespaceState) -> NamespaceState | None:
+        """The rules' own state of a namespace; None where its blocks cannot be here."""
+        known = self.rules.namespaces.by_directory(namespace.directory_digest)
+        if known is not None:
+            return None if known.retired else known
+        tenant = self.rules.tenants.get(namespace.tenant.name)
+        if tenant is None or namespace.retired:
+            return None
+        specs = [PartSpec(table.stride) for table in namespace.tables]
+        try:
+            state = self.rules.namespaces.open(tenant, namespace.base, namespace.fields, specs)
+        except (InvalidRequest, LimitExceeded):
+            return None
+        state = self.rules.namespaces.set_epoch(state, namespace.epoch, 0, namespace.generation)
+        return state if state.epoch == namespace.epoch else None
+
+    def table(self, table: PartTable) -> PartTable | None:
+        """What is here of a table in memory."""
+        space = self.rules.namespaces.by_directory(table.namespace.directory_digest)
+        return None if space is None or space.retired else space.tables[table.part]
+
+    def enter(self, namespace: NamespaceState) -> None:
+        """A namespace is in a new epoch: what was here of it is found no more."""
+        tenant = self.rules.tenants.get(namespace.tenant.name)
+        epochs = None if tenant is None else tenant.epochs.get(namespace.base)
+        if epochs is not None:
+            self.rules.namespaces.set_epoch(epochs[-1], namespace.epoch, 0, namespace.generation)
+
+    def promoted(self, table: PartTable) -> Mapping[bytes, Block]:
+        """What is here of a table in memory, by settled books."""
+        own = self.table(table)
+        return own.blocks if own is not None and own.stride == table.stride else {}
+
+    @property
+    def serving(self) -> bool:
+        """See `Tier`."""
+        return self.state is TierState.SERVING
+
+    def held(self, table: PartTable) -> list[Container[bytes]]:
+        """See `LocalTier`."""
+        own = self.table(table)
+        return [own.blocks] if own is not None and own.blocks else []
+
+    def follow_changes(self, changed: Callable[[], object]) -> None:
+        """See `Inventory.follow_changes`."""
+        self._notify, self._following = changed, True
+        self.rules.inventory.follow_changes(changed)
+
+    def take_changes(self) -> list[tuple[NamespaceState, Sequence[bytes]]]:
+        """See `Inventory.take_changes`; the namespaces are this tier's own."""
+        return self.rules.inventory.take_changes()
+
+    def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
+        """See `Inventory.masks`."""
+        return self.rules.inventory.masks(digest, keys)
+
+    def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
+        """See `Inventory.walk`."""
+        return self.rules.inventory.walk(cursor, count)
+
+    def remove(self, namespace: NamespaceState, packed: bytes) -> int:
+        """See `LocalTier`."""
+        space = self.rules.namespaces.by_directory(namespace.directory_digest)
+        return 0 if space is None else self.rules.removal.remove(space, split_keys(packed))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots that are in use."""
+        return sum(tenant.allocator.bytes_used for tenant in self.rules.tenants.values())
+
+    def occupancy(self) -> Occupancy:
+        """See `Tier`."""
+        return Occupancy(
+            sum(self.sizes.values()), self.used_bytes, self.rules.inventory.block_count()
+        )
+
+    @property
+    def life(self) -> int:
+        """Of the process that serves; 0: none does."""
+        return 0 if self.process is None else self.process.life

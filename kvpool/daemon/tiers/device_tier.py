@@ -1,0 +1,251 @@
+"""A tier of spare device memory on this node: what is copied up to it, and what it gives back.
+
+Blocks that this node's engines read again are copied up in the background, from a bounded queue. Memory may
+then give up its copy as any other. Clients that have attached to the device read there directly, by leases on both
+(`DeviceTier.acquire`). For others, and for peers, what is only on the device comes back through memory:
+the fetcher fetches it as it fetches from disks.
+
+The rules of its slots are those of memory: a `Node` of its own. All of it ends with the process that owns the
+memory, so a new life begins empty.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from kvpool.config import DeviceConfig
+from kvpool.daemon.core.blocks import (
+    Beside,
+    Block,
+    Holder,
+    Lease,
+    NamespaceState,
+    PartTable,
+    Tenant,
+)
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.telemetry.tasks import Tasks
+from kvpool.daemon.tiers.device_books import DeviceBooks
+from kvpool.daemon.tiers.device_promote import DevicePromotion
+from kvpool.daemon.tiers.write_orders import (
+    EMPTY_KEY,
+    give_garbage_back,
+)
+from kvpool.daemon.workers.device_proxy import DeviceWorkerProxy
+from kvpool.daemon.workers.supervisor import WorkerSupervisor
+from kvpool.errors import (
+    ConfigError,
+    KvpoolError,
+    LimitExceeded,
+)
+from kvpool.hit_rule import AnyOf, first_needed, needed, usable
+from kvpool.memory.segment import Segment
+from kvpool.placement.records import TierRecord
+from kvpool.types import BlockStatus
+from kvpool.wire import frame
+from kvpool.wire import worker as worker_wire
+
+log = logging.getLogger("kvpool.daemon")
+
+TIDY_EVERY_S = 1.0
+
+
+def check_environment() -> None:
+    """Raises `ConfigError` where there can be no such tier."""
+    if find_spec("torch") is None:
+        raise ConfigError(
+            "device: a segment of device memory needs torch in the daemon's environment"
+        )
+
+
+class DeviceTier(DeviceBooks):
+    """A `LocalTier`; see the module, and `DeviceBooks`."""
+
+    def __init__(
+        self,
+        config: DeviceConfig,
+        node: Node,
+        clock: Callable[[], float],
+        make_rules: Callable[[], Node],
+    ) -> None:
+        super().__init__(config, node, clock, make_rules)
+        self._keeper: WorkerSupervisor[DeviceWorkerProxy] | None = None
+        self._tasks = Tasks()
+        promotion = self._promotion = DevicePromotion(self, self._tasks)
+        self.was_read, self.store = promotion.was_read, promotion.store
+
+    def start(self, segments: Mapping[int, Segment]) -> None:
+        """Run the process. The node serves meanwhile, and when it cannot be started.
+
+        segments: of the tenants, by number.
+        """
+        self.divide()
+        sizes = {tenant.segment: self.sizes[name] for name, tenant in self.node.tenants.items()}
+        order = worker_wire.DeviceStart(
+            self.config.device, [sizes[number] for number in sorted(sizes)]
+        )
+        self._tasks.begin(self._run(order, segments))
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin what is done beside the requests."""
+        self._tasks.begin(self._promotion.run())
+        self._tasks.begin(self._tidy())
+
+    async def _run(self, order: worker_wire.DeviceStart, segments: Mapping[int, Segment]) -> None:
+        keeper = WorkerSupervisor(
+            lambda: DeviceWorkerProxy(order, segments), self.began, self.ended, None
+        )
+        self._keeper = keeper
+        await keeper.insist(f"memory of {self.config.device}")
+
+    async def close(self) -> None:
+        """See `Tier`."""
+        await self._tasks.end()
+        if self._keeper is not None:
+            await self._keeper.stop()
+        self.ended("it is closed")
+
+    async def _tidy(self) -> None:
+        """Give slots of ended epochs back."""
+        while True:
+            await asyncio.sleep(TIDY_EVERY_S)
+            await give_garbage_back(self.rules)
+
+    async def export(self, tenant: Tenant) -> tuple[bytes, int, int] | None:
+        """A handle of the tenant's part, of which life it is, and what tells of that one's end.
+
+        The descriptor is the tier's, and good until the event loop goes on. None if there is nothing to attach to.
+        """
+        process = self.process
+        if process is None or not self.sizes.get(tenant.name):
+            return None
+        try:
+            handle = await process.export(tenant.segment)
+            life_fd = process.life_fd
+        except KvpoolError as error:
+            log.warning("memory of %s was not handed to a client: %s", self.config.device, error)
+            return None
+        return (handle, process.life, life_fd) if process is self.process else None
+
+    def acquire(
+        self,
+        holder: Holder,
+        namespace: NamespaceState,
+        parts: Sequence[int],
+        keys: Sequence[bytes],
+        lease_s: float,
+        now: float,
+    ) -> Lease | None:
+        """As `Leases.acquire` of memory, for a client that reads the device by itself: a lease on both.
+
+        What is on the device is leased there, whether it is in memory as well or not. What is leased here
+        ends with the lease, however that does.
+        """
+        rules, node, life = self.rules, self.node, self.life
+        node.settle()
+        rules.settle()
+        tables = namespace.tables_of(parts)
+        promoted = [self.promoted(table) for table in tables]
+        specs = [table.spec for table in tables]
+        held = [AnyOf((table.blocks, above)) for table, above in zip(tables, promoted, strict=True)]
+        n = usable(specs, held, keys)
+        here: dict[int, list[Block | None]] = {}
+        below: dict[int, tuple[int, list[Block]]] = {}
+        chosen: dict[int, tuple[int, list[Block]]] = {}
+        for table, above in zip(tables, promoted, strict=True):
+            part, wanted = table.part, needed(table.spec, keys[:n])
+            first = first_needed(table.spec, n) - table.spec.stride + 1
+            here[part] = [above.get(key) for key in wanted]
+            chosen[part] = first, [block for block in here[part] if block is not None]
+            below[part] = first, [table.blocks[key] for key in wanted if key not in above]
+        if not any(blocks for _, blocks in chosen.values()):
+            return node.leases.acquire(holder, namespace, parts, keys, lease_s, now)
+        own = self.holders[namespace.tenant.name]
+        try:
+            direct = rules.leases.lease(own, chosen, n, None, now)
+        except LimitExceeded:  # very many readers of the device at a time: then without
+            return node.leases.acquire(holder, namespace, parts, keys, lease_s, now)
+        try:
+            lease = node.leases.lease(holder, below, n, lease_s, now)
+        except KvpoolError:
+            rules.leases.release(own, direct.token)
+            raise
+        nbytes = sum(block.table.spec.nbytes for _, blocks in chosen.values() for block in blocks)
+        lease.beside = Beside(life, here, lambda: rules.leases.release(own, direct.token), nbytes)
+        self.counters["leased_blocks"] += sum(len(blocks) for _, blocks in chosen.values())
+        self.counters["leased_bytes"] += nbytes
+        return lease
+
+    async def load(
+        self, table: PartTable, keys: Sequence[bytes], rows: Sequence[int], seconds: float
+    ) -> worker_wire.Pulled:
+        """See `Tier`."""
+        status, checksums = bytearray(len(keys)), [EMPTY_KEY] * len(keys)
+        rules, process, own = self.rules, self.process, self.table(table)
+        lease = None
+        if own is not None and process is not None:
+            holder = self.holders[own.namespace.tenant.name]
+            lease = rules.leases.acquire(
+                holder, own.namespace, [own.part], keys, None, self.clock(), scattered=True
+            )
+        if own is None or process is None or lease is None:
+            return worker_wire.Pulled(bytes(status), b"".join(checksums), 0.0)
+        found = {block.key: block for block in lease.parts[own.part][1]}
+        at = [index for index, key in enumerate(keys) if key in found]
+        blocks = [found[keys[index]] for index in at]
+        try:
+            pulled = await process.demote(
+                worker_wire.DemoteBlocks(
+                    segment=table.namespace.tenant.segment,
+                    stride=table.stride,
+                    nbytes=table.spec.nbytes,
+                    rows=frame.pack_rows([rows[index] for index in at]),
+                    device_rows=array("I", [block.row for block in blocks]).tobytes(),
+                    checksums=b"".join([block.checksum for block in blocks]),
+                    deadline_s=seconds,
+                )
+            )
+        except KvpoolError:
+            self.counters["read_errors"] += 1
+            raise
+        finally:
+            rules.leases.release(holder, lease.token)
+        for index, block, one in zip(at, blocks, pulled.status, strict=True):
+            status[index] = one
+            if one == BlockStatus.PRESENT:
+                checksums[index] = block.checksum
+            elif one == BlockStatus.MISMATCH:
+                rules.removal.drop_corrupt(own.namespace, own.part, block.key)
+        came = pulled.status.count(BlockStatus.PRESENT)
+        self.counters["read_blocks"] += came
+        self.counters["read_bytes"] += came * table.spec.nbytes
+        self.counters["mismatches"] += pulled.status.count(BlockStatus.MISMATCH)
+        return worker_wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
+
+    def record(self) -> TierRecord:
+        """The tier as others are told of it."""
+        size, used, _ = self.occupancy()
+        return TierRecord("device", size, used)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values, by the names that disks have for theirs."""
+        return {
+            "path": self.config.device,
+            "state": str(self.state),
+            "error": self.error,
+            "size_bytes": self.config.size,
+            "segment_bytes": sum(self.sizes.values()),
+            "used_bytes": self.used_bytes,
+            "blocks": self.rules.inventory.block_count(),
+            "queued_blocks": self._promotion.queued,
+            "gone": self.rules.counters.gone(),
+            **self.counters,
+        }

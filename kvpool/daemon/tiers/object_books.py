@@ -1,0 +1,175 @@
+"""What reads, writes and scans of object storage share: the process that serves, and the catalog.
+
+The catalog is a hint. An object that is gone, or holds something else, is a miss, and its entry is dropped.
+An entry carries a seal made with the cluster's secret, so that whoever can write to Redis cannot pass off one
+block as another.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvpool.config import DaemonConfig
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.telemetry.tasks import Tasks
+from kvpool.daemon.tiers.tier_state import ObjectTierState
+from kvpool.daemon.workers.object_proxy import ObjectStorage
+from kvpool.errors import Unavailable
+from kvpool.placement.catalog.base import Catalog
+from kvpool.placement.directory.base import BATCH_MAX
+from kvpool.placement.membership.base import Membership
+from kvpool.retry import Backoff
+from kvpool.storage.object.packs import LOCATION
+
+log = logging.getLogger("kvpool.daemon")
+
+RETRY_S = (1.0, 30.0)  # between attempts to use object storage that failed
+ENTRY_S = 7 * 86_400.0  # an entry of the catalog lives, unless it is listed again
+SEAL_BYTES = 16
+LOCATION_BYTES = LOCATION.itemsize
+
+
+class PackRecord(msgspec.Struct, array_like=True, frozen=True):
+    """What a pack says of its blocks' namespace. ttl_s: of its settings then."""
+
+    tenant: str
+    base: bytes
+    epoch: int
+    ttl_s: float
+
+
+class ObjectBooks:
+    """See the module. catalog: its own from now on."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        node: Node,
+        membership: Membership,
+        catalog: Catalog,
+        clock: Callable[[], float],
+    ) -> None:
+        self.node = node
+        self.state = ObjectTierState.OPENING
+        self.error = ""
+        self.catalog = catalog
+        self.config = config
+        self.membership = membership
+        self.clock = clock
+        self.storage: ObjectStorage | None = None
+        self.tasks = Tasks()
+        self.stocked = False  # what this node wrote in former lives is known, and its size counts
+        self.retry = Backoff(*RETRY_S)
+        self.said: dict[str, Any] = {}
+        self._seal_key = hashlib.sha256(
+            b"kvpool catalog\0" + config.cluster_secret.encode()
+        ).digest()
+        self.counters = {
+            "written_blocks": 0,
+            "written_bytes": 0,
+            "read_blocks": 0,
+            "read_bytes": 0,
+            "known_blocks": 0,  # not written, since they were there already
+            "stale_blocks": 0,  # whose object was gone
+            "mismatches": 0,
+            "read_errors": 0,
+            "write_errors": 0,
+            "no_space_blocks": 0,
+            "unlisted_blocks": 0,  # written, while the catalog did not answer
+            "lookups_failed": 0,
+            "dropped_packs": 0,
+        }
+
+    def ended(self, error: str) -> None:
+        """The process is dead, or cannot be started."""
+        self.storage, self.said = None, {}
+        self.state, self.error = ObjectTierState.FAILED, error
+
+    @property
+    def serving(self) -> bool:
+        """See `Tier`."""
+        return self.storage is not None
+
+    def may_write(self) -> bool:
+        return self.state is ObjectTierState.SERVING and self.stocked
+
+    async def find(self, digest: bytes, part: int, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The locations of blocks. What was not sealed by this cluster is none. Raises `Unavailable`."""
+        found: list[bytes | None] = []
+        for at in range(0, len(keys), BATCH_MAX):
+            some = keys[at : at + BATCH_MAX]
+            entries = await self.catalog.find(digest, part, some)
+            for key, entry in zip(some, entries, strict=True):
+                location = None if entry is None else entry[:LOCATION_BYTES]
+                sealed = location is not None and self.seal(digest, part, key, location) == entry
+                found.append(location if sealed else None)
+            await asyncio.sleep(0)  # the seals of so many take milliseconds
+        return found
+
+    async def enlist(
+        self, digest: bytes, part: int, keys: Sequence[bytes], packed: bytes, ttl_s: float
+    ) -> None:
+        """Have the catalog know where blocks are. packed: their locations. Raises `Unavailable`."""
+        entries = [
+            self.seal(digest, part, key, packed[at * LOCATION_BYTES : (at + 1) * LOCATION_BYTES])
+            for at, key in enumerate(keys)
+        ]
+        for at in range(0, len(keys), BATCH_MAX):
+            chosen = slice(at, at + BATCH_MAX)
+            await self.catalog.add(digest, part, keys[chosen], entries[chosen], ttl_s)
+
+    def seal(self, digest: bytes, part: int, key: bytes, location: bytes) -> bytes:
+        """An entry of the catalog: the location, and a proof that it is this block's."""
+        said = digest + part.to_bytes(2, "little") + key + location
+        return location + hashlib.blake2b(said, digest_size=SEAL_BYTES, key=self._seal_key).digest()
+
+    async def unlist(
+        self, digest: bytes, part: int, keys: Sequence[bytes], packs: Sequence[bytes]
+    ) -> None:
+        """These blocks are not in these objects any more. Best effort: an entry too many is a miss later."""
+        try:
+            await self.drop(digest, part, keys, packs)
+        except Unavailable:
+            self.counters["lookups_failed"] += 1
+
+    async def drop(
+        self, digest: bytes, part: int, keys: Sequence[bytes], packs: Sequence[bytes]
+    ) -> None:
+        for at in range(0, len(keys), BATCH_MAX):
+            chosen = slice(at, at + BATCH_MAX)
+            await self.catalog.drop(digest, part, keys[chosen], packs[chosen])
+
+    def answered(self) -> None:
+        if self.state is ObjectTierState.FAILING:
+            log.warning(
+                "object storage at %s works again",
+                self.config.object_store,
+                extra={"object_store": self.config.object_store},
+            )
+        self.state, self.error = ObjectTierState.SERVING, ""
+        self.retry.succeeded()
+
+    def failed(self, error: str) -> None:
+        """A request failed: nothing is written for a while."""
+        if self.state is ObjectTierState.FAILED:
+            return
+        if self.state is ObjectTierState.FAILING and not self.retry.due(self.clock()):
+            return  # it was known already, and is to be tried again in time
+        if self.state is not ObjectTierState.FAILING:
+            log.warning(
+                "object storage at %s fails: %s",
+                self.config.object_store,
+                error,
+                extra={"object_store": self.config.object_store},
+            )
+            self.error = error  # of the first one: later ones may only say that it is left alone
+        self.state = ObjectTierState.FAILING
+        self.retry.failed(self.clock())

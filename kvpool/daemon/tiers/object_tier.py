@@ -1,0 +1,133 @@
+"""Object storage, below all other tiers.
+
+It is cold, and shared by the nodes of a cluster: what one has written, all find by the catalog, also when the
+one has died. The fetcher fetches from here as from one more node.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvpool.config import DaemonConfig
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.tiers.object_books import ObjectBooks
+from kvpool.daemon.tiers.object_read import ObjectReader
+from kvpool.daemon.tiers.object_scan import ObjectScan
+from kvpool.daemon.tiers.object_write import ObjectWriter
+from kvpool.daemon.tiers.tier_state import ObjectTierState
+from kvpool.daemon.workers.object_proxy import ObjectStorage, ObjectWorkerProxy
+from kvpool.daemon.workers.supervisor import WorkerSupervisor
+from kvpool.memory.segment import Segment
+from kvpool.placement.catalog.base import Catalog
+from kvpool.placement.membership.base import Membership
+from kvpool.storage.base import Occupancy
+from kvpool.wire import storage as storage_wire
+
+log = logging.getLogger("kvpool.daemon")
+
+
+class ObjectTier(ObjectBooks):
+    """A `SharedTier`; see the module. Without a URL in the configuration there is nothing here, and nothing is done.
+
+    catalog: the tier's from now on.
+    """
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        node: Node,
+        membership: Membership,
+        catalog: Catalog,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(config, node, membership, catalog, clock)
+        self._keeper: WorkerSupervisor[ObjectWorkerProxy] | None = None
+        reader, writer, scan = ObjectReader(self), ObjectWriter(self), ObjectScan(self)
+        self._writer, self._scan = writer, scan
+        self.where, self.load = reader.where, reader.load
+        self.mode, self.store, self.remove = writer.mode, writer.store, writer.remove
+        self.flush, self.enter = writer.flush, scan.enter
+
+    async def start(self, segments: Mapping[int, Segment]) -> None:
+        """Start the process. Raises `ConfigError` for settings that can never work.
+
+        Object storage that does not answer is logged, and tried again now and then.
+        """
+        config = self.config
+        if not config.object_store:
+            return
+        order = storage_wire.ObjectStart(
+            folder_url(config),
+            hashlib.sha256(f"{config.cluster}\0{config.node}".encode()).digest()[:8],
+            config.object_bytes_max,
+            config.object_instance_credentials,
+        )
+        keeper = WorkerSupervisor(
+            lambda: ObjectWorkerProxy(order, segments), self.serve, self.ended, None
+        )
+        self._keeper = keeper
+        await keeper.start()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin what is done beside the requests."""
+        for work in (self._writer.run(), self._scan.tend(), self._scan.listen()):
+            self.tasks.begin(work)
+
+    def serve(self, storage: ObjectStorage) -> None:
+        """A new life of the process serves."""
+        self.storage, self.stocked, self.said = storage, False, {}
+        self.state, self.error = ObjectTierState.OPENING, ""
+        self.retry.retry_at = 0.0
+
+    async def close(self) -> None:
+        """See `Tier`."""
+        await self.tasks.end()
+        if self._keeper is not None:
+            await self._keeper.stop()
+            self._keeper = None
+        self.ended("it is closed")
+        await self.catalog.close()
+
+    def occupancy(self) -> Occupancy:
+        """See `Tier`: of this node's own objects, a second ago."""
+        said = self.said
+        return Occupancy(
+            self.config.object_bytes_max, said.get("used_bytes", 0), said.get("blocks", 0)
+        )
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Plain values; empty without object storage. What is used counts this node's objects only."""
+        if not self.config.object_store:
+            return []
+        said = self.said
+        return [
+            {
+                "path": self.config.object_store,
+                "state": str(self.state),
+                "error": self.error,
+                "size_bytes": self.config.object_bytes_max,
+                "used_bytes": said.get("used_bytes", 0),
+                "blocks": said.get("blocks", 0),
+                "packs": said.get("packs", 0),
+                "stocked": self.stocked,
+                "garbage": self._scan.garbage,
+                "writing_blocks": self._writer.under_way,
+                "restarts": 0 if self._keeper is None else self._keeper.restarts,
+                "attempts": said.get("attempts", 0),
+                "faults": said.get("faults", {}),
+                "suspended_s": said.get("suspended_s", 0.0),
+                **self.counters,
+            }
+        ]
+
+
+def folder_url(config: DaemonConfig) -> str:
+    """Where the objects lie: nodes share a folder only if they agree about the epochs of namespaces."""
+    folder = f"cluster/{config.cluster}" if config.join else f"node/{config.cluster}/{config.node}"
+    return f"{config.object_store.rstrip('/')}/{folder}"

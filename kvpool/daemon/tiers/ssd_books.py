@@ -1,0 +1,425 @@
+"""The books of one disk of this node: which block lies in which of its slots.
+
+The rules of the slots are those of memory: a `Node` of its own, whose segment is the file, whose leases
+are reads under way, and whose reservations are writes under way. What differs is that its slots outlive
+the process. So a slot that was given up is *forgotten* in the index before anything else is written to it
+(each order to write carries what to forget first), and a new life of the disk process begins with what
+its index holds (`ssd_restore`).
+
+Blocks that a codec has made smaller lie in shorter slots, of a few lengths. To the rules each length is a
+table of its own beside that of the part, made when it is first needed; a block is in one of them. How small
+a block gets is known when it has been packed, so it is packed first and gets its slot afterwards.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from kvpool.daemon.core.blocks import PIN_KINDS, Block, Holder, Lease, NamespaceState, PartTable
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.tiers.tier_state import TierState
+from kvpool.daemon.workers.disk_proxy import Disk
+from kvpool.errors import (
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    Unavailable,
+)
+from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, quota_bytes
+from kvpool.storage.slab import CLASSES_MAX, PAGE, SlabAllocator
+from kvpool.types import BlockStatus, PartSpec, plain_parts, split_keys
+from kvpool.wire import storage as storage_wire
+
+log = logging.getLogger("kvpool.daemon")
+
+FORGET_S = 30.0  # for the index to take deletions
+
+
+class TableRecord(msgspec.Struct, array_like=True, frozen=True):
+    """What the index keeps of a table, so that a later life of this node knows it again."""
+
+    tenant: str
+    base: bytes
+    fields: bytes
+    parts: list[tuple[int, str, int, int]]
+    part: int
+    epoch: int
+    generation: int
+    settings: NamespaceSettings = DEFAULT_SETTINGS
+
+
+class Slots(SlabAllocator):
+    """An allocator that tells which places were given up."""
+
+    def __init__(self, base: int, size: int, given_up: array[int]) -> None:
+        super().__init__(size)
+        self._base = base
+        self._given_up = given_up
+
+    def free(self, stride: int, rows: Sequence[int]) -> None:
+        super().free(stride, rows)
+        base = self._base
+        self._given_up.extend([base + row * stride for row in rows])
+
+
+class SsdBooks:
+    """See the module. What restores, writes and reads share.
+
+    shares: of the segment for each tenant; in the order of their names, they lie one after the other.
+    weight: the part of all disks' bytes that this one has, and so of a namespace's quota.
+    make_node: rules for its slots, without tenants.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        size: int,
+        shares: Mapping[str, float],
+        make_node: Callable[[], Node],
+        clock: Callable[[], float],
+        *,
+        weight: float = 1.0,
+    ) -> None:
+        self.path = path
+        self.size = size
+        self.state = TierState.OPENING
+        self.error = ""
+        self.node = make_node()
+        self.make_node = make_node
+        self.shares = dict(sorted(shares.items()))
+        self.clock = clock
+        self._weight = weight
+        self.disk: Disk | None = None
+        self.given_up: array[int] = array("Q")
+        self.refused = False  # an index may keep what it was to forget until it is asked once more
+        self.bases: dict[str, int] = {}
+        self.holders: dict[str, Holder] = {}
+        # As the index knows them.
+        self.numbers: dict[PartTable, tuple[int, NamespaceSettings]] = {}
+        self._numbering = asyncio.Lock()
+        self._too_large: set[bytes] = set()  # namespaces that cannot be here, and were told of
+        self.nbytes: dict[PartTable, int] = {}  # of a block; its slot is whole pages
+        self.shorter: dict[PartTable, dict[int, PartTable]] = {}  # by length, beside a part's own
+        self.codecs: Sequence[str] = ()  # that the process can use
+        self.codec_error = ""  # why nothing is packed though a namespace has a codec
+        self.written_bytes = 0
+        self.writing_bytes = 0
+        self.counters = {
+            "written_blocks": 0,
+            "read_blocks": 0,
+            "read_bytes": 0,
+            "write_errors": 0,
+            "read_errors": 0,
+            "mismatches": 0,
+            "restored_blocks": 0,
+            "dropped_at_restore": 0,
+            "scrubbed_blocks": 0,
+            "packed_blocks": 0,  # of those written
+            "unpacked_blocks": 0,  # written as they are though their namespace has a codec
+            "undecoded_blocks": 0,  # of the mismatches: did not become again what was packed
+        }
+
+    def forget_all(self) -> None:
+        self.disk = None
+        former, self.node = self.node, self.make_node()
+        self.node.inventory.tell_of_end(former.inventory)
+        self.given_up = array("Q")
+        self.refused = False
+        self.bases, self.holders, self.numbers, self.nbytes = {}, {}, {}, {}
+        self.shorter = {}
+
+    async def tidy(self) -> None:
+        """Have the index forget what was given up since the last write. Raises `Unavailable`."""
+        if not self.given_up and not self.refused:
+            return
+        node, slots = self.node, self.take_given_up()
+        try:
+            await self.living_disk().forget(storage_wire.ForgetSlots(slots, FORGET_S))
+        except LimitExceeded:
+            # It was not sent. What was, the process keeps, and an index that refuses is asked again: to
+            # send that once more could hit what was written into such a slot meanwhile.
+            if self.node is node:
+                self.given_up.frombytes(slots)
+            raise
+        except KvpoolError:
+            if self.node is node:
+                self.refused = True
+            raise
+        if self.node is node:
+            self.refused = False
+
+    def take_given_up(self) -> bytes:
+        slots = self.given_up.tobytes()
+        del self.given_up[:]
+        return slots
+
+    def living_disk(self) -> Disk:
+        if self.disk is None:
+            raise Unavailable(f"the disk at {self.path} is {self.state}: {self.error}")
+        return self.disk
+
+    def open(self, namespace: NamespaceState) -> NamespaceState | None:
+        """The rules' own state of a namespace; None where a part of it is too large for its segment."""
+        known = self.node.namespaces.by_directory(namespace.directory_digest)
+        if known is not None:
+            return None if known.retired else known
+        tenant = self.node.tenants.get(namespace.tenant.name)
+        if tenant is None or namespace.retired:
+            return None
+        specs = [PartSpec(-(-spec.nbytes // PAGE) * PAGE) for spec in namespace.parts]
+        try:
+            state = self.node.namespaces.open(tenant, namespace.base, namespace.fields, specs)
+        except (InvalidRequest, LimitExceeded) as error:
+            if namespace.base not in self._too_large:
+                self._too_large.add(namespace.base)
+                log.warning(
+                    "no block of namespace %s is written to the disk at %s: %s",
+                    namespace.base.hex(),
+                    self.path,
+                    error,
+                    extra={"namespace": namespace.base.hex(), "disk": self.path},
+                )
+            return None
+        state = self.node.namespaces.set_epoch(state, namespace.epoch, 0, namespace.generation)
+        if state.epoch != namespace.epoch:
+            return None
+        self.measure(state, namespace)
+        self.limit(namespace)
+        return state
+
+    def limit(self, namespace: NamespaceState) -> None:
+        """Have a namespace in memory keep to what it may hold here."""
+        space = self.space(namespace)
+        if space is not None:
+            size = space.tenant.allocator.size
+            quota = namespace.settings.ssd_quota
+            self.node.quotas.set(space, quota_bytes(quota, size, self._weight))
+
+    def measure(self, state: NamespaceState, namespace: NamespaceState) -> None:
+        """Know how long the blocks of a namespace are: its slots are whole pages."""
+        for table, spec in zip(state.tables, namespace.parts, strict=True):
+            self.nbytes[table] = spec.nbytes
+
+    def space(self, namespace: NamespaceState) -> NamespaceState | None:
+        """What is here of a namespace in memory; None: nothing."""
+        space = self.node.namespaces.by_directory(namespace.directory_digest)
+        return None if space is None or space.retired else space
+
+    def table(self, table: PartTable) -> PartTable | None:
+        """What is here of a table in memory."""
+        space = self.space(table.namespace)
+        return None if space is None else space.tables[table.part]
+
+    def holding(self, table: PartTable) -> list[PartTable]:
+        """All tables here in which blocks of a table in memory may be."""
+        own = self.table(table)
+        return [] if own is None else self.all_tables(own)
+
+    def all_tables(self, own: PartTable) -> list[PartTable]:
+        """A part's own table, and those of its shorter slots."""
+        shorter = self.shorter.get(own)
+        return [own] if shorter is None else [own, *shorter.values()]
+
+    def of_length(self, own: PartTable, length: int) -> PartTable | None:
+        """Where blocks of a part lie that need slots of this length; None: such slots cannot be had.
+
+        Other namespaces need classes too, so there are no new lengths when half of them are taken.
+        """
+        shorter = self.shorter.setdefault(own, {})
+        table = shorter.get(length)
+        if table is None:
+            classes = own.namespace.tenant.allocator.class_count
+            if self.state is not TierState.OPENING and classes >= CLASSES_MAX // 2:
+                return None
+            try:
+                table = self.node.namespaces.add_table(own.namespace, PartSpec(length))
+            except LimitExceeded:
+                return None
+            shorter[length] = table
+            self.nbytes[table] = self.nbytes[own]
+        return table
+
+    def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
+        """See `Inventory.masks`: of the parts as memory has them."""
+        count, masks = self.node.inventory.masks(digest, keys)
+        space = self.node.namespaces.by_directory(digest)
+        if space is None or count == len(space.parts):
+            return count, masks
+        for own in space.tables[: len(space.parts)]:
+            bit, others = 1 << own.part, sum(1 << t.part for t in self.all_tables(own)[1:])
+            masks = [mask & ~others | bit if mask & others else mask for mask in masks]
+        return len(space.parts), masks
+
+    def takes(self, table: PartTable, n: int) -> int:
+        """About how many bytes so many blocks of a table in memory will take here."""
+        if table.namespace.settings.ssd_codec in self.codecs:
+            there = [(own.stride, len(own.blocks)) for own in self.holding(table)]
+            blocks = sum(count for _, count in there)
+            if blocks:
+                return n * sum(stride * count for stride, count in there) // blocks
+        return n * table.stride
+
+    def enter(self, namespace: NamespaceState) -> None:
+        """A namespace is in a new epoch: what was here of it is found no more."""
+        tenant = self.node.tenants.get(namespace.tenant.name)
+        epochs = None if tenant is None else tenant.epochs.get(namespace.base)
+        if epochs is not None:
+            living = self.node.namespaces.set_epoch(
+                epochs[-1], namespace.epoch, 0, namespace.generation
+            )
+            self.measure(living, namespace)
+
+    async def record(self, namespace: NamespaceState) -> None:
+        """Have the index know which epoch a namespace is in: for nodes that nobody else tells.
+
+        Raises `Unavailable` when that cannot be made durable: a later life of this node might take old
+        blocks for new ones.
+        """
+        space = self.open(namespace)
+        if space is None:
+            if self.state is TierState.FAILED:
+                raise Unavailable(
+                    f"the disk at {self.path} cannot record the change ({self.error}). Take it out "
+                    f"of the configuration, or empty its folder"
+                )
+            return  # it is too large for this disk, or its epoch is over already
+        for table in space.tables:
+            if table.part == 0 or table in self.numbers:
+                await self.number(table, namespace)
+
+    async def number(self, table: PartTable, namespace: NamespaceState) -> int:
+        """What the index calls a table of ours; made known to it first, if it is not, with its settings."""
+        number, recorded = self.numbers.get(table, (0, DEFAULT_SETTINGS))
+        if number and recorded == namespace.settings:
+            return number
+        async with self._numbering:  # or two would give it a number each
+            number, recorded = self.numbers.get(table, (0, DEFAULT_SETTINGS))
+            if number and recorded == namespace.settings:
+                return number
+            settings = namespace.settings
+            record = TableRecord(
+                namespace.tenant.name,
+                namespace.base,
+                namespace.fields,
+                plain_parts(namespace.parts),
+                table.part,
+                namespace.epoch,
+                namespace.generation,
+                settings,
+            )
+            numbers = self.numbers
+            number = await self.living_disk().add_table(msgspec.msgpack.encode(record), number)
+            numbers[table] = number, settings
+        return number
+
+    def is_shorter(self, own: PartTable) -> bool:
+        """Whether what lies in a table's slots is packed."""
+        return own.part >= len(own.namespace.parts)
+
+    def slots(self, blocks: Sequence[Block]) -> bytes:
+        """Where blocks of one tenant lie in the file, as orders carry it."""
+        base = self.bases[blocks[0].table.namespace.tenant.name]
+        return array("Q", [base + block.row * block.table.stride for block in blocks]).tobytes()
+
+    def offsets(self, own: PartTable, rows: Sequence[int]) -> bytes:
+        """The same of rows of a table."""
+        base = self.bases[own.namespace.tenant.name]
+        return array("Q", [base + row * own.stride for row in rows]).tobytes()
+
+    def lengths(self, blocks: Sequence[Block]) -> bytes:
+        """How long their slots are, as orders carry it: nothing where all are as long as a whole block."""
+        if not any(self.is_shorter(table) for table in {block.table for block in blocks}):
+            return b""
+        return array("I", [block.table.spec.nbytes for block in blocks]).tobytes()
+
+    def lease(self, own: PartTable, keys: Sequence[bytes]) -> Lease | None:
+        """Keep those of the blocks that are here in their slots, until `_release`."""
+        return self.node.leases.acquire(
+            self.holders[own.namespace.tenant.name],
+            own.namespace,
+            [own.part],
+            keys,
+            None,
+            self.clock(),
+            scattered=True,
+        )
+
+    def release(self, node: Node, own: PartTable, lease: Lease) -> None:
+        """node: whose lease it is; of an ended life there is nothing to be released."""
+        if self.node is node:
+            node.leases.release(self.holders[own.namespace.tenant.name], lease.token)
+
+    def drop_bad(self, node: Node, blocks: Sequence[Block], status: bytes) -> int:
+        """What does not match its checksum, or cannot be read, is found here no more; how many."""
+        bad = [
+            block
+            for block, s in zip(blocks, status, strict=True)
+            if s in {BlockStatus.MISMATCH, BlockStatus.FAILED}
+        ]
+        mismatches = status.count(BlockStatus.MISMATCH)
+        self.counters["mismatches"] += mismatches
+        self.counters["read_errors"] += len(bad) - mismatches
+        for block, one in zip(blocks, status, strict=True):
+            self.counters["undecoded_blocks"] += one == BlockStatus.MISMATCH and self.is_shorter(
+                block.table
+            )
+        if self.node is node:
+            for block in bad:
+                node.removal.drop_corrupt(block.table.namespace, block.table.part, block.key)
+        return len(bad)
+
+    def no_codec(self, error: str) -> None:
+        """What this life of the process was thought to be able to pack and read, it cannot."""
+        if self.codecs:
+            self.codecs = ()
+            self.cannot_pack(error)
+
+    def cannot_pack(self, error: str) -> None:
+        self.codec_error = f"blocks are written as they are: {error}"
+        log.warning("the disk at %s: %s", self.path, self.codec_error, extra={"disk": self.path})
+
+    async def pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> set[bytes]:
+        """Pin what is here of these blocks, for later lives too: see `Pins.pin`; the keys."""
+        space = self.space(namespace)
+        if space is None:
+            return set()
+        keys = split_keys(packed)
+        changed = self.node.pins.check(space, keys, kind)
+        found = self.node.pins.pin(space, keys, kind)
+        base = self.bases[space.tenant.name]
+        slots = array("Q", [base + block.row * block.table.stride for block in changed])
+        if slots:
+            await self.living_disk().pin(
+                storage_wire.PinSlots(slots.tobytes(), PIN_KINDS[kind], FORGET_S)
+            )
+        return found
+
+    @property
+    def segment_bytes(self) -> int:
+        """What slots can take; 0 while the process does not run."""
+        return 0 if self.disk is None else self.disk.ready.segment_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots that are in use."""
+        return sum(tenant.allocator.bytes_used for tenant in self.node.tenants.values())
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of all blocks here as they are read, and of the slots that they lie in."""
+        tables = [
+            table
+            for tenant in self.node.tenants.values()
+            for space in tenant.namespaces.values()
+            for table in space.tables
+        ]
+        return (
+            sum(len(table.blocks) * self.nbytes[table] for table in tables),
+            sum(len(table.blocks) * table.stride for table in tables),
+        )

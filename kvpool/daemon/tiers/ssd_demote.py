@@ -1,0 +1,262 @@
+"""What is written from memory to this node's disks, and when.
+
+Blocks get to SSD in the background, from a bounded queue (namespaces that write through), and from the cold end of
+memory ahead of their eviction (those that write back). A put waits for neither.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from kvpool.config import DaemonConfig
+from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable, Tenant
+from kvpool.daemon.core.candidates import Place
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.telemetry.tasks import Tasks
+from kvpool.daemon.tiers.ssd_device import SsdDevice, device_of
+from kvpool.daemon.tiers.tier_state import TierState
+from kvpool.daemon.tiers.write_orders import (
+    Order,
+    WriteLimits,
+    WriteOrders,
+)
+from kvpool.storage.stack import Budget, Watermarks, WriteMode
+from kvpool.types import BlockStatus
+
+log = logging.getLogger("kvpool.daemon")
+
+QUEUE_MAX = 1 << 16  # blocks that were put and are to be written through
+BATCH_BLOCKS, BATCH_BYTES = 256, 16 << 20  # in one order
+WRITES_MAX = 4  # orders to write at a time, of all disks
+HELD_SHARE = 1 / 8  # of a segment, in all orders
+CLEAN_LOW, CLEAN_HIGH = 1 / 8, 1 / 4  # of a segment: its cold end that is to be on disk already
+LOOK_BLOCKS = 4096  # of the cold end, in one look
+CLEAN_EVERY_S, PRESSED_S = 0.05, 0.005
+CLOSED_S = 1.0  # between looks whether a disk takes writes
+
+
+class SsdDemotion:
+    """Writes what this node's disks are to have."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        node: Node,
+        clock: Callable[[], float],
+        devices: Sequence[SsdDevice],
+        tasks: Tasks,
+    ) -> None:
+        self.node = node
+        self.devices = devices
+        self._config = config
+        self._clock = clock
+        self._queue: OrderedDict[tuple[PartTable, bytes], None] = OrderedDict()
+        self._awake = asyncio.Event()
+        self._put = asyncio.Event()
+        limits = WriteLimits(WRITES_MAX, BATCH_BLOCKS, BATCH_BYTES, HELD_SHARE)
+        self._orders = WriteOrders(node, tasks, "writes", limits)
+        self._pressed = False
+        self._watermarks: dict[tuple[str, Place], Watermarks] = {}
+        self.budget = Budget(config.ssd_bytes_per_day, clock())
+        self.counters = {
+            "dropped_writes": 0,  # not queued, or not there any more when their turn came
+            "over_budget_blocks": 0,
+            "once_used_blocks": 0,  # not written, since the budget is short and nobody read them again
+        }
+
+    @property
+    def queued(self) -> int:
+        """Blocks that wait to be written through."""
+        return len(self._queue)
+
+    @property
+    def under_way(self) -> int:
+        """Blocks that are being written."""
+        return len(self._orders)
+
+    def disk_opened(self) -> None:
+        """What waits may perhaps be written now."""
+        self._awake.set()
+
+    def memory_filled(self) -> None:
+        """Something came into memory, and makes others give way, which are to be written first."""
+        self._put.set()
+
+    def mode(self, namespace: NamespaceState) -> WriteMode:
+        """When blocks of a namespace are written."""
+        return WriteMode(namespace.settings.write or self._config.ssd_write)
+
+    def stored(
+        self, namespace: NamespaceState, part: int, keys: Callable[[], Iterable[bytes]]
+    ) -> None:
+        """These were put into memory. Never waits; what finds the queue full is not written through."""
+        if not self.devices:
+            return
+        self._put.set()
+        if self.mode(namespace) is not WriteMode.THROUGH:
+            return
+        table = namespace.tables[part]
+        queue = self._queue
+        for key in keys():
+            if len(queue) >= QUEUE_MAX:
+                self.counters["dropped_writes"] += 1
+            else:
+                queue[table, key] = None
+        self._awake.set()
+
+    async def write_through(self) -> None:
+        while True:
+            await self._awake.wait()
+            self._awake.clear()
+            while self._queue:
+                if self._may_write():
+                    await self._orders.begin(lambda: self._choose(self._next_batch()))
+                else:
+                    await asyncio.sleep(PRESSED_S if self.opening() else CLOSED_S)
+
+    def opening(self) -> bool:
+        return any(device.state is TierState.OPENING for device in self.devices)
+
+    def _next_batch(self) -> list[Block]:
+        """Blocks of one table from the front of the queue that are still there."""
+        self.node.settle()
+        table: PartTable | None = None
+        blocks: list[Block] = []
+        while self._queue:
+            key: bytes
+            first, key = next(iter(self._queue))
+            if table is not None and (
+                first is not table or len(blocks) == self._orders.together(table)
+            ):
+                break
+            table = first
+            del self._queue[first, key]
+            block = first.blocks.get(key)
+            if block is None:
+                self.counters["dropped_writes"] += 1
+            else:
+                blocks.append(block)
+        return blocks
+
+    def _is_dirty(self, block: Block) -> bool:
+        """Whether it is to be on a disk, and is on none, nor on the way to one."""
+        table = block.table
+        # What was written since its last use, and is gone, was given up by the disk as worth too little.
+        return (
+            block not in self._orders
+            and block.written != block.used
+            and device_of(self.devices, table, block.key) is None
+            and self.mode(table.namespace) is not WriteMode.NONE
+        )
+
+    def _choose(self, blocks: Sequence[Block]) -> Order | None:
+        """What is to be written now of blocks of one table, and to which disk."""
+        now = self._clock()
+        # Others may have begun to write some of them meanwhile.
+        blocks = [block for block in blocks if self._is_dirty(block)]
+        if self.budget.scarce(now):
+            used_again = [block for block in blocks if block.used > block.put]
+            self.counters["once_used_blocks"] += len(blocks) - len(used_again)
+            blocks = used_again
+        device = self._emptiest()
+        if not blocks or device is None:
+            return None
+        table = blocks[0].table
+        if not self.budget.spend(device.takes(table, len(blocks)), now):
+            self.counters["over_budget_blocks"] += len(blocks)
+            return None
+        return Order(blocks, partial(self._write, device))
+
+    async def _write(self, device: SsdDevice, blocks: Sequence[Block]) -> None:
+        table = blocks[0].table
+        used = [block.used for block in blocks]
+        await device.write(table, blocks, table.namespace.tenant.segment)
+        held = [own.blocks for own in device.holding(table)]
+        for block, tick in zip(blocks, used, strict=True):
+            if any(block.key in keys for keys in held):
+                block.written = tick
+
+    async def store(self, blocks: Sequence[Block]) -> bytes:
+        """See `Tier`. What the daily budget does not allow has no room."""
+        await self._orders.store(blocks, self._choose)
+        return bytes([self._stored(block) for block in blocks])
+
+    def _stored(self, block: Block) -> BlockStatus:
+        if device_of(self.devices, block.table, block.key) is not None:
+            return BlockStatus.PRESENT
+        if block.table.blocks.get(block.key) is not block:
+            return BlockStatus.ABSENT
+        return BlockStatus.NO_SPACE if self._may_write() else BlockStatus.FAILED
+
+    def _may_write(self) -> bool:
+        return any(device.may_write() for device in self.devices)
+
+    def _emptiest(self) -> SsdDevice | None:
+        """The disk to write to next: each gets its share by its size."""
+        able = [device for device in self.devices if device.may_write()]
+        return min(able, key=lambda s: (s.written_bytes + s.writing_bytes) / s.size, default=None)
+
+    async def write_ahead(self) -> None:
+        """Have the cold end of each segment on disk before it is evicted."""
+        while True:
+            try:
+                async with asyncio.timeout(CLEAN_EVERY_S if self._pressed else None):
+                    await self._put.wait()
+            except TimeoutError:
+                pass
+            self._put.clear()
+            self._pressed = False
+            for tenant in list(self.node.tenants.values()):
+                self._pressed |= await self._clean(tenant)
+            await asyncio.sleep(PRESSED_S)
+
+    async def _clean(self, tenant: Tenant) -> bool:
+        """Write some of what a segment gives up next, if too little of it is written; whether it was."""
+        if not self._may_write():
+            return False
+        dirty: dict[Block, None] = {}
+        for place, free, victims, held in self.node.candidates.next_victims(
+            tenant, LOOK_BLOCKS, CLEAN_HIGH
+        ):
+            window = victims[: max(1, int(held * (CLEAN_HIGH - free)))]
+            unclean = [block for block in window if self._is_dirty(block)]
+            marks = self._watermarks.setdefault(
+                (tenant.name, place), Watermarks(CLEAN_LOW, CLEAN_HIGH)
+            )
+            if marks.more(free + (len(window) - len(unclean)) / held):
+                dirty.update(dict.fromkeys(unclean))
+        begun = False
+        for batch in self._orders.batches(dirty):
+            begun |= await self._orders.begin(partial(self._choose, batch))
+        return begun
+
+    def clean_share(self, tenant: Tenant) -> float:
+        """Of a segment: what is free, and the cold end that is on disk, up to what is aimed at."""
+        share = 1 - tenant.allocator.bytes_used / tenant.allocator.size
+        for place, _, victims, held in self.node.candidates.next_victims(tenant, LOOK_BLOCKS):
+            if place.base:
+                continue  # among all of its size already
+            window = victims[: max(1, int(held * CLEAN_HIGH))]
+            clean = sum(
+                device_of(self.devices, block.table, block.key) is not None for block in window
+            )
+            share += clean / held
+        return min(share, CLEAN_HIGH)
+
+    async def flush(self, seconds: float) -> None:
+        """Write what is in memory and on no disk, what was used last first. Ends by `seconds`."""
+        if not self.devices or seconds <= 0:
+            return
+        dirty = self.node.candidates.last_used_first(self._is_dirty)
+        try:
+            async with asyncio.timeout(seconds):
+                for at in range(0, len(dirty), LOOK_BLOCKS):
+                    await self.store(dirty[at : at + LOOK_BLOCKS])
+        except TimeoutError:
+            log.warning("not all blocks in memory were written to disk within %g s", seconds)

@@ -1,0 +1,132 @@
+"""How blocks get from a disk to memory, and whether they are right where they lie.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Sequence
+
+from kvpool.daemon.core.blocks import Lease, PartTable
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.tiers.ssd_books import SsdBooks
+from kvpool.daemon.tiers.write_orders import EMPTY_KEY
+from kvpool.errors import (
+    Unavailable,
+)
+from kvpool.types import BlockStatus
+from kvpool.wire import frame
+from kvpool.wire import storage as storage_wire
+from kvpool.wire import worker as worker_wire
+
+log = logging.getLogger("kvpool.daemon")
+
+SCRUB_S = 60.0
+# A block that could not be read is given up, as if it were not there.
+_AS_PULLED = bytes.maketrans(bytes([BlockStatus.FAILED]), bytes([BlockStatus.ABSENT]))
+
+
+class SsdReader:
+    """Reads from a disk, by its books."""
+
+    def __init__(self, books: SsdBooks) -> None:
+        self._books = books
+
+    async def read(
+        self, table: PartTable, keys: Sequence[bytes], segment: int, rows: bytes, seconds: float
+    ) -> worker_wire.Pulled:
+        """Read blocks of a table in memory into its reserved rows: as `TransferWorkers.pull`.
+
+        When this ends, however it does, nothing writes to the rows any more. What does not match its
+        checksum, or cannot be read, is not found here again.
+        """
+        status, checksums = bytearray(len(keys)), [EMPTY_KEY] * len(keys)
+        node, own = self._books.node, self._books.table(table)
+        if own is None:
+            return worker_wire.Pulled(bytes(status), b"".join(checksums), 0.0)
+        leases = [
+            lease
+            for one in self._books.all_tables(own)
+            if one.blocks and (lease := self._books.lease(one, keys)) is not None
+        ]
+        if not leases:
+            return worker_wire.Pulled(bytes(status), b"".join(checksums), 0.0)
+        found = {
+            block.key: block
+            for lease in leases
+            for _, held in lease.parts.values()
+            for block in held
+        }
+        at = [index for index, key in enumerate(keys) if key in found]
+        blocks = [found[keys[index]] for index in at]
+        numbers = array("I", rows)
+        try:
+            pulled = await self._books.living_disk().read(
+                storage_wire.ReadBlocks(
+                    nbytes=table.spec.nbytes,
+                    checksums=b"".join([block.checksum for block in blocks]),
+                    slots=self._books.slots(blocks),
+                    segment=segment,
+                    stride=table.stride,
+                    rows=frame.pack_rows([numbers[index] for index in at]),
+                    deadline_s=seconds,
+                    lengths=self._books.lengths(blocks),
+                )
+            )
+        finally:
+            for lease in leases:
+                self._books.release(node, own, lease)
+        present = int(BlockStatus.PRESENT)
+        for index, found_status in zip(at, pulled.status.translate(_AS_PULLED), strict=True):
+            status[index] = found_status
+            if found_status == present:
+                checksums[index] = found[keys[index]].checksum
+        came = [
+            block
+            for block, one in zip(blocks, pulled.status, strict=True)
+            if one == BlockStatus.PRESENT
+        ]
+        self._books.counters["read_blocks"] += len(came)
+        self._books.counters["read_bytes"] += sum(block.table.spec.nbytes for block in came)
+        self._books.drop_bad(node, blocks, pulled.status)
+        return worker_wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
+
+    async def scrub(self, cursor: int, count: int) -> tuple[int, int, int | None]:
+        """Compare about `count` blocks from a cursor on with their checksums: (seen, bad, next cursor).
+
+        Bad ones are dropped. Raises `Unavailable` when the process ends meanwhile.
+        """
+        node = self._books.node
+        groups, more = node.inventory.walk(cursor, count)
+        seen = bad = 0
+        for digest, keys in groups:
+            space = node.namespaces.by_directory(digest)
+            for own in [] if space is None else space.tables:
+                if self._books.node is not node:
+                    raise Unavailable(
+                        f"the disk at {self._books.path} is {self._books.state}: {self._books.error}"
+                    )
+                lease = self._books.lease(own, keys)
+                if lease is not None:
+                    bad += await self._scrub_some(node, own, lease)
+                    seen += lease.blocks
+        self._books.counters["scrubbed_blocks"] += seen
+        return seen, bad, more
+
+    async def _scrub_some(self, node: Node, own: PartTable, lease: Lease) -> int:
+        _, blocks = lease.parts[own.part]
+        try:
+            written = await self._books.living_disk().scrub(
+                storage_wire.ScrubBlocks(
+                    nbytes=self._books.nbytes[own],
+                    checksums=b"".join([block.checksum for block in blocks]),
+                    slots=self._books.slots(blocks),
+                    deadline_s=SCRUB_S,
+                    lengths=self._books.lengths(blocks),
+                )
+            )
+        finally:
+            self._books.release(node, own, lease)
+        return self._books.drop_bad(node, blocks, written.status)

@@ -1,0 +1,204 @@
+"""A disk's process begins a new life: what its index holds is found here again.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvpool.daemon.core.blocks import PIN_KINDS, NamespaceState, PartTable
+from kvpool.daemon.tiers.ssd_books import Slots, SsdBooks, TableRecord
+from kvpool.daemon.tiers.tier_state import TierState
+from kvpool.daemon.tiers.write_orders import EMPTY_KEY
+from kvpool.daemon.workers.disk_proxy import Disk
+from kvpool.errors import (
+    KvpoolError,
+    LimitExceeded,
+    Unavailable,
+)
+from kvpool.storage.codecs import BLOSC2, RAW, Blosc2, slot_classes
+from kvpool.storage.slab import PAGE
+from kvpool.storage.ssd.index import ENTRY
+from kvpool.types import plain_parts, split_keys
+
+log = logging.getLogger("kvpool.daemon")
+
+SCAN_ENTRIES = 4096  # restored at a time, a few milliseconds
+
+
+class SsdRestorer:
+    """Fills the books of a disk."""
+
+    def __init__(self, books: SsdBooks) -> None:
+        self._books = books
+
+    async def restore(
+        self, disk: Disk, adopt: Callable[[TableRecord], Awaitable[NamespaceState | None]]
+    ) -> None:
+        """Take up what the index of a new life of the process holds.
+
+        adopt: the namespace of a table in memory, in its present epoch; None if there is no such tenant.
+        Blocks are found as soon as they are restored; nothing is written before all are.
+        Raises `Unavailable` when the process ends meanwhile.
+        """
+        self._books.forget_all()
+        self._books.disk = disk
+        self._books.codecs, self._books.codec_error = disk.ready.codecs, ""
+        self._books.state, self._books.error = TierState.OPENING, ""
+        base = 0
+        for tenant, share in self._books.shares.items():
+            size = int(disk.ready.segment_bytes * share) // PAGE * PAGE
+            if not size:
+                log.warning(
+                    "tenant %s has no room on the disk at %s",
+                    tenant,
+                    self._books.path,
+                    extra={"disk": self._books.path, "tenant": tenant},
+                )
+                continue
+            allocator = Slots(base, size, self._books.given_up)
+            self._books.node.add_tenant(tenant, 0, size, allocator=allocator)
+            self._books.bases[tenant] = base
+            self._books.holders[tenant] = self._books.node.holders.add(tenant, "", "disk")
+            base += size
+        tables: dict[int, PartTable] = {}
+        dead = []
+        records = []
+        for number, data in disk.ready.tables:
+            try:
+                records.append((number, msgspec.msgpack.decode(data, type=TableRecord)))
+            except msgspec.DecodeError as error:
+                log.warning(
+                    "the disk at %s holds a table of another version: %s",
+                    self._books.path,
+                    error,
+                    extra={"disk": self._books.path},
+                )
+                dead.append(number)
+        # So that the last epoch is met first, and of one epoch what was said of it last.
+        records.sort(key=lambda numbered: (-numbered[1].epoch, -numbered[0]))
+        for number, record in records:
+            namespace = await adopt(record)
+            if self._books.disk is not disk:
+                raise Unavailable("the disk process has ended meanwhile")
+            table = self._restored_table(record, namespace)
+            if table is None:
+                dead.append(number)
+            else:
+                tables[number] = table
+                # Not over what was said of it last, which may have come meanwhile.
+                self._books.numbers.setdefault(table, (number, record.settings))
+        while (scanned := await disk.scan(SCAN_ENTRIES)).entries:
+            if scanned.codec_error:
+                self._books.no_codec(scanned.codec_error)
+            self._restore_some(np.frombuffer(scanned.entries, dtype=ENTRY), tables)
+            await asyncio.sleep(0)
+        self._books.node.puts.restored()
+        try:
+            await self._books.tidy()
+            if dead:
+                await disk.drop_tables(dead)
+        except KvpoolError as error:
+            if self._books.disk is not disk:
+                raise
+            # Nothing is written over what it has not forgotten, and what is dead is met at the next start.
+            log.warning(
+                "the index of the disk at %s cannot be changed: %s",
+                self._books.path,
+                error,
+                extra={"disk": self._books.path},
+            )
+        self._books.state = TierState.SERVING
+
+    def _restored_table(
+        self, record: TableRecord, namespace: NamespaceState | None
+    ) -> PartTable | None:
+        if (
+            namespace is None
+            or namespace.epoch != record.epoch
+            or plain_parts(namespace.parts) != [tuple(part) for part in record.parts]
+        ):
+            return None
+        space = self._books.open(namespace)
+        return None if space is None else space.tables[record.part]
+
+    def _restore_some(self, entries: np.ndarray[Any, Any], tables: Mapping[int, PartTable]) -> None:
+        """Entries of the index become blocks; those that cannot are forgotten."""
+        good = np.zeros(len(entries), dtype=np.bool_)
+        for number in np.unique(entries["table"]).tolist():
+            table = tables.get(number)
+            if table is None or table.namespace.retired:  # its epoch may have ended meanwhile
+                continue
+            numbered = np.flatnonzero(entries["table"] == number)
+            for own, at in self._by_slot(table, entries[numbered]):
+                self._restore_table(own, entries, numbered[at], good)
+        self._books.given_up.extend(entries["offset"][~good].tolist())
+        self._books.counters["restored_blocks"] += int(good.sum())
+        self._books.counters["dropped_at_restore"] += int((~good).sum())
+
+    def _by_slot(
+        self, table: PartTable, part: np.ndarray[Any, Any]
+    ) -> Iterator[tuple[PartTable, np.ndarray[Any, Any]]]:
+        """Which of a part's entries belong to which table; those that cannot be read belong to none."""
+        yield table, np.flatnonzero(part["codec"] == RAW)
+        classes = np.array(slot_classes(self._books.nbytes[table]))
+        stored = part["stored"].astype(np.int64)
+        known = (part["codec"] == BLOSC2) & (Blosc2.name in self._books.codecs)
+        packed = np.flatnonzero(known & (stored > 0) & (stored <= classes[:-1].max(initial=0)))
+        lengths = classes[np.searchsorted(classes, stored[packed])]
+        for length in np.unique(lengths).tolist():
+            own = self._books.of_length(table, length)
+            if own is not None:
+                yield own, packed[lengths == length]
+
+    def _restore_table(
+        self,
+        table: PartTable,
+        entries: np.ndarray[Any, Any],
+        chosen: np.ndarray[Any, Any],
+        good: np.ndarray[Any, Any],
+    ) -> None:
+        """Those of the entries that are of one table; `good` takes which of them are there again."""
+        chosen = chosen[np.argsort(entries["generation"][chosen], kind="stable")]
+        part = entries[chosen]
+        offsets = part["offset"].astype(np.int64) - self._books.bases[table.namespace.tenant.name]
+        rows = offsets // table.stride
+        rows[(offsets < 0) | (offsets % table.stride != 0)] = -1
+        rows[part["nbytes"] != self._books.nbytes[table]] = -1
+        parents = [
+            b"" if parent == EMPTY_KEY else parent
+            for parent in split_keys(part["parent"].tobytes())
+        ]
+        keys = split_keys(part["key"].tobytes())
+        good[chosen] = self._books.node.puts.restore(
+            table.namespace,
+            table.part,
+            keys,
+            parents,
+            part["depth"].tolist(),
+            rows,
+            split_keys(part["checksum"].tobytes()),
+        )
+        for kind in ("soft", "hard"):
+            pinned = part["pin"] == PIN_KINDS[kind]
+            if pinned.any():
+                self._pin_again(table.namespace, list(compress(keys, pinned)), kind)
+
+    def _pin_again(self, space: NamespaceState, keys: Sequence[bytes], kind: str) -> None:
+        try:
+            self._books.node.pins.pin(space, keys, kind)
+        except LimitExceeded as error:
+            log.warning(
+                "not all pins on the disk at %s are kept: %s",
+                self._books.path,
+                error,
+                extra={"disk": self._books.path},
+            )

@@ -1,0 +1,345 @@
+"""This node's disks as one tier: what is on them of a block, and how it gets back to memory.
+
+What memory gives up is here still (`ssd_demote`), and the fetcher fetches it as it fetches from other nodes: this
+node's disks are one more source, with its own speed.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Container, Sequence
+from typing import Any
+
+from kvpool.config import DaemonConfig, DiskConfig
+from kvpool.daemon.core.blocks import NamespaceState, PartTable
+from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.telemetry.tasks import Tasks, crash_if_failed
+from kvpool.daemon.tiers.ssd_books import TableRecord
+from kvpool.daemon.tiers.ssd_demote import SsdDemotion
+from kvpool.daemon.tiers.ssd_device import SsdDevice, device_of
+from kvpool.daemon.tiers.tier_state import TierState
+from kvpool.daemon.tiers.write_orders import (
+    EMPTY_KEY,
+    give_garbage_back,
+)
+from kvpool.daemon.workers.disk_proxy import DiskWorkerProxy
+from kvpool.daemon.workers.supervisor import WorkerSupervisor
+from kvpool.errors import KvpoolError, Unavailable
+from kvpool.memory.segment import Segment
+from kvpool.placement.records import TierRecord
+from kvpool.storage.base import Occupancy
+from kvpool.types import split_keys
+from kvpool.wire import frame
+from kvpool.wire import worker as worker_wire
+
+log = logging.getLogger("kvpool.daemon")
+
+TIDY_EVERY_S = 1.0
+START_WAIT_S = 5.0  # for disks, before the node says that it is ready
+WALK_CURSORS = 1 << 56  # for one device
+
+
+class SsdTier:
+    """A `LocalTier`; see the module.
+
+    adopt: makes a namespace known that an index remembers; see `SsdDevice.restore`.
+    """
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        node: Node,
+        clock: Callable[[], float],
+        make_rules: Callable[[], Node],
+        adopt: Callable[[TableRecord], Awaitable[NamespaceState | None]],
+    ) -> None:
+        self.node = node
+        self._config = config
+        self._clock = clock
+        self._adopt = adopt
+        self._make_rules = make_rules
+        self._keepers: list[WorkerSupervisor[DiskWorkerProxy]] = []
+        self._tasks = Tasks()
+        self._opened = asyncio.Event()
+        self._notify: Callable[[], object] = lambda: None
+        self._following = False
+        shares, total = config.ssd_shares(), sum(disk.size for disk in config.ssd)
+        self.devices = [
+            SsdDevice(
+                *(disk.path, disk.size, shares, self._make_device_rules, clock),
+                weight=disk.size / total,
+            )
+            for disk in config.ssd
+        ]
+        demotion = self._demotion = SsdDemotion(config, node, clock, self.devices, self._tasks)
+        self.mode, self.stored, self.store = demotion.mode, demotion.stored, demotion.store
+        self.flush, self.budget, self.counters = demotion.flush, demotion.budget, demotion.counters
+
+    def _make_device_rules(self) -> Node:
+        node = self._make_rules()
+        if self._following:
+            node.inventory.follow_changes(self._notify)
+        return node
+
+    async def start(self, segments: dict[int, Segment]) -> None:
+        """Start all disks and take up what they hold; goes on with that when it takes long.
+
+        A disk that cannot be opened is told, and tried again now and then.
+        """
+        for device, disk in zip(self.devices, self._config.ssd, strict=True):
+            self._tasks.begin(self._run_disk(device, disk, segments))
+        try:
+            async with asyncio.timeout(START_WAIT_S):
+                while self._demotion.opening():
+                    await self._opened.wait()
+                    self._opened.clear()
+        except TimeoutError:
+            log.warning("a disk takes long to open: its blocks become available while it is read")
+
+    async def _run_disk(
+        self, device: SsdDevice, disk: DiskConfig, segments: dict[int, Segment]
+    ) -> None:
+        """Keep a disk's process running, and its device filled."""
+        restoring: set[asyncio.Task[None]] = set()
+
+        def began(process: DiskWorkerProxy) -> None:
+            task = asyncio.get_running_loop().create_task(self._restore(device, process))
+            restoring.add(task)
+            task.add_done_callback(restoring.discard)
+            task.add_done_callback(crash_if_failed)
+
+        def ended(error: str) -> None:
+            device.ended(error)
+            self._opened.set()
+
+        keeper = WorkerSupervisor(lambda: DiskWorkerProxy(disk, segments), began, ended, None)
+        self._keepers.append(keeper)
+        await keeper.insist(f"the disk at {disk.path}")
+
+    async def _restore(self, device: SsdDevice, process: DiskWorkerProxy) -> None:
+        try:
+            await device.restore(process, self._adopt)
+        except Unavailable:
+            return  # it has died again
+        log.info(
+            "the disk at %s holds %d blocks",
+            device.path,
+            device.node.inventory.block_count(),
+            extra={"disk": device.path},
+        )
+        self._demotion.disk_opened()
+        self._opened.set()
+
+    def begin(self) -> None:
+        """Begin what is done beside the requests."""
+        if self.devices:
+            demotion = self._demotion
+            for work in (demotion.write_through(), demotion.write_ahead(), self._tidy()):
+                self._tasks.begin(work)
+
+    async def close(self) -> None:
+        """See `Tier`."""
+        await self._tasks.end()
+        await asyncio.gather(*[keeper.stop() for keeper in self._keepers])
+        self._keepers.clear()
+        for device in self.devices:
+            device.ended("it is closed")
+
+    def enter(self, namespace: NamespaceState) -> None:
+        """See `SsdDevice.enter`."""
+        for device in self.devices:
+            device.enter(namespace)
+
+    def limit(self, namespace: NamespaceState) -> None:
+        """See `SsdDevice.limit`."""
+        for device in self.devices:
+            device.limit(namespace)
+
+    async def record(self, namespace: NamespaceState) -> None:
+        """See `SsdDevice.record`."""
+        for device in self.devices:
+            await device.record(namespace)
+
+    @property
+    def serving(self) -> bool:
+        """See `Tier`."""
+        return any(device.state is not TierState.FAILED for device in self.devices)
+
+    def held(self, table: PartTable) -> list[Container[bytes]]:
+        """See `LocalTier`. What was written a moment ago may lack."""
+        held: list[Container[bytes]] = []
+        for device in self.devices:
+            held += [own.blocks for own in device.holding(table) if own.blocks]
+        return held
+
+    async def load(
+        self, table: PartTable, keys: Sequence[bytes], rows: Sequence[int], seconds: float
+    ) -> worker_wire.Pulled:
+        """See `Tier`: from all disks at the same time."""
+        status, checksums = bytearray(len(keys)), [EMPTY_KEY] * len(keys)
+        by_device: dict[SsdDevice, list[int]] = {}
+        for index, key in enumerate(keys):
+            device = device_of(self.devices, table, key)
+            if device is not None:
+                by_device.setdefault(device, []).append(index)
+        segment = table.namespace.tenant.segment
+        started = self._clock()
+        reads = [
+            device.read(
+                table,
+                [keys[index] for index in at],
+                segment,
+                frame.pack_rows([rows[index] for index in at]),
+                seconds,
+            )
+            for device, at in by_device.items()
+        ]
+        error = ""
+        self._demotion.memory_filled()
+        # When this is cancelled, so is each of them, and it ends when all have: the rows are left alone then.
+        found = await asyncio.gather(*reads, return_exceptions=True)
+        for at, pulled in zip(by_device.values(), found, strict=True):
+            if isinstance(pulled, worker_wire.Pulled):
+                error = pulled.error or error
+                sums = split_keys(pulled.checksums)
+                for index, one, checksum in zip(at, pulled.status, sums, strict=True):
+                    status[index], checksums[index] = one, checksum
+            elif isinstance(pulled, KvpoolError):
+                error = str(pulled)
+            else:
+                raise pulled
+        return worker_wire.Pulled(
+            bytes(status), b"".join(checksums), self._clock() - started, error
+        )
+
+    def follow_changes(self, changed: Callable[[], object]) -> None:
+        """See `Inventory.follow_changes`."""
+        self._notify, self._following = changed, True
+        for device in self.devices:
+            device.node.inventory.follow_changes(changed)
+
+    def take_changes(self) -> list[tuple[NamespaceState, Sequence[bytes]]]:
+        """See `Inventory.take_changes`; the namespaces are the devices' own."""
+        return [
+            change for device in self.devices for change in device.node.inventory.take_changes()
+        ]
+
+    def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
+        """See `Inventory.masks`: what is on any disk."""
+        parts, masks = 0, [0] * len(keys)
+        for device in self.devices:
+            here, found = device.masks(digest, keys)
+            if here:
+                parts = here
+                masks = [mask | more for mask, more in zip(masks, found, strict=True)]
+        return parts, masks if parts else []
+
+    def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
+        """See `Inventory.walk`: one disk after the other."""
+        number, at = divmod(cursor, WALK_CURSORS)
+        if number >= len(self.devices):
+            return [], None
+        groups, more = self.devices[number].node.inventory.walk(at, count)
+        if more is not None:
+            return groups, number * WALK_CURSORS + more
+        number += 1
+        return groups, number * WALK_CURSORS if number < len(self.devices) else None
+
+    async def _tidy(self) -> None:
+        """Give slots of ended epochs back, and have the indexes forget what went."""
+        while True:
+            await asyncio.sleep(TIDY_EVERY_S)
+            for device in self.devices:
+                await give_garbage_back(device.node)
+                if device.state is TierState.OPENING:
+                    continue  # it drops tables when all that was in them is forgotten, and knows by itself
+                too_much = True
+                while too_much:
+                    too_much = device.node.quotas.tend(GARBAGE_BLOCKS)
+                    await asyncio.sleep(0)
+                try:
+                    await device.tidy()
+                except KvpoolError:
+                    pass  # it is tried again, or the disk's next life begins without them
+
+    def remove(self, namespace: NamespaceState, packed: bytes) -> int:
+        """See `LocalTier`: on all disks."""
+        digest = namespace.directory_digest
+        _, masks = self.masks(digest, list(dict.fromkeys(split_keys(packed))))
+        for device in self.devices:
+            space = device.node.namespaces.by_directory(digest)
+            if space is not None:
+                device.node.removal.remove(space, split_keys(packed))
+        return len(masks) - masks.count(0)  # parts of a block may be on several disks
+
+    def rules(self) -> list[Node]:
+        """Those of each disk's slots."""
+        return [device.node for device in self.devices]
+
+    def check_pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> None:
+        """Raises what `pin` would raise."""
+        for device in self.devices:
+            space = device.space(namespace)
+            if space is not None:
+                device.node.pins.check(space, split_keys(packed), kind)
+
+    async def pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> set[bytes]:
+        """See `SsdDevice.pin`."""
+        found: set[bytes] = set()
+        for device in self.devices:
+            found |= await device.pin(namespace, packed, kind)
+        return found
+
+    async def scrub(self, cursor: int, count: int) -> tuple[int, int, int | None]:
+        """See `SsdDevice.scrub`: one disk after the other."""
+        number, at = divmod(cursor, WALK_CURSORS)
+        if number >= len(self.devices):
+            return 0, 0, None
+        seen, bad, more = await self.devices[number].scrub(at, count)
+        if more is not None:
+            return seen, bad, number * WALK_CURSORS + more
+        number += 1
+        return seen, bad, number * WALK_CURSORS if number < len(self.devices) else None
+
+    def occupancy(self) -> Occupancy:
+        """See `Tier`: of all disks."""
+        return Occupancy(
+            sum(device.segment_bytes for device in self.devices),
+            sum(device.used_bytes for device in self.devices),
+            sum(device.node.inventory.block_count() for device in self.devices),
+        )
+
+    def records(self) -> list[TierRecord]:
+        """The tiers as others are told of them."""
+        size, used, _ = self.occupancy()
+        return [TierRecord("ssd", size, used)]
+
+    def usage(self, tenant: str) -> list[dict[str, Any]]:
+        """What a tenant has of each disk: see `Inventory.usage`; nothing while a disk is not open."""
+        found = [
+            (device.path, device.node, device.node.tenants.get(tenant)) for device in self.devices
+        ]
+        return [
+            {"where": path, **node.inventory.usage(part)}
+            for path, node, part in found
+            if part is not None
+        ]
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            **self.counters,
+            "queued_writes": self._demotion.queued,
+            "clean_share": {
+                tenant.name: self._demotion.clean_share(tenant)
+                for tenant in self.node.tenants.values()
+            },
+            "budget_bytes_per_day": self.budget.bytes_a_day,
+            "budget_left_bytes": self.budget.left_bytes(self._clock()),
+            "budget_refused_bytes": self.budget.refused_bytes,
+            "ssd": [device.stats() for device in self.devices],
+        }

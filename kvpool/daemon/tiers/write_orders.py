@@ -1,0 +1,131 @@
+"""Orders to write blocks of memory to another tier: how many go together, and what keeps them in memory meanwhile.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from kvpool.daemon.core.blocks import Block, Holder, PartTable
+from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.telemetry.tasks import Tasks
+
+EMPTY_KEY = bytes(16)
+
+
+class WriteLimits(NamedTuple):
+    """How much is written at a time.
+
+    orders: under way. blocks, bytes: in one order. memory_share: of a tenant's segment, in all orders together: what
+    is being written cannot be evicted, and puts need room.
+    """
+
+    orders: int
+    blocks: int
+    bytes: int
+    memory_share: float
+
+
+class Order(NamedTuple):
+    """Blocks of one table, and what writes those of them that are still in memory."""
+
+    blocks: Sequence[Block]
+    write: Callable[[Sequence[Block]], Awaitable[None]]
+
+
+class WriteOrders:
+    """The orders to write that one tier has under way.
+
+    holder: names who keeps the blocks in memory.
+    """
+
+    def __init__(self, node: Node, tasks: Tasks, holder: str, limits: WriteLimits) -> None:
+        self.limits = limits
+        self._node = node
+        self._tasks = tasks
+        self._holder = holder
+        self._free = asyncio.Semaphore(limits.orders)
+        self._under_way: set[tuple[PartTable, bytes]] = set()
+        self._finished = asyncio.Event()
+
+    def __contains__(self, block: Block) -> bool:
+        """Whether it is on its way."""
+        return (block.table, block.key) in self._under_way
+
+    def __len__(self) -> int:
+        """Blocks on their way."""
+        return len(self._under_way)
+
+    def together(self, table: PartTable) -> int:
+        """Blocks of a table that go into one order."""
+        most = self.limits
+        share = int(table.namespace.tenant.allocator.size * most.memory_share) // most.orders
+        return max(1, min(most.blocks, min(most.bytes, share) // table.stride))
+
+    def batches(self, blocks: Iterable[Block]) -> list[list[Block]]:
+        """Blocks by table, so many together as go into one order."""
+        by_table: dict[PartTable, list[Block]] = {}
+        for block in blocks:
+            by_table.setdefault(block.table, []).append(block)
+        batches = []
+        for table, found in by_table.items():
+            most = self.together(table)
+            batches += [found[at : at + most] for at in range(0, len(found), most)]
+        return batches
+
+    async def begin(self, choose: Callable[[], Order | None]) -> bool:
+        """Wait until another order may begin, then begin what `choose` says then; whether it said anything."""
+        await self._free.acquire()
+        try:
+            order = choose()
+        except BaseException:
+            self._free.release()
+            raise
+        if order is None:
+            self._free.release()
+            return False
+        table = order.blocks[0].table
+        holder = self._node.holders.own(table.namespace.tenant.name, self._holder)
+        lease = self._node.leases.hold(holder, order.blocks)
+        _, held = lease.parts[table.part]
+        self._under_way.update((table, block.key) for block in held)
+        task = self._tasks.begin(_written(order.write, held))
+        task.add_done_callback(partial(self._ended, holder, lease.token, table, held))
+        return True
+
+    def _ended(
+        self, holder: Holder, token: str, table: PartTable, held: Sequence[Block], _: object
+    ) -> None:
+        self._under_way.difference_update((table, block.key) for block in held)
+        self._node.leases.release(holder, token)
+        self._free.release()
+        self._finished.set()
+        self._finished = asyncio.Event()
+
+    async def store(
+        self, blocks: Sequence[Block], choose: Callable[[Sequence[Block]], Order | None]
+    ) -> None:
+        """Write blocks, and wait until none of them is on its way; those that are already are waited for."""
+        for batch in self.batches(blocks):
+            await self.begin(partial(choose, batch))
+        while any(block in self for block in blocks):
+            await self._finished.wait()
+
+
+async def _written(
+    write: Callable[[Sequence[Block]], Awaitable[None]], held: Sequence[Block]
+) -> None:
+    if held:
+        await write(held)
+
+
+async def give_garbage_back(rules: Node) -> None:
+    """Free the slots of ended epochs, with turns for others in between."""
+    while rules.ended_epochs:
+        rules.ended_epochs.reclaim(GARBAGE_BLOCKS)
+        await asyncio.sleep(0)

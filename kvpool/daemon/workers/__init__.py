@@ -1,0 +1,1 @@
+"""The processes that move bytes, and how the control process starts, orders and restarts them."""

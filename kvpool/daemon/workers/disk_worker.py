@@ -1,0 +1,252 @@
+"""A disk process: it owns the folder of one disk (`kvpool.storage.ssd.store`), and maps the daemon's segments.
+
+It decides nothing: its control process says what goes to which slot, and what is given up. A `WorkerProcess`
+of its own for each disk, so that one that hangs in the kernel delays nobody but its own readers, who have
+deadlines.
+
+Threads: the main one reads the control channel and keeps the order of what is forgotten; a few wait for the
+store, apart for reads and writes, so that no engine's read waits behind a queue of background writes. Packing
+(`kvpool.storage.ssd.pack`) is done in those that write; what is packed waits here for its slots.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.daemon.workers.worker_main import Jobs, WorkerProcess, run_worker
+from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded, ProtocolError, Unavailable
+from kvpool.storage.codecs import BLOSC2, RAW, Blosc2
+from kvpool.storage.ssd.index import Entries
+from kvpool.storage.ssd.pack import Packed, pack
+from kvpool.storage.ssd.store import ReadBatch, SsdStore, WriteBatch
+from kvpool.transfer.base import Deadline, Stop
+from kvpool.types import CHECKSUM_BYTES, BlockStatus
+from kvpool.wire import frame
+from kvpool.wire import storage as storage_wire
+from kvpool.wire import worker as worker_wire
+
+READ_JOBS, WRITE_JOBS = 8, 4
+PACKS_MAX = 2 * WRITE_JOBS  # kept at a time: control orders no more than it may write at a time
+
+
+class DiskWorker(WorkerProcess):
+    """The process."""
+
+    decode = storage_wire.decode_disk
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._reads = Jobs("kvpool-read", READ_JOBS, self.control)
+        self._writes = Jobs("kvpool-write", WRITE_JOBS, self.control)
+        self._open: SsdStore | None = None
+        self._scan: Iterator[Entries] | None = None
+        self._forgotten = 0
+        self._packs: dict[int, Packed] = {}
+        self._packs_lock = threading.Lock()
+
+    @property
+    def _store(self) -> SsdStore:
+        if self._open is None:
+            raise InvalidRequest("a disk was used before its DiskStart")
+        return self._open
+
+    def handle(self, request: int, message: frame.Message) -> None:
+        match message:
+            case worker_wire.AttachSegment():
+                self.answer(request, lambda: self.attach(message))
+            case storage_wire.DiskStart():
+                self.answer(request, lambda: self._begin(message))
+            case storage_wire.ScanDisk():
+                self.answer(request, lambda: self._next_entries(message))
+            case storage_wire.AddTable():
+                self.answer(request, lambda: self._know(message))
+            case storage_wire.DropTables():
+                self.answer(request, lambda: self._drop(message))
+            case storage_wire.PackBlocks() | storage_wire.DropPack():
+                self._handle_pack(request, message)
+            case storage_wire.WriteBlocks():
+                self._forget(message.forget)
+                after = self._forgotten
+                self._writes.add(
+                    request, message.deadline_s, lambda *_: self._write(message, after)
+                )
+            case storage_wire.ForgetSlots():
+                self._forget(message.slots)
+                after = self._forgotten
+                self._writes.add(request, message.deadline_s, lambda *_: self._wait(after))
+            case storage_wire.PinSlots():
+                slots = np.frombuffer(message.slots, dtype=np.uint64)
+                after = self._forgotten = self._store.pin(slots, message.level)
+                self._writes.add(request, message.deadline_s, lambda *_: self._wait(after))
+            case storage_wire.ReadBlocks():
+                self._reads.add(
+                    request,
+                    message.deadline_s,
+                    lambda stop, deadline: self._read(message, stop, deadline),
+                )
+            case storage_wire.ScrubBlocks():
+                self._writes.add(request, message.deadline_s, lambda *_: self._scrub(message))
+            case storage_wire.DiskStats():
+                self.answer(request, self._describe)
+            case worker_wire.StopOrder():
+                self._reads.stop(message.request)
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} is not for a disk")
+
+    def _handle_pack(
+        self, request: int, message: storage_wire.PackBlocks | storage_wire.DropPack
+    ) -> None:
+        if isinstance(message, storage_wire.PackBlocks):
+            self._writes.add(request, message.deadline_s, lambda *_: self._pack(message))
+        else:
+            with self._packs_lock:
+                self._packs.pop(message.pack, None)
+
+    def _begin(self, start: storage_wire.DiskStart) -> frame.Message:
+        store = self._open = SsdStore.open(start.path, start.size, threads=start.threads)
+        # Not imported before it is needed: it takes 30 MiB.
+        codecs = [Blosc2.name] if find_spec("blosc2") else []
+        tables = list(store.tables().items())
+        return storage_wire.DiskReady(
+            store.segment_bytes, store.entries_max, store.direct, tables, codecs
+        )
+
+    def _next_entries(self, order: storage_wire.ScanDisk) -> frame.Message:
+        if self._scan is None:
+            self._scan = self._store.entries(order.count)
+        found = next(self._scan, None)
+        if found is None:
+            return storage_wire.Scanned(b"")
+        error = ""
+        if (found["codec"] == BLOSC2).any():
+            try:
+                Blosc2()  # now, and not in the first read: it takes half a second to import
+            except ConfigError as refused:
+                error = str(refused)
+        return storage_wire.Scanned(found.tobytes(), error)
+
+    def _know(self, order: storage_wire.AddTable) -> frame.Message:
+        if order.table:
+            self._store.renew_table(order.table, order.record)
+            return frame.Done(order.table)
+        return frame.Done(self._store.add_table(order.record))
+
+    def _drop(self, order: storage_wire.DropTables) -> frame.Message:
+        self._store.drop_tables(order.tables)
+        return frame.Done()
+
+    def _forget(self, slots: bytes) -> None:
+        if slots:
+            self._forgotten = self._store.forget(np.frombuffer(slots, dtype=np.uint64))
+
+    def _wait(self, after: int) -> frame.Message:
+        if not self._store.wait(after):
+            raise Unavailable("the index of the disk takes no changes")
+        return frame.Done()
+
+    def _pack(self, order: storage_wire.PackBlocks) -> frame.Message:
+        started = time.monotonic()
+        with self._packs_lock:
+            if len(self._packs) >= PACKS_MAX:
+                raise LimitExceeded(f"{PACKS_MAX} packs wait to be written")
+        packed = pack(
+            self.memory.table(order.segment, order.stride), _rows(order.rows), order.nbytes
+        )
+        with self._packs_lock:
+            self._packs[order.pack] = packed
+        return storage_wire.Packed(packed.stored.tobytes(), time.monotonic() - started)
+
+    def _packed(self, number: int) -> Packed:
+        with self._packs_lock:
+            packed = self._packs.get(number)
+        if packed is None:
+            raise InvalidRequest(f"there is no pack {number}")
+        return packed
+
+    def _write(self, order: storage_wire.WriteBlocks, after: int) -> frame.Message:
+        started = time.monotonic()
+        n, rows = len(order.keys) // 16, _rows(order.rows)
+        packed = self._packed(order.pack) if order.pack else None
+        if packed is None:
+            source = self.memory.table(order.segment, order.stride)
+        else:
+            source = packed.rows
+        status = self._store.write(
+            WriteBatch(
+                table=order.table,
+                nbytes=order.nbytes,
+                offsets=np.frombuffer(order.slots, dtype=np.uint64),
+                keys=_digests(order.keys),
+                parents=_digests(order.parents),
+                depths=np.frombuffer(order.depths, dtype=np.uint32),
+                pins=np.zeros(n, dtype=np.uint8),
+                checksums=_digests(order.checksums),
+                source=source,
+                rows=rows,
+                stored=None if packed is None else packed.stored[rows],
+                codec=RAW if packed is None else BLOSC2,
+            ),
+            after,
+        )
+        return storage_wire.Written(status.tobytes(), time.monotonic() - started)
+
+    def _read(
+        self, order: storage_wire.ReadBlocks, stop: Stop, deadline: Deadline
+    ) -> frame.Message:
+        started = time.monotonic()
+        if stop.is_set or time.monotonic() >= deadline.at:
+            return worker_wire.Pulled(
+                bytes([BlockStatus.LATE]) * (len(order.slots) // 8), b"", 0.0, "not begun in time"
+            )
+        status = self._store.read(
+            ReadBatch(
+                nbytes=order.nbytes,
+                offsets=np.frombuffer(order.slots, dtype=np.uint64),
+                checksums=_digests(order.checksums),
+                destination=self.memory.table(order.segment, order.stride),
+                rows=_rows(order.rows),
+                lengths=_lengths(order.lengths),
+                codec=Blosc2() if order.lengths else None,
+            )
+        )
+        return worker_wire.Pulled(status.tobytes(), b"", time.monotonic() - started)
+
+    def _scrub(self, order: storage_wire.ScrubBlocks) -> frame.Message:
+        started = time.monotonic()
+        status = self._store.read(
+            ReadBatch(
+                nbytes=order.nbytes,
+                offsets=np.frombuffer(order.slots, dtype=np.uint64),
+                checksums=_digests(order.checksums),
+                lengths=_lengths(order.lengths),
+                codec=Blosc2() if order.lengths else None,
+            )
+        )
+        return storage_wire.Written(status.tobytes(), time.monotonic() - started)
+
+    def _describe(self) -> frame.Message:
+        return frame.Bytes(msgspec.json.encode(self._store.stats()))
+
+
+def _digests(packed: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(packed, dtype=np.uint8).reshape(-1, CHECKSUM_BYTES)
+
+
+def _rows(packed: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(packed, dtype=np.uint32).astype(np.int64)
+
+
+def _lengths(packed: bytes) -> npt.NDArray[np.int64] | None:
+    return _rows(packed) if packed else None
+
+
+if __name__ == "__main__":
+    run_worker("disk", DiskWorker)

@@ -1,0 +1,145 @@
+"""The HTTP gateway as its daemon sees it: a process that is started, told what it needs, and kept running.
+
+It is `python -m kvpool.admin`, and nothing of it is imported here. It asks the daemon through the control socket, as
+an operator does; what goes over the control channel is its settings, and the channel's end is its own. The daemon
+needs it for nothing: it starts without waiting for it, and goes on without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import stat
+from pathlib import Path
+
+import msgspec
+
+from kvpool.config import HTTP_UNIX, DaemonConfig
+from kvpool.daemon.workers.supervisor import START_S, Worker, WorkerSupervisor
+from kvpool.errors import ConfigError, ProtocolError
+from kvpool.wire import frame
+from kvpool.wire import worker as worker_wire
+
+log = logging.getLogger("kvpool.daemon")
+
+TOKEN_FILE = "http.token"  # noqa: S105  (a name)
+TOKEN_BYTES = 32
+TOKEN_CHARACTERS_MIN = 32
+
+
+class GatewayWorker(Worker):
+    """One life of the gateway."""
+
+    module = "kvpool.admin"
+    kind = "gateway"
+    decode = worker_wire.decode_gateway
+
+    def __init__(self, start: worker_wire.GatewayStart) -> None:
+        super().__init__()
+        self._start = start
+
+    async def _prepare(self) -> None:
+        answer = await self._ask(self._start, START_S)
+        if not isinstance(answer, frame.Bytes):
+            raise ProtocolError(f"a gateway began with a {type(answer).__name__}")
+        urls = msgspec.json.decode(answer.data, type=list[str])
+        log.info("the HTTP gateway listens at %s", ", ".join(urls))
+
+    def on_worker_exit(self) -> None:
+        pass
+
+
+class Gateway:
+    """Keeps the gateway running, where one is configured. Event loop only."""
+
+    def __init__(self, config: DaemonConfig) -> None:
+        """Raises `ConfigError` when there is no place for its token."""
+        self._config = config
+        digest = ""
+        if config.http and not config.http_tokens:
+            digest = hashlib.sha256(own_token(token_path(config)).encode()).hexdigest()
+        self._start = _start_message(config, digest)
+        self._keeper = WorkerSupervisor(lambda: GatewayWorker(self._start), restarts_max=None)
+
+    async def run(self) -> None:
+        """Begin, as often as it takes. What it is needed for can wait."""
+        if self._config.http or self._config.otlp:
+            await self._keeper.insist("the HTTP gateway")
+
+    async def stop(self) -> None:
+        await self._keeper.stop()
+
+
+def token_path(config: DaemonConfig) -> Path:
+    """Where the daemon keeps the token that it has made."""
+    return Path(config.socket).parent / TOKEN_FILE
+
+
+def own_token(path: Path) -> str:
+    """The token in this file, which is made if it is not there. It outlives the daemon, so that who has it goes on.
+
+    Raises `ConfigError` when the file is not this user's alone.
+    """
+    fresh = secrets.token_urlsafe(TOKEN_BYTES)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(file, f"{fresh}\n".encode())
+        finally:
+            os.close(file)
+        try:
+            os.link(beside, path)  # whole at once, and only where there is none
+        except FileExistsError:
+            return _known_token(path)
+        finally:
+            os.unlink(beside)
+    except OSError as error:
+        raise ConfigError(
+            f"http: the gateway's token cannot be kept in {path}: {error.strerror}. Name a file of tokens "
+            f"(http_tokens), or another place for the socket"
+        ) from None
+    return fresh
+
+
+def _known_token(path: Path) -> str:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        text = os.read(fd, 4096).decode(errors="replace").strip()
+    finally:
+        os.close(fd)
+    private = found.st_uid == os.getuid() and not found.st_mode & 0o077
+    if not (private and stat.S_ISREG(found.st_mode) and len(text) >= TOKEN_CHARACTERS_MIN):
+        raise ConfigError(
+            f"http: {path} is not a token readable only by this user: delete it, and the daemon creates a new one"
+        )
+    return text
+
+
+def _start_message(config: DaemonConfig, digest: str) -> worker_wire.GatewayStart:
+    tenant = config.all_tenants()[0]
+    return worker_wire.GatewayStart(
+        addresses=[
+            HTTP_UNIX + os.path.abspath(address.removeprefix(HTTP_UNIX))
+            if address.startswith(HTTP_UNIX)
+            else address
+            for address in config.http
+        ],
+        socket=os.path.abspath(config.socket),
+        socket_mode=config.socket_mode,
+        tenant=tenant.name,
+        token=tenant.token,
+        operator_token=config.operator_token,
+        tokens_file=os.path.abspath(config.http_tokens) if config.http_tokens else "",
+        digest=digest,
+        rate=config.http_rate,
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
+        routers=list(config.routers),
+        router_token=config.router_token,
+        otlp=config.otlp,
+        node=config.node,
+    )

@@ -1,0 +1,79 @@
+"""The control process's side of object storage: the orders that its process takes.
+
+Event loop only. See `object_worker.py` for the process itself, and `tiers/object_tier.py` for the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from kvpool.daemon.workers.supervisor import START_S, Worker
+from kvpool.memory.segment import Segment
+from kvpool.wire import frame
+from kvpool.wire import storage as storage_wire
+from kvpool.wire import worker as worker_wire
+
+
+class ObjectStorage(Protocol):
+    """One life of an object process, as `tiers/object_tier.py` uses it. All raise `Unavailable` once it has ended.
+
+    An order returns, raises or is cancelled only when nothing touches its rows any more.
+    """
+
+    async def check(self, order: storage_wire.CheckObjects) -> None: ...
+
+    async def put(self, order: storage_wire.PutObjects) -> storage_wire.ObjectsPut: ...
+
+    async def get(self, order: storage_wire.GetObjects) -> worker_wire.Pulled: ...
+
+    async def packs(self, order: storage_wire.ListPacks) -> storage_wire.PackList: ...
+
+    async def drop(self, order: storage_wire.DropPacks) -> None: ...
+
+    async def forget(self, order: storage_wire.ForgetBlocks) -> storage_wire.ObjectsPut: ...
+
+    async def stats(self) -> bytes: ...
+
+
+class ObjectWorkerProxy(Worker):
+    """The real one."""
+
+    module = "kvpool.daemon.workers.object_worker"
+    kind = "object"
+    decode = storage_wire.decode_object
+
+    def __init__(self, start: storage_wire.ObjectStart, segments: Mapping[int, Segment]) -> None:
+        super().__init__()
+        self._begin = start
+        self._segments = segments
+
+    async def _prepare(self) -> None:
+        for segment_id, segment in self._segments.items():
+            await self.attach(segment_id, segment)
+        await self._ask(self._begin, START_S)
+
+    def on_worker_exit(self) -> None:
+        """Whoever waits for an order hears of it."""
+
+    async def check(self, order: storage_wire.CheckObjects) -> None:
+        await self.expect(frame.Done, order, order.deadline_s)
+
+    async def put(self, order: storage_wire.PutObjects) -> storage_wire.ObjectsPut:
+        return await self.expect(storage_wire.ObjectsPut, order, order.deadline_s)
+
+    async def get(self, order: storage_wire.GetObjects) -> worker_wire.Pulled:
+        return await self.expect(worker_wire.Pulled, order, order.deadline_s)
+
+    async def packs(self, order: storage_wire.ListPacks) -> storage_wire.PackList:
+        return await self.expect(storage_wire.PackList, order, order.deadline_s)
+
+    async def drop(self, order: storage_wire.DropPacks) -> None:
+        await self.expect(frame.Done, order, order.deadline_s)
+
+    async def forget(self, order: storage_wire.ForgetBlocks) -> storage_wire.ObjectsPut:
+        return await self.expect(storage_wire.ObjectsPut, order, order.deadline_s)
+
+    async def stats(self) -> bytes:
+        answer = await self.expect(frame.Bytes, storage_wire.ObjectStats(START_S), START_S)
+        return bytes(answer.data)

@@ -1,0 +1,225 @@
+"""The object process: it talks to object storage (`kvpool.storage.object.store`), and maps the daemon's segments.
+
+It decides nothing: its control process says what is written and what is read into which rows. A
+`WorkerProcess` of its own, so that neither a store that hangs nor the hashing of what comes from it delays
+anybody but those who wait for it, who have deadlines.
+
+Threads: the main one reads the control channel; a few wait for the store, apart for reads, for writes and
+for the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.daemon.workers.worker_main import Jobs, WorkerProcess, run_worker
+from kvpool.errors import InvalidRequest, ProtocolError
+from kvpool.placement.catalog.base import PACK
+from kvpool.storage.object.packs import (
+    LOCATION,
+    ObjectTable,
+    PackTable,
+    decode_locations,
+    encode_locations,
+)
+from kvpool.storage.object.requests import ObjectLimits
+from kvpool.storage.object.store import GetBatch, ObjectStore, PutBatch
+from kvpool.storage.object.usage import DroppedPack
+from kvpool.transfer.base import Deadline, Stop
+from kvpool.types import BlockStatus
+from kvpool.wire import frame
+from kvpool.wire import storage as storage_wire
+from kvpool.wire import worker as worker_wire
+
+READ_JOBS, WRITE_JOBS = 8, 2
+OTHER_JOBS = (
+    4  # a list, a sweep, a look whether it answers, and a spare one: none waits for another
+)
+LISTED_ENTRIES = 4096  # in one answer: some hundred KiB
+SCAN_S = 86_400.0  # for all of a scan; each of its steps has a deadline of its own
+
+Piece = tuple[bytes, int, bytes, float, bytes, bytes]
+
+
+class ObjectWorker(WorkerProcess):
+    """The process."""
+
+    decode = storage_wire.decode_object
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._reads = Jobs("kvpool-read", READ_JOBS, self.control)
+        self._writes = Jobs("kvpool-write", WRITE_JOBS, self.control)
+        self._others = Jobs("kvpool-other", OTHER_JOBS, self.control)
+        self._open: ObjectStore | None = None
+        self._pieces: Iterator[Piece] = iter(())
+
+    @property
+    def _store(self) -> ObjectStore:
+        if self._open is None:
+            raise InvalidRequest("object storage was used before its ObjectStart")
+        return self._open
+
+    def handle(self, request: int, message: frame.Message) -> None:
+        match message:
+            case worker_wire.AttachSegment():
+                self.answer(request, lambda: self.attach(message))
+            case storage_wire.ObjectStart():
+                self.answer(request, lambda: self._begin(message))
+            case storage_wire.GetObjects():
+                self._reads.add(
+                    request,
+                    message.deadline_s,
+                    lambda stop, deadline: self._get(message, stop, deadline),
+                )
+            case storage_wire.PutObjects():
+                self._writes.add(
+                    request,
+                    message.deadline_s,
+                    lambda stop, deadline: self._put(message, stop, deadline),
+                )
+            case storage_wire.CheckObjects():
+                self._others.add(
+                    request, message.deadline_s, lambda _, deadline: self._check(deadline)
+                )
+            case storage_wire.ListPacks():
+                self._others.add(request, message.deadline_s, lambda *_: self._list(message))
+            case storage_wire.DropPacks():
+                self._others.add(
+                    request, message.deadline_s, lambda _, deadline: self._drop(message, deadline)
+                )
+            case storage_wire.ForgetBlocks():
+                self._others.add(
+                    request, message.deadline_s, lambda _, deadline: self._forget(message, deadline)
+                )
+            case storage_wire.ObjectStats():
+                self.answer(request, self._describe)
+            case worker_wire.StopOrder():
+                self._reads.stop(message.request)
+                self._writes.stop(message.request)
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} is not for object storage")
+
+    def _begin(self, start: storage_wire.ObjectStart) -> frame.Message:
+        self._open = ObjectStore.open(
+            start.url,
+            node=start.node,
+            limits=ObjectLimits(bytes_max=start.bytes_max),
+            instance_credentials=start.instance_credentials,
+        )
+        return frame.Done()
+
+    def _check(self, deadline: Deadline) -> frame.Message:
+        self._store.check(timeout_s=deadline.left())
+        return frame.Done()
+
+    def _get(self, order: storage_wire.GetObjects, stop: Stop, deadline: Deadline) -> frame.Message:
+        started = time.monotonic()
+        locations = decode_locations(order.locations)
+        if stop.is_set or started >= deadline.at:
+            return worker_wire.Pulled(
+                bytes((BlockStatus.FAILED,)) * len(locations), b"", 0.0, "not begun in time"
+            )
+        batch = GetBatch(
+            digest=order.digest,
+            part=order.part,
+            nbytes=order.nbytes,
+            locations=locations,
+            destination=self.memory.table(order.segment, order.stride),
+            rows=_rows(order.rows),
+        )
+        statuses = self._store.get(
+            batch, timeout_s=deadline.left(), stopped=lambda: stop.is_set
+        ).tobytes()
+        error = ""
+        if BlockStatus.FAILED in statuses:
+            error = self._store.stats().last_fault or "object storage did not answer in time"
+        return worker_wire.Pulled(statuses, b"", time.monotonic() - started, error)
+
+    def _put(self, order: storage_wire.PutObjects, stop: Stop, deadline: Deadline) -> frame.Message:
+        batch = PutBatch(
+            table=ObjectTable(order.digest, order.part, order.record),
+            nbytes=order.nbytes,
+            keys=order.keys,
+            parents=order.parents,
+            depths=np.frombuffer(order.depths, dtype=np.uint32),
+            checksums=order.checksums,
+            source=self.memory.table(order.segment, order.stride),
+            rows=_rows(order.rows),
+        )
+        result = self._store.put(batch, timeout_s=deadline.left(), stopped=lambda: stop.is_set)
+        return storage_wire.ObjectsPut(
+            result.statuses.tobytes(), encode_locations(result.locations), _plain(result.dropped)
+        )
+
+    def _forget(self, order: storage_wire.ForgetBlocks, deadline: Deadline) -> frame.Message:
+        locations = decode_locations(order.locations)
+        dropped = self._store.forget(order.digest, order.part, locations, timeout_s=deadline.left())
+        return storage_wire.ObjectsPut(b"", b"", _plain(dropped))
+
+    def _list(self, order: storage_wire.ListPacks) -> frame.Message:
+        if order.first:
+            self._pieces = _pieces(self._store.scan(timeout_s=SCAN_S, own=order.own))
+        packs: list[Piece] = []
+        entries = 0
+        for piece in self._pieces:
+            packs.append(piece)
+            entries += len(piece[4]) // 16
+            if entries >= LISTED_ENTRIES:
+                break
+        return storage_wire.PackList(packs)
+
+    def _drop(self, order: storage_wire.DropPacks, deadline: Deadline) -> frame.Message:
+        if order.own:
+            self._store.drop(order.digest, timeout_s=deadline.left())
+        else:
+            self._store.clear(order.digest, timeout_s=deadline.left())
+        return frame.Done()
+
+    def _describe(self) -> frame.Message:
+        stats, usage = self._store.stats(), self._store.usage()
+        described = {
+            **dataclasses.asdict(stats),
+            "packs": usage.packs,
+            "blocks": usage.blocks,
+            "used_bytes": usage.bytes,
+        }
+        return frame.Bytes(msgspec.json.encode(described))
+
+
+def _pieces(tables: Iterator[PackTable]) -> Iterator[Piece]:
+    """What a scan finds, in pieces that fit into answers."""
+    for table in tables:
+        age_s = max(0.0, time.time() - table.written_at)
+        keys, locations = table.entries["key"], table.locations()
+        for at in range(0, len(keys), LISTED_ENTRIES):
+            yield (
+                table.name.digest,
+                table.name.part,
+                table.record,
+                age_s,
+                keys[at : at + LISTED_ENTRIES].tobytes(),
+                encode_locations(locations[at : at + LISTED_ENTRIES]),
+            )
+
+
+def _plain(dropped: list[DroppedPack]) -> list[tuple[bytes, int, bytes, bytes]]:
+    return [(pack.name.digest, pack.name.part, pack.name.pack, pack.keys) for pack in dropped]
+
+
+def _rows(packed: bytes) -> npt.NDArray[np.intp]:
+    return np.frombuffer(packed, dtype=np.uint32).astype(np.intp)
+
+
+assert LOCATION.fields is not None
+assert LOCATION.fields["pack"][1] == PACK.start, "the catalog says where an object is named"
+
+if __name__ == "__main__":
+    run_worker("object", ObjectWorker)

@@ -1,0 +1,172 @@
+"""A transfer worker: the process that moves bulk bytes between this node and others (a `WorkerProcess`).
+
+It maps the daemon's segments, pulls blocks from peers into rows that its control process has reserved,
+and sends peers the rows that control lends. It decides nothing.
+
+Threads: the main one reads the control channel, a few pull, transports have theirs for serving. All block
+in system calls that hold no GIL; none polls.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import msgspec
+
+from kvpool.daemon.workers.worker_main import Control, Jobs, OwedAnswer, WorkerProcess, run_worker
+from kvpool.errors import InvalidRequest, ProtocolError
+from kvpool.security.credentials import Credentials, TlsFiles
+from kvpool.transfer import scheme_of, transport_for
+from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits, Transport
+from kvpool.wire import worker as worker_wire
+from kvpool.wire.frame import Bytes, Done, Error, Message
+from kvpool.wire.peer import Ask, Await, Corrupt, Offer, Operate
+from kvpool.wire.worker import (
+    AskPeer,
+    Loan,
+    OpenLoan,
+    PullBlocks,
+    Return,
+    StopOrder,
+    TransferReady,
+    TransferStart,
+)
+
+PULL_THREADS_MAX = 16
+COPY_THREADS_MAX = 4
+ASK_S_MAX = 10.0  # for control to answer what a peer asked
+
+
+class ControlSource:
+    """The rules, asked over the control channel: a `Source`."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def open_loan(self, request: OpenLoan) -> Loan:
+        answer = self._control.ask(request, Deadline(request.deadline_s))
+        if not isinstance(answer, Loan):
+            raise ProtocolError(f"a OpenLoan was answered with a {type(answer).__name__}")
+        return answer
+
+    def give_back(self, token: str) -> None:
+        self._control.send(Return(token), 0)
+
+    def asked(self, question: Ask | Offer) -> Done | Bytes:
+        seconds = question.deadline_s if isinstance(question, Offer) else ASK_S_MAX
+        answer = self._control.ask(question, Deadline(seconds))
+        if not isinstance(answer, (Done, Bytes)):
+            raise ProtocolError(f"a question was answered with a {type(answer).__name__}")
+        return answer
+
+    def answer_later(self, question: Await | Operate) -> OwedAnswer:
+        return self._control.begin(question)
+
+    def corrupt(self, report: Corrupt) -> None:
+        self._control.send(report, 0)
+
+
+class TransferWorker(WorkerProcess):
+    """The process."""
+
+    decode = worker_wire.decode_transfer
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._jobs = Jobs("kvpool-pull", PULL_THREADS_MAX, self.control)
+        # Copies in the background and questions that wait have threads of their own, so that no pull waits
+        # for them.
+        self._copies = Jobs("kvpool-copy", COPY_THREADS_MAX, self.control)
+        self._waits: Jobs | None = None
+        self._operators: Jobs | None = None  # which wait too: theirs hold no engine's up
+        self._transports: dict[str, Transport] = {}
+        self._lock = threading.Lock()
+        self._start: TransferStart | None = None
+        self._credentials: Credentials | None = None
+
+    def handle(self, request: int, message: Message) -> None:
+        match message:
+            case Loan() | Done() | Bytes() | Error():
+                heard = self.control.answered(request, message)
+                if not heard and isinstance(message, Loan) and message.token:
+                    self.control.send(Return(message.token), 0)
+            case PullBlocks() | AskPeer():
+                self._jobs_for(message).add(
+                    request,
+                    message.deadline_s,
+                    lambda stop, deadline: self._run_job(message, stop, deadline),
+                )
+            case StopOrder():
+                for jobs in (self._jobs, self._copies, self._waits, self._operators):
+                    if jobs is not None:
+                        jobs.stop(message.request)
+            case worker_wire.AttachSegment():
+                self.answer(request, lambda: self.attach(message))
+            case TransferStart():
+                self.answer(request, lambda: self._begin(message))
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} is not for a transfer worker")
+
+    def _jobs_for(self, order: PullBlocks | AskPeer) -> Jobs:
+        """Whose threads do it."""
+        if isinstance(order, PullBlocks):
+            return self._copies if order.background else self._jobs
+        match order.question:
+            case Operate(wait_s=wait_s) if wait_s > 0:
+                waits = self._operators
+            case Await(wait_s=wait_s) if wait_s > 0:
+                waits = self._waits
+            case _:
+                waits = None
+        return waits or self._jobs
+
+    def _begin(self, start: TransferStart) -> Message:
+        if start.tls_cert:
+            files = TlsFiles(start.tls_cert, start.tls_key, start.tls_ca, start.tls_crl)
+            self._credentials = Credentials(files, start.cluster, start.node)
+        self._start = start
+        self._waits = Jobs("kvpool-wait", start.waits_max, self.control)
+        self._operators = Jobs("kvpool-operator", start.waits_max, self.control)
+        return TransferReady([self._transport(url).listen(url) for url in start.listen])
+
+    def _run_job(self, order: PullBlocks | AskPeer, stop: Stop, deadline: Deadline) -> Message:
+        """In a thread of `Jobs`: the answer to an order."""
+        order = msgspec.structs.replace(order, deadline_s=deadline.left())
+        transport = self._transport(order.url)
+        if isinstance(order, AskPeer):
+            return transport.ask(order, stop)
+        return transport.pull(order, stop)
+
+    def _transport(self, url: str) -> Transport:
+        """Raises `ConfigError` for an unknown scheme."""
+        scheme = scheme_of(url)
+        with self._lock:
+            transport = self._transports.get(scheme)
+            if transport is None:
+                transport = self._transports[scheme] = self._make(url)
+            return transport
+
+    def _make(self, url: str) -> Transport:
+        start = self._start
+        if start is None:
+            raise InvalidRequest("a transfer worker was used before its TransferStart")
+        return transport_for(url)(
+            self.memory,
+            ControlSource(self.control),
+            Identity(
+                start.cluster,
+                start.node,
+                start.incarnation,
+                start.secret.encode(),
+                self._credentials,
+                start.plaintext,
+            ),
+            TransferLimits(
+                connections_max=start.connections_max, inflight_bytes_max=start.inflight_bytes_max
+            ),
+        )
+
+
+if __name__ == "__main__":
+    run_worker("transfer", TransferWorker)

@@ -1,0 +1,1 @@
+"""Shared memory between processes of one machine: segments, views of buffers, and whether their owner lives."""

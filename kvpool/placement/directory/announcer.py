@@ -1,0 +1,326 @@
+"""Tells the directory what this node holds, whatever happens to either.
+
+Level-triggered. What is queued are keys, not changes: when a key's turn comes, the rules are asked what is
+here of it *now*, and that is published. So a key that came and went in between is one key in the queue,
+a call that is repeated does no harm, and no order among the changes of one key can be wrong, since a key
+is in one call at a time and a change during that call queues it once more.
+
+Three things are sent, in this order of precedence:
+
+    changes    what was put or evicted (`changed`), within milliseconds while the directory answers
+    repairs    what is held, found by walking through it: all of it when this node has a new incarnation or
+               the queue has overflowed, a group of keys when its mark in the directory has changed (its
+               server was emptied), and everything slowly now and then, for losses that leave no mark
+    retracts   other nodes' entries that turned out to be wrong; dropped when they cannot be sent
+
+Groups of keys (`tag_of`) fail separately. A call takes keys of several groups, so when it fails, all of
+them are *blocked*: each is tried alone with a few keys, ever less often, until one call succeeds. So a
+shard that is down delays nobody else's changes for long. A blocked group's repairs are not kept: it is
+walked again when it is free.
+
+For each group the keys that the directory may have from us are remembered (some 40 bytes a key): a key that
+was never announced needs no withdrawal, and what was evicted while the queue overflowed can be found.
+
+Limits: `queue_max` changes, beyond which all is walked again; `LANES + TRIALS` calls under way, of `batch`
+keys; a few batches of repairs. No step holds the event loop for longer than the rules and the directory
+take for one batch. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvpool.errors import Unavailable
+from kvpool.placement.directory.announcement_queue import AnnouncementQueue, Batch, Group, Held
+from kvpool.placement.directory.announcer_state import AnnouncerState, Lane, wait_for
+from kvpool.placement.directory.base import BATCH_MAX, TIERS, Directory
+from kvpool.placement.directory.repairs import Repairs
+
+LANES = 4  # calls under way for groups that are well
+TRIALS = 2  # and for blocked ones
+TRIAL_KEYS = 128
+LINGER_S = 0.002  # changes that come together are sent together
+CHANGES_IN_A_ROW = 8  # batches, while there are repairs to be sent too
+RETRACTS_MAX = 64 << 10
+
+
+class Announcer:
+    """See the module. Silent until `act_as`; does nothing while `run` does not run.
+
+    clock: seconds, as monotonic as the event loop's. queue_max, batch: in keys. check_s: how often to look
+    whether the directory has lost something. refresh_s: between two walks that nothing asked for.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        held: Held,
+        *,
+        clock: Callable[[], float],
+        queue_max: int = 1 << 20,
+        batch: int = 1024,
+        tier: int = TIERS["dram"],
+        check_s: float = 1.0,
+        refresh_s: float = 600.0,
+    ) -> None:
+        assert 0 < batch <= BATCH_MAX
+        self._directory = directory
+        self._batch = batch
+        self._tier = tier
+        self._queue = AnnouncementQueue(held, queue_max)
+        groups = self._queue.groups
+        self._state = AnnouncerState([Lane(groups[first::LANES]) for first in range(LANES)], clock)
+        self._repairs = Repairs(
+            directory, self._queue, self._state, check_s=check_s, refresh_s=refresh_s
+        )
+        self._last_incarnation: bytes | None = None
+        self._sending: list[Batch] = []
+        self._retracts: dict[tuple[bytes, int, bytes, int], dict[bytes, None]] = {}
+        self._retracting = 0
+        self._running = False
+        self._has_arrived = asyncio.Event()
+        self._has_retracts = asyncio.Event()
+        self._published = 0
+        self._withdrawn = 0
+        self._retracted = 0
+        self._retracts_dropped = 0
+
+    # ---- told by the rules' caller -------------------------------------------------------------------
+
+    def changed(self, digest: bytes, keys: Iterable[bytes]) -> None:
+        """Something became of these blocks: put, evicted, dropped. Call it after the fact.
+
+        O(keys), a copy of them, and never blocks. Beyond the queue's limit they are not queued, and all
+        that is held, and all that was announced, is looked at again as soon as there is room.
+        """
+        if self._queue.changed(digest, tuple(keys), self._state.clock()):
+            self._has_arrived.set()
+        else:
+            self._state.walk.set()
+
+    def doubt(self, digest: bytes, keys: Iterable[bytes]) -> None:
+        """The directory was seen to say something of us about these that is not so. See `changed`.
+
+        Unlike after `changed`, what is not here is withdrawn even if nothing is known to be there: a call
+        that timed out may have been carried out later than the withdrawal that followed it.
+        """
+        listed = tuple(keys)
+        self._queue.doubt(digest, listed)
+        self.changed(digest, listed)
+
+    def retract(
+        self, digest: bytes, parts: int, incarnation: bytes, tier: int, keys: Iterable[bytes]
+    ) -> None:
+        """A hint was wrong: this incarnation does not have these in this tier. Withdraw its entries.
+
+        Best effort: dropped while the queue for them is full, while the directory is away, and while this
+        node is silent. Its owner may publish one again at the same moment and lose that to us, until its
+        next refresh.
+        """
+        if incarnation == self._state.incarnation and tier == self._tier:
+            self.doubt(digest, keys)
+            return
+        queue = self._retracts.setdefault((digest, parts, incarnation, tier), {})
+        for key in keys:
+            if self._retracting >= RETRACTS_MAX:
+                self._retracts_dropped += 1
+            elif key not in queue:
+                queue[key] = None
+                self._retracting += 1
+        self._has_retracts.set()
+
+    def act_as(self, incarnation: bytes | None) -> None:
+        """Begin, or begin again, under this incarnation: all is announced anew. None: be silent.
+
+        What is under way at this moment still ends under the former one. An incarnation that was given up
+        for another one is not taken again.
+        """
+        if incarnation is not None:
+            new = incarnation != self._last_incarnation
+            self._repairs.throw_away(self._queue.announce_anew(forget=new))
+            self._last_incarnation = incarnation
+        self._state.act_as(incarnation)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values. lag_s: age of the oldest change that is not published, in seconds.
+
+        repairing: keys found by a walk and not sent. announced: keys that the directory may have from us.
+        settled: nothing is left to do, as far as is known.
+        """
+        state, repairs = self._state, self._repairs
+        return {
+            "connected": state.connected,
+            **self._queue.stats(state.clock(), self._sending, walking=repairs.walking),
+            "published": self._published,
+            "withdrawn": self._withdrawn,
+            "retracted": self._retracted,
+            "retracts_dropped": self._retracts_dropped,
+            "failures": state.failures,
+            "rounds": repairs.rounds,
+        }
+
+    async def run(self) -> None:
+        """Until cancelled. What was not sent then stays queued; it may run again."""
+        assert not self._running, "one at a time"
+        self._running = True
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._sort())
+                for lane in self._state.lanes:
+                    tasks.create_task(self._send_lane(lane))
+                for _ in range(TRIALS):
+                    tasks.create_task(self._send_trials())
+                tasks.create_task(self._send_retracts())
+                tasks.create_task(self._repairs.watch_marks())
+                tasks.create_task(self._repairs.reannounce())
+        finally:
+            self._running = False
+
+    # ---- changes: from the queue to their groups -----------------------------------------------------
+
+    async def _sort(self) -> None:
+        while True:
+            await self._has_arrived.wait()
+            self._has_arrived.clear()
+            await asyncio.sleep(LINGER_S)
+            while self._queue.arrived:
+                await self._state.step()
+                self._queue.sort()
+                self._state.wake_lanes()
+
+    # ---- sending -------------------------------------------------------------------------------------
+
+    async def _send_lane(self, lane: Lane) -> None:
+        while True:
+            lane.wake.clear()
+            await self._state.step()
+            batch = self._next_of(lane)
+            if batch is None:
+                await lane.wake.wait()
+                continue
+            if not await self._send(batch):
+                for group, _ in batch.shares:
+                    self._block(group)
+            self._state.has_room.set()
+
+    def _next_of(self, lane: Lane) -> Batch | None:
+        """Changes before repairs, but some repairs in any case."""
+        if self._state.incarnation is None:
+            return None
+        groups = lane.groups[lane.first :] + lane.groups[: lane.first]
+        groups = [group for group in groups if not group.blocked]
+        lane.first = (lane.first + 1) % len(lane.groups)
+        urgent_first = lane.changes_sent < CHANGES_IN_A_ROW
+        for urgent in (urgent_first, not urgent_first):
+            batch = self._queue.take(groups, urgent, self._batch)
+            if batch is not None:
+                lane.changes_sent = lane.changes_sent + 1 if urgent else 0
+                return batch
+        lane.changes_sent = 0
+        return None
+
+    async def _send(self, batch: Batch) -> bool:
+        """Publish what is here now of a batch's keys; put them back and return False if that failed."""
+        incarnation = self._state.incarnation
+        assert incarnation is not None
+        if self._queue.overflowed:
+            self._state.walk.set()  # there may be room now
+        parts, keys, masks = self._queue.ask(batch)
+        if not keys:
+            return True
+        sent = False
+        self._sending.append(batch)
+        try:
+            await self._directory.publish(batch.digest, parts, incarnation, self._tier, keys, masks)
+            sent = True
+        except Unavailable as error:
+            self._state.failed(error)
+        finally:
+            self._sending.remove(batch)
+            if not sent:
+                self._queue.put_back(batch)
+        if sent:
+            self._state.connected = True
+            self._published += len(keys) - len(batch.withdrawn)
+            self._withdrawn += len(batch.withdrawn)
+            self._queue.forget_withdrawn(batch)
+        return sent
+
+    # ---- failures ------------------------------------------------------------------------------------
+
+    def _block(self, group: Group) -> None:
+        """To be tried alone, after a while."""
+        group.backoff.failed(self._state.clock())
+        self._state.try_blocked.set()
+        self._state.has_room.set()  # a walk that waits for a group that is given up need not
+
+    def _free(self, group: Group) -> None:
+        group.backoff.succeeded()
+        self._state.wake_lanes()
+        if group.stale:
+            self._state.walk.set()
+
+    async def _send_trials(self) -> None:
+        """Try blocked groups, one at a time, each when its time has come."""
+        while True:
+            self._state.try_blocked.clear()
+            waiting = [group for group in self._queue.groups if group.blocked and not group.trying]
+            if self._state.incarnation is None or not waiting:
+                await self._state.try_blocked.wait()
+                continue
+            group = min(waiting, key=lambda group: group.backoff.retry_at)
+            pause = group.backoff.retry_at - self._state.clock()
+            if pause > 0:
+                await wait_for(self._state.try_blocked, pause)
+                continue
+            group.trying = True
+            try:
+                await self._state.step()
+                await self._send_trial(group)
+            finally:
+                group.trying = False
+
+    async def _send_trial(self, group: Group) -> None:
+        """A few keys of one group. One with nothing to send is free: it costs nothing to find out later."""
+        if self._state.incarnation is None:
+            return
+        for urgent in (True, False):
+            batch = self._queue.take([group], urgent, min(TRIAL_KEYS, self._batch))
+            if batch is not None:
+                if not await self._send(batch):
+                    self._block(group)
+                    return
+                break
+        self._free(group)
+
+    # ---- retracts ------------------------------------------------------------------------------------
+
+    async def _send_retracts(self) -> None:
+        while True:
+            await self._has_retracts.wait()
+            self._has_retracts.clear()
+            await asyncio.sleep(LINGER_S)
+            while self._retracts:
+                await self._state.step()
+                await self._send_retract()
+
+    async def _send_retract(self) -> None:
+        name = next(iter(self._retracts))
+        queue = self._retracts[name]
+        keys = [queue.popitem()[0] for _ in range(min(len(queue), self._batch))]
+        if not queue:
+            del self._retracts[name]
+        self._retracting -= len(keys)
+        digest, parts, incarnation, tier = name
+        if not keys or self._state.incarnation is None:
+            self._retracts_dropped += len(keys)
+            return
+        try:
+            await self._directory.publish(digest, parts, incarnation, tier, keys, [0] * len(keys))
+        except Unavailable as error:
+            self._state.failed(error)
+            self._retracts_dropped += len(keys)
+        else:
+            self._retracted += len(keys)

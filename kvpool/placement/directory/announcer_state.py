@@ -1,0 +1,81 @@
+"""What the tasks of an announcer share: under which incarnation they act, and what wakes them. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from kvpool.errors import Unavailable
+from kvpool.placement.directory.announcement_queue import Group
+
+log = logging.getLogger("kvpool.placement")
+
+WARN_S = 10.0  # between two lines in the log about a directory that fails
+
+
+class Lane:
+    """The groups that share one call at a time, so that no key is in two."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups = groups
+        self.wake = asyncio.Event()
+        self.first = 0  # whose turn it is to be taken from first
+        self.changes_sent = 0  # batches, since the last one of repairs
+
+
+class AnnouncerState:
+    """See the module.
+
+    incarnation: None: be silent. lives: how often it was set: a walk for an earlier one ends. connected: whether
+    the directory answered last. failures: calls that failed, from the beginning.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.lanes = lanes
+        self.incarnation: bytes | None = None
+        self.lives = 0
+        self.connected = False
+        self.failures = 0
+        self.has_room = asyncio.Event()  # for repairs
+        self.try_blocked = asyncio.Event()
+        self.walk = asyncio.Event()
+        self.look = asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()
+        self._warned_at: float | None = None
+
+    def act_as(self, incarnation: bytes | None) -> None:
+        """Another life begins, or none."""
+        self.lives += 1
+        self.incarnation = incarnation
+        self.wake_lanes()
+        for event in (self.try_blocked, self.walk, self.look, self.has_room):
+            event.set()
+
+    def wake_lanes(self) -> None:
+        for lane in self.lanes:
+            lane.wake.set()
+
+    async def step(self) -> None:
+        """Before anything that takes a part of a millisecond: one of these in each turn of the event loop."""
+        async with self._one_at_a_time:
+            await asyncio.sleep(0)
+
+    def failed(self, error: Unavailable) -> None:
+        """The directory did not answer."""
+        now = self.clock()
+        if self._warned_at is None or now - self._warned_at > WARN_S:
+            self._warned_at = now
+            log.warning("the directory refuses published changes: %s", error)
+        self.connected = False
+        self.failures += 1
+
+
+async def wait_for(event: asyncio.Event, seconds: float) -> None:
+    """Until it is set, for so long at most."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

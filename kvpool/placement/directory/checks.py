@@ -1,0 +1,77 @@
+"""What every directory refuses: calls that can never work, told before anything was done.
+
+Pure functions, a few tens of microseconds for a full batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from kvpool.errors import InvalidRequest
+from kvpool.placement.directory.base import BATCH_MAX, TIERS
+from kvpool.placement.records import INCARNATION_BYTES
+from kvpool.types import KEY_BYTES, PARTS_MAX
+
+DIGEST_BYTES = 16
+DEAD_MAX = 1024
+"""Incarnations in one call of `sweep`."""
+
+ENTRIES_MAX = 64
+"""Entries of one block; the one that came first goes first. No block needs as many copies."""
+
+TIER_BYTES = frozenset(TIERS.values())
+
+
+def check_keys(digest: bytes, parts: int, keys: Sequence[bytes]) -> None:
+    """Raises `InvalidRequest` unless these are block keys of a namespace, and not too many."""
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidRequest(
+            f"a namespace's digest is {DIGEST_BYTES} bytes, this one is {len(digest)}"
+        )
+    if not 0 < parts <= PARTS_MAX:
+        raise InvalidRequest(f"{parts} parts: a namespace has 1 to {PARTS_MAX}")
+    if len(keys) > BATCH_MAX:
+        raise InvalidRequest(f"{len(keys)} keys in one call: at most {BATCH_MAX}")
+    wrong = set(map(len, keys)) - {KEY_BYTES}
+    if wrong:
+        raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, one of these is {wrong.pop()}")
+
+
+def check_publication(
+    digest: bytes,
+    parts: int,
+    incarnation: bytes,
+    tier: int,
+    keys: Sequence[bytes],
+    masks: Sequence[int],
+) -> None:
+    """Raises `InvalidRequest` for what `Directory.publish` cannot do."""
+    check_keys(digest, parts, keys)
+    check_incarnations((incarnation,))
+    if tier not in TIER_BYTES:
+        raise InvalidRequest(f"tier {tier} is none of {sorted(TIER_BYTES)}")
+    if len(masks) != len(keys):
+        raise InvalidRequest(f"{len(masks)} masks for {len(keys)} keys")
+    if keys and not (min(masks) >= 0 and max(masks) >> parts == 0):
+        raise InvalidRequest(f"a mask names a part that is none of the namespace's {parts}")
+
+
+def check_incarnations(incarnations: Collection[bytes]) -> None:
+    """Raises `InvalidRequest` unless these are incarnations, and not too many."""
+    if len(incarnations) > DEAD_MAX:
+        raise InvalidRequest(f"{len(incarnations)} incarnations in one call: at most {DEAD_MAX}")
+    wrong = set(map(len, incarnations)) - {INCARNATION_BYTES}
+    if wrong:
+        raise InvalidRequest(
+            f"an incarnation is {INCARNATION_BYTES} bytes, one of these is {wrong.pop()}"
+        )
+
+
+def last_of_each(
+    keys: Sequence[bytes], masks: Sequence[int]
+) -> tuple[Sequence[bytes], Sequence[int]]:
+    """Each key once, with the last of its masks: so a batch may be cut and reordered at will."""
+    last = dict(zip(keys, masks, strict=True))
+    if len(last) == len(keys):
+        return keys, masks
+    return list(last), list(last.values())

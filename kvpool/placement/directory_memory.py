@@ -1,0 +1,194 @@
+"""What the directory cannot say or has said before: wrong hints, last known entries, dead incarnations.
+
+No I/O, no clock, event loop only. All of it is bounded, and forgets the oldest first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+
+from kvpool.placement.directory.base import Entry
+
+
+class NegativeMemory:
+    """Who was found to lack what, or to have it corrupt, though the directory says it is there.
+
+    For the time that a wrong hint takes to be withdrawn. Each call is O(1).
+    """
+
+    def __init__(self, capacity: int, ttl_s: float) -> None:
+        self._capacity = capacity
+        self._ttl_s = ttl_s
+        # In the order of their ends, since all last equally long.
+        self._until: OrderedDict[tuple[bytes, int, bytes, bytes], float] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many there are, expired ones perhaps included: when 0, there is no need to ask."""
+        return len(self._until)
+
+    def add(self, digest: bytes, part: int, key: bytes, incarnation: bytes, now: float) -> None:
+        until = self._until
+        item = (digest, part, key, incarnation)
+        until[item] = now + self._ttl_s
+        until.move_to_end(item)
+        for _ in range(2):  # two out for one in: what has expired goes, a little at a time
+            oldest = next(iter(until))
+            if len(until) <= self._capacity and until[oldest] > now:
+                break
+            del until[oldest]
+            if not until:
+                break
+
+    def has(self, digest: bytes, part: int, key: bytes, incarnation: bytes, now: float) -> bool:
+        return self._until.get((digest, part, key, incarnation), now) > now
+
+
+class Remembered:
+    """The last known entries of keys, for the time when the directory is away.
+
+    capacity: in keys. Entries are kept packed, so that many of them are nothing to the garbage collector.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._packed: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def learn(
+        self, digest: bytes, keys: Sequence[bytes], entries: Sequence[Sequence[Entry]]
+    ) -> None:
+        """The directory says this; that nobody has a key is remembered by forgetting it."""
+        packed = self._packed
+        last: Sequence[Entry] = ()
+        form = b""
+        for key, known in zip(keys, entries, strict=True):
+            name = digest + key
+            if not known:
+                packed.pop(name, None)
+                continue
+            if known != last:  # blocks of one prompt mostly lie together: one copy serves them all
+                last, form = known, _pack(known)
+            packed[name] = form
+            packed.move_to_end(name)
+        while len(packed) > self._capacity:
+            packed.popitem(last=False)
+
+    def recall(self, digest: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
+        """What was known of each key at last; nothing for keys that are not remembered."""
+        packed = self._packed
+        found: list[list[Entry]] = []
+        last = b""
+        entries: list[Entry] = []
+        for key in keys:
+            name = digest + key
+            form = packed.get(name)
+            if form is None:
+                found.append([])
+                continue
+            packed.move_to_end(name)
+            if form != last:
+                last, entries = form, _unpack(form)
+            found.append(entries.copy())
+        return found
+
+    def forget(self, digest: bytes, keys: Iterable[bytes], incarnation: bytes) -> None:
+        """This incarnation turned out not to have these."""
+        for key in keys:
+            form = self._packed.get(digest + key)
+            if form is None:
+                continue
+            rest = [entry for entry in _unpack(form) if entry.incarnation != incarnation]
+            if rest:
+                self._packed[digest + key] = _pack(rest)
+            else:
+                del self._packed[digest + key]
+
+
+def _pack(entries: Iterable[Entry]) -> bytes:
+    """One after the other: incarnation 8, tier 1, length of the mask 2, mask."""
+    out: list[bytes] = []
+    for incarnation, tier, mask in entries:
+        size = (mask.bit_length() + 7) // 8
+        out += (incarnation, bytes((tier,)), size.to_bytes(2), mask.to_bytes(size))
+    return b"".join(out)
+
+
+def _unpack(form: bytes) -> list[Entry]:
+    entries = []
+    at = 0
+    while at < len(form):
+        end = at + 11 + int.from_bytes(form[at + 9 : at + 11])
+        entries.append(Entry(form[at : at + 8], form[at + 8], int.from_bytes(form[at + 11 : end])))
+        at = end
+    return entries
+
+
+class DeadIncarnations:
+    """Which incarnations are dead for certain, so that their entries may be swept.
+
+    Those that were in the view and left it are; so are those that were met in entries and have not come
+    into the view for `patience_s` seconds during which the membership answered: a node whose joining we
+    could not see is not taken for dead. Nobody in the view ever is. Call `seen` with every view, and
+    `passed` every second or so. Bounded by `capacity`: what is left out is met again.
+    """
+
+    def __init__(self, *, patience_s: float = 30.0, capacity: int = 4096) -> None:
+        self._patience_s = patience_s
+        self._capacity = capacity
+        self._living: frozenset[bytes] = frozenset()
+        self._strange: OrderedDict[bytes, float] = OrderedDict()  # connected time when first met
+        self._dead: OrderedDict[bytes, None] = OrderedDict()
+        self._connected_s = 0.0
+        self._connected_at: float | None = None
+
+    def seen(self, living: Collection[bytes]) -> None:
+        """These are in the view now, our own included."""
+        now_living = frozenset(living)
+        for incarnation in self._living - now_living:
+            self._declare(incarnation)
+        for incarnation in now_living - self._living:
+            self._strange.pop(incarnation, None)
+            self._dead.pop(incarnation, None)
+        self._living = now_living
+
+    def met(self, incarnations: Iterable[bytes]) -> None:
+        """These occur in entries of the directory. Call it with what is not known to live; cheap."""
+        for incarnation in incarnations:
+            known = incarnation in self._living or incarnation in self._dead
+            if known or incarnation in self._strange:
+                continue
+            self._strange[incarnation] = self._connected_s
+            if len(self._strange) > self._capacity:
+                self._strange.popitem(last=False)
+
+    def passed(self, now: float, *, connected: bool) -> None:
+        """Time has come to `now`; connected: whether the membership answers at present.
+
+        Only the time between two calls that both say so counts.
+        """
+        if connected and self._connected_at is not None:
+            self._connected_s += now - self._connected_at
+        self._connected_at = now if connected else None
+        while self._strange:
+            incarnation, since = next(iter(self._strange.items()))
+            if self._connected_s - since < self._patience_s:
+                break
+            del self._strange[incarnation]
+            self._declare(incarnation)
+
+    def swept(self, incarnations: Iterable[bytes]) -> None:
+        """The whole directory was swept of these: forget them. If they occur again, they are met again."""
+        for incarnation in incarnations:
+            self._dead.pop(incarnation, None)
+
+    @property
+    def dead(self) -> frozenset[bytes]:
+        return frozenset(self._dead)
+
+    def _declare(self, incarnation: bytes) -> None:
+        self._dead[incarnation] = None
+        if len(self._dead) > self._capacity:
+            self._dead.popitem(last=False)

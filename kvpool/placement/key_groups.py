@@ -1,0 +1,13 @@
+"""Groups of block keys: each shard of the directory and the catalog has whole groups."""
+
+from __future__ import annotations
+
+from kvpool.types import KEY_BYTES
+
+TAGS = 64
+"""Groups of keys. Part of the format: all nodes of a cluster agree. Each is in one shard, whole."""
+
+
+def tag_of(key: bytes) -> int:
+    """The group of a block key. Keys are hashes, so their bits are as good as any."""
+    return key[KEY_BYTES - 1] % TAGS

@@ -1,0 +1,1 @@
+"""What engines' own caches hold, from the KV events that they publish."""

@@ -1,0 +1,427 @@
+"""An engine's stream of KV events: what its messages say, and which of them count. No I/O, no clock.
+
+vLLM publishes batches of events over ZeroMQ as [topic, sequence number, payload]. Numbers count from 0
+in each life of the engine, without gaps, but batches get lost: while nobody listens, and where a queue is
+full. It keeps the last batches and repeats them when asked (a *replay*: all it still has from one number
+on). Payloads are MessagePack: [time, [event, ...], rank], an event being a map with its `type`.
+
+`Follower` turns what arrives into what an `EngineBlocks` is told:
+
+    next in order              told
+    a gap, a lost connection   a replay is asked for, from the last batch that was told. It comes with the
+                               same time again: what follows fills the gap. It does not: the engine
+                               was restarted, and everything is replayed from 0
+    older than the last one    ignored: a batch of an earlier life, or one that came twice
+    a replay that begins late, the blocks are forgotten, since any of them may have gone in the gap, and
+    or fails, or no replays    gathered anew: from then on the engine holds at least those
+
+A batch that cannot be read may have said anything, so it makes the blocks forgotten too.
+
+Nothing here takes long: `Follower.work` tells a bounded number of blocks at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from kvpool.errors import ProtocolError
+from kvpool.placement.kv_events.engine_blocks import EngineBlocks, short_hash
+
+PAYLOAD_BYTES_MAX = 16 << 20
+"""Of one batch: one step of an engine, some 5 bytes a token and 70 a removed block."""
+
+HASHES_MAX = 1 << 16
+"""In one event: a prompt of a million tokens in blocks of 16."""
+
+WAITING_MAX = 1024
+WAITING_BYTES_MAX = 32 << 20
+"""Batches that are held back while a replay is under way. What comes beyond is replayed later."""
+
+FUTILE_MAX = 3
+"""Replays in a row that fail or bring nothing of a gap, before it is given up."""
+
+END = b"\xff" * 8
+"""In the place of a sequence number: the replay is over."""
+
+UNREADABLE = -1.0
+
+_DEVICE_MEDIA = (None, "GPU")
+_HASH_BYTES = (8, 64)
+_MASK = (1 << 64) - 1
+
+
+# ---- messages ------------------------------------------------------------------------------------------
+
+
+_Hashes = Annotated[list[int | bytes], msgspec.Meta(max_length=HASHES_MAX)]
+
+
+class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
+    block_hashes: _Hashes
+    parent_block_hash: int | bytes | None = None
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
+    block_hashes: _Hashes
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _Payload(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[msgspec.Raw]
+
+
+class _AnyEvent(msgspec.Struct, gc=False):
+    type: str
+
+
+_payload = msgspec.msgpack.Decoder(_Payload)
+_event = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
+_any_event = msgspec.msgpack.Decoder(_AnyEvent)
+_KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+
+
+class Batch(msgspec.Struct, frozen=True, gc=False):
+    """One message. Its events are decoded when their turn comes.
+
+    at: the engine's clock when it was made; `UNREADABLE` if the payload is not what it should be.
+    """
+
+    seq: int
+    at: float
+    events: Sequence[msgspec.Raw]
+    nbytes: int
+
+
+def read_batch(frames: Sequence[bytes]) -> Batch | None:
+    """A message of [topic, number, payload]; None: the end of a replay.
+
+    Raises `ProtocolError` for what has no sequence number.
+    """
+    if len(frames) != 3 or len(frames[1]) != 8:
+        raise ProtocolError("not a message of KV events: topic, number and payload were expected")
+    if frames[1] == END:
+        return None
+    seq = int.from_bytes(frames[1], "big")
+    nbytes = len(frames[2])
+    if nbytes > PAYLOAD_BYTES_MAX:
+        return Batch(seq, UNREADABLE, (), nbytes)
+    try:
+        payload = _payload.decode(frames[2])
+    except msgspec.DecodeError:
+        return Batch(seq, UNREADABLE, (), nbytes)
+    return Batch(seq, payload.ts, payload.events, nbytes)
+
+
+def _read_event(raw: msgspec.Raw) -> _Stored | _Removed | _Cleared | None:
+    """None for what does not count: unknown types, and other media (host memory, disks).
+
+    Raises `msgspec.DecodeError`.
+    """
+    try:
+        event = _event.decode(raw)
+    except msgspec.ValidationError:
+        if _any_event.decode(raw).type in _KNOWN:
+            raise
+        return None
+    return event if isinstance(event, _Cleared) or event.medium in _DEVICE_MEDIA else None
+
+
+def _short(each: int | bytes) -> int:
+    """Raises `msgspec.ValidationError`."""
+    if isinstance(each, int):
+        return each & _MASK
+    low, high = _HASH_BYTES
+    if not low <= len(each) <= high:
+        raise msgspec.ValidationError(f"a block hash of {len(each)} bytes")
+    return short_hash(each)
+
+
+# ---- their order ---------------------------------------------------------------------------------------
+
+
+class Follower:
+    """Follows one engine's stream. See the module. Event loop only.
+
+    Its owner brings what arrives (`heard`, `replayed`, `disconnected`), asks for a replay when `wanted`
+    says so, reports its end (`replay_ended`, `replay_failed`), and calls `work` until nothing is left
+    before it brings more.
+    """
+
+    def __init__(self, blocks: EngineBlocks, *, can_replay: bool) -> None:
+        self.blocks = blocks
+        self.unreadable = 0
+        """Batches and events that were not what they should be."""
+        self.gaps = 0
+        """How often blocks were forgotten because batches were lost for good."""
+        self._can_replay = can_replay
+        self._next: int | None = None  # None: nothing is known of this life
+        self._at = UNREADABLE  # of the batch before that
+        self._wanted: int | None = 0 if can_replay else None
+        self._doubt = can_replay  # more than a routine question: an answer is needed
+        self._again = False  # the connection was lost during the replay
+        self._restarted = False
+        self._came = False  # the replay under way has brought a batch
+        self._advanced = False
+        self._futile = 0
+        self._waiting: dict[int, Batch] = {}
+        self._waiting_bytes = 0
+        self._todo: deque[Batch | bool] = deque()  # a bool: clear, and whether that is complete
+        self._event = 0  # of the first batch to do
+        self._decoded: _Stored | _Removed | _Cleared | None = None  # that event, once it is begun
+        self._told = 0  # of its hashes
+
+    @property
+    def wanted(self) -> int | None:
+        """From which sequence number on a replay is needed, or was asked for; None: none is."""
+        return self._wanted
+
+    @property
+    def at(self) -> float:
+        """The engine's clock when the last batch was made that was told, or is to be; below 0: none was."""
+        return self._at
+
+    def check(self) -> None:
+        """Ask, to be sure, whether the last batch is still the last one. Does nothing without replays."""
+        if self._can_replay and self._wanted is None:
+            self._wanted = self._last()
+
+    def _last(self) -> int:
+        """From where a replay shows both that the life is the same, and what is new."""
+        return self._next - 1 if self._next else 0
+
+    # ---- what arrives --------------------------------------------------------------------------------
+
+    def heard(self, batch: Batch) -> None:
+        """A batch of the stream."""
+        if self._wanted is not None:
+            self._hold_back(batch)
+        elif self._next is not None and batch.at < self._at:
+            return
+        elif batch.seq == self._next:
+            self._accept(batch)
+        elif self._next is not None and batch.seq < self._next and batch.at == self._at:
+            return
+        elif self._can_replay:
+            self._hold_back(batch)
+            self._doubt = True
+            self._wanted = self._last()
+        else:
+            self._begin(batch)
+
+    def disconnected(self) -> None:
+        """What the engine sends now is lost, and when it is back it may be another."""
+        if not self._can_replay:
+            if self._next is not None:
+                self._lose_track()
+        elif self._wanted is None:
+            self._doubt = True
+            self._wanted = self._last()
+        else:
+            self._again = True
+
+    def gone(self) -> None:
+        """The engine has been away for so long that its blocks count as lost."""
+        if self._next is not None or len(self.blocks):
+            self._lose_track()
+        if self._can_replay:
+            self._ask_from_start()
+
+    def replayed(self, batch: Batch) -> None:
+        """A batch of the replay that was wanted; they come in order."""
+        assert self._wanted is not None
+        if self._restarted or batch.seq < self._wanted:
+            return
+        first, self._came = not self._came, True
+        if first and self._next and batch.seq == self._wanted:
+            self._restarted = batch.at != self._at
+        elif first and (self._next is None or self._next or batch.seq):
+            self._begin(batch)  # from here on it is kept: what came before is lost
+        elif batch.seq == self._next:
+            self._accept(batch)
+
+    def replay_ended(self) -> None:
+        """All of the replay has been brought."""
+        if self._restarted or (not self._came and self._next):
+            self._ask_from_start()
+            return
+        if self._next is None:  # nothing was ever published
+            self._clear(complete=True)
+            self._next = 0
+        self._catch_up(failed=False)
+
+    def replay_failed(self) -> None:
+        """The replay was not answered in time, or broke off. Part of it may have been brought."""
+        if self._restarted:
+            self._ask_from_start()
+        else:
+            self._catch_up(failed=True)
+
+    def _catch_up(self, *, failed: bool) -> None:
+        """After a replay: tell what waited, and see whether another one is needed."""
+        waiting = self._let_go()
+        # Nothing was replayed, and something was heard: it was sent since, or by an earlier life. In the first
+        # case it is in the next replay.
+        unclear = bool(waiting) and self._next == 0 and not (failed or self._came)
+        while waiting and not unclear and self._next is not None and waiting[0].seq <= self._next:
+            batch = waiting.pop(0)
+            if batch.seq == self._next:
+                self._accept(batch)
+        useless = not self._advanced and (failed or bool(waiting))
+        self._futile = self._futile + 1 if useless else 0
+        self._doubt = bool(waiting) or self._again or (failed and self._doubt)
+        self._advanced = self._came = self._again = False
+        if not self._doubt:
+            self._wanted = None
+        elif self._futile < FUTILE_MAX:
+            for batch in waiting if not unclear else ():
+                self._hold_back(batch)
+            self._wanted = self._last()
+        else:
+            self._give_up(waiting)
+
+    def _give_up(self, waiting: Sequence[Batch]) -> None:
+        """Replays do not help: go on with what was heard."""
+        self._wanted, self._doubt, self._futile = None, False, 0
+        self._lose_track()
+        for batch in waiting:
+            if batch.seq == self._next:
+                self._accept(batch)
+            else:
+                self._begin(batch)
+
+    def _ask_from_start(self) -> None:
+        """Another life: whatever waited is replayed with the rest."""
+        self._let_go()
+        self._next, self._at = None, UNREADABLE
+        self._wanted, self._doubt = 0, True
+        self._restarted = self._came = self._advanced = False
+        self._futile = 0
+
+    def _hold_back(self, batch: Batch) -> None:
+        if self._again:
+            return  # perhaps of another life than what waits already; another replay follows in any case
+        other = self._waiting.get(batch.seq)
+        if other is not None:
+            # Two lives have sent the same number: what waits may be of both, which another replay tells.
+            self._again = other.at != batch.at
+            return
+        room = WAITING_BYTES_MAX - self._waiting_bytes
+        if len(self._waiting) < WAITING_MAX and batch.nbytes <= room:
+            self._waiting[batch.seq] = batch
+            self._waiting_bytes += batch.nbytes
+
+    def _let_go(self) -> list[Batch]:
+        """What waited, in order; without what an earlier life had sent."""
+        waiting = sorted(self._waiting.values(), key=lambda batch: batch.seq)
+        self._waiting, self._waiting_bytes = {}, 0
+        return [batch for batch in waiting if batch.at >= self._at]
+
+    # ---- what is told --------------------------------------------------------------------------------
+
+    def _accept(self, batch: Batch) -> None:
+        self._next, self._at = batch.seq + 1, batch.at
+        self._advanced = True
+        self._todo.append(batch)
+
+    def _begin(self, batch: Batch) -> None:
+        """Nothing is known of what came before this one; if it is the first, nothing did."""
+        if self._next is not None and batch.seq:
+            self.gaps += 1
+        self._clear(complete=batch.seq == 0)
+        self._accept(batch)
+
+    def _lose_track(self) -> None:
+        self.gaps += 1
+        self._clear(complete=False)
+        self._next, self._at = None, UNREADABLE
+
+    def _clear(self, *, complete: bool) -> None:
+        self._todo.clear()
+        self._event = self._told = 0
+        self._todo.append(complete)
+
+    def work(self, blocks_max: int) -> bool:
+        """Tell what is to be told, about `blocks_max` blocks; whether something is left."""
+        budget = blocks_max
+        while self._todo and budget > 0:
+            first = self._todo[0]
+            if isinstance(first, bool):
+                self.blocks.clear(complete=first)
+                self._todo.popleft()
+            elif self._event < len(first.events):
+                budget -= 1 + self._tell(first.events[self._event], budget)
+            else:
+                if first.at == UNREADABLE:
+                    self._unread()
+                self._todo.popleft()
+                self._event = 0
+        return bool(self._todo)
+
+    def _tell(self, raw: msgspec.Raw, limit: int) -> int:
+        """Tell one event, or the part of it that is within the limit; of how many blocks."""
+        try:
+            event = self._decoded
+            if self._told == 0:
+                event = self._decoded = _read_event(raw)
+                if isinstance(event, _Cleared):
+                    self.blocks.clear(complete=True)
+                elif isinstance(event, _Stored) and self._is_reuse(event):
+                    event = None
+            if event is None or isinstance(event, _Cleared):
+                self._end_event()
+                return 0
+            hashes = [*map(_short, event.block_hashes[self._told : self._told + limit])]
+        except msgspec.DecodeError:
+            self._unread()
+            self._end_event()
+            return 0
+        group = event.group_idx or 0
+        if isinstance(event, _Removed):
+            self.blocks.removed(group, hashes)
+        else:
+            self.blocks.stored(group, hashes)
+        self._told += len(hashes)
+        if self._told == len(event.block_hashes):
+            self._end_event()
+        return len(hashes)
+
+    def _is_reuse(self, event: _Stored) -> bool:
+        """Whether it only says that a prompt found these blocks in the cache.
+
+        Engines can be asked to report that, in the words for blocks that are stored, and always from the
+        start of the prompt. What is held already is taken for such a report, not for a second copy.
+        """
+        group = event.group_idx or 0
+        return event.parent_block_hash is None and self.blocks.holds(
+            group, map(_short, event.block_hashes)
+        )
+
+    def _end_event(self) -> None:
+        self._event += 1
+        self._told = 0
+        self._decoded = None
+
+    def _unread(self) -> None:
+        """It may have said anything."""
+        self.unreadable += 1
+        self.blocks.clear(complete=False)
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "next": self._next,
+            "replaying": self._wanted is not None,
+            "gaps": self.gaps,
+            "unreadable": self.unreadable,
+        }

@@ -1,0 +1,658 @@
+"""Membership on etcd: node records bound to leases, one watch, and the cluster's shared records.
+
+Keys and their contents: `mirror.py`. A node is known by two keys under one lease, its name and its
+incarnation, made in one transaction that requires both to be absent; so neither is ever held twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvpool.errors import (
+    ConfigError,
+    InvalidRequest,
+    KvpoolError,
+    ProtocolError,
+    Unavailable,
+)
+from kvpool.placement.etcd import rpc_pb2 as rpc
+from kvpool.placement.etcd.client import (
+    EtcdClient,
+    LeaseGone,
+    absent,
+    bound_to,
+    delete,
+    found,
+    put,
+    read,
+    unchanged,
+)
+from kvpool.placement.etcd.settings import EtcdSettings
+from kvpool.placement.etcd.watch import Follower
+from kvpool.placement.membership.admission import (
+    bumped,
+    check_config,
+    check_parts,
+    configured,
+    incarnation_taken,
+    name_taken,
+    same_address,
+    secret_proof,
+)
+from kvpool.placement.membership.base import Standing
+from kvpool.placement.membership.etcd_lease import LeaseWatch
+from kvpool.placement.membership.etcd_mirror import Mirror, Paths, decode_node
+from kvpool.placement.records import (
+    ClusterConfig,
+    NamespaceEntry,
+    NodeRecord,
+    NodeState,
+    SettingsChange,
+    View,
+    decode_record,
+    encode_record,
+)
+
+log = logging.getLogger("kvpool.placement")
+
+TTL_S = 5.0
+START_S = 10.0
+LEAVE_S = 2.0  # for each of the two steps of leaving
+CLASH_S = 3.0  # longer than its lease, for the record of a dead owner to go
+CLASH_PAUSE_S = 0.3
+RETRY_S = 0.5  # between attempts to renew, while they fail
+GRACE_S = 3.0  # longer than a lease, for nodes to come back after etcd was away
+CHANGES_MAX = 10  # attempts to change a record that others change at the same time
+USE_S = 5.0  # a node's use of its tiers is written at most that often,
+SMALL_USE_S = 60.0  # and that often, when it has changed by less than
+SMALL_USE = 1 / 64  # of the tier
+NO_LEASE = 0
+
+
+@dataclass(slots=True)
+class _Member:
+    """A life of this node: from `join` until it leaves, or its lease is lost.
+
+    wanted: the record to be written, written: the one that is, at `written_at`. revision: of the join.
+    """
+
+    lease: int
+    watch: LeaseWatch
+    revision: int
+    written: NodeRecord
+    wanted: NodeRecord
+    written_at: float
+    keeper: asyncio.Task[None] | None = None
+
+
+class EtcdMembership:
+    """See `kvpool.placement.membership.base.Membership`; times of `standing` are those of `clock`.
+
+    secret: of the cluster; only a proof of it is stored. protocol: the wire protocol we speak.
+    ttl_s: how long a silent node lives; etcd takes whole seconds, at least 2.
+    Close it even if `start` has failed.
+    """
+
+    def __init__(
+        self,
+        settings: EtcdSettings,
+        cluster: str,
+        *,
+        secret: bytes = b"",
+        protocol: int = 0,
+        ttl_s: float = TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._paths = Paths(cluster)
+        self._client = EtcdClient(settings)
+        self._follower = Follower(self._client, self._paths.root, self)
+        self._mirror = Mirror(self._paths)
+        self._own_config = ClusterConfig(
+            cluster=cluster, secret_proof=secret_proof(secret, cluster)
+        )
+        self._protocol = protocol
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._member: _Member | None = None
+        self._absent = Standing.OUT  # the standing while there is no `_member`
+        self._joined_before = False
+        # While we write our record: its key, and the revision and lease of what the watch said of it last.
+        self._joining: bytes | None = None
+        self._seen = (0, NO_LEASE)
+        self._heard_at: float | None = None
+        self._write_lock = asyncio.Lock()
+        self._watchers: list[Callable[[], None]] = []
+        self._lost_watchers: list[Callable[[], None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tick: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    # ---- the view -------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> View:
+        return self._mirror.view
+
+    @property
+    def connected(self) -> bool:
+        """Whether etcd was heard of lately."""
+        return self._heard_at is not None and self._clock() - self._heard_at <= self._ttl_s / 2
+
+    def stats(self) -> dict[str, Any]:
+        """For status pages; plain values."""
+        return {
+            "endpoint": self._client.endpoint,
+            "connected": self.connected,
+            "revision": self._follower.revision,
+            "streams": self._follower.streams,
+            "resets": self._follower.resets,
+            "undecodable": self._mirror.undecodable,
+        }
+
+    async def start(self) -> None:
+        await self._follower.read(START_S)
+        await self._agree()
+        self._spawn(self._follower.run(), "follow")
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        self._watchers.append(changed)
+
+    def on_lost(self, lost: Callable[[], None]) -> None:
+        self._lost_watchers.append(lost)
+
+    async def _agree(self) -> None:
+        """Write the cluster's configuration if there is none, and see whether we fit into it."""
+        key = self._paths.config
+        if self.view.config is None:
+            ours = encode_record(self._own_config)
+            answer = await self._client.txn(
+                [absent(key)], [put(key, ours)], [read(key)], "founding the cluster", START_S
+            )
+            stored = ours
+            if not answer.succeeded and (kv := found(answer, 0)) is not None:
+                stored = kv.value
+            try:
+                decode_record(stored, ClusterConfig, key.decode())
+            except ProtocolError as error:
+                raise ConfigError(
+                    f"etcd's record of the cluster cannot be read: {error}. "
+                    "If no node of a newer version wrote it, delete it and start again"
+                ) from None
+            self._told(self._mirror.wrote(answer.header.revision, {key: stored}))
+        config = self.view.config
+        assert config is not None
+        check_config(config, self._own_config, self._protocol)
+
+    # ---- what the watch says (`Sink`) -----------------------------------------------------------------
+
+    def heard(self) -> None:
+        """After a silence in which leases may have ended, nodes get the time to come back."""
+        now = self._clock()
+        if self._heard_at is not None and not self.connected:
+            self._mirror.forgive(now + self._ttl_s + GRACE_S)
+        self._heard_at = now
+
+    def reset(self, kvs: list[Any], revision: int) -> None:
+        self._told(self._mirror.reset(kvs, revision, self._clock()))
+        if self._joining is not None:
+            leases = [kv.lease for kv in kvs if kv.key == self._joining]
+            self._seen = revision, leases[0] if leases else NO_LEASE
+        member = self._member
+        if member is not None and revision >= member.revision:
+            own = self._paths.node(member.written.node)
+            if not any(kv.key == own and kv.lease == member.lease for kv in kvs):
+                self._lose(member, "its record is not in etcd any more")
+        if self._mirror.unsaved or (self.view.config is not None and not self._mirror.config_seen):
+            self._spawn(self._save_again(), "save")
+
+    def changed(self, events: list[Any], revision: int) -> None:
+        self._told(self._mirror.changed(events, revision, self._clock()))
+        for event in events:
+            if event.kv.key == self._joining:
+                gone = event.type == rpc.Event.DELETE
+                self._seen = event.kv.mod_revision, NO_LEASE if gone else event.kv.lease
+        member = self._member
+        if member is None:
+            return
+        own = self._paths.node(member.written.node)
+        for event in events:
+            kv = event.kv
+            if kv.key != own or kv.mod_revision <= member.revision:
+                continue
+            if event.type == rpc.Event.DELETE:
+                self._lose(member, "its record was deleted")
+                return
+            if kv.lease != member.lease:
+                self._lose(member, "another daemon has taken its name")
+                return
+
+    def _told(self, changed: bool) -> None:
+        """Pass a change of the view on, and set the timer for the next one that comes by itself."""
+        if self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
+        at = self._mirror.next_tick
+        if at is not None and not self._closed:
+            delay = max(0.0, at - self._clock())
+            self._tick = asyncio.get_running_loop().call_later(delay, self._drop_missing)
+        if changed:
+            for watcher in self._watchers:
+                watcher()
+
+    def _drop_missing(self) -> None:
+        self._told(self._mirror.tick(self._clock()))
+
+    async def _save_again(self) -> None:
+        """Etcd has lost its data: the cluster's epochs are ours to bring back."""
+        log.warning("etcd has lost records of this cluster: they are restored")
+        try:
+            await self._client.txn(
+                [absent(self._paths.config)],
+                [put(self._paths.config, encode_record(self.view.config or self._own_config))],
+                [],
+                "putting the cluster's configuration back",
+            )
+            for entry in self._mirror.unsaved:
+                await self._raise_epoch(entry)
+        except KvpoolError as error:
+            log.warning(
+                "not all records could be restored, the next full read tries again: %s", error
+            )
+
+    async def _raise_epoch(self, entry: NamespaceEntry) -> None:
+        def change(stored: NamespaceEntry) -> NamespaceEntry:
+            return stored if stored.epoch >= entry.epoch else entry
+
+        await self._create_or_read(entry)
+        await self._change(entry.tenant, entry.digest, change, "putting an epoch back")
+
+    # ---- this node ------------------------------------------------------------------------------------
+
+    async def join(self, record: NodeRecord) -> None:
+        assert self._member is None, "leave first"
+        config = self.view.config
+        assert config is not None, "start first"
+        check_config(config, self._own_config, self._protocol)
+        begun = self._clock()
+        lease = await self._client.grant(max(1, math.ceil(self._ttl_s)))
+        self._joining, self._seen = self._paths.node(record.node), (0, NO_LEASE)
+        try:
+            revision = await self._enter(record, lease)
+        except KvpoolError:
+            await self._revoke(lease)
+            raise
+        finally:
+            self._joining = None
+        member = _Member(
+            lease=lease,
+            watch=LeaseWatch(self._ttl_s, begun),
+            revision=revision,
+            written=record,
+            wanted=record,
+            written_at=self._clock(),
+        )
+        self._member = member
+        ended = [] if self._joined_before else [self._paths.drain(record.node)]
+        self._joined_before = True
+        member.keeper = self._spawn(self._keep(member), "keep")
+        node = {self._paths.node(record.node): encode_record(record)}
+        self._told(self._mirror.wrote(revision, node, ended))
+        # The watch may have been faster than the answer.
+        seen_at, holder = self._seen
+        if seen_at > revision and holder != lease:
+            self._lose(member, "another daemon has taken its name")
+
+    async def _enter(self, record: NodeRecord, lease: int) -> int:
+        """Write the node's keys; the revision. Waits for a dead owner's lease, and for no longer."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._ttl_s + CLASH_S
+        node, incarnation = (
+            self._paths.node(record.node),
+            self._paths.incarnation(record.incarnation),
+        )
+        writes = [
+            put(node, encode_record(record), lease),
+            put(incarnation, record.node.encode(), lease),
+        ]
+        if not self._joined_before:  # a restart ends a drain; a lease that was lost does not
+            writes.append(delete(self._paths.drain(record.node)))
+        while True:
+            answer = await self._client.txn(
+                [absent(node), absent(incarnation)],
+                writes,
+                [read(node), read(incarnation)],
+                f"joining as {record.node!r}",
+            )
+            if answer.succeeded:
+                return int(answer.header.revision)
+            holder, user = found(answer, 0), found(answer, 1)
+            if holder is not None and holder.lease == lease:
+                return int(holder.mod_revision)  # an earlier try, whose answer was lost
+            if holder is not None and (old := replaceable(holder, user, record)) is not None:
+                compares = [
+                    unchanged(node, holder.mod_revision),
+                    unchanged(incarnation, 0 if user is None else user.mod_revision),
+                ]
+                more = []
+                if old.incarnation != record.incarnation:
+                    more.append(delete(self._paths.incarnation(old.incarnation)))
+                answer = await self._client.txn(
+                    compares, writes + more, [], f"taking over the record of {record.node!r}"
+                )
+                if answer.succeeded:
+                    return int(answer.header.revision)
+            if loop.time() >= deadline:
+                raise clash(record, holder, user)
+            await asyncio.sleep(CLASH_PAUSE_S)
+            if not await self._client.keep_alive(lease):
+                raise Unavailable(f"joining as {record.node!r}: the lease ended meanwhile")
+
+    async def _keep(self, member: _Member) -> None:
+        """Renew the lease until it is lost; write what `update` has held back."""
+        while True:
+            begun = self._clock()
+            try:
+                alive = await self._client.keep_alive(member.lease, self._ttl_s / 3)
+            except KvpoolError as error:
+                member.watch.fail(begun)
+                log.debug("the lease was not renewed: %s", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if not alive:
+                self._lose(member, "etcd says that its lease has ended")
+                return
+            member.watch.confirm(begun)
+            try:
+                await self._write(member)
+            except KvpoolError as error:  # a full database renews leases, but takes no records
+                log.debug("the record was not updated: %s", error)
+            await asyncio.sleep(self._ttl_s / 3)
+
+    def _lose(self, member: _Member, why: str) -> None:
+        if member is not self._member:
+            return
+        self._member, self._absent = None, Standing.LOST
+        if member.keeper is not None and member.keeper is not asyncio.current_task():
+            member.keeper.cancel()
+        log.warning(
+            "node %s is not a member any more (incarnation %s): %s",
+            member.written.node,
+            member.written.incarnation,
+            why,
+            extra={"node": member.written.node},
+        )
+        for lost in self._lost_watchers:
+            lost()
+
+    async def update(self, record: NodeRecord) -> None:
+        member = self._member
+        if member is None:
+            raise Unavailable(f"node {record.node!r} is not a member: there is no record to update")
+        old = member.written
+        assert (record.node, record.incarnation) == (old.node, old.incarnation), "join instead"
+        member.wanted = record
+        await self._write(member)
+
+    async def _write(self, member: _Member) -> None:
+        """Write the wanted record, unless it differs by so little that it can wait."""
+        async with self._write_lock:
+            record = member.wanted
+            if self._clock() < member.written_at + hold_s(member.written, record):
+                return
+            key = self._paths.node(record.node)
+            value = encode_record(record)
+            try:
+                answer = await self._client.txn(
+                    [bound_to(key, member.lease)],
+                    [put(key, value, member.lease)],
+                    [],
+                    f"updating the record of {record.node!r}",
+                )
+                if not answer.succeeded:
+                    raise LeaseGone(f"the record of {record.node!r} belongs to another incarnation")
+            except LeaseGone:
+                self._lose(member, "etcd has neither its lease nor its record")
+                raise
+            member.written, member.written_at = record, self._clock()
+            self._told(self._mirror.wrote(answer.header.revision, {key: value}))
+
+    async def leave(self) -> None:
+        member = self._member
+        self._absent = Standing.OUT
+        if member is None:
+            return
+        self._member = None
+        if member.keeper is not None:
+            member.keeper.cancel()
+        record = msgspec.structs.replace(member.written, state=NodeState.GONE)
+        key, value = self._paths.node(record.node), encode_record(record)
+        try:
+            # Said first, so that nobody takes the end of the lease for a node that may come back.
+            answer = await self._client.txn(
+                [bound_to(key, member.lease)],
+                [put(key, value, member.lease)],
+                [],
+                "leaving",
+                LEAVE_S,
+            )
+            self._told(self._mirror.wrote(answer.header.revision, {key: value}))
+        except KvpoolError as error:
+            log.info(
+                "etcd was not told that node %s leaves: %s",
+                record.node,
+                error,
+                extra={"node": record.node},
+            )
+        await self._revoke(member.lease)
+
+    async def _revoke(self, lease: int) -> None:
+        try:
+            await self._client.revoke(lease, LEAVE_S)
+        except KvpoolError as error:
+            log.info(
+                "a lease could not be revoked, and lasts for %g s more: %s", self._ttl_s, error
+            )
+
+    def standing(self, now: float) -> Standing:
+        member = self._member
+        return self._absent if member is None else member.watch.standing(now)
+
+    async def lead(self, chore: str) -> bool:
+        member = self._member
+        if member is None or self.standing(self._clock()) is not Standing.MEMBER:
+            return False
+        leader = self._mirror.chores.get(chore)
+        if leader is not None:
+            return leader == member.lease
+        key = self._paths.chore(chore)
+        name = member.written.node.encode()
+        try:
+            answer = await self._client.txn(
+                [absent(key)], [put(key, name, member.lease)], [read(key)], f"the chore {chore!r}"
+            )
+        except KvpoolError as error:
+            log.debug("no leader for the task %s: %s", chore, error)
+            return False
+        if answer.succeeded:
+            return member is self._member
+        kv = found(answer, 0)
+        return kv is not None and kv.lease == member.lease and member is self._member
+
+    # ---- what all share -------------------------------------------------------------------------------
+
+    async def register(self, entry: NamespaceEntry) -> NamespaceEntry:
+        known = self.view.namespaces.get((entry.tenant, entry.digest))
+        if known is not None and not self.connected:
+            stored = known  # while etcd is away, what was known goes on
+        else:
+            try:
+                stored = await self._create_or_read(entry)
+            except Unavailable:
+                if known is None:
+                    raise
+                stored = known
+        check_parts(stored, entry)
+        return stored
+
+    async def _create_or_read(self, entry: NamespaceEntry) -> NamespaceEntry:
+        """As stored, after it was if need be."""
+        key = self._paths.namespace(entry.tenant, entry.digest)
+        value = encode_record(entry)
+        answer = await self._client.txn(
+            [absent(key)], [put(key, value)], [read(key)], f"registering namespace {entry.digest}"
+        )
+        if not answer.succeeded:
+            kv = found(answer, 0)
+            assert kv is not None  # it is not absent, in the same transaction
+            return self._take_namespace(kv.value, entry.tenant, entry.digest, 0)
+        return self._take_namespace(value, entry.tenant, entry.digest, answer.header.revision)
+
+    def _take_namespace(
+        self, value: bytes, tenant: str, digest: str, revision: int
+    ) -> NamespaceEntry:
+        """Decode what is stored; put it into the view if we wrote it just now, at `revision`."""
+        key = self._paths.namespace(tenant, digest)
+        try:
+            entry = decode_record(value, NamespaceEntry, key.decode())
+        except ProtocolError as error:
+            raise Unavailable(
+                f"{error}. If no node of a newer version wrote it, delete it from etcd"
+            ) from None
+        self._told(self._mirror.wrote(revision, {key: value}))
+        return entry
+
+    async def bump_epoch(
+        self, tenant: str, digest: str, expected: int, *, fence: bool
+    ) -> NamespaceEntry:
+        def change(entry: NamespaceEntry) -> NamespaceEntry:
+            return bumped(entry, expected, fence=fence)
+
+        return await self._change(tenant, digest, change, "beginning a new epoch")
+
+    async def configure(self, tenant: str, digest: str, change: SettingsChange) -> NamespaceEntry:
+        def apply(entry: NamespaceEntry) -> NamespaceEntry:
+            return configured(entry, change)
+
+        return await self._change(tenant, digest, apply, "changing settings")
+
+    async def _change(
+        self,
+        tenant: str,
+        digest: str,
+        change: Callable[[NamespaceEntry], NamespaceEntry],
+        what: str,
+    ) -> NamespaceEntry:
+        """Read, change, and write if nobody else has written meanwhile; else once more."""
+        key = self._paths.namespace(tenant, digest)
+        for _ in range(CHANGES_MAX):
+            kv = found(await self._client.txn([], [read(key)], [], what), 0)
+            if kv is None:
+                raise InvalidRequest(
+                    f"{what}: the cluster knows no namespace {digest} of tenant {tenant!r}"
+                )
+            entry = self._take_namespace(kv.value, tenant, digest, 0)
+            changed = change(entry)
+            if changed == entry:
+                return entry
+            value = encode_record(changed)
+            answer = await self._client.txn(
+                [unchanged(key, kv.mod_revision)], [put(key, value)], [], what
+            )
+            if answer.succeeded:
+                return self._take_namespace(value, tenant, digest, answer.header.revision)
+        raise Unavailable(f"{what}: others kept changing namespace {digest} at the same time")
+
+    async def set_drain(self, node: str, wanted: bool) -> None:
+        key = self._paths.drain(node)
+        write = put(key, b"") if wanted else delete(key)
+        answer = await self._client.txn([], [write], [], f"the drain of {node!r}")
+        revision = answer.header.revision
+        if wanted:
+            self._told(self._mirror.wrote(revision, {key: b""}))
+        else:
+            self._told(self._mirror.wrote(revision, {}, [key]))
+
+    # ---- the end --------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        self._closed = True
+        await self.leave()
+        if self._tick is not None:
+            self._tick.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=f"kvpool-etcd-{name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A broken invariant of ours; what etcd does to us is handled where it happens.
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"{task.get_name()} ended", "exception": error, "task": task}
+            )
+
+
+# ---- rules without I/O ------------------------------------------------------------------------------------
+
+
+def replaceable(holder: Any, user: Any | None, record: NodeRecord) -> NodeRecord | None:
+    """The record under our name, if its owner is known to be dead: it has left, or we hold its address.
+
+    holder, user: the key-values under our name and our incarnation.
+    """
+    if user is not None and user.value != record.node.encode():
+        return None
+    try:
+        old = decode_node(holder.value, record.node)
+    except ProtocolError:
+        return None
+    return old if old.state is NodeState.GONE or same_address(old, record) else None
+
+
+def clash(record: NodeRecord, holder: Any | None, user: Any | None) -> ConfigError:
+    """What to say when our name or our incarnation did not become free."""
+    if holder is None:
+        other = "" if user is None else user.value.decode(errors="replace")
+        return incarnation_taken(record, other)
+    try:
+        old = decode_node(holder.value, record.node)
+    except ProtocolError as error:
+        return ConfigError(
+            f"the name {record.node!r} is taken by a record that cannot be read ({error}): choose "
+            "another --node, or delete it from etcd"
+        )
+    return name_taken(old)
+
+
+def hold_s(written: NodeRecord, wanted: NodeRecord) -> float:
+    """How long after the last write a record may wait. Every write is kept in etcd's history for long,
+    so use that goes up and down is not worth one each; infinite: they are equal.
+    """
+    if wanted == written:
+        return math.inf
+    if _without_use(wanted) != _without_use(written):
+        return 0.0
+    for old, new in zip(written.tiers, wanted.tiers, strict=True):
+        if abs(new.used_bytes - old.used_bytes) >= max(1, new.capacity_bytes * SMALL_USE):
+            return USE_S
+    return SMALL_USE_S
+
+
+def _without_use(record: NodeRecord) -> NodeRecord:
+    tiers = tuple(msgspec.structs.replace(tier, used_bytes=0) for tier in record.tiers)
+    return msgspec.structs.replace(record, tiers=tiers)

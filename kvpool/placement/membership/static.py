@@ -1,0 +1,402 @@
+"""Membership without a server: for one machine, and for tests and simulations of many nodes.
+
+A `StaticCluster` is what etcd is elsewhere, in this process; each `StaticMembership` on it is one
+node's. Nothing happens by itself: no clocks, no randomness. What a simulation wants to go wrong, it does:
+leases end by `expire`, the backend is out of reach between `go_away` and `come_back`, and `deliver`
+decides when, how often and whether a member hears of a change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+
+from kvpool.errors import ConfigError, InvalidRequest, Unavailable
+from kvpool.placement.membership.admission import (
+    bumped,
+    check_config,
+    check_parts,
+    configured,
+    incarnation_taken,
+    name_taken,
+    same_address,
+    secret_proof,
+)
+from kvpool.placement.membership.base import Standing
+from kvpool.placement.records import (
+    FORMAT_VERSION,
+    ClusterConfig,
+    NamespaceEntry,
+    NodeRecord,
+    SettingsChange,
+    View,
+)
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """What is kept in the file: namespaces with their epochs, which outlive the process."""
+
+    namespaces: tuple[NamespaceEntry, ...]
+    format: int = FORMAT_VERSION
+
+
+Deliver = Callable[["StaticMembership", Callable[[], None]], None]
+"""Tells a member of a change by calling the function: at once, later, several times, or never."""
+
+
+def at_once(_member: StaticMembership, tell: Callable[[], None]) -> None:
+    """Every change is heard of before the call that made it returns."""
+    tell()
+
+
+class StaticCluster:
+    """What the members share. One event loop.
+
+    path: where namespaces and their epochs are kept; absent: nowhere. One process uses a file at a time.
+    Raises `ConfigError` for a file that cannot be read.
+    """
+
+    def __init__(
+        self, name: str = "local", *, path: Path | None = None, deliver: Deliver = at_once
+    ) -> None:
+        self.name = name
+        self._path = path
+        self._deliver = deliver
+        self._members: list[StaticMembership] = []
+        self._owners: dict[str, StaticMembership] = {}
+        self._chores: dict[str, str] = {}  # who does it, by incarnation
+        self._cut: set[str] = set()
+        self._away = False
+        self._saving = asyncio.Lock()
+        namespaces = {} if path is None else _load(path)
+        self._view = View(namespaces=MappingProxyType(namespaces), revision=1)
+
+    @property
+    def view(self) -> View:
+        """As it is; what members know may be older."""
+        return self._view
+
+    # ---- faults ---------------------------------------------------------------------------------------
+
+    def expire(self, node: str) -> None:
+        """End the lease of a node, as if it had been silent. No-op when there is no such node."""
+        if node in self._view.nodes:
+            self._drop(node)
+
+    def go_away(self, node: str | None = None) -> None:
+        """Be out of reach: for one node, or for all."""
+        if node is None:
+            self._away = True
+        else:
+            self._cut.add(node)
+
+    def come_back(self, node: str | None = None) -> None:
+        """Be in reach again: of one node, or of all. Members are told what they have missed."""
+        if node is None:
+            self._away = False
+            self._cut.clear()
+        else:
+            self._cut.discard(node)
+        self._tell_all()
+
+    def out_of_reach(self, node: str) -> bool:
+        return self._away or node in self._cut
+
+    # ---- for members ----------------------------------------------------------------------------------
+
+    def admit(self, member: StaticMembership, secret: bytes, protocol: int) -> None:
+        """Take part in the cluster, or be the first to. Raises `ConfigError`."""
+        ours = ClusterConfig(self.name, secret_proof=secret_proof(secret, self.name))
+        if self._view.config is None:
+            self._set(config=ours)
+        check_config(self._view.config or ours, ours, protocol)
+        if member not in self._members:
+            self._members.append(member)
+
+    def dismiss(self, member: StaticMembership) -> None:
+        if member in self._members:
+            self._members.remove(member)
+
+    def owns(self, member: StaticMembership, record: NodeRecord) -> bool:
+        """Whether the member's lease lives."""
+        held = self._view.nodes.get(record.node)
+        return (
+            held is not None
+            and held.incarnation == record.incarnation
+            and self._owners[record.node] is member
+        )
+
+    def enter(self, member: StaticMembership, record: NodeRecord, *, restart: bool) -> None:
+        """Bind a record to a new lease. A record lasts here as long as its owner: there is no waiting."""
+        old = self._view.nodes.get(record.node)
+        if old is not None and not same_address(old, record):
+            raise name_taken(old)
+        for other in self._view.nodes.values():
+            if other.incarnation == record.incarnation and other.node != record.node:
+                raise incarnation_taken(record, other.node)
+        self._owners[record.node] = member
+        drains = self._view.drains - {record.node} if restart else self._view.drains
+        self._set(nodes={**self._view.nodes, record.node: record}, drains=drains)
+
+    def write(self, record: NodeRecord) -> None:
+        self._set(nodes={**self._view.nodes, record.node: record})
+
+    def leave(self, member: StaticMembership, record: NodeRecord) -> None:
+        if self.owns(member, record):
+            self._drop(record.node)
+
+    def drain(self, node: str, *, wanted: bool) -> None:
+        self._set(drains=self._view.drains | {node} if wanted else self._view.drains - {node})
+
+    def leads(self, chore: str, incarnation: str) -> bool:
+        """Whether it is this one; it is from now on if it was nobody."""
+        living = {record.incarnation for record in self._view.nodes.values()}
+        if self._chores.get(chore) not in living:
+            self._chores[chore] = incarnation
+        return self._chores[chore] == incarnation
+
+    async def change(
+        self,
+        key: tuple[str, str],
+        change: Callable[[NamespaceEntry | None], NamespaceEntry],
+    ) -> NamespaceEntry:
+        """Change a namespace, on disk first. `change` gets what is there, and may raise."""
+        async with self._saving:
+            old = self._view.namespaces.get(key)
+            entry = change(old)
+            if entry != old:
+                namespaces = {**self._view.namespaces, key: entry}
+                if self._path is not None:
+                    stored = Stored(tuple(namespaces.values()))
+                    await asyncio.to_thread(_save, self._path, stored)
+                self._set(namespaces=namespaces)
+            return entry
+
+    def _drop(self, node: str) -> None:
+        del self._owners[node]
+        self._set(nodes={name: r for name, r in self._view.nodes.items() if name != node})
+
+    def _set(
+        self,
+        *,
+        nodes: dict[str, NodeRecord] | None = None,
+        namespaces: dict[tuple[str, str], NamespaceEntry] | None = None,
+        drains: frozenset[str] | None = None,
+        config: ClusterConfig | None = None,
+    ) -> None:
+        old = self._view
+        self._view = View(
+            nodes=old.nodes if nodes is None else MappingProxyType(nodes),
+            namespaces=old.namespaces if namespaces is None else MappingProxyType(namespaces),
+            drains=old.drains if drains is None else drains,
+            config=config or old.config,
+            revision=old.revision,
+        )
+        if self._view != old:
+            self._view = replace(self._view, revision=old.revision + 1)
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        view = self._view
+        for member in list(self._members):
+            self._deliver(member, lambda member=member: member.hear(view))  # type: ignore[misc]
+
+
+class StaticMembership:
+    """See `kvpool.placement.membership.base.Membership`. `standing` needs no clock here."""
+
+    def __init__(self, cluster: StaticCluster, *, secret: bytes = b"", protocol: int = 0) -> None:
+        self._cluster = cluster
+        self._secret = secret
+        self._protocol = protocol
+        self._view = View()
+        self._record: NodeRecord | None = None
+        self._absent = Standing.OUT
+        self._name = ""  # of the last join
+        self._watchers: list[Callable[[], None]] = []
+        self._lost_watchers: list[Callable[[], None]] = []
+
+    @property
+    def node(self) -> str:
+        """The name under which it last joined; empty before."""
+        return self._name
+
+    @property
+    def view(self) -> View:
+        return self._view
+
+    async def start(self) -> None:
+        self._reach()
+        self._cluster.admit(self, self._secret, self._protocol)
+        self._see(self._cluster.view)
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        self._watchers.append(changed)
+
+    def on_lost(self, lost: Callable[[], None]) -> None:
+        self._lost_watchers.append(lost)
+
+    # ---- hearing of changes ---------------------------------------------------------------------------
+
+    def hear(self, view: View) -> None:
+        """A notification arrives. One that is late or comes again changes nothing."""
+        if not self._cluster.out_of_reach(self._name):
+            self._see(view)
+            self.beat()
+
+    def beat(self) -> None:
+        """Ask whether the lease lives, as a keep-alive does."""
+        if self._cluster.out_of_reach(self._name):
+            return
+        if self._record is not None and not self._cluster.owns(self, self._record):
+            self._record, self._absent = None, Standing.LOST
+            for lost in self._lost_watchers:
+                lost()
+
+    def _see(self, view: View) -> None:
+        if view.revision > self._view.revision:
+            self._view = view
+            for watcher in self._watchers:
+                watcher()
+
+    def _reach(self) -> None:
+        if self._cluster.out_of_reach(self._name):
+            raise Unavailable(f"cluster {self._cluster.name!r} is out of reach")
+
+    # ---- this node ------------------------------------------------------------------------------------
+
+    async def join(self, record: NodeRecord) -> None:
+        assert self._record is None, "leave first"
+        if self._cluster.out_of_reach(record.node):
+            raise Unavailable(f"cluster {self._cluster.name!r} is out of reach")
+        self._cluster.enter(self, record, restart=not self._name)
+        self._name, self._record = record.node, record
+        self._see(self._cluster.view)
+
+    async def update(self, record: NodeRecord) -> None:
+        self._reach()
+        self.beat()
+        old = self._record
+        if old is None:
+            raise Unavailable(f"node {record.node!r} is not a member: there is no record to update")
+        assert (record.node, record.incarnation) == (old.node, old.incarnation), "join instead"
+        self._record = record
+        self._cluster.write(record)
+        self._see(self._cluster.view)
+
+    async def leave(self) -> None:
+        record, self._record = self._record, None
+        self._absent = Standing.OUT
+        if record is not None and not self._cluster.out_of_reach(self._name):
+            self._cluster.leave(self, record)
+            self._see(self._cluster.view)
+
+    def standing(self, now: float) -> Standing:
+        """UNSURE: the lease has ended, and the member has not heard of it."""
+        if self._record is None:
+            return self._absent
+        if self._cluster.out_of_reach(self._name):
+            return Standing.AWAY
+        return Standing.MEMBER if self._cluster.owns(self, self._record) else Standing.UNSURE
+
+    async def lead(self, chore: str) -> bool:
+        record = self._record
+        if record is None or self.standing(0.0) is not Standing.MEMBER:
+            return False
+        return self._cluster.leads(chore, record.incarnation)
+
+    # ---- what all share -------------------------------------------------------------------------------
+
+    async def register(self, entry: NamespaceEntry) -> NamespaceEntry:
+        key = (entry.tenant, entry.digest)
+        known = self._view.namespaces.get(key)
+        if known is None or not self._cluster.out_of_reach(self._name):
+            self._reach()
+            known = await self._cluster.change(key, lambda old: old or entry)
+            self._see(self._cluster.view)
+        check_parts(known, entry)
+        return known
+
+    async def bump_epoch(
+        self, tenant: str, digest: str, expected: int, *, fence: bool
+    ) -> NamespaceEntry:
+        def change(entry: NamespaceEntry) -> NamespaceEntry:
+            return bumped(entry, expected, fence=fence)
+
+        return await self._change(tenant, digest, change)
+
+    async def configure(self, tenant: str, digest: str, change: SettingsChange) -> NamespaceEntry:
+        return await self._change(tenant, digest, lambda entry: configured(entry, change))
+
+    async def _change(
+        self, tenant: str, digest: str, change: Callable[[NamespaceEntry], NamespaceEntry]
+    ) -> NamespaceEntry:
+        def change_known(entry: NamespaceEntry | None) -> NamespaceEntry:
+            if entry is None:
+                raise InvalidRequest(
+                    f"the cluster knows no namespace {digest} of tenant {tenant!r}"
+                )
+            return change(entry)
+
+        self._reach()
+        entry = await self._cluster.change((tenant, digest), change_known)
+        self._see(self._cluster.view)
+        return entry
+
+    async def set_drain(self, node: str, wanted: bool) -> None:
+        self._reach()
+        self._cluster.drain(node, wanted=wanted)
+        self._see(self._cluster.view)
+
+    async def close(self) -> None:
+        await self.leave()
+        self._cluster.dismiss(self)
+
+
+# ---- the file -----------------------------------------------------------------------------------------
+
+
+def _load(path: Path) -> dict[tuple[str, str], NamespaceEntry]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"the namespaces' epochs in {path} cannot be read: {error}") from None
+    try:
+        stored = msgspec.json.decode(data, type=Stored)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} does not hold the namespaces' epochs: {error}. Restore it; or remove it together "
+            "with all blocks on disk, since without epochs those from before a reset would be hits again"
+        ) from None
+    if stored.format > FORMAT_VERSION:
+        raise ConfigError(
+            f"{path} is of format {stored.format}, this version of kvpool knows formats up to "
+            f"{FORMAT_VERSION}: upgrade"
+        )
+    return {(entry.tenant, entry.digest): entry for entry in stored.namespaces}
+
+
+def _save(path: Path, stored: Stored) -> None:
+    """All or nothing, and on disk when it returns. Raises `Unavailable`."""
+    temporary = path.with_name(f"{path.name}.partial")
+    try:
+        with temporary.open("wb") as file:
+            file.write(msgspec.json.encode(stored))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise Unavailable(f"the namespaces' epochs cannot be written to {path}: {error}") from None

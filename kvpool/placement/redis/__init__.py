@@ -1,0 +1,1 @@
+"""Our Redis client: connections, shards, batches and their settings."""

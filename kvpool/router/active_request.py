@@ -1,0 +1,402 @@
+"""One request under way: it follows the scheduler's orders, tries again what fails, and passes the answer on.
+
+All that concerns a request comes to it as news, one after the other: orders, ends of its calls to engines,
+engines that are gone. So what it does next is decided in one place, and there is no order of events that two
+tasks see differently.
+
+    Order        → compute: the prompt up to a token; or answer: both, on one engine; or both at once, to follow
+    DecodeOrder  → answer: the client's own body
+    Ended        → a call has ended: tell the scheduler, or end
+    EngineGone   → give up what has not begun to answer there
+    Expired      → too late
+
+Until the first byte of the answer has gone to the client, another engine may answer. After it, an engine's
+failure ends the stream with an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.errors import KvpoolError
+from kvpool.router.bodies import Body, with_field
+from kvpool.router.calls import Call, Caller, Reply, end_span, span_of
+from kvpool.router.engine_roster import EngineRoster
+from kvpool.router.engines import EngineSpec
+from kvpool.router.explain import Account
+from kvpool.router.metrics import Metrics
+from kvpool.router.observations import Observer
+from kvpool.router.orders import EngineGone, Expired, Orders
+from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused
+from kvpool.scheduler.values import DecodeOrder, Order, Request
+from kvpool.telemetry.spans import QUEUE, Span
+
+
+class DeadlinePassed(KvpoolError):
+    """The request took longer than it may."""
+
+    code = "deadline"
+
+
+class GivenUp(KvpoolError):
+    """No engine could do it. The message says what the last one said."""
+
+    code = "given_up"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A call has ended by itself, well or not."""
+
+    call: Call
+
+
+Work = Callable[..., Coroutine[Any, Any, None]]
+News = Order | DecodeOrder | Ended | EngineGone | Expired
+
+
+class ActiveRequest:
+    """See the module. `run` ends when all of it has ended: nothing of it is left on any engine.
+
+    caller: its calls; no two requests share one. ordered: whether any order was given for it. span: of the
+    request, where it is traced.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        body: Body,
+        *,
+        caller: Caller,
+        orders: Orders,
+        roster: EngineRoster,
+        observer: Observer,
+        metrics: Metrics,
+        account: Account,
+        clock: Callable[[], float],
+        span: Span | None = None,
+    ) -> None:
+        self.request = request
+        self.body = body
+        self.account = account
+        self.retries = 0
+        self.ordered = False
+        self._outstanding: list[Call] = []  # whose orders the scheduler counts as under way
+        self._complete = False  # whether the client has all of its answer
+        self._caller = caller
+        self._orders = orders
+        self._roster = roster
+        self._observer = observer
+        self._metrics = metrics
+        self._clock = clock
+        self._span = span
+        self._queue: Span | None = None
+        self._news: deque[News] = deque()
+        self._bell = asyncio.Event()
+        self._calls: list[Call] = []
+        self._direct = False
+        self._reply: Reply
+
+    def tell(self, news: News) -> None:
+        """Something that concerns it."""
+        self._news.append(news)
+        self._bell.set()
+
+    def settle(self) -> None:
+        """Have the scheduler know of answers that have begun, which it is told a moment later otherwise."""
+        for call in [call for call in self._outstanding if call.began_at]:
+            self._computed(call)
+
+    async def run(self, reply: Reply, direct: EngineSpec | None = None) -> None:
+        """Until the answer is with the client. direct: ask this engine, and nobody else.
+
+        Raises `GivenUp`, `DeadlinePassed`, `ClientGone`, `EngineRefused`; none of its calls is left then.
+        """
+        self._reply = reply
+        if direct is not None:
+            self._answer_directly(direct)
+        elif self._span is not None:
+            self._queue = self._span.child(QUEUE)
+        try:
+            async with asyncio.timeout_at(self._caller.deadline):
+                while not self._complete:
+                    if self._news:
+                        self._handle(self._news.popleft())
+                    else:
+                        self._bell.clear()
+                        await self._bell.wait()
+        except TimeoutError:
+            # No other wait here has a limit.
+            if self._complete:
+                return  # in the same moment
+            raise DeadlinePassed("the request's deadline has passed") from None
+        except KvpoolError as error:
+            # The frames that it came through hold it.
+            raise error.with_traceback(None) from None
+        finally:
+            if self._queue is not None:
+                self._queue.end("no order was given")
+            await self._abort(list(self._calls))
+
+    def _handle(self, news: News) -> None:
+        if self._direct and not isinstance(news, Ended):
+            return  # the scheduler has forgotten the request: what it said before is void
+        match news:
+            case Order():
+                self._ordered(news)
+            case DecodeOrder():
+                self._decode_ordered(news)
+            case Ended():
+                self._ended(news.call)
+            case EngineGone():
+                self._engine_gone(news.engine, news.again)
+            case Expired():
+                raise DeadlinePassed("the request's deadline passed while it waited")
+
+    def _ordered(self, order: Order) -> None:
+        now = self._clock()
+        engine = order.estimate.engine
+        self.account.ordered(order, now)
+        if self._queue is not None and not self._queue.ended:
+            self._first_ordered(self._queue, order)
+        if self._reply.begun:
+            # Whoever followed had all of it sooner.
+            self._orders.computed(order)
+            return
+        spec = self._roster.spec(engine.name)
+        if spec is None:
+            self._failed_order(order, EngineFailed(engine.name, "gone", "it has just gone"))
+            return
+        call = Call(spec, order, order.whole, now, order.estimate.ttft_s)
+        call.token_s = next((each.tpot_s for each in order.decoders), 0.0)
+        self._outstanding.append(call)
+        if order.whole:
+            self._answer(call, self.body.raw)
+            if not self.body.streams:
+                loop = asyncio.get_running_loop()
+                call.presumed = loop.call_later(call.expected_s, self._presumably_computed, call)
+            return
+        self._start(call, self._caller.compute, order)
+        if order.follow:
+            self._follow(order)
+
+    def _first_ordered(self, queue: Span, order: Order) -> None:
+        queue.end()
+        assert self._span is not None, "its wait is a part of it"
+        each = self.request.tokens / max(len(self.request.keys), 1)
+        self._span.set(
+            cached_tokens_expected=int(order.estimate.cached * each),
+            loaded_tokens_expected=int(order.estimate.loaded * each),
+        )
+
+    def _follow(self, order: Order) -> None:
+        assert order.decode is not None, "who follows is named"
+        spec = self._roster.spec(order.decode.name)
+        if spec is None:
+            error = EngineFailed(order.decode.name, "gone", "it has just gone")
+            self._failed_decode(error)
+            return
+        left_s = max(self._caller.deadline - asyncio.get_running_loop().time(), 1.0)
+        follow_s = min(self._caller.limits.follow_s, left_s)
+        params = {"kvpool": {"follow_s": follow_s, "source": order.estimate.engine.node}}
+        call = Call(spec, None, True, self._clock(), follow_s + order.estimate.ttft_s)
+        raw = with_field(self.body, "kv_transfer_params", params)
+        self._answer(call, raw)
+
+    def _decode_ordered(self, order: DecodeOrder) -> None:
+        self.account.decode_ordered(order, self._clock())
+        spec = self._roster.spec(order.engine.name)
+        if spec is None:
+            error = EngineFailed(order.engine.name, "gone", "it has just gone")
+            self._failed_decode(error)
+            return
+        expected_s = order.estimate.handover_s + order.estimate.tpot_s
+        call = Call(spec, None, True, self._clock(), expected_s, order.estimate.tpot_s)
+        self._answer(call, self.body.raw)
+
+    def _answer_directly(self, spec: EngineSpec) -> None:
+        """Let this engine say what it says: it is expected to refuse."""
+        self._direct = True
+        call = Call(spec, None, True, self._clock(), 0.0)
+        self._answer(call, self.body.raw)
+
+    def _ended(self, call: Call) -> None:
+        self._calls.remove(call)
+        assert call.task is not None, "it was started"
+        # A call and its task must not hold each other: nobody collects what does.
+        task, call.task = call.task, None
+        if call.presumed is not None:
+            call.presumed.cancel()
+        if call.cancelled:
+            return
+        error = task.result()
+        if error is None:
+            if not call.answers:
+                self._computed(call)
+                return
+            assert self._complete, "it was answered"
+        elif isinstance(error, EngineFailed):
+            self._call_failed(call, error)
+        elif isinstance(error, EngineRefused) and not call.answers:
+            # The client's own body is refused for its own reason, by whoever is to answer.
+            self.account.note(self._clock(), "refused", engine=call.spec.name, status=error.status)
+            assert call.order is not None, "what only computes has an order"
+            if self._reply.begun:
+                self._skip(call)
+                return
+            self._orders.abandoned(self.request)
+            self._outstanding = []
+            for other in self._calls:
+                self._cancel(other)
+            decode = call.order.decode
+            spec = None if decode is None else self._roster.spec(decode.name)
+            self._answer_directly(spec or call.spec)
+        else:
+            raise error
+
+    def _skip(self, call: Call) -> None:
+        """It did not compute its part of the prompt, whose answer is under way."""
+        assert call.order is not None, "what only computes has an order"
+        self._outstanding.remove(call)
+        self._orders.computed(call.order)
+
+    def _computed(self, call: Call) -> None:
+        assert call.order is not None, "what computes has an order"
+        call.ended_at = self._clock()
+        self._outstanding.remove(call)
+        self.account.note(call.ended_at, "computed", engine=call.spec.name, **call.tokens)
+        self._observer.computed(call.order, call, streams=self.body.streams)
+        if not call.answers:
+            self._roster.succeeded(call.spec.name)
+        self._orders.computed(call.order)
+
+    def _call_failed(self, call: Call, error: EngineFailed) -> None:
+        if error.reason == TOO_LARGE:
+            # That is what was asked for, and no fault of the engine.
+            self.account.note(self._clock(), "failed", why=str(error), again=False)
+            if call.answers or not self._reply.begun:
+                raise GivenUp(str(error)) from None
+            self._skip(call)
+            return
+        if self._reply.begun and call.answers:
+            raise error
+        if self._direct:
+            raise GivenUp(str(error)) from None
+        if call in self._outstanding:
+            assert call.order is not None, "what the scheduler waits for has an order"
+            self._failed_order(call.order, error)
+        elif call.answers:
+            self._failed_decode(error)
+
+    def _failed_order(self, order: Order, error: EngineFailed) -> None:
+        """Its other orders on that engine are void, too."""
+        name = order.estimate.engine.name
+        for other in self._calls:
+            if other in self._outstanding and other.spec.name == name:
+                self._cancel(other)
+        self._outstanding = [c for c in self._outstanding if c.spec.name != name]
+        self._roster.failed(error)
+        self._retry(self._orders.failed(order), error)
+
+    def _failed_decode(self, error: EngineFailed) -> None:
+        self._roster.failed(error)
+        self._retry(self._orders.decode_failed(self.request), error)
+
+    def _retry(self, again: bool, error: EngineFailed) -> None:
+        self.account.note(self._clock(), "failed", why=str(error), again=again)
+        if not again and not self._reply.begun:
+            raise GivenUp(str(error)) from None
+        self.retries += 1
+
+    def _engine_gone(self, name: str, again: bool) -> None:
+        """The scheduler has its orders again. An answer that has begun may well be served to its end."""
+        error = EngineFailed(name, "gone", "it gets no more requests")
+        answering = False
+        for call in [c for c in self._calls if c.spec.name == name and not c.cancelled]:
+            if call.answers and self._reply.begun:
+                continue
+            answering = answering or (call.answers and call not in self._outstanding)
+            self._cancel(call)
+        self._outstanding = [c for c in self._outstanding if c.spec.name != name]
+        self.account.note(self._clock(), "engine gone", engine=name)
+        if not again and not self._reply.begun:
+            raise GivenUp(str(error)) from None
+        if answering:
+            self._failed_decode(error)
+
+    def _answer(self, call: Call, raw: bytes) -> None:
+        self._start(call, self._caller.answer, raw, self._reply, self)
+
+    def _start(self, call: Call, work: Work, *args: Any) -> None:
+        if self._span is not None:
+            call.span = span_of(call, self._span)
+        call.task = asyncio.create_task(_outcome(work, call, *args))
+        self._calls.append(call)
+        if (span := call.span) is not None:
+            # Before the news of it, which may be the end of the request.
+            call.task.add_done_callback(lambda task: end_span(span, call, task))
+        call.task.add_done_callback(lambda _: self.tell(Ended(call)))
+
+    def _cancel(self, call: Call) -> None:
+        """Called off; its connection is closed when its task ends, which `run` waits for."""
+        call.cancelled = True
+        if call.presumed is not None:
+            call.presumed.cancel()
+        assert call.task is not None, "it was started"
+        call.task.cancel()
+
+    async def _abort(self, calls: list[Call]) -> None:
+        for call in calls:
+            self._cancel(call)
+        await asyncio.gather(
+            *(call.task for call in calls if call.task is not None), return_exceptions=True
+        )
+        for call in calls:
+            call.task = None
+
+    def answer_begun(self, call: Call) -> None:
+        """The client gets the first part of its answer, and then the scheduler the news."""
+        call.began_at = self._clock()
+        self.account.note(call.began_at, "first token", engine=call.spec.name)
+        ttft_s = call.began_at - self.account.arrived_s
+        if self._span is not None:
+            self._span.set(engine=call.spec.name, ttft_s=ttft_s)
+        self._metrics.time_to_first_token.observe(ttft_s)
+        asyncio.get_running_loop().call_soon(self._presumably_computed, call)
+
+    def answer_ended(self, call: Call) -> None:
+        """The client has all of it, and may leave before anybody here looks again."""
+        self._presumably_computed(call)
+        self.account.note(self._clock(), "answered", engine=call.spec.name, **call.tokens)
+        self.account.outcome = "answered"
+        name = call.spec.name
+        self._roster.succeeded(name)
+        self._observer.answered(call, self._roster.engine(name))
+        if call.events > 1:
+            took_s = self._clock() - call.began_at
+            self._metrics.time_per_output_token.observe(took_s / (call.events - 1))
+        self._complete = True
+
+    def _presumably_computed(self, call: Call) -> None:
+        """By its first token, or because it should have come by now in an answer that is not streamed."""
+        if call in self._outstanding:
+            self._computed(call)
+
+
+async def _outcome(work: Work, *args: Any) -> KvpoolError | None:
+    """What went wrong, without the frames it came through: they hold the task whose outcome it is.
+
+    Of one that is called off nobody asks.
+    """
+    try:
+        await work(*args)
+    except KvpoolError as error:
+        error.__context__ = None
+        return error.with_traceback(None)
+    except asyncio.CancelledError:
+        return None
+    return None

@@ -1,0 +1,280 @@
+"""Calls to engines for one request: what is asked, how long an engine may take, and its answer to the client."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from kvpool.errors import KvpoolError
+from kvpool.router.bodies import Body, prompt_only, segment
+from kvpool.router.engines import EngineSpec
+from kvpool.router.hashing import Prompt
+from kvpool.router.sse import EventStream, EventTooLong, cached_tokens, usage_of
+from kvpool.router.tracing import Trace
+from kvpool.router.upstream import TOO_LARGE, Answer, EngineFailed, Upstream
+from kvpool.scheduler.values import Order
+from kvpool.telemetry.spans import CALLED_OFF, DECODE, GENERATE, PREFILL, Span
+
+COMPLETIONS_PATH = "/v1/completions"
+PREFILL_BYTES_MAX = 1 << 20
+SLOWER_MAX = 4.0
+"""So many times what was expected of an engine, and `answer_s`, is taken for the time that it needs."""
+TOKEN_S_MIN = 0.1
+"""At least so long is expected of a token, where all of them come at once: engines differ, and learning takes time."""
+
+
+class Reply(Protocol):
+    """The client's side. begun: whether any of an answer was sent. Whoever is gone: `ClientGone`."""
+
+    begun: bool
+
+    async def send(self, status: int, body: bytes, content_type: str) -> None: ...
+    async def begin(self, content_type: str) -> None: ...
+    async def write(self, data: bytes) -> None: ...
+    async def end(self) -> None: ...
+
+
+class ClientGone(KvpoolError):
+    """The client has left, or does not read."""
+
+    code = "client_gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds and bytes; as `RouterConfig` has them."""
+
+    answer_s: float
+    stall_s: float
+    client_stall_s: float
+    follow_s: float
+    answer_bytes_max: int
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call to an engine. order: what it computes; None: it only answers. answers: the client's answer is it.
+
+    expected_s: until it begins to answer; token_s: then for each token. began_at: when it did. usage: what the
+    engine said of tokens.
+    events: parts of a streamed answer. span: where the request is traced; its end is that of the task. task: ends with what went wrong; None once that was looked at.
+    """
+
+    spec: EngineSpec
+    order: Order | None
+    answers: bool
+    sent_at: float
+    expected_s: float
+    token_s: float = 0.0
+    began_at: float = 0.0
+    ended_at: float = 0.0
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    events: int = 0
+    cancelled: bool = False
+    presumed: asyncio.TimerHandle | None = None
+    span: Span | None = None
+    task: asyncio.Task[KvpoolError | None] | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return cached_tokens(dict(self.usage))
+
+    @property
+    def tokens(self) -> dict[str, Any]:
+        """What the engine said of tokens, for accounts and spans."""
+        usage = self.usage
+        said = {
+            name: usage[name] for name in ("prompt_tokens", "completion_tokens") if name in usage
+        }
+        if (cached := self.cached_tokens) is not None:
+            said["cached_tokens"] = cached
+        return said
+
+
+class AnswerListener(Protocol):
+    """Whom an answer is told of, in the moment: the client may be gone before another task looks."""
+
+    def answer_begun(self, call: Call) -> None:
+        """Its first part has come; the client has nothing yet."""
+
+    def answer_ended(self, call: Call) -> None:
+        """The client has all of it."""
+
+
+class Caller:
+    """Calls engines for one request. Raises `EngineFailed`, `EngineRefused`, `ClientGone`.
+
+    deadline: by the loop's clock. answer_tokens: of the longest answer that it may have; None: any.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        prompt: Prompt | None,
+        *,
+        upstream: Upstream,
+        limits: Limits,
+        trace: Trace,
+        headers: Mapping[str, str],
+        random: Callable[[int], bytes],
+        deadline: float,
+        answer_tokens: int | None,
+    ) -> None:
+        self.limits = limits
+        self.deadline = deadline
+        self._body = body
+        self._prompt = prompt
+        self._upstream = upstream
+        self._trace = trace
+        self._headers = headers
+        self._random = random
+        self._answer_tokens = answer_tokens
+
+    async def compute(self, call: Call, order: Order) -> None:
+        """The prompt up to a token; of the answer only the end matters."""
+        body = self._body
+        prompt = self._prompt
+        if prompt is None or not body.segments:
+            path, raw = f"/v1/{body.kind}", prompt_only(body)
+        else:
+            path, raw = COMPLETIONS_PATH, segment(body, prompt.tokens[: order.end])
+        try:
+            async with (
+                asyncio.timeout(self._patience_s(call)),
+                self._upstream.post(call.spec, path, raw, self._headers_for_call(call)) as answer,
+            ):
+                call.usage = usage_of(await answer.whole(PREFILL_BYTES_MAX))
+        except TimeoutError:
+            raise _late(call) from None
+
+    async def answer(self, call: Call, raw: bytes, reply: Reply, listener: AnswerListener) -> None:
+        """The answer, to the client."""
+        path = f"/v1/{self._body.kind}"
+        loop = asyncio.get_running_loop()
+        late_at = loop.time() + self._patience_s(call)
+        # At the deadline the request ends by itself: the engine has done nothing wrong.
+        timer = asyncio.timeout_at(late_at if late_at < self.deadline else None)
+        passing = _Passing(call, reply, listener, timer)
+        try:
+            async with (
+                timer,
+                self._upstream.post(call.spec, path, raw, self._headers_for_call(call)) as answer,
+            ):
+                if answer.streams:
+                    await self._stream(answer, passing)
+                    return
+                # What is not streamed comes when all of it is there; nothing tells of the first token.
+                data = await answer.whole(self.limits.answer_bytes_max)
+                call.usage = usage_of(data)
+                listener.answer_begun(call)
+                passing.at_client = True
+                timer.reschedule(loop.time() + self.limits.client_stall_s)
+                await reply.send(200, data, answer.content_type)
+                listener.answer_ended(call)
+        except TimeoutError:
+            if passing.at_client:
+                raise ClientGone("the client does not read its answer") from None
+            raise _late(call) from None
+        except EventTooLong as error:
+            raise EngineFailed(call.spec.name, TOO_LARGE, str(error)) from None
+
+    async def _stream(self, answer: Answer, passing: _Passing) -> None:
+        call, timer, reply = passing.call, passing.timer, passing.reply
+        events = EventStream()
+        time = asyncio.get_running_loop().time
+        stall_s, client_stall_s = self.limits.stall_s, self.limits.client_stall_s
+        while piece := await answer.piece():
+            if data := events.feed(piece):
+                if not call.began_at:
+                    if events.failed_at_once(data):
+                        code, message = _error_in(data)
+                        if code >= 500:
+                            raise EngineFailed(call.spec.name, "error_event", message)
+                    passing.listener.answer_begun(call)
+                    await reply.begin(answer.content_type)
+                passing.at_client = True
+                timer.reschedule(time() + client_stall_s)
+                await reply.write(data)
+                passing.at_client = False
+            timer.reschedule(time() + stall_s)
+        if not events.done:
+            raise EngineFailed(call.spec.name, "cut", "its answer ended without its end")
+        call.events, call.usage = events.events, events.usage
+        await reply.end()
+        passing.listener.answer_ended(call)
+
+    def _patience_s(self, call: Call) -> float:
+        """How long an engine may take to begin its answer. One that is not streamed begins with its end."""
+        expected_s = call.expected_s
+        if call.answers and not self._body.streams:
+            if self._answer_tokens is None:
+                return math.inf
+            expected_s += self._answer_tokens * max(call.token_s, TOKEN_S_MIN)
+        return self.limits.answer_s + SLOWER_MAX * expected_s
+
+    def _headers_for_call(self, call: Call) -> dict[str, str]:
+        return {**self._headers, **self._trace.headers(self._random, call.span)}
+
+
+def span_of(call: Call, above: Span) -> Span | None:
+    """The span of a call; None: its request is not traced."""
+    if call.order is None:
+        name = DECODE
+    else:
+        name = GENERATE if call.order.whole else PREFILL
+    span = above.child(name)
+    if span is not None:
+        span.set(engine=call.spec.name, node=call.spec.node, expected_s=call.expected_s)
+        if call.order is not None:
+            span.set(up_to_token=call.order.end)
+    return span
+
+
+def end_span(span: Span, call: Call, task: asyncio.Task[KvpoolError | None]) -> None:
+    """End a call's span with how the call ended."""
+    if call.began_at:
+        span.set(begins_s=call.began_at - call.sent_at)
+    called_off = call.cancelled or task.cancelled()
+    error = CALLED_OFF if called_off else str(task.result() or "")
+    span.end(error, **call.tokens)
+
+
+@dataclass(slots=True)
+class _Passing:
+    """An answer on its way. at_client: whether it is the client that is waited for."""
+
+    call: Call
+    reply: Reply
+    listener: AnswerListener
+    timer: asyncio.Timeout
+    at_client: bool = False
+
+
+def _late(call: Call) -> EngineFailed:
+    if call.began_at:
+        return EngineFailed(call.spec.name, "stalled", "it stopped in the middle of its answer")
+    return EngineFailed(call.spec.name, "timeout", "it did not begin to answer in time")
+
+
+def _error_in(data: bytes) -> tuple[int, str]:
+    """Of the event that an answer begins with: below 500 it is about the request, and the client's to see."""
+    line = data.partition(b"\n")[0].removeprefix(b"data:")
+    try:
+        error = msgspec.json.decode(line, type=_ErrorEvent).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 500, "it answered with an error"
+    return error.code, error.message[:500]
+
+
+class _Error(msgspec.Struct):
+    message: str
+    code: int
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: _Error

@@ -1,0 +1,40 @@
+"""The daemon of this host, asked beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from kvpool.client import Client
+from kvpool.errors import KvpoolError
+
+THREADS = 4
+
+Answer = TypeVar("Answer")
+
+
+class DaemonLink:
+    """Asks in threads, some questions at a time. For one event loop. client: not closed here.
+
+    error: why a question was not answered; empty once `error` is cleared by whoever sees it answer again.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.error = ""
+        self._client = client
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvpool-look")
+
+    async def ask(self, question: Callable[[Client], Answer]) -> Answer:
+        """Raises `KvpoolError`, and remembers what it said."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, question, self._client)
+        except KvpoolError as error:
+            self.error = str(error)
+            raise
+
+    def close(self) -> None:
+        """Questions that have not begun are not asked any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,260 @@
+"""Engines that get requests: in the scheduler and out of it, with what operators want of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from kvpool.errors import Unavailable
+from kvpool.router.bodies import BadRequest
+from kvpool.router.breaker import EngineBreaker
+from kvpool.router.engines import EngineSpec, scheduled
+from kvpool.router.metrics import Metrics
+from kvpool.router.orders import Orders
+from kvpool.router.upstream import EngineFailed
+from kvpool.scheduler.roles import REBALANCE_S
+from kvpool.scheduler.scheduler import Scheduler
+from kvpool.scheduler.values import Engine, Role
+
+log = logging.getLogger("kvpool.router")
+
+
+class Catalog(Protocol):
+    """What is asked of `EngineCatalog`."""
+
+    @property
+    def engines(self) -> Mapping[str, EngineSpec]: ...
+    async def verify(self, name: str) -> str: ...
+
+
+class EngineHealth(Protocol):
+    """What is asked of `Health`."""
+
+    @property
+    def breakers(self) -> Mapping[str, EngineBreaker]: ...
+    def spec(self, name: str) -> EngineSpec | None: ...
+    def succeeded(self, name: str) -> None: ...
+    def failed(self, name: str) -> None: ...
+
+
+class EngineRoster:
+    """See the module. Event loop only. Engines come and go by `engine_up` and `engine_down`."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        orders: Orders,
+        catalog: Catalog,
+        health: EngineHealth,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._orders = orders
+        self._catalog = catalog
+        self._health = health
+        self._metrics = metrics
+        self._clock = clock
+        self._engines: dict[str, Engine] = {}  # in the scheduler
+        self._drains: set[str] = set()
+        self._weights: dict[str, float] = {}
+        self._verifying: set[asyncio.Task[None]] = set()
+
+    def models(self) -> tuple[str, ...]:
+        """All that engines serve, adapters included; of engines that are away, too."""
+        found: dict[str, None] = {}
+        for spec in self._catalog.engines.values():
+            found.update(dict.fromkeys((spec.model, *spec.models)))
+        found.pop("", None)
+        return tuple(found)
+
+    def model_lengths(self) -> dict[str, int]:
+        """Each model with the longest prompt and answer that an engine takes; 0: not known."""
+        return {model: self.longest(model) for model in self.models()}
+
+    def longest(self, model: str) -> int:
+        """Tokens of the longest prompt and answer that one of its engines takes; 0: not known."""
+        return max((spec.max_len for spec in self._serving(model)), default=0)
+
+    def engine(self, name: str) -> Engine | None:
+        """As the scheduler has it; None: it gets no requests."""
+        return self._engines.get(name)
+
+    def spec(self, name: str) -> EngineSpec | None:
+        """Of one that gets requests."""
+        return self._health.spec(name)
+
+    def succeeded(self, name: str) -> None:
+        """It has done what a request asked for."""
+        self._health.succeeded(name)
+
+    def failed(self, error: EngineFailed) -> None:
+        """A request failed by an engine's fault."""
+        self._metrics.engine_call_failures.labels(error.engine, error.reason).inc()
+        if error.reason != "gone":
+            log.warning("%s", error)
+            self._health.failed(error.engine)
+
+    def engine_up(self, spec: EngineSpec) -> None:
+        """It gets requests from now on."""
+        engine = scheduled(spec)
+        self._engines[spec.name] = engine
+        self._orders.join(engine)
+        if spec.name in self._drains:
+            self._scheduler.drain(spec.name, self._clock())
+        self._scheduler.weigh(spec.name, self._weights.get(spec.name, 1.0))
+        if breaker := self._health.breakers.get(spec.name):
+            self._metrics.breaks(spec.name, breaker.state)
+        task = asyncio.create_task(self._verify(spec.name), name=f"verify {spec.name}")
+        self._verifying.add(task)
+        task.add_done_callback(self._verifying.discard)
+
+    def engine_down(self, spec: EngineSpec) -> None:
+        """It gets none any more; what was sent there and has not begun to be answered goes elsewhere."""
+        del self._engines[spec.name]
+        self._orders.leave(spec.name)
+        if breaker := self._health.breakers.get(spec.name):
+            self._metrics.breaks(spec.name, breaker.state)
+
+    async def _verify(self, name: str) -> None:
+        """Whether its hashes are what they are said to be. The catalog logs it and draws the conclusions."""
+        try:
+            standing = await self._catalog.verify(name)
+        except (Unavailable, EngineFailed) as error:
+            log.warning("engine %s was not verified: %s", name, error, extra={"engine": name})
+            standing = "unverified"
+        self._metrics.engine_cache_known.labels(name).set(standing == "verified")
+
+    def _serving(self, model: str) -> list[EngineSpec]:
+        engines = self._catalog.engines.values()
+        return [s for s in engines if model == s.model or model in s.models]
+
+    def among(self, model: str) -> tuple[frozenset[str], frozenset[str] | None]:
+        """The kinds of engines that serve it, and their names, if not all of these kinds do."""
+        serving = self._serving(model)
+        kinds = frozenset(spec.kind for spec in serving)
+        alike = sum(spec.kind in kinds for spec in self._catalog.engines.values())
+        names = frozenset(spec.name for spec in serving)
+        return kinds, None if alike == len(serving) else names
+
+    def passing(self, model: str) -> list[EngineSpec]:
+        """Those that serve the model and get requests; none that drain, unless there are no others."""
+        found = [s for s in self._serving(model) if self._health.spec(s.name) is not None]
+        return [s for s in found if s.name not in self._drains] or found
+
+    # Operators
+
+    def drain(self, name: str) -> None:
+        """Nothing new goes there; what it has is served to its end. Raises `BadRequest`."""
+        self._must_know(name)
+        self._drains.add(name)
+        if name in self._engines:
+            self._scheduler.drain(name, self._clock())
+        self._orders.kick()
+
+    def undrain(self, name: str) -> None:
+        self._must_know(name)
+        self._drains.discard(name)
+        if name in self._engines:
+            self._scheduler.undrain(name, self._clock())
+        self._orders.kick()
+
+    def weigh(self, name: str, weight: float) -> None:
+        """Of the requests that it could get it gets this share at most, where others can serve them; 1: no limit.
+
+        Raises `BadRequest`.
+        """
+        self._must_know(name)
+        if not 0 <= weight <= 1:
+            raise BadRequest(400, "a weight is from 0 to 1", param="weight")
+        self._weights[name] = weight
+        if name in self._engines:
+            self._scheduler.weigh(name, weight)
+        self._orders.kick()
+
+    def _must_know(self, name: str) -> None:
+        if name not in self._catalog.engines:
+            raise BadRequest(404, f"no engine is called {name}", type="NotFoundError")
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Of each engine how it is, for people."""
+        breakers = self._health.breakers
+        rows = []
+        for name, spec in self._catalog.engines.items():
+            engine, breaker = self._engines.get(name), breakers.get(name)
+            row: dict[str, Any] = {
+                "name": name,
+                "url": spec.url,
+                "node": spec.node,
+                "role": _role_name(spec.role if engine is None else engine.role),
+                "kind": spec.kind,
+                "models": list(dict.fromkeys((spec.model, *spec.models))),
+                "breaker": None if breaker is None else breaker.state.value,
+                "state": self._state(name, engine),
+                "weight": self._weights.get(name, 1.0),
+                "affinity": spec.hashing is not None,
+            }
+            if engine is not None:
+                row |= {
+                    "prefills": engine.prefills,
+                    "queued_tokens": engine.queued_tokens,
+                    "decodes": engine.decodes,
+                    "context_tokens": engine.context_tokens,
+                    "capacity_tokens": engine.capacity_tokens,
+                    "free_in_s": round(max(0.0, engine.free_at - self._clock()), 3),
+                }
+            rows.append(row)
+        return rows
+
+    def _state(self, name: str, engine: Engine | None) -> str:
+        if engine is None:
+            return "away"
+        if name in self._drains:
+            return "drained" if self._scheduler.drained(name) else "draining"
+        return "serving"
+
+    @property
+    def lacking(self) -> str:
+        """What no engine does that gets requests, in words; empty if nothing."""
+        roles = Role(0)
+        for engine in self._engines.values():
+            if engine.name not in self._drains:
+                roles |= engine.role
+        if Role.DECODE not in roles:
+            return "no engine that decodes is there"
+        if Role.PREFILL not in roles:
+            return "no engine that computes prompts is there"
+        return ""
+
+    def refresh_metrics(self) -> None:
+        """The state of each breaker, read when somebody asks."""
+        for name, breaker in self._health.breakers.items():
+            self._metrics.breaks(name, breaker.state)
+
+    async def rebalance(self) -> None:
+        """Engines that may change their role do, as the load has it. Ends when it is cancelled."""
+        while True:
+            await asyncio.sleep(REBALANCE_S)
+            change = self._scheduler.rebalance(self._clock())
+            if change is not None:
+                role = _role_name(change.role)
+                log.info(
+                    "engine %s changes its role to %s",
+                    change.engine.name,
+                    role,
+                    extra={"engine": change.engine.name},
+                )
+                self._orders.kick()
+
+    async def close(self) -> None:
+        """After the last request."""
+        for task in list(self._verifying):
+            task.cancel()
+        await asyncio.gather(*self._verifying, return_exceptions=True)
+
+
+def _role_name(role: Role) -> str:
+    return "both" if role == Role.BOTH else str(role.name).lower()

@@ -1,0 +1,160 @@
+"""What is asked for: a body as it came, with what is known of its prompt, as a request for the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+from kvpool.errors import Unavailable
+from kvpool.router.bodies import BadRequest, Body, Kind, limited, parse
+from kvpool.router.config import RouterConfig
+from kvpool.router.engine_roster import EngineRoster
+from kvpool.router.engines import EngineSpec
+from kvpool.router.explain import Account
+from kvpool.router.hashing import Prompt
+from kvpool.router.tokens import TokenizeRefused, UnknownModel
+from kvpool.router.tracing import Trace
+from kvpool.scheduler.values import Request
+
+TOKENIZE_S = 2.0
+
+
+class Rejected(BadRequest):
+    """A request that is not taken now. why: one word. retry_after_s: when it may be; None: not known."""
+
+    def __init__(self, status: int, message: str, why: str, retry_after_s: float | None) -> None:
+        super().__init__(status, message, type=why)
+        self.why = why
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request as it came. priority, deadline_s, session: of its headers; None: it has none."""
+
+    kind: Kind
+    raw: bytes
+    ident: str
+    trace: Trace
+    tenant: str
+    priority_max: int
+    priority: int | None = None
+    deadline_s: float | None = None
+    session: str | None = None
+
+
+class Prompts(Protocol):
+    """What is asked of `prompts.Prompts`."""
+
+    async def prompt(
+        self, body: Mapping[str, Any], kind: str, *, deadline_s: float = ...
+    ) -> Prompt: ...
+    async def look(self, prompt: Prompt, wait_s: float = ...) -> bool: ...
+
+
+class Intake:
+    """Reads requests. Event loop only; nothing is kept of them here."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        roster: EngineRoster,
+        prompts: Prompts,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._roster = roster
+        self._prompts = prompts
+        self._clock = clock
+        self._idents = count()
+
+    async def read(
+        self, incoming: Incoming, account: Account, limit_s: float
+    ) -> tuple[Body, Prompt | None, Request]:
+        """What is asked for, and what is known of its prompt."""
+        config = self._config
+        models = self._roster.models()
+        if not models:
+            raise Rejected(503, "no engine is there", "no_engine", config.probe_s)
+        body = limited(parse(incoming.kind, incoming.raw, models), incoming.priority_max)
+        account.model = body.model
+        prompt: Prompt | None = None
+        try:
+            prompt = await self._prompts.prompt(
+                body.value, body.kind.value.partition("/")[0], deadline_s=min(TOKENIZE_S, limit_s)
+            )
+        except (TokenizeRefused, UnknownModel, Unavailable) as error:
+            # It is served whole: an engine tokenises it itself, or says what is wrong with it.
+            account.note(self._clock(), "not tokenised", why=str(error))
+        if prompt is not None and prompt.keys:
+            await self._prompts.look(prompt)
+        if prompt is not None and not prompt.tokens:
+            prompt = None
+        tokens = body.tokens_guess if prompt is None else len(prompt.tokens)
+        whole = body.whole or (prompt is None and body.segments)
+        session = incoming.session or body.session
+        kinds, names = self._roster.among(body.model)
+        now = self._clock()
+        request = Request(
+            ident=next(self._idents),
+            keys=() if prompt is None else prompt.keys,
+            tokens=max(tokens, 1),
+            output_tokens=self._output_tokens(body, tokens),
+            arrived_s=account.arrived_s,
+            session=None if session is None else (incoming.tenant, body.model, session),
+            priority=self._priority(incoming, body),
+            tenant=incoming.tenant,
+            deadline_s=now + limit_s,
+            kinds=kinds,
+            engines=names,
+            whole=whole,
+            segments=body.segments and prompt is not None and bool(prompt.keys),
+        )
+        account.facts = {
+            "prompt_tokens": request.tokens,
+            "prompt_blocks": len(request.keys),
+            "output_tokens_expected": request.output_tokens,
+            "priority": request.priority,
+            "deadline_s": limit_s,
+            "whole": whole,
+        }
+        return body, prompt, request
+
+    def _output_tokens(self, body: Body, tokens: int) -> int:
+        """How many are expected; never more than the engine would generate."""
+        most = self.answer_tokens(body, tokens)
+        if body.output_tokens is None:
+            expected = self._config.output_tokens
+            return expected if most is None else min(expected, most)
+        return body.output_tokens if most is None else most
+
+    def answer_tokens(self, body: Body, tokens: int) -> int | None:
+        """The most that an engine generates for it; None: not known."""
+        longest = self._roster.longest(body.model)
+        if not longest:
+            return body.output_tokens
+        room = max(longest - tokens, 1)
+        return room if body.output_tokens is None else min(body.output_tokens, room)
+
+    @staticmethod
+    def _priority(incoming: Incoming, body: Body) -> int:
+        wanted = incoming.priority if incoming.priority is not None else body.priority or 0
+        return max(-100, min(wanted, incoming.priority_max))
+
+    def too_long(self, body: Body, prompt: Prompt | None, request: Request) -> EngineSpec | None:
+        """Who is to say that a prompt is longer than the model: any engine that serves it."""
+        longest = self._roster.longest(body.model)
+        if prompt is None or not longest or request.tokens < longest:
+            return None
+        return self.any_for(body.model)
+
+    def any_for(self, model: str) -> EngineSpec:
+        """One that serves the model and gets requests."""
+        found = self._roster.passing(model)
+        if not found:
+            raise Rejected(
+                503, f"no engine for {model} is there", "no_engine", self._config.probe_s
+            )
+        return found[0]

@@ -1,0 +1,148 @@
+"""What orders and answers took, as lessons for the estimates. No I/O.
+
+The router sees an order from when it is sent to when it is answered. An engine computes prompts one after the
+other, so the order's own time begins when the one before it was done. Of it, what is computed takes its steps,
+and what is loaded comes before them: an order in which one of the two hardly counts teaches the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from kvpool.router.calls import Call
+from kvpool.router.engines import EngineSpec
+from kvpool.scheduler.cluster import Cluster
+from kvpool.scheduler.estimates import Error, KindEstimates, LoadEstimate, StepEstimate
+from kvpool.scheduler.values import Engine, Estimate, Order
+
+ASSUMED_PREFILL = (0.01, 1e-4, 2e-9)
+ASSUMED_DECODE = (0.02, 2e-4, 1e-8)
+"""Seconds a step, a token, and a token attended to, until there is something to learn from."""
+ASSUMED_LOADS = {"dram": (0.002, 5e9), "ssd": (0.005, 1e9), "peer": (0.005, 1e9)}
+"""Seconds, and bytes a second."""
+BLOCK_TOKENS = 16
+TOKEN_BYTES = 128 << 10
+"""Of KV, where an engine does not tell."""
+LITTLE, MUCH = 0.1, 0.5
+"""Shares of an order's time that loading is expected to take: below, it teaches computing; above, loading."""
+EVENTS_MIN = 8
+"""Tokens of an answer from which on it says how long one takes."""
+
+
+def assumed(spec: EngineSpec) -> KindEstimates:
+    """What is expected of the first engine of a kind."""
+    estimates = KindEstimates(
+        StepEstimate(ASSUMED_PREFILL),
+        StepEstimate(ASSUMED_DECODE),
+        {tier: LoadEstimate(*speed) for tier, speed in ASSUMED_LOADS.items()},
+        spec.step_tokens,
+        BLOCK_TOKENS,
+        BLOCK_TOKENS * TOKEN_BYTES,
+    )
+    refine(estimates, spec)
+    return estimates
+
+
+def refine(estimates: KindEstimates, spec: EngineSpec) -> None:
+    """With the sizes that an engine of the kind tells."""
+    estimates.step_tokens = spec.step_tokens
+    if spec.hashing is not None:
+        estimates.block_tokens = spec.hashing.block_tokens
+        estimates.block_bytes = estimates.block_tokens * TOKEN_BYTES
+    if spec.block_bytes:
+        estimates.block_bytes = spec.block_bytes
+
+
+class Observer(Protocol):
+    """Who learns from what calls took; see `Observing`."""
+
+    def computed(self, order: Order, call: Call, *, streams: bool) -> None: ...
+    def answered(self, call: Call, engine: Engine | None) -> None: ...
+    def errors(self) -> Mapping[str, Mapping[str, Error]]: ...
+
+
+class Observing:
+    """See the module. cluster: whose estimates learn."""
+
+    def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._done_at: dict[str, float] = {}  # by engine: when it had computed its last order
+
+    def computed(self, order: Order, call: Call, *, streams: bool) -> None:
+        """An order is done: its prompt, or part of it, is computed. streams: whether the answer is to be streamed."""
+        now = self._clock()
+        estimate = order.estimate
+        name = estimate.engine.name
+        took_s = now - max(call.sent_at, self._done_at.get(name, 0.0))
+        self._done_at[name] = now
+        kind = self._cluster.kinds[estimate.engine.kind]
+        cached = call.cached_tokens
+        if cached is None:
+            cached = estimate.cached * kind.block_tokens
+        # The end of an answer that is not streamed says nothing of when its prompt was done.
+        seen = not call.answers or streams
+        if seen and took_s > 0 and cached < order.end:
+            learn_prompt(kind, estimate, cached, order.end, took_s)
+
+    def answered(self, call: Call, engine: Engine | None = None) -> None:
+        """An answer is complete. engine: as it is now, this answer still counted."""
+        said = call.usage.get("completion_tokens")
+        tokens = said if type(said) is int and said > 0 else call.events
+        took_s = self._clock() - call.began_at
+        if engine is None or not engine.decodes or tokens < EVENTS_MIN or call.events < EVENTS_MIN:
+            return
+        learn_token(self._cluster.kinds[engine.kind], engine, took_s / (tokens - 1))
+
+    def errors(self) -> dict[str, dict[str, Error]]:
+        """How far estimates are off, by kind of engine and what is estimated; for metrics."""
+        return {
+            name: {
+                "prefill": kind.prefill.error,
+                "decode": kind.decode.error,
+                **{f"load_{tier}": load.error for tier, load in kind.loads.items()},
+            }
+            for name, kind in self._cluster.kinds.items()
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values: the same."""
+        return {
+            name: {
+                what: {"mean": error.mean, "bias": error.bias, "count": error.count}
+                for what, error in errors.items()
+            }
+            for name, errors in self.errors().items()
+        }
+
+
+def learn_prompt(
+    kind: KindEstimates, estimate: Estimate, cached: int, end: int, took_s: float
+) -> None:
+    """Tokens `cached` to `end` of a prompt were computed, and what the estimate says was loaded, in so long."""
+    expected_s = kind.prefill.prefill_s(cached, end, kind.step_tokens)
+    share = estimate.load_s / (estimate.load_s + expected_s)
+    tokens = end - cached
+    if share < LITTLE:
+        steps = -(-tokens // kind.step_tokens)
+        attended = tokens * (cached + end) / 2
+        kind.prefill.observe(tokens // steps, attended / steps, end, took_s / steps)
+    elif share > MUCH and took_s > expected_s:
+        blocks = estimate.pulled or estimate.loaded
+        nbytes = blocks * kind.block_bytes
+        load = kind.loads["peer"] if estimate.pulled else _own_tier(kind, nbytes, estimate.load_s)
+        load.observe(nbytes, 0.0, took_s - expected_s)
+
+
+def _own_tier(kind: KindEstimates, nbytes: int, load_s: float) -> LoadEstimate:
+    """The tier of the own node that was expected to take so long."""
+    own = [load for tier, load in kind.loads.items() if tier != "peer"]
+    return min(own, key=lambda load: abs(load.seconds(nbytes) - load_s))
+
+
+def learn_token(kind: KindEstimates, engine: Engine, seconds: float) -> None:
+    """A token took so long there, beside what else decodes."""
+    deepest = engine.context_tokens // engine.decodes
+    kind.decode.observe(engine.decodes, float(engine.context_tokens), deepest, seconds)

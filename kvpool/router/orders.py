@@ -1,0 +1,174 @@
+"""The scheduler and the requests under way: its orders go to them, and what became of orders to the scheduler.
+
+The scheduler is polled when something has happened, and when it asked for it. One event loop, one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvpool.router.explain import Account
+from kvpool.router.metrics import Metrics
+from kvpool.scheduler.scheduler import Scheduler
+from kvpool.scheduler.values import DecodeOrder, Engine, Order, Rejection, Request
+
+POLL_AGAIN_S = 0.1
+"""When the scheduler is polled again, after an error in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGone:
+    """The engine left the scheduler, which gives other orders or (`again`) not."""
+
+    engine: str
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """The scheduler has forgotten the request: it waited too long."""
+
+
+class Recipient(Protocol):
+    """A request that the scheduler gives orders for. ordered: whether any was given."""
+
+    ordered: bool
+
+    @property
+    def request(self) -> Request: ...
+    @property
+    def account(self) -> Account: ...
+    def tell(self, news: Order | DecodeOrder | EngineGone | Expired) -> None: ...
+    def settle(self) -> None: ...
+
+
+class Orders:
+    """See the module. clock: the scheduler's."""
+
+    def __init__(self, scheduler: Scheduler, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._clock = clock
+        self._recipients: dict[Hashable, Recipient] = {}
+        self._polls = False
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = math.inf
+
+    def submit(self, request: Request) -> Rejection | None:
+        """Ask for orders for it. Call `add` before anything else is awaited."""
+        return self._scheduler.submit(request, self._clock())
+
+    def add(self, recipient: Recipient) -> None:
+        """Whom orders for its request are given to, until `remove`."""
+        self._recipients[recipient.request.ident] = recipient
+        self.kick()
+
+    def remove(self, request: Request) -> None:
+        """Finished or not: orders that nobody needs any more may be under way, or be on their way here."""
+        del self._recipients[request.ident]
+        self.abandoned(request)
+
+    # What became of orders
+
+    def computed(self, order: Order) -> None:
+        """It was carried out, or is not needed any more."""
+        self._scheduler.computed(order.estimate.engine, order.request.ident, self._clock())
+        self.kick()
+
+    def failed(self, order: Order) -> bool:
+        """Whether it will be tried again."""
+        again = self._scheduler.failed(order.estimate.engine, order.request.ident, self._clock())
+        self._metrics.retries.inc(again)
+        self.kick()
+        return again
+
+    def decode_failed(self, request: Request) -> bool:
+        """Whether another engine is to answer."""
+        again = self._scheduler.decode_failed(request.ident, self._clock())
+        self._metrics.retries.inc(again)
+        self.kick()
+        return again
+
+    def abandoned(self, request: Request) -> None:
+        """No orders for it any more."""
+        self._scheduler.abandoned(request.ident, self._clock())
+        self.kick()
+
+    # Engines
+
+    def join(self, engine: Engine) -> None:
+        """It is given orders from now on."""
+        self._scheduler.join(engine, self._clock())
+        self.kick()
+
+    def leave(self, name: str) -> None:
+        """It is given none any more; what was sent there and has not begun to be answered goes elsewhere."""
+        for recipient in self._recipients.values():
+            recipient.settle()
+        left = self._scheduler.leave(name, self._clock())
+        for ident in {*left.queued, *left.decoding, *left.given_up}:
+            self._recipients[ident].tell(EngineGone(name, ident not in left.given_up))
+        self.kick()
+
+    # Polling
+
+    def kick(self) -> None:
+        """Poll the scheduler soon, once for all that happens until then."""
+        if not self._polls:
+            self._polls = True
+            asyncio.get_running_loop().call_soon(self._poll)
+
+    def close(self) -> None:
+        """Poll no more."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def _poll(self) -> None:
+        self._polls = False
+        now = self._clock()
+        scheduler = self._scheduler
+        wake_at = now + POLL_AGAIN_S
+        try:
+            for ident in scheduler.expired(now):
+                self._recipients[ident].tell(Expired())
+            for order in scheduler.poll(now):
+                recipient = self._recipients[order.request.ident]
+                recipient.tell(order)
+                self._count(order, recipient, now)
+            wake_at = scheduler.wake_at()
+        finally:
+            # Whatever goes wrong with one request, the others are looked at again.
+            self._wake(wake_at, now)
+
+    def _wake(self, wake_at: float, now: float) -> None:
+        if wake_at != self._alarm_at or self._alarm is None:
+            if self._alarm is not None:
+                self._alarm.cancel()
+                self._alarm = None
+            self._alarm_at = wake_at
+            if wake_at < math.inf:
+                loop = asyncio.get_running_loop()
+                self._alarm = loop.call_later(max(wake_at - now, 0.0), self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._poll()
+
+    def _count(self, order: Order | DecodeOrder, recipient: Recipient, now: float) -> None:
+        metrics = self._metrics
+        if isinstance(order, DecodeOrder):
+            metrics.engine_calls.labels(order.engine.name, "decode").inc()
+            return
+        estimate = order.estimate
+        operation = "prefill_decode" if order.whole else "prefill"
+        metrics.engine_calls.labels(estimate.engine.name, operation).inc()
+        if not recipient.ordered:
+            recipient.ordered = True
+            metrics.queue.observe(now - recipient.account.arrived_s)
+            keys = len(order.request.keys)
+            if keys:
+                metrics.cached_tokens.inc(estimate.cached * order.request.tokens / keys)

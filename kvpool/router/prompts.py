@@ -1,0 +1,181 @@
+"""What is known of a request's prompt: its tokens, its block hashes, and how much of it the pool has.
+
+Tokens come from an engine that serves the model, hashes are computed here. What the pool has is asked of the
+daemon for each prompt: it has that in its directory, and the answer is written to the index (`pool_view.py`).
+Event loop only; the daemon is asked in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvpool.errors import KvpoolError, Unavailable
+from kvpool.router.daemon_link import DaemonLink
+from kvpool.router.engine_catalog import EngineCatalog
+from kvpool.router.engines import EngineSpec
+from kvpool.router.hashing import Hasher, Prompt, index_keys, salt_of
+from kvpool.router.pool_view import PoolViews
+from kvpool.router.tokens import Tokenizer, UnknownModel, question
+from kvpool.types import KEY_BYTES
+
+if TYPE_CHECKING:
+    import aiohttp
+
+TOKENIZE_TRIES = 2
+LOOKS_MAX = 32
+"""Looks into the pool that are under way at a time; a prompt beyond goes without."""
+
+
+class Prompts:
+    """See the module. daemon: None: this host has none, and nobody knows what the pool holds."""
+
+    def __init__(
+        self,
+        catalog: EngineCatalog,
+        *,
+        daemon: DaemonLink | None,
+        session: aiohttp.ClientSession,
+        pools: PoolViews,
+        clock: Callable[[], float] = time.monotonic,
+        api_key: Callable[[EngineSpec], str] = lambda _: "",
+    ) -> None:
+        self._catalog = catalog
+        self._daemon = daemon
+        self._pools = pools
+        self._clock = clock
+        self._api_key = api_key
+        self._tokenizer = Tokenizer(session)
+        self._hasher = Hasher()
+        self._turn = 0
+        self._looking = 0
+        self._looks: set[asyncio.Task[None]] = set()
+        self._counts = {"looks": 0, "late_looks": 0, "failed_looks": 0}
+
+    async def prompt(
+        self, body: Mapping[str, Any], kind: str, *, deadline_s: float = 5.0
+    ) -> Prompt:
+        """A request's prompt. kind: `completions` or `chat`. deadline_s: for an engine to tokenise it.
+
+        Raises `UnknownModel`, `TokenizeRefused` with the engine's answer, and `Unavailable` when none answers.
+        """
+        model = body.get("model") or ""
+        served = self._catalog.serving(model) if isinstance(model, str) else None
+        if served is None:
+            raise UnknownModel(f"no engine serves {str(model)[:200]!r}")
+        serving, kinds, chosen = served.engines, served.kinds, served.chosen
+        asked = question(body, kind)
+        tokens: Sequence[int] | None = None
+        if isinstance(asked, dict):
+            tokens = await self._tokenize(
+                serving, {"model": model or serving[0].model, **asked}, deadline_s
+            )
+        elif asked is not None:
+            tokens = asked
+        if not tokens or chosen is None:
+            return Prompt(model, tokens or (), (), (), kinds, None)
+        hashing = chosen.hashing
+        assert hashing is not None
+        path = chosen.adapters.get(model)
+        salt = body.get("cache_salt")
+        try:
+            hashes = self._hasher.chain(
+                hashing,
+                tokens,
+                salt=salt if isinstance(salt, str) else None,
+                lora=None if path is None else (model, path),
+            )
+        except ValueError:
+            return Prompt(model, tokens, (), (), kinds, None)  # the engine will say what is wrong
+        keys = index_keys(hashes, salt_of(chosen.model, hashing))
+        return Prompt(model, tokens, hashes, keys, kinds, hashing)
+
+    async def _tokenize(
+        self, serving: Sequence[EngineSpec], asked: Mapping[str, Any], deadline_s: float
+    ) -> Sequence[int] | None:
+        """By one engine after the other, beginning each time with another one; by those that answer, if any do."""
+        serving = [spec for spec in serving if self._catalog.answers(spec)] or serving
+        deadline = self._clock() + deadline_s
+        failed: Unavailable | None = None
+        for left in range(min(TOKENIZE_TRIES, len(serving)), 0, -1):
+            self._turn += 1
+            spec = serving[self._turn % len(serving)]
+            wait_s = max(0.001, (deadline - self._clock()) / left)
+            try:
+                return await self._tokenizer.tokenize(
+                    spec.url, asked, deadline_s=wait_s, api_key=self._api_key(spec)
+                )
+            except Unavailable as error:
+                failed = error
+        assert failed is not None
+        raise failed
+
+    async def look(self, prompt: Prompt, wait_s: float = 0.02) -> bool:
+        """Have the index say how much of a prompt each node has; whether it does, after at most so long.
+
+        False: the daemon is slow, away, or not there. What it says later is written, too.
+        """
+        daemon = self._daemon
+        namespaces = {
+            spec.namespace
+            for spec in self._catalog.engines.values()
+            if spec.namespace and spec.hashing == prompt.spec and spec.serves(prompt.model)
+        }
+        if daemon is None or not prompt.keys or not namespaces:
+            return False
+        if self._looking + len(namespaces) > LOOKS_MAX:
+            self._counts["late_looks"] += 1
+            return False
+        packed = b"".join([each[-KEY_BYTES:] for each in prompt.hashes])
+        looks = [
+            asyncio.get_running_loop().create_task(
+                self._look(daemon, namespace, packed, prompt.keys, wait_s)
+            )
+            for namespace in namespaces
+        ]
+        for look in looks:
+            self._looks.add(look)
+            look.add_done_callback(self._looks.discard)
+        self._counts["looks"] += 1
+        _, late = await asyncio.wait(looks, timeout=wait_s)
+        self._counts["late_looks"] += bool(late)
+        return not late and not daemon.error
+
+    async def _look(
+        self,
+        daemon: DaemonLink,
+        namespace: bytes,
+        packed: bytes,
+        keys: Sequence[int],
+        wait_s: float,
+    ) -> None:
+        self._looking += 1
+        try:
+            found = await daemon.ask(
+                lambda client: client.prefixes(namespace, packed, wait_s=wait_s)
+            )
+        except KvpoolError:
+            self._counts["failed_looks"] += 1
+            return
+        finally:
+            self._looking -= 1
+        if (pool := self._pools.get(namespace)) is not None:  # else its last engine has left
+            pool.told(keys, found, self._clock())
+
+    def stats(self) -> dict[str, int]:
+        """Plain values, counted from the beginning."""
+        return {
+            "tokenized": self._tokenizer.misses,
+            "tokens_remembered": self._tokenizer.hits,
+            **self._pools.stats(),
+            **self._counts,
+        }
+
+    async def close(self) -> None:
+        """End what is asked of the daemon."""
+        looks = list(self._looks)
+        for look in looks:
+            look.cancel()
+        await asyncio.gather(*looks, return_exceptions=True)

@@ -1,0 +1,340 @@
+"""Requests from their coming to their end.
+
+A request is read, tokenised, looked up in the pool, and submitted; from then on its `ActiveRequest` does what the
+scheduler orders. One event loop, one thread; nothing here waits while others could be served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvpool.router.active_request import ActiveRequest, DeadlinePassed, GivenUp
+from kvpool.router.bodies import BadRequest, Kind, error_body, parse
+from kvpool.router.calls import Caller, ClientGone, Limits, Reply
+from kvpool.router.config import RouterConfig
+from kvpool.router.engine_roster import EngineRoster
+from kvpool.router.explain import IN_FLIGHT, Account, Accounts, dry_run, rejection_of
+from kvpool.router.intake import Incoming, Intake, Prompts, Rejected
+from kvpool.router.metrics import Metrics
+from kvpool.router.observations import Observer
+from kvpool.router.orders import Orders
+from kvpool.router.sse import error_event
+from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused, Upstream
+from kvpool.scheduler.scheduler import Scheduler
+from kvpool.scheduler.values import Rejection
+from kvpool.telemetry.spans import PREPARE, REQUEST, Span, Spans
+
+log = logging.getLogger("kvpool.router")
+
+RETRY_AFTER_S_MAX = 600
+DRAINING = "draining"
+
+
+class Serving:
+    """See above. Answers requests by `serve`."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        scheduler: Scheduler,
+        orders: Orders,
+        roster: EngineRoster,
+        prompts: Prompts,
+        upstream: Upstream,
+        observer: Observer,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        random: Callable[[int], bytes] = os.urandom,
+        spans: Spans | None = None,
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._orders = orders
+        self._roster = roster
+        self._intake = Intake(config, roster, prompts, clock)
+        self._upstream = upstream
+        self._observer = observer
+        self._metrics = metrics
+        self._clock = clock
+        self._random = random
+        self._spans = spans
+        self._limits = Limits(
+            answer_s=config.answer_s,
+            stall_s=config.stall_s,
+            client_stall_s=config.client_stall_s,
+            follow_s=config.follow_s,
+            answer_bytes_max=config.answer_bytes_max,
+        )
+        self.accounts = Accounts(config.decisions_max)
+        self._in_flight = 0
+        self._reading = 0
+        self._empty = asyncio.Event()
+        self.draining = False
+
+    # Requests
+
+    async def serve(self, incoming: Incoming, reply: Reply) -> None:
+        """Answer one request. Whoever cancels this aborts it everywhere.
+
+        Raises `BadRequest` as long as nothing was sent; after that an error is the end of the stream.
+        """
+        self._admit()
+        self._in_flight += 1
+        arrived_s = self._clock()
+        account = Account(incoming.ident, "", incoming.tenant, arrived_s)
+        self.accounts.add(account)
+        span = self._span_of(incoming)
+        outcome = "failed"
+        try:
+            outcome = await self._serve(incoming, reply, account, span)
+        except asyncio.CancelledError:
+            outcome = "client_left" if account.outcome == IN_FLIGHT else account.outcome
+            raise
+        except BadRequest as error:
+            outcome = _outcome_of(error)
+            raise
+        finally:
+            self._in_flight -= 1
+            self._left()
+            account.outcome = outcome
+            account.note(self._clock(), outcome)
+            if span is not None:
+                span.end(outcome if outcome in _ERRORS else "", outcome=outcome)
+            self._metrics.requests.labels(outcome).inc()
+            log.info(
+                "request %s: %s after %.3f s",
+                incoming.ident,
+                outcome,
+                self._clock() - arrived_s,
+                extra={"request": incoming.ident},
+            )
+
+    def _span_of(self, incoming: Incoming) -> Span | None:
+        """Where it is traced, and traces are exported."""
+        spans, trace = self._spans, incoming.trace
+        if spans is None or not trace.chosen(self._config.trace_share):
+            return None
+        span = spans.start(trace.trace, trace.parent, REQUEST)
+        span.set(request=incoming.ident, tenant=incoming.tenant)
+        return span
+
+    def _admit(self) -> None:
+        """Before anything is parsed."""
+        if self.draining:
+            raise Rejected(503, "this router is shutting down", DRAINING, 1.0)
+        if self._in_flight >= self._config.requests_max:
+            raise self._too_many()
+
+    def _too_many(self) -> Rejected:
+        self._metrics.rejections.labels("requests_max").inc()
+        return Rejected(429, "too many requests are in flight", "requests_max", 1.0)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While a body comes. So many may at a time as may be in flight. Raises `BadRequest`."""
+        if self._reading >= self._config.requests_max:
+            raise self._too_many()
+        self._reading += 1
+        try:
+            yield
+        finally:
+            self._reading -= 1
+
+    async def _serve(
+        self, incoming: Incoming, reply: Reply, account: Account, span: Span | None
+    ) -> str:
+        config = self._config
+        loop = asyncio.get_running_loop()
+        limit_s = min(incoming.deadline_s or config.deadline_s, config.deadline_s_max)
+        deadline = loop.time() + limit_s
+        prepare = None if span is None else span.child(PREPARE)
+        try:
+            body, prompt, request = await self._intake.read(incoming, account, limit_s)
+        finally:
+            if prepare is not None:
+                prepare.end()
+        now = self._clock()
+        if span is not None:
+            span.set(model=body.model, prompt_tokens=request.tokens)
+        self._metrics.prepare.observe(now - account.arrived_s)
+        self._metrics.prompt_tokens.inc(request.tokens)
+        direct = self._intake.too_long(body, prompt, request)
+        active = ActiveRequest(
+            request,
+            body,
+            caller=Caller(
+                body,
+                prompt,
+                upstream=self._upstream,
+                limits=self._limits,
+                trace=incoming.trace,
+                headers={"X-Request-Id": incoming.ident},
+                random=self._random,
+                deadline=deadline,
+                answer_tokens=self._intake.answer_tokens(body, request.tokens),
+            ),
+            orders=self._orders,
+            roster=self._roster,
+            observer=self._observer,
+            metrics=self._metrics,
+            account=account,
+            clock=self._clock,
+            span=span,
+        )
+        if direct is None and (rejection := self._orders.submit(request)) is not None:
+            if rejection.code != "too_long":
+                raise self._rejected(rejection, account)
+            direct = self._intake.any_for(body.model)
+        self._orders.add(active)
+        try:
+            try:
+                await active.run(reply, direct)
+            finally:
+                # Before anything more is said to a client that may be slow.
+                self._orders.remove(request)
+            return "answered"
+        except EngineRefused as refused:
+            return await self._pass_refusal(refused, reply)
+        except EngineFailed as error:
+            self._roster.failed(error)
+            return await self._end_badly(error, reply, incoming.ident)
+        except (GivenUp, DeadlinePassed) as error:
+            return await self._end_badly(error, reply, incoming.ident)
+        except ClientGone:
+            return "client_left"
+
+    async def pass_through(self, path: str, raw: bytes, ident: str) -> tuple[int, bytes, str]:
+        """Have any engine of the body's model answer something small: status, body, type. Raises `BadRequest`."""
+        self._admit()
+        models = self._roster.models()
+        if not models:
+            raise Rejected(503, "no engine is there", "no_engine", self._config.probe_s)
+        model = parse(Kind.COMPLETIONS, raw, models).model
+        found = self._roster.passing(model)
+        said = f"no engine for {model} is there"
+        self._in_flight += 1
+        try:
+            for spec in found[: self._config.retries_max + 1]:
+                try:
+                    async with (
+                        asyncio.timeout(self._config.answer_s),
+                        self._upstream.post(spec, path, raw, {"X-Request-Id": ident}) as answer,
+                    ):
+                        body = await answer.whole(self._config.answer_bytes_max)
+                        return 200, body, answer.content_type
+                except EngineRefused as refused:
+                    return refused.status, refused.body, refused.content_type
+                except TimeoutError:
+                    error = EngineFailed(spec.name, "timeout", f"{path}: no answer in time")
+                except EngineFailed as failed:
+                    error = failed
+                said = str(error)
+                if error.reason == TOO_LARGE:
+                    raise Rejected(502, said, "engine_failed", None) from None
+                self._roster.failed(error)
+        finally:
+            self._in_flight -= 1
+            self._left()
+        raise Rejected(502 if found else 503, said, "no_engine", self._config.probe_s)
+
+    async def _pass_refusal(self, refused: EngineRefused, reply: Reply) -> str:
+        try:
+            async with asyncio.timeout(self._config.client_stall_s):
+                await reply.send(refused.status, refused.body, refused.content_type)
+        except (TimeoutError, ClientGone):
+            return "client_left"
+        return "refused"
+
+    async def _end_badly(
+        self, error: GivenUp | DeadlinePassed | EngineFailed, reply: Reply, ident: str
+    ) -> str:
+        late = isinstance(error, DeadlinePassed)
+        status, kind = (504, "deadline") if late else (502, "engine_failed")
+        log.warning("request %s: %s", ident, error, extra={"request": ident})
+        if not reply.begun:
+            raise Rejected(status, str(error), kind, None)
+        try:
+            async with asyncio.timeout(self._config.client_stall_s):
+                await reply.write(error_event(error_body(status, str(error), kind)))
+                await reply.end()
+        except (TimeoutError, ClientGone):
+            return "client_left"
+        return "deadline" if late else "broken_off"
+
+    def _rejected(self, rejection: Rejection, account: Account) -> Rejected:
+        account.note(self._clock(), "rejected", **rejection_of(rejection))
+        self._metrics.rejections.labels(rejection.code).inc()
+        status = 503 if rejection.code == "no_engine" else 429
+        wait_s = rejection.retry_after_s
+        known = wait_s if math.isfinite(wait_s) else None
+        return Rejected(status, rejection.reason, rejection.code, known)
+
+    async def explain(self, incoming: Incoming) -> dict[str, Any]:
+        """What would be done with a request now. Raises `BadRequest`."""
+        self._admit()
+        self._in_flight += 1
+        try:
+            return await self._explain(incoming)
+        finally:
+            self._in_flight -= 1
+            self._left()
+
+    async def _explain(self, incoming: Incoming) -> dict[str, Any]:
+        account = Account(incoming.ident, "", incoming.tenant, self._clock())
+        limit_s = min(incoming.deadline_s or self._config.deadline_s, self._config.deadline_s_max)
+        _, _, request = await self._intake.read(incoming, account, limit_s)
+        found = self._scheduler.explain(request, self._clock())
+        return {"model": account.model, **account.facts, **dry_run(request, found)}
+
+    # Running
+
+    @property
+    def well(self) -> str:
+        """Empty, or why requests cannot be served."""
+        return "shutting down" if self.draining else self._roster.lacking
+
+    def refresh_metrics(self) -> None:
+        """Numbers that are read when somebody asks."""
+        metrics = self._metrics
+        metrics.active_requests.set(self._in_flight)
+        metrics.requests_waiting.set(self._scheduler.waiting)
+        metrics.draining.set(self.draining)
+        self._roster.refresh_metrics()
+        for kind, errors in self._observer.errors().items():
+            for estimate, error in errors.items():
+                if not error.count:
+                    continue
+                metrics.estimate_error.labels(kind, estimate).set(error.mean)
+                metrics.estimate_bias.labels(kind, estimate).set(error.bias)
+
+    async def drained(self, within_s: float) -> bool:
+        """Take no more requests, and wait for those in flight. Whether all have ended."""
+        self.draining = True
+        self._left()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _left(self) -> None:
+        if not self._in_flight and self.draining:
+            self._empty.set()
+
+
+_ERRORS = frozenset(("failed", "deadline", "broken_off"))
+
+
+def _outcome_of(error: BadRequest) -> str:
+    if not isinstance(error, Rejected):
+        return "refused"
+    return {502: "failed", 504: "deadline"}.get(error.status, "rejected")

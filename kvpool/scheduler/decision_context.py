@@ -1,0 +1,189 @@
+"""What a policy sees when it chooses an engine: a request, its match, the engines, what things take.
+
+`DecisionContext.estimate` says what would become of the request on one engine, and is the same for every
+policy: policies differ in what they compare. It decides between loading and computing: of the prefixes
+that end where a faster place ends, the one with the earliest first token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from random import Random
+
+from kvpool.scheduler.cluster import Cluster
+from kvpool.scheduler.decode import Handover
+from kvpool.scheduler.estimates import KindEstimates
+from kvpool.scheduler.index import Match
+from kvpool.scheduler.values import Engine, Estimate, Request
+
+TWICE = 0.5
+"""What a second of computing what somebody else computes already weighs beside a second of waiting for it:
+engines are others' too. Chosen on the first half of the conversation trace."""
+
+
+@dataclass
+class DecisionContext:
+    """One request before its decision.
+
+    engines: those that may compute it, at least one. promised: when those are free that requests before
+    this one wait for, by their names. handover: where it may go on, if that makes a difference between
+    these engines. spread: whether a copy of its prefix on one more node is worth making.
+    """
+
+    request: Request
+    match: Match
+    engines: Sequence[Engine]
+    cluster: Cluster
+    rng: Random
+    now: float
+    promised: Mapping[str, float] = field(default_factory=dict)
+    handover: Handover | None = None
+    spread: bool = False
+    _prefills: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    @cached_property
+    def longest(self) -> int:
+        """How much of the prefix one node of the pool has at most."""
+        nodes = self.cluster.nodes
+        return max((n for holder, n in self.match.lengths.items() if holder in nodes), default=0)
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """The nodes that have so much of it."""
+        nodes, longest = self.cluster.nodes, self.longest
+        lengths = self.match.lengths.items()
+        found = (nodes[holder] for holder, n in lengths if n == longest and holder in nodes)
+        return list(dict.fromkeys(found))  # a node's memory and its disks are two holders
+
+    def source_for(self, engine: Engine) -> str | None:
+        """From which other node to pull: of those with the longest prefix, the least busy one."""
+        traffic, now = self.cluster.traffic, self.now
+        best, best_s = None, math.inf
+        for node in self.sources:
+            if node == engine.node:
+                continue
+            busy_s = traffic.out_s(node, now)
+            if busy_s < best_s:
+                best, best_s = node, busy_s
+                if not busy_s:
+                    break
+        return best
+
+    def kind(self, engine: Engine) -> KindEstimates:
+        return self.cluster.kinds[engine.kind]
+
+    def prefill_s(self, engine: Engine, cached: int) -> float:
+        """To compute what is behind so many blocks; at least the last token."""
+        known = self._prefills.get((engine.kind, cached))
+        if known is None:
+            kind = self.kind(engine)
+            tokens = self.request.tokens
+            start = min(cached * kind.block_tokens, tokens - 1)
+            known = kind.prefill.prefill_s(start, tokens, kind.step_tokens)
+            self._prefills[engine.kind, cached] = known
+        return known
+
+    def own(self, engine: Engine) -> int:
+        """How much of the prefix the engine and its node hold themselves."""
+        get = self.match.lengths.get
+        return max(get(holder, 0) for holder in (engine.gpu, *engine.tiers))
+
+    def free_at(self, engine: Engine) -> float:
+        return self.promised.get(engine.name, engine.free_at)
+
+    def distinct(self) -> list[Engine]:
+        """Of engines that differ only in when they are free, the first, or any of these; of any others, all.
+
+        What they and their nodes hold of the prefix is what they differ in. So a decision looks
+        closely at a few engines, however many there are. Where it makes a difference how the answer goes
+        on from them, it is the first that would have ended it, as if all that can be pulled were there.
+        """
+        match, handover, now = self.match, self.handover, self.now
+        get, promised, busy_until = match.lengths.get, self.promised, self.cluster.traffic.into
+        pullable = max(match.reach, match.coming)
+        first: dict[tuple[object, ...], tuple[float, list[Engine]]] = {}
+        for engine in self.engines:
+            starts = promised.get(engine.name, engine.free_at) if promised else engine.free_at
+            starts = max(starts, now)
+            busy = busy_until.get(engine.node, 0.0)
+            if busy > starts and self.own(engine) < pullable:
+                starts = busy
+            if handover is not None:
+                starts += handover.cost_s(engine, self.prefill_s(engine, pullable))
+            group = (engine.kind, get(engine.gpu), *map(get, engine.tiers))
+            found = first.get(group)
+            if found is None or starts < found[0]:
+                first[group] = starts, [engine]
+            elif starts == found[0]:
+                found[1].append(engine)
+        # Always the first of those that are free would fill its node's memory, and leave others' empty.
+        choice = self.rng.choice
+        return [same[0] if len(same) == 1 else choice(same) for _, same in first.values()]
+
+    def answer_s(self, engine: Engine, prefill_s: float) -> float:
+        """What comes after the first token there, as `Handover` has it; 0 where that is the same for all."""
+        return 0.0 if self.handover is None else self.handover.cost_s(engine, prefill_s)
+
+    def estimate(self, engine: Engine, *, waiting: bool = False) -> Estimate:
+        """What would become of the request on this engine; its cost is the time to first token.
+
+        waiting: whether to wait for blocks that another engine is computing, where that is sooner.
+        """
+        kind, match, now = self.kind(engine), self.match, self.now
+        waits = max(0.0, self.free_at(engine) - now)
+        have = gpu = match.lengths.get(engine.gpu, 0)
+        prefill_s = self.prefill_s(engine, have)
+        best = Estimate(engine, have, 0, 0, None, 0.0, waits, prefill_s, waits + prefill_s)
+        load_s = 0.0
+        for tier in engine.tiers:
+            length = match.lengths.get(tier, 0)
+            if length > have:
+                load_s += kind.loads[tier_name(tier)].seconds((length - have) * kind.block_bytes)
+                have = length
+                best = self._better(best, have, have - gpu, 0, None, load_s)
+        peer = kind.loads["peer"]
+        pools = bool(engine.tiers)  # another has nothing to pull into
+        if pools and match.reach > have and (source := self.source_for(engine)) is not None:
+            pulled = match.reach - have
+            ahead_s = self.cluster.traffic.ahead_s(source, engine.node, now)
+            pull_s = load_s + ahead_s + peer.seconds(pulled * kind.block_bytes)
+            best = self._better(best, match.reach, match.reach - gpu, pulled, source, pull_s)
+        if waiting and pools and match.coming > max(match.reach, have):
+            pulled = match.coming - have
+            pull_s = peer.seconds(pulled * kind.block_bytes) + load_s
+            later_s = max(0.0, match.ready_at - now) + pull_s
+            starts_s = max(waits, later_s)
+            prefill_s = self.prefill_s(engine, match.coming)
+            ttft_s = starts_s + prefill_s
+            if ttft_s < best.cost + TWICE * (best.prefill_s - prefill_s):
+                cached, loaded = match.coming, match.coming - gpu
+                best = Estimate(
+                    engine, cached, loaded, pulled, None, pull_s, starts_s, prefill_s, ttft_s, True
+                )
+        return best
+
+    def _better(
+        self,
+        best: Estimate,
+        cached: int,
+        loaded: int,
+        pulled: int,
+        source: str | None,
+        load_s: float,
+    ) -> Estimate:
+        """The one of the two with the earlier first token."""
+        engine = best.engine
+        starts_s = max(0.0, self.free_at(engine) - self.now, load_s)
+        prefill_s = self.prefill_s(engine, cached)
+        ttft_s = starts_s + prefill_s
+        if ttft_s >= best.cost:
+            return best
+        return Estimate(engine, cached, loaded, pulled, source, load_s, starts_s, prefill_s, ttft_s)
+
+
+def tier_name(holder: str) -> str:
+    """`dram` of `dram:node-1`."""
+    return holder.partition(":")[0]

@@ -1,0 +1,1 @@
+"""Certificates: making them, reading them, and the names in them."""

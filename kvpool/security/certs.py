@@ -1,0 +1,418 @@
+"""A small certificate authority in a folder: what `kvpool certs` makes. Needs the extra kvpool[admin].
+
+    ca.pem, ca.key            the authority; whoever has its key is every node
+    crl.pem                   which certificates are revoked
+    node-NAME.pem, .key       a node's, for both ends of a connection
+    client-NAME.pem, .key     a client's
+    issued.jsonl              a line for each that was made: what `revoke` finds by its name
+
+Keys are EC P-256, files of mode 0600, without a password. Nothing here opens a connection; the folder can be kept
+on a machine without a network, which is where the authority's key is best. One user at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from kvpool.errors import ConfigError, InvalidRequest
+from kvpool.security.certificate_names import CLIENT, NODE, CertificateName
+
+AUTHORITY_DAYS = 3650
+DAYS = 365
+DAYS_MAX = 3650
+EARLY = timedelta(minutes=5)  # for machines whose clocks are behind
+HOSTS_MAX = 64
+_HOST = re.compile(
+    r"(?=.{1,253}$)(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*"
+)
+_SERIAL = re.compile(r"[0-9a-f]{16,40}", re.IGNORECASE)
+SERIAL_BITS_MAX = 159  # RFC 5280: 20 bytes, not negative
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """What signs, and for which cluster."""
+
+    folder: Path
+    cluster: str
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A certificate that was made, and where it is."""
+
+    name: CertificateName
+    serial: int
+    cert: Path
+    key: Path
+    ends: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What stands in a certificate or in a list of revoked ones. name: of whom; None: not one of ours.
+
+    revoked: serials and when; None: this is no such list.
+    """
+
+    kind: str
+    subject: str
+    name: str | None
+    hosts: tuple[str, ...]
+    serial: str
+    begins: datetime | None
+    ends: datetime | None
+    sha256: str
+    revoked: tuple[tuple[str, datetime], ...] | None = None
+
+
+def make_authority(folder: Path, cluster: str, now: datetime) -> Authority:
+    """Make an authority, and an empty list of what it has revoked. Raises `ConfigError` where there is one."""
+    _check_name(CertificateName(cluster, NODE, "any"))
+    if (folder / "ca.key").exists() or (folder / "ca.pem").exists():
+        raise ConfigError(
+            f"{folder} holds an authority already, which nodes may depend on: use another folder"
+        )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {folder}: {error.strerror}") from None
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = _subject("kvpool authority", cluster)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - EARLY)
+        .not_valid_after(now + timedelta(days=AUTHORITY_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    authority = Authority(folder, cluster, certificate, key)
+    _write(folder / "ca.key", _pem_of(key), 0o600)
+    _write(folder / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+    _write_revoked(authority, [], now)
+    return authority
+
+
+def open_authority(folder: Path) -> Authority:
+    """The one in this folder. Raises `ConfigError`."""
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+        key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{error.filename} is not there: make an authority with kvpool certs init {folder} --cluster NAME"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"the authority in {folder} cannot be read: {error}") from None
+    clusters = certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or len(clusters) != 1:
+        raise ConfigError(f"the authority in {folder} was not made by kvpool certs init")
+    if key.public_key() != certificate.public_key():
+        raise ConfigError(f"{folder}/ca.key is not the key of {folder}/ca.pem")
+    return Authority(folder, str(clusters[0].value), certificate, key)
+
+
+def issue(
+    authority: Authority,
+    role: str,
+    name: str,
+    now: datetime,
+    *,
+    hosts: Sequence[str] = (),
+    days: int = DAYS,
+) -> Issued:
+    """Make a certificate and its key; those that were made for the same name before are replaced, not revoked.
+
+    role: `NODE`, good for both ends of a connection, or `CLIENT`. hosts: names and addresses at which others, such
+    as browsers, reach it. Raises `ConfigError` for what cannot be in one, or cannot be written.
+    """
+    whose = CertificateName(authority.cluster, role, name)
+    _check_name(whose)
+    if not 1 <= days <= DAYS_MAX:
+        raise InvalidRequest(f"a certificate for {days} days: from 1 to {DAYS_MAX}")
+    if len(hosts) > HOSTS_MAX:
+        raise InvalidRequest(f"{len(hosts)} hosts in one certificate: at most {HOSTS_MAX}")
+    ends = min(now + timedelta(days=days), authority.certificate.not_valid_after_utc)
+    if ends <= now:
+        raise ConfigError(
+            f"the authority in {authority.folder} has expired: create a new one in another folder"
+        )
+    key = ec.generate_private_key(ec.SECP256R1())
+    uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    if role == NODE:
+        uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
+    names = [x509.UniformResourceIdentifier(str(whose)), *map(_host, hosts)]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(_subject(name, authority.cluster))
+        .issuer_name(authority.certificate.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - EARLY)
+        .not_valid_after(ends)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(_signed_by(authority), critical=False)
+        .sign(authority.key, hashes.SHA256())
+    )
+    made = Issued(
+        whose,
+        certificate.serial_number,
+        authority.folder / f"{role}-{name}.pem",
+        authority.folder / f"{role}-{name}.key",
+        ends,
+    )
+    # Remembered first: what was made and is not known of could not be revoked by its name.
+    _remember(authority, made)
+    _write(made.key, _pem_of(key), 0o600)
+    _write(made.cert, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+    return made
+
+
+def revoke(authority: Authority, which: str, now: datetime) -> list[int]:
+    """Revoke all that were made for a name, or one by its serial number in hex; those that were not revoked yet.
+
+    Raises `InvalidRequest` for a name that nothing was made for, or both a node's and a client's.
+    """
+    serials = _serials(authority, which)
+    crl = _read_revoked(authority)
+    known = {entry.serial_number: entry.revocation_date_utc for entry in crl}
+    new = [serial for serial in serials if serial not in known]
+    if new:
+        _write_revoked(authority, [*known.items(), *((serial, now) for serial in new)], now)
+    return new
+
+
+def look_at(path: Path) -> Shown:
+    """What is in a PEM file: its first certificate, or a list of revoked ones. Raises `ConfigError`."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        if b"-----BEGIN X509 CRL-----" in data:
+            return _shown_list(x509.load_pem_x509_crl(data))
+        return _shown_certificate(x509.load_pem_x509_certificate(data))
+    except ValueError:
+        raise ConfigError(
+            f"{path} holds neither a certificate nor a list of revoked ones, in PEM"
+        ) from None
+
+
+def serial_text(serial: int) -> str:
+    """A serial number as it is written: 40 hex digits."""
+    return f"{serial:040x}"
+
+
+def _shown_list(crl: x509.CertificateRevocationList) -> Shown:
+    revoked = tuple((serial_text(entry.serial_number), entry.revocation_date_utc) for entry in crl)
+    return Shown(
+        "list of revoked certificates",
+        crl.issuer.rfc4514_string(),
+        None,
+        (),
+        "",
+        crl.last_update_utc,
+        crl.next_update_utc,
+        crl.fingerprint(hashes.SHA256()).hex(),
+        revoked,
+    )
+
+
+def _shown_certificate(certificate: x509.Certificate) -> Shown:
+    hosts: list[str] = []
+    name = None
+    with contextlib.suppress(x509.ExtensionNotFound):
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        hosts += found.get_values_for_type(x509.DNSName)
+        hosts += map(str, found.get_values_for_type(x509.IPAddress))
+        uris = map(CertificateName.parse, found.get_values_for_type(x509.UniformResourceIdentifier))
+        name = next((str(uri) for uri in uris if uri is not None), None)
+    signs = False
+    with contextlib.suppress(x509.ExtensionNotFound):
+        signs = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    return Shown(
+        "authority" if signs else "certificate",
+        certificate.subject.rfc4514_string(),
+        name,
+        tuple(hosts),
+        serial_text(certificate.serial_number),
+        certificate.not_valid_before_utc,
+        certificate.not_valid_after_utc,
+        certificate.fingerprint(hashes.SHA256()).hex(),
+    )
+
+
+def _check_name(name: CertificateName) -> None:
+    if CertificateName.parse(str(name)) != name:
+        raise InvalidRequest(
+            f"{name}: the names of clusters, nodes and clients have letters, digits and ._- only, at most 63"
+        )
+
+
+def _host(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        pass  # a name, not an address
+    if not _HOST.fullmatch(text):
+        raise InvalidRequest(
+            f"--host {text!r}: the name of a host, or its address; no port, no URL"
+        )
+    return x509.DNSName(text)
+
+
+def _subject(name: str, cluster: str) -> x509.Name:
+    return x509.Name(
+        [
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, cluster),
+            x509.NameAttribute(NameOID.COMMON_NAME, name),
+        ]
+    )
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _signed_by(authority: Authority) -> x509.AuthorityKeyIdentifier:
+    return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+
+
+def _remember(authority: Authority, made: Issued) -> None:
+    line = {"serial": serial_text(made.serial), "name": str(made.name), "ends": f"{made.ends:%F}"}
+    path = authority.folder / "issued.jsonl"
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _remembered(authority: Authority) -> list[tuple[int, CertificateName | None]]:
+    path = authority.folder / "issued.jsonl"
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return [(int(line["serial"], 16), CertificateName.parse(line["name"])) for line in lines]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read, and lists what was made: {error}") from None
+
+
+def _serials(authority: Authority, which: str) -> list[int]:
+    """Of what is to be revoked."""
+    made = _remembered(authority)
+    named = [(serial, name) for serial, name in made if name is not None and name.name == which]
+    roles = {name.role for _, name in named}
+    if len(roles) > 1:
+        raise InvalidRequest(
+            f"{which} is the name of a {NODE} and of a {CLIENT}: give the serial number (kvpool certs show FILE)"
+        )
+    if named:
+        return [serial for serial, _ in named]
+    digits = which.replace(":", "")
+    if _SERIAL.fullmatch(digits) and int(digits, 16).bit_length() <= SERIAL_BITS_MAX:
+        return [int(digits, 16)]
+    raise InvalidRequest(
+        f"the authority in {authority.folder} has issued no certificate for {which!r}: give a name, or a serial number in "
+        f"hex (kvpool certs show FILE)"
+    )
+
+
+def _read_revoked(
+    authority: Authority,
+) -> x509.CertificateRevocationList | list[x509.RevokedCertificate]:
+    path = authority.folder / "crl.pem"
+    try:
+        crl = x509.load_pem_x509_crl(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read, and must not be forgotten: {error}") from None
+    if not crl.is_signature_valid(authority.key.public_key()):
+        raise ConfigError(f"{path} is not signed by the authority beside it")
+    return crl
+
+
+def _write_revoked(
+    authority: Authority, revoked: Sequence[tuple[int, datetime]], now: datetime
+) -> None:
+    """It is good for as long as the authority is: one that expires would shut all nodes out at once."""
+    builder = (
+        x509.CertificateRevocationListBuilder()
+        .issuer_name(authority.certificate.subject)
+        .last_update(now - EARLY)
+        .next_update(authority.certificate.not_valid_after_utc)
+        .add_extension(_signed_by(authority), critical=False)
+        .add_extension(x509.CRLNumber(int(now.timestamp() * 1000)), critical=False)
+    )
+    for serial, when in revoked:
+        builder = builder.add_revoked_certificate(
+            x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when).build()
+        )
+    crl = builder.sign(authority.key, hashes.SHA256())
+    _write(authority.folder / "crl.pem", crl.public_bytes(serialization.Encoding.PEM), 0o644)
+
+
+def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    """All of it or nothing, and never readable by more than `mode` says."""
+    try:
+        fd, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                os.fchmod(fd, mode)
+                file.write(data)
+                file.flush()
+                os.fsync(fd)
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

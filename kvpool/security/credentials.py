@@ -1,0 +1,201 @@
+"""The certificates by which daemons know each other: read from files, and again when these change.
+
+A peer is known by its certificate, not by its host's name: nodes are reached at addresses that change, through
+address translation and by several network cards, and the same address is another node's tomorrow. So what is
+checked is that the certificate is of our authority, valid now, not revoked, a node's, and of our cluster; and
+that the name in it is the one by which the peer introduces itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from kvpool.errors import ConfigError, NotAuthenticated
+from kvpool.security.certificate_names import NODE, CertificateName
+
+LOOK_S = 1.0  # between two looks at the files
+FLIGHTS_MAX = 8  # of a handshake with ourselves, which takes three
+
+log = logging.getLogger("kvpool.transfer")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files: our certificate with what leads to the authority, its key, who signs ours and our peers', and
+    which of these are revoked (empty: nobody asks)."""
+
+    cert: str
+    key: str
+    ca: str
+    crl: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """What one reading of the files came to: for connections that we accept, and for those that we make."""
+
+    listens: ssl.SSLContext
+    connects: ssl.SSLContext
+
+
+class Credentials:
+    """Who we are in TLS, and whom we believe. Thread-safe.
+
+    Files that change are read again, without a restart: what cannot be used is logged once, and the last ones
+    that could be stay in use. Raises `ConfigError` when the first ones cannot.
+    """
+
+    def __init__(
+        self,
+        files: TlsFiles,
+        cluster: str,
+        node: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cluster = cluster
+        self._files = files
+        self._node = node
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen = self._look()
+        self._looked = clock()
+        self._contexts = self._load()
+
+    def current(self) -> Contexts:
+        """Those of the files as they are now, or were a moment ago. The same object until they change."""
+        with self._lock:
+            if self._clock() - self._looked >= LOOK_S:
+                self._looked = self._clock()
+                seen = self._look()
+                if seen != self._seen:
+                    # Remembered before they are read: what changes meanwhile is seen the next time.
+                    self._seen = seen
+                    self._read_again()
+            return self._contexts
+
+    def _read_again(self) -> None:
+        try:
+            self._contexts = self._load()
+        except ConfigError as error:
+            log.warning("the new TLS files are invalid, the previous ones stay in use: %s", error)
+        else:
+            log.warning("new TLS files are in use: %s", self._files.cert)
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        return [_state(path) for path in self._paths()]
+
+    def _paths(self) -> list[str]:
+        files = self._files
+        return [path for path in (files.cert, files.key, files.ca, files.crl) if path]
+
+    def _load(self) -> Contexts:
+        """Raises `ConfigError` for files with which no peer could be met."""
+        contexts = Contexts(
+            self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
+        )
+        # Nobody resumes a connection, and on an idle one there is nothing to read.
+        contexts.listens.num_tickets = 0
+        try:
+            ours = name_in(_shown_to_ourselves(contexts))
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                f"no peer would believe {self._files.cert}: {error.verify_message}"
+            ) from None
+        except (ssl.SSLError, NotAuthenticated) as error:
+            raise ConfigError(f"{self._files.cert} cannot be used: {error}") from None
+        expected = CertificateName(self.cluster, NODE, self._node)
+        if ours != expected:
+            raise ConfigError(
+                f"{self._files.cert} is that of {ours}, and this daemon is {expected}: set cluster and node to "
+                f"what the certificate says, or make another one (kvpool certs node)"
+            )
+        return contexts
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        files = self._files
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # see the module
+        context.verify_mode = ssl.CERT_REQUIRED
+        path = files.cert
+        try:
+            context.load_cert_chain(files.cert, files.key, password=_no_password)
+            path = files.ca
+            context.load_verify_locations(path)
+            if files.crl:
+                path = files.crl
+                before = context.cert_store_stats()["crl"]
+                context.load_verify_locations(path)
+                if context.cert_store_stats()["crl"] == before:
+                    raise ConfigError(f"{path} holds no list of revoked certificates")
+                context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+        except ssl.SSLError as error:
+            beside = f" or {files.key}" if path == files.cert else ""
+            raise ConfigError(f"{path}{beside} cannot be used: {error.reason or error}") from None
+        except OSError as error:
+            beside = f" or {files.key}" if path == files.cert else ""
+            raise ConfigError(f"{path}{beside} cannot be read: {error.strerror}") from None
+        return context
+
+
+def name_in(certificate: dict[str, Any] | None) -> CertificateName:
+    """Who a verified certificate is of. Raises `NotAuthenticated` unless it says that once."""
+    names = (certificate or {}).get("subjectAltName", ())
+    uris = [CertificateName.parse(value) for kind, value in names if kind == "URI"]
+    ours = [name for name in uris if name is not None]
+    if len(ours) != 1:
+        raise NotAuthenticated(
+            "the certificate names no one member of a cluster (kvpool://CLUSTER/node/NAME): make one with "
+            "kvpool certs node"
+        )
+    return ours[0]
+
+
+def node_in(certificate: dict[str, Any] | None, cluster: str) -> str:
+    """Which node of our cluster a verified certificate is of. Raises `NotAuthenticated` for all else."""
+    name = name_in(certificate)
+    if (name.cluster, name.role) != (cluster, NODE):
+        raise NotAuthenticated(
+            f"the peer's certificate is that of {name}; a peer here is a node of cluster {cluster!r}"
+        )
+    return name.name
+
+
+def _shown_to_ourselves(contexts: Contexts) -> dict[str, Any] | None:
+    """A handshake with ourselves, in memory: whether a peer with the same files would believe us; our certificate.
+
+    Raises `ssl.SSLError`.
+    """
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    near = contexts.connects.wrap_bio(back, there)
+    far = contexts.listens.wrap_bio(there, back, server_side=True)
+    waiting = [near, far]
+    for turn in range(FLIGHTS_MAX):
+        end = waiting[turn % 2]
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            pass  # the other one has to speak
+    return far.getpeercert()
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    """What changes with a file's contents, as far as can be seen from outside. None: it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _no_password() -> NoReturn:
+    raise ConfigError(
+        "the key of a daemon's certificate has no password: give a key without a password"
+    )

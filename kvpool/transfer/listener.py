@@ -1,0 +1,213 @@
+"""The owner's half of a transfer over streams: listen, admit peers, lend, send."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated, ProtocolError, Unavailable
+from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
+from kvpool.transfer.base import Deadline, Identity, Source, TransferLimits
+from kvpool.transfer.handshake import admit, refuse
+from kvpool.transfer.memory import Memory
+from kvpool.transfer.priority import Priority
+from kvpool.transfer.responder import Budgets, Conversation, Converse
+from kvpool.transfer.stream import Stream
+from kvpool.transfer.tls import open_stream
+
+BACKLOG = 1024  # a SYN that finds no room is sent again a second later, which costs a peer its pull
+RESOLVE_S = 10.0
+ACCEPT_PAUSE_S = 0.1  # when the machine is out of descriptors
+LEAVE_S = 1.0  # for the thread of a connection that was ended
+COMPLAINT_S = 1.0
+
+log = logging.getLogger("kvpool.transfer")
+
+
+class Complaints:
+    """Logs why peers were refused: one line a second at most, whatever the network does. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._next = 0.0
+        self._unsaid = 0
+
+    def say(self, error: KvpoolError) -> None:
+        now = self._clock()
+        with self._lock:
+            if now < self._next:
+                self._unsaid += 1
+                return
+            self._next = now + COMPLAINT_S
+            unsaid, self._unsaid = self._unsaid, 0
+        more = f" ({unsaid} more since the last such line)" if unsaid else ""
+        log.warning("a peer was refused: %s%s", error, more)
+
+
+class Server:
+    """Listens, and serves each peer's connection in a thread of its own.
+
+    When there are as many connections as there may be, a new one takes the place of the one that has been
+    longest without saying who it is; without such a one it is refused. So who fills the house with connections
+    that say nothing keeps nobody out who can prove to be of the cluster.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        source: Source,
+        identity: Identity,
+        limits: TransferLimits,
+        precedence: Priority,
+        converse: Converse = Conversation,
+    ) -> None:
+        self._converse = converse
+        self._memory = memory
+        self._source = source
+        self._precedence = precedence
+        self._identity = identity
+        self._limits = limits
+        self._budgets = Budgets.of(limits.inflight_bytes_max)
+        self._lock = threading.Lock()
+        self._listeners: list[socket.socket] = []
+        self._left = threading.Condition(self._lock)  # a connection has ended
+        self._streams: set[Stream] = set()
+        self._strangers: dict[Stream, None] = {}  # those not admitted yet, in the order of arrival
+        self._threads: set[threading.Thread] = set()
+        self._closing = threading.Event()
+        self._complaints = Complaints()
+
+    def listen(self, url: str) -> str:
+        """See `Transport.listen`."""
+        host, port = parse(url)
+        try:
+            family, address = resolve(host, port, Deadline(RESOLVE_S))[0]
+        except Unavailable as error:
+            raise ConfigError(f"cannot listen on {url}: {error}") from None
+        if not self._identity.secret and not is_loopback((family, address)):
+            raise ConfigError(
+                f"{url} can be reached from other machines, and no cluster secret is set: "
+                f"set one (KVPOOL_CLUSTER_SECRET), the same on all daemons, or listen on 127.0.0.1"
+            )
+        safe = self._identity.tls is not None or self._identity.plaintext
+        if not safe and not is_loopback((family, address)):
+            raise ConfigError(
+                f"{url} can be reached from other machines, and its connections would not be encrypted: make "
+                f"certificates (kvpool certs init; for each node kvpool certs node) and set tls_cert, tls_key "
+                f"and tls_ca, or where that network is trusted, plaintext (--plaintext)"
+            )
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # A restarted transfer worker takes the same port while old connections still fade out.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"cannot listen on {url}: {error.strerror}") from None
+        with self._lock:
+            self._listeners.append(listener)
+        self._start("kvpool-accept", self._accept, listener)
+        return url_of(host, listener.getsockname()[1])
+
+    def close(self) -> None:
+        """End all connections and wait for their threads."""
+        self._closing.set()
+        with self._lock:
+            for listener in self._listeners:
+                # Unlike close, this wakes the thread that accepts. Not connected: ENOTCONN.
+                try:
+                    listener.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+            for stream in self._streams:
+                stream.shut()
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
+
+    def _start(self, name: str, target: object, *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)  # type: ignore[arg-type]
+        with self._lock:
+            # Within the lock, so that `close` never joins a thread that has not begun.
+            thread.start()
+            self._threads.add(thread)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while not self._closing.is_set():
+                try:
+                    sock, _ = listener.accept()
+                except OSError as error:
+                    if self._closing.is_set():
+                        return
+                    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                        self._closing.wait(ACCEPT_PAUSE_S)
+                    continue  # otherwise the connection died while it waited
+                deadline = Deadline(self._limits.hello_s)
+                self._welcome(open_stream(sock, deadline, self._identity.tls, listens=True))
+        with self._lock:
+            self._threads.discard(threading.current_thread())
+
+    def _welcome(self, stream: Stream) -> None:
+        with self._lock:
+            welcome = self._has_room() and not self._closing.is_set()
+            if welcome:
+                self._streams.add(stream)
+                self._strangers[stream] = None
+        if not welcome:
+            stream.close()
+            return
+        try:
+            self._start("kvpool-serve", self._serve, stream)
+        except RuntimeError:  # the machine has no thread left
+            with self._lock:
+                self._streams.discard(stream)
+                self._strangers.pop(stream, None)
+            stream.close()
+
+    def _has_room(self) -> bool:
+        """Whether one more connection may be had, if need be in a stranger's place. Within the lock."""
+        limit = self._limits.connections_max
+        if len(self._streams) < limit:
+            return True
+        first = next(iter(self._strangers), None)
+        if first is None:
+            return False
+        del self._strangers[first]
+        first.shut()
+        return self._left.wait_for(lambda: len(self._streams) < limit, LEAVE_S)
+
+    def _no_stranger(self, stream: Stream) -> None:
+        with self._lock:
+            self._strangers.pop(stream, None)
+
+    def _serve(self, stream: Stream) -> None:
+        try:
+            stream.secure()
+            admit(stream, self._identity, lambda: self._no_stranger(stream))
+            conversation = self._converse(
+                stream, self._memory, self._source, self._limits, self._budgets, self._precedence
+            )
+            while True:
+                conversation.step()
+        except (ProtocolError, NotAuthenticated) as error:
+            self._complaints.say(error)
+            refuse(stream, error)
+            stream.linger()
+        except KvpoolError:
+            # The peer has gone, or does not read. What it was to read would otherwise wait in the
+            # kernel for minutes.
+            stream.reset()
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+                self._strangers.pop(stream, None)
+                self._threads.discard(threading.current_thread())
+                self._left.notify_all()
+            stream.close()

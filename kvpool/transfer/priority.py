@@ -1,0 +1,53 @@
+"""Who goes first on this node's links: pulls that somebody waits for, before copies that nobody waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PIECE_BYTES = 1 << 20
+"""What a background transfer moves before it looks again whether it is in the way."""
+PIECE_WAIT_S = 0.1
+"""Longest wait of a background transfer before a piece: it gets on at 10 MB/s whatever else is going on,
+so that copies are made, and a drain ends, under any load."""
+
+
+class Priority:
+    """Urgent transfers and background ones of one process. Thread-safe.
+
+    An urgent one costs two turns of a lock. A background one gives way between its pieces: while it
+    waits it holds no core, no memory bandwidth and, the socket's buffers apart, nothing of the link.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._urgent = 0
+        self._waiting = 0
+
+    @contextmanager
+    def urgent(self) -> Iterator[None]:
+        """Background transfers stand back meanwhile."""
+        with self._changed:
+            self._urgent += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._urgent -= 1
+                if self._waiting and not self._urgent:
+                    self._changed.notify_all()
+
+    def give_way(self, left_s: float) -> None:
+        """Called by a background transfer before each piece: wait while there is anything urgent.
+
+        left_s: until its own deadline. No longer than that, nor than `PIECE_WAIT_S`.
+        """
+        with self._changed:
+            if not self._urgent:
+                return
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._urgent, min(left_s, PIECE_WAIT_S))
+            finally:
+                self._waiting -= 1

@@ -1,0 +1,269 @@
+"""The owner's half of a transfer, once the peer is known: what it asks for is lent and sent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Self
+
+from xxhash import xxh3_128_digest
+
+from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
+from kvpool.transfer.base import Deadline, Source, TransferLimits, check_loan, is_span, span_of
+from kvpool.transfer.memory import Memory
+from kvpool.transfer.priority import PIECE_BYTES, Priority
+from kvpool.transfer.stream import Closed, Stream
+from kvpool.types import KEY_BYTES, split_keys
+from kvpool.wire.frame import KEYS_MAX, encode, error_message
+from kvpool.wire.peer import Ask, Await, Corrupt, Fetch, Fetched, Offer, Operate, decode_peer
+from kvpool.wire.worker import OpenLoan
+
+CORRUPT_S = 5.0  # to look at blocks that a peer found wrong
+AWAIT_S_MAX = 60.0  # whatever a peer says that it would wait
+AWAIT_LATE_S = 5.0  # for control's answer, beyond that
+REQUEST_BYTES_MAX = KEYS_MAX * KEY_BYTES + (64 << 10)
+
+
+class Budget:
+    """Bytes that may be lent at a time. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    def take(self, amount: int, deadline: Deadline) -> None:
+        """Wait for room. An amount above the limit is let in when nothing else is.
+
+        Raises `LimitExceeded` when the deadline comes first.
+        """
+        with self._changed:
+            while self._taken and self._taken + amount > self._limit:
+                try:
+                    left = deadline.left()
+                except Unavailable:
+                    raise LimitExceeded(
+                        f"this daemon loans {self._limit} bytes at a time, the limit, and all are in use"
+                    ) from None
+                self._changed.wait(left)
+            self._taken += amount
+
+    def give(self, amount: int) -> None:
+        with self._changed:
+            self._taken -= amount
+            self._changed.notify_all()
+
+
+class Budgets(NamedTuple):
+    """Of what peers wait for, and of what nobody waits for: neither keeps the other one from being lent."""
+
+    urgent: Budget
+    background: Budget
+
+    @classmethod
+    def of(cls, limit: int) -> Self:
+        """A quarter of the limit is for the background."""
+        return cls(Budget(limit - limit // 4), Budget(limit // 4))
+
+
+class Conversation:
+    """What one peer asks for, one thing after the other. Belongs to the thread of its connection."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        memory: Memory,
+        source: Source,
+        limits: TransferLimits,
+        budgets: Budgets,
+        precedence: Priority,
+    ) -> None:
+        self._stream = stream
+        self._memory = memory
+        self._source = source
+        self._limits = limits
+        self._budgets = budgets
+        self._precedence = precedence
+        self._fetched: Fetch | None = None  # the last one, of which it may report blocks as corrupt
+
+    def step(self) -> None:
+        """Wait for a request and answer it. Raises what `Stream` raises, and `ProtocolError`."""
+        stream = self._stream
+        # Longer than the peer keeps an idle connection, so that it seldom finds one closed.
+        stream.deadline = Deadline(2 * self._limits.idle_s)
+        request, payload = stream.receive(REQUEST_BYTES_MAX)
+        if not stream.fresh():
+            raise Closed("the peer must present its certificate again")
+        message = decode_peer(payload)
+        if isinstance(message, Fetch):
+            self._fetched = message
+            stream.deadline = Deadline(message.deadline_s)
+            self._send_blocks(request, message)
+        elif isinstance(message, (Ask, Offer)):
+            self._answer(request, message)
+        elif isinstance(message, (Await, Operate)):
+            self._answer_later(request, message)
+        elif isinstance(message, Corrupt):
+            self._report(message)
+        else:
+            raise ProtocolError(f"a {type(message).__name__} where a request was expected")
+
+    def _answer(self, request: int, question: Ask | Offer) -> None:
+        stream = self._stream
+        if isinstance(question, Offer):
+            stream.deadline = Deadline(question.deadline_s)
+        try:
+            answer = encode(self._source.asked(question), request)
+        except KvpoolError as error:
+            answer = encode(error_message(error), request)
+        stream.send_buffers([memoryview(answer)])
+
+    def _answer_later(self, request: int, question: Await | Operate) -> None:
+        """Answer when there is something to say. A peer that has gone meanwhile ends the question."""
+        stream = self._stream
+        if isinstance(question, Operate) and question.node != stream.peer_node:
+            raise ProtocolError(
+                "a peer asks in another node's name"
+            )  # which the audit log would tell
+        stream.deadline = Deadline(min(question.wait_s, AWAIT_S_MAX) + AWAIT_LATE_S)
+        try:
+            owed = self._source.answer_later(question)
+        except KvpoolError as error:
+            stream.send(error_message(error), request)
+            return
+        try:
+            stream.wait_beside(owed.fileno())
+            try:
+                answer = encode(owed.result(), request)
+            except KvpoolError as error:
+                answer = encode(error_message(error), request)
+        finally:
+            owed.close()
+        stream.send_buffers([memoryview(answer)])
+
+    def _report(self, report: Corrupt) -> None:
+        """Look at blocks that the peer was just sent and found wrong; pass on those that are.
+
+        A peer's word alone drops nothing: its own memory or network card may be what is broken.
+        """
+        sent = self._fetched
+        if sent is None or (report.tenant, report.digest, report.part) != (
+            sent.tenant,
+            sent.digest,
+            sent.part,
+        ):
+            raise ProtocolError("a Corrupt for something that was not fetched")
+        if len(report.keys) % KEY_BYTES or not set(split_keys(report.keys)).issubset(
+            split_keys(sent.keys)
+        ):
+            raise ProtocolError("a Corrupt for blocks that were not fetched")
+        self._stream.deadline = Deadline(CORRUPT_S)
+        wanted = OpenLoan(sent.tenant, sent.digest, sent.part, sent.nbytes, report.keys, CORRUPT_S)
+        try:
+            lent = self._source.open_loan(wanted)
+        except KvpoolError:
+            return  # nothing of it is here any more
+        try:
+            present, rows = check_loan(lent, wanted, self._memory)
+            blocks = iter(
+                self._memory.blocks(lent.segment, lent.stride, sent.nbytes, rows) if rows else []
+            )
+            checksums = iter(split_keys(lent.checksums))
+            broken = [
+                key
+                for key, there in zip(split_keys(report.keys), present, strict=True)
+                if there and xxh3_128_digest(next(blocks)) != next(checksums)
+            ]
+        finally:
+            if lent.token:
+                self._source.give_back(lent.token)
+        if broken:
+            self._source.corrupt(
+                Corrupt(report.tenant, report.digest, report.part, b"".join(broken))
+            )
+
+    def _send_blocks(self, request: int, fetch: Fetch) -> None:
+        """Send what is there of the wanted blocks, or the reason why not."""
+        try:
+            size = self._size(fetch)
+            budget = self._budgets.background if fetch.background else self._budgets.urgent
+            budget.take(size, self._stream.deadline)
+        except LimitExceeded as error:
+            self._stream.send(error_message(error), request)
+            return
+        try:
+            if fetch.background:
+                self._lend_and_send(request, fetch)
+            else:
+                with self._precedence.urgent():
+                    self._lend_and_send(request, fetch)
+        finally:
+            budget.give(size)
+
+    def _size(self, fetch: Fetch) -> int:
+        count, rest = divmod(len(fetch.keys), KEY_BYTES)
+        if rest or fetch.nbytes <= 0 or not is_span(fetch):
+            raise ProtocolError("a Fetch with broken keys or sizes")
+        size = count * span_of(fetch)[1]
+        if count > KEYS_MAX or (count > 1 and size > self._limits.fetch_bytes_max):
+            raise LimitExceeded(
+                f"a Fetch of {count} keys and {size} bytes; at most {KEYS_MAX} keys and "
+                f"{self._limits.fetch_bytes_max} bytes here: run all daemons with the same limits"
+            )
+        return size
+
+    def _lend_and_send(self, request: int, fetch: Fetch) -> None:
+        try:
+            wanted = OpenLoan(
+                fetch.tenant,
+                fetch.digest,
+                fetch.part,
+                fetch.nbytes,
+                fetch.keys,
+                self._stream.deadline.left(),
+                fetch.stop,
+                fetch.trace,
+            )
+            lent = self._source.open_loan(wanted)
+        except KvpoolError as error:
+            self._stream.send(error_message(error), request)
+            return
+        try:
+            present, rows = check_loan(lent, wanted, self._memory)
+            header = encode(Fetched(present, lent.checksums), request)
+            start, nbytes = span_of(fetch)
+            spans = (
+                self._memory.spans(lent.segment, lent.stride, nbytes, rows, start) if rows else []
+            )
+            # The kernel copies what it is given, so with the return of this the slots are free again:
+            # sent or not, nothing refers to them any more.
+            buffers = [memoryview(header), *spans]
+            for piece in _pieces(buffers) if fetch.background else [buffers]:
+                if fetch.background:
+                    self._precedence.give_way(self._stream.deadline.left())
+                self._stream.send_buffers(piece)
+        finally:
+            if lent.token:
+                self._source.give_back(lent.token)
+
+
+Converse = Callable[[Stream, Memory, Source, TransferLimits, Budgets, Priority], Conversation]
+"""How a server talks with a peer: `Conversation`, or what a transport makes of it."""
+
+
+def _pieces(buffers: list[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes in the same order, about `PIECE_BYTES` at a time."""
+    piece: list[memoryview] = []
+    room = PIECE_BYTES
+    for buffer in buffers:
+        at = 0
+        while at < len(buffer):
+            some = buffer[at : at + room]
+            piece.append(some)
+            at += len(some)
+            room -= len(some)
+            if not room:
+                yield piece
+                piece, room = [], PIECE_BYTES
+    if piece:
+        yield piece

@@ -1,0 +1,54 @@
+"""A few threads that are kept for the next job. (`concurrent.futures` costs a transfer worker 3 MB to import.)"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class ThreadPool:
+    """Runs jobs in at most `threads_max` threads, started when needed. Thread-safe.
+
+    A job must not raise: an exception is a broken invariant and goes to `threading.excepthook`.
+    """
+
+    def __init__(self, name: str, threads_max: int) -> None:
+        self._name = name
+        self._threads_max = threads_max
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._unfinished = 0  # jobs that run or wait
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job as soon as a thread is free."""
+        with self._lock:
+            self._add(job)
+
+    def try_now(self, job: Callable[[], None]) -> bool:
+        """Run a job if it does not have to wait for another one; whether it runs."""
+        with self._lock:
+            if self._unfinished >= self._threads_max:
+                return False
+            self._add(job)
+            return True
+
+    def _add(self, job: Callable[[], None]) -> None:
+        self._unfinished += 1
+        if self._threads < min(self._unfinished, self._threads_max):
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._threads += 1
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            with self._lock:
+                self._unfinished -= 1
+
+    def close(self) -> None:
+        """Let the threads end when they have done what was submitted. Nothing may follow."""
+        with self._lock:
+            for _ in range(self._threads):
+                self._jobs.put(None)

@@ -1,0 +1,414 @@
+"""Messages between a client and the daemon of its node. Operators' questions are in `operator`.
+
+type  message          direction             answer
+----  ---------------  --------------------  ----------------
+1     Hello            client → daemon       Welcome, with the segment's descriptor
+2     Welcome          daemon → client
+10    OpenNamespace    client → daemon       Opened
+11    Reserve          client → daemon       Reserved
+12    Reserved         daemon → client
+13    Commit           client → daemon       Done: blocks newly stored
+14    Abort            client → daemon       Done, or none
+15    Acquire          client → daemon       Leased
+16    Leased           daemon → client
+17    Join             client → daemon       Leased
+18    Release          client → daemon       Done, or none
+19    Match            client → daemon       Done: blocks
+20    Contains         client → daemon       Bytes: one byte a key, 0 or 1
+22    Remove           client → daemon       Done: blocks removed
+23    Pin              client → daemon       Done: blocks pinned or unpinned
+24    Stats            client → daemon       Bytes: a JSON object
+25    Pull             client → daemon       Done: blocks now here
+26    Grant            client → daemon       Reserved
+27    Store            client → daemon       Stored
+28    Stored           daemon → client
+29    GiveBack         client → daemon       Done, or none
+30    Reset            client → daemon       Opened
+36    Opened           daemon → client
+50    FollowEvents     client → daemon       Done: 1 if they are followed; or none
+51    Follow           client → daemon       Done: blocks now here
+52    Progress         client → daemon       Done, or none
+53    AnnounceEngine   client → daemon       Done: 1 if it is announced; or none
+54    Engines          client → daemon       Bytes: a JSON array
+58    Prefixes         client → daemon       Bytes: a JSON object
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvpool.types import EngineRecord
+from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
+from kvpool.wire.operator import OperatorMessage
+
+
+class Hello(Message, tag=1):
+    """First frame of a connection of a client.
+
+    `instance`: the engine instance that its leases belong to. `client`: chosen at random by each client
+    and the same on all its connections; reservations belong to it. `operator`: the operator token. `device`:
+    the client wants to read spare device memory by itself. `version`, `oldest`: the protocols that it speaks.
+    """
+
+    version: int
+    tenant: str
+    instance: str
+    client: str
+    token: str | None = None
+    operator: str = ""
+    device: bool = False
+    oldest: int = 0
+
+
+class Welcome(Message, tag=2):
+    """The daemon's answer. The segment's descriptor comes with its first byte (SCM_RIGHTS).
+
+    `device`: a handle of the tenant's part of spare device memory, good for one attach, where the client asked
+    for it and there is some; then `life` names the present life of the process that owns it, and a
+    descriptor that tells of its end (`kvpool.memory.owner_liveness`) comes with the segment's.
+    """
+
+    version: int
+    node: str
+    incarnation: str
+    segment: int
+    segment_bytes: int
+    device: bytes = b""
+    life: int = 0
+
+
+class OpenNamespace(Message, tag=10):
+    """`fields`: canonical JSON whose digest is checked. `parts`: [nbytes, kind, window, stride] each.
+
+    `generation`: that of the client's weights, from an `Opened` of before; -1: its weights are the present
+    ones. The settings are those wanted if the namespace is new to the cluster: see `Configure`; `replicas` 0
+    is one, and empty `write` as each node does by default.
+    """
+
+    digest: bytes
+    fields: bytes
+    parts: list[tuple[int, str, int, int]]
+    replicas: int = 0
+    generation: int = -1
+    write: str = ""
+    ttl_s: float = 0.0
+    ssd_codec: str = ""
+    write_remote: str = ""
+
+
+class Opened(Message, tag=36):
+    """`number`: the namespace's, in this incarnation. `generation`: of weights, that the client is in.
+
+    `current`: whether that is the living one; else reads find nothing and writes are refused.
+    """
+
+    number: int
+    generation: int
+    current: bool
+
+
+class Reserve(Message, tag=11):
+    """`ticket` names the reservation; the client chooses it, so that it can abort what it never heard of.
+
+    `parent`: the key before the first one in the prefix chain, or empty.
+    """
+
+    ns: int
+    part: int
+    ticket: int
+    keys: bytes
+    parent: bytes = b""
+
+
+class Reserved(Message, tag=12):
+    """`rows`: one a key, `NO_ROW` where the block is there already."""
+
+    stride: int
+    rows: bytes
+
+
+class Commit(Message, tag=13):
+    """`checksums`: 16 bytes for each row handed out, in order. `indices` (u32) commits only these keys.
+
+    `replicas`: wanted in the cluster; 0: as many as the namespace says.
+    """
+
+    ticket: int
+    checksums: bytes
+    indices: bytes = b""
+    replicas: int = 0
+
+
+class Progress(Message, tag=52):
+    """The first `nbytes` bytes of each slot of this reservation are as they will be committed.
+
+    Peers who follow the prompt may pull them now. A promise that does not hold costs them a transfer: what they
+    have read is compared with the checksums at the commit.
+    """
+
+    ticket: int
+    nbytes: int
+
+
+class Abort(Message, tag=14):
+    """Give reserved slots back."""
+
+    tickets: list[int]
+
+
+class Acquire(Message, tag=15):
+    """A lease on the longest usable prefix, or with `scattered` on each of the keys that is present.
+
+    `parts`: empty means all. `wait_s`: how long to wait for blocks that must come from other nodes. `recompute`:
+    see `Pull`; not with `scattered`, where no block replaces the computing of those behind it. `life`: of the
+    device memory that the client is attached to, and reads by itself; 0: none. Not with `scattered`.
+    """
+
+    ns: int
+    keys: bytes
+    parts: list[int]
+    lease_s: float
+    wait_s: float = 0.0
+    scattered: bool = False
+    recompute: tuple[float, float] | None = None
+    life: int = 0
+    trace: str = ""
+
+
+class LeasedPart(Message):
+    """Slots of one part: rows in block order, from block index `first` on.
+
+    `device_rows`: of the tenant's device memory, as many; each block has one of both, and `NO_ROW` for the
+    other. Empty where all are in memory.
+    """
+
+    part: int
+    first: int
+    stride: int
+    nbytes: int
+    rows: bytes
+    device_rows: bytes = b""
+
+
+class Leased(Message, tag=16):
+    """`token` is empty when nothing is there.
+
+    `lease_s`: how long the lease lasts, counted from when the daemon got the request. So a client that
+    counts from when it asked never believes in a lease that has ended, however late the answer comes.
+    `life`: of the device memory that the lease has rows of; 0: of none.
+    """
+
+    token: str
+    blocks: int
+    lease_s: float
+    parts: list[LeasedPart]
+    life: int = 0
+
+
+class Join(Message, tag=17):
+    """Share a lease by its token."""
+
+    token: str
+    parts: list[int]
+
+
+class Release(Message, tag=18):
+    """Give leases back."""
+
+    tokens: list[str]
+
+
+class Match(Message, tag=19):
+    """How long the usable prefix is that is present."""
+
+    ns: int
+    keys: bytes
+    parts: list[int]
+
+
+class Contains(Message, tag=20):
+    """Which of the blocks are present."""
+
+    ns: int
+    part: int
+    keys: bytes
+
+
+class Remove(Message, tag=22):
+    """Take blocks out of all tiers of this node."""
+
+    ns: int
+    keys: bytes
+
+
+class Pin(Message, tag=23):
+    """`kind`: soft, hard, or none (unpin)."""
+
+    ns: int
+    keys: bytes
+    kind: str
+
+
+class Stats(Message, tag=24):
+    """The node's numbers, of the client's tenant."""
+
+
+class Pull(Message, tag=25):
+    """Bring the blocks here from other nodes, all parts, before `wait_s` is over.
+
+    `recompute`: seconds that the client takes to compute the first block, and how many more each further one
+    takes than the one before it. What would take longer to bring is left out. None: not known, bring all.
+    `life`: of the device memory that the client's engine reads by itself: what is there counts as here; 0: none.
+    """
+
+    ns: int
+    keys: bytes
+    wait_s: float
+    recompute: tuple[float, float] | None = None
+    life: int = 0
+    trace: str = ""
+
+
+class Grant(Message, tag=26):
+    """Slots of a part's size without keys, to be filled and then named by `Store`: up to `count`."""
+
+    ns: int
+    part: int
+    count: int
+
+
+class Store(Message, tag=27):
+    """Granted slots have been written; these are their keys and checksums. One exchange a put.
+
+    `count`: how many granted slots the client would like to have for the next one. `replicas`: see `Commit`.
+    """
+
+    ns: int
+    part: int
+    rows: bytes
+    keys: bytes
+    checksums: bytes
+    count: int
+    parent: bytes = b""
+    replicas: int = 0
+
+
+class Stored(Message, tag=28):
+    """`new`: blocks newly stored. `unused`: rows whose block was there already; they stay granted.
+
+    `fresh`: further rows, granted now.
+    """
+
+    new: int
+    unused: bytes
+    fresh: bytes
+
+
+class GiveBack(Message, tag=29):
+    """Granted slots that nobody writes to any more, and that are not needed.
+
+    `stride` 0: all that this client was ever granted, also what it has not heard of.
+    """
+
+    stride: int
+    rows: bytes
+
+
+class Reset(Message, tag=30):
+    """This engine's weights are new: none of the namespace's blocks may be read any more, by anybody.
+
+    `generation`: of its weights so far; they are of the next one now. Begins that one's epoch, or enters
+    it where another engine's reset has begun it. Where there are later ones already, this engine stays out.
+    """
+
+    ns: int
+    generation: int
+
+
+class FollowEvents(Message, tag=50):
+    """This client's engine tells of its own cache in KV events: follow them, as long as its process lives.
+
+    `endpoint`: to connect to, on this machine; empty: follow them no more. `replay`: where missed ones are
+    repeated, or empty. `groups`: the cache group, in the events' numbers, of each part of the namespace.
+    One engine a client: another message takes the place of the one before.
+    """
+
+    ns: int
+    endpoint: str
+    replay: str = ""
+    topic: str = ""
+    groups: list[int] = msgspec.field(default_factory=list)
+
+
+class Follow(Message, tag=51):
+    """Bring a prompt's blocks here while an engine elsewhere computes them, until `wait_s` is over.
+
+    `source`: the node of that engine, or empty where that is not known. `parts`: empty means all.
+    """
+
+    ns: int
+    keys: bytes
+    wait_s: float
+    source: str = ""
+    parts: list[int] = msgspec.field(default_factory=list)
+    trace: str = ""
+
+
+class AnnounceEngine(Message, tag=53):
+    """This client's engine takes requests: tell all nodes, as long as its process lives.
+
+    `engine`: null: not any more. One engine a client: another message takes the place of the one before.
+    """
+
+    ns: int
+    engine: EngineRecord | None
+
+
+class Engines(Message, tag=54):
+    """The engines of this tenant that were announced, on all nodes. For each: what was announced, `node`,
+    `incarnation`, `labels` of it, and whether it is on this machine (`here`).
+    """
+
+
+class Prefixes(Message, tag=58):
+    """How much of a prefix each node could give, by the directory, in blocks: `{node: [in memory, with disks]}`.
+
+    `digest`: of the namespace, without its epoch; this node need not have it open. `wait_s`: what does not
+    answer in that time is left out.
+    """
+
+    digest: bytes
+    keys: bytes
+    wait_s: float
+
+
+ClientMessage = (
+    Hello
+    | OpenNamespace
+    | Reserve
+    | Commit
+    | Progress
+    | Abort
+    | Acquire
+    | Join
+    | Release
+    | Match
+    | Contains
+    | Remove
+    | Pin
+    | Stats
+    | Pull
+    | Grant
+    | Store
+    | GiveBack
+    | Reset
+    | FollowEvents
+    | Follow
+    | AnnounceEngine
+    | Engines
+    | Prefixes
+    | OperatorMessage
+)
+DaemonMessage = Welcome | Error | Done | Reserved | Leased | Bytes | Stored | Opened
+decode_client = Decoder(ClientMessage)
+decode_daemon = Decoder(DaemonMessage)

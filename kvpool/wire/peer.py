@@ -1,0 +1,217 @@
+"""Messages between daemons: introduction, fetches, questions.
+
+type  message          direction             answer
+----  ---------------  --------------------  ----------------
+40    PeerHello        daemon → daemon       PeerChallenge
+41    PeerChallenge    daemon → daemon       PeerProof
+42    PeerProof        daemon → daemon       Done
+43    Fetch            daemon → daemon       Fetched, then its bytes
+44    Fetched          daemon → daemon
+45    Ask              daemon → daemon       Done: blocks of the prefix that are there
+46    Corrupt          daemon → daemon       none
+47    Offer            daemon → daemon       Bytes: one byte a key, 1 where the peer has it now
+48    Await            daemon → daemon       Bytes: masks of parts, and what is being written, when there is news
+55    Readable         daemon → daemon       answers a Fetch over NIXL
+56    Describe         daemon → daemon       Bytes: what NIXL needs to read here
+57    Taken            daemon → daemon       none
+59    Operate          daemon → daemon       Bytes: the answer to the request in it
+"""
+
+from __future__ import annotations
+
+import struct
+
+from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
+
+BEING_WRITTEN = struct.Struct("<QIIIQ")  # in answers to `Await`
+HEARD = struct.Struct("<QQ")  # in an `Await`
+WRITINGS_MAX = 1024  # runs of blocks that are being written, in one answer to `Await`
+WRITTEN_EVERY_S = 0.01  # an `Await` is not answered sooner only because more was written
+
+
+class PeerHello(Message, tag=40):
+    """The first message of a peer, with its nonce."""
+
+    version: int
+    cluster: str
+    node: str
+    nonce: bytes
+    oldest: int = 0
+
+
+class PeerChallenge(Message, tag=41):
+    """`proof`: HMAC over both nonces where a cluster secret is set, else empty."""
+
+    version: int
+    node: str
+    incarnation: str
+    nonce: bytes
+    proof: bytes
+    oldest: int = 0
+
+
+class PeerProof(Message, tag=42):
+    """Proves that a peer knows the cluster's secret."""
+
+    proof: bytes
+
+
+class Fetch(Message, tag=43):
+    """Blocks of one part, wanted by `deadline_s` from now. `nbytes` must be the part's at the owner.
+
+    background: nobody waits for them: they come when nothing that is waited for is in the way. `start`: the
+    first byte of each that is wanted. `stop`: the byte behind the last one, of blocks that are being written and
+    not committed (see `Await`); 0: they are committed, and all bytes from `start` on are wanted.
+    """
+
+    tenant: str
+    digest: bytes
+    part: int
+    nbytes: int
+    keys: bytes
+    deadline_s: float
+    background: bool = False
+    start: int = 0
+    stop: int = 0
+    trace: str = ""
+
+
+class Fetched(Message, tag=44):
+    """`present`: one byte a key. Then follow the wanted bytes of each present key, in order.
+
+    `checksums`: 16 bytes for each present key, as committed by the writer; zeros where it is not committed.
+    """
+
+    present: bytes
+    checksums: bytes
+
+
+class Ask(Message, tag=45):
+    """How many blocks of this prefix could be pulled, by the hit rules of `parts` (empty: all)?
+
+    A transfer worker passes it on to its control process, which answers.
+    """
+
+    tenant: str
+    digest: bytes
+    parts: list[int]
+    keys: bytes
+
+
+class Corrupt(Message, tag=46):
+    """These blocks arrived, and are not what their owner's checksums say. It drops its replicas.
+
+    A transfer worker passes it on to its control process. Only for blocks that this peer has just fetched.
+    """
+
+    tenant: str
+    digest: bytes
+    part: int
+    keys: bytes
+
+
+class Offer(Message, tag=47):
+    """A peer, as which `node` and `incarnation` are known to the cluster, would like these blocks kept here.
+
+    The node pulls what it wants of them, whole blocks, and then answers; none but what it says it has may
+    be relied on. `reason`: copy (wanted in so many places), forward (a victim of the peer's eviction), or
+    drain. `digest`, `fields`, `parts`, `epoch`: the namespace, as in `OpenNamespace`. `age_s`: since the
+    most recent use of any of them. `hops`: how often they were forwarded, this time included.
+    `mask`: the parts to pull, bit p of byte p // 8.
+    """
+
+    node: str
+    incarnation: str
+    reason: str
+    tenant: str
+    digest: bytes
+    epoch: int
+    fields: bytes
+    parts: list[tuple[int, str, int, int]]
+    keys: bytes
+    mask: bytes
+    replicas: int
+    hops: int
+    age_s: float
+    deadline_s: float
+
+
+class Await(Message, tag=48):
+    """What is in memory here of these blocks? Asked again and again while an engine here computes them.
+
+    Answered at once where any part is here that `known` lacks, else as soon as one is committed, or with
+    `wait_s` over. `known`, and the answer: for each key the parts, bit p of byte p // 8, all of one length.
+    `node`: who asks.
+
+    With `heard` the answer also comes when more is written of blocks that are not committed, as their writer
+    says (`Progress`), and behind the masks it has for each run of such keys a `BEING_WRITTEN`: number of the
+    reservation, part, index of the first key, count of keys, bytes that are written of each. `heard`: for each
+    reservation that the asker was told of a `HEARD`: its number, and the bytes.
+    """
+
+    node: str
+    tenant: str
+    digest: bytes
+    keys: bytes
+    known: bytes
+    wait_s: float
+    heard: bytes | None = None
+
+
+class Readable(Message, tag=55):
+    """A `Fetch` over NIXL: where to read the blocks, which stay until a `Taken`, or the `Fetch`'s deadline.
+
+    `present`, `checksums`: as in a `Fetched`. `rows`: u32 for each present key; row n is at `base + n * stride`.
+    `agent`, `version`: who holds them. A peer that does not know it, or only an older version, asks it to
+    `Describe` itself first.
+    """
+
+    present: bytes
+    checksums: bytes
+    rows: bytes
+    base: int
+    stride: int
+    agent: str
+    version: int
+
+
+class Describe(Message, tag=56):
+    """What NIXL needs to read from here. Asked between a `Readable` and its `Taken`."""
+
+
+class Taken(Message, tag=57):
+    """The blocks of the last `Readable` are not read any more."""
+
+
+class Operate(Message, tag=59):
+    """An operator of one node asks another one; `node`: the one that asks, the rest as in `OnNode`.
+
+    Answered with the payload of the answer's frame.
+    """
+
+    node: str
+    request: bytes
+    wait_s: float
+    tenant: str
+    by: str
+
+
+PeerMessage = (
+    PeerHello
+    | PeerChallenge
+    | PeerProof
+    | Fetch
+    | Fetched
+    | Ask
+    | Offer
+    | Await
+    | Operate
+    | Corrupt
+    | Readable
+    | Describe
+    | Taken
+    | Done
+    | Bytes
+    | Error
+)
+decode_peer = Decoder(PeerMessage)

@@ -1,0 +1,351 @@
+"""Messages between the control process and its disk and object workers. See `worker` for those that all have.
+
+type  message          direction             answer
+----  ---------------  --------------------  ----------------
+70    DiskStart        control → disk        DiskReady
+71    DiskReady        disk → control
+72    ScanDisk         control → disk        Scanned
+73    Scanned          disk → control
+74    AddTable         control → disk        Done: the table's number
+75    DropTables       control → disk        Done
+76    WriteBlocks      control → disk        Written
+77    Written          disk → control
+78    ReadBlocks       control → disk        Pulled
+79    ForgetSlots      control → disk        Done
+80    ScrubBlocks      control → disk        Written
+81    DiskStats        control → disk        Bytes: a JSON object
+82    PinSlots         control → disk        Done
+83    PackBlocks       control → disk        Packed
+84    Packed           disk → control
+85    DropPack         control → disk        none
+90    ObjectStart      control → object      Done
+91    CheckObjects     control → object      Done
+92    PutObjects       control → object      ObjectsPut
+93    ObjectsPut       object → control
+94    GetObjects       control → object      Pulled
+95    ListPacks        control → object      PackList
+96    PackList         object → control
+97    DropPacks        control → object      Done
+98    ObjectStats      control → object      Bytes: a JSON object
+99    ForgetBlocks     control → object      ObjectsPut
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
+from kvpool.wire.worker import AttachSegment, Pulled, StopOrder
+
+
+class DiskStart(Message, tag=70):
+    """First frame on a disk process's control channel: the folder that it owns, and its limits.
+
+    `size`: bytes that all in the folder may take. `threads`: reads and writes at a time.
+    """
+
+    path: str
+    size: int
+    threads: int
+
+
+class DiskReady(Message, tag=71):
+    """`tables`: number and record of each that the index knows. `direct`: whether the page cache is bypassed.
+
+    `entries_max`: blocks that the index has room for. `codecs`: the names of those that can be used there.
+    """
+
+    segment_bytes: int
+    entries_max: int
+    direct: bool
+    tables: list[tuple[int, bytes]]
+    codecs: list[str] = msgspec.field(default_factory=list)
+
+
+class ScanDisk(Message, tag=72):
+    """The next entries of the index: about `count`."""
+
+    count: int
+
+
+class Scanned(Message, tag=73):
+    """`entries`: packed as `kvpool.storage.ssd.index.ENTRY`. Empty: that was all.
+
+    `codec_error`: why blocks that are packed cannot be read, though `DiskReady` has named their codec.
+    """
+
+    entries: bytes
+    codec_error: str = ""
+
+
+class AddTable(Message, tag=74):
+    """Know a table by a number from now on, after restarts too. The same record has the same number.
+
+    `table`: the number of a table whose record this one replaces; 0: it is a new one.
+    """
+
+    record: bytes
+    table: int = 0
+
+
+class DropTables(Message, tag=75):
+    """Nothing of these is left, and nothing more will come."""
+
+    tables: list[int]
+
+
+class WriteBlocks(Message, tag=76):
+    """Write rows of a segment to slots of the disk: readable after any crash once this is answered.
+
+    `slots`: byte offsets, u64. `forget`: slots whose blocks have gone; that is made durable before anything
+    is written. `depths`: u32. `parents`, `checksums`: 16 bytes a key. `pack`: the blocks are what was packed
+    under this number, and `rows` counts those of its `PackBlocks`; 0: they lie in the segment.
+    """
+
+    table: int
+    nbytes: int
+    keys: bytes
+    parents: bytes
+    depths: bytes
+    checksums: bytes
+    slots: bytes
+    segment: int
+    stride: int
+    rows: bytes
+    forget: bytes
+    deadline_s: float
+    pack: int = 0
+
+
+class Written(Message, tag=77):
+    """`status`: a `BlockStatus` a key: PRESENT, MISMATCH, FAILED, NO_SPACE."""
+
+    status: bytes
+    seconds: float
+
+
+class ReadBlocks(Message, tag=78):
+    """Read slots of the disk into reserved rows of a segment, and compare them with their checksums.
+
+    The answer's `status`: a `BlockStatus` a key: LATE, PRESENT, MISMATCH, FAILED. `lengths`: of
+    the slots, u32, shorter than a whole block where it is packed; empty: none is.
+    """
+
+    nbytes: int
+    checksums: bytes
+    slots: bytes
+    segment: int
+    stride: int
+    rows: bytes
+    deadline_s: float
+    lengths: bytes = b""
+
+
+class ForgetSlots(Message, tag=79):
+    """The blocks in these slots (u64) have gone. Answered when that is durable."""
+
+    slots: bytes
+    deadline_s: float
+
+
+class ScrubBlocks(Message, tag=80):
+    """Compare slots of the disk with their checksums. `lengths`: see `ReadBlocks`."""
+
+    nbytes: int
+    checksums: bytes
+    slots: bytes
+    deadline_s: float
+    lengths: bytes = b""
+
+
+class PinSlots(Message, tag=82):
+    """Keep the pin `level` of these slots (u64) in the index. Answered when that is durable."""
+
+    slots: bytes
+    level: int
+    deadline_s: float
+
+
+class PackBlocks(Message, tag=83):
+    """Make blocks in rows of a segment smaller, and keep them under the number `pack` until `DropPack`."""
+
+    pack: int
+    nbytes: int
+    segment: int
+    stride: int
+    rows: bytes
+    deadline_s: float
+
+
+class Packed(Message, tag=84):
+    """`stored`: u32, the bytes that each takes now; `nbytes`: it is not worth it."""
+
+    stored: bytes
+    seconds: float
+
+
+class DropPack(Message, tag=85):
+    """A pack is not needed any more, if there is one. No answer."""
+
+    pack: int
+
+
+class DiskStats(Message, tag=81):
+    """What the disk process counts."""
+
+    deadline_s: float
+
+
+class ObjectStart(Message, tag=90):
+    """First frame on a store process's control channel: where its objects lie, and its limits.
+
+    `node`: 8 bytes, by which this node knows packs for its own in each of its lives. `bytes_max`: of these.
+    `instance_credentials`: where no others are given, the metadata service of the cloud is asked.
+    """
+
+    url: str
+    node: bytes
+    bytes_max: int
+    instance_credentials: bool
+
+
+class CheckObjects(Message, tag=91):
+    """Ask the store for a listing, and tell whether it can be used."""
+
+    deadline_s: float
+
+
+class PutObjects(Message, tag=92):
+    """Write rows of a segment to packs, in the order of their chains. `record`: of the table, opaque.
+
+    `depths`: u32. `parents`, `checksums`: 16 bytes a key.
+    """
+
+    digest: bytes
+    part: int
+    record: bytes
+    nbytes: int
+    keys: bytes
+    parents: bytes
+    depths: bytes
+    checksums: bytes
+    segment: int
+    stride: int
+    rows: bytes
+    deadline_s: float
+
+
+class ObjectsPut(Message, tag=93):
+    """`status`: a `BlockStatus` a key: PRESENT, FAILED, NO_SPACE. `locations`: 50 bytes a key, for those
+    that are done. `dropped`: packs that made way, each with the blocks that went with it: digest, part, the
+    pack's id, keys.
+    """
+
+    status: bytes
+    locations: bytes
+    dropped: list[tuple[bytes, int, bytes, bytes]]
+
+
+class GetObjects(Message, tag=94):
+    """Read blocks into reserved rows of a segment and compare them with the checksums in their locations.
+
+    `locations`: 50 bytes a block. The answer's `checksums` are empty.
+    """
+
+    digest: bytes
+    part: int
+    nbytes: int
+    locations: bytes
+    segment: int
+    stride: int
+    rows: bytes
+    deadline_s: float
+
+
+class ListPacks(Message, tag=95):
+    """The next packs that are there. `first`: begin anew. `own`: only those that this node wrote."""
+
+    first: bool
+    own: bool
+    deadline_s: float
+
+
+class PackList(Message, tag=96):
+    """`packs`: digest, part, record, seconds since it was written, keys, locations; a large pack comes in
+    pieces. Empty: that was all.
+    """
+
+    packs: list[tuple[bytes, int, bytes, float, bytes, bytes]]
+
+
+class DropPacks(Message, tag=97):
+    """Nobody uses this namespace any more: delete its packs. `own`: only those that this node wrote."""
+
+    digest: bytes
+    own: bool
+    deadline_s: float
+
+
+class ObjectStats(Message, tag=98):
+    """What the store process counts."""
+
+    deadline_s: float
+
+
+class ForgetBlocks(Message, tag=99):
+    """Nobody wants the blocks at these locations any more. The answer's `dropped`: packs of this node that go
+    since too little in them is wanted.
+    """
+
+    digest: bytes
+    part: int
+    locations: bytes
+    deadline_s: float
+
+
+DiskMessage = (
+    DiskStart
+    | DiskReady
+    | AttachSegment
+    | ScanDisk
+    | Scanned
+    | AddTable
+    | DropTables
+    | WriteBlocks
+    | Written
+    | ReadBlocks
+    | Pulled
+    | ForgetSlots
+    | ScrubBlocks
+    | PinSlots
+    | PackBlocks
+    | Packed
+    | DropPack
+    | DiskStats
+    | StopOrder
+    | Done
+    | Bytes
+    | Error
+)
+
+
+ObjectMessage = (
+    ObjectStart
+    | AttachSegment
+    | CheckObjects
+    | PutObjects
+    | ObjectsPut
+    | GetObjects
+    | Pulled
+    | ListPacks
+    | PackList
+    | DropPacks
+    | ObjectStats
+    | ForgetBlocks
+    | StopOrder
+    | Done
+    | Bytes
+    | Error
+)
+decode_disk = Decoder(DiskMessage)
+decode_object = Decoder(ObjectMessage)

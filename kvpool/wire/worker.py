@@ -1,0 +1,253 @@
+"""Messages between the control process and its workers; those of disk and object workers are in `storage`.
+
+type  message          direction             answer
+----  ---------------  --------------------  ----------------
+60    TransferStart    control → transfer    TransferReady
+61    TransferReady    transfer → control
+62    AttachSegment    control → worker      Done; carries a descriptor
+63    PullBlocks       control → transfer    Pulled
+64    Pulled           worker → control
+65    OpenLoan             transfer → control    Loan
+66    Loan             control → transfer
+67    Return           transfer → control    none
+68    AskPeer          control → transfer    the peer's answer to what it was asked
+69    StopOrder        control ↔ worker      none; the order's answer then comes early
+110   DeviceStart      control → device      Done
+111   PromoteBlocks    control → device      Done
+112   DemoteBlocks     control → device      Pulled
+113   ExportSegment    control → device      Bytes: a handle for one attach
+120   GatewayStart     control → gateway     Bytes: the URLs that it listens on, a JSON array
+"""
+
+from __future__ import annotations
+
+from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
+from kvpool.wire.peer import Ask, Await, Corrupt, Offer, Operate
+
+
+class TransferStart(Message, tag=60):
+    """First frame on a transfer worker's control channel: who it is and where it listens (empty: nowhere).
+
+    `waits_max`: questions to peers that wait, at a time: engines' (`Await`), and as many of operators (`Operate`).
+    `tls_cert`, ...: paths, as in the configuration.
+    """
+
+    cluster: str
+    node: str
+    incarnation: str
+    secret: str
+    listen: list[str]
+    connections_max: int
+    inflight_bytes_max: int
+    waits_max: int = 16
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    tls_crl: str = ""
+    plaintext: bool = False
+
+
+class TransferReady(Message, tag=61):
+    """`listening`: the URLs that peers can pull from."""
+
+    listening: list[str]
+
+
+class AttachSegment(Message, tag=62):
+    """Map this segment; its descriptor comes with the frame."""
+
+    segment: int
+    size: int
+
+
+class PullBlocks(Message, tag=63):
+    """Fetch blocks from the peer at `url` straight into reserved rows of a segment.
+
+    `background`, `start`, `stop`: see `Fetch`. The bytes before `start` are in the rows already.
+    """
+
+    url: str
+    tenant: str
+    digest: bytes
+    part: int
+    nbytes: int
+    keys: bytes
+    segment: int
+    stride: int
+    rows: bytes
+    deadline_s: float
+    background: bool = False
+    start: int = 0
+    stop: int = 0
+    trace: str = ""
+
+
+class Pulled(Message, tag=64):
+    """`status`: a `BlockStatus` a key: ABSENT there, PRESENT here and verified, MISMATCH, LATE.
+
+    What is not committed yet (`stop`) cannot be verified: 1 is here as it came, and its checksum zeros.
+    `checksums`: 16 bytes a key, zeros unless PRESENT. When this is sent, nothing writes to the rows
+    any more. `error`: why the transfer ended early, or empty. `refused`: that is what the peer answered, by this
+    way as by any other.
+    """
+
+    status: bytes
+    checksums: bytes
+    seconds: float
+    error: str = ""
+    refused: bool = False
+
+
+class OpenLoan(Message, tag=65):
+    """A peer wants these: lease them to the transfer worker for `deadline_s`. `stop`: see `Fetch`."""
+
+    tenant: str
+    digest: bytes
+    part: int
+    nbytes: int
+    keys: bytes
+    deadline_s: float
+    stop: int = 0
+    trace: str = ""
+
+
+class Loan(Message, tag=66):
+    """`rows`: one a key, `NO_ROW` where absent. `checksums`: 16 bytes for each key that is present.
+
+    `token`: to be returned when the bytes have been taken; empty when nothing is lent.
+    """
+
+    token: str
+    segment: int
+    stride: int
+    rows: bytes
+    checksums: bytes
+
+
+class Return(Message, tag=67):
+    """Give a loan back."""
+
+    token: str
+
+
+class AskPeer(Message, tag=68):
+    """Ask the peer at `url`, for at most `deadline_s`. `background`: a late answer says nothing of the way."""
+
+    url: str
+    question: Ask | Offer | Await | Operate
+    deadline_s: float
+    background: bool = False
+
+
+class StopOrder(Message, tag=69):
+    """End what was ordered as `request`: nobody waits for it. From a transfer worker: what it asked, without an answer."""
+
+    request: int
+
+
+class DeviceStart(Message, tag=110):
+    """First frame on a device process's control channel, after the segments of memory.
+
+    Carries the descriptor that tells clients of its end (`kvpool.memory.owner_liveness`).
+
+    `device`: `cuda:N` or `cpu`. `sizes`: bytes of device memory beside each segment, by its number.
+    """
+
+    device: str
+    sizes: list[int]
+
+
+class PromoteBlocks(Message, tag=111):
+    """Copy rows of a segment to rows of the same stride in the device memory beside it. Answer: `Done`."""
+
+    segment: int
+    stride: int
+    rows: bytes
+    device_rows: bytes
+    deadline_s: float
+
+
+class DemoteBlocks(Message, tag=112):
+    """Copy rows of device memory back into reserved rows of the segment, and compare with checksums.
+
+    The answer is a `Pulled` without checksums; its status is never ABSENT.
+    """
+
+    segment: int
+    stride: int
+    nbytes: int
+    rows: bytes
+    device_rows: bytes
+    checksums: bytes
+    deadline_s: float
+
+
+class ExportSegment(Message, tag=113):
+    """A handle of the device memory beside a segment, for one client to map."""
+
+    segment: int
+
+
+class GatewayStart(Message, tag=120):
+    """First frame on the gateway's control channel: all that it needs, secrets included.
+
+    `addresses`, `tokens_file`, `rate`, `routers`, `otlp`, `node`: see `kvpool.config.DaemonConfig`. `socket`, `tenant`, `token`,
+    `operator_token`: how it gets in at its daemon. `digest`: SHA-256 of the token that the daemon has made, hex, or
+    empty.
+    """
+
+    addresses: list[str]
+    socket: str
+    socket_mode: int
+    tenant: str
+    token: str | None
+    operator_token: str
+    tokens_file: str
+    digest: str
+    rate: float
+    tls_cert: str
+    tls_key: str
+    routers: list[str]
+    router_token: str
+    otlp: str = ""
+    node: str = ""
+
+
+TransferMessage = (
+    TransferStart
+    | TransferReady
+    | AttachSegment
+    | PullBlocks
+    | Pulled
+    | OpenLoan
+    | Loan
+    | Return
+    | Ask
+    | Offer
+    | Await
+    | Operate
+    | AskPeer
+    | StopOrder
+    | Corrupt
+    | Done
+    | Bytes
+    | Error
+)
+
+
+DeviceMessage = (
+    DeviceStart
+    | AttachSegment
+    | PromoteBlocks
+    | DemoteBlocks
+    | ExportSegment
+    | Pulled
+    | StopOrder
+    | Done
+    | Bytes
+    | Error
+)
+GatewayMessage = GatewayStart | Bytes | Error
+decode_transfer = Decoder(TransferMessage)
+decode_device = Decoder(DeviceMessage)
+decode_gateway = Decoder(GatewayMessage)

@@ -1,0 +1,745 @@
+"""The SSD store: block parts in slots of one file, found again after a crash.
+
+One `SsdStore` owns one directory and a number of bytes of its disk:
+
+    segment          the slots, preallocated; read and written past the page cache where possible
+    index/data.mdb   which slot holds what (ssd_index.py)
+    lock             one process at a time
+
+It decides nothing. Which slot a block gets, and which is given up, is decided where all tiers are
+known; the store keeps the order in which that becomes durable (ssd_commit.py), and moves the bytes
+(ssd_crew.py, ssd_files.py). It trusts no byte that it reads: what counts is the checksum, of the raw
+bytes of the block, that came with the write.
+
+A block may be lost by a crash or a failing disk; it is a cache. It is never wrong.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvpool.errors import AlreadyRunning, ConfigError, InvalidRequest, SegmentError, Unavailable
+from kvpool.memory.buffers import Bytes1D, Rows2D
+from kvpool.storage import codecs
+from kvpool.storage.codecs import RAW, Codec
+from kvpool.storage.ssd.commit import Committer, Statuses
+from kvpool.storage.ssd.files import PAGE, Direct, Disk, LinuxDisk, SegmentFile
+from kvpool.storage.ssd.index import (
+    ENTRY,
+    FORGET,
+    Entries,
+    SsdIndex,
+    map_bytes_for,
+    open_index,
+    sync_folder,
+)
+from kvpool.storage.ssd.staging import StagingThreads
+from kvpool.types import BlockStatus
+
+__all__ = [
+    "ENTRY",
+    "ReadBatch",
+    "SsdStats",
+    "SsdStore",
+    "WriteBatch",
+    "slot_bytes",
+]
+
+SIZE_MIN = 4 << 20
+BATCH_MAX = 1 << 16
+STAGING_BYTES = 4 << 20
+JOB_BYTES = 1 << 20
+JOB_BYTES_MIN = 256 << 10
+THREADS_MAX = 64
+# Where a call of numpy for many rows costs a copy more than one call a row.
+ROW_BY_ROW_BYTES = 64 << 10
+
+Offsets = npt.NDArray[np.uint64]
+RowNumbers = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint8]
+Lengths = npt.NDArray[np.int64]
+Job = tuple[int, RowNumbers]
+"""How long the slots are, and which blocks."""
+
+
+def slot_bytes(nbytes: int) -> int:
+    """What a block of `nbytes` takes of the segment: whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBatch:
+    """n blocks of one table and size. Everything is the caller's, and is not kept after the call.
+
+    offsets: of the slots, u64[n]: multiples of 4096, disjoint, each `slot_bytes(nbytes)` long.
+    stored: u32[n]: blocks that `codec` has made smaller, to so many bytes of their rows. Their slots are
+        `codecs.slot_bytes(stored, nbytes)` long. None: they are as they are.
+    keys, parents, checksums: u8[n, 16]. A checksum is xxh3-128 of the block's bytes.
+    depths: u32[n]. pins: u8[n].
+    source, rows: block i is the first `nbytes` of `source[rows[i]]`; i64[n].
+    """
+
+    table: int
+    nbytes: int
+    offsets: Offsets
+    keys: Digests
+    parents: Digests
+    depths: npt.NDArray[np.uint32]
+    pins: npt.NDArray[np.uint8]
+    checksums: Digests
+    source: Rows2D
+    rows: RowNumbers
+    stored: npt.NDArray[np.uint32] | None = None
+    codec: int = RAW
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBatch:
+    """n blocks of one size; shapes as in `WriteBatch`.
+
+    lengths: of the slots, i64[n]; what lies in a shorter one than `slot_bytes(nbytes)` was stored by
+        `codec`. None: no slot is shorter.
+    destination, rows: block i goes to the first `nbytes` of `destination[rows[i]]`; writable, and
+        nobody else's during the call. Without a destination the blocks are only verified.
+    """
+
+    nbytes: int
+    offsets: Offsets
+    checksums: Digests
+    destination: Rows2D | None = None
+    rows: RowNumbers | None = None
+    lengths: npt.NDArray[np.int64] | None = None
+    codec: Codec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SsdStats:
+    """Counts since `open`, in blocks unless the name says otherwise. Bytes are those of the disk.
+
+    index_lost: the index was damaged and the store began empty. index_errors: transactions that
+    failed; writes fail until the store is opened again if they go on. entries_dropped: records that
+    could not be relied on.
+    """
+
+    segment_bytes: int
+    direct: bool
+    entries: int
+    entries_max: int
+    index_pages: int
+    index_lost: bool
+    entries_dropped: int
+    blocks_written: int
+    bytes_written: int
+    blocks_read: int
+    bytes_read: int
+    write_errors: int
+    read_errors: int
+    no_space: int
+    mismatches: int
+    sync_errors: int
+    index_errors: int
+
+
+class SsdStore:
+    """See the module's docstring. Methods block and are thread-safe; `forget` and `pin` do not block.
+
+    Calls wait for the disk as long as it takes; see `StagingThreads`.
+    """
+
+    def __init__(self, segment: SegmentFile, index: SsdIndex, lock_fd: int, threads: int) -> None:
+        """Use `open`."""
+        self.segment_bytes = segment.nbytes
+        self.entries_max = index.entries_max
+        self.direct = segment.direct
+        self.store_id = index.store_id
+        self._segment = segment
+        self._index = index
+        self._lock_fd = lock_fd
+        self._crew = StagingThreads(threads, STAGING_BYTES)
+        self._committer = Committer(segment, index)
+        self._calls = threading.Condition()
+        self._running = 0
+        self._closed = False
+        self._counts = dict.fromkeys(_COUNTS, 0)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        size: int,
+        *,
+        direct: Direct = "auto",
+        threads: int = 8,
+        disk: Disk | None = None,
+    ) -> SsdStore:
+        """Open or make the store in the directory `path`, in `size` bytes of its disk at most.
+
+        A store of another size is grown or shrunk; what lies beyond the new end is dropped.
+        direct: O_DIRECT. "auto": where the file system can; True: or `ConfigError`.
+        threads: requests that the disk has at a time; each takes 4 MiB of memory.
+
+        Raises `AlreadyRunning`, `ConfigError` (size, format of another version), `SegmentError`
+        (no room, no permission, a failing disk).
+        """
+        folder = Path(path)
+        if size < SIZE_MIN:
+            raise ConfigError(f"an SSD store needs at least {SIZE_MIN} bytes, not {size}")
+        if not 1 <= threads <= THREADS_MAX:
+            raise ConfigError(f"an SSD store has 1 to {THREADS_MAX} threads, not {threads}")
+        map_bytes = map_bytes_for(size)
+        segment_bytes = (size - map_bytes - _small_files_bytes(size)) // PAGE * PAGE
+        lock_fd = _lock(folder)
+        try:
+            if not (
+                folder / "segment"
+            ).exists():  # then an index would describe bytes that are gone
+                (folder / "index" / "data.mdb").unlink(missing_ok=True)
+            index = open_index(
+                folder / "index",
+                map_bytes=map_bytes,
+                segment_bytes=segment_bytes,
+                new_id=secrets.token_bytes(16),
+            )
+            try:
+                segment = SegmentFile.open(
+                    LinuxDisk() if disk is None else disk, folder / "segment", segment_bytes, direct
+                )
+                sync_folder(folder)
+                if index.segment_bytes != segment_bytes:
+                    index.set_segment_bytes(segment_bytes)
+            except BaseException:
+                index.close()
+                raise
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        return cls(segment, index, lock_fd, threads)
+
+    def close(self) -> None:
+        """Wait for the calls under way, make durable what is queued, and let go. Idempotent."""
+        with self._calls:
+            if self._closed:
+                return
+            self._closed = True
+            while self._running:
+                self._calls.wait()
+        self._crew.close()
+        self._committer.close()
+        self._index.close()
+        self._segment.close()
+        os.close(self._lock_fd)
+
+    # What is there
+
+    def entries(self, chunk: int = 50_000) -> Iterator[Entries]:
+        """All entries as arrays of dtype `ENTRY`, up to `chunk` each, in the order of their offsets.
+
+        Records that cannot be relied on are left out, counted, and forgotten. Meant for the start:
+        of what is written or forgotten meanwhile, a chunk that comes later may tell or not.
+        """
+        for entries in self._index.chunks(chunk):
+            sound = self._index.sound(entries)
+            if sound.all():
+                yield entries
+                continue
+            self._count(entries_dropped=len(entries) - int(sound.sum()))
+            self._committer.queue(entries["offset"][~sound].tolist(), FORGET)
+            yield entries[sound]
+
+    def tables(self) -> dict[int, bytes]:
+        """id → record."""
+        return self._index.tables()
+
+    def add_table(self, record: bytes) -> int:
+        """The id of a record of up to 64 KiB; added durably if no equal one is there.
+
+        Raises `LimitExceeded` when the index has no room for more tables, `SegmentError` when the disk refuses.
+        """
+        return self._index.add_table(record)
+
+    def renew_table(self, table: int, record: bytes) -> None:
+        """Replace the record of a table durably; its entries stay. Raises as `add_table`.
+
+        Another table that has this record takes the former one of this: no two have the same. Raises
+        `InvalidRequest` for a table that is not there.
+        """
+        self._index.renew_table(table, record)
+
+    def drop_tables(self, ids: Sequence[int]) -> None:
+        """Drop records durably; ids that are not there are passed over. An id is never used again.
+
+        Entries of a dropped table are left out by the next `entries`; forget them first.
+        """
+        self._index.drop_tables(ids)
+
+    def get_meta(self, name: bytes) -> bytes | None:
+        """A small item that `set_meta` has kept."""
+        return self._index.items().get(name)
+
+    def set_meta(self, name: bytes, value: bytes) -> None:
+        """Keep a small item durably: up to 16 names of up to 256 bytes, values of up to 4 KiB."""
+        self._index.set_item(name, value)
+
+    def stats(self) -> SsdStats:
+        with self._calls:
+            counts = dict(self._counts)
+        return SsdStats(
+            segment_bytes=self.segment_bytes,
+            direct=self.direct,
+            entries=self._index.count(),
+            entries_max=self.entries_max,
+            index_pages=self._index.pages(),
+            index_lost=self._index.lost,
+            sync_errors=self._committer.sync_errors,
+            index_errors=self._committer.index_errors,
+            **counts,
+        )
+
+    # What changes
+
+    def forget(self, offsets: Offsets | Sequence[int]) -> int:
+        """Have the entries of these slots deleted soon, and return at once: a number for `write`.
+
+        From one thread at a time, in the order of the decisions. A write of such a slot that is
+        under way leaves no entry; one that was not yet begun does, so a slot must not be forgotten
+        between the two.
+        """
+        return self._committer.queue(_plain(offsets), FORGET)
+
+    def pin(self, offsets: Offsets | Sequence[int], level: int) -> int:
+        """Have the pin level (0 to 255) of these entries changed soon; as `forget`."""
+        if not 0 <= level <= 255:
+            raise InvalidRequest(f"a pin level is 0 to 255, not {level}")
+        return self._committer.queue(_plain(offsets), level)
+
+    def wait(self, after: int) -> bool:
+        """Until what `forget` or `pin` has queued up to this number is durable; False if it failed."""
+        with self._call():
+            return self._committer.wait(after)
+
+    def write(self, batch: WriteBatch, after: int = 0) -> Statuses:
+        """Store blocks durably: u8[n] of `BlockStatus`: PRESENT, FAILED or NO_SPACE.
+
+        after: what `forget` returned when the slots were last given up; their old entries are gone
+            before the first byte is written. 0: they never had any.
+
+        What is not PRESENT has no entry after a restart, unless the disk fails in a way that hides what
+        it did; then its bytes are told by their checksum. The source must not change during the call.
+        """
+        lengths = None if batch.stored is None else _slot_lengths(batch.stored, batch.nbytes)
+        slots = self._checked(batch.nbytes, batch.offsets, batch.source, batch.rows, lengths)
+        n = len(slots)
+        if not self._index.has_table(batch.table):
+            raise InvalidRequest(f"the SSD store has no table {batch.table}")
+        entries = np.zeros(n, ENTRY)
+        entries["offset"] = slots
+        entries["table"] = batch.table
+        entries["nbytes"] = entries["stored"] = batch.nbytes
+        if batch.stored is not None:
+            entries["stored"], entries["codec"] = batch.stored, batch.codec
+        entries["key"], entries["parent"] = batch.keys, batch.parents
+        entries["checksum"], entries["depth"] = batch.checksums, batch.depths
+        entries["pin"] = batch.pins
+        with self._call():
+            if not self._committer.wait(after):
+                self._count(write_errors=n)
+                return np.full(n, BlockStatus.FAILED, np.uint8)
+            pending = self._committer.begin(entries)
+            writer = _Writer(self._segment, batch, pending.statuses)
+            try:
+                self._crew.run(self._jobs(slots, batch.nbytes, lengths), writer)
+            except BaseException:
+                pending.statuses[:] = BlockStatus.FAILED
+                raise
+            finally:
+                self._committer.commit(pending)
+        statuses = pending.statuses
+        for slot, blocks in _by_length(slots, batch.nbytes, lengths):
+            placed = np.sort(slots[blocks])
+            for first, end in _runs(placed, slot):
+                self._segment.drop_pages(int(placed[first]), (end - first) * slot)
+        done = statuses == BlockStatus.PRESENT
+        self._count(
+            blocks_written=int(done.sum()),
+            bytes_written=int(entries["stored"][done].sum(dtype=np.int64)),
+            write_errors=int((statuses == BlockStatus.FAILED).sum()),
+            no_space=int((statuses == BlockStatus.NO_SPACE).sum()),
+        )
+        return statuses
+
+    def read(self, batch: ReadBatch) -> Statuses:
+        """Fetch blocks: u8[n] of `BlockStatus`: PRESENT (read, and the checksum is right), MISMATCH or FAILED.
+
+        Rows of blocks that are not PRESENT hold garbage afterwards. The index is not asked.
+        """
+        lengths = batch.lengths
+        slots = self._checked(batch.nbytes, batch.offsets, batch.destination, batch.rows, lengths)
+        statuses = np.full(len(slots), BlockStatus.LATE, np.uint8)
+        with self._call():
+            reader = _Reader(self._segment, batch, statuses)
+            self._crew.run(self._jobs(slots, batch.nbytes, lengths), reader)
+        self._count_read(statuses, batch)
+        return statuses
+
+    def scrub(self, batch: ReadBatch, pause: Callable[[], None]) -> Statuses:
+        """Verify blocks without a destination, as `read`, one request at a time.
+
+        pause: called between any two requests; it waits as long as the load asks for, and may raise
+            to end the scrub.
+        """
+        slots = self._checked(batch.nbytes, batch.offsets, None, None, batch.lengths)
+        statuses = np.full(len(slots), BlockStatus.LATE, np.uint8)
+        reader = _Reader(self._segment, batch, statuses)
+        for number, job in enumerate(self._jobs(slots, batch.nbytes, batch.lengths)):
+            if number:
+                pause()
+            with self._call():
+                self._crew.run([job], reader)
+        self._count_read(statuses, batch)
+        return statuses
+
+    def _count_read(self, statuses: Statuses, batch: ReadBatch) -> None:
+        done = statuses == BlockStatus.PRESENT
+        count = int(done.sum())
+        moved = count * batch.nbytes
+        if batch.lengths is not None:
+            moved = int(np.minimum(batch.lengths[done], batch.nbytes).sum())
+        self._count(
+            blocks_read=count,
+            bytes_read=moved,
+            read_errors=int((statuses == BlockStatus.FAILED).sum()),
+            mismatches=int((statuses == BlockStatus.MISMATCH).sum()),
+        )
+
+    def _count(self, **counts: int) -> None:
+        with self._calls:
+            for name, count in counts.items():
+                self._counts[name] += count
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """`close` waits for what runs in here."""
+        with self._calls:
+            if self._closed:
+                raise Unavailable("the SSD store is closed")
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._calls:
+                self._running -= 1
+                self._calls.notify_all()
+
+    def _checked(
+        self,
+        nbytes: int,
+        offsets: Offsets,
+        table: Rows2D | None,
+        rows: RowNumbers | None,
+        lengths: Lengths | None,
+    ) -> Offsets:
+        """The offsets, once everything that would touch a stranger's bytes is ruled out."""
+        slots = np.ascontiguousarray(offsets, dtype=np.uint64)
+        n = len(slots)
+        if n > BATCH_MAX:
+            raise InvalidRequest(f"{n} blocks in one batch; at most {BATCH_MAX} are allowed")
+        if nbytes < 1:
+            raise InvalidRequest(f"a block cannot have {nbytes} bytes")
+        whole = slot_bytes(nbytes)
+        if lengths is not None and (
+            len(lengths) != n
+            or (n and not PAGE <= int(lengths.min()) <= int(lengths.max()) <= whole)
+            or np.any(lengths % PAGE)
+        ):
+            raise InvalidRequest(
+                f"{n} slots of blocks of {nbytes} bytes need as many lengths, of whole pages up to {whole}"
+            )
+        if n and (
+            np.any(slots % PAGE)
+            or np.any(slots >= np.uint64(self.segment_bytes))  # else their ends could wrap around
+            or int(
+                (
+                    slots + np.uint64(whole)
+                    if lengths is None
+                    else slots + lengths.astype(np.uint64)
+                ).max()
+            )
+            > self.segment_bytes
+        ):
+            raise InvalidRequest(
+                f"slots of {whole} bytes begin at multiples of {PAGE} and end within "
+                f"the {self.segment_bytes} bytes of the segment"
+            )
+        if table is not None:
+            if rows is None or len(rows) != n:
+                raise InvalidRequest(f"{n} slots need as many row numbers")
+            if nbytes > table.shape[1]:
+                raise InvalidRequest(f"blocks of {nbytes} bytes in rows of {table.shape[1]}")
+            if n and not 0 <= int(rows.min()) <= int(rows.max()) < len(table):
+                raise InvalidRequest(f"row numbers beyond the {len(table)} rows")
+        return slots
+
+    def _jobs(self, slots: Offsets, nbytes: int, lengths: Lengths | None) -> list[Job]:
+        """Blocks with slots of one length, in the order of their places: each is one worker's next work.
+
+        Neighbours, up to STAGING_BYTES of them, are one request. Others are handled together only up
+        to JOB_BYTES: small enough to be in the processor's cache when they are verified and copied.
+        A small batch is cut smaller, so that all workers have something to do.
+        """
+        jobs: list[Job] = []
+        for slot, blocks in _by_length(slots, nbytes, lengths):
+            share = max(JOB_BYTES_MIN, len(blocks) * slot // self._crew.threads)
+            run_max = max(1, min(STAGING_BYTES, share) // slot)
+            job_max = max(1, min(JOB_BYTES, share) // slot)
+            order = blocks[np.argsort(slots[blocks])]
+            spans: list[tuple[int, int]] = []
+            for first, end in _runs(slots[order], slot):
+                for at in range(first, end, run_max):
+                    stop = min(at + run_max, end)
+                    if spans and stop - spans[-1][0] <= job_max:
+                        spans[-1] = (spans[-1][0], stop)
+                    else:
+                        spans.append((at, stop))
+            jobs += [(slot, order[at:stop]) for at, stop in spans]
+        return jobs
+
+
+_COUNTS = (
+    "entries_dropped",
+    "blocks_written",
+    "bytes_written",
+    "blocks_read",
+    "bytes_read",
+    "write_errors",
+    "read_errors",
+    "no_space",
+    "mismatches",
+)
+
+
+class _Writer:
+    """The work of `write`: rows → staging → segment."""
+
+    def __init__(self, segment: SegmentFile, batch: WriteBatch, statuses: Statuses) -> None:
+        self._segment = segment
+        self._batch = batch
+        self._statuses = statuses
+
+    def __call__(self, job: Job, memory: Bytes1D) -> None:
+        slot, blocks = job
+        if slot > len(memory):
+            self._write_pieces(int(blocks[0]), memory)
+            return
+        staged = memory[: len(blocks) * slot].reshape(len(blocks), slot)
+        if self._batch.stored is None:
+            self._stage(blocks, staged)
+        else:
+            for target, block in zip(staged, blocks.tolist(), strict=True):
+                data = self._stored(block)
+                np.copyto(target[: data.size], data)
+                target[data.size :] = 0
+        for first, end in _runs(self._batch.offsets[blocks], slot):
+            self._write(blocks[first:end], memory[first * slot : end * slot])
+
+    def _stage(self, blocks: RowNumbers, staged: Rows2D) -> None:
+        """Blocks of one length, and zeros behind them where another batch has left something."""
+        batch = self._batch
+        rows = batch.rows[blocks]
+        if batch.source.shape[1] == staged.shape[1] and batch.source.flags.c_contiguous:
+            np.take(batch.source, rows, axis=0, out=staged, mode="clip")
+        elif batch.nbytes < ROW_BY_ROW_BYTES:
+            staged[:, : batch.nbytes] = batch.source[rows, : batch.nbytes]
+        else:
+            for target, row in zip(staged, rows.tolist(), strict=True):
+                np.copyto(target[: batch.nbytes], batch.source[row, : batch.nbytes])
+        staged[:, batch.nbytes :] = 0
+
+    def _stored(self, block: int) -> Bytes1D:
+        """What a block is to be in its slot."""
+        batch = self._batch
+        stored = batch.nbytes if batch.stored is None else int(batch.stored[block])
+        return batch.source[batch.rows[block], :stored]
+
+    def _write(self, blocks: RowNumbers, data: Bytes1D, at: int = 0) -> bool:
+        try:
+            self._segment.write(int(self._batch.offsets[blocks[0]]) + at, data)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            self._statuses[blocks] = BlockStatus.NO_SPACE if full else BlockStatus.FAILED
+            return False
+        return True
+
+    def _write_pieces(self, block: int, memory: Bytes1D) -> None:
+        row = self._stored(block)
+        for at in range(0, row.size, len(memory)):
+            piece = row[at : at + len(memory)]
+            np.copyto(memory[: len(piece)], piece)
+            memory[len(piece) : slot_bytes(len(piece))] = 0
+            if not self._write(np.array([block]), memory[: slot_bytes(len(piece))], at):
+                return
+
+
+class _Reader:
+    """The work of `read`: segment → staging, verified there → rows; or decoded to rows, verified there."""
+
+    def __init__(self, segment: SegmentFile, batch: ReadBatch, statuses: Statuses) -> None:
+        self._segment = segment
+        self._batch = batch
+        self._statuses = statuses
+        self._slot = slot_bytes(batch.nbytes)
+
+    def __call__(self, job: Job, memory: Bytes1D) -> None:
+        slot, blocks = job
+        if slot > len(memory):
+            if slot == self._slot:
+                self._read_pieces(int(blocks[0]), memory)
+            else:
+                self._decode_large(int(blocks[0]), slot, memory)
+            return
+        for first, end in _runs(self._batch.offsets[blocks], slot):
+            try:
+                self._segment.read(
+                    int(self._batch.offsets[blocks[first]]), memory[first * slot : end * slot]
+                )
+            except OSError:
+                self._statuses[blocks[first:end]] = BlockStatus.FAILED
+        staged = memory[: len(blocks) * slot].reshape(len(blocks), slot)
+        if slot == self._slot:
+            self._verify(blocks, staged[:, : self._batch.nbytes])
+        else:
+            for block, data in zip(blocks.tolist(), staged, strict=True):
+                if self._statuses[block] != BlockStatus.FAILED:
+                    self._decode(block, data)
+
+    def _verify(self, blocks: RowNumbers, staged: Rows2D) -> None:
+        batch = self._batch
+        for block, data in zip(blocks.tolist(), staged, strict=True):
+            if self._statuses[block] != BlockStatus.FAILED:
+                self._statuses[block] = self._verdict(block, xxhash.xxh3_128_digest(data.data))
+        if batch.destination is not None and batch.rows is not None:
+            right = self._statuses[blocks] == BlockStatus.PRESENT
+            if right.all():
+                _scatter(batch.destination, batch.rows[blocks], staged)
+            elif right.any():
+                _scatter(batch.destination, batch.rows[blocks[right]], staged[right])
+
+    def _verdict(self, block: int, digest: bytes) -> int:
+        return (
+            BlockStatus.PRESENT
+            if digest == self._batch.checksums[block].tobytes()
+            else BlockStatus.MISMATCH
+        )
+
+    def _decode(self, block: int, slot: Bytes1D) -> None:
+        """From the bytes of a slot to its row; the checksum is that of what came out."""
+        batch, codec = self._batch, self._batch.codec
+        assert codec is not None, "a slot is shorter than its block, and no codec was named"
+        if batch.destination is not None and batch.rows is not None:
+            out = batch.destination[batch.rows[block], : batch.nbytes]
+        else:
+            out = np.empty(batch.nbytes, np.uint8)
+        if codec.decode(slot[: codec.length(slot)], out):
+            self._statuses[block] = self._verdict(block, xxhash.xxh3_128_digest(out.data))
+        else:
+            self._statuses[block] = BlockStatus.MISMATCH
+
+    def _decode_large(self, block: int, length: int, memory: Bytes1D) -> None:
+        offset, slot = int(self._batch.offsets[block]), np.empty(length, np.uint8)
+        for at in range(0, length, len(memory)):
+            data = memory[: min(len(memory), length - at)]
+            try:
+                self._segment.read(offset + at, data)
+            except OSError:
+                self._statuses[block] = BlockStatus.FAILED
+                return
+            np.copyto(slot[at : at + data.size], data)
+        self._decode(block, slot)
+
+    def _read_pieces(self, block: int, memory: Bytes1D) -> None:
+        batch = self._batch
+        offset, digest = int(batch.offsets[block]), xxhash.xxh3_128()
+        for at in range(0, batch.nbytes, len(memory)):
+            data = memory[: min(len(memory), batch.nbytes - at)]
+            try:
+                self._segment.read(offset + at, memory[: slot_bytes(len(data))])
+            except OSError:
+                self._statuses[block] = BlockStatus.FAILED
+                return
+            digest.update(data.data)
+            if batch.destination is not None and batch.rows is not None:
+                np.copyto(batch.destination[batch.rows[block], at : at + len(data)], data)
+        self._statuses[block] = self._verdict(block, digest.digest())
+
+
+def _scatter(table: Rows2D, rows: RowNumbers, staged: Rows2D) -> None:
+    if staged.shape[1] == table.shape[1]:
+        table[rows] = staged
+    else:
+        table[rows, : staged.shape[1]] = staged
+
+
+def _runs(offsets: Offsets, slot: int) -> Iterator[tuple[int, int]]:
+    """First and end of each run of neighbours in ascending offsets."""
+    if not len(offsets):
+        return iter(())
+    breaks = (np.flatnonzero(np.diff(offsets) != slot) + 1).tolist()
+    return zip([0, *breaks], [*breaks, len(offsets)], strict=True)
+
+
+def _slot_lengths(stored: npt.NDArray[np.uint32], nbytes: int) -> Lengths:
+    """How long the slots of coded blocks are: shorter than those of whole ones, by which they are told."""
+    shorter = codecs.slot_classes(nbytes)[:-1]
+    if len(stored) and not (shorter and 1 <= int(stored.min()) <= int(stored.max()) <= shorter[-1]):
+        raise InvalidRequest(f"a coded block of {nbytes} bytes must fit a slot that is shorter")
+    return np.array([codecs.slot_bytes(one, nbytes) for one in stored.tolist()], np.int64)
+
+
+def _by_length(slots: Offsets, nbytes: int, lengths: Lengths | None) -> Iterator[Job]:
+    """The blocks by the lengths of their slots."""
+    if lengths is None:
+        yield slot_bytes(nbytes), np.arange(len(slots))
+        return
+    for length in np.unique(lengths).tolist():
+        yield length, np.flatnonzero(lengths == length)
+
+
+def _plain(offsets: Offsets | Sequence[int]) -> Sequence[int]:
+    return offsets.tolist() if isinstance(offsets, np.ndarray) else offsets
+
+
+def _small_files_bytes(size: int) -> int:
+    """What the directory, and the file system's own records of the segment, may take beside it.
+
+    Slots that are written in random order split the file into extents, at 12 bytes or more each.
+    """
+    return (256 << 10) + size // 256
+
+
+def _lock(folder: Path) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise SegmentError(
+            f"cannot have the SSD store {folder}: {os.strerror(error.errno or 0)}"
+        ) from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise AlreadyRunning(
+            f"another process serves the SSD store {folder}; stop it, or choose another directory"
+        ) from None
+    return fd

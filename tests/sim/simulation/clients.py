@@ -1,0 +1,615 @@
+"""Engines, as far as the pool sees them: they put, read late, hold on to leases, and die in the middle.
+
+What a client checks it checks by itself: the bytes by their names, the memory by who uses it, the time by
+its own clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpool.errors import (
+    ClusterUnavailable,
+    InvalidRequest,
+    LimitExceeded,
+    PoolFull,
+    StaleEpoch,
+    Unavailable,
+    from_code,
+)
+from kvpool.types import KEY_BYTES, plain_parts
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+from kvpool.wire import operator as operator_wire
+from tests.sim.simulation.loop import Domain
+from tests.sim.simulation.memory import CELL, Memory, Use, Violation
+from tests.sim.simulation.network import wire_rows
+from tests.sim.simulation.nodes import Answer, Life, Session, SimulatedNode
+
+if TYPE_CHECKING:
+    from tests.sim.simulation.world import World
+
+EXPECTED = (PoolFull, LimitExceeded, StaleEpoch, Unavailable, ClusterUnavailable)
+ANSWER_S = 0.3  # beyond what a request may wait for
+OTHERS_S = 3.0  # for requests that ask the membership, or the indexes of disks
+PIDFD_S = 0.01
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """A lease as its holder believes in it."""
+
+    token: str
+    life: Life
+    uses: list[Use]
+    deadline: float
+    epoch: int
+    keys: Sequence[bytes]
+    parts: list[client_wire.LeasedPart]
+
+
+class Client:
+    """One process beside one node."""
+
+    def __init__(self, world: World, node: SimulatedNode, instance: str, name: str) -> None:
+        self.world = world
+        self.node = node
+        self.instance = instance
+        self.name = name
+        self.rng = random.Random(f"{world.seed}/{name}")
+        self.domain = Domain(name)
+        world.domains.append(self.domain)
+        self.dead = False
+        self.waited_s = 0.0  # for the last lease
+        self._session: Session | None = None
+        self._number = -1
+        self._generation = -1  # of its weights; -1: those of the day, not yet counted
+        self._resetting = asyncio.Lock()
+        self._ticket = 0
+        self._granting = asyncio.Lock()
+        self._uses: list[tuple[Memory, Use]] = []
+        self._granted: dict[int, list[tuple[int, Use]]] = {}  # by part: slots to be filled
+
+    # ---- life ------------------------------------------------------------------------------------------
+
+    def die(self) -> None:
+        """The process is killed. Its daemon notices a little later."""
+        if self.dead:
+            return
+        self.dead = True
+        self.world.note(f"{self.name} dies")
+        self.world.loop.cancel_all(self.domain)
+        for memory, use in self._uses:
+            memory.end(use)
+        session = self._session
+        if session is not None and not session.life.dead:
+            self.world.loop.call_later(
+                self.rng.uniform(0.0, PIDFD_S),
+                session.life.client_died,
+                session,
+                context=session.life.control.context,
+            )
+
+    async def _connected(self) -> tuple[Session, int, int]:
+        """A session, and in it the namespace's number, for weights of which generation."""
+        life = self.node.life
+        if life is None or not life.started:
+            raise Unavailable(f"{self.node.name} is down")
+        if self._session is None or self._session.life is not life:
+            self._session = life.connect(self.instance, self.name)
+            self._granted.clear()
+            self._number = -1
+        session, number, generation = self._session, self._number, self._generation
+        if number < 0:
+            record = self.world.record
+            parts = plain_parts(record.parts)
+            message = client_wire.OpenNamespace(
+                record.digest(), record.canonical(), parts, self.world.plan.replicas, generation
+            )
+            answer = await self._ask(message, OTHERS_S, session)
+            number, generation = self._opened(session, answer)
+        return session, number, generation
+
+    def _opened(self, session: Session, answer: Answer) -> tuple[int, int]:
+        """The namespace was opened, or reset: its number, and the generation of this client's weights."""
+        opened = answer.message
+        assert isinstance(opened, client_wire.Opened)
+        if self._session is session and opened.generation >= self._generation:
+            self._number, self._generation = opened.number, opened.generation
+        return opened.number, opened.generation
+
+    def _out_of_date(self) -> None:
+        """Its weights are old: it loads those of the day, or goes on for a while, and is refused."""
+        self._number = -1
+        if self.rng.random() < 0.7:
+            self._generation = -1
+
+    # ---- requests ----------------------------------------------------------------------------------------
+
+    async def _ask(
+        self, message: frame.Message, limit_s: float, session: Session, epoch: int | None = None
+    ) -> Answer:
+        """The daemon's answer. Raises `Unavailable` when it dies, and what it says is wrong.
+
+        limit_s: a daemon that runs must have answered by then. epoch: see `Life.receive`.
+        """
+        world, life = self.world, session.life
+        if life.dead:
+            raise Unavailable(f"{life.name} is dead")
+        answer: asyncio.Future[Answer] = world.loop.create_future()
+        asked_at, stood_still = world.now(), life.stood_still()
+        world.loop.call_later(
+            self.rng.uniform(0.00002, 0.0002),
+            life.receive,
+            session,
+            message,
+            answer,
+            epoch,
+            context=life.control.context,
+        )
+        life.waited_for[answer] = None
+        while not answer.done():
+            taken = world.now() - asked_at - (life.stood_still() - stood_still)
+            if taken > limit_s + ANSWER_S:
+                raise Violation(
+                    f"a {type(message).__name__} at {life.name} has no answer after {taken:.3f} s"
+                )
+            await asyncio.wait((answer,), timeout=limit_s + ANSWER_S - taken + 0.001)
+        life.waited_for.pop(answer, None)
+        found = answer.result()
+        if isinstance(found.message, frame.Error):
+            error = from_code(found.message.code, found.message.message)
+            unknown = isinstance(message, operator_wire.Drain) and isinstance(error, InvalidRequest)
+            if not isinstance(error, EXPECTED) and not unknown:
+                raise Violation(f"{type(message).__name__} at {life.name}: {error!r}")
+            if isinstance(error, StaleEpoch):
+                self._out_of_date()
+            raise error
+        return found
+
+    def _check_served(self, life: Life, answer: Answer, generation: int) -> None:
+        """What a client of other weights must not be given, nor what is of an ended epoch."""
+        if answer.generation != generation:
+            raise Violation(
+                f"{self.name} has weights of generation {generation}, and is given slots of "
+                f"generation {answer.generation} at {life.name}"
+            )
+        if answer.epoch < answer.known:
+            raise Violation(
+                f"{life.name} gives slots of epoch {answer.epoch}, and knew of {answer.known}"
+            )
+
+    # ---- put ---------------------------------------------------------------------------------------------
+
+    async def put(
+        self, keys: Sequence[bytes], parent: bytes, replicas: int, *, layers: bool = False
+    ) -> None:
+        """layers: the daemon is told how far they are written, time and again; rarely that is not true."""
+        for part, spec in enumerate(self.world.record.parts):
+            chosen = keys[spec.stride - 1 :: spec.stride]
+            if chosen and layers:
+                await self._put_by_layers(part, spec.nbytes, chosen, parent)
+            elif chosen:
+                await self._put_part(part, spec.nbytes, chosen, parent, replicas)
+
+    async def _put_by_layers(
+        self, part: int, nbytes: int, keys: Sequence[bytes], parent: bytes
+    ) -> None:
+        session, number, generation = await self._connected()
+        life, world, rng = session.life, self.world, self.world.follow_rng
+        self._ticket += 1
+        ticket = self._ticket
+        answer = await self._ask(
+            client_wire.Reserve(number, part, ticket, b"".join(keys), parent), 0.0, session
+        )
+        reserved = answer.message
+        assert isinstance(reserved, client_wire.Reserved)
+        slots = [
+            (key, row)
+            for key, row in zip(keys, wire_rows(reserved.rows), strict=False)
+            if row != frame.NO_ROW
+        ]
+        if not slots:
+            return
+        self._check_served(life, answer, generation)
+        stride, rows, epoch = reserved.stride, [row for _, row in slots], answer.epoch
+        blocks = [world.contents.block(world.digest, epoch, key, part, nbytes) for key, _ in slots]
+        lies, gives_up = rng.random() < 0.1, rng.random() < 0.1
+        use = self._use(life, f"{self.name} puts", stride, rows, True)
+        for low in range(0, nbytes, CELL):
+            high = min(low + CELL, nbytes)
+            for (data, _), row in zip(blocks, rows, strict=True):
+                life.memory.write(row * stride + low, bytes(high - low) if lies else data[low:high])
+            await asyncio.sleep(rng.choice((0.0, 0.005, 0.05)) * rng.random())
+            life.memory.end(use)  # readers may come now
+            for key, _ in slots:
+                world.written[life.name, part, key] = max(
+                    high, world.written.get((life.name, part, key), 0)
+                )
+            await self._ask(client_wire.Progress(ticket, high), 0.0, session)
+            if high < nbytes:
+                use = self._use(life, f"{self.name} puts", stride, rows, True, start=high)
+            if gives_up and rng.random() < 0.5:
+                life.memory.end(use)
+                await self._ask(client_wire.Abort([ticket]), 0.0, session)
+                return
+            await asyncio.sleep(rng.choice((0.0, 0.02, 0.2, 0.2)) * rng.random())
+        if life.dead:
+            return
+        if lies:
+            for (data, _), row in zip(blocks, rows, strict=True):
+                life.memory.write(row * stride, data)
+        world.count("puts by layers")
+        checksums = b"".join(checksum for _, checksum in blocks)
+        world.committing(epoch, part, [key for key, _ in slots])
+        done = await self._ask(client_wire.Commit(ticket, checksums), 0.0, session)
+        assert isinstance(done.message, frame.Done)
+        world.count("blocks put", done.message.value)
+        world.stored(life, epoch, part, [key for key, _ in slots])
+
+    async def _put_part(
+        self, part: int, nbytes: int, keys: Sequence[bytes], parent: bytes, replicas: int
+    ) -> None:
+        session, number, generation = await self._connected()
+        life, world, rng = session.life, self.world, self.rng
+        self._ticket += 1
+        ticket = self._ticket
+        answer = await self._ask(
+            client_wire.Reserve(number, part, ticket, b"".join(keys), parent), 0.0, session
+        )
+        reserved = answer.message
+        assert isinstance(reserved, client_wire.Reserved)
+        slots = [
+            (index, keys[index], row)
+            for index, row in enumerate(wire_rows(reserved.rows))
+            if row != frame.NO_ROW
+        ]
+        if not slots:
+            return
+        self._check_served(life, answer, generation)
+        first = rng.randrange(len(slots) + 1) if rng.random() < 0.3 else len(slots)
+        groups = [group for group in (slots[:first], slots[first:]) if group]
+        uses = [
+            self._use(
+                life, f"{self.name} puts", reserved.stride, [row for _, _, row in group], True
+            )
+            for group in groups
+        ]
+        for group, use in zip(groups, uses, strict=True):
+            await self._fill(life.memory, reserved.stride, group, part, nbytes, answer.epoch)
+            if rng.random() < 0.05:
+                for left in uses:
+                    life.memory.end(left)
+                await self._ask(client_wire.Abort([ticket]), 0.0, session)
+                return
+            life.memory.end(use)
+            checksums = b"".join(
+                world.contents.block(world.digest, answer.epoch, key, part, nbytes)[1]
+                for _, key, _ in group
+            )
+            world.committing(answer.epoch, part, [key for _, key, _ in group])
+            indices = b"" if len(groups) == 1 else frame.pack_rows([index for index, _, _ in group])
+            done = await self._ask(
+                client_wire.Commit(ticket, checksums, indices, replicas), 0.0, session
+            )
+            assert isinstance(done.message, frame.Done)
+            world.count("blocks put", done.message.value)
+            world.stored(life, answer.epoch, part, [key for _, key, _ in group])
+
+    async def _fill(
+        self,
+        memory: Memory,
+        stride: int,
+        slots: Sequence[tuple[int, bytes, int]],
+        part: int,
+        nbytes: int,
+        epoch: int,
+    ) -> None:
+        """Write blocks in pieces, now and later."""
+        world, rng = self.world, self.rng
+        cut = rng.randrange(nbytes + 1)
+        for low, high in ((0, cut), (cut, nbytes)):
+            for _, key, row in slots:
+                data, _ = world.contents.block(world.digest, epoch, key, part, nbytes)
+                memory.write(row * stride + low, data[low:high])
+            await asyncio.sleep(rng.choice((0.0, 0.0005, 0.05)) * rng.random())
+
+    async def put_granted(self, keys: Sequence[bytes], parent: bytes, replicas: int) -> None:
+        """A small put through slots that were granted before."""
+        async with self._granting:
+            await self._put_granted(keys, parent, replicas)
+
+    async def _put_granted(self, keys: Sequence[bytes], parent: bytes, replicas: int) -> None:
+        session, number, _ = await self._connected()
+        life, world = session.life, self.world
+        part, spec = 0, self.world.record.parts[0]
+        granted = self._granted.setdefault(part, [])
+        if len(granted) < len(keys):
+            answer = await self._ask(client_wire.Grant(number, part, len(keys)), 0.0, session)
+            assert isinstance(answer.message, client_wire.Reserved)
+            self._take_granted(life, granted, answer.message.stride, answer.message.rows)
+        count = min(len(keys), len(granted))
+        if not count:
+            return
+        keys = keys[:count]
+        slots, granted[:] = granted[:count], granted[count:]
+        node = life.server.node
+        opened = node.namespaces.by_number(session.holder.tenant, number)
+        epoch = opened.epoch
+        stride = opened.tables[part].stride
+        rows = [row for row, _ in slots]
+        await self._fill(
+            life.memory,
+            stride,
+            list(zip(range(count), keys, rows, strict=True)),
+            part,
+            spec.nbytes,
+            epoch,
+        )
+        for _, use in slots:
+            life.memory.end(use)
+        if life.dead:
+            return
+        checksums = b"".join(
+            world.contents.block(world.digest, epoch, key, part, spec.nbytes)[1] for key in keys
+        )
+        more = self.rng.choice((0, 2))
+        message = client_wire.Store(
+            number,
+            part,
+            frame.pack_rows(rows),
+            b"".join(keys),
+            checksums,
+            more,
+            parent,
+            replicas,
+        )
+        world.committing(epoch, part, keys)
+        try:
+            answer = await self._ask(message, 0.0, session, epoch)
+        except (PoolFull, StaleEpoch):
+            if not life.dead:
+                await self._ask(client_wire.GiveBack(stride, frame.pack_rows(rows)), 0.0, session)
+            raise
+        stored = answer.message
+        assert isinstance(stored, client_wire.Stored)
+        self._take_granted(life, granted, stride, stored.unused + stored.fresh)
+        world.count("blocks put", stored.new)
+        world.stored(life, epoch, part, keys)
+
+    def _take_granted(
+        self, life: Life, granted: list[tuple[int, Use]], stride: int, rows: bytes
+    ) -> None:
+        granted += [
+            (row, self._use(life, f"{self.name} was granted", stride, [row], True))
+            for row in wire_rows(rows)
+        ]
+
+    async def give_back(self) -> None:
+        async with self._granting:
+            session, _, _ = await self._connected()
+            for _, use in self._granted.pop(0, []):
+                session.life.memory.end(use)
+            await self._ask(client_wire.GiveBack(0, b""), 0.0, session)
+
+    def _use(
+        self,
+        life: Life,
+        what: str,
+        stride: int,
+        rows: list[int],
+        writes: bool,
+        until: float = float("inf"),
+        start: int = 0,
+    ) -> Use:
+        use = life.memory.use(
+            what, stride, rows, self.world.now(), writes=writes, until=until, start=start
+        )
+        self._uses.append((life.memory, use))
+        return use
+
+    # ---- get ---------------------------------------------------------------------------------------------
+
+    async def get(self, keys: Sequence[bytes], wait_s: float, lease_s: float) -> int:
+        """Lease, read at one's leisure, release; the blocks that were leased."""
+        session, number, generation = await self._connected()
+        life, world = session.life, self.world
+        asked_at = world.now()
+        expected = world.expected(keys) if wait_s >= 0.3 else 0
+        answer = await self._ask(
+            client_wire.Acquire(number, b"".join(keys), [], lease_s, wait_s), wait_s, session
+        )
+        self.waited_s = world.now() - asked_at
+        leased = answer.message
+        assert isinstance(leased, client_wire.Leased)
+        world.count("gets")
+        world.count("blocks wanted", len(keys))
+        world.count("blocks hit", leased.blocks)
+        if leased.blocks < expected:
+            raise Violation(
+                f"{life.name} has {leased.blocks} blocks of {expected} that it must find"
+            )
+        if not leased.token:
+            return 0
+        self._check_served(life, answer, generation)
+        reading = self._read(life, answer, keys, asked_at)
+        if reading is not None:
+            await self._finish(session, reading)
+        return leased.blocks
+
+    async def follow(self, keys: Sequence[bytes], wait_s: float, source: str) -> None:
+        """Follow a prompt to its end, then read what has come of it."""
+        session, number, _ = await self._connected()
+        life, world = session.life, self.world
+        answer = await self._ask(
+            client_wire.Follow(number, b"".join(keys), wait_s, source), wait_s, session
+        )
+        done = answer.message
+        assert isinstance(done, frame.Done)
+        world.count("follows")
+        world.count("blocks followed", done.value)
+        world.count("follows of all", done.value == len(keys))
+        if done.value > world.ever(keys):
+            raise Violation(
+                f"{life.name} has followed {done.value} blocks, and {world.ever(keys)} were committed"
+            )
+        expected = world.expected(keys) if wait_s >= 0.3 else 0
+        if done.value < expected:
+            raise Violation(f"{life.name} has followed {done.value} blocks of {expected}")
+        await self.get(keys, 0.0, 0.5)
+
+    async def prefill(self, keys: Sequence[bytes], parent: bytes, pause_s: float) -> None:
+        """Put a prompt chunk by chunk, as an engine computes it."""
+        at, step = 0, max(spec.stride for spec in self.world.record.parts)
+        while at < len(keys):
+            end = at + step * self.rng.choice((1, 1, 2))
+            await asyncio.sleep(pause_s * self.rng.random())
+            layers = self.world.follow_rng.random() < 0.7
+            await self.put(keys[at:end], keys[at - 1] if at else parent, 0, layers=layers)
+            at = end
+
+    def _read(
+        self, life: Life, answer: Answer, keys: Sequence[bytes], asked_at: float
+    ) -> Reading | None:
+        """Believe in a lease, if it has not ended already."""
+        leased = answer.message
+        assert isinstance(leased, client_wire.Leased)
+        deadline = asked_at + leased.lease_s
+        if deadline <= self.world.now():
+            return None
+        cells = [(part.stride, row) for part in leased.parts for row in wire_rows(part.rows)]
+        strides = {stride for stride, _ in cells}
+        what = f"{self.name} reads"
+        uses = [
+            self._use(life, what, stride, [row for s, row in cells if s == stride], False, deadline)
+            for stride in sorted(strides)
+        ]
+        return Reading(
+            leased.token, life, uses, deadline, answer.epoch, keys[: leased.blocks], leased.parts
+        )
+
+    async def _finish(self, session: Session, reading: Reading) -> None:
+        rng = self.rng
+        for _ in range(rng.choice((1, 1, 2))):
+            await self._copy_and_check(reading)
+        for sibling in self.world.siblings(self):
+            if rng.random() < 0.2:
+                self.world.spawn_client(sibling, sibling.join(reading.token, reading))
+        if rng.random() < 0.2:
+            return  # it is forgotten, and ends by its deadline
+        await asyncio.sleep(rng.choice((0.0, 0.01, 0.5)) * rng.random())
+        for use in reading.uses:
+            reading.life.memory.end(use)
+        if not reading.life.dead:
+            await self._ask(client_wire.Release([reading.token]), 0.0, session)
+
+    async def _copy_and_check(self, reading: Reading) -> None:
+        """Copy the blocks out, slowly at times, and use them only if the lease still lasts then."""
+        world, rng = self.world, self.rng
+        copied: list[tuple[bytes, int, bytes]] = []
+        for part in reading.parts:
+            spec = world.record.parts[part.part]
+            for at, row in enumerate(wire_rows(part.rows)):
+                key = reading.keys[part.first + at * spec.stride + spec.stride - 1]
+                copied.append(
+                    (key, part.part, reading.life.memory.read(row * part.stride, part.nbytes))
+                )
+            await asyncio.sleep(rng.choice((0.0, 0.0005, 0.02, 0.6)) * rng.random())
+        if world.now() >= reading.deadline:
+            world.count("late reads")
+            return
+        for key, number, data in copied:
+            right, _ = world.contents.block(world.digest, reading.epoch, key, number, len(data))
+            if data != right:
+                raise Violation(
+                    f"{self.name} read wrong bytes of block {key[:4].hex()}, part {number}, "
+                    f"epoch {reading.epoch} at {reading.life.name}: {world.contents.recognise(data)}"
+                )
+        world.count("blocks read", len(copied))
+
+    async def join(self, token: str, reading: Reading) -> None:
+        """Another process of the instance reads by the same lease."""
+        session, _, _ = await self._connected()
+        if session.life is not reading.life:
+            return
+        asked_at = self.world.now()
+        answer = await self._ask(client_wire.Join(token, []), 0.0, session)
+        assert isinstance(answer.message, client_wire.Leased)
+        if not answer.message.token:
+            return
+        joined = self._read(
+            session.life, Answer(answer.message, reading.epoch), reading.keys, asked_at
+        )
+        if joined is not None:
+            await self._finish(session, joined)
+
+    # ---- the rest ----------------------------------------------------------------------------------------
+
+    async def look(self, keys: Sequence[bytes]) -> None:
+        session, number, _ = await self._connected()
+        packed = b"".join(keys)
+        kind = self.rng.randrange(3)
+        if kind == 0:
+            await self._ask(client_wire.Match(number, packed, []), 0.0, session)
+        elif kind == 1:
+            await self._ask(client_wire.Contains(number, 0, packed), 0.0, session)
+        else:
+            await self._ask(client_wire.Pull(number, packed, 0.3), 0.3, session)
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        session, number, _ = await self._connected()
+        await self._ask(client_wire.Remove(number, b"".join(keys)), 0.0, session)
+
+    async def pin(self, keys: Sequence[bytes], kind: str) -> None:
+        session, number, _ = await self._connected()
+        await self._ask(client_wire.Pin(number, b"".join(keys), kind), OTHERS_S, session)
+
+    async def reset(self) -> None:
+        """This engine has new weights."""
+        async with self._resetting:
+            session, number, generation = await self._connected()
+            self.world.note(f"{self.name} resets, was of generation {generation}")
+            answer = await self._ask(client_wire.Reset(number, generation), OTHERS_S, session)
+            self._opened(session, answer)
+
+    async def clear(self, *, fence: bool) -> None:
+        session, _, _ = await self._connected()
+        self.world.note(f"{self.name} clears, fence {fence}")
+        await self._ask(operator_wire.Clear(self.world.digest, fence), OTHERS_S, session)
+
+    async def set_replicas(self, replicas: int) -> None:
+        session, _, _ = await self._connected()
+        await self._ask(operator_wire.Configure(self.world.digest, replicas), OTHERS_S, session)
+
+    async def set_quotas(self, dram: float, ssd: float) -> None:
+        session, _, _ = await self._connected()
+        self.world.note(f"quotas are {dram:g} of memory and {ssd:g} of disks")
+        message = operator_wire.Configure(self.world.digest, dram_quota=dram, ssd_quota=ssd)
+        await self._ask(message, OTHERS_S, session)
+
+    async def drain(self, node: str, *, wanted: bool) -> None:
+        session, _, _ = await self._connected()
+        self.world.note(f"{node} is {'' if wanted else 'not '}to be drained")
+        view = session.life.server.daemon.cluster.view
+        if node in view.nodes or node in view.drains:
+            await self._ask(operator_wire.Drain(node, wanted), OTHERS_S, session)
+
+
+def prefixes(rng: random.Random, chain: Sequence[bytes], stride: int) -> Sequence[bytes]:
+    """Some prefix of a chain."""
+    n = rng.randint(1, len(chain))
+    return chain[: max(stride, n - n % stride)]
+
+
+def keys_of(rng: random.Random, chains: int, blocks: int) -> list[list[bytes]]:
+    """Prompts; every third one begins as another one does."""
+    made: list[list[bytes]] = []
+    for number in range(chains):
+        shared = made[rng.randrange(number)][: blocks // 2] if number % 3 == 2 else []
+        fresh = [rng.randbytes(KEY_BYTES) for _ in range(blocks - len(shared))]
+        made.append([*shared, *fresh])
+    return made

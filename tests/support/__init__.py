@@ -1,0 +1,1 @@
+"""Servers, stand-ins and fault injection for the tests and benches."""

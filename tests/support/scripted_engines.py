@@ -1,0 +1,364 @@
+"""A router without HTTP: real scheduler, health and requests over engines that follow a script.
+
+What an engine answers is a function of the client's body, so that whoever answers, a right answer is known;
+each call may be told to go wrong. Nothing here sleeps: faults that are about time wait for ever, and it is the
+router's limits that end them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Self
+
+import msgspec
+
+from kvpool.retry import BreakerRule
+from kvpool.router.bodies import Kind
+from kvpool.router.calls import Call
+from kvpool.router.config import RouterConfig
+from kvpool.router.engine_roster import EngineRoster
+from kvpool.router.engines import EngineSpec
+from kvpool.router.hashing import Prompt
+from kvpool.router.health import Health
+from kvpool.router.intake import Incoming
+from kvpool.router.metrics import Metrics
+from kvpool.router.orders import Orders
+from kvpool.router.requests import Serving
+from kvpool.router.tracing import trace_of
+from kvpool.router.upstream import EngineFailed, EngineRefused
+from kvpool.scheduler.cluster import Cluster, Traffic
+from kvpool.scheduler.estimates import Error, KindEstimates, LoadEstimate, StepEstimate
+from kvpool.scheduler.index import PrefixIndex
+from kvpool.scheduler.policies import make_policy
+from kvpool.scheduler.scheduler import Scheduler, Settings
+from kvpool.scheduler.values import Engine, Order, Role
+
+BLOCK_TOKENS = 16
+MODEL = "tiny"
+EVENTS = 4
+
+BOOKS = (
+    "prefills",
+    "queued_tokens",
+    "decodes",
+    "context_tokens",
+    "held_tokens",
+    "follows",
+    "blocks",
+)
+
+REFUSED_EVENTS = b'data: {"error":{"message":"no","code":400}}\n\ndata: [DONE]\n\n'
+
+FAULTS = ("refuse", "error", "unreachable", "hang", "cut", "stall", "error_event", "unfinished")
+"""HTTP 400; HTTP 500; no connection; no answer; broken off in the middle; silent in the middle; an error as the
+first event; ended without its end. Besides, "error_event_400": the refusal of a request as the first event."""
+
+
+def answer_to(body: Mapping[str, Any]) -> bytes:
+    """The right answer: some events, or one object."""
+    text = msgspec.json.encode([body.get("prompt"), body.get("messages"), body.get("seed")])
+    if body.get("stream") is not True:
+        usage = {"prompt_tokens": 7, "completion_tokens": EVENTS}
+        return msgspec.json.encode({"text": text.decode(), "usage": usage})
+    return b"".join(pieces_of(text)) + b"data: [DONE]\n\n"
+
+
+def pieces_of(text: bytes) -> list[bytes]:
+    return [
+        b"data: " + msgspec.json.encode({"n": n, "text": text.decode()}) + b"\n\n"
+        for n in range(EVENTS)
+    ]
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """A call that an engine got."""
+
+    engine: str
+    path: str
+    body: dict[str, Any]
+    raw: bytes
+    headers: Mapping[str, str]
+
+
+class ScriptedAnswer:
+    """Stands for `upstream.Answer`."""
+
+    def __init__(self, engine: str, data: bytes, *, streams: bool, fault: str) -> None:
+        self.engine = engine
+        self.streams = streams
+        self.content_type = "text/event-stream; charset=utf-8" if streams else "application/json"
+        self._fault = fault
+        third = max(1, len(data) // 3)
+        self._pieces = deque(data[at : at + third] for at in range(0, len(data), third))
+        if fault == "unfinished":
+            self._pieces = deque([data[: data.rfind(b"data: [DONE]") if streams else third]])
+        elif fault in {"cut", "stall"}:
+            self._pieces = deque([data[: 2 * third]])
+        elif fault == "error_event" and streams:
+            self._pieces = deque([b'data: {"error":{"message":"dead","code":500}}\n\n'])
+        elif fault == "error_event_400":
+            self._pieces = deque([REFUSED_EVENTS])
+
+    async def piece(self) -> bytes:
+        if self._pieces:
+            await asyncio.sleep(0)
+            return self._pieces.popleft()
+        if self._fault == "cut" or (self._fault == "unfinished" and not self.streams):
+            raise EngineFailed(self.engine, "cut", "it broke off")
+        if self._fault == "stall":
+            await asyncio.Event().wait()
+        return b""
+
+    async def whole(self, bytes_max: int) -> bytes:
+        found = b""
+        while piece := await self.piece():
+            found += piece
+        assert len(found) <= bytes_max, "answers here are small"
+        return found
+
+
+class ScriptedUpstream:
+    """Stands for `upstream.Upstream`. faults: of an engine's next calls, in order; "" for a good one.
+
+    open: calls that have not ended.
+    """
+
+    def __init__(self) -> None:
+        self.faults: dict[str, deque[str]] = {}
+        self.ill: set[str] = set()
+        self.seen: list[Seen] = []
+        self.open: list[Seen] = []
+        self.hold: dict[str, asyncio.Event] = {}
+
+    @asynccontextmanager
+    async def post(
+        self, engine: EngineSpec, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[ScriptedAnswer]:
+        value = msgspec.json.decode(body)
+        seen = Seen(engine.name, path, value, body, headers)
+        self.seen.append(seen)
+        self.open.append(seen)
+        queue = self.faults.get(engine.name)
+        fault = queue.popleft() if queue else ""
+        try:
+            await asyncio.sleep(0)
+            if engine.name in self.hold:
+                await self.hold[engine.name].wait()
+            if fault == "unreachable":
+                raise EngineFailed(engine.name, "connect", "no connection")
+            if fault == "error":
+                raise EngineFailed(engine.name, "status", "HTTP 500")
+            if fault == "refuse":
+                raise EngineRefused(engine.name, 400, b'{"error":"no"}', "application/json")
+            if fault == "hang":
+                await asyncio.Event().wait()
+            streams = value.get("stream") is True
+            yield ScriptedAnswer(engine.name, answer_to(value), streams=streams, fault=fault)
+        finally:
+            self.open.remove(seen)
+
+    async def get(self, engine: EngineSpec, path: str, within_s: float, bytes_max: int) -> bytes:
+        if engine.name in self.ill:
+            raise EngineFailed(engine.name, "status", f"{path}: HTTP 503")
+        return b""
+
+
+class ScriptedKnowledge:
+    """Stands for `EngineCatalog` and `Prompts`: a token a character."""
+
+    def __init__(self, engines: Sequence[EngineSpec]) -> None:
+        self.engines = {spec.name: spec for spec in engines}
+        self.refuses: Exception | None = None
+        self.looked: list[Prompt] = []
+
+    async def prompt(
+        self, body: Mapping[str, Any], kind: str, *, deadline_s: float = 0.0
+    ) -> Prompt:
+        if self.refuses is not None:
+            raise self.refuses
+        text = body.get("prompt") if kind == "completions" else str(body.get("messages"))
+        tokens = list(text.encode()) if isinstance(text, str) else []
+        blocks = len(tokens) // BLOCK_TOKENS
+        keys = [hash(bytes(tokens[: (n + 1) * BLOCK_TOKENS])) for n in range(blocks)]
+        return Prompt(MODEL, tokens, [], keys, frozenset((MODEL,)), None)
+
+    async def look(self, prompt: Prompt, wait_s: float = 0.0) -> bool:
+        self.looked.append(prompt)
+        return True
+
+    async def verify(self, name: str) -> str:
+        return "verified"
+
+    def stats(self) -> Mapping[str, Any]:
+        return {}
+
+
+class Recorder:
+    """Stands for `Observing`."""
+
+    def __init__(self) -> None:
+        self.computed_calls: list[Call] = []
+        self.answered_calls: list[Call] = []
+
+    def computed(self, order: Order, call: Call, *, streams: bool) -> None:
+        self.computed_calls.append(call)
+
+    def answered(self, call: Call, engine: Engine | None) -> None:
+        self.answered_calls.append(call)
+
+    def errors(self) -> Mapping[str, Mapping[str, Error]]:
+        return {}
+
+
+@dataclass(slots=True)
+class Client:
+    """Stands for the HTTP side: what a client has got. stuck: it does not read."""
+
+    begun: bool = False
+    status: int = 0
+    data: bytes = b""
+    ended: bool = False
+    stuck: bool = False
+
+    async def send(self, status: int, body: bytes, content_type: str) -> None:
+        assert not self.begun, "an answer begins once"
+        await self.begin(content_type)
+        self.status = status
+        await self.write(body)
+        self.ended = True
+
+    async def begin(self, content_type: str) -> None:
+        assert not self.begun, "an answer begins once"
+        self.begun, self.status = True, 200
+
+    async def write(self, data: bytes) -> None:
+        assert not self.ended, "nothing comes after the end"
+        if self.stuck:
+            await asyncio.Event().wait()
+        self.data += data
+
+    async def end(self) -> None:
+        self.ended = True
+
+
+def estimates() -> KindEstimates:
+    return KindEstimates(
+        prefill=StepEstimate((0.001, 1e-6, 0.0)),
+        decode=StepEstimate((0.001, 1e-6, 0.0)),
+        loads={name: LoadEstimate(0.0001, 1e9) for name in ("dram", "ssd", "peer")},
+        step_tokens=2048,
+        block_tokens=BLOCK_TOKENS,
+        block_bytes=1024,
+    )
+
+
+@dataclass(slots=True)
+class Bench:
+    """A router over engines. Use as an asynchronous context manager."""
+
+    specs: Sequence[EngineSpec]
+    config: RouterConfig
+    settings: Settings = field(default_factory=Settings)
+    upstream: ScriptedUpstream = field(default_factory=ScriptedUpstream)
+    recorder: Recorder = field(default_factory=Recorder)
+    metrics: Metrics = field(default_factory=Metrics)
+    scheduler: Scheduler = field(init=False)
+    health: Health = field(init=False)
+    orders: Orders = field(init=False)
+    roster: EngineRoster = field(init=False)
+    serving: Serving = field(init=False)
+    known: ScriptedKnowledge = field(init=False)
+    random: Random = field(default_factory=lambda: Random(0))
+
+    async def __aenter__(self) -> Self:
+        clock = asyncio.get_running_loop().time
+        config = self.config
+        cluster = Cluster({MODEL: estimates()}, {}, Traffic())
+        index = PrefixIndex()
+        for spec in self.specs:
+            index.join(f"gpu:{spec.name}", pool=False)
+        self.known = ScriptedKnowledge(self.specs)
+        self.scheduler = Scheduler(
+            (), cluster, index, make_policy(config.policy), self.random, self.settings
+        )
+        self.health = Health(
+            self.upstream,  # type: ignore[arg-type]
+            BreakerRule(config.failures_max, config.backoff_s, config.backoff_s_max),
+            probe_s=config.probe_s,
+            probe_timeout_s=config.probe_timeout_s,
+            clock=clock,
+            up=self._up,
+            down=self._down,
+        )
+        self.orders = Orders(self.scheduler, self.metrics, clock)
+        self.roster = EngineRoster(
+            scheduler=self.scheduler,
+            orders=self.orders,
+            catalog=self.known,
+            health=self.health,
+            metrics=self.metrics,
+            clock=clock,
+        )
+        self.serving = Serving(
+            config,
+            scheduler=self.scheduler,
+            orders=self.orders,
+            roster=self.roster,
+            prompts=self.known,
+            upstream=self.upstream,  # type: ignore[arg-type]
+            observer=self.recorder,
+            metrics=self.metrics,
+            clock=clock,
+            random=self.random.randbytes,
+        )
+        for spec in self.specs:
+            self.health.add(spec)
+        await self.health.first_probes(5.0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.health.close()
+        self.orders.close()
+        await self.roster.close()
+
+    def _up(self, spec: EngineSpec) -> None:
+        self.roster.engine_up(spec)
+
+    def _down(self, spec: EngineSpec) -> None:
+        self.roster.engine_down(spec)
+
+    def incoming(
+        self, body: Mapping[str, Any], kind: Kind = Kind.COMPLETIONS, **more: Any
+    ) -> Incoming:
+        random: Callable[[int], bytes] = self.random.randbytes
+        raw = msgspec.json.encode({"model": MODEL, **body})
+        settings: dict[str, Any] = {
+            "ident": random(4).hex(),
+            "trace": trace_of("", "", random),
+            "tenant": "",
+            "priority_max": 100,
+            **more,
+        }
+        return Incoming(kind=kind, raw=raw, **settings)
+
+    def left(self) -> dict[str, Any]:
+        """What is left of requests anywhere; nothing, when all have ended."""
+        found: dict[str, Any] = {
+            f"{engine.name}.{name}": getattr(engine, name)
+            for engine in self.scheduler.engines.values()
+            for name in BOOKS
+        }
+        found["calls"] = [(seen.engine, seen.body) for seen in self.upstream.open]
+        found["waiting"], found["parked"] = self.scheduler.waiting, self.scheduler.parked
+        return {name: value for name, value in found.items() if value}
+
+
+def engine(name: str, role: Role = Role.BOTH, **settings: Any) -> EngineSpec:
+    given = {"model": MODEL, "kind": MODEL, "node": f"node-{name}", "block_bytes": 1024, **settings}
+    return EngineSpec(url=f"http://{name}", name=name, role=role, **given)

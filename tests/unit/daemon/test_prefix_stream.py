@@ -1,0 +1,1266 @@
+"""Follows between nodes that share one clock, which is a number: who is asked how often, and when blocks come."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Coroutine, Iterable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvpool.daemon.cluster import peer_service as lending
+from kvpool.daemon.cluster.peer_service import AWAIT_S_MAX, PeerService
+from kvpool.daemon.core.blocks import directory_digest
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.fetch import early_pull as ahead
+from kvpool.daemon.fetch import prefix_stream as follows
+from kvpool.daemon.fetch.delivery import SECONDARY
+from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.fetch.ports import LivingNode
+from kvpool.daemon.fetch.prefix_stream import PrefixStreams
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, Unavailable
+from kvpool.placement.directory.base import TIERS, Entry
+from kvpool.placement.peers import Peers
+from kvpool.storage.eviction import make_policy
+from kvpool.testing.memory_tier import MemoryTier, SharedMemoryTier
+from kvpool.types import PartKind, PartSpec, split_keys
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
+from kvpool.wire import worker as worker_wire
+from tests.sim.simulation.loop import run_alone
+
+NBYTES = 1024
+BASE = b"n" * 16
+FULL = (PartSpec(NBYTES),)
+HYBRID = (PartSpec(NBYTES), PartSpec(NBYTES, PartKind.WINDOW, 2))
+RTT_S = 0.001
+
+run = partial(run_alone, steps_max=500_000)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def number_of(one: bytes) -> int:
+    return int.from_bytes(one, "big")
+
+
+def packed(numbers: Iterable[int]) -> bytes:
+    return b"".join(map(key, numbers))
+
+
+def mask_of(numbers: Iterable[int], question: peer_wire.Await) -> bytes:
+    there = set(map(key, numbers))
+    return bytes(key in there for key in wire_keys(question))
+
+
+def wire_keys(question: peer_wire.Await) -> list[bytes]:
+    return [question.keys[at : at + 16] for at in range(0, len(question.keys), 16)]
+
+
+class ObjectUsage:
+    """A node's rules, with one namespace and an engine."""
+
+    def __init__(self, rows: int, parts: tuple[PartSpec, ...], **limits: Any) -> None:
+        self.node = Node(
+            make_policy=lambda capacity: make_policy("lru", capacity), limits=Limits(**limits)
+        )
+        self.tenant = self.node.add_tenant("red", 0, rows * NBYTES, 4 * NBYTES)
+        self.holder = self.node.holders.add("red", "engine")
+        self.space = self.node.namespaces.open(self.tenant, BASE, b"{}", parts)
+        self._tickets = 0
+
+    def put(self, numbers: Sequence[int], parts: Sequence[int] = ()) -> None:
+        for part in parts or range(len(self.space.tables)):
+            self._tickets += 1
+            keys = packed(numbers)
+            self.node.puts.reserve(self.holder, self.space, part, self._tickets, split_keys(keys))
+            rows = len(self.holder.reservations[self._tickets].rows)
+            self.node.puts.commit(self.holder, self._tickets, bytes(16) * rows)
+        self.node.settle()
+
+    def begin(self, numbers: Sequence[int], part: int = 0) -> int:
+        """Slots to be written."""
+        self._tickets += 1
+        self.node.puts.reserve(
+            self.holder, self.space, part, self._tickets, split_keys(packed(numbers))
+        )
+        return self._tickets
+
+    def write(self, ticket: int, nbytes: int) -> None:
+        self.node.early_reads.written(self.holder, ticket, nbytes)
+
+    def commit(self, ticket: int) -> None:
+        rows = len(self.holder.reservations[ticket].rows)
+        self.node.puts.commit(self.holder, ticket, bytes(16) * rows)
+        self.node.settle()
+
+    @property
+    def bytes_held(self) -> int:
+        return self.tenant.allocator.bytes_used
+
+    def here(self, part: int = 0) -> list[int]:
+        self.node.settle()
+        return sorted(int.from_bytes(one, "big") for one in self.space.tables[part].blocks)
+
+
+class Owner(ObjectUsage):
+    """Another node, whose rules answer as those of a real one; or as a test wants it.
+
+    answer: instead of the rules'. pull_s: for each transfer. asked: every question, and when.
+    """
+
+    def __init__(self, world: World, name: str, parts: tuple[PartSpec, ...], **limits: Any) -> None:
+        super().__init__(400, parts, **limits)
+        self.world = world
+        self.name = name
+        self.answer: Any = None
+        self.pull_s = RTT_S
+        self.hangs = asyncio.Event()  # set: it has been stopped
+        self.asked: list[tuple[float, peer_wire.Await]] = []
+        self.waiting = 0
+        self.most_waiting = 0
+        nothing: Any = SimpleNamespace(lies_below=lambda *_: False)
+        self.serves = True
+        self.peers = self.node.holders.own("red", "loans")
+        self.spans: list[tuple[int, int, list[int]]] = []  # start, stop, blocks of each transfer
+        self.lies = False  # what was written is written again
+        self.lender = PeerService(self.node, nothing, world.clock, stores=lambda: self.serves)
+
+    async def ask(self, question: peer_wire.Await) -> frame.Bytes:
+        self.asked.append((self.world.clock(), question))
+        self.waiting += 1
+        self.most_waiting = max(self.waiting, self.most_waiting)
+        try:
+            if self.answer is not None:
+                return await self.answer(question)
+            return await self.lender.answer_later(question)
+        finally:
+            self.waiting -= 1
+
+
+class World:
+    """A node that follows, and owners: the ports of `BlockFetcher` and `PrefixStreams`."""
+
+    def __init__(
+        self,
+        *,
+        rows: int = 400,
+        parts: tuple[PartSpec, ...] = FULL,
+        directory: bool = True,
+    ) -> None:
+        self.clock = asyncio.get_running_loop().time
+        self.parts = parts
+        self.owners: dict[bytes, Owner] = {}
+        self.living: dict[bytes, LivingNode] = {}
+        self.directory: Any = self if directory else None
+        self.told: dict[bytes, set[bytes]] = {}  # by the directory: block → incarnations
+        self.looks: list[float] = []
+        self.pulls = 0
+        self.peers = Peers({}, random.Random(5))
+        self.books = ObjectUsage(rows, parts)
+        nothing, objects = MemoryTier({}, 0), SharedMemoryTier({}, 0)
+        self.fetcher = BlockFetcher(
+            self.books.node, self, self, nothing, objects, self.peers, self.clock
+        )
+        self.follows = PrefixStreams(self.books.node, self.fetcher, self, self, self.clock, "me")
+
+    def owner(self, name: str, **limits: Any) -> Owner:
+        owner = Owner(self, name, self.parts, **limits)
+        incarnation = name.encode() * 8
+        self.owners[incarnation] = owner
+        record: Any = SimpleNamespace(node=name)
+        self.living[incarnation] = LivingNode(record, name)
+        return owner
+
+    def tell(self, owner: Owner, numbers: Iterable[int]) -> None:
+        """The directory hears of it."""
+        for number in numbers:
+            self.told.setdefault(key(number), set()).add(owner.name.encode() * 8)
+
+    async def follow(self, n: int, wait_s: float = 10.0, source: str = "") -> int:
+        return await self.follows.follow(
+            self.books.space, [], split_keys(packed(range(n))), wait_s, source
+        )
+
+    @property
+    def leases(self) -> int:
+        return self.books.node.leases.count
+
+    async def until_here(self, n: int) -> float:
+        """When the first n blocks are here."""
+        while self.books.here()[:n] != list(range(n)):  # noqa: ASYNC110  # no event of ours is set
+            await asyncio.sleep(0.0005)
+        return self.clock()
+
+    # ---- the ports
+
+    def met(self, *_: Any) -> None:
+        """An entry of somebody who does not live."""
+
+    async def locate(self, digest: bytes, parts: int, keys: Sequence[bytes]) -> list[list[Entry]]:
+        self.looks.append(self.clock())
+        await asyncio.sleep(RTT_S)
+        mask = (1 << parts) - 1
+        return [
+            [Entry(one, TIERS["dram"], mask) for one in sorted(self.told.get(key, ()))]
+            for key in keys
+        ]
+
+    def _at(self, url: str) -> Owner:
+        return next(owner for owner in self.owners.values() if owner.name == url)
+
+    async def ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes:
+        owner, question = self._at(order.url), order.question
+        assert isinstance(question, peer_wire.Await)
+        try:
+            async with asyncio.timeout(order.deadline_s):
+                await asyncio.sleep(RTT_S)
+                if owner.hangs.is_set():
+                    await asyncio.sleep(1000)
+                return await owner.ask(question)
+        except TimeoutError:
+            raise Unavailable("the peer did not answer in time") from None
+
+    async def pull(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled:
+        owner = self._at(order.url)
+        self.pulls += 1
+        try:
+            async with asyncio.timeout(order.deadline_s):
+                await asyncio.sleep(owner.pull_s)
+                if owner.hangs.is_set():
+                    await asyncio.sleep(1000)
+        except TimeoutError:
+            count = len(order.keys) // 16
+            return worker_wire.Pulled(
+                b"\3" * count, bytes(16 * count), order.deadline_s, "not in time"
+            )
+        keys = [order.keys[at : at + 16] for at in range(0, len(order.keys), 16)]
+        owner.spans.append((order.start, order.stop, sorted(map(number_of, keys))))
+        if order.stop:
+            table = owner.space.tables[order.part]
+            token, rows = owner.node.early_reads.lease(owner.peers, table, keys, order.stop)
+            owner.node.leases.release(owner.peers, token)
+            return worker_wire.Pulled(
+                bytes(key in rows for key in keys), bytes(16 * len(keys)), 0.0
+            )
+        owner.node.settle()
+        blocks = owner.space.tables[order.part].blocks
+        wrong = owner.lies and order.start
+        status = bytes((one in blocks) * (2 if wrong else 1) for one in keys)
+        return worker_wire.Pulled(status, bytes(16 * len(keys)), owner.pull_s)
+
+
+def scenario(test: Any) -> Any:
+    """Run a coroutine function in virtual time."""
+
+    def run_it() -> None:
+        run(test())
+
+    run_it.__name__ = test.__name__
+    run_it.__doc__ = test.__doc__
+    return run_it
+
+
+async def gathered(world: World, work: Coroutine[Any, Any, int]) -> int:
+    """Its result, once it has let go of everything."""
+    found = await work
+    await world.follows.close()
+    assert world.leases == 0
+    assert len(world.books.node.commit_waiters) == 0
+    assert world.follows.stats()["under_way"] == 0
+    return found
+
+
+def begin(world: World, *args: Any, **settings: Any) -> asyncio.Task[int]:
+    work = gathered(world, world.follow(*args, **settings))
+    return asyncio.get_running_loop().create_task(work)
+
+
+@scenario
+async def test_each_block_is_here_a_moment_after_its_commit() -> None:
+    world = World()
+    owner = world.owner("a")
+    following = begin(world, 10, source="a")
+    for n in range(10):
+        await asyncio.sleep(0.7)
+        owner.put([n])
+        committed = world.clock()
+        assert await world.until_here(n + 1) - committed < 5 * RTT_S
+    assert await following == 10
+    assert owner.most_waiting == 1, "one question at a time"
+    assert len(owner.asked) <= 12
+    assert len(world.looks) <= 2, "nobody else is looked for"
+
+
+@scenario
+async def test_a_prompt_that_nobody_knows_of_yet() -> None:
+    """No node is named: the directory is asked in short pauses at first, then in longer ones."""
+    world = World()
+    owner = world.owner("a")
+    following = begin(world, 4)
+    await asyncio.sleep(5.0)
+    assert 25 <= len(world.looks) <= 40
+    assert not owner.asked
+    for n in range(4):
+        owner.put([n])
+        world.tell(owner, [n])
+        await asyncio.sleep(0.5)
+    assert world.books.here() == [0, 1, 2, 3]
+    assert await following == 4
+
+
+@scenario
+async def test_transfers_overlap_with_the_next_question() -> None:
+    world = World()
+    owner = world.owner("a")
+    owner.pull_s = 1.0
+    began = world.clock()
+    following = begin(world, 6, source="a")
+    for n in range(6):
+        await asyncio.sleep(0.1)
+        owner.put([n])
+    assert await following == 6
+    assert world.clock() - began < 1.8
+
+
+@scenario
+async def test_many_small_commits_become_few_transfers() -> None:
+    world = World()
+    owner = world.owner("a")
+    owner.pull_s = 0.5
+    following = begin(world, 200, source="a")
+    for n in range(200):
+        await asyncio.sleep(0.002)
+        owner.put([n])
+    assert await following == 200
+    assert world.pulls <= 3 * follows.FETCHES_MAX
+
+
+@scenario
+async def test_a_prompt_is_held_by_few_leases_however_it_came() -> None:
+    world = World(rows=500)
+    owner = world.owner("a")
+    following = begin(world, 200, source="a")
+    most = 0
+    for n in range(199):
+        owner.put([n])
+        await world.until_here(n + 1)
+        most = max(most, world.leases)
+    assert 1 < most <= follows.KEPT_MAX + 1
+    await asyncio.sleep(RTT_S)
+    world.books.put(range(1000, 1600))
+    assert world.books.here()[:199] == list(range(199)), "and all of it"
+    owner.put([199])
+    assert await following == 200
+
+
+@scenario
+async def test_an_owner_that_tells_of_what_it_does_not_have_is_asked_now_and_then() -> None:
+    world = World()
+    liar = world.owner("a")
+
+    async def lie(question: peer_wire.Await) -> frame.Bytes:
+        return frame.Bytes(b"\1" * len(question.known))
+
+    liar.answer = lie
+    began = world.clock()
+    assert await begin(world, 5, wait_s=6.0, source="a") == 0
+    assert world.clock() - began == pytest.approx(6.0)
+    assert len(liar.asked) < 60
+    assert world.pulls < 20, "what it was found to lack is remembered for a while"
+
+
+@pytest.mark.parametrize("kind", ["at once", "refuses", "wrong masks", "limit"])
+def test_an_owner_that_does_not_wait_is_asked_now_and_then(kind: str) -> None:
+    async def main() -> None:
+        world = World()
+        owner = world.owner("a")
+
+        async def answer(question: peer_wire.Await) -> frame.Bytes:
+            if kind == "refuses":
+                raise Unavailable("no member")
+            if kind == "limit" and question.wait_s:
+                raise LimitExceeded("too many")
+            if kind == "limit":
+                return frame.Bytes(mask_of(owner.here(), question))
+            return frame.Bytes(bytes(len(question.known) + (kind == "wrong masks")))
+
+        owner.answer = answer
+        following = begin(world, 5, wait_s=4.0, source="a")
+        await asyncio.sleep(3.0)
+        owner.put(range(5))
+        found = await following
+        assert found == (5 if kind == "limit" else 0)
+        assert len(owner.asked) < 45
+
+    run(main())
+
+
+@scenario
+async def test_an_owner_that_is_silent_is_given_up_and_another_one_found() -> None:
+    world = World()
+    first, second = world.owner("a"), world.owner("b")
+    following = begin(world, 6, source="a")
+    first.put([0, 1])
+    await world.until_here(2)
+    first.hangs.set()
+    lost_at = world.clock()
+    second.put(range(4))
+    world.tell(second, range(4))
+    assert await world.until_here(4) - lost_at < 2.0
+    second.put([4, 5])
+    put_at = world.clock()
+    assert await world.until_here(6) - put_at < 5 * RTT_S, "now it is asked"
+    assert await following == 6
+
+
+@scenario
+async def test_a_transfer_that_hangs_is_given_up_too() -> None:
+    """Nobody else had the block when it began."""
+    world = World()
+    first, second = world.owner("a"), world.owner("b")
+    first.pull_s = 1000.0
+    first.put([0])
+    following = begin(world, 3, wait_s=20.0, source="a")
+    await asyncio.sleep(0.5)
+    first.hangs.set()
+    second.put(range(3))
+    world.tell(second, range(3))
+    began = world.clock()
+    assert await following == 3
+    assert world.clock() - began < 6.0
+
+
+@scenario
+async def test_an_owner_that_has_gone_and_come_back_as_another_incarnation() -> None:
+    world = World()
+    first = world.owner("a")
+    following = begin(world, 4, source="a")
+    first.put([0, 1])
+    await world.until_here(2)
+    world.living.clear()
+    world.owners.clear()
+    await asyncio.sleep(1.0)
+    again = Owner(world, "a", FULL)
+    world.owners[b"A" * 8] = again
+    record: Any = SimpleNamespace(node="a")
+    world.living[b"A" * 8] = LivingNode(record, "a")
+    again.put([2, 3])
+    assert await following == 4
+
+
+@scenario
+async def test_without_a_directory_peers_are_asked() -> None:
+    world = World(directory=False)
+    world.owner("a")
+    second = world.owner("b")
+    second.put([0])
+    following = begin(world, 3)
+    await world.until_here(1)
+    second.put([1, 2])
+    assert await following == 3
+
+
+@scenario
+async def test_a_node_that_is_alone_waits_for_its_own_engines() -> None:
+    world = World(directory=False)
+    following = begin(world, 3)
+    for n in range(3):
+        await asyncio.sleep(0.3)
+        assert not following.done()
+        world.books.put([n])
+    put_at = world.clock()
+    assert await following == 3
+    assert world.clock() == put_at, "not at the next look"
+
+
+@scenario
+async def test_it_ends_at_its_deadline_with_what_has_come() -> None:
+    world = World()
+    owner = world.owner("a")
+    owner.put([0, 1, 3])
+    began = world.clock()
+    assert await begin(world, 5, wait_s=3.0, source="a") == 2
+    assert world.clock() - began == pytest.approx(3.0)
+    assert world.books.here() == [0, 1, 3]
+
+
+@scenario
+async def test_windows_are_those_of_the_whole_prompt_and_in_the_end_those_of_what_there_is() -> (
+    None
+):
+    world = World(parts=HYBRID)
+    owner = world.owner("a")
+    following = begin(world, 10, wait_s=4.0, source="a")
+    owner.put(range(6))
+    world.tell(owner, range(6))
+    await world.until_here(6)
+    await asyncio.sleep(2.0)
+    assert world.books.here(1) == []
+    assert await following == 6
+    assert world.books.here(1) == [4, 5]
+
+
+@scenario
+async def test_parts_that_ranks_commit_at_different_times() -> None:
+    world = World(parts=(PartSpec(NBYTES), PartSpec(NBYTES)))
+    owner = world.owner("a")
+    following = begin(world, 4, source="a")
+    owner.put(range(4), [1])
+    await asyncio.sleep(0.2)
+    assert (world.books.here(0), world.books.here(1)) == ([], [0, 1, 2, 3])
+    owner.put(range(4), [0])
+    assert await following == 4
+
+
+@scenario
+async def test_what_came_stays_until_the_last_has() -> None:
+    """Other blocks take up all the memory meanwhile."""
+    world = World(rows=40)
+    owner = world.owner("a")
+    following = begin(world, 12, source="a")
+    for at in range(0, 9, 3):
+        owner.put(range(at, at + 3))
+        await world.until_here(at + 3)
+        await asyncio.sleep(RTT_S)
+        for n in range(1000 + at * 100, 1000 + at * 100 + 60):
+            world.books.put([n])
+        assert world.books.here()[: at + 3] == list(range(at + 3))
+    owner.put(range(9, 12))
+    assert await following == 12
+
+
+@scenario
+async def test_a_prompt_that_is_too_much_to_be_held_holds_nothing() -> None:
+    world = World(rows=40)
+    owner = world.owner("a")
+    following = begin(world, 30, wait_s=1.0, source="a")
+    owner.put(range(10))
+    await world.until_here(10)
+    assert world.leases == 0
+    assert await following == 10
+    assert world.follows.stats()["not_held"] == 1
+
+
+@scenario
+async def test_cancelled_it_leaves_nothing_behind() -> None:
+    world = World()
+    owner = world.owner("a")
+    owner.put([0])
+    task = asyncio.get_running_loop().create_task(world.follow(5, source="a"))
+    await world.until_here(1)
+    await asyncio.sleep(0.2)
+    assert (owner.waiting, len(owner.node.commit_waiters), world.leases) == (1, 1, 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await world.follows.close()
+    assert (owner.waiting, len(owner.node.commit_waiters), world.leases) == (0, 0, 0)
+    assert len(world.books.node.commit_waiters) == 0
+
+
+@scenario
+async def test_an_epoch_that_ends_ends_it() -> None:
+    world = World()
+    world.owner("a")
+    following = begin(world, 5, source="a")
+    await asyncio.sleep(0.5)
+    began = world.clock()
+    world.books.node.namespaces.set_epoch(world.books.space, 1, 1)
+    assert await following == 0
+    assert world.clock() == began
+
+
+@scenario
+async def test_so_many_at_a_time_and_what_is_no_time() -> None:
+    world = World()
+    loop = asyncio.get_running_loop()
+    most = follows.FOLLOWS_PER_TENANT_MAX  # all are of one
+    tasks = [loop.create_task(world.follow(2, wait_s=1.0)) for _ in range(most)]
+    await asyncio.sleep(0.1)
+    with pytest.raises(LimitExceeded, match=f"{most} of them"):
+        await world.follow(2)
+    assert await asyncio.gather(*tasks) == [0] * most
+    assert await world.follow(2, wait_s=0.1) == 0
+    for wait_s in (0.0, -1.0, float("nan")):
+        with pytest.raises(InvalidRequest):
+            await world.follow(2, wait_s=wait_s)
+
+
+@scenario
+async def test_questions_that_wait_are_so_many_for_each_peer() -> None:
+    world = World()
+    owner = world.owner("a", waiters_per_peer_max=100)
+    tasks = [begin_one(world, first) for first in range(0, 400, 10)]
+    await asyncio.sleep(0.5)
+    assert len(owner.node.commit_waiters) == follows.QUESTIONS_PER_PEER_MAX
+    owner.put(range(0, 400, 10))
+    assert await asyncio.gather(*tasks) == [1] * 40
+
+
+def begin_one(world: World, number: int) -> asyncio.Task[int]:
+    work = world.follows.follow(world.books.space, [], split_keys(packed([number])), 5.0, "a")
+    return asyncio.get_running_loop().create_task(work)
+
+
+# ---- the owner's half
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is too little to be told, or pulled."""
+    monkeypatch.setattr(lending, "WRITTEN_BYTES", 1)
+    monkeypatch.setattr(ahead, "PULL_BYTES", 1)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_written_comes_before_its_commit_and_is_found_after_it() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        following = begin(world, 8, source="a")
+        ticket = owner.begin(range(8))
+        for nbytes in (256, 512, 768):
+            owner.write(ticket, nbytes)
+            await asyncio.sleep(0.1)
+            assert world.books.here() == []
+            assert world.follows.stats()["early_bytes"] == 8 * nbytes
+        owner.commit(ticket)
+        assert await following == 8
+        everything = list(range(8))
+        assert owner.spans == [
+            (0, 256, everything),
+            (256, 512, everything),
+            (512, 768, everything),
+            (768, 0, everything),
+        ]
+        assert world.books.here() == everything
+        stats = world.follows.stats()
+        assert (stats["early_pulls"], stats["early_wrong"]) == (3, 0)
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_words_that_come_faster_than_transfers_become_few_of_them() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        owner.pull_s = 0.05
+        following = begin(world, 8, source="a")
+        ticket = owner.begin(range(8))
+        for nbytes in range(8, 1025, 8):
+            owner.write(ticket, nbytes)
+            await asyncio.sleep(0.002)
+        owner.commit(ticket)
+        assert await following == 8
+        assert len(owner.spans) <= 8
+        assert [start for start, _, _ in owner.spans] == sorted(start for start, *_ in owner.spans)
+        assert len(owner.asked) <= 128 * 0.002 / peer_wire.WRITTEN_EVERY_S + 8
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("resumes", ["here", "there"])
+def test_a_writer_that_gives_up_and_another_one_that_goes_on(resumes: str) -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        other = owner if resumes == "here" else world.owner("b")
+        following = begin(world, 6, source="a")
+        ticket = owner.begin(range(6))
+        owner.write(ticket, 500)
+        await asyncio.sleep(0.1)
+        assert world.books.space.tables[0].reserved == 6
+        owner.node.puts.abort(owner.holder, ticket)
+        await asyncio.sleep(0.1)
+        ticket = other.begin(range(6))
+        other.write(ticket, 300)
+        await asyncio.sleep(0.3)
+        other.commit(ticket)
+        if resumes == "there":
+            world.tell(other, range(6))
+        assert await following == 6
+        if resumes == "here":
+            assert (0, 300, list(range(6))) in owner.spans, "what came of the first one is no use"
+        assert owner.bytes_held == 6 * NBYTES * (resumes == "here")
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_bytes_that_are_not_those_that_were_committed_are_pulled_again() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        owner.lies = True
+        following = begin(world, 4, source="a")
+        ticket = owner.begin(range(4))
+        owner.write(ticket, 1000)
+        await asyncio.sleep(0.1)
+        owner.commit(ticket)
+        committed = world.clock()
+        assert await following == 4
+        assert world.clock() - committed < 0.1
+        assert [span[:2] for span in owner.spans] == [(0, 1000), (1000, 0), (0, 0)]
+        assert world.follows.stats()["early_wrong"] == 4
+        peers = world.peers.stats(world.clock())
+        assert [peer["failed"] for peer in peers] == [0], "the owner is not to blame"
+
+    run_it()
+
+
+def came_early(
+    world: World, owner: Owner, numbers: Sequence[int], nbytes: int
+) -> tuple[int, ahead.Batch]:
+    """A reservation at an owner, and slots here for what is written of it. To be dropped."""
+    ticket = owner.begin(numbers)
+    owner.write(ticket, nbytes)
+    batch = world.fetcher.early_pull.told(
+        world.books.space.tables[0],
+        owner.name.encode() * 8,
+        owner.holder.reservations[ticket].number,
+        list(map(key, numbers)),
+        nbytes,
+    )
+    assert batch is not None
+    return ticket, batch
+
+
+async def acquired(world: World, numbers: Sequence[int]) -> int:
+    """What an engine here that follows nothing gets of a prompt."""
+    node, space, keys = world.books.node, world.books.space, packed(numbers)
+    await world.fetcher.pull(
+        space, [], split_keys(keys), node.leases.match(space, [], split_keys(keys)), 5.0
+    )
+    return node.leases.match(space, [], split_keys(keys))
+
+
+@pytest.mark.usefixtures("small")
+def test_bytes_that_were_wrong_cost_an_acquire_no_blocks() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        owner.lies = True
+        ticket, batch = came_early(world, owner, range(4), 1000)
+        await asyncio.sleep(0.1)
+        owner.put([4])
+        owner.commit(ticket)
+        world.tell(owner, range(5))
+        assert await acquired(world, range(5)) == 5
+        assert sorted(owner.spans) == [
+            (0, 0, [0, 1, 2, 3]),
+            (0, 0, [4]),
+            (0, 1000, [0, 1, 2, 3]),
+            (1000, 0, [0, 1, 2, 3]),
+        ]
+        assert world.fetcher.early_pull.counters["early_wrong"] == 4
+        assert world.fetcher.transfers.counters["mismatches"] == 0
+        assert batch.over
+        assert world.books.bytes_held == 5 * NBYTES
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_of_much_that_is_written_some_comes_at_a_time_and_others_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "EARLY_BYTES", 4 * 300 + 3)
+    monkeypatch.setattr(ahead, "PULLS_MAX", 1)
+
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        batches = [came_early(world, owner, range(at, at + 4), 700)[1] for at in (0, 4)]
+        await asyncio.sleep(0.1)
+        assert [span[:2] for span in owner.spans] == [
+            (start, stop) for start, stop in ((0, 300), (300, 600), (600, 700)) for _ in batches
+        ]
+        assert [span[2][0] for span in owner.spans] == [0, 4] * 3
+        for batch in batches:
+            world.fetcher.early_pull.drop(batch)
+        assert world.books.bytes_held == 0
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_slots_for_what_a_writer_has_given_up_come_back() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        following = begin(world, 6, source="a")
+        given_up, goes_on = owner.begin(range(3)), owner.begin(range(3, 6))
+        for ticket in (given_up, goes_on):
+            owner.write(ticket, 500)
+        await asyncio.sleep(0.1)
+        assert world.books.bytes_held == 6 * NBYTES
+        owner.node.puts.abort(owner.holder, given_up)
+        owner.write(goes_on, 600)
+        await asyncio.sleep(0.1)
+        assert world.books.bytes_held == 3 * NBYTES
+        owner.put(range(3))
+        owner.commit(goes_on)
+        assert await following == 6
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("lives", [True, False])
+def test_another_owner_takes_over_from_one_that_has_gone(*, lives: bool) -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner, other = world.owner("a"), world.owner("b")
+        _, first = came_early(world, owner, range(4), 500)
+        await asyncio.sleep(0.1)
+        if not lives:
+            del world.living[b"a" * 8]
+        ticket = other.begin(range(4))
+        other.write(ticket, 300)
+        table, keys = world.books.space.tables[0], list(map(key, range(4)))
+        second = world.fetcher.early_pull.told(table, b"b" * 8, 1, keys, 300)
+        await asyncio.sleep(0.1)
+        assert first.over != lives
+        assert (second is None) == lives
+        assert world.books.bytes_held == 4 * NBYTES
+        assert other.spans == ([] if lives else [(0, 300, [0, 1, 2, 3])])
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("whose", ["a", "b"])
+def test_a_pull_from_who_has_not_committed_is_not_waited_for(whose: str) -> None:
+    """Nor is an owner called slow that was not asked yet."""
+
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner, other = world.owner("a"), world.owner("b")
+        committed = owner if whose == "a" else other
+        ticket, _ = came_early(world, owner, range(4), 500)
+        await asyncio.sleep(0.1)
+        owner.pull_s = 0.2  # sooner than it would be given up
+        owner.write(ticket, 600)
+        world.fetcher.early_pull.told(
+            world.books.space.tables[0], b"a" * 8, 1, list(map(key, range(4))), 600
+        )
+        await asyncio.sleep(0.001)
+        owner.pull_s = RTT_S
+        if committed is owner:
+            owner.commit(ticket)
+        else:
+            other.put(range(4))
+        world.tell(committed, range(4))
+        began = world.clock()
+        assert await acquired(world, range(4)) == 4
+        took = world.clock() - began
+        assert took > 0.19 if committed is owner else took < 0.01
+        assert committed.spans[-1][:2] == (500, 0)
+        peer = world.peers.get(whose.encode() * 8)
+        assert peer is not None
+        assert peer.slow == 0
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_an_offer_leaves_what_has_come_to_who_waits_for_it() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        ticket, batch = came_early(world, owner, range(4), 500)
+        await asyncio.sleep(0.1)
+        owner.commit(ticket)
+        owner.pull_s = 1.0
+        books, keys = world.books, list(map(key, range(4)))
+        offer = world.fetcher.take(
+            books.space, books.space.tables, keys, b"a" * 8, SECONDARY, wait_s=5.0
+        )
+        offered = asyncio.get_running_loop().create_task(offer)
+        await asyncio.sleep(0.5)
+        assert not batch.taken
+        owner.pull_s = RTT_S
+        world.tell(owner, range(4))
+        assert await acquired(world, range(4)) == 4
+        assert owner.spans[-1][:2] == (500, 0)
+        assert not offered.done()
+        await offered
+
+    run_it()
+
+
+def test_slots_that_nothing_has_come_into_do_not_split_a_transfer() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        ticket, batch = came_early(world, owner, range(2, 4), 500)  # too little to be pulled
+        owner.put([0, 1, 4, 5])
+        owner.commit(ticket)
+        world.tell(owner, range(6))
+        assert await acquired(world, range(6)) == 6
+        assert owner.spans == [(0, 0, list(range(6)))]
+        assert batch.over
+        assert world.books.bytes_held == 6 * NBYTES
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("how", ["cancelled", "late", "reset"])
+def test_a_follow_that_ends_before_the_commit_leaves_no_slots(how: str) -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        following = begin(world, 6, wait_s=1.0, source="a")
+        ticket = owner.begin(range(6))
+        owner.write(ticket, 500)
+        await asyncio.sleep(0.5)
+        assert world.books.space.tables[0].reserved == 6
+        owner.pull_s = 0.6
+        owner.write(ticket, 600)
+        await asyncio.sleep(0.1)
+        if how == "cancelled":
+            following.cancel()
+        elif how == "reset":
+            world.books.node.namespaces.set_epoch(world.books.space, 1, 1)
+        await asyncio.wait([following])
+        await asyncio.sleep(1.0)
+        assert world.books.bytes_held == 0
+        assert world.books.space.tables[0].reserved == 0
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_two_follows_of_a_prompt_bring_it_once() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        both = [asyncio.create_task(world.follow(6, source="a")) for _ in range(2)]
+        ticket = owner.begin(range(6))
+        for nbytes in (400, 800):
+            owner.write(ticket, nbytes)
+            await asyncio.sleep(0.1)
+        owner.commit(ticket)
+        assert await asyncio.gather(*both) == [6, 6]
+        assert [span[:2] for span in owner.spans] == [(0, 400), (400, 800), (800, 0)]
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_parts_and_chunks_come_each_when_it_is_written() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World(parts=(PartSpec(NBYTES), PartSpec(NBYTES)))
+        owner = world.owner("a")
+        following = begin(world, 6, source="a")
+        for chunk in (range(3), range(3, 6)):
+            tickets = [owner.begin(chunk, part) for part in (0, 1)]
+            for ticket in tickets:
+                owner.write(ticket, 900)
+            await asyncio.sleep(0.1)
+            for ticket in tickets:
+                owner.commit(ticket)
+                await asyncio.sleep(0.1)
+        assert await following == 6
+        assert world.follows.stats()["early_bytes"] == 2 * 6 * 900
+        assert sorted(span[:2] for span in owner.spans) == [(0, 900)] * 4 + [(900, 0)] * 4
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_beginning_that_does_not_come_does_not_hold_up_the_rest() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        following = begin(world, 4, source="a")
+        ticket = owner.begin(range(4))
+        owner.write(ticket, 400)
+        await asyncio.sleep(0.1)
+        owner.pull_s = 100.0
+        owner.write(ticket, 800)
+        await asyncio.sleep(0.1)
+        owner.pull_s = RTT_S
+        owner.commit(ticket)
+        committed = world.clock()
+        assert await following == 4
+        assert world.clock() - committed < ahead.REST_S + 0.1
+        assert owner.spans[-1][:2] == (400, 0)
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_committed_before_the_rest_of_its_chunk_is_not_written_again() -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        following = begin(world, 6, source="a")
+        ticket = owner.begin(range(6))
+        owner.write(ticket, 400)
+        await asyncio.sleep(0.1)
+        owner.node.puts.commit(owner.holder, ticket, bytes(32), [0, 1])
+        owner.node.settle()
+        await asyncio.sleep(0.1)
+        assert world.books.here() == [0, 1]
+        owner.write(ticket, 800)
+        await asyncio.sleep(0.1)
+        owner.node.puts.commit(owner.holder, ticket, bytes(64))
+        assert await following == 6
+        assert owner.spans == [
+            (0, 400, list(range(6))),
+            (400, 0, [0, 1]),
+            (400, 0, [2, 3, 4, 5]),
+        ]
+
+    run_it()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_beginning_that_was_not_there_any_more_is_none() -> None:
+    """It was committed meanwhile: that is no slot that is being written."""
+
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        owner.pull_s = 0.05
+        following = begin(world, 4, source="a")
+        ticket = owner.begin(range(4))
+        owner.write(ticket, 400)
+        await asyncio.sleep(0.03)
+        assert world.follows.stats()["early_pulls"] == 1
+        owner.commit(ticket)
+        assert await following == 4
+        assert [span[:2] for span in owner.spans] == [(0, 400), (0, 0)]
+        assert world.follows.stats()["early_bytes"] == 0
+
+    run_it()
+
+
+def heard(**of: int) -> bytes:
+    return b"".join(peer_wire.HEARD.pack(int(name[1:]), nbytes) for name, nbytes in of.items())
+
+
+@scenario
+async def test_what_is_written_is_told_to_who_wants_to_hear_it_and_not_too_often() -> None:
+    world = World()
+    owner = world.owner("a")
+    ticket = owner.begin(range(400))
+    plain = question(range(400))
+    eager = msgspec.structs.replace(plain, heard=b"")
+    began = world.clock()
+    answers = [ask(owner, one) for one in (plain, eager)]
+    await asyncio.sleep(0.001)
+    owner.write(ticket, 1000)
+    answer = await answers[1]
+    assert world.clock() - began == pytest.approx(peer_wire.WRITTEN_EVERY_S)
+    assert answer.data == bytes(400) + peer_wire.BEING_WRITTEN.pack(1, 0, 0, 400, 1000)
+    assert not answers[0].done()
+    # Of what it has heard it hears again when there is enough more, or none of it any more.
+    again = ask(owner, msgspec.structs.replace(eager, heard=heard(_1=1000 - 24)))
+    await asyncio.sleep(0.5)
+    assert not again.done(), "too little to be worth a transfer"
+    owner.node.puts.abort(owner.holder, ticket)
+    ticket = owner.begin(range(400))
+    owner.write(ticket, 1000)
+    assert (await again).data[400:] == peer_wire.BEING_WRITTEN.pack(2, 0, 0, 400, 1000)
+    last = ask(owner, msgspec.structs.replace(eager, heard=heard(_2=1000)))
+    began = world.clock()
+    await asyncio.sleep(0.001)
+    owner.commit(ticket)
+    for one in (last, answers[0]):
+        assert (await one).data == b"\1" * 400
+    assert world.clock() - began == pytest.approx(0.001), "a commit waits for nothing"
+
+
+@scenario
+async def test_what_was_heard_and_is_no_answer() -> None:
+    world = World()
+    owner = world.owner("a")
+    for packed_wrong in (b"x", peer_wire.HEARD.pack(1, 1) * (peer_wire.WRITINGS_MAX + 1)):
+        with pytest.raises(InvalidRequest):
+            await ask(owner, msgspec.structs.replace(question([1]), heard=packed_wrong))
+
+
+@pytest.mark.parametrize("kind", ["always more", "always another"])
+def test_an_owner_that_tells_of_more_and_more_at_once_is_asked_now_and_then(kind: str) -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+        told = itertools.count(1)
+
+        async def answer(asked: peer_wire.Await) -> frame.Bytes:
+            n = next(told)
+            number, nbytes = (1, min(n, NBYTES)) if kind == "always more" else (n, 100)
+            run = peer_wire.BEING_WRITTEN.pack(number, 0, 0, 4, nbytes)
+            return frame.Bytes(bytes(len(asked.known)) + run)
+
+        owner.answer = answer
+        assert await begin(world, 4, wait_s=5.0, source="a") == 0
+        assert len(owner.asked) < 60
+
+    run_it()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        b"x",
+        peer_wire.BEING_WRITTEN.pack(1, 7, 0, 4, 100),
+        peer_wire.BEING_WRITTEN.pack(1, 0, 1, 4, 100),
+        peer_wire.BEING_WRITTEN.pack(1, 0, 9, 1, 100),
+        peer_wire.BEING_WRITTEN.pack(1, 0, 0, 0, 100),
+        peer_wire.BEING_WRITTEN.pack(1, 0, 0, 4, 0),
+        peer_wire.BEING_WRITTEN.pack(1, 0, 0, 4, NBYTES + 1),
+        peer_wire.BEING_WRITTEN.pack(1, 0, 0, 4, 100) * (peer_wire.WRITINGS_MAX + 1),
+    ],
+)
+def test_an_answer_of_what_cannot_be_is_none(run: bytes) -> None:
+    @scenario
+    async def run_it() -> None:
+        world = World()
+        owner = world.owner("a")
+
+        async def answer(asked: peer_wire.Await) -> frame.Bytes:
+            return frame.Bytes(bytes(len(asked.known)) + run)
+
+        owner.answer = answer
+        assert await begin(world, 4, wait_s=1.0, source="a") == 0
+        stats = world.follows.stats()
+        assert stats["questions_failed"] == stats["questions"] > 0
+        assert stats["early_pulls"] == 0
+
+    run_it()
+
+
+def question(numbers: Sequence[int], known: bytes = b"", wait_s: float = 2.0) -> peer_wire.Await:
+    digest = ObjectUsage(4, FULL).space.digest
+    return peer_wire.Await(
+        "peer", "red", digest, packed(numbers), known or bytes(len(numbers)), wait_s
+    )
+
+
+def ask(owner: Owner, wanted: peer_wire.Await) -> asyncio.Task[frame.Bytes]:
+    return asyncio.get_running_loop().create_task(owner.lender.answer_later(wanted))
+
+
+@scenario
+async def test_news_is_told_at_once_and_what_is_known_is_no_news() -> None:
+    world = World()
+    owner, now = world.owner("a"), world.clock()
+    owner.put([2])
+    assert (await ask(owner, question([1, 2, 3]))).data == b"\0\1\0"
+    assert world.clock() == now
+    answer = ask(owner, question([1, 2, 3], b"\0\1\0"))
+    await asyncio.sleep(0.5)
+    owner.put([9])
+    await asyncio.sleep(0.1)
+    assert not answer.done(), "nobody asked for that"
+    owner.put([3, 1])
+    assert (await answer).data == b"\1\1\1", "all of a batch in one answer"
+    assert (await ask(owner, question([1], b"\1", wait_s=1.5))).data == b"\1"
+    assert world.clock() == pytest.approx(now + 0.6 + 1.5)
+
+
+@scenario
+async def test_a_namespace_that_is_opened_while_a_peer_waits() -> None:
+    world = World()
+    owner = world.owner("a")
+    other = b"o" * 16
+    wanted = peer_wire.Await("peer", "red", other, packed([1]), b"\0", 2.0)
+    answer = ask(owner, wanted)
+    await asyncio.sleep(0.1)
+    owner.space = owner.node.namespaces.open(owner.tenant, other, b"{}", FULL)
+    assert owner.space.directory_digest == directory_digest("red", other)
+    owner.put([1])
+    assert (await answer).data == b"\1"
+
+
+@scenario
+async def test_where_nothing_new_can_come_nobody_waits() -> None:
+    world = World()
+    owner, now = world.owner("a"), world.clock()
+    waiting = ask(owner, question([1, 2]))
+    await asyncio.sleep(0.1)
+    owner.serves = False
+    owner.node.commit_waiters.end_peers()
+    assert (await waiting).data == b"\0\0"
+    assert (await ask(owner, question([1, 2]))).data == b"\0\0"
+    owner.serves = True
+    waiting = ask(owner, question([1, 2]))
+    await asyncio.sleep(0.1)
+    owner.node.namespaces.set_epoch(owner.space, 1, 1)
+    assert (await waiting).data == b"\0\0"
+    assert (await ask(owner, question([1, 2]))).data == b"\0\0"
+    assert world.clock() == pytest.approx(now + 0.2)
+
+
+@scenario
+async def test_limits_and_what_is_no_question() -> None:
+    world = World()
+    owner = world.owner("a", waiters_max=3, waiters_per_peer_max=2)
+    two = [ask(owner, question([1])) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    with pytest.raises(LimitExceeded, match="node peer"):
+        await ask(owner, question([1]))
+    assert (await ask(owner, question([1], wait_s=0.0))).data == b"\0", "does not wait"
+    for one in two:
+        one.cancel()
+    await asyncio.gather(*two, return_exceptions=True)
+    assert len(owner.node.commit_waiters) == 0
+    began = world.clock()
+    for wait_s in (-1.0, float("nan")):
+        assert (await ask(owner, question([1], wait_s=wait_s))).data == b"\0"
+    assert world.clock() == began
+    await ask(owner, question([1], wait_s=1e9))
+    assert world.clock() - began == pytest.approx(AWAIT_S_MAX)
+    for wrong in (question([]), question([1], b"\0" * 1000), question(range(2000))):
+        with pytest.raises(KvpoolError):
+            await ask(owner, wrong)
+
+
+@scenario
+async def test_a_node_that_is_no_member_any_more_answers_nothing() -> None:
+    world = World()
+    owner = world.owner("a")
+    member = True
+    nothing: Any = SimpleNamespace()
+    lender = PeerService(owner.node, nothing, world.clock, may_serve=lambda: member)
+    waiting = asyncio.get_running_loop().create_task(lender.answer_later(question([1])))
+    await asyncio.sleep(0.1)
+    member = False
+    owner.put([1])
+    with pytest.raises(Unavailable):
+        await waiting
+    with pytest.raises(Unavailable):
+        await lender.answer_later(question([1]))

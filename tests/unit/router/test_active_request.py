@@ -1,0 +1,215 @@
+"""One request alone: what it leaves in memory, and orders that come too late."""
+
+import asyncio
+import gc
+import random
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvpool.errors import KvpoolError
+from kvpool.router.active_request import ActiveRequest, DeadlinePassed, GivenUp
+from kvpool.router.bodies import Kind, parse
+from kvpool.router.calls import Caller, Limits
+from kvpool.router.engines import EngineSpec
+from kvpool.router.explain import Account
+from kvpool.router.metrics import Metrics
+from kvpool.router.tracing import trace_of
+from kvpool.router.upstream import EngineFailed, EngineRefused
+from kvpool.scheduler.values import (
+    DecodeEstimate,
+    DecodeOrder,
+    Engine,
+    Estimate,
+    Order,
+    Request,
+    Role,
+)
+from tests.support.scripted_engines import MODEL, Client, Recorder, ScriptedAnswer, answer_to
+
+RAW = b'{"model":"tiny","prompt":"a question"}'
+BODY = parse(Kind.COMPLETIONS, RAW, [MODEL])
+RIGHT = answer_to(BODY.value)
+REQUEST = Request(1, (), 1, 1, 0.0)
+
+
+def engine(name: str) -> Engine:
+    return Engine(name, f"node-{name}", Role.BOTH, MODEL, name, (), 100)
+
+
+def order(name: str, *, whole: bool) -> Order:
+    estimate = Estimate(engine(name), 0, 0, 0, None, 0.0, 0.0, 0.001, 0.0)
+    return Order(REQUEST, estimate, 1, True, engine("d"), whole)
+
+
+class Orders:
+    """Nothing is tried again. late: orders that are on their way when the request is taken back."""
+
+    def __init__(self) -> None:
+        self.late: list[Order | DecodeOrder] = []
+        self.active: weakref.ref[ActiveRequest] | None = None
+
+    def computed(self, order: Order) -> None: ...
+
+    def failed(self, order: Order) -> bool:
+        return False
+
+    def decode_failed(self, request: Request) -> bool:
+        return False
+
+    def abandoned(self, request: Request) -> None:
+        active = None if self.active is None else self.active()
+        assert active is not None
+        for each in self.late:
+            active.tell(each)
+
+
+class Roster:
+    """All engines are there."""
+
+    def spec(self, name: str) -> EngineSpec:
+        return EngineSpec(url=f"http://{name}", name=name, model=MODEL)
+
+    def engine(self, name: str) -> Engine:
+        return engine(name)
+
+    def succeeded(self, name: str) -> None: ...
+
+    def failed(self, error: EngineFailed) -> None: ...
+
+
+class Upstream:
+    """Answers right, but for engines that do otherwise: fail, refuse, hang."""
+
+    def __init__(self, **otherwise: str) -> None:
+        self.otherwise = otherwise
+        self.asked: list[str] = []
+        self.called = asyncio.Event()
+
+    @asynccontextmanager
+    async def post(
+        self, spec: EngineSpec, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[ScriptedAnswer]:
+        self.asked.append(spec.name)
+        self.called.set()
+        await asyncio.sleep(0)
+        how = self.otherwise.get(spec.name)
+        if how == "fail":
+            raise EngineFailed(spec.name, "connect", "no connection")
+        if how == "refuse":
+            raise EngineRefused(spec.name, 400, b"{}", "application/json")
+        if how == "hang":
+            await asyncio.Event().wait()
+        yield ScriptedAnswer(spec.name, RIGHT, streams=False, fault="")
+
+
+def active_of(orders: Orders, upstream: Upstream, within_s: float = 20.0) -> ActiveRequest:
+    loop = asyncio.get_running_loop()
+    caller = Caller(
+        BODY,
+        None,
+        upstream=upstream,
+        limits=Limits(0.01, 30.0, 30.0, 30.0, 1 << 20),
+        trace=trace_of("", "", random.Random(0).randbytes),
+        headers={},
+        random=random.Random(0).randbytes,
+        deadline=loop.time() + within_s,
+        answer_tokens=0,
+    )
+    active = ActiveRequest(
+        REQUEST,
+        BODY,
+        caller=caller,
+        orders=orders,
+        roster=Roster(),
+        observer=Recorder(),
+        metrics=Metrics(),
+        account=Account("me", MODEL, "", 0.0),
+        clock=loop.time,
+    )
+    orders.active = weakref.ref(active)
+    return active
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize(
+    ("how", "whole", "within_s", "ends"),
+    [
+        ("", True, 20.0, None),
+        ("fail", True, 20.0, GivenUp),
+        ("fail", False, 20.0, GivenUp),
+        ("refuse", True, 20.0, EngineRefused),
+        ("refuse", False, 20.0, None),
+        ("hang", True, 20.0, GivenUp),
+        ("hang", True, 0.001, DeadlinePassed),
+        ("hang", False, 0.001, DeadlinePassed),
+    ],
+)
+def test_however_it_ends_nothing_of_it_waits_for_the_collector(
+    how: str, whole: bool, within_s: float, ends: type[KvpoolError] | None
+) -> None:
+    async def serve() -> Callable[[], object]:
+        active = active_of(Orders(), Upstream(a=how), within_s)
+        active.tell(order("a", whole=whole))
+        if ends is None:
+            await active.run(Client())
+        else:
+            with pytest.raises(ends) as caught:
+                await active.run(Client())
+            del caught
+        return weakref.ref(active)
+
+    async def main() -> None:
+        left = await serve()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert left() is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_nor_does_one_whose_client_leaves() -> None:
+    async def main() -> None:
+        upstream = Upstream(a="hang")
+        active = active_of(Orders(), upstream)
+        left = weakref.ref(active)
+        active.tell(order("a", whole=False))
+        task = asyncio.create_task(active.run(Client()))
+        del active
+        await upstream.called.wait()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del task
+        await asyncio.sleep(0)
+        assert left() is None
+
+    asyncio.run(main())
+
+
+def test_an_order_that_comes_after_the_request_was_taken_back_is_not_followed() -> None:
+    """Its prompt was refused, and who is to decode says why: one answer, not two."""
+
+    async def main() -> None:
+        orders, upstream = Orders(), Upstream(p="refuse")
+        estimate = DecodeEstimate(engine("e"), 0.001, 0, 0.0, True, 0.0)
+        orders.late = [order("e", whole=True), DecodeOrder(REQUEST, engine("e"), estimate)]
+        active = active_of(orders, upstream)
+        active.tell(order("p", whole=False))
+        client = Client()
+        await active.run(client)
+        assert client.data == RIGHT
+        assert upstream.asked == ["p", "d"]
+
+    asyncio.run(main())

@@ -1,0 +1,127 @@
+"""What orders and answers teach, beside an engine whose speed is known."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from kvpool.router.engines import spec_of
+from kvpool.router.hashing import HashSpec
+from kvpool.router.observations import Observing, assumed
+from kvpool.scheduler.cluster import Cluster, Traffic
+from kvpool.scheduler.values import Engine, Estimate, Role
+
+SPEC = spec_of(
+    "http://h:1",
+    announced=None,
+    table={"block_tokens": 16, "step_tokens": 1000, "block_bytes": 4096},
+)
+A, B, C = 0.02, 5e-5, 1e-8  # seconds a step, a token, a token attended to
+
+
+def computing_s(cached, end):
+    tokens = end - cached
+    return A * -(-tokens // 1000) + B * tokens + C * tokens * (cached + end) / 2
+
+
+class World:
+    def __init__(self):
+        self.now = 0.0
+        self.kind = assumed(SPEC)
+        self.engine = Engine("e", "n", Role.BOTH, "k", "gpu:e", ("dram:n",), 1 << 20)
+        self.observing = Observing(Cluster({"k": self.kind}, {}, Traffic()), lambda: self.now)
+
+    def order(
+        self, cached, end, sent_at, *, known=True, load_s=0.0, loaded=0, pulled=0, stream=None
+    ):
+        estimate = Estimate(self.engine, cached // 16, loaded, pulled, None, load_s, 0.0, 0.0, 0.0)
+        call = SimpleNamespace(
+            sent_at=sent_at, cached_tokens=cached if known else None, answers=stream is not None
+        )
+        order = SimpleNamespace(estimate=estimate, end=end)
+        self.observing.computed(order, call, streams=bool(stream))
+
+
+def test_sizes_are_those_that_the_engine_tells():
+    kind = assumed(SPEC)
+    assert SPEC.hashing == HashSpec(16, "sha256_cbor", SPEC.hashing.none_hash)
+    assert (kind.block_tokens, kind.block_bytes, kind.step_tokens) == (16, 4096, 1000)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_prompts_teach_how_fast_an_engine_is(known):
+    """They queue in the engine: each one's own time begins when the one before it is done."""
+    world, rng = World(), random.Random(1)
+    for _ in range(400):
+        burst, sent_at = rng.randrange(1, 4), world.now
+        for _ in range(burst):
+            cached = 16 * rng.randrange(0, 200)
+            end = cached + rng.randrange(1, 6000)
+            world.now += computing_s(cached, end)
+            world.order(cached, end, sent_at, known=known)
+        world.now += rng.random()
+    for cached, end in ((0, 500), (0, 6000), (2000, 8000)):
+        assert world.kind.prefill.prefill_s(cached, end, 1000) == pytest.approx(
+            computing_s(cached, end), rel=0.1
+        )
+    assert world.kind.prefill.error.mean < 0.1
+
+
+def test_what_is_loaded_teaches_how_fast_that_is():
+    world = World()
+    for _ in range(100):
+        expected = world.kind.loads["peer"].seconds(1000 * 4096)
+        sent_at = world.now
+        world.now += 0.5 + world.kind.prefill.prefill_s(16000, 16010, 1000)
+        world.order(16000, 16010, sent_at, load_s=max(expected, 0.2), loaded=1000, pulled=1000)
+    assert world.kind.loads["peer"].seconds(1000 * 4096) == pytest.approx(0.5, rel=0.05)
+    assert world.kind.prefill.error.count == 0
+    assert world.observing.stats()["k"]["load_peer"]["count"] == 100
+
+
+def test_what_teaches_nothing():
+    world = World()
+    world.now = 1.0
+    world.order(100, 100, 0.0)  # nothing was computed
+    world.order(0, 1000, 0.5, stream=False)  # its end says nothing of its prompt's
+    world.order(0, 1000, 0.5, load_s=0.05, loaded=10)  # neither one nor the other
+    assert all(error.count == 0 for error in world.observing.errors()["k"].values())
+    world.now = 2.0
+    world.order(0, 1000, 1.5, stream=True)
+    assert world.kind.prefill.error.count == 1
+
+
+def test_answers_teach_how_long_a_token_takes():
+    world, rng = World(), random.Random(2)
+    for _ in range(300):
+        world.engine.decodes = rng.randrange(1, 64)
+        world.engine.context_tokens = world.engine.decodes * rng.randrange(100, 4000)
+        began = world.now
+        world.now += 99 * (A + 1e-4 * world.engine.decodes + 2e-8 * world.engine.context_tokens)
+        call = SimpleNamespace(usage={"completion_tokens": 100}, events=100, began_at=began)
+        world.observing.answered(call, world.engine)
+    assert world.kind.decode.step_s(32, 64000) == pytest.approx(A + 32e-4 + 64e3 * 2e-8, rel=0.1)
+
+
+@pytest.mark.parametrize("said", [True, "100", 0, -3, 1.5, None, [9]])
+def test_usage_that_is_no_number_of_tokens(said):
+    """What was seen counts instead."""
+    learnt = []
+    for usage in ({"completion_tokens": said}, {}):
+        world = World()
+        world.engine.decodes, world.engine.context_tokens, world.now = 1, 100, 10.0
+        for _ in range(50):
+            call = SimpleNamespace(usage=usage, events=50, began_at=0.0)
+            world.observing.answered(call, world.engine)
+        learnt.append(world.kind.decode.step_s(1, 100))
+    assert learnt[0] == learnt[1]
+
+
+def test_short_answers_and_engines_that_left_teach_nothing():
+    world = World()
+    world.now = 1.0
+    call = SimpleNamespace(usage={}, events=2, began_at=0.5)
+    world.engine.decodes = 1
+    world.observing.answered(call, world.engine)
+    world.observing.answered(SimpleNamespace(usage={}, events=50, began_at=0.5), None)
+    assert world.kind.decode.error.count == 0

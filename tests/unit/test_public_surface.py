@@ -1,0 +1,148 @@
+"""What others may import, name by name: a change here is one that users see."""
+
+import importlib
+import inspect
+
+import pytest
+
+PUBLIC = {
+    "kvpool": {"__version__"},
+    "kvpool.client": {"Client", "Lease", "OperatorClient", "Reservation", "Slots"},
+    "kvpool.errors": {
+        "AlreadyRunning",
+        "ClusterUnavailable",
+        "ConfigError",
+        "Declined",
+        "InvalidRequest",
+        "KvpoolError",
+        "LeaseLost",
+        "LimitExceeded",
+        "NamespaceMismatch",
+        "NotAuthenticated",
+        "PoolFull",
+        "ProtocolError",
+        "SegmentError",
+        "StaleEpoch",
+        "Unavailable",
+        "UnknownReservation",
+        "from_code",
+    },
+    "kvpool.types": {
+        "CHECKSUM_BYTES",
+        "DEFAULT_TENANT",
+        "FORMAT_VERSION",
+        "KEY_BYTES",
+        "PARTS_MAX",
+        "PART_BYTES_MAX",
+        "RECORD_BYTES_MAX",
+        "BlockStatus",
+        "EngineRecord",
+        "Keys",
+        "Namespace",
+        "NamespaceRecord",
+        "PartKind",
+        "PartSpec",
+        "Recompute",
+        "pack_keys",
+        "plain_parts",
+        "split_keys",
+    },
+}
+METHODS = {
+    "Client": {
+        "abort",
+        "acquire",
+        "announce_engine",
+        "attach_device",
+        "available",
+        "close",
+        "commit",
+        "contains",
+        "engines",
+        "follow",
+        "follow_events",
+        "generation",
+        "get",
+        "get_into",
+        "incarnation",
+        "join",
+        "match",
+        "open",
+        "pin",
+        "prefixes",
+        "pull",
+        "put",
+        "release",
+        "remove",
+        "reserve",
+        "reset",
+        "socket_path",
+        "stats",
+        "warm",
+        "written",
+    },
+    "OperatorClient": {
+        "ask_node",
+        "clear",
+        "cluster",
+        "configure",
+        "drain",
+        "evict",
+        "locate",
+        "pin_blocks",
+        "scrub",
+    },
+    "Lease": {"check", "release", "valid"},
+    "Reservation": {"abort"},
+    "Slots": {"device_table", "fd", "offsets", "table", "view"},
+}
+"""Methods and properties of the client's classes; what a class inherits stands with the one that it is from."""
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names(module):
+    loaded = importlib.import_module(module)
+    assert set(loaded.__all__) == PUBLIC[module]
+    assert all(hasattr(loaded, name) for name in loaded.__all__)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_the_client(name):
+    from kvpool import client
+
+    kind = getattr(client, name)
+    found = {one for one, value in vars(kind).items() if is_member(one, value)}
+    assert found == METHODS[name]
+
+
+def test_nothing_public_is_without_a_description():
+    missing = []
+    for module, names in PUBLIC.items():
+        loaded = importlib.import_module(module)
+        assert loaded.__doc__, module
+        for name in names:
+            value = getattr(loaded, name)
+            if not (inspect.isclass(value) or inspect.isfunction(value)):
+                continue
+            if not own_docstring(value):
+                missing.append(f"{module}.{name}")
+            if inspect.isclass(value):
+                missing += [
+                    f"{module}.{name}.{one}"
+                    for one, member in vars(value).items()
+                    if is_member(one, member) and not own_docstring(member)
+                ]
+    assert not missing
+
+
+def is_member(name: str, value: object) -> bool:
+    """A public method or property; fields and slots are described with their class."""
+    kinds = (property, staticmethod, classmethod)
+    return not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, kinds))
+
+
+def own_docstring(value: object) -> str | None:
+    """As written: a dataclass without one is given its signature for one."""
+    text = value.__doc__
+    made = inspect.isclass(value) and text is not None and text.startswith(f"{value.__name__}(")
+    return None if made else text
