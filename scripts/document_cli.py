@@ -4,7 +4,7 @@
 
     .venv/bin/python scripts/document_cli.py
 
-What stands outside of the marked parts of these documents is left as it is.
+Text outside of the marked parts of these documents is kept.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ def man_page() -> str:
     lines += [
         ".SH ENVIRONMENT",
         _roff(
-            "Each setting of the daemon is a variable too, KVPOOL_ and its name in capitals. KVPOOL_TOKEN: a "
-            "tenant's token. KVPOOL_OPERATOR_TOKEN: what the daemon asks of operators, if it does. "
+            "Each setting of the daemon can be set by a variable, KVPOOL_ and its name in capitals. KVPOOL_TOKEN: a "
+            "tenant's token. KVPOOL_OPERATOR_TOKEN: the daemon's operator token, if one is set. "
             "KVPOOL_ROUTER_TOKEN: the router's. Each of the three may end in _FILE and name a file."
         ),
     ]

@@ -1,7 +1,7 @@
 """The command line: reads the configuration, wires the parts together, prints for people.
 
-One module a command; importing it registers it. A command imports its own only: the parser of all commands
-takes longer to make than most commands to run.
+One module per command; importing it registers it. A command imports only its own module: building the parser of
+all commands takes longer than running most of them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ COMMANDS = (
     *("evict", "warm", "move", "scrub", "jobs", "explain", "sim", "plan"),
     *("doctor", "version", "config", "bench", "completion", "certs", "token"),
 )
-# The module of a command, where it has another name.
+# The module of a command, if its name differs.
 MODULES = {"serve": "serving", "unpin": "pin"}
 
 
 def load(command: str) -> None:
-    """Register one command, or all where there is none of that name."""
+    """Register one command, or all if no command has that name."""
     module = MODULES.get(command, command) if command in COMMANDS else "verbs"
     import_module(f"kvpool.cli.{module}")
 
 
 def main() -> None:
-    """Entry point: errors that are expected are one line, not a traceback."""
+    """Entry point: expected errors are printed as one line, without a traceback."""
     if "_KVPOOL_COMPLETE" in os.environ:
         from kvpool.cli.render.completion import prepare
 

@@ -1,4 +1,4 @@
-"""`python -m kvpool.cli`, for where the script is not on the path."""
+"""`python -m kvpool.cli`, for use when the script is not on the path."""
 
 from kvpool.cli import main
 

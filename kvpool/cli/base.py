@@ -1,4 +1,4 @@
-"""What all verbs share: the app, options, exit statuses, and the way to this node's daemon."""
+"""Shared by all commands: the app, options, exit statuses, and the connection to this node's daemon."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EXIT_NO_DAEMON = 3
 EXIT_NOT_ALLOWED = 4
 EXIT_INTERRUPTED = 130
 EXIT_STATUSES = {
-    0: "all is well",
-    EXIT_ERROR: "what was asked for failed, or is not as it should be; the last line says why",
-    EXIT_USAGE: "the command line cannot be read: an option or argument is unknown or missing",
+    0: "success",
+    EXIT_ERROR: "the command failed, or found a problem; the last line names it",
+    EXIT_USAGE: "invalid command line: an option or argument is unknown or missing",
     EXIT_NO_DAEMON: "no daemon answers on this machine",
-    EXIT_NOT_ALLOWED: "the daemon or the router answers, and does not let us",
+    EXIT_NOT_ALLOWED: "the daemon or the router refused access",
     EXIT_INTERRUPTED: "interrupted with Ctrl-C",
 }
 
@@ -61,16 +61,16 @@ def _root(
     pass
 
 
-TIMEOUT_S = 10.0  # for each question to the daemon of this node
+TIMEOUT_S = 10.0  # for each request to the local daemon
 
 OPERATORS = "For operators"
 
-# Passwords and tokens are no options: every user of a machine sees the arguments of its processes.
+# Passwords and tokens are not options: every user of a machine sees the arguments of its processes.
 Socket = Annotated[str | None, typer.Option(help="Path of the control socket.", metavar="PATH")]
-Tenant = Annotated[str, typer.Option(help="Whose pool; its token is read from KVPOOL_TOKEN.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")]
+Tenant = Annotated[str, typer.Option(help="The tenant; its token is read from KVPOOL_TOKEN.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 AnyNode = Annotated[
-    str, typer.Option(help="Ask this node of the cluster, not this one.", metavar="NAME")
+    str, typer.Option(help="Ask this node of the cluster instead of the local one.", metavar="NAME")
 ]
 Digest = Annotated[
     str, typer.Argument(help="A namespace: its first hex digits, 4 or more.", metavar="DIGEST")
@@ -78,7 +78,7 @@ Digest = Annotated[
 
 
 def client_of(socket: str | None, tenant: str) -> OperatorClient:
-    """A client of this node's daemon, with what the environment says to prove who asks."""
+    """A client of this node's daemon, with the credentials from the environment."""
     from kvpool.client import OperatorClient
     from kvpool.config import secret_of
 
@@ -93,7 +93,7 @@ def client_of(socket: str | None, tenant: str) -> OperatorClient:
 
 
 def node_names(client: OperatorClient) -> dict[str, str]:
-    """Names of the nodes by incarnation; only operators are told."""
+    """Names of the nodes by incarnation; operators only."""
     try:
         found = client.cluster()["nodes"]
     except NotAuthenticated:
@@ -102,7 +102,7 @@ def node_names(client: OperatorClient) -> dict[str, str]:
 
 
 def resolve(client: OperatorClient, tenant: str, text: str) -> bytes:
-    """The digest of the namespace that begins with a text. Raises `InvalidRequest`."""
+    """The digest of the namespace whose hex form begins with a text. Raises `InvalidRequest`."""
     from kvpool.cli.render.naming import full_digest, known_digests
 
     return full_digest(text, known_digests(client.cluster(), client.stats(), tenant))
@@ -110,7 +110,7 @@ def resolve(client: OperatorClient, tenant: str, text: str) -> bytes:
 
 @contextmanager
 def in_doubt(command: str) -> Iterator[None]:
-    """A change that was asked for and not answered may have been made, or be made yet."""
+    """A requested change that was not confirmed may have been made, or may still be made."""
     try:
         yield
     except (Unavailable, ClusterUnavailable) as error:
@@ -128,7 +128,7 @@ def print_json(value: Any) -> None:
 
 
 def exit_status(error: KvpoolError) -> int:
-    """With what a command ends that raised this."""
+    """The exit status of a command that raised this error."""
     match error:
         case NotAuthenticated():
             return EXIT_NOT_ALLOWED
@@ -140,7 +140,7 @@ def exit_status(error: KvpoolError) -> int:
 
 @contextmanager
 def in_foreground() -> Iterator[None]:
-    """Around a service: what it cannot reach, or is refused, is no daemon that did not answer us."""
+    """Around calls to another service, so that its failures are not reported as the local daemon's."""
     try:
         yield
     except KvpoolError as error:

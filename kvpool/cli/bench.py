@@ -1,4 +1,4 @@
-"""`kvpool bench`: how fast this node's daemon is."""
+"""`kvpool bench`: measures this node's daemon."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
 
 @app.command(rich_help_panel=OPERATORS)
 def bench(
-    block_size: Annotated[str, typer.Option(help="Of one block.", metavar="SIZE")] = "64KiB",
+    block_size: Annotated[str, typer.Option(help="Size of one block.", metavar="SIZE")] = "64KiB",
     size: Annotated[
         str,
         typer.Option(
-            help="Of all blocks; at most a quarter of the tenant's memory is taken.", metavar="SIZE"
+            help="Size of all blocks; at most a quarter of the tenant's memory is used.",
+            metavar="SIZE",
         ),
     ] = "64MiB",
-    seed: Annotated[int, typer.Option(help="Of keys and bytes; 0: another one each time.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for keys and bytes; 0: a new one each time.")] = 0,
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Measure how fast this node's daemon takes, finds and gives blocks, beside copying in memory.
+    """Measure put, match and get of this node's daemon, compared with copying in memory.
 
-    It uses a namespace of its own and gives its blocks up in the end. A pool that is full gives up other
-    blocks for them, as for any that are put.
+    Uses a namespace of its own and removes its blocks at the end. If the pool is full, other blocks are evicted,
+    as for any put.
 
     Example: kvpool bench --block-size 256KiB
     """

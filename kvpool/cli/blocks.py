@@ -1,4 +1,4 @@
-"""`kvpool blocks`: lists blocks of a node."""
+"""`kvpool blocks`: lists the blocks of a node."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
 def blocks(
     digest: Annotated[
         str | None,
-        typer.Argument(
-            help="A namespace: its first hex digits; all unless given.", metavar="DIGEST"
-        ),
+        typer.Argument(help="A namespace: its first hex digits; default: all.", metavar="DIGEST"),
     ] = None,
     node: Annotated[
-        str, typer.Option(help="Of this node of the cluster, not of this one.", metavar="NAME")
+        str,
+        typer.Option(help="On this node of the cluster instead of the local one.", metavar="NAME"),
     ] = "",
-    tier: Annotated[str, typer.Option(help="Which: dram, ssd or device.")] = "dram",
-    limit: Annotated[int, typer.Option(min=1, help="So many at most.")] = 100,
+    tier: Annotated[str, typer.Option(help="The tier: dram, ssd or device.")] = "dram",
+    limit: Annotated[int, typer.Option(min=1, help="The most blocks to list.")] = 100,
     cursor: Annotated[
-        str, typer.Option(help="Where to go on: what the last call has said.", metavar="CURSOR")
+        str,
+        typer.Option(
+            help="Where to continue: the cursor printed by the previous call.", metavar="CURSOR"
+        ),
     ] = "",
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """List blocks of a node: key, depth in its chain, size, age, pin.
+    """List the blocks of a node: key, depth in its chain, size, age, pin.
 
     Example: kvpool blocks 3fa9 --node host-7 --tier ssd --limit 20
     """

@@ -15,20 +15,20 @@ from kvpool.cli.base import OPERATORS, AsJson, app
 from kvpool.errors import ConfigError
 
 certs = typer.Typer(
-    help="Make a small certificate authority, and certificates for TLS. Needs the extra admin.",
+    help="Create a small certificate authority, and certificates for TLS. Needs the extra admin.",
     no_args_is_help=True,
 )
 app.add_typer(certs, name="certs", rich_help_panel=OPERATORS)
 
 AuthorityFolder = Annotated[
-    Path, typer.Argument(help="The authority's folder; its key stays there.", metavar="DIR")
+    Path, typer.Argument(help="The authority's folder; its key is stored there.", metavar="DIR")
 ]
-Days = Annotated[int, typer.Option(help="How long it is good for, at most 3650.")]
+Days = Annotated[int, typer.Option(help="Days until it expires, at most 3650.")]
 Hosts = Annotated[
     list[str] | None,
     typer.Option(
         "--host",
-        help="A name or address at which browsers and other clients reach it; may be repeated.",
+        help="A name or address that clients connect to; may be repeated.",
         metavar="NAME_OR_IP",
     ),
 ]
@@ -39,7 +39,7 @@ def certs_init(
     folder: AuthorityFolder,
     cluster: Annotated[str, typer.Option(help="The cluster's name.")] = "kvpool",
 ) -> None:
-    """Make a certificate authority for a cluster, in a folder that has none.
+    """Create a certificate authority for a cluster, in a new folder.
 
     Example: kvpool certs init ./certs --cluster prod
     """
@@ -52,11 +52,11 @@ def certs_init(
 @certs.command("node")
 def certs_node(
     folder: AuthorityFolder,
-    name: Annotated[str, typer.Argument(help="The node's name, as its setting node.")],
+    name: Annotated[str, typer.Argument(help="The node's name, the same as its setting `node`.")],
     hosts: Hosts = None,
     days: Days = 365,
 ) -> None:
-    """Make a node's certificate: for other daemons, for its HTTP gateway, and for etcd and Redis.
+    """Create a node's certificate: for other daemons, its HTTP gateway, and etcd and Redis.
 
     Example: kvpool certs node ./certs host-7 --host host-7.example.org --host 10.0.0.7
     """
@@ -66,10 +66,10 @@ def certs_node(
 @certs.command("client")
 def certs_client(
     folder: AuthorityFolder,
-    name: Annotated[str, typer.Argument(help="Whose it is.")],
+    name: Annotated[str, typer.Argument(help="The owner's name.")],
     days: Days = 365,
 ) -> None:
-    """Make a certificate for somebody who connects and is no node: daemons do not take it for a peer's.
+    """Create a client certificate. Daemons do not accept it as a node's.
 
     Example: kvpool certs client ./certs alice --days 30
     """
@@ -98,7 +98,7 @@ def certs_show(
     file: Annotated[Path, typer.Argument(help="A PEM file: a certificate, or crl.pem.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show what is in a certificate or in a list of revoked ones.
+    """Show the contents of a certificate or of a revocation list.
 
     Example: kvpool certs show ./certs/node-host-7.pem
     """
@@ -122,12 +122,12 @@ def _issue(folder: Path, role: str, name: str, hosts: list[str] | None, days: in
 
 @contextmanager
 def _certs_extra() -> Iterator[None]:
-    """Around the import of what an extra brings."""
+    """Around imports that need an extra."""
     try:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"certificates are made with {error.name}: pip install 'kvpool[admin]'"
+            f"creating certificates needs {error.name}: pip install 'kvpool[admin]'"
         ) from None
 
 

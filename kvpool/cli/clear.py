@@ -14,13 +14,13 @@ from kvpool.cli.base import OPERATORS, AsJson, Digest, Socket, Tenant, app
 def clear(
     digest: Digest,
     fence: Annotated[
-        bool, typer.Option("--fence", help="Have engines open it again before they go on.")
+        bool, typer.Option("--fence", help="Require engines to open it again before they continue.")
     ] = False,
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Begin a new epoch of a namespace: none of its blocks is found any more, on any node.
+    """Start a new epoch of a namespace: all its blocks become misses, on all nodes.
 
     Example: kvpool clear 3fa9 --fence
     """
@@ -32,10 +32,12 @@ def clear(
         base.print_json({"namespace": chosen.hex(), "epoch": epoch, "fence": fence})
         return
     print(
-        f"namespace {chosen.hex()} of tenant {tenant} is in epoch {epoch}: no node finds what was stored "
-        f"before; its memory is freed in the background"
+        f"namespace {chosen.hex()} of tenant {tenant} is in epoch {epoch}: older blocks are misses on all nodes; "
+        "their memory is freed in the background"
     )
     if fence:
-        print("engines that have it open find and store nothing until they open it again")
+        print(
+            "engines that have it open can neither read nor store blocks until they open it again"
+        )
     else:
-        print("engines that have it open go on in the new epoch")
+        print("engines that have it open continue in the new epoch")

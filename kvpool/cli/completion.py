@@ -1,4 +1,4 @@
-"""`kvpool completion`: for shells."""
+"""`kvpool completion`: completion for shells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpool.cli.base import app
 
 
 class Shell(StrEnum):
-    """Shells for which there is completion."""
+    """Supported shells."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -21,12 +21,13 @@ class Shell(StrEnum):
 
 @app.command()
 def completion(
-    shell: Annotated[Shell | None, typer.Argument(help="That of SHELL unless given.")] = None,
+    shell: Annotated[Shell | None, typer.Argument(help="Default: the shell in SHELL.")] = None,
     install: Annotated[
-        bool, typer.Option("--install", help="Write it into the home folder, for new shells.")
+        bool,
+        typer.Option("--install", help="Write the script into the home folder, for new shells."),
     ] = False,
 ) -> None:
-    """Print what makes a shell complete kvpool's commands and options with Tab, or install it.
+    """Print the script that completes kvpool's commands and options with Tab, or install it.
 
     Example: kvpool completion bash > /etc/bash_completion.d/kvpool
 
@@ -39,6 +40,6 @@ def completion(
     else:
         chosen = present_shell([each.value for each in Shell], os.environ)
     if install:
-        print(f"written to {write(chosen)}; a new {chosen} completes {PROGRAM}")
+        print(f"written to {write(chosen)}; new {chosen} shells complete {PROGRAM}")
     else:
         print(script(chosen))

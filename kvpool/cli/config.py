@@ -1,4 +1,4 @@
-"""`kvpool config`: the configuration."""
+"""`kvpool config`: checks the configuration."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ app.add_typer(config, name="config", rich_help_panel=OPERATORS)
 def config_check(
     file: Annotated[
         Path | None,
-        typer.Argument(
-            help="A TOML file with settings; KVPOOL_CONFIG unless given.", metavar="FILE"
-        ),
+        typer.Argument(help="A TOML file with settings; default: KVPOOL_CONFIG.", metavar="FILE"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read the configuration as `kvpool serve` does, and show what comes of it and where from.
+    """Read the configuration as `kvpool serve` does, and show each value and its source.
 
-    Secrets are shown as ***. Exit status 1 when something is wrong; the message names the remedy.
+    Secrets are shown as ***. Exit status 1 on errors; the message names the remedy.
 
     Example: kvpool config check /etc/kvpool/kvpool.toml
     """

@@ -1,4 +1,4 @@
-"""`kvpool configure`: settings of a namespace."""
+"""`kvpool configure`: changes settings of a namespace."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from kvpool.errors import InvalidRequest
 def configure(
     digest: Digest,
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="Nodes that are to hold each block.", metavar="N")
+        int | None,
+        typer.Option(min=1, help="Number of nodes that should hold each block.", metavar="N"),
     ] = None,
     write: Annotated[
         str | None,
         typer.Option(
-            help="When blocks go to SSD: through (when put), back (before eviction), none; or "
+            help="When blocks are written to SSD: through (after the put), back (before eviction), none; or "
             "default: as each node is configured.",
             metavar="MODE",
         ),
@@ -28,13 +29,13 @@ def configure(
     ttl: Annotated[
         str | None,
         typer.Option(
-            help="Blocks that a node did not use for so long are gone: 30s, 15m, 12h, 7d; 0: never.",
+            help="Drop blocks that were not used for this long: 30s, 15m, 12h, 7d; 0: never.",
             metavar="TIME",
         ),
     ] = None,
     ssd_codec: Annotated[
         str | None,
-        typer.Option(help="What makes blocks smaller on SSD: blosc2, none.", metavar="CODEC"),
+        typer.Option(help="Compression of blocks on SSD: blosc2, none.", metavar="CODEC"),
     ] = None,
     write_remote: Annotated[
         str | None,
@@ -46,8 +47,7 @@ def configure(
     quota: Annotated[
         str | None,
         typer.Option(
-            help="What it may hold on each node, by tier: dram=20%,ssd=50GiB, of the tenant's part; "
-            "none: as much as the tenant.",
+            help="Quota on each node, by tier: dram=20%,ssd=50GiB, of the tenant's part; none: no quota.",
             metavar="TIER=SIZE[,...]",
         ),
     ] = None,
@@ -55,7 +55,7 @@ def configure(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Change settings of a namespace, on all nodes. What is not named stays as it is.
+    """Change settings of a namespace, on all nodes. Settings that are not given stay unchanged.
 
     Example: kvpool configure 3fa9 --replicas 2 --write through --ttl 12h
     """
@@ -84,8 +84,7 @@ def configure(
         base.print_json({"namespace": chosen.hex(), "configured": True})
         return
     print(
-        f"the settings of namespace {chosen.hex()} of tenant {tenant} are changed on all nodes; "
-        f"`kvpool namespaces` shows them"
+        f"changed the settings of namespace {chosen.hex()} of tenant {tenant} on all nodes; see `kvpool namespaces`"
     )
     if replicas is not None and replicas > 1:
         print("new blocks are replicated at once, existing blocks in the background")

@@ -1,4 +1,4 @@
-"""`kvpool doctor`: what this machine has."""
+"""`kvpool doctor`: checks this machine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvpool.errors import KvpoolError
 def doctor(
     path: Annotated[
         list[str] | None,
-        typer.Option(help="A folder meant for tier ssd; may be repeated.", metavar="FOLDER"),
+        typer.Option(help="A folder to check for tier ssd; may be repeated.", metavar="FOLDER"),
     ] = None,
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Look at what this machine has: RDMA, memory, huge pages, GPUs, disks; and how others are reached.
+    """Check this machine: RDMA, memory, huge pages, GPUs, disks, and the transport to each node.
 
-    Works without a daemon. Exit status 1 when something that is there cannot be used.
+    Works without a daemon. Exit status 1 if something present cannot be used.
 
     Example: kvpool doctor --path /mnt/nvme0/kvpool
     """

@@ -1,4 +1,4 @@
-"""`kvpool drain`: a node leaves on purpose."""
+"""`kvpool drain`: removes a node from the cluster on purpose."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ DRAIN_S = 3600.0
 @app.command(rich_help_panel=OPERATORS)
 def drain(
     node: Annotated[str, typer.Argument(help="The node's name.")],
-    cancel: Annotated[bool, typer.Option("--cancel", help="Call it off.")] = False,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for its end.")] = True,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the drain.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until the drain ends.")
+    ] = True,
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0.0, help="The longest wait, seconds.")
     ] = DRAIN_S,
@@ -24,9 +26,9 @@ def drain(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Have a node copy what only it holds to others, and leave the cluster.
+    """Copy the blocks that only this node holds to others, and take it out of the cluster.
 
-    Exit status 1 when something was left behind, or it did not end in time.
+    Exit status 1 if blocks were left behind, or the drain did not end in time.
 
     Example: kvpool drain host-7
     """
@@ -57,7 +59,7 @@ def drain(
 
 
 def _say(text: str, node: str, *, as_json: bool) -> None:
-    """What became of a drain."""
+    """The result of a drain."""
     if as_json:
         base.print_json({"node": node, "text": text})
     else:

@@ -1,4 +1,4 @@
-"""`kvpool events`: what happened on the nodes."""
+"""`kvpool events`: shows the nodes' events."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, OPERATORS, AsJson, Soc
 
 @app.command(rich_help_panel=OPERATORS)
 def events(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until Ctrl-C.")] = False,
     node: Annotated[
         list[str] | None,
         typer.Option(
-            "--node", help="Of this node; may be repeated. All unless given.", metavar="NAME"
+            "--node", help="Of this node; may be repeated. Default: all nodes.", metavar="NAME"
         ),
     ] = None,
     kind: Annotated[
         list[str] | None,
-        typer.Option(help='Only these: "node joined", "job ended", change; may be repeated.'),
+        typer.Option(
+            help='Only events of this kind: "node joined", "job ended", change; may be repeated.'
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="The last so many.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="Number of recent events to show.")] = 100,
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Show what happened on the nodes: who came and went, jobs, and what operators changed.
+    """Show the nodes' events: joins and failures, jobs, and operators' changes.
 
-    With --json one event a line where it follows, else an array.
+    With --json one event per line with --follow, otherwise an array.
 
     Example: kvpool events --kind change --limit 20
     """
@@ -68,7 +70,7 @@ def _print_lines(found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _complain_of(silent: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
-    """Of nodes that have just fallen silent."""
+    """For nodes that have just stopped answering."""
     for name, why in silent.items():
         if name not in before:
             base.complain(f"{name} does not answer: {why}")

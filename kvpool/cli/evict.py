@@ -1,4 +1,4 @@
-"""`kvpool evict`: gives blocks up."""
+"""`kvpool evict`: evicts blocks."""
 
 from __future__ import annotations
 
@@ -23,40 +23,41 @@ def evict(
     ] = None,
     keys_file: KeysFile = None,
     chain: Annotated[
-        bool, typer.Option("--chain", help="And what follows these in their prefix chains.")
+        bool,
+        typer.Option("--chain", help="Also evict the blocks after these in their prefix chains."),
     ] = False,
     namespace: Annotated[
-        str | None, typer.Option(help="Of this one only.", metavar="DIGEST")
+        str | None, typer.Option(help="Only in this namespace.", metavar="DIGEST")
     ] = None,
     tier: Annotated[
         list[str] | None,
-        typer.Option(help="From this one only: dram, ssd or device; may be repeated."),
+        typer.Option(help="Only from this tier: dram, ssd or device; may be repeated."),
     ] = None,
     unused_s: Annotated[
         str | None,
         typer.Option(
-            "--unused-s", help="Only what nobody has used for so long: 30m, 2h.", metavar="TIME"
+            "--unused-s", help="Only blocks not used for this long: 30m, 2h.", metavar="TIME"
         ),
     ] = None,
     least: Annotated[
         str | None,
         typer.Option(
-            help="What is worth least, until so much is given up on each node: 10GiB. With --tier only.",
+            help="Evict the least valuable blocks until this much is freed on each node: 10GiB. With --tier only.",
             metavar="SIZE",
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All blocks of the tenant.")] = False,
     node: OnNodes = None,
     dry_run: DryRun = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     wait: Wait = True,
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Give blocks up, as if there were no room, on all nodes or some. Hard pins stay.
+    """Evict blocks on all nodes or some. Blocks with hard pins stay.
 
-    On a terminal it asks first, unless blocks are named. Ctrl-C offers to stop it.
+    On a terminal it asks for confirmation, unless blocks are named. Ctrl-C offers to stop the job.
 
     Example: kvpool evict --namespace 3fa9 --unused-s 2h --node host-7 --dry-run
 
@@ -69,14 +70,14 @@ def evict(
     chosen = any((named, namespace, unused_s, least))
     if everything == chosen:
         raise InvalidRequest(
-            "say what to evict: the keys of blocks, --namespace, --unused-s or --least; or --all"
+            "name the blocks to evict: keys, --namespace, --unused-s or --least; or --all"
         )
     if chain and not named:
-        raise InvalidRequest("--chain begins at keys: name some")
+        raise InvalidRequest("--chain needs keys: name at least one")
     for name in tier or ():
         if name not in get_args(TierName):
             raise InvalidRequest(
-                f"--tier {name!r:.40}: it is one of {', '.join(get_args(TierName))}"
+                f"--tier {name!r:.40}: must be one of {', '.join(get_args(TierName))}"
             )
     spec: dict[str, Any] = {
         "kind": "evict",
@@ -98,7 +99,7 @@ def evict(
 def _nodes(
     client: OperatorClient, node: list[str] | None, tenant: str, digest: str
 ) -> tuple[list[str], dict[str, str]]:
-    """As `named_nodes`, less those of all that have nothing of it; and those that do not answer."""
+    """Like `named_nodes`, without nodes that have none of it, unless named; and the nodes that do not answer."""
     from kvpool.cli.render.jobs import holders
 
     if node:
@@ -120,7 +121,7 @@ def _what(spec: dict[str, Any], tenant: str) -> str:
 
 
 def _confirm(question: str) -> None:
-    """Ask whoever sits at a terminal; nobody else is there to answer."""
+    """Ask for confirmation on a terminal; without one nothing is asked."""
     if sys.stdin.isatty() and sys.stderr.isatty() and not typer.confirm(question, err=True):
         base.complain("nothing was changed")
         raise typer.Exit(EXIT_ERROR)

@@ -16,22 +16,23 @@ def explain(
     request: Annotated[
         str | None,
         typer.Argument(
-            help="A request's id: the header x-kvpool-request-id of its answer.",
+            help="A request's id, from the header x-kvpool-request-id of its answer.",
             metavar="REQUEST_ID",
         ),
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="Where would this prompt go? Nothing is sent to engines.")
+        str | None,
+        typer.Option(help="Show where this prompt would go. Nothing is sent to engines."),
     ] = None,
     model: Annotated[
-        str, typer.Option(help="The prompt's model; not needed where there is one.")
+        str, typer.Option(help="The prompt's model; may be omitted if there is only one.")
     ] = "",
     router: Annotated[
         str, typer.Option(help="The router's URL.", envvar="KVPOOL_ROUTER", metavar="URL")
     ] = "http://127.0.0.1:8080",
     as_json: AsJson = False,
 ) -> None:
-    """Say why a request went where, or where a prompt would go now. The token: KVPOOL_ROUTER_TOKEN.
+    """Explain where a request went, or where a prompt would go now. The token: KVPOOL_ROUTER_TOKEN.
 
     Example: kvpool explain cmpl-7f3a --router http://10.0.0.2:8080
 

@@ -1,4 +1,4 @@
-"""Begins a job on nodes, and follows it: what the commands that take a while share."""
+"""Starts a job on nodes, and follows it: shared by the commands that run jobs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ OnNodes = Annotated[
     list[str] | None,
     typer.Option(
         "--node",
-        help="On this node; may be repeated. All of the cluster unless given.",
+        help="On this node; may be repeated. Default: all nodes.",
         metavar="NAME",
     ),
 ]
 Wait = Annotated[
     bool,
-    typer.Option("--wait/--no-wait", help="Wait for its end, or print the job's name at once."),
+    typer.Option("--wait/--no-wait", help="Wait for the end, or print the job's name at once."),
 ]
 KeysFile = Annotated[
     Path | None,
-    typer.Option(help="Block keys, one a line; - reads standard input.", metavar="FILE"),
+    typer.Option(
+        help="A file of block keys, one per line; - reads standard input.", metavar="FILE"
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count: nothing is changed.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count; change nothing.")]
 
 
 def named_nodes(client: OperatorClient, node: list[str] | None) -> list[str]:
-    """Those of the option, or all of the cluster."""
+    """The nodes given by the option, or all nodes of the cluster."""
     from kvpool.cli.render.jobs import nodes_of
 
     return list(dict.fromkeys(node)) if node else nodes_of(client.cluster())
@@ -53,9 +55,9 @@ def run_job(
     wait: bool = True,
     as_json: bool = False,
 ) -> Job:
-    """Begin a job, follow it unless nobody waits, and say what came of it.
+    """Start a job, follow it unless told not to, and print its result.
 
-    silent: nodes that were meant and do not answer, which is not well either.
+    silent: selected nodes that do not answer; they make the exit status 1.
     """
     import secrets
 
@@ -82,7 +84,7 @@ def run_job(
 
 
 def _interrupted(job: Job) -> None:
-    """The job goes on unless whoever waited for it wants it stopped."""
+    """The job continues unless the user asks to stop it."""
     hint = f"`kvpool jobs show {job.name}` shows it, `kvpool jobs stop {job.name}` stops it"
     stop = False
     if sys.stdin.isatty() and sys.stderr.isatty():

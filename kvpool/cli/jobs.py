@@ -1,4 +1,4 @@
-"""`kvpool jobs`: what operators have begun that takes a while."""
+"""`kvpool jobs`: operators' long-running work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpool.cli.job_runs import OnNodes, complain_of, named_nodes
 from kvpool.errors import InvalidRequest
 
 jobs = typer.Typer(
-    help="What operators have begun that takes a while: evict, warm, move, scrub.",
+    help="Operators' long-running work: evict, warm, move, scrub.",
     no_args_is_help=True,
 )
 app.add_typer(jobs, name="jobs", rich_help_panel=OPERATORS)
@@ -26,7 +26,7 @@ def jobs_list(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Show the jobs that nodes remember, the youngest first.
+    """Show the jobs that nodes remember, newest first.
 
     Example: kvpool jobs list
     """
@@ -41,7 +41,7 @@ def jobs_show(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Show how far a job is on each node. Exit status 1 when no node knows it.
+    """Show a job's progress on each node. Exit status 1 if no node knows it.
 
     Example: kvpool jobs show evict-5f21c09a
     """
@@ -56,7 +56,7 @@ def jobs_stop(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Stop a job where it runs; what it has done stays done.
+    """Stop a job; work already done is kept.
 
     Example: kvpool jobs stop evict-5f21c09a
     """
@@ -73,7 +73,7 @@ def jobs_stop(
     elif told:
         print(f"job {job} is stopped on {', '.join(told)}")
     else:
-        print(f"job {job} runs nowhere: it has ended")
+        print(f"job {job} is not running: it has ended")
     complain_of(complaints(found) if found.failures else [])
 
 

@@ -1,4 +1,4 @@
-"""`kvpool locate`: which nodes hold blocks."""
+"""`kvpool locate`: shows which nodes hold blocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def locate(
     ],
     namespace: Annotated[
         str | None,
-        typer.Option(help="Look in this one only: its first hex digits.", metavar="DIGEST"),
+        typer.Option(help="Only look in this namespace: its first hex digits.", metavar="DIGEST"),
     ] = None,
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Show which nodes hold blocks. Exit status 1 when some were not found.
+    """Show which nodes hold blocks. Exit status 1 if some were not found.
 
     Example: kvpool locate 00112233445566778899aabbccddeeff --namespace 3fa9
     """

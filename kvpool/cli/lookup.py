@@ -1,4 +1,4 @@
-"""`kvpool lookup`: how much of a prefix each node could give."""
+"""`kvpool lookup`: shows how much of a prefix each node could provide."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ def lookup(
     ] = None,
     keys_file: Annotated[
         Path | None,
-        typer.Option(help="Block keys, one a line; - reads standard input.", metavar="FILE"),
+        typer.Option(
+            help="A file of block keys, one per line; - reads standard input.", metavar="FILE"
+        ),
     ] = None,
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Show how much of a prefix each node could give. Exit status 1 when none has any of it.
+    """Show how much of a prefix each node could provide. Exit status 1 if no node has any of it.
 
     Example: kvpool lookup 3fa9 00112233445566778899aabbccddeeff
     """

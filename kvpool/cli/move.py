@@ -15,22 +15,20 @@ from kvpool.errors import InvalidRequest
 @app.command(rich_help_panel=OPERATORS)
 def move(
     digest: Digest,
-    source: Annotated[
-        str, typer.Option("--from", help="The node that gives them up.", metavar="NAME")
-    ],
-    target: Annotated[str, typer.Option("--to", help="The node that gets them.", metavar="NAME")],
+    source: Annotated[str, typer.Option("--from", help="The source node.", metavar="NAME")],
+    target: Annotated[str, typer.Option("--to", help="The destination node.", metavar="NAME")],
     dry_run: DryRun = False,
     wait: Wait = True,
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Move what a node has of a namespace, in memory and on disks, into another node's memory.
+    """Move a node's blocks of a namespace, in memory and on disks, into another node's memory.
 
     Example: kvpool move 3fa9 --from host-7 --to host-8
     """
     if source == target:
-        raise InvalidRequest(f"--from and --to are both {source}: name two nodes")
+        raise InvalidRequest(f"--from and --to are both {source}: name two different nodes")
     with base.client_of(socket, tenant) as client:
         spec = {
             "kind": "warm",

@@ -1,4 +1,4 @@
-"""`kvpool namespaces`: the namespaces of the cluster."""
+"""`kvpool namespaces`: lists the namespaces of the cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
 
 @app.command(rich_help_panel=OPERATORS)
 def namespaces(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
-    """Show the namespaces of the cluster: epochs, settings, and what this node holds of them.
+    """Show the namespaces of the cluster: epochs, settings, and their blocks on this node.
 
     Example: kvpool namespaces
     """

@@ -1,4 +1,4 @@
-"""`kvpool nodes`: the nodes of the cluster."""
+"""`kvpool nodes`: lists the nodes of the cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
 
 @app.command(rich_help_panel=OPERATORS)
 def nodes(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
-    """Show the nodes of the cluster, as this one sees them.
+    """Show the nodes of the cluster, as seen by this node.
 
     Example: kvpool nodes
     """

@@ -1,4 +1,4 @@
-"""`kvpool pin` and `kvpool unpin`: keeps blocks, and cancels that."""
+"""`kvpool pin` and `kvpool unpin`: set and remove pins."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ PinKeys = Annotated[
 PinNode = Annotated[
     list[str] | None,
     typer.Option(
-        "--node", help="On this node; may be repeated. This one unless given.", metavar="NAME"
+        "--node", help="On this node; may be repeated. Default: the local one.", metavar="NAME"
     ),
 ]
-OfNamespace = Annotated[str | None, typer.Option(help="In this one only.", metavar="DIGEST")]
+OfNamespace = Annotated[str | None, typer.Option(help="Only in this tier.", metavar="DIGEST")]
 
 
 @app.command(rich_help_panel=OPERATORS)
 def pin(
     keys: PinKeys,
     kind: Annotated[
-        str, typer.Option(help="soft: evicted last; hard: never; none: as any other.")
+        str, typer.Option(help="soft: evicted last; hard: never evicted; none: no pin.")
     ] = "soft",
     namespace: OfNamespace = None,
     node: PinNode = None,
@@ -33,7 +33,7 @@ def pin(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Keep blocks that are on a node, in memory and on disks. Exit status 1 when some are not.
+    """Pin blocks of a node, in memory and on disks. Exit status 1 if some are not there.
 
     Example: kvpool pin 00112233445566778899aabbccddeeff --kind hard
     """
@@ -49,7 +49,7 @@ def unpin(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Take pins back: the blocks are evicted as any other. Exit status 1 when some are not there.
+    """Remove pins: the blocks are evicted like any other. Exit status 1 if some are not there.
 
     Example: kvpool unpin 00112233445566778899aabbccddeeff
     """

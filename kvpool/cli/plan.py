@@ -1,4 +1,4 @@
-"""`kvpool plan`: how many engines and how large a pool a workload needs."""
+"""`kvpool plan`: finds how many engines and how large a pool a workload needs."""
 
 from __future__ import annotations
 
@@ -13,31 +13,51 @@ from kvpool.cli.base import app
 def plan(
     trace: Annotated[
         str | None,
-        typer.Argument(help="A trace in Mooncake's format; without, a described workload."),
+        typer.Argument(
+            help="A trace in Mooncake's format; default: the workload described by the options."
+        ),
     ] = None,
-    ttft: Annotated[float, typer.Option(help="Target: seconds to the first token.")] = 2.0,
-    tpot: Annotated[float, typer.Option(help="Target: seconds a token after it.")] = 0.05,
-    share: Annotated[float, typer.Option(help="Of requests that are to keep to both.")] = 0.9,
+    ttft: Annotated[float, typer.Option(help="Target for the time to first token, seconds.")] = 2.0,
+    tpot: Annotated[
+        float, typer.Option(help="Target for the time per output token, seconds.")
+    ] = 0.05,
+    share: Annotated[
+        float, typer.Option(help="Share of requests that must meet both targets.")
+    ] = 0.9,
     rate: Annotated[
-        float, typer.Option(help="Requests a second; 0: a trace's own times, 4 of a workload.")
+        float,
+        typer.Option(
+            help="Requests a second; 0: the trace's own times, or 4 for a described workload."
+        ),
     ] = 0.0,
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt, on average.")] = 4000,
-    output: Annotated[int, typer.Option(help="Tokens of an answer, on average.")] = 300,
-    shared: Annotated[float, typer.Option(help="Share of a prompt that others have, too.")] = 0.5,
-    hardware: Annotated[str, typer.Option(help="A profile's name, or a file.")] = "a800x8",
-    model: Annotated[str, typer.Option(help="A profile's name, or a file.")] = "llama-3-70b",
-    engines_max: Annotated[int, typer.Option(help="More are not tried.")] = 64,
-    dram_max: Annotated[float, typer.Option(help="GB a node may have for the pool.")] = 1000.0,
-    ssd_max: Annotated[float, typer.Option(help="The same of disks.")] = 8000.0,
-    network: Annotated[float, typer.Option(help="GB/s a node; 0: the profile's.")] = 0.0,
-    limit: Annotated[int, typer.Option(help="So many requests are simulated.")] = 1000,
-    seed: Annotated[int, typer.Option(help="The same seed, the same plan.")] = 0,
-    json_path: Annotated[str | None, typer.Option("--json", help="Write all trials here.")] = None,
+    prompt: Annotated[int, typer.Option(help="Mean tokens of a prompt.")] = 4000,
+    output: Annotated[int, typer.Option(help="Mean tokens of an answer.")] = 300,
+    shared: Annotated[float, typer.Option(help="Share of a prompt in common with others.")] = 0.5,
+    hardware: Annotated[
+        str, typer.Option(help="Hardware: a profile's name, or a file.")
+    ] = "a800x8",
+    model: Annotated[str, typer.Option(help="Model: a profile's name, or a file.")] = "llama-3-70b",
+    engines_max: Annotated[int, typer.Option(help="The most engines to try.")] = 64,
+    dram_max: Annotated[
+        float, typer.Option(help="The most GB of memory a node may use for the pool.")
+    ] = 1000.0,
+    ssd_max: Annotated[
+        float, typer.Option(help="The most GB of disk a node may use for the pool.")
+    ] = 8000.0,
+    network: Annotated[
+        float, typer.Option(help="Link bandwidth in GB/s per node; 0: the profile's.")
+    ] = 0.0,
+    limit: Annotated[int, typer.Option(help="Number of requests to simulate.")] = 1000,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same plan.")] = 0,
+    json_path: Annotated[
+        str | None, typer.Option("--json", help="Write all trials to this file.")
+    ] = None,
     plot: Annotated[
-        str | None, typer.Option(help="Draw the sweeps as a PNG here; needs the extra plots.")
+        str | None,
+        typer.Option(help="Write a PNG of the sweeps to this file; needs the extra plots."),
     ] = None,
 ) -> None:
-    """Find how many engines of which kind, and how large a pool, a workload needs.
+    """Find how many engines of each role, and how large a pool, a workload needs.
 
     Example: kvpool plan trace.jsonl --ttft 3 --tpot 0.1 --plot plan.png
     """

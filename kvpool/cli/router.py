@@ -23,7 +23,7 @@ def router(
         bool, typer.Option("--verbose", "-v", help="Log more: --log-level info.")
     ] = False,
 ) -> None:
-    """Run an OpenAI-compatible front over engines, until SIGTERM. Needs the extra router.
+    """Run an OpenAI-compatible router in front of engines, until SIGTERM. Needs the extra router.
 
     Example: kvpool router --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
     """
@@ -42,6 +42,6 @@ def router(
 
 
 def _say_router_ready(url: str, engines: int) -> None:
-    """The line is read by programs: its beginning and its end stay as they are."""
+    """Programs parse this line: keep its beginning and its end unchanged."""
     what = "engine" if engines == 1 else "engines"
     print(f"kvpool {__version__} ready: router at {url}, {engines} {what}", flush=True)

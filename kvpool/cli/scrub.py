@@ -1,4 +1,4 @@
-"""`kvpool scrub`: reads all blocks on disks to see whether they are right."""
+"""`kvpool scrub`: verifies all blocks on disks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def scrub(
         list[str] | None,
         typer.Option(
             "--node",
-            help="As a job on this node; may be repeated. Without: here, step by step.",
+            help="Run as a job on this node; may be repeated. Default: on the local node, step by step.",
             metavar="NAME",
         ),
     ] = None,
@@ -26,9 +26,9 @@ def scrub(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Compare all blocks on nodes' disks with their checksums. Exit status 1 when some were bad.
+    """Compare all blocks on nodes' disks with their checksums. Exit status 1 if some were damaged.
 
-    Bad ones are dropped; engines compute them again.
+    Damaged blocks are dropped; engines compute them again.
 
     Example: kvpool scrub
 

@@ -27,7 +27,7 @@ def serve(
         bool, typer.Option("--verbose", "-v", help="Log more: --log-level info.")
     ] = False,
 ) -> None:
-    """Run this node's daemon until SIGTERM. Works with no configuration at all.
+    """Run this node's daemon until SIGTERM. Needs no configuration.
 
     Example: kvpool serve --listen tcp://10.0.0.5:7070 --join etcd://10.0.0.1:2379
     """
@@ -38,8 +38,8 @@ def serve(
     flags = {"log_level": "info"} | ctx.obj if verbose else ctx.obj
     if _holds_password(flags.get("directory") or ""):
         raise ConfigError(
-            "--directory holds a password, and every user of this machine can see the arguments of a "
-            "process: set KVPOOL_DIRECTORY_PASSWORD, or directory_password in a file of mode 0600"
+            "--directory contains a password, and every user of this machine can see the arguments of a process: "
+            "set KVPOOL_DIRECTORY_PASSWORD, or directory_password in a file of mode 0600"
         )
     settings = load(file=config, flags=flags)
     logs.setup(settings.log_level, settings.log_format)
@@ -53,7 +53,7 @@ def _holds_password(url: str) -> bool:
 
 
 def _say_ready(started: Started) -> None:
-    """The first line is read by programs: its beginning and its end stay as they are."""
+    """Programs parse the first line: keep its beginning and its end unchanged."""
     config = started.config
     memory_mib = started.memory_bytes >> 20
     where = f", peers at {', '.join(started.urls)}" if started.urls else ""

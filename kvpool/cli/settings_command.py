@@ -1,4 +1,4 @@
-"""A command whose options are settings: made of their declaration, one for each."""
+"""A command whose options are settings, generated from their declaration."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PANELS = ("", "Tiers below memory", "The cluster", "Limits", "The HTTP gateway")
 
 
 class SettingsCommand(TyperCommand):
-    """Its function finds in `ctx.obj` which settings were given, as text, by name.
+    """Its function finds the given settings in `ctx.obj`, as text, by name.
 
-    struct: where they are declared, MODULE:NAME. The options are made when somebody looks at them: other
-    commands need not wait for that.
+    struct: where the settings are declared, MODULE:NAME. The options are created on first use, so that other
+    commands do not wait for them.
     """
 
     struct: str
@@ -29,7 +29,7 @@ class SettingsCommand(TyperCommand):
 
     @property
     def params(self) -> list[Any]:
-        """One list, to which the base class adds."""
+        """One list; the base class appends to it."""
         if not self._settings:
             made = _options(self.struct)
             self._settings = tuple(option.name for option in made)
@@ -41,9 +41,9 @@ class SettingsCommand(TyperCommand):
         self._params = own
 
     def invoke(self, ctx: Any) -> Any:
-        """Its function itself, without the settings among its arguments."""
+        """The function itself, without the settings among its arguments."""
         given = {name: ctx.params.pop(name) for name in self._settings}
-        # What was not given is None, or empty where it may be repeated.
+        # A setting that was not given is None, or empty if it may be repeated.
         ctx.obj = {name: value for name, value in given.items() if value not in (None, (), [])}
         return super().invoke(ctx)
 
@@ -61,7 +61,7 @@ class RouterCommand(SettingsCommand):
 
 
 def _options(struct: str) -> list[Any]:
-    """As typer makes them of a function that has a parameter for each setting."""
+    """The options that typer would create for a function with a parameter per setting."""
     from kvpool.config import settings_of
 
     module, _, name = struct.partition(":")

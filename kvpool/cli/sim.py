@@ -17,37 +17,56 @@ def sim(
             help="A trace in Mooncake's format, or gen:shared-prefixes, gen:multi-turn, gen:agent."
         ),
     ],
-    prefill: Annotated[int, typer.Option(help="Engines that compute prompts.")] = 10,
-    decode: Annotated[int, typer.Option(help="Engines that decode; 0 ends with the token.")] = 10,
-    mixed: Annotated[int, typer.Option(help="Engines that do both.")] = 0,
+    prefill: Annotated[int, typer.Option(help="Number of engines that compute prompts.")] = 10,
+    decode: Annotated[
+        int,
+        typer.Option(help="Number of engines that decode; 0: requests end with the first token."),
+    ] = 10,
+    mixed: Annotated[int, typer.Option(help="Number of engines that do both.")] = 0,
     flexible: Annotated[
         bool,
-        typer.Option(help="Whether engines change between prefill and decode, after the load."),
+        typer.Option(help="Let engines change between prefill and decode with the load."),
     ] = False,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="May be repeated; all: every one. NAME/fifo: in order of arrival."),
+        typer.Option(help="May be repeated; all: every policy. NAME/fifo: in order of arrival."),
     ] = None,
-    hardware: Annotated[str, typer.Option(help="A profile's name, or a file.")] = "a800x8",
-    model: Annotated[str, typer.Option(help="A profile's name, or a file.")] = "llama-3-70b",
+    hardware: Annotated[
+        str, typer.Option(help="Hardware: a profile's name, or a file.")
+    ] = "a800x8",
+    model: Annotated[str, typer.Option(help="Model: a profile's name, or a file.")] = "llama-3-70b",
     load: Annotated[
-        float, typer.Option(help="Share of what prefill can do; 0: the trace's own times.")
+        float,
+        typer.Option(help="Load as a share of the prefill capacity; 0: the trace's own times."),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="The same seed, the same run.")] = 0,
-    limit: Annotated[int, typer.Option(help="So many requests; 0: all of a trace.")] = 0,
-    rate: Annotated[float, typer.Option(help="Requests a second, of gen: traces.")] = 4.0,
-    pool_tokens: Annotated[int, typer.Option(help="Memory of all nodes, tokens.")] = 50_000_000,
-    ssd_tokens: Annotated[int, typer.Option(help="Disks of all nodes, tokens.")] = 0,
-    pool: Annotated[bool, typer.Option(help="Whether nodes pull from each other.")] = True,
-    network: Annotated[float, typer.Option(help="GB/s a node; 0: the profile's.")] = 0.0,
-    lag: Annotated[float, typer.Option(help="Seconds from an event to the index.")] = 0.05,
-    noise: Annotated[float, typer.Option(help="Of estimates: 0.3 is about 30 %.")] = 0.0,
-    ttft_slo: Annotated[float | None, typer.Option(help="Seconds to the first token.")] = None,
-    tpot_slo: Annotated[float | None, typer.Option(help="Seconds a token after it.")] = None,
-    reject: Annotated[bool, typer.Option(help="Refuse what will not meet them.")] = False,
-    json_path: Annotated[str | None, typer.Option("--json", help="Write rows here.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0,
+    limit: Annotated[int, typer.Option(help="Number of requests; 0: the whole trace.")] = 0,
+    rate: Annotated[float, typer.Option(help="Requests a second, for gen: traces.")] = 4.0,
+    pool_tokens: Annotated[
+        int, typer.Option(help="Memory of all nodes together, tokens.")
+    ] = 50_000_000,
+    ssd_tokens: Annotated[int, typer.Option(help="Disks of all nodes together, tokens.")] = 0,
+    pool: Annotated[bool, typer.Option(help="Let nodes pull from each other.")] = True,
+    network: Annotated[
+        float, typer.Option(help="Link bandwidth in GB/s per node; 0: the profile's.")
+    ] = 0.0,
+    lag: Annotated[float, typer.Option(help="Delay of KV events to the index, seconds.")] = 0.05,
+    noise: Annotated[float, typer.Option(help="Noise of the estimates: 0.3 is about 30 %.")] = 0.0,
+    ttft_slo: Annotated[
+        float | None, typer.Option(help="Target for the time to first token, seconds.")
+    ] = None,
+    tpot_slo: Annotated[
+        float | None, typer.Option(help="Target for the time per output token, seconds.")
+    ] = None,
+    reject: Annotated[
+        bool, typer.Option(help="Refuse requests that will not meet the targets.")
+    ] = False,
+    json_path: Annotated[
+        str | None, typer.Option("--json", help="Write the result rows to this file.")
+    ] = None,
     plot: Annotated[
-        str | None, typer.Option(help="Draw a PNG of the policies here; needs the extra plots.")
+        str | None,
+        typer.Option(help="Write a PNG of the policies to this file; needs the extra plots."),
     ] = None,
 ) -> None:
     """Simulate a cluster on a trace: the real scheduler and eviction, simulated engines and links.

@@ -1,4 +1,4 @@
-"""`kvpool status`: what a node holds and does."""
+"""`kvpool status`: shows a node's contents and activity."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from kvpool.errors import InvalidRequest
 @app.command()
 def status(
     node: Annotated[
-        str, typer.Option(help="Of this node of the cluster, not of this one.", metavar="NAME")
+        str,
+        typer.Option(help="Of this node of the cluster instead of the local one.", metavar="NAME"),
     ] = "",
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", "-q", help="Print nothing: the exit status says how it stands."),
+        typer.Option("--quiet", "-q", help="Print nothing; only set the exit status."),
     ] = False,
 ) -> None:
-    """Show what a node holds and does. Exit status 1 when it does not serve, 3 when no daemon answers.
+    """Show a node's contents and activity. Exit status 1 if it does not serve, 3 if no daemon answers.
 
-    A node that is joining, being drained, or taken for dead by others does not serve; one that has lost
-    sight of etcd does.
+    A node does not serve while it is joining, draining, or considered dead by others; it still serves if
+    only etcd is unreachable.
 
     Example: kvpool status --tenant research
 
@@ -40,7 +41,9 @@ def status(
         stats = client.ask_node(operator_wire.Inspect(), node=node) if node else client.stats()
         names = {} if as_json or quiet else base.node_names(client)
     if tenant not in stats["tenants"]:
-        raise InvalidRequest(f"node {stats['node']} has no tenant {tenant}: its configuration says")
+        raise InvalidRequest(
+            f"node {stats['node']} has no tenant {tenant}: add it to the node's configuration"
+        )
     if as_json:
         base.print_json(stats)
     elif not quiet:

@@ -1,4 +1,4 @@
-"""`kvpool tiers`: where this node keeps blocks."""
+"""`kvpool tiers`: shows where this node keeps blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvpool.cli.base import AsJson, Socket, Tenant, app
 
 @app.command()
 def tiers(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
-    """Show where this node keeps blocks: engines' own caches, memory and disks, how full, how well.
+    """Show this node's tiers: engines' own caches, memory and disks, their usage and health.
 
     Example: kvpool tiers
     """

@@ -13,17 +13,17 @@ from kvpool.errors import ConfigError, InvalidRequest
 
 @app.command(rich_help_panel=OPERATORS)
 def token(
-    name: Annotated[str, typer.Argument(help="Whose it is: what the audit log will say.")],
+    name: Annotated[str, typer.Argument(help="The token's owner, as shown in the audit log.")],
     file: Annotated[
-        Path, typer.Option(help="The gateway's file of tokens (http_tokens); made if absent.")
+        Path, typer.Option(help="The gateway's token file (http_tokens); created if missing.")
     ],
     role: Annotated[str, typer.Option(help="viewer, operator or admin.")] = "viewer",
     tenants: Annotated[
         list[str] | None,
-        typer.Option("--tenant", help="Good for this tenant only; may be repeated."),
+        typer.Option("--tenant", help="Valid for this tenant only; may be repeated."),
     ] = None,
 ) -> None:
-    """Make a token for the HTTP gateway, print it once, and add its digest to the gateway's file.
+    """Create a token for the HTTP gateway, print it once, and add its digest to the gateway's file.
 
     Example: kvpool token ci --role operator --file /etc/kvpool/tokens.toml
     """
@@ -32,5 +32,5 @@ def token(
     except ModuleNotFoundError as error:
         raise ConfigError(f"this needs {error.name}: pip install 'kvpool[admin]'") from None
     if role not in ROLES:
-        raise InvalidRequest(f"--role {role!r:.40}: it is one of {', '.join(ROLES)}")
+        raise InvalidRequest(f"--role {role!r:.40}: must be one of {', '.join(ROLES)}")
     print(add_token(file, name, role, list(tenants or [])))

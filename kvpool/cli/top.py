@@ -1,4 +1,4 @@
-"""`kvpool top`: watches what all nodes do."""
+"""`kvpool top`: shows the activity of all nodes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
 
 @app.command(rich_help_panel=OPERATORS)
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print it once, for scripts.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     every_s: Annotated[
-        float, typer.Option("--every-s", min=0.2, max=60.0, help="From one look to the next.")
+        float, typer.Option("--every-s", min=0.2, max=60.0, help="Seconds between updates.")
     ] = 1.0,
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Watch what all nodes do: how full, what is put, read and pulled a second, hits, leases, jobs.
+    """Show the activity of all nodes: usage, puts, reads and pulls a second, hits, leases, jobs.
 
-    q or Ctrl-C ends it. Without a terminal, and with --json, it is printed once.
+    q or Ctrl-C ends it. Without a terminal, and with --json, it prints once.
 
     Example: kvpool top
 

@@ -21,12 +21,12 @@ def warm(
     ] = None,
     keys_file: KeysFile = None,
     source: Annotated[
-        str, typer.Option("--from", help="Without keys: all that this node has.", metavar="NAME")
+        str, typer.Option("--from", help="Without keys: all blocks on this node.", metavar="NAME")
     ] = "",
     node: Annotated[
         list[str] | None,
         typer.Option(
-            "--node", help="To this node; may be repeated. This one unless given.", metavar="NAME"
+            "--node", help="To this node; may be repeated. Default: the local one.", metavar="NAME"
         ),
     ] = None,
     dry_run: DryRun = False,
@@ -35,7 +35,7 @@ def warm(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Bring blocks into nodes' memory, from wherever they are, before engines ask for them.
+    """Bring blocks into nodes' memory, from any tier or node, before engines request them.
 
     Example: kvpool warm 3fa9 00112233445566778899aabbccddeeff --node host-7
     """
@@ -43,7 +43,7 @@ def warm(
 
     named = block_keys(keys or [], keys_file)
     if bool(named) == bool(source):
-        raise InvalidRequest("give the keys of blocks, or --from NODE for all that it has")
+        raise InvalidRequest("give block keys, or --from NODE for all its blocks")
     with base.client_of(socket, tenant) as client:
         spec = {
             "kind": "warm",

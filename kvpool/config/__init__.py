@@ -1,12 +1,12 @@
 """The daemon's configuration: one TOML file, `KVPOOL_*` variables and flags, read once, then frozen.
 
-Later ones win: defaults, file, environment, flags. Each setting has one name everywhere: `memory` in
+Precedence, lowest first: defaults, file, environment, flags. Each setting has one name everywhere: `memory` in
 the file is `KVPOOL_MEMORY` in the environment and `--memory` on the command line. Every value is checked
-here, at the edge; inside, nothing reads the environment. A secret may stand in a file instead, which
-`KVPOOL_NAME_FILE` names, as containers and systemd hand them over.
+here, at the edge; inside, nothing reads the environment. A secret may be in a file instead, named by
+`KVPOOL_NAME_FILE`, as containers and systemd provide them.
 
-`settings` declares all settings; `declare` says how, and converts values; `parse` and `tables` know how people write
-them; `sources` reads them; `checks` refuses what does not fit together.
+`settings` declares all settings; `declare` defines declarations and converts values; `parse` and `tables` parse
+the written forms; `sources` reads them; `checks` rejects invalid combinations.
 """
 
 from __future__ import annotations

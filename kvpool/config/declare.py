@@ -1,11 +1,11 @@
 """How a setting is declared: once, as the annotation of a field of a msgspec struct.
 
-From the declaration come the check of each value, wherever it was given, the option of the command line with its
+The declaration yields the check of each value, from whatever source, the command line option with its
 help, and the tables in the documents.
 
-    memory: Annotated[Size, setting("DRAM of the default tenant. Taken at once.")] = 0.25
+    memory: Annotated[Size, setting("DRAM of the default tenant. Allocated at the start.")] = 0.25
 
-A *kind* (`kind`) says what values there are and what is said of others; a *setting* (`setting`) what this one is for.
+A *kind* (`kind`) describes the valid values and the error text for others; a *setting* (`setting`) its purpose.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import msgspec
 from kvpool.errors import ConfigError
 
 Parse = Callable[[object, str], object]
-"""Of a value as it was given, and where: what it means, to be checked by its type. Raises `ConfigError`."""
+"""Converts a value as given, with the name of its source, for the type's check. Raises `ConfigError`."""
 
 
 class Setting(NamedTuple):
-    """What is declared of one setting.
+    """The declaration of one setting.
 
-    type: with its bounds, as `msgspec.convert` takes it. wanted: what is said of values that are not right.
-    description: in Markdown; its first sentence is the help of the option. default: of the field; shown: as people
-    write it. option: of the command line; empty: there is none. panel: of options in the help. secret: shown nowhere.
-    file_only: neither the environment nor the command line has it.
+    type: with its bounds, as `msgspec.convert` takes it. wanted: error text for invalid values. description: in
+    Markdown; its first sentence is the help of the option. default: of the field; shown: as people write it.
+    option: of the command line; empty: there is none. panel: of options in the help. secret: never shown.
+    file_only: not available in the environment or on the command line.
     """
 
     name: str
@@ -61,16 +61,16 @@ class Setting(NamedTuple):
         return text.split(". ")[0].removesuffix(".")
 
     def convert(self, value: object, where: str) -> Any:
-        """What it is when it is given so. where: by which the message names the place. Raises `ConfigError`."""
+        """The setting's value for a given input. where: names the source in messages. Raises `ConfigError`."""
         given = value
         if self.parse is not None:
             value = self.parse(value, where)
         elif isinstance(value, str) and plain_type(self.type) is float:
-            value = _number(value)  # msgspec takes no ".5"
+            value = _number(value)  # msgspec rejects ".5"
         try:
             return msgspec.convert(value, self.type, strict=False)
         except msgspec.ValidationError as error:
-            if not self.wanted:  # a table, or several: the error says where in it
+            if not self.wanted:  # a table, or several: the error names the place in it
                 raise ConfigError(f"{where}: {error}") from None
             shown = "" if self.secret else f" = {given!r}"
             raise ConfigError(f"{where}{shown}: {self.wanted}") from None
@@ -79,7 +79,7 @@ class Setting(NamedTuple):
 def kind(
     wanted: str = "", *, metavar: str = "", parse: Parse | None = None, **bounds: Any
 ) -> msgspec.Meta:
-    """A kind of values. bounds: `msgspec.Meta`'s. wanted: unless that follows from type and bounds."""
+    """A kind of values. bounds: `msgspec.Meta`'s. wanted: default: derived from type and bounds."""
     return msgspec.Meta(extra={"wanted": wanted, "metavar": metavar, "parse": parse}, **bounds)
 
 
@@ -93,8 +93,8 @@ def setting(
     file_only: bool = False,
     **bounds: Any,
 ) -> msgspec.Meta:
-    """What a setting is for. option: unless it is its name; a secret has none. default: shown in place of the value.
-    file_only: neither the environment nor the command line has it.
+    """The purpose of a setting. option: default: its name; a secret has none. default: shown in place of the
+    value. file_only: not available in the environment or on the command line.
     """
     extra = {
         "option": option,
@@ -107,10 +107,10 @@ def setting(
 
 
 def convert_setting(struct: type[msgspec.Struct], name: str, value: object, where: str) -> Any:
-    """What a setting of this struct is when it is given so. Raises `ConfigError`, for unknown names too."""
+    """The value of one of this struct's settings for a given input. Raises `ConfigError`, for unknown names too."""
     known = settings_of(struct)
     if name not in known:
-        raise ConfigError(f"{where}: there is no such setting. Known: {', '.join(known)}")
+        raise ConfigError(f"{where}: no such setting. Known settings: {', '.join(known)}")
     return known[name].convert(value, where)
 
 

@@ -1,7 +1,7 @@
-"""What people write for sizes, lists, addresses and tables, and the kinds of settings that take them.
+"""Parsers for sizes, lists, addresses and tables, and the kinds of settings that use them.
 
-Each function takes a value as TOML, a variable or an option has it, and the name of the place that it is from. It
-returns plain values for `msgspec` to check, or raises `ConfigError`, which names that place and what would be right.
+Each function takes a value as it comes from TOML, a variable or an option, and the name of its source. It
+returns plain values for `msgspec` to check, or raises `ConfigError`, which names the source and a correct value.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ def parse_size(value: object, where: str) -> int | float:
             size = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
             if size > 0:
                 return size
-    raise ConfigError(f'{where} = {value!r}: give bytes ("8GiB") or a share of free memory ("25%")')
+    raise ConfigError(
+        f'{where} = {value!r}: must be bytes ("8GiB") or a share of free memory ("25%")'
+    )
 
 
 def bandwidth(value: object, where: str) -> int:
     """Bytes a second. Raises `ConfigError`."""
     size = parse_size(value, where)
     if not isinstance(size, int):
-        raise ConfigError(f'{where} = {value!r}: bytes a second, such as "256MiB"')
+        raise ConfigError(f'{where} = {value!r}: must be bytes a second, such as "256MiB"')
     return size
 
 
@@ -64,7 +66,9 @@ def object_bytes(value: object, where: str) -> int:
     """The size of an object in object storage. Raises `ConfigError`."""
     size = parse_size(value, where)
     if not isinstance(size, int) or size < OBJECT_BYTES_MIN:
-        raise ConfigError(f"{where} = {value!r}: a size of at least {OBJECT_BYTES_MIN >> 20}MiB")
+        raise ConfigError(
+            f"{where} = {value!r}: must be a size of at least {OBJECT_BYTES_MIN >> 20}MiB"
+        )
     return size
 
 
@@ -75,32 +79,34 @@ def mode(value: object, where: str) -> int:
     except ValueError:
         found = None
     if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= 0o777:
-        raise ConfigError(f'{where} = {value!r}: octal permissions such as 0o660 (a text: "660")')
+        raise ConfigError(
+            f'{where} = {value!r}: must be octal permissions such as 0o660 (as text: "660")'
+        )
     return found
 
 
 def text(value: object, where: str) -> str:
     """A text without NUL. Raises `ConfigError`."""
     if not isinstance(value, str) or "\0" in value:
-        raise ConfigError(f"{where} = {value!r}: a text")
+        raise ConfigError(f"{where} = {value!r}: must be a text")
     return value
 
 
 def hidden(value: object, where: str) -> str:
     """A text that no message may show."""
     if not isinstance(value, str) or "\0" in value:
-        raise ConfigError(f"{where}: a text, in quotes")
+        raise ConfigError(f"{where}: must be a text, in quotes")
     return value
 
 
 def cluster_secret(value: object, where: str) -> str:
-    """A secret that is long enough. Raises `ConfigError`."""
+    """A secret of at least the minimum length. Raises `ConfigError`."""
     found = hidden(value, where)
     if found and len(found) < SECRET_CHARACTERS_MIN:
-        # Whoever connects sees a proof made with it, and can try guesses at home.
+        # Anyone who connects sees a proof made with it, and can try guesses offline.
         raise ConfigError(
-            f"{where}: a cluster secret has at least {SECRET_CHARACTERS_MIN} characters, at random; "
-            f"`openssl rand -hex 32` makes one"
+            f"{where}: must have at least {SECRET_CHARACTERS_MIN} random characters; `openssl rand -hex 32` creates "
+            "one"
         )
     return found
 
@@ -109,7 +115,7 @@ def word(value: object, where: str) -> str:
     """A name. Raises `ConfigError`."""
     found = text(value, where)
     if not _NAME.fullmatch(found):
-        raise ConfigError(f"{where} = {found!r}: letters, digits and ._- only, at most 63")
+        raise ConfigError(f"{where} = {found!r}: must be 1 to 63 letters, digits and ._-")
     return found
 
 
@@ -117,7 +123,7 @@ def socket_path(value: object, where: str) -> str:
     """A path that fits a unix socket's address. Raises `ConfigError`."""
     found = text(value, where)
     if not found or len(os.fsencode(found)) > SOCKET_PATH_MAX:
-        raise ConfigError(f"{where} = {found!r}: a path of 1 to {SOCKET_PATH_MAX} bytes")
+        raise ConfigError(f"{where} = {found!r}: must be a path of 1 to {SOCKET_PATH_MAX} bytes")
     return found
 
 
@@ -200,7 +206,7 @@ def labels(value: object, where: str) -> dict[str, str]:
 
 
 def object_store(value: object, where: str) -> str:
-    """A URL without credentials, which are of no concern to whoever reads the configuration."""
+    """A URL without credentials, which must not be visible in the configuration."""
     found = hidden(value, where)
     try:
         parts = urlsplit(found)
@@ -212,14 +218,14 @@ def object_store(value: object, where: str) -> str:
         good = bare = False
     if found and not (good and bare):
         raise ConfigError(
-            f"{where}: where object storage begins, such as s3://BUCKET/PREFIX, with one of "
+            f"{where}: must be the URL of object storage such as s3://BUCKET/PREFIX, with one of "
             f"{', '.join(OBJECT_SCHEMES)}; put credentials into the environment"
         )
     return found
 
 
 def otlp_endpoint(value: object, where: str) -> str:
-    """Where a collector is: http://HOST:PORT, with or without a path; or empty."""
+    """A collector's URL: http://HOST:PORT, with or without a path; or empty."""
     found = text(value, where)
     try:
         parts = urlsplit(found)
@@ -228,7 +234,7 @@ def otlp_endpoint(value: object, where: str) -> str:
         good = False
     if found and (not good or parts.username or parts.query or parts.fragment):
         raise ConfigError(
-            f"{where} = {found!r}: where a collector takes OTLP over HTTP, such as http://127.0.0.1:4318"
+            f"{where} = {found!r}: must be the URL of an OTLP collector over HTTP, such as http://127.0.0.1:4318"
         )
     return found.rstrip("/")
 

@@ -1,4 +1,4 @@
-"""The daemon's settings: each with its name, its kind, its default and what it is for, said here only."""
+"""The daemon's settings: name, kind, default and description, declared only here."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         kind(parse=parse.socket_path, metavar="PATH"),
         setting(
-            "Path of the control socket. Clients find it by the same rule, or by `KVPOOL_SOCKET`. Its folder is made "
-            "with mode 0700 if absent.",
+            "Path of the control socket. Clients use the same default, or `KVPOOL_SOCKET`. Its folder is created "
+            "with mode 0700 if missing.",
             default="`$XDG_RUNTIME_DIR/kvpool/kvpool.sock`; for root `/run/kvpool/kvpool.sock`; else "
             "`/tmp/kvpool-UID/kvpool.sock`",
         ),
@@ -54,7 +54,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         kind(parse=parse.mode, metavar="MODE"),
         setting(
-            "Permissions of the socket, octal. Whoever can open it can use the tenants that have no token.",
+            "Permissions of the socket, octal. Anyone who can open it can use the tenants that have no token.",
             default="600",
         ),
     ] = 0o600
@@ -62,7 +62,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         Size,
         setting(
             "DRAM of the default tenant: bytes (`8GiB`), or a share of the memory that is free at the start. "
-            "Taken at once.",
+            "Allocated at the start.",
             default="25%",
         ),
     ] = 0.25
@@ -72,16 +72,16 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen: Annotated[
         Urls,
         setting(
-            "Where peers may pull from, such as `tcp://10.0.0.5:7070`. Port 0 takes any. A `nixl://` URL beside it: by "
-            "RDMA too, [as described](../deploy/rdma.md).",
+            "URLs where peers may pull from, such as `tcp://10.0.0.5:7070`. Port 0 takes any free port. Add a "
+            "`nixl://` URL for RDMA, [as described](../deploy/rdma.md).",
             panel=CLUSTER,
         ),
     ] = ()
     advertise: Annotated[
         Urls,
         setting(
-            "The URLs that other nodes are told to use instead, one for each of `listen`. For nodes behind address "
-            "translation, or where `listen` is a wildcard.",
+            "The URLs that other nodes use instead, one for each of `listen`. For nodes behind address translation, "
+            "or if `listen` is a wildcard.",
             panel=CLUSTER,
             default="what `listen` says",
         ),
@@ -90,9 +90,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         kind(parse=parse.rails, metavar="NAME"),
         setting(
-            "For each of `listen`, a name for which network cards of other nodes its own one reaches best; `-`: none. "
-            "Cards with the same name reach each other ([several cards](cluster.md#several-network-cards); "
-            "`--rail a --rail b`, `KVPOOL_RAILS=a,b`).",
+            "A network name for each of `listen`; `-`: none. Network cards with the same name reach each other "
+            "([several cards](cluster.md#several-network-cards); `--rail a --rail b`, `KVPOOL_RAILS=a,b`).",
             option="--rail",
             panel=CLUSTER,
         ),
@@ -100,105 +99,114 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     bind_source: Annotated[
         bool,
         setting(
-            "Connect to other nodes from the address of the network card that was chosen, rather than as this "
-            "machine's routes say.",
+            "Connect to other nodes from the address of the chosen network card, instead of the address that this "
+            "machine's routes select.",
             panel=CLUSTER,
         ),
     ] = False
     pull_over: Annotated[
         Literal["auto", "nixl", "tcp"],
         setting(
-            "By which transport peers are pulled from where there are several. `auto`: by what is faster for the pair. "
-            "The other one is what is left when that fails.",
+            "The transport for pulls from peers that offer several. `auto`: the faster one for each pair. If it "
+            "fails, the other one is used.",
             panel=CLUSTER,
         ),
     ] = "auto"
     probe_s: Annotated[
         SecondsOrNever,
         setting(
-            "How often nodes that nothing is pulled from are asked how long an answer takes; 0: never.",
+            "How often to measure the response time of nodes from which nothing is pulled; 0: never.",
             panel=LIMITS,
         ),
     ] = 10.0
     peers: Annotated[
         Urls,
         setting(
-            "A node to pull blocks from, where no membership names any.",
+            "A node to pull blocks from, if there is no membership service.",
             option="--peer",
             panel=CLUSTER,
         ),
     ] = ()
     cluster: Annotated[
-        Name, setting("The cluster's name. Peers must agree on it.", panel=CLUSTER)
+        Name, setting("The cluster's name. It must be the same on all peers.", panel=CLUSTER)
     ] = "kvpool"
     cluster_secret: Annotated[
         str,
         kind(parse=parse.cluster_secret),
         setting(
-            "What peers prove to each other, at least 16 random characters. Needed to listen off loopback. No flag.",
+            "The shared secret with which peers authenticate, at least 16 random characters. Required to listen off "
+            "loopback. No flag.",
             secret=True,
         ),
     ] = ""
     tls_cert: Annotated[
         File,
         setting(
-            "Our certificate for [TLS between daemons](security.md#tls-between-daemons), PEM; `kvpool certs` makes it. "
-            "The file only has to be replaced to be renewed. Needed to listen off loopback, unless `plaintext`.",
+            "This node's certificate for [TLS between daemons](security.md#tls-between-daemons), PEM; `kvpool "
+            "certs` creates it. To renew it, replace the file. Required to listen off loopback, unless `plaintext` "
+            "is set.",
             panel=CLUSTER,
         ),
     ] = ""
     tls_key: Annotated[
         File,
-        setting("The key of `tls_cert`, PEM. A file that not every user may read.", panel=CLUSTER),
+        setting(
+            "The private key of `tls_cert`, PEM. The file must not be readable by all users.",
+            panel=CLUSTER,
+        ),
     ] = ""
-    tls_ca: Annotated[File, setting("Who signs the nodes' certificates, PEM.", panel=CLUSTER)] = ""
+    tls_ca: Annotated[
+        File, setting("The certificate authority of the nodes' certificates, PEM.", panel=CLUSTER)
+    ] = ""
     tls_crl: Annotated[
         File,
         setting(
-            "Which certificates are revoked, PEM. That is `crl.pem` of `kvpool certs`. None: nobody asks.",
+            "The revoked certificates, PEM: `crl.pem` of `kvpool certs`. None: revocation is not checked.",
             panel=CLUSTER,
         ),
     ] = ""
     plaintext: Annotated[
         bool,
         setting(
-            "Listen off loopback without TLS, in a network that is trusted. It takes a `cluster_secret` still. Beside "
-            "`tls_cert`: let NIXL move bytes, which it does not encrypt.",
+            "Listen off loopback without TLS, in a trusted network. A `cluster_secret` is still required. With "
+            "`tls_cert`: allow NIXL transfers, which are not encrypted.",
             panel=CLUSTER,
         ),
     ] = False
     join: Annotated[
         Url,
         setting(
-            "The etcd that keeps the membership: `etcd://HOST:PORT[,HOST:PORT...]`, `etcds://` with TLS. "
-            "`etcd://USER@HOST` where it asks who is there. Needs `listen`. None: this node is alone, but for `peers`.",
+            "The etcd that stores the membership: `etcd://HOST:PORT[,HOST:PORT...]`, `etcds://` with TLS. "
+            "`etcd://USER@HOST` if it requires authentication. Needs `listen`. None: this node is alone, except for "
+            "`peers`.",
             panel=CLUSTER,
         ),
     ] = ""
     join_password: Annotated[
-        Secret, setting("The password of the user that `join` names. No flag.", secret=True)
+        Secret, setting("The password of the user in `join`. No flag.", secret=True)
     ] = ""
     join_ca: Annotated[
         File,
         setting(
-            "Who signs etcd's certificates, for `etcds://`, PEM.",
+            "The certificate authority of etcd's certificates, for `etcds://`, PEM.",
             panel=CLUSTER,
             default="the public authorities",
         ),
     ] = ""
     join_cert: Annotated[
-        File, setting("Our certificate, where etcd asks for one, PEM.", panel=CLUSTER)
+        File, setting("The client certificate, if etcd requires one, PEM.", panel=CLUSTER)
     ] = ""
-    join_key: Annotated[File, setting("The key of `join_cert`, PEM.", panel=CLUSTER)] = ""
+    join_key: Annotated[File, setting("The private key of `join_cert`, PEM.", panel=CLUSTER)] = ""
     member_ttl_s: Annotated[
-        Seconds, setting("Silence after which etcd takes a node for dead.", panel=LIMITS)
+        Seconds,
+        setting("Seconds without a sign of life after which etcd removes a node.", panel=LIMITS),
     ] = 5.0
     directory: Annotated[
         Secret,
         kind(metavar="URL"),
         setting(
-            "The Redis that keeps who holds what: `redis://HOST:PORT`, `redis+sentinel://HOST:PORT,.../SERVICE`, "
-            "`redis+cluster://HOST:PORT,...`; `rediss` instead of `redis` with TLS. A password belongs into "
+            "The Redis that stores the directory: `redis://HOST:PORT`, `redis+sentinel://HOST:PORT,.../SERVICE`, "
+            "`redis+cluster://HOST:PORT,...`; `rediss` instead of `redis` with TLS. Set the password in "
             "`KVPOOL_DIRECTORY_PASSWORD`. None: other nodes are asked one by one.",
             secret=True,
             option="--directory",
@@ -208,25 +216,28 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     directory_password: Annotated[
         Secret,
         setting(
-            "The password of Redis. No flag, and not in a `--directory` flag either.", secret=True
+            "The password of Redis. No flag; do not put it into the `--directory` URL either.",
+            secret=True,
         ),
     ] = ""
     directory_ca: Annotated[
         File,
         setting(
-            "Who signs Redis' certificates, for `rediss`, PEM.",
+            "The certificate authority of Redis' certificates, for `rediss`, PEM.",
             panel=CLUSTER,
             default="the system's authorities",
         ),
     ] = ""
     directory_cert: Annotated[
-        File, setting("Our certificate, where Redis asks for one, PEM.", panel=CLUSTER)
+        File, setting("The client certificate, if Redis requires one, PEM.", panel=CLUSTER)
     ] = ""
-    directory_key: Annotated[File, setting("The key of `directory_cert`, PEM.", panel=CLUSTER)] = ""
+    directory_key: Annotated[
+        File, setting("The private key of `directory_cert`, PEM.", panel=CLUSTER)
+    ] = ""
     directory_timeout_s: Annotated[
         Seconds,
         setting(
-            "The longest that a lookup waits for Redis. What it does not say in time is a miss.",
+            "The longest that a lookup waits for Redis. Without an answer in time the lookup is a miss.",
             panel=LIMITS,
         ),
     ] = 0.5
@@ -234,8 +245,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         Mapping[str, str],
         kind(parse=parse.labels, metavar="NAME=VALUE"),
         setting(
-            "Where this node stands: `zone=a`, `rack=7`. These two say which nodes are near and where replicas go; "
-            "others are shown (`--label zone=a`, `KVPOOL_LABELS=zone=a,rack=7`, a table in the file).",
+            "This node's location: `zone=a`, `rack=7`. These two decide which nodes are near and where replicas go; "
+            "others are only displayed (`--label zone=a`, `KVPOOL_LABELS=zone=a,rack=7`, a table in the file).",
             option="--label",
             panel=CLUSTER,
         ),
@@ -243,25 +254,32 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     replicas_max: Annotated[
         int,
         setting(
-            "The most replicas of a block that are made on request.", panel=LIMITS, ge=1, le=64
+            "The most replicas of a block that a client or operator can request.",
+            panel=LIMITS,
+            ge=1,
+            le=64,
         ),
     ] = 8
     replication_bandwidth: Annotated[
         int,
         kind(parse=parse.bandwidth, metavar="SIZE"),
         setting(
-            "Bytes a second that replication in the background takes at most, in and out each.",
+            "The most bytes a second that background replication may use, in each direction.",
             panel=LIMITS,
             default="256MiB",
         ),
     ] = 256 << 20
     forward: Annotated[
-        bool, setting("Offer what must be evicted to nodes that have room.", panel=CLUSTER)
+        bool,
+        setting(
+            "Offer blocks that are about to be evicted to nodes with free memory.", panel=CLUSTER
+        ),
     ] = True
     operator_token: Annotated[
         Secret,
         setting(
-            "What operators' commands must show, besides running as the daemon's own user or as root. No flag.",
+            "The token that operators' commands must present, besides running as the daemon's own user or as root. "
+            "No flag.",
             secret=True,
         ),
     ] = ""
@@ -274,16 +292,16 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[DiskConfig, ...],
         kind(parse=tables.disks, metavar="PATH=SIZE"),
         setting(
-            "A folder for what memory gives up, and the bytes that all in it may take: `/mnt/nvme0/kvpool=400GiB`. "
-            "What was there when the daemon ended is found again. A list in the file.",
+            "A folder for blocks evicted from memory, and the most bytes that it may use: "
+            "`/mnt/nvme0/kvpool=400GiB`. Its blocks survive a restart of the daemon. A list in the file.",
             panel=TIERS,
         ),
     ] = ()
     ssd_write: Annotated[
         Literal["back", "through", "none"],
         setting(
-            "When a block is written there: `through` (when it was put), `back` (ahead of its eviction from memory), "
-            "`none`. Its namespace may say otherwise.",
+            "When a block is written to SSD: `through` (after the put), `back` (before its eviction from memory), "
+            "`none`. A namespace's own setting takes precedence.",
             panel=TIERS,
         ),
     ] = "back"
@@ -291,23 +309,23 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         kind(parse=parse.bytes_or_none, metavar="SIZE"),
         setting(
-            "How much may be written there in a day, all disks together, for the sake of their lives; 0: no limit. "
-            "When it runs short, only blocks that were read again are written.",
+            "The most bytes written to all disks together in a day, to limit wear; 0: no limit. When little is "
+            "left, only blocks that were read again are written.",
             panel=TIERS,
         ),
     ] = 0
     ssd_drain_s: Annotated[
         SecondsOrNever,
         setting(
-            "How long a node that is drained goes on copying what is only on its disks; 0: not at all.",
+            "How long a draining node copies blocks that are only on its disks; 0: not at all.",
             panel=TIERS,
         ),
     ] = 600.0
     ssd_flush_s: Annotated[
         SecondsOrNever,
         setting(
-            "How long a daemon that is told to stop goes on writing what is only in memory; 0: not at all. Told a "
-            "second time, it ends at once.",
+            "How long a stopping daemon writes blocks that are only in memory; 0: not at all. A second signal ends "
+            "it at once.",
             panel=TIERS,
         ),
     ] = 20.0
@@ -315,10 +333,10 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         kind(parse=parse.object_store, metavar="URL"),
         setting(
-            "Where [object storage](tiers.md#object-storage) begins, for what was read again: `s3://BUCKET/PREFIX`, "
-            "`gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `file:///FOLDER`. All nodes of the cluster share it. Needs "
-            "the package's extra `object`; a node without `join` needs `data_dir` as well. Credentials are the "
-            "environment's.",
+            "URL of the [object storage](tiers.md#object-storage), for blocks that were read again: "
+            "`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `file:///FOLDER`. Shared by all "
+            "nodes of the cluster. Needs the package's extra `object`; a node without `join` also needs `data_dir`. "
+            "Credentials are read from the environment.",
             panel=TIERS,
         ),
     ] = ""
@@ -326,7 +344,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         kind(parse=parse.object_bytes, metavar="SIZE"),
         setting(
-            "How much this node keeps there, 64MiB or more. The coldest makes way.",
+            "The most bytes that this node keeps there, 64MiB or more. The coldest objects are deleted first.",
             panel=TIERS,
             default="100GiB",
         ),
@@ -334,8 +352,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     object_instance_credentials: Annotated[
         bool,
         setting(
-            "Where the environment holds no credentials, ask the metadata service of the cloud that this machine is "
-            "in.",
+            "If the environment has no credentials, get them from the metadata service of this machine's cloud.",
             panel=TIERS,
         ),
     ] = False
@@ -343,16 +360,16 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         DeviceConfig | None,
         kind(parse=tables.device, metavar="DEVICE=SIZE"),
         setting(
-            "Spare memory of a GPU for what engines here read again: `cuda:0=8GiB`. Needs torch in the daemon's "
-            "environment ([how](tiers.md#spare-gpu-memory)).",
+            "Spare GPU memory for blocks that engines on this node read again: `cuda:0=8GiB`. Needs torch in the "
+            "daemon's environment ([how](tiers.md#spare-gpu-memory)).",
             panel=TIERS,
         ),
     ] = None
     events: Annotated[
         bool,
         setting(
-            "Follow the KV events of this node's engines, and tell others what their own caches hold. "
-            "[How](vllm.md#what-the-engines-own-cache-holds)."
+            "Subscribe to the KV events of this node's engines, and announce the blocks in their caches to other "
+            "nodes. [How](vllm.md#what-the-engines-own-cache-holds)."
         ),
     ] = True
     http: Annotated[
@@ -360,16 +377,15 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         kind(parse=parse.http_addresses, metavar="ADDRESS"),
         setting(
             "Where the [HTTP gateway](admin.md) listens: `127.0.0.1:7071`, `unix:/run/kvpool/http.sock`. Needs the "
-            "package's extra `admin`. Off loopback it takes `http_tokens`, and TLS (`tls_cert`) or `plaintext`.",
+            "package's extra `admin`. Off loopback it requires `http_tokens`, and TLS (`tls_cert`) or `plaintext`.",
             panel=GATEWAY,
         ),
     ] = ()
     http_tokens: Annotated[
         File,
         setting(
-            "A TOML file of mode 0600 with those who may ask the gateway; "
-            "[`kvpool token`](admin.md#tokens-and-roles) makes it. None: the daemon makes one token, in `http.token` "
-            "beside the control socket.",
+            "A TOML file of mode 0600 with the gateway's tokens; [`kvpool token`](admin.md#tokens-and-roles) "
+            "creates it. None: the daemon creates one token, in `http.token` beside the control socket.",
             panel=GATEWAY,
         ),
     ] = ""
@@ -382,14 +398,14 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             le=HTTP_RATE_MAX,
         ),
         setting(
-            "Requests a second that each token may make. Twice as many at once.", panel=GATEWAY
+            "Requests a second allowed for each token; bursts of twice as many.", panel=GATEWAY
         ),
     ] = 50.0
     routers: Annotated[
         tuple[str, ...],
         kind(parse=parse.router_urls, metavar="URL"),
         setting(
-            "A router that the gateway asks about requests and engines, `http://10.0.0.9:8080`.",
+            "URL of a router whose requests and engines the gateway reports, `http://10.0.0.9:8080`.",
             option="--router",
             panel=GATEWAY,
         ),
@@ -401,44 +417,48 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         kind(parse=parse.otlp_endpoint, metavar="URL"),
         setting(
-            "Where a collector takes [traces](tracing.md) by OTLP over HTTP: `http://127.0.0.1:4318`. Needs the package's "
+            "The collector of [traces](tracing.md) by OTLP over HTTP: `http://127.0.0.1:4318`. Needs the package's "
             "extras `admin` and `tracing`. None: nothing is recorded.",
             panel=GATEWAY,
         ),
     ] = ""
     transfer_workers: Annotated[
-        int, setting("Processes that move bytes between nodes.", ge=1, le=64)
+        int,
+        setting(
+            "Number of transfer workers: processes that move bytes between nodes.", ge=1, le=64
+        ),
     ] = 1
     data_dir: Annotated[
         Folder,
         setting(
-            "A folder for what outlives the daemon, such as the epochs of namespaces where there is no etcd. Held by "
+            "A folder for state that must survive a restart, such as the epochs of namespaces without etcd. Used by "
             "one daemon at a time."
         ),
     ] = ""
     node: Annotated[Name, setting("This node's name.", default="the host's name")] = ""
-    log_level: Annotated[LogLevel, setting("How much is logged. `-v` is short for `info`.")] = (
-        "warning"
-    )
+    log_level: Annotated[
+        LogLevel, setting("The lowest level that is logged. `-v` is short for `info`.")
+    ] = "warning"
     log_format: Annotated[
         LogFormat,
-        setting(
-            "One line a record for people, or one [JSON object](operations.md#logs) a line for programs."
-        ),
+        setting("One line of text per record, or one [JSON object](operations.md#logs) per line."),
     ] = "text"
     clients_max: Annotated[
-        int, setting("Open connections of clients.", panel=LIMITS, ge=1, le=1 << 16)
+        int, setting("The most open connections of clients.", panel=LIMITS, ge=1, le=1 << 16)
     ] = 1024
     peers_max: Annotated[
         int,
         setting(
-            "Open connections of peers, of each transfer worker.", panel=LIMITS, ge=1, le=1 << 16
+            "The most open connections of peers, per transfer worker.",
+            panel=LIMITS,
+            ge=1,
+            le=1 << 16,
         ),
     ] = 256
     engines_max: Annotated[
         int,
         setting(
-            "Engines whose KV events are followed, and as many that are announced to routers.",
+            "The most engines whose KV events are followed; also the most engines announced to routers.",
             panel=LIMITS,
             ge=1,
             le=64,
@@ -455,7 +475,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         return f"DaemonConfig({', '.join(shown)})"
 
     def all_tenants(self) -> tuple[TenantConfig, ...]:
-        """The default tenant, unless the file gives it settings of its own, and the others."""
+        """The default tenant, unless the file configures it, and the others."""
         if any(tenant.name == DEFAULT_TENANT for tenant in self.tenants):
             return self.tenants
         return (TenantConfig(DEFAULT_TENANT, self.memory), *self.tenants)
@@ -463,8 +483,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     def ssd_shares(self) -> dict[str, float]:
         """Each tenant's part of each disk, by name.
 
-        It follows from the configuration alone, not from how much memory was free at the start: a part
-        that moves has nothing left of what was in it. Raises `ConfigError` when there is not so much.
+        Depends on the configuration alone, not on how much memory was free at the start: a part
+        that moves loses its blocks. Raises `ConfigError` if the parts exceed the disks.
         """
         total = sum(disk.size for disk in self.ssd)
         if not total:
@@ -478,17 +498,17 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         left, others = 1 - sum(shares.values()), len(tenants) - len(shares)
         if left < -1e-9 or (others and left < 1e-9):
             raise ConfigError(
-                f"tenants' parts of the disks (ssd) are {1 - left:.0%} of them, and {others} more have none "
-                f"named: give less"
+                f"tenants' parts of the disks (ssd) are {1 - left:.0%} of them, and {others} more tenants have no "
+                "part set: reduce them"
             )
         return {tenant.name: shares.get(tenant.name, left / max(1, others)) for tenant in tenants}
 
 
 SETTINGS = tuple(settings_of(DaemonConfig))
 SECRETS = tuple(name for name, each in settings_of(DaemonConfig).items() if each.secret)
-"""Those that KVPOOL_NAME_FILE may be said of. A URL of the directory may hold a password."""
+"""Settings that support KVPOOL_NAME_FILE. A URL of the directory may hold a password."""
 
 
 def parse_setting(name: str, value: object, where: str = "") -> Any:
-    """What one setting of `DaemonConfig` is when it is given so. Raises `ConfigError`."""
+    """The value of one setting of `DaemonConfig` for a given input. Raises `ConfigError`."""
     return convert_setting(DaemonConfig, name, value, where or name)

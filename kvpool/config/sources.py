@@ -24,14 +24,14 @@ _SETTINGS = settings_of(DaemonConfig)
 
 
 class Given(NamedTuple):
-    """A setting's value, checked, and where it is from: a file, a variable or an option."""
+    """A setting's value, checked, and its source: a file, a variable or an option."""
 
     value: Any
     source: str
 
 
 def default_socket_path(environ: Mapping[str, str] = os.environ) -> str:
-    """Where daemon and clients of one user meet when nothing else is said."""
+    """The default socket, where daemon and clients of one user meet."""
     if path := environ.get("KVPOOL_SOCKET"):
         return path
     if runtime := environ.get("XDG_RUNTIME_DIR"):
@@ -46,14 +46,14 @@ def default_socket_path(environ: Mapping[str, str] = os.environ) -> str:
     else:
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
             raise ConfigError(
-                f"{folder} is not a folder of this user, so another user may listen there. "
-                f"Set KVPOOL_SOCKET or XDG_RUNTIME_DIR"
+                f"{folder} is not owned by this user, so another user may listen there. Set KVPOOL_SOCKET or "
+                "XDG_RUNTIME_DIR"
             )
     return f"{folder}/kvpool.sock"
 
 
 def secret_of(variable: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """What `variable` holds, or the file that `variable`_FILE names, less one newline at its end.
+    """The content of `variable`, or of the file that `variable`_FILE names, less one newline at its end.
 
     None: neither is set. Raises `ConfigError` when both are, or the file cannot be read.
     """
@@ -72,7 +72,7 @@ def secret_of(variable: str, environ: Mapping[str, str] = os.environ) -> str | N
     try:
         return content.decode().removesuffix("\n")
     except UnicodeDecodeError:
-        raise ConfigError(f"{variable}_FILE: {path} is not text in UTF-8") from None
+        raise ConfigError(f"{variable}_FILE: {path} is not UTF-8 text") from None
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def read_toml(path: str) -> dict[str, Any]:
 def gather(
     file: str | None, flags: Mapping[str, object], environ: Mapping[str, str]
 ) -> dict[str, Given]:
-    """What is set, by name. Raises `ConfigError`, which names the place."""
+    """The settings that are set, by name. Raises `ConfigError`, which names the source."""
     path = file or environ.get("KVPOOL_CONFIG")
     given = from_file(DaemonConfig, path) if path else {}
     for name, each in _SETTINGS.items():
@@ -103,7 +103,7 @@ def gather(
 
 
 def from_file(struct: type[msgspec.Struct], path: str) -> dict[str, Given]:
-    """What a TOML file says of this struct's settings. Raises `ConfigError`."""
+    """The values of this struct's settings in a TOML file. Raises `ConfigError`."""
     return {
         name: Given(convert_setting(struct, name, value, f"{path}: {name}"), path)
         for name, value in read_toml(path).items()
@@ -111,7 +111,7 @@ def from_file(struct: type[msgspec.Struct], path: str) -> dict[str, Given]:
 
 
 def from_flags(struct: type[msgspec.Struct], flags: Mapping[str, object]) -> dict[str, Given]:
-    """The same of options, by the names of settings. Those that are None were not given."""
+    """The same for options, by the names of settings. None: not given."""
     known = settings_of(struct)
     given = {}
     for name, value in flags.items():
@@ -129,14 +129,14 @@ def load(
 ) -> DaemonConfig:
     """The configuration. `flags` that are None were not given.
 
-    Raises `ConfigError` for a file that cannot be read, an unknown name or a value that is not right;
-    the message names the place.
+    Raises `ConfigError` for a file that cannot be read, an unknown name or an invalid value;
+    the message names the source.
     """
     return config_of(gather(file, flags or {}, environ), environ)
 
 
 def config_of(given: Mapping[str, Given], environ: Mapping[str, str]) -> DaemonConfig:
-    """All settings, with defaults for what is not given. Raises `ConfigError` for what does not fit together."""
+    """All settings, with defaults for the missing ones. Raises `ConfigError` for invalid combinations."""
     defaults = {"node": _node_name(socket.gethostname())}
     if "socket" not in given:
         defaults["socket"] = default_socket_path(environ)

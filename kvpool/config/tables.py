@@ -1,4 +1,4 @@
-"""Settings that are more than one value: tenants, disks, a device; and how they are written."""
+"""Settings with several values: tenants, disks, a device; and their written forms."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
 class TenantConfig(msgspec.Struct, frozen=True):
     """A tenant with a segment of its own.
 
-    memory: bytes, or a share of the free memory. token: what its clients must show; None: anyone who
-    can open the socket. ssd: its part of the disks, all together, in bytes or as a share; None: what is left
-    is divided equally.
+    memory: bytes, or a share of the free memory. token: required from its clients; None: anyone who
+    can open the socket is accepted. ssd: its part of all disks together, in bytes or as a share; None: an equal
+    part of the rest.
     """
 
     name: str
@@ -34,9 +34,9 @@ class TenantConfig(msgspec.Struct, frozen=True):
 
 
 class DiskConfig(msgspec.Struct, frozen=True):
-    """A disk of tier ssd: a folder, and the bytes that all in it may take.
+    """A disk of tier ssd: a folder, and the most bytes that it may use.
 
-    threads: reads and writes at a time.
+    threads: concurrent reads and writes.
     """
 
     path: str
@@ -54,12 +54,14 @@ class DeviceConfig(msgspec.Struct, frozen=True):
 def tenants(value: object, where: str) -> tuple[TenantConfig, ...]:
     """The tables of tenants. Raises `ConfigError`."""
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: write one table a tenant, [tenants.NAME]")
+        raise ConfigError(f"{where}: write one table per tenant, [tenants.NAME]")
     found = []
     for key, table in value.items():
         tenant = parse.word(key, f"{where}.{key}")
         if not isinstance(table, dict) or not set(table) <= {"memory", "ssd", "token"}:
-            raise ConfigError(f"{where}.{key}: a tenant has memory, ssd and token, nothing else")
+            raise ConfigError(
+                f"{where}.{key}: a tenant has only the settings memory, ssd and token"
+            )
         if "memory" not in table:
             raise ConfigError(f"{where}.{key}.memory is missing: each tenant has its own segment")
         token = table.get("token")
@@ -85,10 +87,12 @@ def disks(value: object, where: str) -> tuple[DiskConfig, ...]:
             )
         size = parse.parse_size(text, f"{where}: {path}")
         if not isinstance(size, int) or size < DISK_BYTES_MIN:
-            raise ConfigError(f"{where}: {path}: a size of at least {DISK_BYTES_MIN >> 20}MiB")
+            raise ConfigError(
+                f"{where}: {path}: the size must be at least {DISK_BYTES_MIN >> 20}MiB"
+            )
         found.append(DiskConfig(os.path.abspath(path), size))
     if len({disk.path for disk in found}) != len(found) or len(found) > DISKS_MAX:
-        raise ConfigError(f"{where}: at most {DISKS_MAX} folders, each once")
+        raise ConfigError(f"{where}: give at most {DISKS_MAX} folders, each once")
     return tuple(found)
 
 
@@ -98,6 +102,6 @@ def device(value: object, where: str) -> DeviceConfig:
     size = parse.parse_size(text, where) if text else 0
     if not _DEVICE.fullmatch(name) or not isinstance(size, int) or size < DEVICE_BYTES_MIN:
         raise ConfigError(
-            f"{where} = {value!r}: DEVICE=SIZE, at least {DEVICE_BYTES_MIN >> 20}MiB, such as cuda:0=8GiB"
+            f"{where} = {value!r}: must be DEVICE=SIZE, at least {DEVICE_BYTES_MIN >> 20}MiB, such as cuda:0=8GiB"
         )
     return DeviceConfig(name, size)

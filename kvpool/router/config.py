@@ -1,8 +1,8 @@
 """The router's configuration: one TOML file, flags and a few secrets of the environment, read once, then frozen.
 
-Later ones win: defaults, file, flags. Secrets come from the environment or from files that only this user
-may read: `KVPOOL_ROUTER_TOKEN`, `KVPOOL_ENGINE_API_KEY`, `token_file`, `api_key_file`; `KVPOOL_ROUTER_TOKEN_FILE`
-and `KVPOOL_ENGINE_API_KEY_FILE` name files whose content they are. Nothing prints them.
+Precedence, lowest first: defaults, file, flags. Secrets come from the environment or from files that only this
+user may read: `KVPOOL_ROUTER_TOKEN`, `KVPOOL_ENGINE_API_KEY`, `token_file`, `api_key_file`;
+`KVPOOL_ROUTER_TOKEN_FILE` and `KVPOOL_ENGINE_API_KEY_FILE` name files that contain them. They are never printed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKEN_ENVIRON = "KVPOOL_ROUTER_TOKEN"  # noqa: S105  (the variable's name)
 API_KEY_ENVIRON = "KVPOOL_ENGINE_API_KEY"
 SECRET_FILE_BYTES_MAX = 4096
 FOLLOW_S_MAX = 600
-"""What the vLLM plugin takes."""
+"""Block hash algorithms that the vLLM plugin accepts."""
 
 _ENDPOINT = re.compile(r"tcp://[^\s/*]+:[1-9]\d{0,4}|ipc://[/@][^*\0]+")
 
@@ -50,12 +50,12 @@ Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._:-]{0,127}
 
 
 class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One `[[engines]]`: what is said of an engine. What is left out is what the engine announced itself.
+    """One `[[engines]]` table. Missing fields are taken from the engine's announcement.
 
     url: of its HTTP server. name: its host and port if left out. node: the kvpool node that it runs on.
-    flexible: whether it may change between prefill and decode, as the load has it.
-    events, replay, topic: where its KV events are. namespace: the digest of its blocks' namespace, hex.
-    hash, hash_seed: how it hashes blocks, and its PYTHONHASHSEED. api_key_file: what it asks callers for.
+    flexible: whether it may change between prefill and decode with the load.
+    events, replay, topic: addresses of its KV events. namespace: the digest of its blocks' namespace, hex.
+    hash, hash_seed: how it hashes blocks, and its PYTHONHASHSEED. api_key_file: the key that it requires.
     """
 
     url: str
@@ -82,9 +82,9 @@ class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class TenantTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One `[tenants.NAME]`: who shows the token in `token_file`.
+    """One `[tenants.NAME]`: requests with the token in `token_file`.
 
-    weight: of its share of the engines, beside others'. priority_max: the highest that it may ask for.
+    weight: its share of the engines relative to other tenants. priority_max: the highest priority it may request.
     """
 
     token_file: str
@@ -100,23 +100,23 @@ _ENGINE_FIELDS = tuple(
 
 
 def engine_flag(text: str) -> dict[str, object]:
-    """`http://127.0.0.1:8000,role=decode,node=b` as an `[[engines]]` table has it."""
+    """Convert `http://127.0.0.1:8000,role=decode,node=b` to an `[[engines]]` table."""
     url, *pairs = text.split(",")
     table: dict[str, object] = {"url": url}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or key not in _ENGINE_FIELDS or key == "url":
             raise ConfigError(
-                f"--engine: {pair!r}: KEY=VALUE with one of {', '.join(_ENGINE_FIELDS[1:])}"
+                f"--engine: {pair!r}: must be KEY=VALUE with one of {', '.join(_ENGINE_FIELDS[1:])}"
             )
         table[key] = value
     return table
 
 
 def _engines(value: object, where: str) -> object:
-    """Tables, or texts as options have them."""
+    """Tables, or texts in the form of the option."""
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{where}: write one table an engine, [[engines]]")
+        raise ConfigError(f"{where}: write one table per engine, [[engines]]")
     return [engine_flag(item) if isinstance(item, str) else item for item in value]
 
 
@@ -127,22 +127,22 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         kind(metavar="HOST:PORT"),
         setting(
-            "HOST:PORT where the router answers. Port 0 takes any. Off loopback only with a token."
+            "HOST:PORT where the router listens. Port 0 takes any free port. Off loopback a token is required."
         ),
     ] = "127.0.0.1:8080"
     token_file: Annotated[
         str,
         kind(metavar="FILE"),
         setting(
-            "A file of mode 0600 with the operator's token, at least 16 characters. `KVPOOL_ROUTER_TOKEN` goes "
-            "before it. With it, every request shows `Authorization: Bearer TOKEN`."
+            "A file of mode 0600 with the operator's token, at least 16 characters. `KVPOOL_ROUTER_TOKEN` takes "
+            "precedence. If set, every request must send `Authorization: Bearer TOKEN`."
         ),
     ] = ""
     tenants: Annotated[
         dict[Name, TenantTable],
         setting(
-            "`[tenants.NAME]`: `token_file`, `weight` of its share of the engines when they are short (1), "
-            "`priority_max` (0).",
+            "`[tenants.NAME]`: `token_file`, `weight` of its share of the engines under load (1), `priority_max` "
+            "(0).",
             file_only=True,
         ),
     ] = {}
@@ -150,13 +150,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[EngineTable, ...],
         kind(parse=_engines, metavar="URL"),
         setting(
-            "An engine's URL, and what is to be said of it: `http://10.0.0.5:8000,role=decode,node=b`. In the "
-            "file `[[engines]]`, see below.",
+            "An engine's URL and its properties: `http://10.0.0.5:8000,role=decode,node=b`. In the file "
+            "`[[engines]]`, see below.",
             option="--engine",
         ),
     ] = ()
     daemon: Annotated[
-        bool, setting("Ask this host's daemon for engines and for what the pool holds.")
+        bool, setting("Ask this host's daemon for engines and for the pool's contents.")
     ] = True
     socket: Annotated[
         str,
@@ -165,15 +165,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     policy: Annotated[
         str,
-        setting(
-            "Which [policy](scheduling.md#policies) chooses the engine that computes a prompt."
-        ),
+        setting("The [policy](scheduling.md#policies) that chooses the engine for a prompt."),
     ] = DEFAULT_POLICY
     deadline_s: Annotated[
-        Seconds, setting("A request's deadline, unless its header says otherwise.")
+        Seconds, setting("A request's deadline, unless its header sets another.")
     ] = 600.0
     deadline_s_max: Annotated[
-        Seconds, setting("The most that its header may say.", file_only=True)
+        Seconds, setting("The longest deadline that the header may set.", file_only=True)
     ] = 3600.0
     body_bytes_max: Annotated[
         Bytes,
@@ -182,14 +180,16 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     answer_bytes_max: Annotated[
         Bytes,
         setting(
-            "The largest answer that is not streamed; it is kept until it is whole. A larger one ends in 502, and no other engine is asked.",
+            "The largest answer that is not streamed; it is buffered until it is complete. A larger one fails with "
+            "502, and no other engine is tried.",
             file_only=True,
         ),
     ] = 64 << 20
     requests_max: Annotated[
         Count,
         setting(
-            "Requests in flight, waiting ones included, and bodies that are coming; more of either are refused: 429.",
+            "Active requests, including waiting ones, and request bodies being received; more of either are "
+            "refused: 429.",
             file_only=True,
         ),
     ] = 2048
@@ -202,34 +202,33 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     answer_s: Annotated[
         Seconds,
         setting(
-            "An engine that does not begin to answer so long, and four times what was expected, after it was "
-            "asked has failed.",
+            "An engine has failed if it does not begin to answer within this time plus four times the estimate.",
             file_only=True,
         ),
     ] = 30.0
     stall_s: Annotated[
         Seconds,
         setting(
-            "An engine that sends nothing for so long in the middle of a stream has failed.",
+            "An engine has failed if it sends nothing for this long in the middle of a stream.",
             file_only=True,
         ),
     ] = 30.0
     client_stall_s: Annotated[
         Seconds,
         setting(
-            "A client that reads nothing for so long is given up, whatever the answer, and so is one whose body"
-            " does not come.",
+            "A client is disconnected if it reads nothing of its answer, or sends nothing of its body, for this "
+            "long.",
             file_only=True,
         ),
     ] = 60.0
     retries_max: Annotated[
         int,
         setting(
-            "How often a request whose engine failed is tried again.", ge=0, le=16, file_only=True
+            "How often a request is retried after its engine failed.", ge=0, le=16, file_only=True
         ),
     ] = 2
     probe_s: Annotated[
-        Seconds, setting("How often engines are asked for `/health`.", file_only=True)
+        Seconds, setting("How often each engine's `/health` is requested.", file_only=True)
     ] = 2.0
     probe_timeout_s: Annotated[
         Seconds, setting("The longest wait for an answer to a probe.", file_only=True)
@@ -237,32 +236,32 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     failures_max: Annotated[
         Count,
         setting(
-            "So many failures in a row, of requests or of probes, and an engine gets no requests.",
+            "Failures in a row, of requests or probes, after which an engine gets no requests.",
             file_only=True,
         ),
     ] = 3
     backoff_s: Annotated[
         Seconds,
         setting(
-            "How long an engine that failed gets no requests; twice as long each time that it fails again.",
+            "How long a failed engine gets no requests; doubled each time it fails again.",
             file_only=True,
         ),
     ] = 1.0
     backoff_s_max: Annotated[
         Seconds,
         setting(
-            "The longest such pause. Then it is probed, and gets requests if it is well.",
+            "The longest such pause. Then the engine is probed, and gets requests if it is healthy.",
             file_only=True,
         ),
     ] = 30.0
-    drain_s: Annotated[Seconds, setting("How long requests in flight may take after SIGTERM.")] = (
+    drain_s: Annotated[Seconds, setting("How long active requests may continue after SIGTERM.")] = (
         60.0
     )
     ttft_slo_s: Annotated[
         Seconds | None,
         kind("seconds, above 0 and at most 86400", metavar="SECONDS"),
         setting(
-            "A request whose first token is expected later than that is refused: 429.",
+            "A request whose estimated time to first token is longer is refused: 429.",
             file_only=True,
         ),
     ] = None
@@ -270,18 +269,18 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         Seconds | None,
         kind("seconds, above 0 and at most 86400", metavar="SECONDS"),
         setting(
-            "A request whose tokens would come more slowly than that is refused: 429.",
+            "A request whose estimated time per token is longer is refused: 429.",
             file_only=True,
         ),
     ] = None
     output_tokens: Annotated[
-        Tokens, setting("How long an answer is expected to be that names no limit.", file_only=True)
+        Tokens, setting("The estimated length of an answer without a token limit.", file_only=True)
     ] = 512
     follow_s: Annotated[
         float,
         kind(f"seconds, above 0 and at most {FOLLOW_S_MAX}"),
         setting(
-            "How long an engine that decodes waits for blocks that another one computes; 600 at most.",
+            "How long a decode engine waits for blocks that another engine computes; 600 at most.",
             gt=0,
             le=FOLLOW_S_MAX,
             file_only=True,
@@ -290,7 +289,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     priority_max: Annotated[
         int,
         setting(
-            "The highest priority of requests that are no tenant's.",
+            "The highest priority of requests without a tenant.",
             ge=-100,
             le=100,
             file_only=True,
@@ -299,39 +298,37 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     role_dwell_s: Annotated[
         Seconds,
         setting(
-            "How long after one `flexible` engine has changed its role the next one of its kind may.",
+            "The shortest time between two role changes of `flexible` engines of one kind.",
             file_only=True,
         ),
     ] = 60.0
     role_smooth_s: Annotated[
         Seconds,
-        setting("Over how long the load is looked at before a role changes.", file_only=True),
+        setting("The time over which the load is averaged for role changes.", file_only=True),
     ] = 30.0
     decisions_max: Annotated[
-        Count, setting("Requests that `/explain` remembers.", file_only=True)
+        Count, setting("The number of requests that `/explain` remembers.", file_only=True)
     ] = 1024
-    log_level: Annotated[LogLevel, setting("How much is logged. `-v` is short for `info`.")] = (
-        "warning"
-    )
+    log_level: Annotated[
+        LogLevel, setting("The lowest level that is logged. `-v` is short for `info`.")
+    ] = "warning"
     log_format: Annotated[
         LogFormat,
-        setting(
-            "One line a record for people, or one [JSON object](operations.md#logs) a line for programs."
-        ),
+        setting("One line of text per record, or one [JSON object](operations.md#logs) per line."),
     ] = "text"
     otlp: Annotated[
         str,
         kind(parse=otlp_endpoint, metavar="URL"),
         setting(
-            "Where a collector takes [traces](tracing.md) by OTLP over HTTP: `http://127.0.0.1:4318`. Needs the"
-            " package's extra `tracing`. None: nothing is recorded."
+            "The collector of [traces](tracing.md) by OTLP over HTTP: `http://127.0.0.1:4318`. Needs the package's "
+            "extra `tracing`. None: nothing is recorded."
         ),
     ] = ""
     trace_share: Annotated[
         float,
         kind("a share from 0 to 1"),
         setting(
-            "With `otlp`, how many of the requests that come without a trace context begin a trace: 0 to 1.",
+            "With `otlp`, the share of requests without a trace context that start a trace: 0 to 1.",
             ge=0,
             le=1,
         ),
@@ -343,9 +340,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Secrets(msgspec.Struct, frozen=True):
-    """What must not be shown. token: the operator's; empty: none is asked for. tenants: names by token.
+    """Secrets, never shown. token: the operator's; empty: none is required. tenants: names by token.
 
-    api_keys: by URL of the engine. api_key: for engines that have none of their own.
+    api_keys: by URL of the engine. api_key: for engines without one of their own.
     """
 
     token: str
@@ -371,8 +368,8 @@ def load(
 ) -> tuple[RouterConfig, Secrets]:
     """The configuration. `flags` that are None were not given; an `engine` is URL[,KEY=VALUE...].
 
-    Raises `ConfigError` for a file that cannot be read, an unknown name or a value that is not right;
-    the message names the place.
+    Raises `ConfigError` for a file that cannot be read, an unknown name or an invalid value;
+    the message names the source.
     """
     given = from_flags(RouterConfig, flags or {})
     if file is not None:
@@ -385,8 +382,8 @@ def load(
     host, _ = config.address
     if not is_loopback(host) and not (secrets.token or secrets.tenants):
         raise ConfigError(
-            f"listen: {config.listen} is not loopback, so clients need a token: set {TOKEN_ENVIRON}, "
-            f"or token_file, at least {TOKEN_CHARACTERS_MIN} characters (`openssl rand -hex 32` makes one)"
+            f"listen: {config.listen} is not loopback, so clients need a token: set {TOKEN_ENVIRON}, or token_file, "
+            f"at least {TOKEN_CHARACTERS_MIN} characters (`openssl rand -hex 32` creates one)"
         )
     return config, secrets
 
@@ -394,7 +391,7 @@ def load(
 def _check(config: RouterConfig) -> None:
     _address(config.listen)
     if config.policy not in POLICIES:
-        raise ConfigError(f"policy = {config.policy!r}: one of {', '.join(POLICIES)}")
+        raise ConfigError(f"policy = {config.policy!r}: must be one of {', '.join(POLICIES)}")
     if config.deadline_s > config.deadline_s_max:
         raise ConfigError("deadline_s is more than deadline_s_max")
     if config.backoff_s > config.backoff_s_max:
@@ -412,7 +409,7 @@ def _check(config: RouterConfig) -> None:
             raise ConfigError(f"engines: {url!r} is not a URL such as http://10.0.0.5:8000")
     names = [table.name for table in config.engines if table.name is not None]
     if len(set(urls)) < len(urls) or len(set(names)) < len(names):
-        raise ConfigError("engines: each URL and each name once")
+        raise ConfigError("engines: give each URL and each name once")
 
 
 def _check_events(table: EngineTable) -> None:
@@ -420,17 +417,19 @@ def _check_events(table: EngineTable) -> None:
         endpoint = getattr(table, name)
         if endpoint and not _ENDPOINT.fullmatch(endpoint):
             raise ConfigError(
-                f"engines: {table.url}: {name} = {endpoint!r}: tcp://HOST:PORT or ipc:///PATH"
+                f"engines: {table.url}: {name} = {endpoint!r}: must be tcp://HOST:PORT or ipc:///PATH"
             )
     if not all(0 <= group < GROUPS_MAX for group in table.groups or ()):
-        raise ConfigError(f"engines: {table.url}: groups are from 0 to {GROUPS_MAX - 1}")
+        raise ConfigError(f"engines: {table.url}: groups must be from 0 to {GROUPS_MAX - 1}")
 
 
 def _address(listen: str) -> tuple[str, int]:
     host, colon, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or int(port) >= 1 << 16:
-        raise ConfigError(f"listen = {listen!r}: HOST:PORT, such as 127.0.0.1:8080 or [::1]:8080")
+        raise ConfigError(
+            f"listen = {listen!r}: must be HOST:PORT, such as 127.0.0.1:8080 or [::1]:8080"
+        )
     return host, int(port)
 
 
@@ -445,11 +444,11 @@ def _secrets(config: RouterConfig, environ: Mapping[str, str]) -> Secrets:
         if len(text) < TOKEN_CHARACTERS_MIN:
             raise ConfigError(
                 f"the token {f'of tenant {name}' if name else 'of the operator'} has fewer than "
-                f"{TOKEN_CHARACTERS_MIN} characters: `openssl rand -hex 32` makes one"
+                f"{TOKEN_CHARACTERS_MIN} characters: `openssl rand -hex 32` creates one"
             )
     tenants = {text: name for name, text in tokens.items() if name}
     if len(tenants) < len(config.tenants) or token in tenants:
-        raise ConfigError("tokens: each tenant has one of its own")
+        raise ConfigError("tokens: each tenant needs a token of its own")
     keys = {
         table.url.rstrip("/"): _secret_file(
             table.api_key_file, f"engines: {table.url}: api_key_file"
@@ -461,16 +460,16 @@ def _secrets(config: RouterConfig, environ: Mapping[str, str]) -> Secrets:
 
 
 def _secret_file(path: str, name: str) -> str:
-    """What a file holds that nobody else may read."""
+    """The content of a file that only its owner may read."""
     try:
         with open(path, "rb") as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
-                raise ConfigError(f"{name}: {path} can be read by others: chmod 600 {path}")
+                raise ConfigError(f"{name}: other users can read {path}: chmod 600 {path}")
             text = file.read(SECRET_FILE_BYTES_MAX).decode().strip()
     except OSError as error:
         raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{name}: {path} is not text") from None
     if not text or any(ord(character) < 33 or ord(character) > 126 for character in text):
-        raise ConfigError(f"{name}: {path}: one line of printable characters")
+        raise ConfigError(f"{name}: {path}: must be one line of printable characters")
     return text

@@ -1171,7 +1171,7 @@ def test_clear(daemon):
     done = run("clear", "0123")
     assert done.status == 0
     assert f"namespace {DIGEST} of tenant red is in epoch 3" in done.out
-    assert "go on in the new epoch" in done.out
+    assert "continue in the new epoch" in done.out
     daemon.clear.assert_called_with(bytes.fromhex(DIGEST), fence=False)
     assert "until they open it again" in run("clear", "0123", "--fence").out
     daemon.clear.assert_called_with(bytes.fromhex(DIGEST), fence=True)
@@ -1204,7 +1204,7 @@ NOTHING = dict.fromkeys(
 def test_configure(daemon, words, change):
     done = run("configure", "0123", *words.split())
     assert (done.status, done.err) == (0, "")
-    assert f"namespace {DIGEST} of tenant red are changed" in done.out
+    assert f"changed the settings of namespace {DIGEST} of tenant red" in done.out
     assert ("in the background" in done.out) == ("--replicas 2" in words)
     daemon.configure.assert_called_once_with(bytes.fromhex(DIGEST), **NOTHING | change)
 

@@ -80,7 +80,7 @@ def test_no_text_of_the_help_is_taken_for_markup(script) -> None:
 
 def test_exit_statuses_are_in_the_help() -> None:
     said = " ".join(CliRunner().invoke(verbs.app, ["--help"]).output.split())
-    assert "Exit status: 0 all is well;" in said
+    assert "Exit status: 0 success;" in said
     for status in base.EXIT_STATUSES:
         assert re.search(rf"[:;] {status} ", said), status
 

@@ -469,13 +469,13 @@ def test_other_urls_for_others():
     told = {"listen": ["tcp://0.0.0.0:7070"], "advertise": ["tcp://10.0.0.5:7070"]}
     assert load(flags=told, environ={}).advertise == ("tcp://10.0.0.5:7070",)
     for listen in ([], ["tcp://a:1", "tcp://b:2"]):
-        with pytest.raises(ConfigError, match="advertise: one URL for each of listen"):
+        with pytest.raises(ConfigError, match="advertise: give one URL for each of listen"):
             load(flags=told | {"listen": listen}, environ={})
 
 
 def test_who_joins_has_to_listen():
     environ = {"KVPOOL_JOIN": "etcd://e:2379"}
-    with pytest.raises(ConfigError, match="give --listen"):
+    with pytest.raises(ConfigError, match="set --listen"):
         load(environ=environ)
     config = load(environ=environ, flags={"listen": ["tcp://a:1"]})
     assert (config.join, config.listen) == ("etcd://e:2379", ("tcp://a:1",))
@@ -513,7 +513,7 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
         ('log_level = "loud"', "debug, info, warning, error"),
         ('log_format = "xml"', "text, json"),
         *[
-            (f"otlp = {wrong!r}", "OTLP over HTTP, such as http://127.0.0.1:4318")
+            (f"otlp = {wrong!r}", "OTLP collector over HTTP, such as http://127.0.0.1:4318")
             for wrong in (
                 "collector:4318",
                 "grpc://a:4317",
@@ -557,7 +557,7 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
         ('device = "gpu0=8GiB"', "DEVICE=SIZE"),
         ('device = "cuda:0=10%"', "DEVICE=SIZE"),
         ('device = "cuda:0=1MiB"', "at least 2MiB"),
-        ('device = "cuda:0=much"', "give bytes"),
+        ('device = "cuda:0=much"', "must be bytes"),
         ("device = 8", "device.*text"),
         ('events = "tcp://127.0.0.1:5557"', "true or false"),
         ("engines_max = 65", "from 1 to 64"),
@@ -623,7 +623,7 @@ def test_nixl_stands_beside_tcp():
     assert config.listen == ("tcp://a:1", "nixl://a:2")
     for listen in ("nixl://a:2", "tcp://a:1,nixl://a:2,nixl://a:3"):
         with pytest.raises(
-            ConfigError, match="one nixl:// URL at most, and a tcp:// URL beside it"
+            ConfigError, match="at most one nixl:// URL, together with a tcp:// URL"
         ):
             load(flags={"listen": listen}, environ={})
     with pytest.raises(ConfigError, match=r"peers: give tcp:// URLs"):
@@ -663,7 +663,7 @@ def test_a_key_that_every_user_can_open(tls_files, mode):
 
 def test_nixl_beside_tls_is_chosen_by_name(tls_files):
     both = tls_files | {"listen": "tcp://a:1,nixl://a:2"}
-    with pytest.raises(ConfigError, match="what NIXL moves is not encrypted"):
+    with pytest.raises(ConfigError, match="NIXL transfers are not encrypted"):
         load(flags=both, environ={})
     assert load(flags=both | {"plaintext": True}, environ={}).plaintext
     assert load(flags=both | {"pull_over": "nixl"}, environ={}).pull_over == "nixl"
@@ -695,7 +695,11 @@ def test_tenants_parts_of_the_disks(parts, shares):
 
 @pytest.mark.parametrize(
     ("parts", "words"),
-    [((0.6, 0.6), "120%"), ((300, 200), "125%"), ((0.5, 0.5, None), "1 more have none named")],
+    [
+        ((0.6, 0.6), "120%"),
+        ((300, 200), "125%"),
+        ((0.5, 0.5, None), "1 more tenants have no part set"),
+    ],
 )
 def test_parts_of_the_disks_that_are_not_there(parts, words):
     names = ("default", "b", "c")
