@@ -93,8 +93,8 @@ class Recompute:
     def __post_init__(self) -> None:
         if not (0 < self.block_s < math.inf and 0 <= self.growth_s < math.inf):
             raise InvalidRequest(
-                f"{self.block_s} seconds to compute a block, and {self.growth_s} more for each one behind "
-                "it: these must be finite, the first more than 0 and the second at least 0"
+                f"{self.block_s} seconds to compute a block, and {self.growth_s} more for each later one: both must "
+                "be finite, the first above 0 and the second at least 0"
             )
 
     def seconds(self, first: int, end: int) -> float:
@@ -121,12 +121,14 @@ class PartSpec:
     def __post_init__(self) -> None:
         if not 0 < self.nbytes <= PART_BYTES_MAX:
             raise InvalidRequest(
-                f"a part of {self.nbytes} bytes: sizes are 1 to {PART_BYTES_MAX} bytes"
+                f"a part of {self.nbytes} bytes: the size must be 1 to {PART_BYTES_MAX} bytes"
             )
         if self.stride < 1:
             raise InvalidRequest(f"a part's stride is {self.stride}; it must be at least 1")
         if (self.kind is PartKind.WINDOW) != (self.window_blocks > 0):
-            raise InvalidRequest("window_blocks is for parts of kind window, and at least 1 there")
+            raise InvalidRequest(
+                "window_blocks is only for parts of kind window, and must be at least 1 there"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +186,11 @@ class NamespaceRecord:
 
     def __post_init__(self) -> None:
         if not 0 < len(self.parts) <= PARTS_MAX:
-            raise InvalidRequest(f"{len(self.parts)} parts: a namespace has 1 to {PARTS_MAX}")
+            raise InvalidRequest(f"{len(self.parts)} parts: a namespace must have 1 to {PARTS_MAX}")
         if len(self.canonical()) > RECORD_BYTES_MAX:
-            raise InvalidRequest(f"a namespace record is at most {RECORD_BYTES_MAX} bytes of JSON")
+            raise InvalidRequest(
+                f"a namespace record must have at most {RECORD_BYTES_MAX} bytes of JSON"
+            )
 
     @classmethod
     def simple(cls, model: str, *, block_bytes: int, block_tokens: int) -> NamespaceRecord:
@@ -246,11 +250,11 @@ def pack_keys(keys: Keys) -> bytes:
         listed = list(keys)
         for key in listed:
             if len(key) != KEY_BYTES:
-                raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, this one is {len(key)}")
+                raise InvalidRequest(f"a block key must have {KEY_BYTES} bytes, not {len(key)}")
         packed = b"".join(listed)
     if len(packed) % KEY_BYTES:
         raise InvalidRequest(
-            f"packed block keys are a multiple of {KEY_BYTES} bytes, these are {len(packed)}"
+            f"packed block keys must be a multiple of {KEY_BYTES} bytes, not {len(packed)}"
         )
     return packed
 

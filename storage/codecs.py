@@ -128,13 +128,13 @@ class Blosc2:
     def __init__(self, item_bytes: int = 1) -> None:
         """Raises `ConfigError` where the blosc2 package is not installed."""
         if item_bytes not in ITEM_BYTES:
-            raise ConfigError(f"elements of {item_bytes} bytes: 1, 2, 4 and 8 are possible")
+            raise ConfigError(f"elements of {item_bytes} bytes: only 1, 2, 4 and 8 are supported")
         try:
             import blosc2
         except ImportError as error:
             raise ConfigError(
-                f"the codec blosc2 needs a package that cannot be imported ({error}): install it "
-                "(pip install blosc2), or use the codec none"
+                f"the codec blosc2 needs a package that cannot be imported ({error}): install it (pip install "
+                "blosc2), or use the codec none"
             ) from None
         # For the whole process, and off by default: a transfer worker's other threads must go on meanwhile.
         blosc2.set_releasegil(True)

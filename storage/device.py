@@ -87,7 +87,7 @@ def _decoded(handle: bytes) -> _CudaHandle | _CpuHandle:
     try:
         found: _CudaHandle | _CpuHandle = _handles.decode(handle)
     except msgspec.DecodeError as error:
-        raise SegmentError(f"this is no handle of a device segment: {error}") from None
+        raise SegmentError(f"not a valid handle of a device segment: {error}") from None
     return found
 
 
@@ -186,7 +186,7 @@ class DeviceSegment:
             )
             device = _uuid(number)
         except RuntimeError as error:  # as where CUDA IPC is switched off
-            raise SegmentError(f"this device memory cannot be handed on: {error}") from error
+            raise SegmentError(f"this device memory cannot be shared: {error}") from error
         return msgspec.msgpack.encode(
             _CudaHandle(
                 *(self.rows, self.stride, device, memory, size, offset),
@@ -214,7 +214,9 @@ class DeviceSegment:
 
         seen = [_uuid(number) for number in range(torch.cuda.device_count())]
         if found.device not in seen:
-            raise SegmentError(f"the device segment is on device {found.device}, not seen here")
+            raise SegmentError(
+                f"the device segment is on device {found.device}, which this process cannot see"
+            )
         try:
             table = rebuild_cuda_tensor(
                 *(torch.Tensor, (found.rows, found.stride), (found.stride, 1), 0),
@@ -229,7 +231,7 @@ class DeviceSegment:
     @classmethod
     def _attach_cpu(cls, found: _CpuHandle) -> Self:
         if found.rows <= 0 or found.stride <= 0 or found.rows * found.stride > found.size:
-            raise SegmentError("this is no handle of a device segment: its sizes do not agree")
+            raise SegmentError("not a valid handle of a device segment: its sizes disagree")
         try:
             fd = os.open(f"/proc/{found.pid}/fd/{found.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -273,10 +275,12 @@ class DeviceSegment:
                 f"rows of {self.stride} bytes do not fit host memory of shape {table.shape}"
             )
         if len(rows) != len(host_rows):
-            raise InvalidRequest(f"{len(rows)} rows of a device and {len(host_rows)} of the host")
+            raise InvalidRequest(
+                f"{len(rows)} rows of the device, but {len(host_rows)} of the host"
+            )
         for numbers, count in ((rows, self.rows), (host_rows, len(table))):
             if len(numbers) and not (numbers.min() >= 0 and numbers.max() < count):
-                raise InvalidRequest(f"of {count} rows, there is no such row")
+                raise InvalidRequest(f"a row is not among the {count} rows")
         return torch.from_numpy(table)
 
     def _wait(self) -> None:

@@ -98,9 +98,9 @@ class DramSegment(Segment):
         free = free_memory_bytes() if free_bytes is None else free_bytes
         if size + KEEP_FREE_BYTES > free:
             raise SegmentError(
-                f"a DRAM segment of {size >> 20} MiB does not fit: {free >> 20} MiB of memory are "
-                f"free and {KEEP_FREE_BYTES >> 20} MiB of them stay with the machine. "
-                f"Give a smaller size (--memory), or free memory first."
+                f"a DRAM segment of {size >> 20} MiB does not fit: {free >> 20} MiB of memory are free, of which "
+                f"{KEEP_FREE_BYTES >> 20} MiB are left to the machine. Set a smaller size (--memory), or free memory "
+                "first."
             )
         fd = os.memfd_create("kvpool-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -113,9 +113,9 @@ class DramSegment(Segment):
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
                 raise SegmentError(
                     f"no room for a DRAM segment of {size >> 20} MiB in the memory file system "
-                    f"({os.strerror(error.errno)}). Give a smaller size (--memory), raise the memory "
-                    f"limit of this process or its container, or stop what holds shared memory "
-                    f"(an engine that still maps the segment of a daemon that has ended counts)."
+                    f"({os.strerror(error.errno)}). Set a smaller size (--memory), raise the memory limit of this "
+                    "process or its container, or stop processes that hold shared memory (such as an engine that "
+                    "still maps the segment of an ended daemon)."
                 ) from None
             raise
         except BaseException:

@@ -137,7 +137,7 @@ def make_policy(name: str, capacity: int, costs: Costs | None = None) -> Evictio
     """
     if name not in POLICIES:
         known = ", ".join(sorted(POLICIES))
-        raise ConfigError(f"no eviction policy is called {name!r}; known are {known}")
+        raise ConfigError(f"there is no eviction policy {name!r}; known are {known}")
     return POLICIES[name](capacity, costs)
 
 
@@ -148,7 +148,7 @@ def _checked(capacity: int) -> int:
 
 
 def _held_already(entry: Evictable) -> AssertionError:
-    return AssertionError(f"{entry.ident!r} is held by an eviction policy already")
+    return AssertionError(f"the eviction policy already holds {entry.ident!r}")
 
 
 # An OrderedDict is a linked list in C with a dictionary over it: append, drop from anywhere,

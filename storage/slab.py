@@ -258,7 +258,7 @@ class SlabAllocator:
         """Give slots back. Nobody may read or write them from here on."""
         cls = self._classes.get(stride)
         if cls is None:
-            raise AssertionError(f"no class of the segment has stride {stride}")
+            raise AssertionError(f"the segment has no class of stride {stride}")
         if not rows:
             return
         if min(rows) < 0 or max(rows) >= len(cls.busy):
@@ -293,7 +293,7 @@ class SlabAllocator:
         """
         cls = self._classes[self.stride_of(nbytes)]
         if cls.fresh:
-            raise AssertionError("rows are claimed before any is allocated")
+            raise AssertionError("rows must be claimed before any is allocated")
         stride, per_extent = cls.stride, cls.extent_bytes
         good = (rows >= 0) & (rows < len(cls.busy))
         indices = np.where(good, rows, 0) * stride // per_extent

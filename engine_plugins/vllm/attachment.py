@@ -79,7 +79,10 @@ class Attachment:
             memory = tried.result()
         except KvpoolError as error:
             self._refused_until = now + REFUSED_S
-            log.warning("the daemon's device memory is read through the host's: %s", error)
+            log.warning(
+                "device memory of the daemon is not mapped; its blocks are loaded through host memory: %s",
+                error,
+            )
             return None
         # Memory that ends as soon as it is mapped is none either: it is not to be tried at every step.
         self._quiet.note(now, failed=memory is None or not memory.alive)

@@ -110,8 +110,8 @@ def head_layout(tensor: Any, num_blocks: int, backend: str) -> HeadLayout:
     """
     if backend not in KV_IN_CONTENT | KV_IN_HALVES:
         raise ConfigError(
-            f"codec: how attention backend {backend} lays out K and V is not known; set codec to "
-            f"none, or choose one of {', '.join(sorted(KV_IN_CONTENT | KV_IN_HALVES))}"
+            f"codec: the K and V layout of attention backend {backend} is unknown; set codec to none, or choose one "
+            f"of {', '.join(sorted(KV_IN_CONTENT | KV_IN_HALVES))}"
         )
     per_block = tensor.shape[0] // num_blocks
     heads, tokens, content = tensor.shape[1:]
@@ -119,8 +119,8 @@ def head_layout(tensor: Any, num_blocks: int, backend: str) -> HeadLayout:
     halves = backend in KV_IN_HALVES
     if content % 2 or inner[-1] != 3 or (halves and inner != [1, 2, 3]):
         raise ConfigError(
-            f"codec: {backend} has KV of shape {tuple(tensor.shape)} and strides {tensor.stride()}, "
-            "in which K and V cannot be told apart; set codec to none"
+            f"codec: K and V cannot be told apart in the KV of {backend}, with shape {tuple(tensor.shape)} and "
+            f"strides {tensor.stride()}; set codec to none"
         )
     head_size = content // 2
     if halves:

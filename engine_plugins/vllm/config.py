@@ -98,8 +98,7 @@ class PluginConfig:
     def __post_init__(self) -> None:
         if self.url is not None and not _URL.fullmatch(self.url):
             raise ConfigError(
-                f"{_where('url')} must be http://HOST:PORT, where routers reach this engine's server, "
-                f"not {self.url!r}"
+                f"{_where('url')} must be http://HOST:PORT as routers reach this engine's server, not {self.url!r}"
             )
         for name in ("lease_s", "lookup_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
@@ -118,8 +117,8 @@ class PluginConfig:
             raise ConfigError(f"{_where('min_load_blocks')} must be at least 1")
         if not 0 < self.pin_share <= PIN_SHARE_MAX:
             raise ConfigError(
-                f"{_where('pin_share')} is {self.pin_share}; it must be more than 0 and at most "
-                f"{PIN_SHARE_MAX}, since pinned blocks are lost to the engine's own cache"
+                f"{_where('pin_share')} is {self.pin_share}; it must be more than 0 and at most {PIN_SHARE_MAX}, "
+                "because the engine's own cache cannot use pinned blocks"
             )
 
     @classmethod
@@ -130,8 +129,8 @@ class PluginConfig:
         unknown = sorted(set(given) - set(known))
         if unknown:
             raise ConfigError(
-                f"kv_connector_extra_config has no setting {', '.join(map(repr, unknown))}; "
-                f"there are {', '.join(sorted(known))}"
+                f"kv_connector_extra_config has no setting {', '.join(map(repr, unknown))}; known settings are "
+                f"{', '.join(sorted(known))}"
             )
         values: dict[str, Any] = {name: _typed(name, value, cls) for name, value in given.items()}
         return cls(**values)

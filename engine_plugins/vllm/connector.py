@@ -123,14 +123,14 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._config.load_mode is LoadMode.SYNC:
             if not self._block_errors:
                 raise ConfigError(
-                    "load_mode sync needs a model with one cache group, of full attention: vLLM has no way "
-                    "to report another failed synchronous load. Use auto or async"
+                    "load_mode sync needs a model with a single cache group, with full attention: for others vLLM "
+                    "cannot report a failed synchronous load. Use auto or async"
                 )
             if not goes_back:
                 raise ConfigError(
-                    "load_mode sync needs an engine whose steps do not overlap, with vLLM's first model "
-                    "runner: others would answer with what was computed after a failed load. Use auto or "
-                    "async, or switch off async scheduling, pipeline parallelism and the second runner"
+                    "load_mode sync needs vLLM's first model runner without overlapping steps: otherwise results "
+                    "computed after a failed load would be returned. Use auto or async, or disable async "
+                    "scheduling, pipeline parallelism and the second runner"
                 )
         self._client = self._make_client(
             self._config.lookup_timeout_s
@@ -145,8 +145,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             if transfer.kv_load_failure_policy != "recompute":
                 logger.warning(
-                    'kv_load_failure_policy is "%s": a block that cannot be loaded from the pool '
-                    'fails its request. Set it to "recompute".',
+                    'kv_load_failure_policy is "%s": a request fails if one of its blocks cannot be loaded from the '
+                    'pool. Set it to "recompute".',
                     transfer.kv_load_failure_policy,
                 )
             self._scheduler = SchedulerHalf(
@@ -220,8 +220,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         if not all(rows):
             raise ConfigError(
-                "a pipeline stage holds no layer of some cache group: choose the stages so that "
-                "each has layers of every group, or serve this model without the connector"
+                "a pipeline stage has no layer of some cache group: choose the stages so that each has layers of "
+                "every group, or serve this model without the connector"
             )
         layers = self._vllm_config.compilation_config.static_forward_context
         backends = {

@@ -40,8 +40,8 @@ def publisher(config: Any, rank: int) -> Publisher | None:
     # vLLM connects to an address without a wildcard: somebody else is to listen there.
     if endpoint is None or not ("*" in config.endpoint or endpoint.startswith("ipc://")):
         log.warning(
-            "the KV events at %s cannot be followed by the daemon, so other nodes do not learn what this "
-            "engine's own cache holds: publish at tcp://*:PORT or ipc:///PATH",
+            "the daemon cannot read the KV events at %s, so other nodes do not learn which blocks are in this "
+            "engine's own cache: publish at tcp://*:PORT or ipc:///PATH",
             config.endpoint,
         )
         return None

@@ -70,7 +70,7 @@ def byte_rows(tensor: Any, num_blocks: int) -> Any:
 
     per_block, rest = divmod(tensor.shape[0], num_blocks)
     if rest or per_block == 0:
-        raise ValueError(f"{tensor.shape[0]} rows of KV for {num_blocks} blocks")
+        raise ValueError(f"{tensor.shape[0]} rows of KV, but {num_blocks} blocks")
     size = tensor.element_size()
     page = tensor[0].numel() * size
     span = 1 + sum(
@@ -78,7 +78,7 @@ def byte_rows(tensor: Any, num_blocks: int) -> Any:
         for length, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
     )
     if span * size != page or (per_block > 1 and tensor.stride(0) * size != page):
-        raise ValueError("the bytes of a block do not lie together in this KV cache layout")
+        raise ValueError("the bytes of a block are not contiguous in this KV cache layout")
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
         tensor.untyped_storage(),
         tensor.storage_offset() * size,

@@ -44,17 +44,16 @@ def check_hashes(algorithm: str, hash_seed: str | None) -> bool:
     """
     if algorithm in SEEDED and hash_seed in (None, "random"):
         raise ConfigError(
-            f"--prefix-caching-hash-algo {algorithm} is seeded at random in every process, so no "
-            "other engine could find this one's blocks: use sha256_cbor, or set PYTHONHASHSEED to "
-            "the same number for all engines that share the pool"
+            f"--prefix-caching-hash-algo {algorithm} uses a random seed in every process, so other engines could not "
+            "find this engine's blocks: use sha256_cbor, or set PYTHONHASHSEED to the same number for all engines "
+            "that share the pool"
         )
     if algorithm in STABLE or SEEDED.get(algorithm) is STABLE:
         return False
     if algorithm in STABLE_BY_VERSION or algorithm in SEEDED:
         return True
     raise ConfigError(
-        f"--prefix-caching-hash-algo {algorithm} is not known to give the same block hashes in "
-        "every process: use sha256_cbor"
+        f"--prefix-caching-hash-algo {algorithm} may give different block hashes in every process: use sha256_cbor"
     )
 
 
@@ -72,8 +71,8 @@ def group_rules(kv_cache_config: Any, hash_tokens: int, dcp: int) -> list[GroupR
         stride, rest = divmod(block_tokens, hash_tokens)
         if rest:
             raise ConfigError(
-                f"cache group {group_id} has {block_tokens} tokens a block, which is no multiple "
-                f"of the {hash_tokens} that a block hash covers"
+                f"cache group {group_id} has {block_tokens} tokens per block, which is not a multiple of the "
+                f"{hash_tokens} tokens per block hash"
             )
         if not group.host_resident and all(name in FULL_SPECS for name in inner):
             rules.append(GroupRule(group_id, stride))
@@ -86,12 +85,11 @@ def group_rules(kv_cache_config: Any, hash_tokens: int, dcp: int) -> list[GroupR
             rules.append(GroupRule(group_id, stride, PartKind.WINDOW, blocks))
         else:
             raise ConfigError(
-                f"cache group {group_id} ({', '.join(sorted(inner))}) cannot be stored: kvpool "
-                "holds full, MLA, chunked and sliding-window attention. Serve this model without "
-                "the connector"
+                f"cache group {group_id} ({', '.join(sorted(inner))}) cannot be stored: kvpool supports full, MLA, "
+                "chunked and sliding-window attention. Serve this model without the connector"
             )
     if not rules:
-        raise ConfigError("the model has no cache group that blocks could be stored of")
+        raise ConfigError("the model has no cache group whose blocks can be stored")
     return rules
 
 
@@ -115,8 +113,8 @@ def check_codec(kv_cache_config: Any, rules: Sequence[GroupRule], codec: Codec) 
             else:
                 continue
             raise ConfigError(
-                f"codec {codec} needs a scale for each head, and cache group {rule.group} cannot "
-                f"have it: {why}. Set codec to none"
+                f"codec {codec} needs a scale for each head, which cache group {rule.group} does not support: {why}. "
+                "Set codec to none"
             )
 
 

@@ -98,6 +98,6 @@ class Presence:
             except KvpoolError as error:
                 if str(error) != told:
                     told = str(error)
-                    log.warning("routers do not hear of this engine: %s", error)
+                    log.warning("this engine is not announced to routers: %s", error)
             if self._ended.wait(self._every_s):
                 return

@@ -250,7 +250,7 @@ class SchedulerHalf:
         try:
             self._client.announce_engine(self._namespace, None)
         except KvpoolError as error:
-            log.warning("routers are told of this engine until its process ends: %s", error)
+            log.warning("this engine stays announced to routers until its process ends: %s", error)
 
     def _tell_events(self, namespace: Namespace, events: Publisher) -> None:
         """Have the daemon follow what the engine tells of its own cache. The client repeats that itself."""
@@ -260,7 +260,7 @@ class SchedulerHalf:
                 namespace, events.endpoint, replay=events.replay, topic=events.topic, groups=groups
             )
         except KvpoolError as error:
-            log.warning("the daemon does not follow this engine's KV events: %s", error)
+            log.warning("the daemon does not subscribe to this engine's KV events: %s", error)
 
     def _open_on_ranks(self, namespace: Namespace) -> None:
         """Have the ranks open it, with the weights that this half has it with."""
@@ -285,7 +285,11 @@ class SchedulerHalf:
             state.following = following(request.kv_transfer_params)
         except InvalidRequest as error:
             self.counters.add(bad_requests=1)
-            log.warning("request %s is not followed: %s", request.request_id, error)
+            log.warning(
+                "the blocks of request %s are not streamed to this node: %s",
+                request.request_id,
+                error,
+            )
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens that the pool can add to the engine's own hit, and whether beside other steps.
@@ -612,8 +616,8 @@ class SchedulerHalf:
             self._shut = True
             self.counters.add(shut_out=1)
             log.warning(
-                "another engine has reset the namespace of this one, which finds and stores no blocks "
-                "until it is reset too, or restarted with the same weights"
+                "another engine has reset this engine's namespace: it can neither load nor store blocks until it is "
+                "reset too, or restarted with the same weights"
             )
         for job, ranks in done.loads.items():
             load = self._loads[job]
@@ -701,8 +705,8 @@ class SchedulerHalf:
             self._shut = True
             self.counters.add(failed_resets=1)
             log.warning(
-                "the engine was reset while it held blocks: it leaves the pool alone until it is "
-                "reset once more, with nothing running"
+                "the engine was reset while it held blocks: it does not use the pool until it is reset again with "
+                "no requests running"
             )
             return False
         self._begin_epoch()
@@ -725,8 +729,7 @@ class SchedulerHalf:
         except KvpoolError as error:
             self.counters.add(failed_resets=1)
             log.warning(
-                "the namespace could not be reset, so this engine shares no blocks until a reset "
-                "succeeds: %s",
+                "the namespace could not be reset, so this engine does not use the pool until a reset succeeds: %s",
                 error,
             )
             namespace = self._client.open(self._make_record(self._epoch))
@@ -741,7 +744,7 @@ class SchedulerHalf:
         try:
             self._client.reset(namespace)
         except StaleEpoch as error:
-            log.warning("this engine finds and stores no blocks: %s", error)
+            log.warning("this engine does not use the pool: %s", error)
             return True
         return False
 

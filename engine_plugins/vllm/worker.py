@@ -249,7 +249,7 @@ class WorkerHalf:
         parts = [self._first_part + each for each in wanted]
         lease = self._client.join(job.token, parts=parts, device=device)
         if lease is None:
-            raise LeaseLost("the lease or its device memory is gone, or the daemon is away")
+            raise LeaseLost("the lease or its device memory was lost, or the daemon is unreachable")
         try:
             lease.check()  # what is known to be gone is not even touched
             for position in wanted:

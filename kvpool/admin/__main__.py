@@ -55,7 +55,7 @@ def _first(channel: socket.socket) -> tuple[int, worker_wire.GatewayStart]:
     request, payload = frames[0]
     start = worker_wire.decode_gateway(payload)
     if not isinstance(start, worker_wire.GatewayStart):
-        raise ProtocolError("the first frame on a gateway's channel is a GatewayStart")
+        raise ProtocolError("the first frame of a gateway's channel must be a GatewayStart")
     return request, start
 
 

@@ -90,7 +90,10 @@ class Api:
         try:
             if self._under_way >= UNDER_WAY_MAX:
                 raise Refused(
-                    503, "limit", f"{UNDER_WAY_MAX} requests are under way", {"Retry-After": "1"}
+                    503,
+                    "limit",
+                    f"{UNDER_WAY_MAX} requests are in progress, the limit",
+                    {"Retry-After": "1"},
                 )
             self._under_way += 1
             try:
@@ -143,7 +146,9 @@ class Api:
             raw = await _body(request)
         elif request.can_read_body:
             # Not waited for: of what needs no token, anybody could keep all the places so.
-            raise Refused(400, "invalid", "this takes no body", {"Connection": "close"})
+            raise Refused(
+                400, "invalid", "this request must not have a body", {"Connection": "close"}
+            )
         key = request.headers.get(IDEMPOTENCY_KEY)
         if key is None or not route.changes:
             return await self._answer(route, call, params, raw)
@@ -179,7 +184,9 @@ class Api:
         )
         if not who.may(route.role):
             raise Refused(
-                403, "forbidden", f"this takes the role {route.role}, and this token is {who.role}"
+                403,
+                "forbidden",
+                f"this requires the role {route.role}, but this token has the role {who.role}",
             )
         if route.whole:
             whole_only(who)
@@ -192,7 +199,7 @@ class Api:
         if route.body is not None:
             media = call.http.content_type
             if raw and media != JSON and not media.endswith("+json"):
-                raise Refused(415, "not_json", f"the body is to be {JSON}, not {media[:80]}")
+                raise Refused(415, "not_json", f"the body must be {JSON}, not {media[:80]}")
             arguments.append(parse_body(route, raw))
         found = await route.do(*arguments)
         if isinstance(found, web.StreamResponse):
@@ -228,7 +235,7 @@ async def _body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise Refused(
-            408, "too_slow", f"the body did not come within {BODY_S:g} s", {"Connection": "close"}
+            408, "too_slow", f"the body did not arrive within {BODY_S:g} s", {"Connection": "close"}
         ) from None
     except web.HTTPRequestEntityTooLarge:
         raise _too_large() from None
@@ -236,7 +243,7 @@ async def _body(request: web.Request) -> bytes:
         raise Refused(
             400,
             "invalid",
-            f"the body is not what its headers say: {error}",
+            f"the body does not match its headers: {error}",
             {"Connection": "close"},
         ) from None
 
@@ -274,9 +281,9 @@ def _foreign(error: web.HTTPException) -> Refused:
     """What the HTTP library refuses."""
     match error.status:
         case 404:
-            return Refused(404, "not_found", "there is no such path; /openapi.json lists them")
+            return Refused(404, "not_found", "no such path; GET /openapi.json lists the paths")
         case 405:
-            return Refused(405, "method", "this path does not take this method")
+            return Refused(405, "method", "this path does not support this method")
         case 413:
             return _too_large()
         case status:

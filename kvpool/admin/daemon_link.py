@@ -83,19 +83,19 @@ class Daemon:
         """An answer in JSON, as values of type `kind`."""
         answer = await self.ask(message, **more)
         if not isinstance(answer, frame.Bytes):
-            raise ProtocolError(f"a {type(message).__name__} was answered with a number")
+            raise ProtocolError(f"the answer to a {type(message).__name__} is a number")
         try:
             return msgspec.json.decode(answer.data, type=kind)
         except msgspec.DecodeError as error:
             raise ProtocolError(
-                f"the answer to a {type(message).__name__} is not what this version knows: {error}"
+                f"this version cannot decode the answer to a {type(message).__name__}: {error}"
             ) from None
 
     async def number(self, message: frame.Message, **more: Any) -> int:
         """An answer that counts something."""
         answer = await self.ask(message, **more)
         if not isinstance(answer, frame.Done):
-            raise ProtocolError(f"a {type(message).__name__} was answered with no number")
+            raise ProtocolError(f"the answer to a {type(message).__name__} is not a number")
         return answer.value
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Daemon:
                 room = any(link.under_way < UNDER_WAY_MAX for link in self._links)
                 if not room and len(self._links) >= LINKS_MAX:
                     raise LimitExceeded(
-                        f"{LINKS_MAX * UNDER_WAY_MAX} requests to the daemon are under way: try again"
+                        f"{LINKS_MAX * UNDER_WAY_MAX} requests to the daemon are in progress, the limit: try again"
                     )
                 if not room:
                     await self._connect()
@@ -218,7 +218,7 @@ def _introduce(entrance: Entrance, client: str) -> socket.socket:
         if isinstance(welcome, frame.Error):
             frame.raise_error(welcome)
         if not isinstance(welcome, client_wire.Welcome):
-            raise ProtocolError("the daemon's first answer is no Welcome")
+            raise ProtocolError("the daemon's first message is not a Welcome")
         frame.agree(welcome.version, welcome.version, "the daemon")
     except OSError as error:
         sock.close()

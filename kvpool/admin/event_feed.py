@@ -228,7 +228,7 @@ class Events:
             raise Refused(
                 429,
                 "limit",
-                f"at most {OF_TOKEN_MAX} of one token, and {LISTENERS_MAX} in all, listen to events",
+                f"too many event listeners: at most {OF_TOKEN_MAX} per token, and {LISTENERS_MAX} in all",
                 {"Retry-After": "5"},
             )
         listener = Listener(who, nodes)

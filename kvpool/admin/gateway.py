@@ -93,5 +93,5 @@ class Gateway:
 def _crash_if_failed(task: asyncio.Task[None]) -> None:
     """Work beside the requests has broken an invariant: the daemon starts another gateway."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("the gateway ends", exc_info=error)
+        log.critical("the gateway is stopping", exc_info=error)
         os._exit(1)

@@ -62,7 +62,7 @@ class Guard:
         # A token that was right from there is not shut out by others who guess.
         place = (address, digest_of(token[:TOKEN_CHARACTERS_MAX]))
         if place not in self._known and self._wrong.empty(address):
-            raise _too_many("attempts without a right token", self._wrong_s)
+            raise _too_many("failed authentication attempts", self._wrong_s)
         found = None
         if scheme.lower() == "bearer" and 0 < len(token) <= TOKEN_CHARACTERS_MAX:
             found = self._tokens.find(token)
@@ -89,9 +89,9 @@ def check_host(host: str, origin: str, *, loopback: bool) -> None:
     page, or one that may read nothing.
     """
     if not _HOST.fullmatch(host):
-        raise Refused(400, "invalid", "the Host header is no name of a host")
+        raise Refused(400, "invalid", "the Host header is not a valid host name")
     if loopback and not names_loopback(host):
-        raise Refused(421, "wrong_host", "on loopback this machine is asked, as localhost")
+        raise Refused(421, "wrong_host", "on loopback use a local host name such as localhost")
     if origin:
         try:
             parts = urlsplit(origin)
@@ -99,10 +99,13 @@ def check_host(host: str, origin: str, *, loopback: bool) -> None:
         except ValueError:
             same = False
         if not same:
-            raise Refused(403, "wrong_origin", "requests from pages of other sites are refused")
+            raise Refused(403, "wrong_origin", "cross-site requests are refused")
 
 
 def _too_many(what: str, wait_s: float) -> Refused:
     return Refused(
-        429, "limit", f"too many {what}: wait {wait_s:.1f} s", {"Retry-After": str(int(wait_s) + 1)}
+        429,
+        "limit",
+        f"too many {what}: retry in {wait_s:.1f} s",
+        {"Retry-After": str(int(wait_s) + 1)},
     )

@@ -55,7 +55,7 @@ class Remembered:
             raise Refused(
                 400,
                 "invalid",
-                f"an Idempotency-Key has 1 to {KEY_CHARACTERS_MAX} characters, visible ASCII",
+                f"an Idempotency-Key must have 1 to {KEY_CHARACTERS_MAX} visible ASCII characters",
             )
         name = hashlib.sha256(f"{scope}\n{key}".encode()).hexdigest()
         digest = hashlib.sha256(body).digest()
@@ -71,7 +71,9 @@ class Remembered:
             entry = self._entries[name] = _Entry(digest, self._clock(), task)
         elif entry.body != digest:
             raise Refused(
-                422, "idempotency", "this Idempotency-Key was used with another body: use a new one"
+                422,
+                "idempotency",
+                "this Idempotency-Key was used with a different body: use a new one",
             )
         return await asyncio.shield(entry.task)
 

@@ -170,7 +170,7 @@ def tls_context(cert: str, key: str) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    raise ConfigError("tls_key: it is encrypted: give a key without a password")
+    raise ConfigError("tls_key: the key is encrypted: use a key without a password")
 
 
 def _bind(path: Path, mode: int) -> socket.socket:

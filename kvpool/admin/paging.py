@@ -25,7 +25,7 @@ def unpack_cursor(cursor: str, kind: Any) -> Any:
         raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
         return msgspec.json.decode(raw, type=kind)
     except (binascii.Error, msgspec.DecodeError, UnicodeDecodeError):
-        raise Refused(400, "invalid", "cursor: this cursor is not from this list") from None
+        raise Refused(400, "invalid", "cursor: this cursor does not belong to this list") from None
 
 
 def page(

@@ -23,7 +23,7 @@ def tenant_of(who: Principal, tenant: str) -> str:
 def check_node(view: View, node: str) -> str:
     """Raises `Refused`."""
     if node not in view.names():
-        raise not_found(f"no node of this cluster is called {node!r}; GET /v1/nodes lists them")
+        raise not_found(f"there is no node {node!r} in this cluster; GET /v1/nodes lists the nodes")
     return node
 
 
@@ -61,5 +61,5 @@ def whole_only(who: Principal) -> None:
     """Raises `Refused` for a token that is limited to tenants."""
     if not who.whole:
         raise Refused(
-            403, "forbidden", "this concerns all tenants: it needs a token for all of them"
+            403, "forbidden", "this concerns all tenants: use a token that is valid for all of them"
         )

@@ -166,21 +166,19 @@ def read_tokens(path: Path) -> list[TokenEntry]:
     except OSError as error:
         raise ConfigError(f"http_tokens: cannot read {path}: {error.strerror}") from None
     if stat.S_IMODE(mode) & 0o077:
-        raise ConfigError(
-            f"http_tokens: users other than its owner may open {path}: chmod 600 {path}"
-        )
+        raise ConfigError(f"http_tokens: other users can read {path}: chmod 600 {path}")
     if len(raw) > FILE_BYTES_MAX:
         raise ConfigError(f"http_tokens: {path} has more than {FILE_BYTES_MAX} bytes")
     try:
         found = msgspec.convert(tomllib.loads(raw.decode()), _File).token
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"http_tokens: {path} is no file of tokens: {error}") from None
+        raise ConfigError(f"http_tokens: {path} is not a valid token file: {error}") from None
     names = [entry.name for entry in found]
     if len(set(names)) != len(names):
-        raise ConfigError(f"http_tokens: {path} has a name twice: each is one token's")
+        raise ConfigError(f"http_tokens: {path} has a name twice: each token needs its own")
     if LOCAL_NAME in names:
         raise ConfigError(
-            f"http_tokens: {path} names a token {LOCAL_NAME!r}, as the daemon's own is called"
+            f"http_tokens: {path} has a token {LOCAL_NAME!r}, which is reserved for the daemon's own"
         )
     return found
 
@@ -201,13 +199,13 @@ def add_token(path: Path, name: str, role: str, tenants: list[str]) -> str:
     try:
         made = msgspec.convert(entry, TokenEntry)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"this is no token: {error}") from None
+        raise ConfigError(f"not a valid token: {error}") from None
     if name == LOCAL_NAME or any(each.name == name for each in old):
         raise ConfigError(
-            f"{path} has a token {name!r} already: take it out first, or choose a name"
+            f"{path} already has a token {name!r}: remove it first, or choose another name"
         )
     if len(old) >= TOKENS_MAX:
-        raise ConfigError(f"{path} has {TOKENS_MAX} tokens, the limit: take some out")
+        raise ConfigError(f"{path} has {TOKENS_MAX} tokens, the limit: remove some")
     text = path.read_text() if path.exists() else ""
     if text and not text.endswith("\n"):
         text += "\n"

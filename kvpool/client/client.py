@@ -80,7 +80,9 @@ class Client:
         operator_token: str = "",
     ) -> None:
         if not 0 < timeout_s <= TIMEOUT_S_MAX:
-            raise InvalidRequest(f"a time-out of {timeout_s} s: above 0, at most {TIMEOUT_S_MAX:g}")
+            raise InvalidRequest(
+                f"timeout_s is {timeout_s}; it must be above 0 and at most {TIMEOUT_S_MAX:g}"
+            )
         self.timeout_s = timeout_s
         self.tenant = tenant
         self.instance = instance or secrets.token_hex(8)
@@ -362,7 +364,7 @@ class Client:
         """
         packed = pack_keys(keys)
         if not packed:
-            raise InvalidRequest("a reservation of no keys")
+            raise InvalidRequest("a reservation needs at least one key")
         with self._connections.request() as connection:
             return self._reservations.reserve(connection, ns, part, packed, parent)
 
@@ -392,7 +394,10 @@ class Client:
         `InvalidRequest` for bytes that a slot does not have.
         """
         if not 0 < nbytes <= reservation.slots.nbytes:
-            raise InvalidRequest(f"{nbytes} bytes are written of {reservation.slots.nbytes}")
+            raise InvalidRequest(
+                f"{nbytes} bytes reported as written, but a slot of the reservation has "
+                f"{reservation.slots.nbytes}"
+            )
         if reservation._settled:
             return
         try:
@@ -455,8 +460,8 @@ class Client:
                 stash.ask_first = len(reservation.missing) < n
         if reservation.refused:
             raise PoolFull(
-                f"{reservation.refused} of {n} blocks found no space: leases, reservations or "
-                f"hard pins hold it. The blocks before them are stored"
+                f"{reservation.refused} of {n} blocks found no space: leases, reservations or hard pins hold it. The "
+                "blocks before them are stored"
             )
         return stored
 
@@ -558,9 +563,9 @@ class Client:
             self._namespaces.opened(connection, ns.digest, answer)
         if not answer.current:
             raise StaleEpoch(
-                f"the weights of namespace {ns.digest.hex()} have changed more often elsewhere than "
-                f"here, where it is generation {answer.generation} now: reset again with each change "
-                f"that is still to come, or open the namespace when the weights are the latest"
+                f"the weights of namespace {ns.digest.hex()} changed more often elsewhere than here; its generation "
+                f"is {answer.generation} now: reset again with each remaining change, or open the namespace once the "
+                "weights are the latest"
             )
 
     def follow_events(

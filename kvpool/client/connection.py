@@ -179,7 +179,7 @@ class Connection:
         try:
             self.sock.sendall(self.ahead + framed)
         except OSError as error:
-            raise Unavailable(f"the daemon's connection failed: {error}") from None
+            raise Unavailable(f"the connection to the daemon failed: {error}") from None
         self.ahead = b""
 
     def be_patient(self, nbytes: int) -> None:
@@ -201,7 +201,7 @@ class Connection:
         except BlockingIOError:
             raise Unavailable(f"the daemon did not answer within {timeout_s:g} s") from None
         except OSError as error:
-            raise Unavailable(f"the daemon's connection failed: {error}") from None
+            raise Unavailable(f"the connection to the daemon failed: {error}") from None
         if not data:
             raise Unavailable("the daemon closed the connection")
         length, answered = frame.HEADER.unpack_from(data)
@@ -251,7 +251,7 @@ class Connection:
     def _length(data: bytes) -> int:
         length = int(frame.HEADER.unpack_from(data)[0])
         if length > frame.FRAME_BYTES_MAX:
-            raise ProtocolError(f"an answer of {length} bytes: frames are at most 16 MiB")
+            raise ProtocolError(f"the daemon's answer has {length} bytes; the limit is 16 MiB")
         return length
 
     def _limit(self, timeout_s: float) -> None:

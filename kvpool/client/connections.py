@@ -141,7 +141,9 @@ class Connections:
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise InvalidRequest("a client is not for a forked child: make a new one there")
+            raise InvalidRequest(
+                "this client was created before a fork: create a new one in the child process"
+            )
 
     def take(self, timeout_s: float) -> Connection:
         """A connection for one request; give it back or drop it. Raises `Unavailable`."""

@@ -81,7 +81,9 @@ def copy_out(slots: Slots, targets: Any) -> npt.NDArray[np.bool_]:
 def part_bytes(ns: Namespace, part: int) -> int:
     """The bytes of a part of a block. Raises `InvalidRequest`."""
     if not 0 <= part < len(ns.parts):
-        raise InvalidRequest(f"part {part}: this namespace has parts 0 to {len(ns.parts) - 1}")
+        raise InvalidRequest(
+            f"there is no part {part}: this namespace has parts 0 to {len(ns.parts) - 1}"
+        )
     return ns.parts[part].nbytes
 
 
@@ -90,9 +92,12 @@ def targets_of(out: Any, n: int, nbytes: int) -> Any:
     if isinstance(out, (list, tuple)):
         flats = [as_bytes(item, writable=True) for item in out]
         if len(flats) != n or any(flat.size != nbytes for flat in flats):
-            raise InvalidRequest(f"the destination is not {n} buffers of {nbytes} bytes")
+            raise InvalidRequest(f"the destination must be {n} buffers of {nbytes} bytes")
         return flats
     flat = as_bytes(out, writable=True)
     if flat.size != n * nbytes:
-        raise InvalidRequest(f"a destination of {flat.size} bytes for {n} blocks of {nbytes}")
+        raise InvalidRequest(
+            f"the destination has {flat.size} bytes, but {n} blocks of {nbytes} bytes are to be "
+            "copied"
+        )
     return flat.reshape(n, nbytes)

@@ -23,7 +23,7 @@ class DeviceMemory:
     def __init__(self, handle: bytes, life: int, view: LifeView, on: Any = None) -> None:
         """Raises `SegmentError` where the memory cannot be mapped, or is not on the torch device `on`."""
         if on is not None and not DeviceSegment.lies_on(handle, on):
-            raise SegmentError(f"the daemon's device memory is on another device than {on}")
+            raise SegmentError(f"the daemon's device memory is not on {on}")
         self.life = life
         self._view = view
         self._segment: DeviceSegment | None = DeviceSegment.attach(handle)

@@ -143,14 +143,13 @@ class Lease:
         """
         if self.device is not None and not self.device.alive:
             raise LeaseLost(
-                f"the device memory of lease {self.token} went with its process: discard what was "
-                f"read, and recompute"
+                f"the device memory of lease {self.token} was lost when its process ended: discard the data and "
+                "recompute"
             )
         late = time.monotonic() - self.deadline
         if late >= 0:
             raise LeaseLost(
-                f"the lease {self.token} ended {late:.3f} s before its reader did: "
-                f"discard what was read, and recompute"
+                f"lease {self.token} ended {late:.3f} s before its reader finished: discard the data and recompute"
             )
 
     def release(self) -> None:

@@ -32,16 +32,18 @@ def as_bytes(source: Any, *, writable: bool = False) -> Bytes1D:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(source, torch.Tensor):
         if source.device.type != "cpu":
-            raise InvalidRequest(f"a tensor on {source.device}: copy it to host memory first")
+            raise InvalidRequest(f"the tensor is on {source.device}: copy it to host memory first")
         if not source.is_contiguous():
-            raise InvalidRequest("a tensor that is not contiguous: give its pieces, or a copy")
+            raise InvalidRequest("the tensor is not contiguous: pass its pieces, or a copy")
         flat: Bytes1D = source.detach().reshape(-1).view(torch.uint8).numpy()
         return flat
     if isinstance(source, np.ndarray):
         if not source.flags.c_contiguous:
-            raise InvalidRequest("an array that is not contiguous: give its pieces, or a copy")
+            raise InvalidRequest("the array is not contiguous: pass its pieces, or a copy")
         if source.dtype.hasobject:
-            raise InvalidRequest("an array of Python objects: its bytes are addresses, not data")
+            raise InvalidRequest(
+                "the array holds Python objects: its bytes are addresses, not data"
+            )
         flat = source.reshape(-1).view(np.uint8)
     else:
         try:

@@ -66,10 +66,12 @@ def begin(fd: int) -> None:
             libc.pthread_mutex_lock(mutex),
         ]
         if any(codes) or _owner(page) != threading.get_native_id():
-            raise SegmentError(f"this C library has no robust mutex as it is needed here: {codes}")
+            raise SegmentError(f"this C library has no suitable robust mutex: {codes}")
         fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL)
     except OSError as error:
-        raise SegmentError(f"the kernel does not take what tells of our end: {error}") from error
+        raise SegmentError(
+            f"the kernel rejected the robust list that signals this process's death: {error}"
+        ) from error
     finally:
         os.close(fd)
 
@@ -81,7 +83,7 @@ class LifeView:
         try:
             self._page = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
-            raise SegmentError(f"what was handed over is not a life: {error}") from None
+            raise SegmentError(f"the descriptor is not a liveness page: {error}") from None
         finally:
             os.close(fd)
 

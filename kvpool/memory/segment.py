@@ -34,15 +34,13 @@ class Segment:
         """Take over a received descriptor. Raises `SegmentError` unless it is sealed and of that size."""
         actual = os.fstat(fd).st_size
         if actual != size:
-            raise SegmentError(f"a segment was announced as {size} bytes but has {actual}")
+            raise SegmentError(f"the segment was announced with {size} bytes but has {actual}")
         try:
             seals = fcntl.fcntl(fd, F_GET_SEALS)
         except OSError as error:
-            raise SegmentError(f"what was handed over is not a memory segment: {error}") from None
+            raise SegmentError(f"the descriptor is not a memory segment: {error}") from None
         if seals & SEALS != SEALS:
-            raise SegmentError(
-                "a segment was handed over unsealed; it could shrink under its readers"
-            )
+            raise SegmentError("the segment is not sealed; it could shrink while it is read")
         return cls(fd, size)
 
     def map(self, *, populate: bool = False) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""What the directory cannot say or has said before: wrong hints, last known entries, dead incarnations.
+"""Corrections of the directory's answers: wrong hints, last known entries, dead incarnations.
 
 No I/O, no clock, event loop only. All of it is bounded, and forgets the oldest first.
 """
@@ -12,7 +12,7 @@ from kvpool.placement.directory.base import Entry
 
 
 class NegativeMemory:
-    """Who was found to lack what, or to have it corrupt, though the directory says it is there.
+    """Which sources were found to lack a block, or to have it damaged, although the directory lists it.
 
     For the time that a wrong hint takes to be withdrawn. Each call is O(1).
     """
@@ -20,11 +20,11 @@ class NegativeMemory:
     def __init__(self, capacity: int, ttl_s: float) -> None:
         self._capacity = capacity
         self._ttl_s = ttl_s
-        # In the order of their ends, since all last equally long.
+        # In order of expiry, because all last equally long.
         self._until: OrderedDict[tuple[bytes, int, bytes, bytes], float] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many there are, expired ones perhaps included: when 0, there is no need to ask."""
+        """How many there are, perhaps including expired ones: 0: no need to check."""
         return len(self._until)
 
     def add(self, digest: bytes, part: int, key: bytes, incarnation: bytes, now: float) -> None:
@@ -32,7 +32,7 @@ class NegativeMemory:
         item = (digest, part, key, incarnation)
         until[item] = now + self._ttl_s
         until.move_to_end(item)
-        for _ in range(2):  # two out for one in: what has expired goes, a little at a time
+        for _ in range(2):  # two out for one in: expired ones are removed gradually
             oldest = next(iter(until))
             if len(until) <= self._capacity and until[oldest] > now:
                 break
@@ -45,9 +45,9 @@ class NegativeMemory:
 
 
 class Remembered:
-    """The last known entries of keys, for the time when the directory is away.
+    """The last known entries of keys, for the time when the directory is unavailable.
 
-    capacity: in keys. Entries are kept packed, so that many of them are nothing to the garbage collector.
+    capacity: in keys. Entries are kept packed, so that they cost the garbage collector nothing.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -60,7 +60,7 @@ class Remembered:
     def learn(
         self, digest: bytes, keys: Sequence[bytes], entries: Sequence[Sequence[Entry]]
     ) -> None:
-        """The directory says this; that nobody has a key is remembered by forgetting it."""
+        """The directory's answer; keys without entries are forgotten."""
         packed = self._packed
         last: Sequence[Entry] = ()
         form = b""
@@ -69,7 +69,9 @@ class Remembered:
             if not known:
                 packed.pop(name, None)
                 continue
-            if known != last:  # blocks of one prompt mostly lie together: one copy serves them all
+            if (
+                known != last
+            ):  # blocks of one prompt are mostly on the same nodes: one copy serves them all
                 last, form = known, _pack(known)
             packed[name] = form
             packed.move_to_end(name)
@@ -77,7 +79,7 @@ class Remembered:
             packed.popitem(last=False)
 
     def recall(self, digest: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
-        """What was known of each key at last; nothing for keys that are not remembered."""
+        """The last known entries of each key; none for keys that are not remembered."""
         packed = self._packed
         found: list[list[Entry]] = []
         last = b""
@@ -127,25 +129,25 @@ def _unpack(form: bytes) -> list[Entry]:
 
 
 class DeadIncarnations:
-    """Which incarnations are dead for certain, so that their entries may be swept.
+    """Which incarnations are certainly dead, so that their entries may be swept.
 
-    Those that were in the view and left it are; so are those that were met in entries and have not come
-    into the view for `patience_s` seconds during which the membership answered: a node whose joining we
-    could not see is not taken for dead. Nobody in the view ever is. Call `seen` with every view, and
-    `passed` every second or so. Bounded by `capacity`: what is left out is met again.
+    Incarnations that were in the view and left it; and those found in entries that have not come
+    into the view for `patience_s` seconds during which the membership answered: a node whose joining was
+    not seen is not considered dead. Incarnations in the view never are. Call `seen` with every view, and
+    `passed` about every second. Bounded by `capacity`: others are found again later.
     """
 
     def __init__(self, *, patience_s: float = 30.0, capacity: int = 4096) -> None:
         self._patience_s = patience_s
         self._capacity = capacity
         self._living: frozenset[bytes] = frozenset()
-        self._strange: OrderedDict[bytes, float] = OrderedDict()  # connected time when first met
+        self._strange: OrderedDict[bytes, float] = OrderedDict()  # connected time when first found
         self._dead: OrderedDict[bytes, None] = OrderedDict()
         self._connected_s = 0.0
         self._connected_at: float | None = None
 
     def seen(self, living: Collection[bytes]) -> None:
-        """These are in the view now, our own included."""
+        """These are in the view now, this node's own included."""
         now_living = frozenset(living)
         for incarnation in self._living - now_living:
             self._declare(incarnation)
@@ -155,7 +157,7 @@ class DeadIncarnations:
         self._living = now_living
 
     def met(self, incarnations: Iterable[bytes]) -> None:
-        """These occur in entries of the directory. Call it with what is not known to live; cheap."""
+        """These occur in entries of the directory. Call it with incarnations not known to live; cheap."""
         for incarnation in incarnations:
             known = incarnation in self._living or incarnation in self._dead
             if known or incarnation in self._strange:
@@ -167,7 +169,7 @@ class DeadIncarnations:
     def passed(self, now: float, *, connected: bool) -> None:
         """Time has come to `now`; connected: whether the membership answers at present.
 
-        Only the time between two calls that both say so counts.
+        Only the time between two such calls with connected counts.
         """
         if connected and self._connected_at is not None:
             self._connected_s += now - self._connected_at
@@ -180,7 +182,7 @@ class DeadIncarnations:
             self._declare(incarnation)
 
     def swept(self, incarnations: Iterable[bytes]) -> None:
-        """The whole directory was swept of these: forget them. If they occur again, they are met again."""
+        """The whole directory was swept of these: forget them. If they occur again, they are recorded again."""
         for incarnation in incarnations:
             self._dead.pop(incarnation, None)
 

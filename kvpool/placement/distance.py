@@ -1,4 +1,4 @@
-"""How far nodes are from each other, and what is assumed of one before anything was measured of it. No I/O."""
+"""The distance between nodes, and assumptions about a node before it was measured. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Distance(StrEnum):
-    """From one node to another, by where their records say that they stand. `UNKNOWN`: they do not say."""
+    """From one node to another, by the labels in their records. `UNKNOWN`: no labels."""
 
     HOST = "host"
     RACK = "rack"
@@ -18,11 +18,11 @@ class Distance(StrEnum):
 
 
 class Prior(NamedTuple):
-    """What is assumed of a node at some distance.
+    """Assumptions about a node at some distance.
 
     latency_s: to the first byte of an answer, both daemons' share included. bytes_s: of a large pull.
-    reluctance: how many times as fast it must be as one in the same rack to be preferred to it, since what
-        it sends takes from what others need, and may cost money.
+    reluctance: how many times as fast it must be as one in the same rack to be preferred to it, because
+        it uses links that others need, and that may cost money.
     """
 
     latency_s: float
@@ -39,9 +39,9 @@ PRIORS = {
 }
 
 DECAY = 0.8
-"""What a measurement leaves of the weight of all earlier ones."""
+"""The factor that a measurement applies to the weight of all earlier ones."""
 OLD_S = 10.0
-"""What was measured longer ago weighs no more than a new measurement, whatever their sizes."""
+"""Older measurements weigh no more than a new one, whatever their sizes."""
 
 
 def distance_between(
@@ -60,7 +60,7 @@ def distance_between(
 
 
 class Typical:
-    """What some sources are like: the mean of what was measured of them, 0 where nothing was."""
+    """The mean measurements of some sources, 0 if there are none."""
 
     __slots__ = ("latency_s", "measured_at", "measured_bytes", "measured_s")
 
@@ -86,17 +86,17 @@ class Typical:
 
 
 class Network:
-    """What is assumed of nodes that were not asked lately, from all that were.
+    """Assumptions about nodes that were not measured recently, from all that were.
 
-    A node is taken for one like others at its distance. Where none of those was asked, the network is taken
+    A node is assumed to be like others at its distance. If none of those was measured, the network is assumed
     to be as much better or worse than the priors there as it is at other distances. A fixed assumption below
-    what the network does would keep the node that was asked first the only one.
+    the network's real speed would keep the first measured node the only one.
     """
 
     def __init__(self) -> None:
         self._at = {distance: Typical() for distance in Distance}
         self._all = Typical()  # in multiples of the priors
-        # From the priors on: one answer, perhaps a late one, does not speak for all distances.
+        # Starting from the priors: one answer, perhaps a late one, does not speak for all distances.
         self._all.latency_s = 1.0
 
     def assumed(self, distance: Distance) -> tuple[float, float]:
@@ -107,18 +107,18 @@ class Network:
         return latency_s, per_byte
 
     def hear(self, distance: Distance, latency_s: float) -> None:
-        """The first byte of an answer took so long."""
+        """The first byte of an answer took this long."""
         self._at[distance].hear(latency_s)
         self._all.hear(latency_s / PRIORS[distance].latency_s)
 
     def measure(self, distance: Distance, nbytes: int, seconds: float, now: float) -> None:
-        """So many bytes took so long, after the first one."""
+        """This many bytes took this long, after the first one."""
         self._at[distance].measure(nbytes, seconds, now)
         self._all.measure(nbytes, seconds * PRIORS[distance].bytes_s, now)
 
 
 def kept(measured_bytes: float, age_s: float, nbytes: int) -> float:
-    """The share of all earlier transfers' weight that one of so many bytes leaves."""
+    """The factor that a transfer of this size applies to all earlier transfers' weight."""
     if age_s < OLD_S or measured_bytes <= nbytes:
         return DECAY
     return DECAY * nbytes / measured_bytes

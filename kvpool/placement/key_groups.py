@@ -9,5 +9,5 @@ TAGS = 64
 
 
 def tag_of(key: bytes) -> int:
-    """The group of a block key. Keys are hashes, so their bits are as good as any."""
+    """The group of a block key. Keys are hashes, so any of their bits will do."""
     return key[KEY_BYTES - 1] % TAGS

@@ -1,4 +1,4 @@
-"""From whom to pull: the choice among peers that have what is wanted. No I/O, no clock."""
+"""The choice among peers that have the wanted blocks. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from kvpool.placement.peer_estimates import PeerHealth, tier_costs
 from kvpool.placement.peers import Peers
 
 JITTER = 0.15
-"""Peers whose estimates differ by less are taken in turns."""
+"""Peers whose estimates differ by less are used in turns."""
 
 
 class Candidate(NamedTuple):
-    """Somebody who has a block, as far as the directory knows."""
+    """A source that has a block, according to the directory."""
 
     incarnation: bytes
     tier: int
 
 
 class Assignment(NamedTuple):
-    """What to pull from one peer, in one request. Indices into what was wanted, rising."""
+    """Blocks to pull from one peer, in one request. Indices into the wanted ones, rising."""
 
     incarnation: bytes
     indices: list[int]
 
 
 class Forecast(NamedTuple):
-    """What loading some blocks would take, as far as measurements tell.
+    """The time to load some blocks, by measurements.
 
-    seconds: until all are here; infinite when nobody can be asked for some. shares: whose they would be, by
+    seconds: until all are here; infinite if some have no usable source. shares: each source's part, by
         incarnation: indices into what was sought, and into what is wanted of that.
     """
 
@@ -42,13 +42,13 @@ class Forecast(NamedTuple):
 
 
 class _Option:
-    """A peer while a plan is made. `rank`: 0 fine, 1 last resort, 2 not to be asked."""
+    """A peer while a plan is made. `rank`: 0 good, 1 last resort, 2 not to be used."""
 
     __slots__ = ("ends_at", "fixed", "indices", "per_byte", "rank", "stretch")
 
     def __init__(self, peer: PeerHealth, now: float, stretch: float) -> None:
         latency_s, self.per_byte = peer.expected(now)
-        # When what it has to do is done, if it were given nothing more, and what a request adds to that.
+        # When its work is done, without further requests, and the overhead of a request.
         self.ends_at = peer.inflight_bytes * self.per_byte
         self.fixed = latency_s
         self.stretch = stretch * PRIORS[peer.distance].reluctance
@@ -64,30 +64,30 @@ def plan(
     *,
     slice_bytes: int = 8 << 20,
 ) -> list[Assignment]:
-    """Whom to ask for what, so that all is here soonest and the beginning first.
+    """Assign blocks to sources, so that all are here soonest and the beginning first.
 
-    wanted[i]: who has the i-th missing block, in the order of the chain; nbytes: the size of each.
-    Goes through the blocks in slices of up to `slice_bytes`, and gives each slice to the one who is
-    expected to deliver it first, given all that was asked of it before; so several work in parallel
-    where that is faster, and few blocks are not scattered. One assignment a peer, the one with the
+    wanted[i]: the sources of the i-th missing block, in the order of the chain; nbytes: the size of each.
+    Goes through the blocks in slices of up to `slice_bytes`, and gives each slice to the source that is
+    expected to deliver it first, given all assigned before; so several work in parallel
+    if that is faster, and few blocks are not scattered. One assignment a peer, the one with the
     earliest block first.
 
-    Blocks that nobody has, or only peers in back-off, are in no assignment. Suspected peers are asked only
-    for what nobody else has; so are peers on probation for all but one slice. Changes nothing: tell
-    `Peers.started` of each request that is really made.
+    Blocks without a source, or only with peers in back-off, are in no assignment. Suspected peers get only
+    blocks that no other peer has; so do peers on probation for all but one slice. Changes nothing: call
+    `Peers.started` for each request that is really made.
     """
     options: dict[bytes, _Option] = {}
     per_slice = max(1, slice_bytes // nbytes)
     current: Candidate | None = None
     indices: list[int] = []
     left = 0
-    having: object = None  # candidates that `current` is one of: neighbours mostly share theirs
+    having: object = None  # candidates that include `current`: adjacent blocks mostly share theirs
     for index, candidates in enumerate(wanted):
         if left and (candidates is having or current in candidates):
             indices.append(index)
             left -= 1
             continue
-        if left and current is not None:  # the slice ended early: take back what it was booked for
+        if left and current is not None:  # the slice ended early: correct its booking
             _book(options[current.incarnation], current.tier, -left * nbytes)
             left = 0
         current = _fastest(candidates, options, nbytes * per_slice, peers, now)
@@ -95,7 +95,7 @@ def plan(
             continue
         having = candidates
         option = options[current.incarnation]
-        # Peers of last resort get one block at a time: the next one may be elsewhere too.
+        # Peers of last resort get one block at a time: the next one may have another source.
         take = 1 if option.rank else per_slice
         _book(option, current.tier, take * nbytes)
         option.fixed = 0.0
@@ -117,7 +117,7 @@ def _fastest(
     peers: Peers,
     now: float,
 ) -> Candidate | None:
-    """Who of them would be done with so much more first; None if none of them may be asked."""
+    """The candidate that would finish this addition first; None if none may be used."""
     best: Candidate | None = None
     best_rank, best_s = 2, 0.0
     for candidate in candidates:
@@ -139,7 +139,7 @@ def _fastest(
 
 
 def _book(option: _Option, tier: int, nbytes: int) -> None:
-    """A peer has so much more to deliver, or less."""
+    """A peer has this much more to deliver, or less."""
     first_s, per_byte = tier_costs(tier)
     if nbytes > 0:
         option.ends_at += option.fixed + (first_s if option.fixed else 0.0)
@@ -156,9 +156,9 @@ def forecast(
 ) -> Forecast:
     """How long it takes to bring all of this, by a `plan` for each part.
 
-    sought: for each part, the size of its blocks and who has each of the missing ones. awaited: who is about
-    to deliver more of them already, as part of what is in flight. Several sources work at the same time, each
-    at one thing after the other. Changes nothing.
+    sought: for each part, the size of its blocks and the sources of each missing one. awaited: sources that are
+    about to deliver some of them already, as part of what is in flight. Several sources work at the same time,
+    each at one request after the other. Changes nothing.
     """
     ends: dict[bytes, float] = {}
     shares: dict[bytes, list[tuple[int, int]]] = {}
@@ -175,7 +175,7 @@ def forecast(
             end = ends.get(incarnation) or _idle_at(peers, incarnation, now)
             tiers = Counter(_tier(wanted[index], incarnation) for index in indices)
             for tier, blocks in tiers.items():
-                # Object storage is a source of its own: what was measured of it is all there is to it.
+                # Object storage is a source of its own: only its measurements count.
                 first_s, extra = tier_costs(tier)
                 if tier == TIERS["object"] and peer.measured:
                     first_s, extra = 0.0, 0.0 if peer.measured_bytes else extra
@@ -186,7 +186,7 @@ def forecast(
 
 
 def _idle_at(peers: Peers, incarnation: bytes, now: float) -> float:
-    """In how many seconds the first byte comes of what is asked of a peer now."""
+    """Seconds until the first byte of a request to a peer now."""
     peer = peers.get(incarnation) or peers.stranger(incarnation)
     latency_s, per_byte = peer.expected(now)
     return latency_s + peer.inflight_bytes * per_byte

@@ -1,4 +1,4 @@
-"""How much of a prefix each node could give, by what is known of who has what. No I/O, any thread."""
+"""How much of a prefix each node could provide, by known replicas. No I/O, any thread."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def reach(
 ) -> dict[bytes, tuple[int, int]]:
     """For each incarnation, the blocks of the prefix that are usable from its memory, and with its disks.
 
-    entries: of the first keys, for each in order; nobody has the others. Those that have nothing of use are left out. O(keys x incarnations that have any).
+    entries: of the first keys, for each in order; the others have none. Nodes without usable blocks are left out.
+    O(keys x incarnations that have any).
     """
     n = len(keys)
     masks: dict[bytes, tuple[list[int], list[int]]] = {}
     last: Sequence[Entry] | None = None
     having: Mapping[bytes, tuple[int, int]] = {}
     for at, found in enumerate(entries):
-        if found != last:  # of neighbours in a chain mostly the same is known
+        if found != last:  # adjacent keys of a chain mostly have the same entries
             last, having = found, _by_incarnation(found)
         for incarnation, (memory, both) in having.items():
             known = masks.get(incarnation)
@@ -51,7 +52,7 @@ def _by_incarnation(entries: Sequence[Entry]) -> dict[bytes, tuple[int, int]]:
 
 
 def usable_by_masks(specs: Sequence[PartSpec], keys: Sequence[bytes], masks: Sequence[int]) -> int:
-    """The longest usable prefix, in blocks, where masks[i] says which parts of keys[i] there are."""
+    """The longest usable prefix, in blocks, where masks[i] is the available parts of keys[i]."""
     if all(spec.kind is PartKind.FULL and spec.stride == 1 for spec in specs):
         whole = (1 << len(specs)) - 1
         return next((at for at, mask in enumerate(masks) if mask & whole != whole), len(masks))
@@ -71,11 +72,11 @@ def somewhere(
 ) -> list[set[bytes]]:
     """For each part, which of these keys exist here or on a living node; for `usable`.
 
-    parts: their numbers, as bits of entries' masks. local[i]: what part parts[i] has here.
-    entries[j]: what the directory says of keys[j]. lives: whether an incarnation's entries count. Leave
-    out your own: what is here is for `local` to say, which is never out of date.
+    parts: their numbers, as bits of entries' masks. local[i]: keys of parts[i] that are here.
+    entries[j]: the directory's entries of keys[j]. lives: whether an incarnation's entries count. Leave
+    out this node's own: `local` has the current state.
 
-    Blocks of one prompt mostly lie together, so that few masks differ and most of the work is done on
+    Blocks of one prompt are mostly on the same nodes, so that few masks differ and most of the work is done on
     whole sets.
     """
     by_mask: dict[int, list[bytes]] = {}

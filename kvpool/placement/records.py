@@ -1,6 +1,6 @@
-"""What a cluster knows of itself: nodes, namespaces, wishes, configuration. Frozen, JSON on the wire.
+"""The records of a cluster: nodes, namespaces, settings, configuration. Frozen, JSON on the wire.
 
-Times that travel are durations; nothing here holds a time stamp, so clocks may differ by any amount.
+Times are stored as durations, never as time stamps, so clocks may differ by any amount.
 Unknown fields of a record are ignored and absent ones have defaults: nodes of two versions share a
 cluster while it is upgraded.
 """
@@ -20,7 +20,7 @@ from kvpool.config import OBJECT_WRITE_MODES, WRITE_MODES
 from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.types import EngineRecord
 
-FORMAT_VERSION = 1  # of everything that is kept in etcd and Redis
+FORMAT_VERSION = 1  # of all keys in etcd and Redis
 RECORD_BYTES_MAX = 256 << 10
 INCARNATION_BYTES = 8
 TTL_S_MAX = 10 * 365 * 86_400.0
@@ -29,7 +29,7 @@ NIXL = "nixl://"
 
 
 class NodeState(StrEnum):
-    """joining: known, not served from. draining: served from, nothing is placed there. gone: neither."""
+    """joining: known, not read from. draining: read from, gets no new blocks. gone: neither."""
 
     JOINING = "joining"
     SERVING = "serving"
@@ -38,9 +38,9 @@ class NodeState(StrEnum):
 
 
 class TierRecord(msgspec.Struct, frozen=True):
-    """One tier of a node: how much there is and how much of it is in use, all tenants together.
+    """One tier of a node: its capacity and usage, all tenants together.
 
-    secondary_bytes: beside that, replicas of what other nodes keep. They go before anything else.
+    secondary_bytes: in addition, secondary replicas. They are evicted first.
     """
 
     name: str
@@ -50,10 +50,10 @@ class TierRecord(msgspec.Struct, frozen=True):
 
 
 class TransportRecord(msgspec.Struct, frozen=True):
-    """How peers reach a node: a URL whose scheme names the transport, and what that transport needs.
+    """How peers reach a node: a URL whose scheme names the transport, and the transport's parameters.
 
-    numa: the NUMA node of the network card; -1: not known. rail: of the cards that reach each other without
-    crossing to another switch, as an operator names it. net: the network that the card is in, ADDRESS/BITS.
+    numa: the NUMA node of the network card; -1: not known. rail: name of a set of cards that reach each other
+    without crossing to another switch, given by an operator. net: the network of the card, ADDRESS/BITS.
     """
 
     url: str
@@ -64,27 +64,27 @@ class TransportRecord(msgspec.Struct, frozen=True):
 
 
 class DrainProgress(msgspec.Struct, frozen=True):
-    """How far a draining node has come. `phase`: copying, waiting (for leases), done."""
+    """The progress of a draining node. `phase`: copying, waiting (for leases), done."""
 
     phase: str = "copying"
-    blocks: int = 0  # looked at so far
+    blocks: int = 0  # handled so far
     blocks_total: int = 0
     copied: int = 0
     copied_bytes: int = 0
-    failed: int = 0  # sole replicas that no other node would take
-    left: int = 0  # blocks that are only on its disks, and were not looked at when the time was up
+    failed: int = 0  # sole replicas that no other node would accept
+    left: int = 0  # blocks that are only on its disks, and were not handled when the time was up
     leases: int = 0
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
-    """A node as all others see it. Bound to a lease: it goes with its node.
+    """A node as seen by all others. Bound to a lease: it disappears with its node.
 
-    incarnation: 16 hex digits, chosen at random for each life; another one after the lease was lost.
-    protocol, protocol_oldest: the wire protocols spoken (`kvpool.wire.PROTOCOL_VERSION`); 0 for the oldest: no
+    incarnation: 16 hex digits, random for each life; a new one after the lease was lost.
+    protocol, protocol_oldest: the supported wire protocols (`kvpool.wire.PROTOCOL_VERSION`); 0 for the oldest: no
     older one. version: of the package.
-    labels: where it stands, `zone` and `rack`, and anything else.
-    host: what all nodes on one machine have in common; empty: not known. numa: the NUMA node of its memory;
-    -1: not known, or several. engines: that were announced there.
+    labels: its location, `zone` and `rack`, and others.
+    host: common to all nodes on one machine; empty: not known. numa: the NUMA node of its memory;
+    -1: not known, or several. engines: announced there.
     """
 
     node: str
@@ -103,7 +103,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
 
     @property
     def incarnation_bytes(self) -> bytes:
-        """As directory entries carry it."""
+        """As in directory entries."""
         return bytes.fromhex(self.incarnation)
 
     @property
@@ -112,19 +112,19 @@ class NodeRecord(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        """Where it is asked, and pulled from by default; empty: nowhere."""
+        """The URL for requests and, by default, pulls; empty: none."""
         return next((url for url in self.urls if not url.startswith(NIXL)), "")
 
 
 class NamespaceSettings(msgspec.Struct, frozen=True):
-    """How a namespace's blocks are kept. None of it changes what is read, only whether it is found.
+    """How a namespace's blocks are kept. These settings change only whether blocks are found, never their bytes.
 
     replicas: how many are wanted of each block, on as many nodes.
-    write: when blocks are written to SSD, one of `WRITE_MODES`; empty: as each node does by default.
-    ttl_s: a block that was not used for so long on a node is not found there any more; 0: never.
-    ssd_codec: what makes blocks smaller on SSD, one of `SSD_CODECS`; empty: nothing.
-    dram_quota, ssd_quota: what its blocks may take of each node's memory and disks: bytes, or a share of
-        the tenant's part; 0: as much as the tenant has.
+    write: when blocks are written to SSD, one of `WRITE_MODES`; empty: each node's default.
+    ttl_s: a block that was not used for this long on a node is dropped there; 0: never.
+    ssd_codec: compression of blocks on SSD, one of `SSD_CODECS`; empty: none.
+    dram_quota, ssd_quota: quota of each node's memory and disks: bytes, or a share of
+        the tenant's part; 0: no quota.
     write_remote: when blocks are written to object storage, one of `OBJECT_WRITE_MODES`; empty: "back".
     """
 
@@ -137,10 +137,10 @@ class NamespaceSettings(msgspec.Struct, frozen=True):
     write_remote: str = ""
 
     def known_here(self, replicas_max: int) -> NamespaceSettings:
-        """What a node makes of the cluster's word: replicas within its limits, and the rest.
+        """The settings as a node applies them: replicas within its limits, and the rest.
 
-        What only a newer version knows is as if nobody had asked for it: an epoch must not be missed
-        since a record beside it cannot be followed.
+        Values that only a newer version knows are ignored: an epoch must not be missed
+        because a record beside it cannot be followed.
         """
         return NamespaceSettings(
             replicas=max(1, min(self.replicas, replicas_max)),
@@ -153,7 +153,7 @@ class NamespaceSettings(msgspec.Struct, frozen=True):
         )
 
     def filled(self, wanted: NamespaceSettings) -> NamespaceSettings:
-        """With what is wanted where nothing was asked for so far, and the larger number of replicas."""
+        """With the requested values for unset settings, and the larger number of replicas."""
         return NamespaceSettings(
             replicas=max(self.replicas, wanted.replicas),
             write=self.write or wanted.write,
@@ -176,7 +176,7 @@ def _is_quota(quota: float) -> bool:
 def quota_bytes(quota: float, size: int, part: float = 1.0) -> int:
     """A quota in bytes, at least 1; 0: there is none. size: what a share is of.
 
-    part: which part of a quota in bytes is meant, where a tier is in several places.
+    part: the share of a quota in bytes, if a tier has several places.
     """
     if not quota:
         return 0
@@ -184,7 +184,7 @@ def quota_bytes(quota: float, size: int, part: float = 1.0) -> int:
 
 
 class SettingsChange(msgspec.Struct, frozen=True):
-    """Which settings of a namespace are to become what: see `NamespaceSettings`. None: as it is."""
+    """New values of a namespace's settings: see `NamespaceSettings`. None: unchanged."""
 
     replicas: int | None = None
     write: str | None = None
@@ -206,21 +206,20 @@ class SettingsChange(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(settings, **changed)
 
     def checked(self) -> SettingsChange:
-        """The same. Raises `InvalidRequest` for what no namespace can have; a node's limits are its own."""
+        """The same change. Raises `InvalidRequest` for invalid values; a node's limits are checked elsewhere."""
         if self.replicas is not None and self.replicas < 1:
-            raise InvalidRequest(f"{self.replicas} replicas: at least 1 is kept of a block")
+            raise InvalidRequest(f"{self.replicas} replicas: must be at least 1")
         if self.write and self.write not in WRITE_MODES:
             raise InvalidRequest(
-                f"write {self.write!r}: blocks are written to SSD {', '.join(WRITE_MODES)}; or empty, "
-                f"as each node does by default"
+                f"write {self.write!r}: must be one of {', '.join(WRITE_MODES)}; or empty for each node's default"
             )
         if self.ttl_s is not None and not 0 <= self.ttl_s <= TTL_S_MAX:  # false for NaN, too
             raise InvalidRequest(
-                f"ttl_s {self.ttl_s:g}: from 0, which is for ever, to {TTL_S_MAX:.0f} seconds"
+                f"ttl_s {self.ttl_s:g}: must be from 0 (never expire) to {TTL_S_MAX:.0f} seconds"
             )
         if self.ssd_codec and self.ssd_codec not in SSD_CODECS:
             raise InvalidRequest(
-                f"ssd_codec {self.ssd_codec!r}: {', '.join(SSD_CODECS)}; or empty for none"
+                f"ssd_codec {self.ssd_codec!r}: must be one of {', '.join(SSD_CODECS)}; or empty for none"
             )
         if self.write_remote and self.write_remote not in OBJECT_WRITE_MODES:
             raise InvalidRequest(
@@ -231,20 +230,20 @@ class SettingsChange(msgspec.Struct, frozen=True):
             quota = getattr(self, name)
             if quota is not None and not _is_quota(quota):
                 raise InvalidRequest(
-                    f"{name} {quota:g}: whole bytes, or a share above 0 and up to 1; or 0 for none"
+                    f"{name} {quota:g}: must be whole bytes, or a share above 0 and up to 1; or 0 for none"
                 )
         return self
 
 
 class NamespaceEntry(msgspec.Struct, frozen=True):
-    """What the cluster has agreed on about one namespace.
+    """The cluster's agreed record of one namespace.
 
     digest: hex, of the fields alone (`NamespaceRecord.digest`), without the epoch.
     fields: the canonical JSON, as text. parts: [nbytes, kind, window, stride] each.
     epoch: bumped by every reset. fence: clients that opened the namespace at an epoch below it must
-        open it again, since their weights may be old; others go on in the new epoch. generation: how many
-        fences there have been: one for each change of weights.
-    settings: of the first node that registered it, and since then of whoever changed them last.
+        open it again, because their weights may be old; others continue in the new epoch. generation: number of
+        fences: one for each change of weights.
+    settings: of the first node that registered it, and of later changes.
     """
 
     tenant: str
@@ -258,11 +257,11 @@ class NamespaceEntry(msgspec.Struct, frozen=True):
 
 
 class ClusterConfig(msgspec.Struct, frozen=True):
-    """What all nodes of a cluster agree on; written by the first one.
+    """The common configuration of a cluster; written by the first node.
 
-    protocol_min: nodes that speak an older wire protocol are refused.
+    protocol_min: nodes that support only an older wire protocol are refused.
     secret_proof: HMAC of the cluster's name under its secret, hex: a node with another one is refused
-        at the door, rather than by each of its peers.
+        when it joins, rather than by each of its peers.
     """
 
     cluster: str
@@ -311,15 +310,13 @@ def encode_record(record: msgspec.Struct) -> bytes:
 
 
 def decode_record(data: bytes, kind: type[R], where: str) -> R:
-    """Raises `ProtocolError` for what is not such a record; `where` names its place."""
+    """Raises `ProtocolError` for an invalid record; `where` names its place."""
     if len(data) > RECORD_BYTES_MAX:
-        raise ProtocolError(
-            f"{where} holds {len(data)} bytes: at most {RECORD_BYTES_MAX} belong there"
-        )
+        raise ProtocolError(f"{where} has {len(data)} bytes: the limit is {RECORD_BYTES_MAX}")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{where} is not a {kind.__name__}: {error}") from None
+        raise ProtocolError(f"{where} is not a valid {kind.__name__}: {error}") from None
 
 
 def plain(record: msgspec.Struct) -> Any:

@@ -1,8 +1,8 @@
-"""Where to put copies, who makes them, and how fast. No I/O, no clock; event loop only.
+"""Where to place replicas, which node makes them, and how fast. No I/O, no clock; event loop only.
 
-Copies are made for three reasons (`replicas=n`, repair after a loss, draining), and victims are
-forwarded for a fourth (a node is full and others are not). The sender chooses by what the node records
-say, which is seconds old; the receiver decides by what it knows (`accept_forward`).
+Replicas are made for three reasons (`replicas=n`, repair after a loss, draining), and victims are
+forwarded for a fourth (a node is full and others are not). The sender chooses by the node records,
+which are seconds old; the receiver decides by its current state (`accept_forward`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpool.placement.records import NodeRecord, NodeState
 
 MEMORY_TIER = "dram"
 MUCH_OLDER = 2.0
-"""How many times as old our own coldest block must be to make room for somebody else's victim."""
+"""How many times as old this node's coldest block must be to make room for another node's victim."""
 
 
 def choose_targets(
@@ -28,14 +28,14 @@ def choose_targets(
     nbytes: int,
     rng: random.Random,
 ) -> list[NodeRecord]:
-    """Up to n nodes for one further copy each of `nbytes`, the best one first.
+    """Up to n nodes for one further replica each of `nbytes`, the best one first.
 
-    own: of this node, never chosen. holders: incarnations that have the blocks already; those that do not
-    live any more do not matter. Only serving nodes whose memory could hold so much are chosen; that it is
-    full is no obstacle, since a pool in use always is, and makes room.
+    own: of this node, never chosen. holders: incarnations that have the blocks already; dead ones
+    do not matter. Only serving nodes whose memory is large enough are chosen; a full memory
+    is no obstacle, because a pool in use always is, and makes room.
 
-    Failure domains decide first: a zone that has no copy yet, then a rack that has none, then any other
-    node. A label that is missing is no other domain than any. Among equals two are drawn and the one with
+    Failure domains decide first: a zone without a replica, then a rack without one, then any other
+    node. A missing label is not a separate domain. Among equals two are drawn and the one with
     more free bytes is taken, so that many senders do not all choose the emptiest.
     """
     zones: set[str] = set()
@@ -51,7 +51,7 @@ def choose_targets(
             capacity, free[node.node] = _memory(node)
             if capacity >= nbytes:
                 left.append(node)
-    if own.incarnation_bytes in holders:  # our own record may not have come back to us yet
+    if own.incarnation_bytes in holders:  # this node's record may not have come back yet
         zones.add(_zone(own))
         racks.add(_rack(own))
     chosen: list[NodeRecord] = []
@@ -67,7 +67,7 @@ def choose_targets(
 
 
 def _farthest(nodes: Iterable[NodeRecord], zones: set[str], racks: set[str]) -> list[NodeRecord]:
-    """Those of the nodes that share least with the zones and racks that are taken."""
+    """The nodes that share least with the used zones and racks."""
     by_rank: dict[int, list[NodeRecord]] = {}
     for node in nodes:
         rank = 0 if _apart(_zone(node), zones) else 1 if _apart(_rack(node), racks) else 2
@@ -76,7 +76,7 @@ def _farthest(nodes: Iterable[NodeRecord], zones: set[str], racks: set[str]) -> 
 
 
 def _apart(domain: str, taken: set[str]) -> bool:
-    """Whether this is certainly another domain than all that are taken."""
+    """Whether this is certainly another domain than all used ones."""
     return not taken or (domain != "" and domain not in taken and "" not in taken)
 
 
@@ -101,9 +101,9 @@ def _memory(node: NodeRecord) -> tuple[int, int]:
 
 
 def responsible(holders: Iterable[bytes], key: bytes) -> bytes:
-    """Which of a block's living holders repairs it: all agree, and blocks spread over them evenly.
+    """The living holder of a block that repairs it: all nodes agree, and blocks are spread over them evenly.
 
-    holders: incarnations, at least one. When one is lost, only what it was responsible for moves.
+    holders: incarnations, at least one. When one is lost, only the blocks it was responsible for move.
     """
     return max(holders, key=lambda holder: (xxhash.xxh3_64_intdigest(key + holder), holder))
 
@@ -116,11 +116,11 @@ def accept_forward(
     hops: int,
     hops_max: int,
 ) -> bool:
-    """Whether to take a block that another node evicts.
+    """Whether to accept a block that another node evicts.
 
     Ages are times since the last use. hops: how often the block has been forwarded since its last use, this
-    time included. Taken when there is room, or when our own coldest block is much older than it: a little
-    older is not enough, or two full nodes would pass their blocks to and fro.
+    time included. Accepted when there is room, or when this node's coldest block is much older: a little
+    older is not enough, or two full nodes would pass their blocks back and forth.
     """
     if hops > hops_max:
         return False
@@ -149,9 +149,9 @@ class Pace:
         self._bytes_per_s = bytes_per_s
 
     def delay(self, nbytes: int, now: float) -> float:
-        """Take so much, and say how many seconds to wait before sending it. 0.0: send now.
+        """Take this much, and return how many seconds to wait before sending it. 0.0: send now.
 
-        What is taken is taken, so send it after the wait. More than a burst is waited for at the same pace.
+        It is booked at once, so send it after the wait. More than a burst is waited for at the same rate.
         """
         if self._at is not None and now > self._at:
             earned = (now - self._at) * self._bytes_per_s

@@ -86,15 +86,14 @@ def _require_possible(services: Sequence[float], shape: Shape, targets: Targets)
     if in_time < targets.share:
         needed = quantile(sorted(services), targets.share)
         raise InvalidRequest(
-            f"on an idle engine, with its prefix cached, a prompt takes up to {needed:.3g} s for "
-            f"{targets.share:.0%} of requests, and {targets.ttft_s:g} s are enough for {in_time:.0%}: "
-            f"allow a longer time to the first token, or take faster hardware"
+            f"on an idle engine, with its prefix cached, a prompt takes up to {needed:.3g} s for {targets.share:.0%} "
+            f"of requests, and {targets.ttft_s:g} s are enough for {in_time:.0%}: allow a longer time to first "
+            "token, or use faster hardware"
         )
     token_s = shape.speeds.decode_coefficients[0]
     if token_s > targets.tpot_s:
         raise InvalidRequest(
-            f"a token takes {token_s:.3g} s on an idle engine: allow a longer time a token, or take faster "
-            f"hardware"
+            f"a token takes {token_s:.3g} s on an idle engine: allow a longer time per token, or use faster hardware"
         )
 
 

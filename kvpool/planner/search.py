@@ -75,8 +75,8 @@ def search(run: Run, limits: Limits, targets: Targets, start: int = 1) -> Found:
     found = [trial for trial in (aggregated, disaggregated) if trial is not None]
     if not found:
         raise InvalidRequest(
-            f"{limits.engines} engines do not meet the targets, even with a pool that forgets nothing: "
-            f"allow more of them, or longer times"
+            f"{limits.engines} engines do not meet the targets, even with an unlimited pool: allow more engines, or "
+            "longer times"
         )
     chosen = min(found, key=lambda trial: (trial.plan.engines, -trial.slack(targets)))
     engines = chosen.plan.engines

@@ -27,7 +27,7 @@ class Targets:
     def __post_init__(self) -> None:
         if min(self.ttft_s, self.tpot_s) <= 0 or not 0 < self.share < 1:
             raise ConfigError(
-                "targets are seconds above 0, for a share of requests between 0 and 1"
+                "targets must be seconds above 0, for a share of requests between 0 and 1"
             )
 
 

@@ -30,10 +30,10 @@ class Workload:
     def __post_init__(self) -> None:
         if self.rate <= 0 or min(self.prompt_tokens, self.output_tokens) < 1:
             raise ConfigError(
-                "a workload needs a rate, and prompts and outputs of a token at least"
+                "a workload needs a rate, and prompts and outputs of at least one token"
             )
         if not 0 <= self.shared <= 1:
-            raise ConfigError("the shared part of prompts is a share, from 0 to 1")
+            raise ConfigError("the shared part of prompts must be a share from 0 to 1")
 
     def entries(self, requests: int, seed: int) -> list[Entry]:
         """So many of them.

@@ -71,7 +71,7 @@ class HttpReply:
             await self.response.prepare(self._request)
             await self.response.write_eof()
         except ConnectionError:
-            raise ClientGone("the client has left") from None
+            raise ClientGone("the client has disconnected") from None
         self.ended = True
 
     async def begin(self, content_type: str) -> None:
@@ -81,7 +81,7 @@ class HttpReply:
         try:
             await self.response.prepare(self._request)
         except ConnectionError:
-            raise ClientGone("the client has left") from None
+            raise ClientGone("the client has disconnected") from None
 
     async def write(self, data: bytes) -> None:
         """Returns when the client has read enough of what was written."""
@@ -89,14 +89,14 @@ class HttpReply:
         try:
             await self.response.write(data)
         except ConnectionError:
-            raise ClientGone("the client has left") from None
+            raise ClientGone("the client has disconnected") from None
 
     async def end(self) -> None:
         assert self.response is not None, "it has begun"
         try:
             await self.response.write_eof()
         except ConnectionError:
-            raise ClientGone("the client has left") from None
+            raise ClientGone("the client has disconnected") from None
         self.ended = True
 
 
@@ -117,7 +117,8 @@ class Guard:
             if "Origin" in request.headers or not names_loopback(request.headers.get("Host", "")):
                 raise BadRequest(
                     403,
-                    "without a token only this machine may ask, as localhost, and no browser's page",
+                    "without a token only requests from this machine, to localhost and not from a web page, are "
+                    "allowed",
                     type="PermissionError",
                 )
             return OPERATOR
@@ -222,7 +223,7 @@ class Api:
         await self._serving.serve(incoming, reply)
         if reply.response is None or not reply.ended:
             _hang_up(request)
-            raise ClientGone("the client has left")
+            raise ClientGone("the client has disconnected")
         return reply.response
 
     async def _incoming(self, request: web.Request, kind: Kind) -> Incoming:
@@ -258,7 +259,7 @@ class Api:
         except web.HTTPRequestEntityTooLarge:
             raise too_large from None
         except web.RequestPayloadError as error:
-            raise BadRequest(400, f"the body is not what its headers say: {error}") from None
+            raise BadRequest(400, f"the body does not match its headers: {error}") from None
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         raw = await self._body(request)
@@ -309,7 +310,7 @@ class Api:
         try:
             weight = msgspec.json.decode(await self._body(request), type=_Weight).weight
         except msgspec.DecodeError as error:
-            raise BadRequest(400, f'the body is {{"weight": 0.5}}: {error}') from None
+            raise BadRequest(400, f"the body must be {{'weight': 0.5}}: {error}") from None
         self._roster.weigh(request.match_info["name"], weight)
         return _json({"engines": self._roster.engines()})
 
@@ -319,9 +320,7 @@ class Api:
             request.match_info["ident"], None if tenant == OPERATOR else tenant
         )
         if account is None:
-            raise BadRequest(
-                404, "nothing is known of this request, or it has expired", type="NotFoundError"
-            )
+            raise BadRequest(404, "this request is unknown, or has expired", type="NotFoundError")
         return _json(account.plain())
 
     async def _dry_run(self, request: web.Request) -> web.StreamResponse:
@@ -349,7 +348,7 @@ def _digest(token: str) -> bytes:
 
 def _operators_only(request: web.Request) -> None:
     if request[TENANT] != OPERATOR:
-        raise BadRequest(403, "this takes the operator's token", type="PermissionError")
+        raise BadRequest(403, "this requires the operator's token", type="PermissionError")
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
@@ -394,7 +393,7 @@ def _seconds(text: str | None, name: str) -> float | None:
 
 
 def _bad(name: str) -> NoReturn:
-    raise BadRequest(400, f"{name} is not a number that it may be", param=name)
+    raise BadRequest(400, f"{name} is not a valid number", param=name)
 
 
 def _session(text: str | None) -> str | None:

@@ -203,7 +203,7 @@ class Caller:
                 passing.at_client = False
             timer.reschedule(time() + stall_s)
         if not events.done:
-            raise EngineFailed(call.spec.name, "cut", "its answer ended without its end")
+            raise EngineFailed(call.spec.name, "cut", "the engine's answer ended early")
         call.events, call.usage = events.events, events.usage
         await reply.end()
         passing.listener.answer_ended(call)

@@ -162,7 +162,7 @@ class EngineCatalog:
                 wait.cancel()
         if self._daemon is not None and not found:
             log.warning(
-                "no daemon: only engines of the configuration are used, and the pool's contents are unknown: %s",
+                "no daemon: only configured engines are used, and the pool's contents are unknown: %s",
                 self._daemon.error,
             )
 
@@ -400,9 +400,9 @@ class EngineCatalog:
             if found == MISMATCH:
                 known.doubted = hashing
                 log.error(
-                    "engine %s does not hash blocks as it is said to (%s, %d tokens a block, chain from %s): "
-                    "requests are sent to it without regard to what it has. Compare "
-                    "--prefix-caching-hash-algo, --block-size and PYTHONHASHSEED of the engine",
+                    "engine %s does not hash blocks as announced or configured (%s, %d tokens a block, chain from "
+                    "%s): its cache is ignored. Compare --prefix-caching-hash-algo, --block-size and PYTHONHASHSEED "
+                    "of the engine",
                     *(name, hashing.algorithm, hashing.block_tokens),
                     hashing.none_hash.hex()[:16],
                 )

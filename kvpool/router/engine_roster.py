@@ -169,7 +169,7 @@ class EngineRoster:
         """
         self._must_know(name)
         if not 0 <= weight <= 1:
-            raise BadRequest(400, "a weight is from 0 to 1", param="weight")
+            raise BadRequest(400, "a weight must be from 0 to 1", param="weight")
         self._weights[name] = weight
         if name in self._engines:
             self._scheduler.weigh(name, weight)
@@ -177,7 +177,7 @@ class EngineRoster:
 
     def _must_know(self, name: str) -> None:
         if name not in self._catalog.engines:
-            raise BadRequest(404, f"no engine is called {name}", type="NotFoundError")
+            raise BadRequest(404, f"there is no engine {name}", type="NotFoundError")
 
     def engines(self) -> list[dict[str, Any]]:
         """Of each engine how it is, for people."""
@@ -242,7 +242,7 @@ class EngineRoster:
             if change is not None:
                 role = _role_name(change.role)
                 log.info(
-                    "engine %s changes its role to %s",
+                    "the role of engine %s changes to %s",
                     change.engine.name,
                     role,
                     extra={"engine": change.engine.name},

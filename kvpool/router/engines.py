@@ -90,7 +90,7 @@ def spec_of(
         raise ConfigError(f"{error}") from None
     role = known("role", "both")
     if role not in ROLES:
-        raise ConfigError(f"its role is {role!r:.100}: there are {', '.join(ROLES)}")
+        raise ConfigError(f"its role is {role!r:.100}, not one of {', '.join(ROLES)}")
     groups = tuple(known("groups", (0,) if announced is None else ()))
     if not all(0 <= group < GROUPS_MAX for group in groups):
         raise ConfigError(f"its groups are not from 0 to {GROUPS_MAX - 1}")

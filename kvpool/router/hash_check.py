@@ -78,7 +78,9 @@ async def _tokens(
     found = tokens_of(spec.url, answer)
     blocks = BLOCKS if not spec.max_len or BLOCKS * block + 2 <= spec.max_len else 1
     if len(found) <= blocks * block:
-        raise Unavailable(f"engine {spec.name} makes too few tokens of a text to verify its hashes")
+        raise Unavailable(
+            f"engine {spec.name} makes too few tokens of the test text to verify its hashes"
+        )
     return found[: blocks * block + 1]
 
 
@@ -100,7 +102,7 @@ async def _post(
     )
     if answer.status != 200:
         raise Unavailable(
-            f"engine {spec.name} answers {path} with {answer.status}: {found[:200]!r}"
+            f"engine {spec.name} answered {path} with {answer.status}: {found[:200]!r}"
         )
     return found
 

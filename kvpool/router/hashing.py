@@ -72,7 +72,7 @@ class HashSpec:
     def __post_init__(self) -> None:
         _check(self.algorithm)
         if self.block_tokens < 1 or not self.none_hash:
-            raise ConfigError("a block has at least one token, and its chain a beginning")
+            raise ConfigError("a block needs at least one token, and its chain a start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Item:
 def _check(algorithm: str) -> None:
     if algorithm not in _ALGORITHMS:
         raise ConfigError(
-            f"block hashes {algorithm!r} are not known; there are {', '.join(sorted(_ALGORITHMS))}"
+            f"unknown block hash {algorithm!r}; known are {', '.join(sorted(_ALGORITHMS))}"
         )
 
 
@@ -144,7 +144,7 @@ class Hasher:
         try:
             packed = array("I", tokens[: count * size])
         except OverflowError:
-            raise ValueError("a token is a number from 0 to 2**32 - 1") from None
+            raise ValueError("a token must be a number from 0 to 2**32 - 1") from None
         extras = _extras(size, count, salt, lora, multimodal)
         hashes: list[bytes] = []
         rest: list[bytes] | None = None  # from the first run on that is not known

@@ -43,7 +43,7 @@ class EventStream:
             end = max(at + len(mark) if (at := data.rfind(mark)) >= 0 else 0 for mark in ENDS)
             self._rest = data[end:]
             if len(self._rest) > EVENT_BYTES_MAX:
-                raise EventTooLong(f"an event of more than {EVENT_BYTES_MAX >> 20} MiB")
+                raise EventTooLong(f"an event has more than {EVENT_BYTES_MAX >> 20} MiB")
             data = data[:end]
             if not data:
                 return data

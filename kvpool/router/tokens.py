@@ -172,7 +172,7 @@ class Tokenizer:
         if answer.status == 200:
             return tokens_of(url, body)
         if answer.status >= 500 or answer.status in _FAULTS:
-            raise Unavailable(f"{url} does not tokenise: {answer.status}")
+            raise Unavailable(f"{url} cannot tokenise: {answer.status}")
         if not _is_refusal(body):
             return None
         raise TokenizeRefused(answer.status, body, answer.content_type)
@@ -187,7 +187,7 @@ def tokens_of(url: str, body: bytes) -> list[int]:
     try:
         return _decode_answer(body).tokens
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise Unavailable(f"{url} answers /tokenize with something other than tokens") from None
+        raise Unavailable(f"{url} answered /tokenize without tokens") from None
 
 
 def _is_refusal(body: bytes) -> bool:

@@ -137,7 +137,9 @@ class Upstream:
                     raise EngineFailed(engine.name, "status", f"{path}: HTTP {response.status}")
                 return await Answer(engine.name, response).whole(bytes_max)
         except TimeoutError:
-            raise EngineFailed(engine.name, "timeout", f"{path}: none in {within_s} s") from None
+            raise EngineFailed(
+                engine.name, "timeout", f"{path}: no answer within {within_s} s"
+            ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineFailed(engine.name, "connect", f"no answer: {_said(error)}") from None
 

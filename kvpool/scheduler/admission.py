@@ -1,4 +1,4 @@
-"""Which requests are not taken, and when they may come again. No I/O, no clock."""
+"""Which requests are refused, and when they may be retried. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from kvpool.scheduler.queue import RequestQueue
 from kvpool.scheduler.values import Engine, Rejection, Request
 
 NO_ENGINE_S = 5.0
-"""When to come again where no engine is in service."""
+"""Retry-After if no engine is in service."""
 FULL_MAX = 2
-"""Tenants below their share of a full queue still get in, until it is so many times as long as it may be."""
+"""Tenants below their share of a full queue are still accepted, up to this multiple of `queue_max`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """queue_max: requests that may wait. ttft_s, tpot_s: what is not expected to be met is refused."""
+    """queue_max: the most waiting requests. ttft_s, tpot_s: objectives; requests that would miss them are
+    refused.
+    """
 
     queue_max: int
     ttft_s: float
@@ -27,7 +29,7 @@ class Limits:
 
 
 def refused_by_size(request: Request, decoders: Sequence[Engine]) -> Rejection | None:
-    """decoders: all that could decode it."""
+    """decoders: all engines that could decode it."""
     largest = max(engine.capacity_tokens for engine in decoders)
     if context_tokens(request) <= largest:
         return None
@@ -35,14 +37,14 @@ def refused_by_size(request: Request, decoders: Sequence[Engine]) -> Rejection |
 
 
 def no_engine(request: Request) -> Rejection:
-    """The rejection of a request that no engine in service can take."""
+    """The rejection of a request that no engine in service can serve."""
     return Rejection(request, "no engine is in service for it", NO_ENGINE_S, "no_engine")
 
 
 def refused_by_queue(
     request: Request, queue: RequestQueue, limits: Limits, engines: int
 ) -> Rejection | None:
-    """A full queue. One tenant cannot fill it for the others."""
+    """Rejection for a full queue. One tenant cannot fill it for the others."""
     wait_s = queue.waiting_s(request) / engines
     waiting = len(queue)
     if waiting < limits.queue_max:
@@ -59,7 +61,7 @@ def refused_by_queue(
 def refused_by_decode(
     request: Request, decoders: Sequence[Engine], context: DecisionContext, limits: Limits
 ) -> Rejection | None:
-    """Where there is an objective for tokens: no memory, or too many that decode."""
+    """With an objective for the time per token: no memory, or too many decoding requests."""
     if limits.tpot_s == math.inf:
         return None
     best = pick_decode(request, decoders, context.cluster.kinds, context.now)
@@ -71,7 +73,7 @@ def refused_by_decode(
 
 
 def refused_by_time(context: DecisionContext, backlog_s: float, limits: Limits) -> Rejection | None:
-    """backlog_s: how long what waits before it keeps the engines busy."""
+    """backlog_s: how long the requests before it keep the engines busy."""
     request = context.request
     soonest_s = backlog_s + min(context.estimate(e).ttft_s for e in context.distinct())
     over_s = soonest_s - (request.deadline_s - context.now)

@@ -1,4 +1,4 @@
-"""Loads of engines that can change their role, measured; the rule is in `roles`. No I/O, no clock."""
+"""Measured loads of engines that can change their role; the rule is in `roles`. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpool.scheduler.values import Among, Engine, Request, Role
 
 @dataclass(slots=True)
 class _Kind:
-    """Of engines of one kind. asked: seconds of prompts that came."""
+    """For engines of one kind. asked: seconds of prompts that arrived."""
 
     asked: Decaying
     decode: Smoothed
@@ -31,14 +31,16 @@ class Balance:
         self._kinds: dict[str, _Kind] = {}
 
     def asked(self, request: Request, size_s: float, now: float) -> None:
-        """A request came, with so much to compute. It counts for the kinds that can serve it, evenly."""
+        """A request arrived, with this much to compute. It counts equally for all kinds that can serve it."""
         engines = self._state.computing(request)
         names = {engine.kind for engine in engines}
         for name in names:
             self._kind(name).asked.add(size_s / len(names), now)
 
     def change(self, now: float, lacking: Mapping[str, int]) -> RoleChange | None:
-        """The engine that is to change, if any; it is taken to do so. lacking: tokens without memory."""
+        """The engine that should change its role, if any; counted as changed from now on. lacking: tokens without
+        memory.
+        """
         fleet = self._state.fleet
         names = {engine.kind for engine in fleet.engines.values() if engine.flexible}
         for name in sorted(names):
@@ -51,7 +53,7 @@ class Balance:
                 kind.began_at = now
             filled = self._filled(decoding, lacking.get(name, 0))
             loads = Loads(kind.asked.rate(now) / len(computing), kind.decode.sample(filled, now))
-            # What came before the first window is over says too little.
+            # The first window is too short a sample.
             if now - max(kind.changed_at, kind.began_at) < self._rule.dwell_s:
                 continue
             engines = list({e.name: e for e in (*computing, *decoding)}.values())

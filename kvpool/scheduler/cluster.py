@@ -1,4 +1,4 @@
-"""What the scheduler knows of the cluster as a whole, whatever the request. A hint, like all here. No I/O, no clock."""
+"""What the scheduler knows of the whole cluster, independent of a request: hints. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from kvpool.scheduler.estimates import KindEstimates
 
 
 class Traffic:
-    """Until when the links of each node are busy with pulls that were ordered. A hint, like all here."""
+    """When the links of each node will be free of the ordered pulls: a hint."""
 
     def __init__(self) -> None:
         self.into: dict[str, float] = {}
         self._out: dict[str, float] = {}
 
     def add(self, source: str, target: str, seconds: float, now: float) -> None:
-        """A pull was ordered that would keep an idle link busy for so long."""
+        """A pull was ordered that would keep an idle link busy for this long."""
         for busy, node in ((self._out, source), (self.into, target)):
             busy[node] = max(busy.get(node, 0.0), now) + seconds
 
     def ahead_s(self, source: str, target: str, now: float) -> float:
-        """Until a pull that is ordered now would have the link to itself."""
+        """Seconds until a pull ordered now would have the link to itself."""
         busy_until = max(self._out.get(source, 0.0), self.into.get(target, 0.0))
         return max(0.0, busy_until - now)
 
@@ -31,7 +31,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class Cluster:
-    """What is known of the cluster as a whole. nodes: of each holder that others can pull from."""
+    """What is known of the whole cluster. nodes: of each holder from which others can pull."""
 
     kinds: Mapping[str, KindEstimates]
     nodes: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Which requests are too late. No I/O, no clock."""
+"""Which requests have missed their deadline. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from heapq import heapify, heappop, heappush
 from kvpool.scheduler.values import Request
 
 STALE_MIN = 1024
-"""Entries of requests that have ended are swept out when there are so many and half of all."""
+"""Entries of ended requests are removed when there are this many and they are half of all."""
 
 
 class Deadlines:
-    """Of requests that are under way. Adding and removing is O(log n). Not thread-safe."""
+    """Deadlines of active requests. Adding and removing is O(log n). Not thread-safe."""
 
     def __init__(self) -> None:
         self._at: dict[Hashable, float] = {}
@@ -21,7 +21,7 @@ class Deadlines:
         self._count = 0
 
     def add(self, request: Request) -> None:
-        """One that is there already stays."""
+        """A request that is already present keeps its deadline."""
         if request.deadline_s == self._at.get(request.ident):
             return
         if request.deadline_s < math.inf:
@@ -30,7 +30,7 @@ class Deadlines:
             heappush(self._heap, (request.deadline_s, self._count, request.ident))
 
     def remove(self, ident: Hashable) -> None:
-        """An unknown one is passed over."""
+        """Unknown requests are ignored."""
         self._at.pop(ident, None)
         if len(self._heap) > STALE_MIN + 2 * len(self._at):
             self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
@@ -38,12 +38,12 @@ class Deadlines:
 
     @property
     def next_at(self) -> float:
-        """When the next one is over; infinite if none is."""
+        """The next deadline; infinite if there is none."""
         self._sweep()
         return self._heap[0][0] if self._heap else math.inf
 
     def over(self, now: float) -> Iterator[Hashable]:
-        """Those whose deadline has passed, each once; they are forgotten."""
+        """Requests whose deadline has passed, each returned once and then forgotten."""
         while self.next_at <= now:
             _, _, ident = heappop(self._heap)
             del self._at[ident]

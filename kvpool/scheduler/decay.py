@@ -1,4 +1,4 @@
-"""A sum of which the past is forgotten evenly. No I/O, no clock."""
+"""A sum that decays exponentially. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Decaying:
-    """What was added counts e times less each `window_s`; so the sum is about that of the last window."""
+    """Values count e times less after each `window_s`; so the sum is about that of the last window."""
 
     window_s: float
     _sum: float = 0.0
@@ -24,5 +24,5 @@ class Decaying:
         return self._sum * math.exp(min(0.0, self._at - now) / self.window_s)
 
     def rate(self, now: float) -> float:
-        """So much a second."""
+        """Per second."""
         return self.sum(now) / self.window_s

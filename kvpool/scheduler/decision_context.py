@@ -1,8 +1,8 @@
-"""What a policy sees when it chooses an engine: a request, its match, the engines, what things take.
+"""The input of a policy's choice: a request, its match, the engines, and time estimates.
 
-`DecisionContext.estimate` says what would become of the request on one engine, and is the same for every
-policy: policies differ in what they compare. It decides between loading and computing: of the prefixes
-that end where a faster place ends, the one with the earliest first token.
+`DecisionContext.estimate` predicts the request's course on one engine, and is the same for every
+policy: policies differ in what they compare. It decides between loading and computing: the prefix may end
+where a tier's blocks end; the end with the earliest first token wins.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from kvpool.scheduler.index import Match
 from kvpool.scheduler.values import Engine, Estimate, Request
 
 TWICE = 0.5
-"""What a second of computing what somebody else computes already weighs beside a second of waiting for it:
-engines are others' too. Chosen on the first half of the conversation trace."""
+"""Weight of a second of computing blocks that another engine is already computing, relative to a second of
+waiting for them: engine time is shared. Chosen on the first half of the conversation trace.
+"""
 
 
 @dataclass
 class DecisionContext:
     """One request before its decision.
 
-    engines: those that may compute it, at least one. promised: when those are free that requests before
-    this one wait for, by their names. handover: where it may go on, if that makes a difference between
-    these engines. spread: whether a copy of its prefix on one more node is worth making.
+    engines: those that may compute it, at least one. promised: by name, when engines are free that requests
+    before this one wait for. handover: where it may be decoded, if that makes a difference between these engines.
+    spread: whether a replica of its prefix on one more node is worth making.
     """
 
     request: Request
@@ -46,20 +47,20 @@ class DecisionContext:
 
     @cached_property
     def longest(self) -> int:
-        """How much of the prefix one node of the pool has at most."""
+        """The longest part of the prefix that a single node of the pool has."""
         nodes = self.cluster.nodes
         return max((n for holder, n in self.match.lengths.items() if holder in nodes), default=0)
 
     @cached_property
     def sources(self) -> list[str]:
-        """The nodes that have so much of it."""
+        """The nodes with this much of it."""
         nodes, longest = self.cluster.nodes, self.longest
         lengths = self.match.lengths.items()
         found = (nodes[holder] for holder, n in lengths if n == longest and holder in nodes)
-        return list(dict.fromkeys(found))  # a node's memory and its disks are two holders
+        return list(dict.fromkeys(found))  # a node's memory and disks are two holders
 
     def source_for(self, engine: Engine) -> str | None:
-        """From which other node to pull: of those with the longest prefix, the least busy one."""
+        """The node to pull from: among those with the longest prefix, the least busy one."""
         traffic, now = self.cluster.traffic, self.now
         best, best_s = None, math.inf
         for node in self.sources:
@@ -76,7 +77,7 @@ class DecisionContext:
         return self.cluster.kinds[engine.kind]
 
     def prefill_s(self, engine: Engine, cached: int) -> float:
-        """To compute what is behind so many blocks; at least the last token."""
+        """Seconds to compute the rest after this many blocks; at least the last token."""
         known = self._prefills.get((engine.kind, cached))
         if known is None:
             kind = self.kind(engine)
@@ -95,11 +96,11 @@ class DecisionContext:
         return self.promised.get(engine.name, engine.free_at)
 
     def distinct(self) -> list[Engine]:
-        """Of engines that differ only in when they are free, the first, or any of these; of any others, all.
+        """Engines to compare: of those that differ only in when they are free, the first, or a random free one.
 
-        What they and their nodes hold of the prefix is what they differ in. So a decision looks
-        closely at a few engines, however many there are. Where it makes a difference how the answer goes
-        on from them, it is the first that would have ended it, as if all that can be pulled were there.
+        Engines differ in the part of the prefix that they and their nodes hold. So a decision examines
+        only a few engines, however many there are. If the place of decoding matters, the engine that would
+        end the answer first is taken, as if everything that can be pulled were there.
         """
         match, handover, now = self.match, self.handover, self.now
         get, promised, busy_until = match.lengths.get, self.promised, self.cluster.traffic.into
@@ -119,18 +120,18 @@ class DecisionContext:
                 first[group] = starts, [engine]
             elif starts == found[0]:
                 found[1].append(engine)
-        # Always the first of those that are free would fill its node's memory, and leave others' empty.
+        # Always taking the first free engine would fill its node's memory and leave others' empty.
         choice = self.rng.choice
         return [same[0] if len(same) == 1 else choice(same) for _, same in first.values()]
 
     def answer_s(self, engine: Engine, prefill_s: float) -> float:
-        """What comes after the first token there, as `Handover` has it; 0 where that is the same for all."""
+        """Cost after the first token there, as `Handover` computes it; 0 if it is the same for all."""
         return 0.0 if self.handover is None else self.handover.cost_s(engine, prefill_s)
 
     def estimate(self, engine: Engine, *, waiting: bool = False) -> Estimate:
-        """What would become of the request on this engine; its cost is the time to first token.
+        """Prediction for the request on this engine; its cost is the time to first token.
 
-        waiting: whether to wait for blocks that another engine is computing, where that is sooner.
+        waiting: whether to wait for blocks that another engine is computing, if that is sooner.
         """
         kind, match, now = self.kind(engine), self.match, self.now
         waits = max(0.0, self.free_at(engine) - now)
@@ -145,7 +146,7 @@ class DecisionContext:
                 have = length
                 best = self._better(best, have, have - gpu, 0, None, load_s)
         peer = kind.loads["peer"]
-        pools = bool(engine.tiers)  # another has nothing to pull into
+        pools = bool(engine.tiers)  # without tiers there is nothing to pull into
         if pools and match.reach > have and (source := self.source_for(engine)) is not None:
             pulled = match.reach - have
             ahead_s = self.cluster.traffic.ahead_s(source, engine.node, now)
@@ -174,7 +175,7 @@ class DecisionContext:
         source: str | None,
         load_s: float,
     ) -> Estimate:
-        """The one of the two with the earlier first token."""
+        """The estimate with the earlier first token."""
         engine = best.engine
         starts_s = max(0.0, self.free_at(engine) - self.now, load_s)
         prefill_s = self.prefill_s(engine, cached)

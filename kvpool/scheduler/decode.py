@@ -1,20 +1,20 @@
-"""Which engine decodes a request, and what that costs. No I/O, no clock.
+"""Which engine decodes a request, and at what cost. No I/O, no clock.
 
 For a prompt that engine p computes, decoding on d costs, in seconds from the end of the prompt to the end of
 the answer,
 
     handover + output tokens x tpot
 
-The hand-over is what d's node lacks of the prompt, as a transfer between the two (labels say how far they are
-apart), and what d lacks, out of its node's memory. Where d may follow the prompt, what is transferred while it
-is computed is hidden, but for its last step. Where either has no pool, d computes again what it lacks. On p
-itself nothing is handed over. tpot is that of d's batch with one more; if d computes prompts too, for the share
-of its time in which it does, a token comes only with each step of a prompt:
+The handover is the transfer of the blocks that d's node lacks (labels give the distance of the two), and the load
+of the blocks that d lacks from its node's memory. If d may follow the prompt, transfers overlap with computing,
+except for its last step. If either has no pool, d computes again what it lacks. If d is p there is no handover.
+tpot is that of d's batch with one more request; if d computes prompts too, then for the share of its time in
+which it does, each step of a prompt yields one token:
 
     tpot' = 1 / (share / (prompt step + contexts) + (1 - share) / tpot)
 
-What decodes on p already is held up by the prompt; each second of that counts a little. So one engine does both
-where disaggregation does not pay: short answers, idle engines, slow links.
+Computing the prompt delays requests that decode on p; each second of that counts a little. So one engine does
+both where disaggregation does not pay: short answers, idle engines, slow links.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from kvpool.scheduler.topology import Place, Topology, place, together
 from kvpool.scheduler.values import DecodeEstimate, Engine, Labels, Request, Role
 
 STALL = 0.1
-"""What a second counts by which the tokens of another request come later, beside a second of waiting."""
+"""Weight of a second of delay of other requests' tokens, relative to a second of waiting."""
 SHOWN = 8
-"""Of the engines that were compared, so many are told of."""
+"""How many of the compared engines are reported."""
 EQUAL = 1e-9
 """Costs that differ by less than this share are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRule:
-    """ahead: of a decode engine's memory, how much more is promised to prompts that are computed meanwhile,
-    into the pool; they are sent there when there is room. follow_below: up to which share of its memory
+    """ahead: how much more of a decode engine's memory is promised to prompts that are computed meanwhile,
+    into the pool; they are sent there when there is room. follow_below: the share of its memory up to which
     prompts are followed for it.
     """
 
@@ -53,22 +53,24 @@ class DecodeRule:
 
     def __post_init__(self) -> None:
         if not (self.ahead >= 0 and 0 <= self.follow_below <= 1):
-            raise ConfigError(f"ahead is not negative, follow_below from 0 to 1: {self}")
+            raise ConfigError(
+                f"ahead must not be negative, follow_below must be from 0 to 1: {self}"
+            )
 
     def promises(self, engine: Engine, needed: int) -> bool:
-        """Whether so much may be reserved there."""
+        """Whether this much may be reserved there."""
         if needed > engine.capacity_tokens:
             return False
         return engine.context_tokens + needed <= engine.capacity_tokens * (1 + self.ahead)
 
 
 def context_tokens(request: Request) -> int:
-    """What a decode engine holds of a request in the end, and what is reserved for it."""
+    """Tokens that a decode engine holds for a request in the end, and that are reserved for it."""
     return request.tokens + request.output_tokens
 
 
 def tpot_s(request: Request, engine: Engine, kind: KindEstimates, now: float) -> float:
-    """Seconds a token with this request among what decodes there."""
+    """Seconds per token with this request in the engine's batch."""
     return _token_s(request, engine, kind, _longer_s(kind), now)
 
 
@@ -95,8 +97,9 @@ def _token_s(
 
 
 class _Move(NamedTuple):
-    """transfer_s: to bring what the node lacks, and tail_s the last step's part of that. load_s: all from memory to
-    the GPU. again_s: to compute what neither the engine nor its node has."""
+    """transfer_s: to bring the blocks that the node lacks, tail_s: the last step's part of that. load_s: all from
+    memory to the GPU. again_s: to compute the blocks that neither the engine nor its node has.
+    """
 
     transfer_s: float
     tail_s: float
@@ -105,9 +108,10 @@ class _Move(NamedTuple):
 
 
 class _Base(NamedTuple):
-    """What does not depend on who computes the prompt. rank: 0 with room, 1 with a promise of it. tokens_s: of
-    the whole answer. ahead_s: until the link is free. pooled: whether anything can be brought there. at: which
-    of all it is."""
+    """The part of a cost that does not depend on the prompt's engine. rank: 0 with room, 1 with a promise of it.
+    tokens_s: of the whole answer. ahead_s: until the link is free. pooled: whether blocks can be brought there.
+    at: index of the engine.
+    """
 
     rank: int
     tokens_s: float
@@ -121,16 +125,16 @@ class _Base(NamedTuple):
     at: int
 
     def beside_s(self, engine: Engine, *, pooled: bool) -> float:
-        """The hand-over from an engine at the same place. pooled: whether that one's node is in the pool."""
+        """The handover from an engine at the same place. pooled: whether that engine's node is in the pool."""
         if self.engine is engine:
             return 0.0
         return self.move.load_s if pooled and self.pooled else self.move.again_s
 
 
 class Handover:
-    """Where one request may go on. For one decision: all that it knows is of that moment.
+    """The possible decode engines of one request. For one decision: a snapshot of that moment.
 
-    A decision asks for the cost from every engine. So what is common to engines of the same labels is worked out
+    A decision needs the cost from every engine, so the parts common to engines with the same labels are computed
     once.
     """
 
@@ -154,7 +158,7 @@ class Handover:
         self._known: dict[tuple[Labels, bool, float], tuple[float, float]] = {}
 
     def cost_s(self, engine: Engine, prefill_s: float) -> float:
-        """Of the best that may be a pair with this one, and what the prompt holds up there.
+        """Cost of the best decode engine for this prefill engine, plus the delay of requests that decode there.
 
         Infinite if there is none.
         """
@@ -177,9 +181,9 @@ class Handover:
         return cost + held_up_s
 
     def estimates(self, engine: Engine, prefill_s: float, rng: Random) -> list[DecodeEstimate]:
-        """Of those that may be a pair with this one, the best few, in order; any of equals is the first.
+        """The best few decode engines for this one, in order; of equals the first, which is random.
 
-        A request that is to be served whole has no pairs.
+        A request that must be served whole has no pairs.
         """
         found: list[tuple[int, float, int, float, _Base]] = []
         near = self._near.get(place(engine), ())
@@ -196,7 +200,7 @@ class Handover:
                     found.append((rank, cost, base.at, handover_s, base))
         if not found:
             return []
-        found.sort()  # by rank and cost, and then as they were given
+        found.sort()  # by rank and cost, then in the given order
         rank, least, *_ = found[0]
         limit = least * (1 + EQUAL)
         equal = 1
@@ -217,7 +221,7 @@ class Handover:
         ]
 
     def _from_afar(self, engine: Engine, prefill_s: float) -> tuple[float, float]:
-        """The least rank and cost of all, as if none were on the same node: that costs more, if anything."""
+        """The least rank and cost of all, as if none were on the same node: an upper bound."""
         best: tuple[float, float] = (math.inf, math.inf)
         for rank, cost, _, _ in self._apart(engine, prefill_s):
             if rank < best[0] or (rank == best[0] and cost < best[1]):
@@ -225,7 +229,7 @@ class Handover:
         return best
 
     def _apart(self, engine: Engine, prefill_s: float) -> Iterator[tuple[int, float, float, _Base]]:
-        """The rank, the cost and the hand-over of each that may be a pair with it, as if on another node."""
+        """Rank, cost and handover of each possible decode engine, as if on another node."""
         topology, pools = self._topology, bool(engine.tiers)
         for bases in self._far.values():
             other = bases[0].engine
@@ -305,9 +309,9 @@ def pick_decode(
     kinds: Mapping[str, KindEstimates],
     now: float,
 ) -> DecodeEstimate | None:
-    """The engine that decodes fastest with this request, whatever is where. None without engines.
+    """The engine that decodes fastest with this request, wherever blocks are. None without engines.
 
-    One with the memory goes before all that lack it. For admission, which knows of no prompt's place.
+    Engines with free memory come before those without. For admission, before the prompt's place is known.
     """
     needed = context_tokens(request)
     found: DecodeEstimate | None = None

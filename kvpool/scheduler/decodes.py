@@ -1,9 +1,9 @@
-"""Requests from their first order to their last token: who decodes them, and memory for that.
+"""Requests from their first order to their last token: their decode engines and the memory reserved there.
 
-Memory is reserved for the whole context before a prompt is begun. When a decode engine is nearly full, a
-little more than it has is promised: those prompts are computed into the pool meanwhile, and are *parked* when
-they are done before there is room. Who is first among the parked and finds none keeps one engine, so that
-smaller ones do not take for ever what comes free. No I/O, no clock. Not thread-safe.
+Memory is reserved for the whole context before a prompt is started. When a decode engine is nearly full, a
+little more than it has is promised: those prompts are computed into the pool meanwhile, and are *parked* if
+they are done before there is room. The first parked request without room keeps one engine, so that
+smaller ones do not take freed memory forever. No I/O, no clock. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvpool.scheduler.values import Engine, Request
 
 @dataclass(slots=True)
 class Answer:
-    """decode: where memory is reserved for it. sent: whether the request was sent there, for its answer.
-    follows: whether the prompt is followed there now. computed_by: who computed the end of the prompt.
-    failures: of its orders. avoid: engines where one failed.
+    """decode: where memory is reserved for it. sent: whether the request was sent there, for its answer. follows:
+    whether that engine follows the prompt now. computed_by: the engine that computed the end of the prompt.
+    failures: failed orders. avoid: engines where one failed.
     """
 
     request: Request
@@ -44,14 +44,14 @@ class Answers:
         self._answers: dict[Hashable, Answer] = {}
         self._parked: dict[Hashable, Answer] = {}
         self.kept: frozenset[str] = frozenset()
-        """Engines whose memory is kept for who is parked."""
+        """Engines whose memory is kept for a parked request."""
 
     def __iter__(self) -> Iterator[Answer]:
         return iter(list(self._answers.values()))
 
     @property
     def parked(self) -> list[Answer]:
-        """Those whose prompt is computed, and that wait to be sent: by priority, and in that order."""
+        """Parked requests, whose prompt is computed: by priority, then in order of completion."""
         return sorted(self._parked.values(), key=lambda answer: -answer.request.priority)
 
     def get(self, ident: Hashable) -> Answer | None:
@@ -62,11 +62,11 @@ class Answers:
         return ident in self._parked
 
     def begin(self, request: Request) -> Answer:
-        """The one of this request, which gets an order."""
+        """The answer of this request, which gets an order."""
         return self._answers.setdefault(request.ident, Answer(request))
 
     def end(self, ident: Hashable) -> Answer | None:
-        """The request is no more; None if there is none."""
+        """Remove the request; None if it is unknown."""
         answer = self._answers.pop(ident, None)
         if answer is not None:
             self._parked.pop(ident, None)
@@ -74,14 +74,14 @@ class Answers:
         return answer
 
     def reserve(self, answer: Answer, engine: Engine) -> None:
-        """Memory there; of what it held elsewhere nothing stays."""
+        """Reserve memory there; a reservation elsewhere ends."""
         self.release(answer)
         answer.decode = engine
         engine.decodes += 1
         engine.context_tokens += answer.needed
 
     def release(self, answer: Answer) -> None:
-        """It holds nothing any more."""
+        """End its reservation."""
         engine, answer.decode = answer.decode, None
         if engine is None:
             return
@@ -93,7 +93,7 @@ class Answers:
         engine.context_tokens -= answer.needed
 
     def send(self, answer: Answer, engine: Engine, *, follows: bool) -> None:
-        """It is sent to where it has a reservation."""
+        """It is sent to the engine with its reservation."""
         assert answer.decode is engine, "its memory is elsewhere"
         self._parked.pop(answer.request.ident, None)
         answer.sent = True
@@ -103,7 +103,7 @@ class Answers:
             engine.follows += 1
 
     def followed(self, answer: Answer, engine: Engine) -> None:
-        """There is nothing left to follow for it."""
+        """Its prompt is no longer followed."""
         if answer.follows:
             answer.follows = False
             engine.follows -= 1
@@ -112,7 +112,7 @@ class Answers:
         self._parked[answer.request.ident] = answer
 
     def has_room(self, answer: Answer, engine: Engine, *, share: float = 1.0) -> bool:
-        """Whether its context fits into this share of the memory, beside all that were sent there."""
+        """Whether its context fits into this share of the memory, together with all requests sent there."""
         return engine.held_tokens + answer.needed <= share * engine.capacity_tokens
 
     def may_follow(self, answer: Answer, engine: Engine) -> bool:
@@ -125,7 +125,7 @@ class Answers:
         )
 
     def reservable(self, request: Request, engines: Sequence[Engine]) -> bool:
-        """Whether one of these may be promised to it, or it has a reservation."""
+        """Whether memory on one of these may be promised to it, or it has a reservation."""
         answer = self._answers.get(request.ident)
         if answer is not None and answer.decode is not None:
             return True
@@ -134,7 +134,7 @@ class Answers:
 
 
 def emptiest(engines: Sequence[Engine], request: Request) -> Engine | None:
-    """Of those that are large enough for it, the one with the most memory free."""
+    """Of those that are large enough for it, the one with the most free memory."""
     needed = context_tokens(request)
     large = [engine for engine in engines if engine.capacity_tokens >= needed]
     return max(large, key=lambda e: e.capacity_tokens - e.context_tokens, default=None)

@@ -1,4 +1,6 @@
-"""What is sent now: prompts to engines that are about to be free, and their answers. No I/O, no clock."""
+"""What is sent now: prompts to engines that are about to be free, and requests to decode engines. No I/O, no
+clock.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,19 @@ from kvpool.scheduler.values import (
 )
 
 MATCH_S = 0.05
-"""How old a match of a request that waits may be; events are no faster."""
+"""Maximum age of a waiting request's match; events are no faster."""
 EXPECT_S = 3.0
 """How long after the estimated end of an order its blocks are still expected without an event."""
 
 
 @dataclass(slots=True)
 class _Look:
-    """One look through the queue, and what those before have left to those behind.
+    """One pass through the queue, and what requests have left to those behind them.
 
-    room: engines that may get an order. promised: when others are free, after who waits for them. gaps:
-    until when engines are free for others than who is pending there; pending: when they have computed what
-    goes there after that. kept: decode engines whose memory is kept. lacking: tokens that found none, by
-    kind of engine.
+    room: engines that may get an order. promised: when others are free, after the requests that wait for them.
+    gaps: until when engines are free for others than the pending request; pending: when they will have computed
+    what goes there after that. kept: decode engines whose memory is kept. lacking: tokens that found no memory,
+    by kind of engine.
     """
 
     room: set[str]
@@ -52,15 +54,15 @@ class _Look:
 
 
 class Dispatch:
-    """Looks through what waits, and gives orders. Not thread-safe."""
+    """Goes through the queue and gives orders. Not thread-safe."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self.lacking: dict[str, int] = {}
-        """Tokens that found no memory to decode in at the last look, by kind of engine."""
+        """Tokens that found no memory to decode in at the last pass, by kind of engine."""
 
     def at_once(self, now: float) -> list[Order]:
-        """Everything that waits goes to the engine of its choice, whether that is free or not."""
+        """Send every waiting request to the engine of its choice, free or not."""
         state, orders = self._state, []
         for item in list(state.queue.first(len(state.queue))):
             engines, decoders = state.computing(item.request), state.decoding(item.request)
@@ -73,18 +75,18 @@ class Dispatch:
         return orders
 
     def orders(self, now: float) -> tuple[list[Order], float]:
-        """What is sent now, and when to look again if nothing happens.
+        """What is sent now, and when to call again if nothing happens.
 
-        Each of the first requests in the queue that the same engines can serve, in order, is sent if its
-        engine has room. Others wait for engines that are better for them: these are promised to them, and
-        what comes behind them finds these engines busy for as long. Until the blocks of a pending one are there, its engine may still
-        do what ends before.
+        For each group of engines, the first requests in the queue are sent, in order, if the chosen engine has
+        room. Others wait for engines that are better for them: these are promised to them, and requests behind
+        find these engines busy for as long. Until the blocks of a pending request are there, its engine may still
+        serve requests that end before.
 
-        The first for which no decode engine has the memory keeps one: what is behind it gets no memory
-        there, or smaller ones would take for ever what comes free.
+        The first request without memory on any decode engine keeps one: requests behind it get no memory
+        there, or smaller ones would take freed memory forever.
         """
         state, settings = self._state, self._state.settings
-        # Those that only decode compute what must be whole; they are not what the others wait for.
+        # Decode-only engines compute requests that must be served whole; the others do not wait for them.
         engines = state.fleet.of(Role.PREFILL) or state.fleet.of(Role.DECODE)
         early_s = settings.ahead_s + settings.prefetch_s
         look = _Look({e.name for e in engines if e.free_at - early_s <= now})
@@ -95,7 +97,7 @@ class Dispatch:
             if item.running is not None:
                 if self._goes_on(item, look, now):
                     continue
-                # It will want to go on where it is. Those before it may come in between.
+                # It will want to continue where it is. Those before it may come in between.
                 engine = item.running
                 look.promised[engine.name] = engine.free_at + item.size_s
                 look.room.discard(engine.name)
@@ -112,9 +114,9 @@ class Dispatch:
         return look.orders, min(look.looks_at, self._next_free_at(busy, now))
 
     def _goes_on(self, item: Waiting, look: _Look, now: float) -> bool:
-        """Give the engine that computes a segment the next one shortly before, so that it does not idle.
+        """Give the engine that computes a segment the next one shortly before its end, so that it does not idle.
 
-        Unless others are to come in between, or what was computed is gone.
+        Unless others come in between, or the computed blocks are gone.
         """
         engine, ahead_s = item.running, self._state.settings.ahead_s
         assert engine is not None, "it does not run"
@@ -143,14 +145,14 @@ class Dispatch:
             choice = state.policy.choose(context)
         best = choice.best
         if best.cost == math.inf:
-            return  # none of these may be a pair with an engine that has the memory
+            return  # none of these may be paired with an engine that has the memory
         name = best.engine.name
         in_turn = name in look.room or Role.PREFILL not in best.engine.role
         ends_at = now + best.ttft_s
         if best.pending:
             look.gaps[name] = min(look.gaps.get(name, math.inf), now + best.starts_s)
             look.pending[name] = ends_at
-            # No report tells that blocks are there: the index does, soon after they are.
+            # No report says that blocks are there: the index learns it soon after they are.
             arrive_at = now + max(best.starts_s - best.load_s, MATCH_S)
             look.looks_at = min(look.looks_at, arrive_at)
         elif ends_at > look.gaps.get(name, math.inf):
@@ -168,9 +170,9 @@ class Dispatch:
             look.room.discard(name)
 
     def decode_orders(self, now: float) -> list[DecodeOrder]:
-        """Answers whose prompts are computed, for which an engine has room now.
+        """Decode orders for computed prompts for which an engine has room now.
 
-        By priority, and in the order in which their prompts were done. The first that finds no room keeps
+        By priority, then in the order in which their prompts were done. The first that finds no room keeps
         one engine.
         """
         state, orders = self._state, []
@@ -201,19 +203,19 @@ class Dispatch:
         return orders
 
     def _has_room(self, estimate: Estimate, now: float) -> bool:
-        """Whether it is time to give the engine this order: loading it may take as long as it is busy."""
+        """Whether to send the order now: loading its blocks may take as long as the engine is busy."""
         engine = estimate.engine
         if engine.prefills >= self._state.settings.orders_max:
             return False
         return engine.free_at - self._early_s(estimate) <= now
 
     def _early_s(self, estimate: Estimate) -> float:
-        """How long before its engine is free an order is given."""
+        """How long before its engine is free an order is sent."""
         settings = self._state.settings
         return settings.ahead_s + min(estimate.load_s, settings.prefetch_s)
 
     def _next_free_at(self, engines: Sequence[Engine], now: float) -> float:
-        """When the next engine that is busy may get an order, or is about to be free, if anything waits."""
+        """When the next busy engine may get an order, or is about to be free, if requests wait."""
         if not self._state.queue:
             return math.inf
         settings = self._state.settings
@@ -226,7 +228,7 @@ class Dispatch:
     ) -> tuple[Sequence[Engine], Sequence[Engine]] | None:
         """The engines that may compute it, and those that may decode it and have the memory.
 
-        None if there are none now; it keeps one then, if it is the first that lacks memory.
+        None if there are none now; then it keeps one, if it is the first that lacks memory.
         """
         state, request = self._state, item.request
         engines = state.computing(request)
@@ -248,7 +250,7 @@ class Dispatch:
         return None
 
     def _free(self, item: Waiting, look: _Look) -> Sequence[Engine]:
-        """The engines that may decode it, and whose memory is kept for nobody before it."""
+        """The engines that may decode it and whose memory is not kept for a request before it."""
         decoders, kept = self._state.decoding(item.request), look.kept
         return [e for e in decoders if e.name not in kept] if kept else decoders
 
@@ -259,7 +261,7 @@ class Dispatch:
         kept: set[str],
         item: Waiting | None = None,
     ) -> None:
-        """The first that finds no memory on any of these keeps one: the emptiest, and then always that."""
+        """The first request without memory on any of these keeps one: the emptiest, and always the same."""
         if any(engine.name in kept for engine in engines):
             return
         before = item.decode if item is not None else None
@@ -272,13 +274,13 @@ class Dispatch:
     def _send(
         self, item: Waiting, choice: Choice, context: DecisionContext, decoders: Sequence[Engine]
     ) -> Order:
-        """decoders: those that may be reserved for it."""
+        """decoders: those where memory may be reserved for it."""
         state, request, best, now = self._state, item.request, choice.best, context.now
         engine = best.engine
         state.queue.remove(request.ident)
         kind = context.kind(engine)
         start = min(best.cached * kind.block_tokens, request.tokens - 1)
-        # Where what was computed of it is gone, the next segment might be as long as that, and so for ever.
+        # If its computed blocks are gone, another segment might be as long as the first, and so on forever.
         gone = best.cached * kind.block_tokens < item.done
         end = request.tokens if gone else self._segment_end(context, engine, start)
         last = end == request.tokens
@@ -293,7 +295,7 @@ class Dispatch:
         decode = answer.decode
         whole = last and decode is engine and self._may_stay(answer, engine)
         follow_s = None if whole else self._follow_s(answer, context, engine)
-        # As late as what it lacks can be brought while the rest is computed: a node's follows are few.
+        # As late as the missing blocks can still arrive while the rest is computed: a node's follows are few.
         follow = follow_s is not None and rest_s <= follow_s
         if decode is not None and (whole or follow):
             state.answers.send(answer, decode, follows=follow)
@@ -301,24 +303,24 @@ class Dispatch:
             state.cluster.traffic.add(engine.node, decode.node, follow_s, now)
         order = Order(request, best, end, last, decode, whole, follow, choice.candidates, estimates)
         begins = state.orders.add(Sent(order, end - start, best.prefill_s, item.done), now)
-        # Of a prompt that goes on where it is, the rest is expected since its first segment there.
+        # If a prompt continues where it is, the rest is expected since its first segment there.
         later_s = 0.0 if item.running is engine else rest_s
         self._expect(order, max(begins, now + best.starts_s), later_s)
         if best.source is not None:
             pull_s = kind.loads["peer"].seconds(best.pulled * kind.block_bytes)
             state.cluster.traffic.add(best.source, engine.node, pull_s, now)
         if best.pulled and context.spread:
-            state.spreading.copied(request.keys[context.match.reach - 1], now)
+            state.spreading.replicated(request.keys[context.match.reach - 1], now)
         state.queue.charge(request.tenant, best.prefill_s, now)
         state.policy.sent(context, engine)
         return order
 
     def _segment_end(self, context: DecisionContext, engine: Engine, start: int) -> int:
-        """Up to which token the next order computes: whole steps and blocks of about `segment_s`."""
+        """The token at which the next order ends: whole steps and blocks of about `segment_s`."""
         state, request = self._state, context.request
         segment_s = state.settings.segment_s
         tokens = request.tokens
-        # Without keys nobody could tell what was computed of it.
+        # Without keys it is unknown which blocks were computed.
         parts = request.segments and request.keys and not request.whole
         if state.policy.sends_at_once or not segment_s or not parts:
             return tokens
@@ -328,7 +330,7 @@ class Dispatch:
         length = step * max(1, round(segment_s / one_s))
         block = kind.block_tokens
         end = max((start + length) // block * block, start + block)
-        # What would be left is not worth an order of its own.
+        # The rest would be too short for an order of its own.
         return tokens if tokens - end < length / 2 else end
 
     def _reserve(
@@ -339,9 +341,9 @@ class Dispatch:
         decoders: Sequence[Engine],
         last: bool,
     ) -> Sequence[DecodeEstimate]:
-        """Memory for the answer, at the first order; looked at again at the last one, if it is not used.
+        """Memory for the answer, at the first order; reconsidered at the last one, if not used.
 
-        What was compared, if anything was.
+        Returns the compared engines, if any.
         """
         state = self._state
         held = answer.decode
@@ -360,7 +362,7 @@ class Dispatch:
         return estimates
 
     def _may_stay(self, answer: Answer, engine: Engine) -> bool:
-        """Whether its answer may go on where its prompt is computed, with nothing in between."""
+        """Whether it may be decoded where its prompt is computed, without interruption."""
         answers = self._state.answers
         if answer.sent:
             return False
@@ -369,7 +371,7 @@ class Dispatch:
         return engine.name not in answers.kept and answers.has_room(answer, engine)
 
     def _follow_s(self, answer: Answer, context: DecisionContext, engine: Engine) -> float | None:
-        """What it takes to bring the decode engine what it lacks; None if it cannot or need not follow."""
+        """Seconds to bring the decode engine the blocks it lacks; None if it cannot or need not follow."""
         decode = answer.decode
         if decode is None or not self._state.answers.may_follow(answer, decode):
             return None
@@ -380,11 +382,11 @@ class Dispatch:
         lacks = len(context.request.keys) - own
         factor = self._state.settings.decode.topology.factor(engine, decode)
         if not lacks or not factor:
-            return None  # on one node nothing has to be brought
+            return None  # nothing has to be brought within one node
         return factor * kind.loads["peer"].seconds(lacks * kind.block_bytes)
 
     def _transfers(self, engine: Engine, estimate: DecodeEstimate, now: float) -> None:
-        """What the decode engine lacks is on its way between the two nodes."""
+        """The decode engine's missing blocks are on their way between the two nodes."""
         target, traffic = estimate.engine, self._state.cluster.traffic
         apart = engine.tiers and target.tiers and not together(engine, target)
         if apart and estimate.lacks:
@@ -393,10 +395,10 @@ class Dispatch:
             traffic.add(engine.node, target.node, seconds, now)
 
     def _expect(self, order: Order, begins: float, later_s: float) -> None:
-        """Blocks come one after the other while the order is computed.
+        """Blocks are expected one after the other while the order is computed.
 
-        later_s: the rest of the prompt takes so long after it, and is expected too, so that who has the
-        same prefix need not compute it at the same time; 0: that is expected already.
+        later_s: the time of the rest of the prompt, which is then expected too, so that requests with the
+        same prefix need not compute it at the same time; 0: it is expected already.
         """
         best = order.estimate
         end = self._state.blocks_done(order)

@@ -1,8 +1,8 @@
-"""How long things take, learnt from how long they took. No I/O, no clock.
+"""Time estimates, learned from measured times. No I/O, no clock.
 
 Three questions, each with a fit of its own: how long an engine computes a prompt, how long blocks take to
-reach it from a tier or a peer, how long a token takes to decode. All start from what is assumed of an
-engine's kind, and forget slowly. Each remembers how wrong it was. Not thread-safe.
+reach it from a tier or a peer, how long a token takes to decode. All start from assumptions about an
+engine's kind, and forget slowly. Each records its own error. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from kvpool.prefill_cost import PrefillFit, StepWork
 
 REFRESH = 32
-"""Coefficients are solved for after so many more steps; that takes 0.2 ms."""
+"""Coefficients are recomputed after this many steps; that takes 0.2 ms."""
 WARM, SAMPLE = 256, 8
-"""After so many steps, one of so many teaches the fit; all of them count in its error."""
+"""After this many steps only one in so many teaches the fit; all count in its error."""
 KEEP = 0.98
-"""What a transfer leaves of the weight of all earlier ones."""
+"""The factor that each transfer applies to the weight of all earlier ones."""
 ERROR_WEIGHT = 0.02
 PRIOR_WEIGHT = 2.0
-"""In transfers: how many it takes to outweigh what was assumed."""
+"""Weight of the assumption, in transfers."""
 
 
 @dataclass(slots=True)
 class Error:
-    """How far estimates were off, as shares of what things took. Recent ones count more.
+    """Relative errors of estimates. Recent ones count more.
 
-    mean: of the absolute value. bias: with the sign; above 0, too long was expected.
+    mean: of the absolute value. bias: with the sign; above 0, the estimates were too long.
     """
 
     mean: float = 0.0
@@ -49,7 +49,7 @@ class StepEstimate:
     """
 
     def __init__(self, assumed: tuple[float, float, float]) -> None:
-        """assumed: a, b and c, until steps were seen."""
+        """assumed: a, b and c, until steps are measured."""
         self._fit = PrefillFit()
         self._coefficients = assumed
         self._unused = 0
@@ -61,7 +61,7 @@ class StepEstimate:
         return self._coefficients
 
     def observe(self, tokens: int, attended: float, deepest: int, seconds: float) -> None:
-        """A step took so long."""
+        """A measured step."""
         self.error.note(self.step_s(tokens, attended), seconds)
         if self.error.count > WARM and self.error.count % SAMPLE:
             return
@@ -77,21 +77,21 @@ class StepEstimate:
         return a + b * tokens + c * attended
 
     def prefill_s(self, start: int, end: int, step_tokens: int) -> float:
-        """Seconds to compute tokens `start` to `end` of a prompt, in steps of so many tokens."""
+        """Seconds to compute tokens `start` to `end` of a prompt, in steps of this many tokens."""
         a, b, c = self._coefficients
         tokens = end - start
         return a * max(1, -(-tokens // step_tokens)) + b * tokens + c * tokens * (start + end) / 2
 
 
 class LoadEstimate:
-    """Seconds to bring bytes from one kind of place: latency + seconds a byte x bytes ahead and own.
+    """Seconds to bring bytes from one kind of source: latency + seconds a byte x bytes ahead and own.
 
-    Bytes that were under way on the same link when it began count as ahead, so that a busy link is told
+    Bytes that were under way on the same link at its start count as ahead, so that a busy link is told
     from a slow one.
     """
 
     def __init__(self, latency_s: float, bytes_s: float) -> None:
-        """What is assumed until transfers were seen."""
+        """Assumptions until transfers are measured."""
         self._latency_s = latency_s
         self._weight = PRIOR_WEIGHT
         self._per_byte = 1 / bytes_s
@@ -103,7 +103,7 @@ class LoadEstimate:
         return self._latency_s + (nbytes + ahead) * self._per_byte
 
     def observe(self, nbytes: float, ahead: float, seconds: float) -> None:
-        """A transfer took so long; `ahead` as it was when it began. Latency stays as assumed."""
+        """A measured transfer; `ahead` as of its start. Latency stays as assumed."""
         self.error.note(self.seconds(nbytes, ahead), seconds)
         self._weight = self._weight * KEEP + 1
         seen = max(seconds - self._latency_s, 0.0) / (nbytes + ahead)
@@ -112,7 +112,7 @@ class LoadEstimate:
 
 @dataclass(slots=True)
 class KindEstimates:
-    """Of engines of one kind. loads: by tier of the own node (`dram`, `ssd`), and `peer`."""
+    """For engines of one kind. loads: by tier of the own node (`dram`, `ssd`), and `peer`."""
 
     prefill: StepEstimate
     decode: StepEstimate

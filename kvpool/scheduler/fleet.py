@@ -1,4 +1,4 @@
-"""The engines that there are, and which of them may be sent what. No I/O, no clock."""
+"""The known engines, and which of them may get which requests. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvpool.scheduler.topology import Topology, place
 from kvpool.scheduler.values import Among, Engine, Request, Role
 
 GROUPS_MAX = 1024
-"""Sets of kinds and names whose engines are remembered; all are forgotten then."""
+"""Sets of kinds and names whose engines are cached; then the cache is cleared."""
 ALL = Among()
 
 
 class Fleet:
-    """Engines come, go, rest and change their role. Not thread-safe."""
+    """Engines join, leave, drain and change their role. Not thread-safe."""
 
     def __init__(self, engines: Iterable[Engine] = ()) -> None:
         self.engines: dict[str, Engine] = {}
@@ -24,15 +24,16 @@ class Fleet:
         self._groups: dict[tuple[Role, Among], list[Engine]] = {}
         self._paired: dict[tuple[Among, bool], bool] = {}
         self.pairs_differ = False
-        """Whether it matters for the answer which engine computes a prompt: one may decode as well,
-        they are at places that differ, or only some of them have a pool."""
+        """Whether the choice of a prompt's engine matters for its answer: one may decode as well,
+        their places differ, or only some have a pool.
+        """
         for engine in engines:
             self.join(engine)
 
     def join(self, engine: Engine) -> None:
-        """Raises `InvalidRequest` if there is one of this name."""
+        """Raises `InvalidRequest` if the name exists."""
         if engine.name in self.engines:
-            raise InvalidRequest(f"there is an engine {engine.name} already")
+            raise InvalidRequest(f"an engine {engine.name} already exists")
         self.engines[engine.name] = engine
         self._changed()
 
@@ -44,7 +45,7 @@ class Fleet:
         return engine
 
     def rest(self, name: str, *, resting: bool) -> None:
-        """A resting one is sent nothing new. Raises `KeyError` if it is unknown."""
+        """A draining engine gets no new requests. Raises `KeyError` if it is unknown."""
         name = self.engines[name].name
         if resting:
             self._resting.add(name)
@@ -53,7 +54,9 @@ class Fleet:
         self._changed()
 
     def weigh(self, name: str, weight: float) -> None:
-        """Of what may be sent there only this share is, from 0 to 1. Raises `KeyError` if it is unknown."""
+        """The share of its possible requests that an engine gets, from 0 to 1. Raises `KeyError` if it is
+        unknown.
+        """
         name = self.engines[name].name
         self._weights.pop(name, None)
         if weight < 1:
@@ -65,22 +68,22 @@ class Fleet:
         self._changed()
 
     def computing(self, request: Request, avoid: Collection[str] = ()) -> Sequence[Engine]:
-        """Those that may compute it; of these none to avoid, unless there are no others."""
+        """Those that may compute it, without engines to avoid, unless there are no others."""
         return _without(self.of(Role.PREFILL, request.among), self._passed_over(request, avoid))
 
     def decoding(self, request: Request, avoid: Collection[str] = ()) -> Sequence[Engine]:
-        """The same for its answer."""
+        """The same for decoding it."""
         return _without(self.of(Role.DECODE, request.among), self._passed_over(request, avoid))
 
     def _passed_over(self, request: Request, avoid: Collection[str]) -> Collection[str]:
-        """Those to avoid, and those whose weight leaves this request out: the same ones each time it is asked."""
+        """Engines to avoid, and those whose weight excludes this request: the same for every call."""
         if not self._weights:
             return avoid
         left_out = (n for n, weight in self._weights.items() if _share(request, n) >= weight)
         return {*avoid, *left_out}
 
     def paired(self, request: Request, topology: Topology) -> bool:
-        """Whether there are two, or one for both, that may serve it together."""
+        """Whether there are two engines, or one for both roles, that may serve it together."""
         among = request.among
         known = self._paired.get((among, request.whole))
         if known is None:
@@ -91,7 +94,7 @@ class Fleet:
         return known
 
     def of(self, role: Role, among: Among = ALL) -> list[Engine]:
-        """All in this role that are among these and do not rest. Not to be changed."""
+        """All of these in this role that are not draining. Do not modify."""
         found = self._groups.get((role, among))
         if found is None:
             if len(self._groups) >= GROUPS_MAX:
@@ -116,7 +119,7 @@ class Fleet:
 
 
 def _share(request: Request, name: str) -> float:
-    """From 0 to below 1, evenly over requests, and another one for each engine."""
+    """From 0 to below 1, evenly over requests, different for each engine."""
     return zlib.crc32(f"{request.ident}\0{name}".encode()) / 2**32
 
 

@@ -1,12 +1,12 @@
 """Who holds which prefix: engines' own caches, and the pool's tiers on each node. No I/O, no clock.
 
 Holders are named by the caller, as `gpu:engine-3` or `dram:node-1`. Each has a bit, and a key maps to
-the bits of those that hold it, so that one walk along a chain finds the longest prefix of every holder
-at once: `alive &= mask`, and whoever drops out has its length. That is O(blocks + holders), whatever the
-index holds: 750 blocks take about 0.1 ms.
+the bits of its holders, so that one walk along a chain finds the longest prefix of every holder
+at once: `alive &= mask`, and a holder that drops out has its length. That is O(blocks + holders), whatever the
+size of the index: 750 blocks take about 0.1 ms.
 
-What was sent to an engine is *expected* there until its events tell of it: `expect` covers the gap, and
-says when the blocks will be ready, for whoever would rather wait than compute them again.
+Blocks sent to an engine are *expected* there until its events report them: `expect` covers the gap, and
+gives the time at which the blocks will be ready, for requests that would rather wait than compute them again.
 
 All of it is a hint. Not thread-safe.
 """
@@ -20,21 +20,21 @@ from itertools import repeat
 from typing import NamedTuple
 
 EXPECTED_MAX = 1 << 20
-"""Blocks that are expected at the same time, at most, but for one call's; the first to expire give way."""
+"""The most expected blocks at a time, except for one call's; the first to expire are dropped."""
 FORGET_BATCH = 4096
-"""Keys of a holder that is gone that one change to the index forgets."""
+"""Keys of a removed holder that each change of the index forgets."""
 EXPIRE_BATCH = 1024
-"""Keys that are expected no more, and that one look at a prompt forgets; a few of them more."""
+"""Expired keys that each match forgets; a few more at most."""
 LAG_WEIGHT = 0.1
 
 
 class _Expected:
-    """Blocks that an engine is computing. Each set of them is one object, however long a prompt is.
+    """Blocks that an engine is computing. Each set is one object, however long a prompt is.
 
-    bit: of the engine's cache. ready: when each is there, as an estimate. until: not believed from then on.
-    tier: bit of the tier that they are in for certain, once the engine has answered. later: no order for them
-    was given yet, so they do not count as the engine's; but whoever wants them may wait for them. shared: they
-    will be in the pool, too. marks: bits of whom they count as held by.
+    bit: of the engine's cache. ready: when each is there, estimated. until: ignored from then on.
+    tier: bit of the tier that holds them for certain, once the engine has answered. later: not ordered
+    yet, so they do not count as the engine's; but requests may wait for them. shared: they
+    will be in the pool, too. marks: bits of the holders that they count for.
     """
 
     __slots__ = ("bit", "keys", "later", "marks", "ready", "shared", "tier", "until")
@@ -63,7 +63,7 @@ class _Expected:
         self.marks = tier if self.later else self.bit | tier
 
     def part(self, keys: Sequence[Hashable]) -> _Expected:
-        """The same of some of them."""
+        """A subset of them."""
         at = {key: position for position, key in enumerate(self.keys)}
         ready = [self.ready[at[key]] for key in keys]
         part = _Expected(self.bit, keys, ready, self.until, later=self.later, shared=self.shared)
@@ -74,9 +74,9 @@ class _Expected:
 class Match(NamedTuple):
     """What is known of one prompt's prefix, in blocks.
 
-    lengths: of each holder that has any; for engines, with what is expected there. reach: how much of it
-    the pool could deliver, block by block from whoever has it. coming: how far it will reach when what is
-    being computed is there, and `ready_at` when that is.
+    lengths: of each holder that has any; for engines, including expected blocks. reach: how much of it
+    the pool could deliver, each block from any node. coming: the same once the blocks being
+    computed are there, and `ready_at` when that is.
     """
 
     lengths: dict[str, int]
@@ -86,7 +86,7 @@ class Match(NamedTuple):
 
     @property
     def most(self) -> int:
-        """How much of it need not be computed on the engine where that is the most."""
+        """The longest part that some engine need not compute."""
         return max(self.reach, *self.lengths.values()) if self.lengths else self.reach
 
 
@@ -110,7 +110,7 @@ class PrefixIndex:
         self._masks: dict[Hashable, int] = {}
         self._expected: dict[Hashable, _Expected] = {}
         self._expiries: list[tuple[float, int, _Expected]] = []
-        self._expiring = 0  # keys in all of these, each as often as it is in one
+        self._expiring = 0  # keys in all of these, counted once per set
         self._calls = 0
         self._holders: dict[str, _Holder] = {}
         self._by_bit: dict[int, _Holder] = {}
@@ -118,17 +118,17 @@ class PrefixIndex:
         self._pool = 0  # bits of those that others can pull from
         self._gone: list[
             _Holder
-        ] = []  # their bits are not given again before all their keys are forgotten
+        ] = []  # their bits are reused only after all their keys are forgotten
         self._free_bits: list[int] = []
 
     def __len__(self) -> int:
-        """How many keys somebody holds."""
+        """How many keys have a holder."""
         return len(self._masks)
 
     def join(self, name: str, *, pool: bool) -> None:
-        """A holder appears, with nothing. pool: others can pull from it; an engine's cache is its own.
+        """Add an empty holder. pool: others can pull from it; an engine's cache is its own.
 
-        One that is there begins anew: whatever it held is gone at once.
+        An existing holder starts anew: everything that it held is gone at once.
         """
         self.leave(name)
         bit = self._free_bits.pop() if self._free_bits else len(self._by_bit)
@@ -139,7 +139,7 @@ class PrefixIndex:
             self._pool |= holder.bit
 
     def leave(self, name: str) -> None:
-        """A holder is gone. Its keys count no more at once, and are forgotten little by little."""
+        """Remove a holder. Its keys no longer count, and are forgotten gradually."""
         holder = self._holders.pop(name, None)
         if holder is None:
             return
@@ -147,12 +147,12 @@ class PrefixIndex:
         self._pool &= ~holder.bit
         self._gone.append(holder)
         for expected in list(holder.expected):
-            self._end(expected)  # what it was sent will not come
+            self._end(expected)  # blocks sent to it will not come
 
     def add(
         self, name: str, keys: Iterable[Hashable], *, told_at: float = 0.0, now: float = 0.0
     ) -> None:
-        """The holder has these. told_at: when it said so, by its own account; for `lag_s`."""
+        """The holder has these. told_at: when it reported them, by its own clock; for `lag_s`."""
         holder = self._heard(name, told_at, now)
         bit, masks = holder.bit, self._masks
         get = masks.get
@@ -163,7 +163,7 @@ class PrefixIndex:
     def discard(
         self, name: str, keys: Iterable[Hashable], *, told_at: float = 0.0, now: float = 0.0
     ) -> None:
-        """The holder has these no more. Unknown ones are passed over."""
+        """The holder no longer has these. Unknown ones are ignored."""
         self._drop(self._heard(name, told_at, now), keys)
 
     def expect(
@@ -178,9 +178,9 @@ class PrefixIndex:
     ) -> None:
         """The engine with this cache was sent these, and will have each of them at its time.
 
-        later: it will be sent them, when it has computed what is before them. shared: whether the pool gets
-        them, too; nobody else can wait for them otherwise. Not believed after `until`: by then its events have
-        told of them, or it failed. Of one that has left nothing is expected.
+        later: they will be ordered after the blocks before them are computed. shared: whether the pool gets
+        them, too; otherwise nobody else can wait for them. Ignored after `until`: by then its events have
+        reported them, or it failed. Nothing is expected of an engine that has left.
         """
         holder = self._holders.get(name)
         if holder is None:
@@ -189,10 +189,10 @@ class PrefixIndex:
             self._keep(_Expected(holder.bit, keys, ready, until, later=later, shared=shared))
 
     def arrived(self, name: str, tier: str, keys: Iterable[Hashable]) -> None:
-        """The engine with this cache has answered: what was expected of these is in that tier, too.
+        """The engine with this cache has answered: its expected blocks are in that tier, too.
 
-        Events say the same, later; until then, or until the expectation ends, this is believed. Where
-        either has left meanwhile, it is passed over.
+        Events report the same later; until then, or until the expectation ends, this counts. If
+        either has left meanwhile, it is ignored.
         """
         holder, tier_holder = self._holders.get(name), self._holders.get(tier)
         if holder is None or tier_holder is None:
@@ -213,7 +213,7 @@ class PrefixIndex:
             tier_holder.expected.add(part)
 
     def unexpect(self, name: str, keys: Iterable[Hashable]) -> None:
-        """They will not come from there after all. Of one that has left nothing is expected anyway."""
+        """They will not come from there. Nothing is expected of an engine that has left anyway."""
         holder = self._holders.get(name)
         if holder is None:
             return
@@ -265,7 +265,7 @@ class PrefixIndex:
         return Match(lengths, reach, *self._coming(keys, masks, coming, reach))
 
     def freshness(self, name: str, now: float) -> tuple[float, float]:
-        """Seconds since the holder was last heard of, and how late its word mostly comes."""
+        """Seconds since the holder was last heard of, and the usual delay of its events."""
         holder = self._holders[name]
         return now - holder.heard_at, holder.lag_s
 
@@ -282,7 +282,7 @@ class PrefixIndex:
         coming: Sequence[_Expected | None],
         reach: int,
     ) -> tuple[int, float]:
-        """How far it will reach, and when."""
+        """How far the prefix will reach, and when."""
         pool, ready_at = self._pool, -math.inf
         before: _Expected | None = None
         at = 0  # of the key in what is expected with it
@@ -320,7 +320,7 @@ class PrefixIndex:
                 del masks[key]
 
     def _keep(self, expected: _Expected) -> None:
-        """Of each of these keys, this is what is expected from now on."""
+        """Register this expectation for each of these keys."""
         self._expected.update(dict.fromkeys(expected.keys, expected))
         self._by_bit[expected.bit].expected.add(expected)
         self._calls += 1
@@ -330,13 +330,13 @@ class PrefixIndex:
             self._forget_first()
 
     def _expire(self, now: float) -> None:
-        """Forget what is not believed any more, some of it at a time."""
+        """Forget expired expectations, some at a time."""
         budget = EXPIRE_BATCH
         while budget > 0 and self._expiries and self._expiries[0][0] <= now:
             budget -= self._forget_first()
 
     def _forget_first(self) -> int:
-        """The first to expire; how many keys it had."""
+        """Drop the first to expire; returns its number of keys."""
         _, _, first = heappop(self._expiries)
         self._end(first)
         count = len(first.keys)
@@ -348,7 +348,7 @@ class PrefixIndex:
         return count
 
     def _end(self, expected: _Expected) -> None:
-        """It is believed no more."""
+        """Stop counting it."""
         expected.until = -math.inf
         for bit in (expected.bit, expected.tier):
             if bit in self._by_bit:

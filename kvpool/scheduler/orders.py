@@ -1,4 +1,4 @@
-"""Orders that engines have and have not computed yet, and what they make of the engines' counts."""
+"""Orders that engines have not computed yet, and their effect on the engines' counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _K = TypeVar("_K")
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """An order that was given and is not computed yet. uncached: tokens. done: of the prompt, before it."""
+    """An order that is not computed yet. uncached: tokens. done: of the prompt, before it."""
 
     order: Order
     uncached: int
@@ -22,7 +22,7 @@ class Sent:
 
 
 class Orders:
-    """counts_blocks: whether `Engine.blocks` is kept, for policies that go by it. Not thread-safe."""
+    """counts_blocks: whether to maintain `Engine.blocks`, for policies that use it. Not thread-safe."""
 
     def __init__(self, *, counts_blocks: bool) -> None:
         self._counts_blocks = counts_blocks
@@ -30,7 +30,7 @@ class Orders:
         self._of_request: dict[Hashable, list[Sent]] = {}
 
     def add(self, sent: Sent, now: float) -> float:
-        """It went to its engine; when that begins with it."""
+        """It was sent to its engine; returns when the engine will start it."""
         order = sent.order
         engine = order.estimate.engine
         self._of_engine.setdefault(engine.name, []).append(sent)
@@ -46,20 +46,20 @@ class Orders:
         return begins
 
     def of(self, ident: Hashable) -> list[Sent]:
-        """All that are out for this request, in the order in which they were given."""
+        """All open orders of this request, in the order in which they were given."""
         return list(self._of_request.get(ident, ()))
 
     def on(self, engine: Engine) -> list[Sent]:
-        """All that this engine has, in the order in which they were given."""
+        """All open orders of this engine, in the order in which they were given."""
         return list(self._of_engine.get(engine.name, ()))
 
     def first(self, engine: Engine, ident: Hashable) -> Sent | None:
-        """The earliest that this engine has for this request."""
+        """The engine's earliest order of this request."""
         mine = self._of_request.get(ident, ())
         return next((sent for sent in mine if sent.order.estimate.engine is engine), None)
 
     def take_back(self, sent: Sent, now: float, *, computed: bool) -> None:
-        """It is no more with its engine."""
+        """Remove it from its engine."""
         request, engine = sent.order.request, sent.order.estimate.engine
         left = _drop(self._of_engine, engine.name, sent)
         _drop(self._of_request, request.ident, sent)
@@ -72,7 +72,7 @@ class Orders:
                 if not blocks[key]:
                     del blocks[key]
         free_at = now + sum(other.prefill_s for other in left)
-        # What is computed now goes on where another order is void, and does not begin anew.
+        # If another order is void, the current one continues and does not start anew.
         engine.free_at = free_at if computed else max(now, min(engine.free_at, free_at))
 
 

@@ -1,13 +1,13 @@
-"""Requests that wait in the scheduler, in the order in which they are to go. No I/O, no clock.
+"""Requests that wait in the scheduler, in their order of service. No I/O, no clock.
 
-By size the mean wait would be the shortest possible, and a long prompt might never go. So the order is by
+Ordering by size alone gives the shortest mean wait, but may starve long prompts. So the order is by
 
     knee x log(1 + size / knee) + aging x arrival
 
-where size is the seconds that are left to compute, or a share of that for a prompt that was begun. Sizes far
-above the knee differ little, so that long prompts go nearly in the order of their arrival, and nobody is
-overtaken by what came more than knee x log(1 + size / knee) / aging seconds later. Higher priorities go first. Tenants that have used more than their share go behind all others
-(`tenants`). Not thread-safe.
+where size is the seconds left to compute, or a share of that for a prompt that was started. Sizes far
+above the knee differ little, so that long prompts go nearly in the order of their arrival, and no request is
+overtaken by one that arrived more than knee x log(1 + size / knee) / aging seconds later. Higher priorities go
+first. Tenants that have used more than their share go behind all others (`tenants`). Not thread-safe.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from kvpool.scheduler.values import Among, Engine, Request
 
 @dataclass(frozen=True, slots=True)
 class QueueRule:
-    """knee_s, aging: see above; a knee of 0 is the order of arrival. begun: what counts of the size of a
-    prompt that was begun, from 0 to 1."""
+    """knee_s, aging: see above; a knee of 0 is the order of arrival. begun: the share that counts of the size of
+    a prompt that was started, from 0 to 1.
+    """
 
     knee_s: float
     aging: float
@@ -42,7 +43,7 @@ class QueueRule:
         return self.advantage_s(size_s * (self.begun if begun else 1.0)) + self.aging * arrived_s
 
     def advantage_s(self, size_s: float) -> float:
-        """By how much something without a size goes before one of this size that came with it."""
+        """By how much a request without size goes before one of this size that arrived with it."""
         return self.knee_s * math.log1p(size_s / self.knee_s) if self.knee_s else 0.0
 
 
@@ -53,11 +54,11 @@ SIZE_AWARE = QueueRule(knee_s=1.0, aging=0.05, begun=0.2)
 
 @dataclass(slots=True)
 class Waiting:
-    """A request in the queue. done: tokens of its prompt that were computed by its orders so far.
+    """A request in the queue. done: tokens of its prompt computed by its orders so far.
 
-    running: the engine that computes the segment before `done`, while it does: what comes behind keeps
-    its place in the queue. match: as the index had it at `matched_at`, for whoever asks again soon.
-    decode: the engine that keeps memory for it, once it was the first that lacked any.
+    running: the engine that computes the segment before `done`, while it does: the rest keeps
+    its place in the queue. match: the index's answer at `matched_at`, cached for a short time.
+    decode: the engine that keeps memory for it, if it was the first that lacked any.
     """
 
     request: Request
@@ -73,13 +74,14 @@ _Entry = tuple[int, float, int]
 
 
 class RequestQueue:
-    """Adding and removing is O(log n), and moves n pointers at most; looking is O(tenants that wait), for each
-    `Among` that they wait for."""
+    """Adding and removing is O(log n), and moves n pointers at most; looking is O(waiting tenants), for each
+    `Among` that they wait for.
+    """
 
     def __init__(self, rule: QueueRule, tenants: TenantRule | None = None) -> None:
         self._rule = rule
         self._charges = Charges(tenants or TenantRule())
-        # Of each tenant that waits, by who can serve it: what one model lacks says nothing of another's.
+        # Per waiting tenant and group of engines: a shortage for one model says nothing of another's.
         self._orders: dict[str, dict[Among, list[_Entry]]] = {}
         self._totals: dict[Among, tuple[int, float]] = {}  # how many wait, and their seconds
         self._items: dict[int, Waiting] = {}
@@ -96,19 +98,19 @@ class RequestQueue:
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those that wait."""
+        """Waiting tenants."""
         return self._orders.keys()
 
     def count(self, tenant: str) -> int:
-        """How many requests of this one wait."""
+        """How many requests of this tenant wait."""
         return sum(map(len, self._orders.get(tenant, {}).values()))
 
     def share(self, tenant: str) -> float:
-        """Of what all that wait may have, this tenant's part if it waited, too."""
+        """This tenant's share among the waiting tenants, as if it waited, too."""
         return self._charges.share(tenant, self._orders)
 
     def add(self, item: Waiting) -> None:
-        """Equal ones go in the order in which they were added."""
+        """Equal ones keep the order in which they were added."""
         number = self._next
         self._next += 1
         request = item.request
@@ -123,14 +125,14 @@ class RequestQueue:
         self._totals[among] = count + 1, total_s + item.size_s
 
     def get(self, ident: object) -> Waiting:
-        """The one of this request; a KeyError if it does not wait."""
+        """The entry of this request; a KeyError if it does not wait."""
         return self._items[self._numbers[ident]]
 
     def __contains__(self, ident: object) -> bool:
         return ident in self._numbers
 
     def remove(self, ident: object) -> Waiting | None:
-        """It waits no more; None if it did not."""
+        """Remove it; None if it did not wait."""
         number = self._numbers.pop(ident, None)
         if number is None:
             return None
@@ -152,13 +154,14 @@ class RequestQueue:
         return item
 
     def charge(self, tenant: str, seconds: float, now: float) -> None:
-        """So much was ordered for it. That counts only while others wait."""
+        """This much was ordered for it. Counts only while others wait."""
         if len(self._orders) > (tenant in self._orders):
             self._charges.add(tenant, seconds, now)
 
     def first(self, count: int) -> Iterator[Waiting]:
-        """In order, the first so many of those that the same engines can serve. The queue must not change
-        meanwhile."""
+        """In order, the first `count` for each group of engines. The queue must not change
+        meanwhile.
+        """
         left: dict[Among, int] = {}
         for _, _, number in self._entries(count):
             item = self._items[number]
@@ -169,12 +172,12 @@ class RequestQueue:
                 yield item
 
     def waiting_s(self, request: Request) -> float:
-        """Seconds of prefill that wait for engines that can serve this request, too."""
+        """Seconds of waiting prefill for engines that can serve this request, too."""
         among = request.among
         return sum(total_s for other, (_, total_s) in self._totals.items() if among.meets(other))
 
     def ahead_s(self, size_s: float, request: Request) -> float:
-        """The same, of what goes before a request of this size. O(n)."""
+        """The same, of the requests before one of this size. O(n)."""
         among = request.among
         entry = (-request.priority, self._rule.key(size_s, request.arrived_s, begun=False))
         mine = (*entry, self._next)
@@ -193,7 +196,7 @@ class RequestQueue:
         return total_s
 
     def _entries(self, count: int) -> Iterator[_Entry]:
-        """In order; no more of any tenant than so many that the same engines can serve."""
+        """In order; for each tenant at most this many per group of engines."""
         behind = self._charges.behind(self._orders)
         front: list[Iterator[_Entry]] = []
         back: list[Iterator[_Entry]] = []

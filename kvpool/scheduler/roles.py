@@ -1,10 +1,10 @@
-"""How many engines compute prompts and how many decode, after the load. No I/O, no clock.
+"""How many engines compute prompts and how many decode, by load. No I/O, no clock.
 
-The load of a role is what is asked of its engines as a share of what they can do: for prefill, seconds of
-prompts that come in a second, per engine; for decode, memory that is reserved or asked for in vain, per memory
-there is (and the time a token, per its objective, if that is more). One engine changes sides when the larger of
-the two loads falls by that, and clearly: from p engines at load x to p - 1 it is x p / (p - 1), and on the other
-side y d / (d + 1). In between nothing is changed for `dwell_s`, and what the change did is waited for.
+The load of a role is the demand relative to its engines' capacity: for prefill, seconds of prompt work that
+arrive in a second, per engine; for decode, memory reserved or requested in vain, relative to the memory there is
+(or the time per token relative to its objective, if that is more). One engine changes its role if that clearly
+reduces the larger of the two loads: from p engines at load x to p - 1 gives x p / (p - 1), and on the other side
+y d / (d + 1). After a change nothing changes for `dwell_s`, to observe its effect.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ REBALANCE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RoleRule:
-    """gain: by which share the larger load must fall for a change. busy: below that load nothing changes.
-    dwell_s: between two changes of engines of one kind. smooth_s: over what time loads are taken.
+    """gain: the share by which the larger load must fall for a change. busy: below that load nothing changes.
+    dwell_s: between two changes of engines of one kind. smooth_s: averaging time of loads.
     """
 
     gain: float = 0.15
@@ -34,27 +34,25 @@ class RoleRule:
 
     def __post_init__(self) -> None:
         if not (0 < self.gain < 1 and self.busy >= 0 and self.dwell_s >= 0 and self.smooth_s > 0):
-            raise ConfigError(
-                f"roles need a gain from 0 to 1 and times that are not negative: {self}"
-            )
+            raise ConfigError(f"roles need a gain from 0 to 1 and non-negative times: {self}")
 
 
 class Loads(NamedTuple):
-    """1: all that its engines can do."""
+    """1: the full capacity of its engines."""
 
     prefill: float
     decode: float
 
 
 class RoleChange(NamedTuple):
-    """An engine, and the role that it is to take."""
+    """An engine and its new role."""
 
     engine: Engine
     role: Role
 
 
 def role_change(engines: Sequence[Engine], loads: Loads, rule: RoleRule) -> RoleChange | None:
-    """Which engine is to change sides, if any. engines: of one kind, those that are in service."""
+    """Which engine should change its role, if any. engines: of one kind, in service."""
     computing = [engine for engine in engines if Role.PREFILL in engine.role]
     decoding = [engine for engine in engines if Role.DECODE in engine.role]
     largest = max(loads)
@@ -66,7 +64,7 @@ def role_change(engines: Sequence[Engine], loads: Loads, rule: RoleRule) -> Role
     else:
         giving, taking, target = decoding, computing, Role.PREFILL
         give, take = loads.decode, loads.prefill
-    # An engine in both roles is there for either side already.
+    # An engine in both roles already serves either.
     able = [engine for engine in giving if engine.flexible and engine.role is not Role.BOTH]
     if not able or len(giving) < 2 or not taking:
         return None
@@ -79,7 +77,7 @@ def role_change(engines: Sequence[Engine], loads: Loads, rule: RoleRule) -> Role
 
 
 class Smoothed:
-    """A value that is sampled now and then, over some time."""
+    """A sampled value, smoothed over time."""
 
     def __init__(self, smooth_s: float) -> None:
         self._smooth_s = smooth_s
@@ -87,7 +85,7 @@ class Smoothed:
         self.value = 0.0
 
     def sample(self, value: float, now: float) -> float:
-        """The first one counts fully."""
+        """The first sample counts fully."""
         kept = math.exp((self._at - now) / self._smooth_s)
         self.value = value + kept * (self.value - value)
         self._at = now

@@ -1,28 +1,28 @@
 """The scheduler: takes requests and reports, gives orders. No I/O, no clock.
 
-The caller (the router, or the simulator) says what happens, with the time, and asks what is to be done:
+The caller (the router, or the simulator) reports events, with the time, and asks what to do:
 
-    submit         a request came                       → a rejection, or nothing
+    submit         a request arrived                    → a rejection, or nothing
     poll           time has passed, or something came   → orders: send this to that engine now
     wake_at        when to poll, and to ask what has expired, if nothing comes
     computed       an engine has done an order          (its first token, if the order was the last one)
     failed         it has not, and will not             → whether another order comes
-    decode_failed  the engine that was to decode it is lost to it, before a token → whether another comes
+    decode_failed  its decode engine is lost, before a token → whether another order comes
     finished       a request has its last token
-    abandoned      a request is no more: its client left, or it failed in the middle of its answer
+    abandoned      a request ended: its client left, or it failed in the middle of its answer
     expired        whose first token would come too late now
 
-    join, leave, drain, undrain, set_role               engines come, go, rest, change what they do
-    rebalance      now and then                         → which engine has changed its role, after the load
+    join, leave, drain, undrain, set_role               engines come, go, drain, change their role
+    rebalance      about once a second                  → which engine has changed its role, by load
 
-A policy that `sends_at_once` gets its orders at the next poll. Otherwise requests wait here, in the order
-of the queue's rule, until the engine that suits them best is about to be free: what came meanwhile may be
-shorter, and may go first. So that a long prompt does not keep an engine from short ones for long, it is
-computed in segments: each order is for the prompt up to a token, and what was computed is in the engine's
-cache and in the pool for the next one, on whichever engine. `Settings.segment_s` 0 switches that off.
+A policy that `sends_at_once` gets its orders at the next poll. Otherwise requests wait here, in the order of the
+queue's rule, until the engine that suits them best is about to be free: a request that arrives meanwhile may be
+shorter, and may go first. So that a long prompt does not block short ones for long, it is computed in segments:
+each order is for the prompt up to a token, and the computed blocks are in the engine's cache and in the pool for
+the next one, on any engine. `Settings.segment_s` 0 disables that.
 
-A prompt's answer goes on in one of three ways: on the same engine, in the same order (`Order.whole`); on
-another one, which is sent the request at once and follows the prompt (`Order.follow`); or by a `DecodeOrder`
+A request is decoded in one of three ways: on the same engine, in the same order (`Order.whole`); on
+another one, which gets the request at once and follows the prompt (`Order.follow`); or by a `DecodeOrder`
 when the prompt is computed and there is room.
 
 Not thread-safe.
@@ -74,7 +74,7 @@ __all__ = ["Scheduler", "Settings"]
 
 
 class Scheduler:
-    """engines: those that are there at first. index, cluster: fed by the caller too."""
+    """engines: present at the start. index, cluster: updated by the caller too."""
 
     def __init__(
         self,
@@ -102,17 +102,17 @@ class Scheduler:
         self._dispatch = Dispatch(state)
         self._balance = Balance(state)
         self._deadlines = Deadlines()
-        self._news = False  # something came since the last poll
+        self._news = False  # something arrived since the last poll
         self._looks_at = math.inf
 
     @property
     def engines(self) -> Mapping[str, Engine]:
-        """All that have joined and not left, by name. To be read only."""
+        """All that have joined and not left, by name. Read-only."""
         return self._state.fleet.engines
 
     @property
     def waiting(self) -> int:
-        """Requests that wait here, or of which a part does."""
+        """Requests that wait here, completely or in part."""
         return len(self._state.queue)
 
     @property
@@ -142,7 +142,7 @@ class Scheduler:
         return refused
 
     def poll(self, now: float) -> list[Order | DecodeOrder]:
-        """What is to be sent now."""
+        """The orders to send now."""
         orders: list[Order | DecodeOrder] = []
         if self._state.policy.sends_at_once:
             orders += self._dispatch.decode_orders(now)
@@ -157,12 +157,12 @@ class Scheduler:
         return orders
 
     def wake_at(self) -> float:
-        """When to look again if nothing happens; infinite where nothing waits."""
+        """When to poll again if nothing happens; infinite if nothing waits."""
         looks_at = self._looks_at if self._state.queue else math.inf
         return min(looks_at, self._deadlines.next_at)
 
     def computed(self, engine: Engine, ident: Hashable, now: float) -> None:
-        """The engine has computed its earliest order for this request. An abandoned one is passed over."""
+        """The engine has computed its earliest order for this request. An abandoned request is ignored."""
         state = self._state
         sent = state.orders.first(engine, ident)
         if sent is None:
@@ -180,14 +180,14 @@ class Scheduler:
         elif not state.orders.of(ident):
             item = state.queue.get(ident)
             item.running = item.match = None
-            # Others go before it: the rest is not expected there any more.
+            # Others go before it: the rest is no longer expected there.
             state.index.unexpect(engine.gpu, order.request.keys[state.blocks_done(order) :])
 
     def failed(self, engine: Engine, ident: Hashable, now: float) -> bool:
-        """The engine will not do its orders for this request; whether another order comes.
+        """The engine will not do its orders for this request; returns whether another order comes.
 
-        What was computed of it stays. The engine is avoided for it, if there is another. If none comes,
-        the request is forgotten. One that has no orders there is passed over: whether it is known.
+        Computed blocks stay. The engine is avoided for it, if there is another. If no order comes,
+        the request is forgotten. One without orders there is ignored: returns whether it is known.
         """
         state = self._state
         mine = [sent for sent in state.orders.of(ident) if sent.order.estimate.engine is engine]
@@ -205,10 +205,10 @@ class Scheduler:
         return True
 
     def decode_failed(self, ident: Hashable, now: float) -> bool:
-        """The engine that was sent the request for its answer is lost to it, and no token came yet.
+        """The request has lost its decode engine, before any token.
 
-        Whether another `DecodeOrder` comes, or it follows again; if not, the request is forgotten. One that
-        was sent nowhere is passed over: whether it is known.
+        Returns whether another `DecodeOrder` comes, or it follows again; if not, the request is forgotten. One
+        that was sent nowhere is ignored: returns whether it is known.
         """
         state = self._state
         answer = state.answers.get(ident)
@@ -221,7 +221,7 @@ class Scheduler:
         if not self._again(answer, engine, now):
             return False
         if answer.request.whole:
-            # It cannot go on elsewhere: it begins anew.
+            # It cannot be decoded elsewhere: it starts anew.
             answer.computed_by = None
             size_s = state.size_s(answer.request, 0, engine)
             state.queue.add(Waiting(answer.request, size_s))
@@ -230,21 +230,21 @@ class Scheduler:
         return True
 
     def finished(self, ident: Hashable) -> None:
-        """The request has its last token: its reservation ends. An unknown one is passed over."""
+        """The request has its last token: its reservation ends. Unknown requests are ignored."""
         self._deadlines.remove(ident)
         if self._state.answers.end(ident) is not None:
             self._news = True
 
     def abandoned(self, ident: Hashable, now: float) -> None:
-        """The request is no more: its orders failed, or its client left. Unknown ones are passed over."""
+        """The request has ended: its orders failed, or its client left. Unknown requests are ignored."""
         self._state.queue.remove(ident)
         self._void(self._state.orders.of(ident), now)
         self.finished(ident)
 
     def expired(self, now: float) -> list[Hashable]:
-        """Requests that still wait, and whose deadline has passed. They are forgotten.
+        """Waiting requests whose deadline has passed. They are forgotten.
 
-        Orders for a part of a prompt may be out for them, and one that follows it.
+        They may have orders for a part of a prompt, and an engine that follows it.
         """
         found = []
         for ident in self._deadlines.over(now):
@@ -254,13 +254,13 @@ class Scheduler:
         return found
 
     def join(self, engine: Engine, now: float) -> None:
-        """It may be sent orders from now on. Raises `InvalidRequest` if there is one of its name."""
+        """It may get orders from now on. Raises `InvalidRequest` if the name exists."""
         engine.free_at = max(engine.free_at, now)
         self._state.fleet.join(engine)
         self._news = True
 
     def leave(self, name: str, now: float) -> Left:
-        """It is gone, with all that it had. An unknown one is passed over."""
+        """It has left, with everything it had. Unknown engines are ignored."""
         left = Left([], [], [])
         engine = self._state.fleet.leave(name)
         if engine is None:
@@ -276,7 +276,7 @@ class Scheduler:
         return left
 
     def drain(self, name: str, now: float) -> None:
-        """It is sent nothing new; what it has may end. Raises `KeyError` if it is unknown."""
+        """It gets nothing new; active requests may finish. Raises `KeyError` if it is unknown."""
         self._state.fleet.rest(name, resting=True)
         self._unreserve(self.engines[name])
         self._news = True
@@ -287,7 +287,7 @@ class Scheduler:
         self._news = True
 
     def weigh(self, name: str, weight: float) -> None:
-        """Of the requests that it could be sent only this share may be, from 0 to 1, where there is another engine.
+        """It gets at most this share of its possible requests, from 0 to 1, if there is another engine.
 
         Raises `KeyError` if it is unknown.
         """
@@ -295,26 +295,26 @@ class Scheduler:
         self._news = True
 
     def drained(self, name: str) -> bool:
-        """Whether nothing is left on it. Raises `KeyError` if it is unknown."""
+        """Whether it has no requests left. Raises `KeyError` if it is unknown."""
         engine = self.engines[name]
         return not engine.prefills and not engine.decodes
 
     def set_role(self, name: str, role: Role, now: float) -> None:
-        """What it is sent from now on; what it has may end. Raises `KeyError` if it is unknown."""
+        """Its role for new orders; active requests may finish. Raises `KeyError` if it is unknown."""
         self._state.fleet.set_role(name, role)
         if Role.DECODE not in role:
             self._unreserve(self.engines[name])
         self._news = True
 
     def rebalance(self, now: float) -> RoleChange | None:
-        """Change an engine's role, if the load asks for it. To be called every second or so."""
+        """Change an engine's role, if the load requires it. Call about every second."""
         change = self._balance.change(now, self._dispatch.lacking)
         if change is not None:
             self.set_role(change.engine.name, change.role, now)
         return change
 
     def explain(self, request: Request, now: float) -> Choice | Rejection:
-        """What would be chosen for a request, and from what; nothing is changed by asking."""
+        """What would be chosen for a request, and from what; changes nothing."""
         state = self._state
         engines, decoders = state.computing(request), state.decoding(request)
         refused = self._refused_outright(request, engines)
@@ -334,7 +334,7 @@ class Scheduler:
         return replace(choice, decoders=handover.estimates(best.engine, best.prefill_s, state.rng))
 
     def _refused_outright(self, request: Request, engines: Sequence[Engine]) -> Rejection | None:
-        """For want of engines."""
+        """Rejection for lack of engines."""
         if not engines:
             return no_engine(request)
         if not self._settings.decodes:
@@ -362,7 +362,7 @@ class Scheduler:
         answers = self._state.answers
         answer = answers.get(order.request.ident)
         if answer is None:
-            return  # it was followed, and has finished before this was told
+            return  # it was followed, and has finished before this report
         answer.computed_by = engine
         if answer.decode is not None:
             answers.followed(answer, answer.decode)
@@ -371,7 +371,7 @@ class Scheduler:
             self._deadlines.add(order.request)
 
     def _void(self, orders: Sequence[Sent], now: float) -> None:
-        """Nothing comes of these any more."""
+        """Remove them: no more reports come."""
         for sent in orders:
             self._state.orders.take_back(sent, now, computed=False)
             gpu = sent.order.estimate.engine.gpu
@@ -379,7 +379,7 @@ class Scheduler:
         self._news = True
 
     def _again(self, answer: Answer, engine: Engine, now: float) -> bool:
-        """Whether a request that failed there is tried again; it is forgotten otherwise."""
+        """Whether a request that failed there is retried; otherwise it is forgotten."""
         answer.failures += 1
         answer.avoid.add(engine.name)
         self._news = True
@@ -390,14 +390,14 @@ class Scheduler:
         return True
 
     def _too_long(self, answer: Answer) -> bool:
-        """Whether none that is left can hold it. Where none is left at all, it waits for one."""
+        """Whether no remaining engine can hold it. If no engine remains at all, it waits for one."""
         decoders = self._state.fleet.decoding(answer.request)
         if answer.sent or not decoders or not self._settings.decodes:
             return False
         return refused_by_size(answer.request, decoders) is not None
 
     def _too_long_without(self, engine: Engine) -> list[Request]:
-        """Who was sent nowhere for its answer yet, and could have been held by this one, and by none now."""
+        """Requests not yet sent for decoding that this engine could have held, and no remaining one can."""
         state = self._state
         if not self._settings.decodes or Role.DECODE not in engine.role:
             return []
@@ -415,7 +415,7 @@ class Scheduler:
         return found
 
     def _unreserve(self, engine: Engine) -> list[Hashable]:
-        """Who was to decode there, and was not sent there, is to go elsewhere; those that were sent."""
+        """Move requests that were to decode there and were not sent yet; returns those that were sent."""
         sent = []
         for answer in self._state.answers:
             if answer.decode is engine:

@@ -1,4 +1,4 @@
-"""What of the scheduler can be set."""
+"""The scheduler's settings."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from kvpool.scheduler.tenants import TenantRule
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """queue: the order of what waits here. segment_s: seconds of prefill that one order is for.
+    """queue: the order of waiting requests. segment_s: seconds of prefill per order.
 
-    ahead_s: an engine gets its next order so long before it is free, and earlier by the time that its
-    blocks take to load, `prefetch_s` at most. orders_max: that one engine has, of
-    those that wait here. look_ahead: requests that are asked about at one poll, at most, of those that
-    the same engines can serve. queue_max:
-    requests that may wait. ttft_slo_s, tpot_slo_s: what is not expected to be met is refused.
+    ahead_s: an engine gets its next order this long before it is free, plus the time to load its
+    blocks, `prefetch_s` at most. orders_max: open orders of one engine, of
+    waiting requests. look_ahead: requests examined per poll and group of engines, at most. queue_max:
+    the most waiting requests. ttft_slo_s, tpot_slo_s: requests that would miss these are refused.
 
-    retries_max: how often a request whose order failed is tried again. decodes: whether it is decided
-    here where answers are decoded; otherwise a request ends with its first token. decode, tenants, spread,
-    roles: the rules of these.
+    retries_max: how often a request whose order failed is retried. decodes: whether the scheduler
+    also chooses decode engines; otherwise a request ends with its first token. decode, tenants, spread,
+    roles: their rules.
     """
 
     queue: QueueRule = SIZE_AWARE

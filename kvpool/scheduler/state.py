@@ -1,4 +1,4 @@
-"""All that a scheduler has in mind. No I/O, no clock."""
+"""The scheduler's state. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvpool.scheduler.values import Engine, Order, Request
 
 @dataclass(slots=True)
 class State:
-    """queue: what waits. orders: what engines compute. answers: requests from their first order on."""
+    """queue: waiting requests. orders: not computed yet. answers: requests from their first order on."""
 
     fleet: Fleet
     cluster: Cluster
@@ -56,7 +56,7 @@ class State:
         return DecisionContext(request, match, engines, self.cluster, self.rng, now)
 
     def with_answer(self, context: DecisionContext, decoders: Sequence[Engine]) -> None:
-        """What a choice is to know of where the answer goes on, and of copies."""
+        """What a choice needs to know of decoding, and of replicas."""
         request, match = context.request, context.match
         if self.settings.decodes and (self.fleet.pairs_differ or request.whole):
             context.handover = self.handover(context, decoders)
@@ -69,19 +69,19 @@ class State:
         return Handover(context.request, context.match, decoders, self.cluster, rule, context.now)
 
     def size_s(self, request: Request, done: int, engine: Engine) -> float:
-        """Seconds in which an engine like this one computes what is left of its prompt."""
+        """Seconds in which an engine like this one computes the rest of its prompt."""
         kind = self.cluster.kinds[engine.kind]
         start = min(done, request.tokens - 1)
         return kind.prefill.prefill_s(start, request.tokens, kind.step_tokens)
 
     def blocks_done(self, order: Order) -> int:
-        """How many blocks of its prompt there are when it is computed.
+        """How many blocks of its prompt exist when it is computed.
 
-        Whole ones only; the last one of a prompt counts as its chain has it.
+        Whole ones only; the last one of a prompt counts as in its chain.
         """
         keys = len(order.request.keys)
         if order.last:
             return keys
-        # Not all kinds have blocks as long as those that its keys are of.
+        # Not all kinds use the block size of its keys.
         block_tokens = self.cluster.kinds[order.estimate.engine.kind].block_tokens
         return min(keys, order.end // block_tokens)

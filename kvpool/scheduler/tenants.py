@@ -1,9 +1,9 @@
-"""Who has used more than its share of the engines lately. No I/O, no clock.
+"""Which tenants have recently used more than their share of the engines. No I/O, no clock.
 
-A tenant is charged with the seconds of prefill that are ordered for it while others wait; what nobody else
-wants costs nothing. Charges are forgotten over a window. Of those that wait, whoever has used more than the
-mean by `slack_s`, each for its weight, goes behind the others; as these are served the mean rises, so nobody
-stays behind for longer than it takes them to catch up.
+A tenant is charged with the seconds of prefill that are ordered for it while others wait; capacity that nobody
+else wants costs nothing. Charges decay over a window. Among waiting tenants, those above the mean by `slack_s`,
+each relative to its weight, go behind the others; as these are served the mean rises, so a tenant stays behind
+only until they have caught up.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from kvpool.errors import ConfigError
 
 WINDOWS_MAX = 200.0
-"""Charges are kept in units that shrink by e each window, and are put right after so many."""
+"""Charges are stored in units that shrink by e each window, and are renormalised after this many."""
 TENANTS_MAX = 1024
-"""Beyond so many, those without a charge that counts are forgotten."""
+"""Above this count, tenants without a relevant charge are forgotten."""
 NOTHING_S = 1e-3
 
 
@@ -45,7 +45,7 @@ class Charges:
     def __init__(self, rule: TenantRule) -> None:
         self.rule = rule
         self._used: dict[str, float] = {}
-        self._unit = 1.0  # what a second that was charged last counts
+        self._unit = 1.0  # the weight of a second charged now
         self._began: float | None = None
 
     def add(self, tenant: str, seconds: float, now: float) -> None:
@@ -67,7 +67,7 @@ class Charges:
         return self._used.get(tenant, 0.0) / self._unit
 
     def behind(self, waiting: Collection[str]) -> set[str]:
-        """Of the tenants that wait, those that are over their share. O(tenants)."""
+        """Waiting tenants that are over their share. O(tenants)."""
         if len(waiting) < 2:
             return set()
         weight = self.rule.weight
@@ -76,6 +76,6 @@ class Charges:
         return {name for name in waiting if self.used_s(name) > weight(name) * mean + slack_s}
 
     def share(self, tenant: str, waiting: Collection[str]) -> float:
-        """Of what these and itself may have, its part."""
+        """Its share among these and itself."""
         weight = self.rule.weight
         return weight(tenant) / sum(map(weight, {*waiting, tenant}))

@@ -1,4 +1,4 @@
-"""How far apart two engines are, by the labels of their nodes. No I/O, no clock."""
+"""The distance of two engines, by the labels of their nodes. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Place = str | tuple[str]
 
 
 def place(engine: Engine) -> Place:
-    """Its node; one that is on none, as far as one knows, is alone at its place."""
+    """Its node; an engine without a known node is alone at its place."""
     return engine.node or (engine.name,)
 
 
@@ -25,12 +25,12 @@ def together(one: Engine, other: Engine) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What a transfer between two engines costs, beside what transfers take on the average.
+    """Cost of a transfer between two engines relative to the average.
 
-    levels: labels from the nearest to the farthest, each with the factor for two that agree on it and on
-    none before it; `far` for two that have labels and agree on none. Where nothing is known of either,
-    the factor is 1. On one node nothing needs to be transferred. require: a label that both engines of a
-    pair on different nodes must have and agree on; `node` allows none. "": any pair will do.
+    levels: labels from the nearest to the farthest, each with the factor for pairs that agree on it and on
+    none before it; `far` for pairs that have labels and agree on none. If nothing is known of either,
+    the factor is 1. Within a node nothing needs to be transferred. require: a label that both engines of a
+    pair on different nodes must have and agree on; `node` allows none. "": any pair is allowed.
     """
 
     levels: tuple[tuple[str, float], ...] = (("rack", 1.0), ("zone", 1.5))
@@ -39,16 +39,16 @@ class Topology:
 
     def __post_init__(self) -> None:
         if min(self.far, *(factor for _, factor in self.levels)) < 0:
-            raise ConfigError("the factors of a topology are not negative")
+            raise ConfigError("the factors of a topology must not be negative")
         if self.require not in ("", NODE, *(label for label, _ in self.levels)):
-            raise ConfigError(f"no level of the topology is called {self.require!r}")
+            raise ConfigError(f"there is no level {self.require!r} in the topology")
 
     def factor(self, one: Engine, other: Engine) -> float:
-        """How many times longer than on the average a transfer takes; 0 on one node."""
+        """How many times longer than average a transfer takes; 0 within a node."""
         return 0.0 if together(one, other) else self.apart(one, other)
 
     def apart(self, one: Engine, other: Engine) -> float:
-        """The same of two that are on different nodes."""
+        """The same for two on different nodes."""
         if not one.labels or not other.labels:
             return 1.0
         known = False
@@ -65,7 +65,7 @@ class Topology:
         return together(one, other) or self.allowed_apart(one, other)
 
     def allowed_apart(self, one: Engine, other: Engine) -> bool:
-        """The same of two that are on different nodes."""
+        """The same for two on different nodes."""
         if not self.require:
             return True
         mine = one.labels.get(self.require)

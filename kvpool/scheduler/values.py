@@ -1,4 +1,4 @@
-"""What the scheduler speaks of: requests, engines, what a decision looks like. No I/O, no clock.
+"""The scheduler's values: requests, engines, decisions. No I/O, no clock.
 
 Times are seconds of one clock, lengths are tokens, prefixes are counted in blocks. Nothing here is
 thread-safe; the process that decides has one thread.
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from kvpool.scheduler.decay import Decaying
 
 COMPUTING_S = 30.0
-"""Over what time an engine's share of seconds with prompts is taken."""
+"""Averaging time of an engine's share of seconds with prompts."""
 
 
 class Role(Flag):
@@ -27,7 +27,7 @@ class Role(Flag):
 
 
 class Among(NamedTuple):
-    """Engines that can serve something: those of these kinds, and with these names; None for all."""
+    """A group of engines: those of these kinds, and with these names; None for all."""
 
     kinds: frozenset[str] | None = None
     engines: frozenset[str] | None = None
@@ -38,7 +38,7 @@ class Among(NamedTuple):
         )
 
     def meets(self, other: Among) -> bool:
-        """Whether an engine may be among both."""
+        """Whether an engine may be in both groups."""
         return _meet(self.kinds, other.kinds) and _meet(self.engines, other.engines)
 
 
@@ -52,10 +52,10 @@ class Request:
 
     ident: unique among the requests in flight. keys: its prefix chain, one key a block, the last of
     which may be of a block that the prompt does not fill. tokens: of the prompt. output_tokens: how
-    many it is expected to generate, or the most it may. session: what a session hash goes by.
-    priority: higher ones of a tenant are served first. tenant: whose share of the engines it takes.
-    deadline_s: when its first token is of no more use, by the clock of `arrived_s`. kinds: of engines
-    that can serve it; None for all. engines: the names of those that can, where not all of these kinds can.
+    many it is expected to generate, or the most it may. session: for session hashing.
+    priority: higher ones of a tenant are served first. tenant: whose share of the engines it uses.
+    deadline_s: after which its first token is useless, by the clock of `arrived_s`. kinds: of engines
+    that can serve it; None for all. engines: the names of those that can, if not all of these kinds can.
     whole: one engine must do its prompt and its answer, in one order; any that decodes can. segments: whether
     its prompt may be computed in several orders.
     """
@@ -76,7 +76,7 @@ class Request:
 
     @property
     def among(self) -> Among:
-        """Who can serve it."""
+        """The group that can serve it."""
         return Among(self.kinds, self.engines)
 
 
@@ -85,19 +85,19 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(slots=True)
 class Engine:
-    """One engine as the scheduler keeps it in mind. Changed by `Scheduler` only.
+    """One engine in the scheduler's state. Changed by `Scheduler` only.
 
-    role: what it does now; flexible: whether it may change between prefill and decode. kind: engines of
+    role: its current role; flexible: whether it may change between prefill and decode. kind: engines of
     one kind are alike, and share their estimates. gpu, tiers: the names under which the prefix index
-    knows its own cache, and its node's tiers from the fastest to the slowest. labels: where it is, as
+    knows its own cache, and its node's tiers from the fastest to the slowest. labels: its location, as
     `rack` and `zone`. follows_max: prompts that its node can follow at a time for it.
 
-    free_at: when it will have computed what was sent to it. queued_tokens: of prompts, uncached ones
-    only, until the first token. prefills: sent and not computed yet. blocks: of these, whole, each
-    with how many of them have it; kept for policies that go by it. decodes, context_tokens: of requests that decode here or hold a
-    reservation for it, each with its whole context. held_tokens: of those among them that were sent to
-    decode, at most `capacity_tokens`. follows: prompts that are followed for it now. computing: seconds of
-    prompts that were sent to it. labelled: its labels, for comparing.
+    free_at: when it will have computed what was sent to it. queued_tokens: of prompts, uncached ones only, until
+    the first token. prefills: sent and not computed yet. blocks: of these, whole, each with how many of them
+    share it; kept for policies that use it. decodes, context_tokens: of requests that decode here or hold a
+    reservation for it, each with its whole context. held_tokens: of those among them that were sent to decode, at
+    most `capacity_tokens`. follows: prompts that are followed for it now. computing: seconds of prompts that were
+    sent to it. labelled: its labels, for comparing.
     """
 
     name: str
@@ -126,10 +126,10 @@ class Engine:
 
 
 class Estimate(NamedTuple):
-    """What would become of a request on one engine.
+    """Prediction for a request on one engine.
 
-    cached: blocks that need not be computed, of which `loaded` are to be brought to the GPU, `pulled`
-    from `source`, another node, among them. starts_s: from now until computing can begin; prefill_s:
+    cached: blocks that need not be computed; `loaded` of them are to be loaded to the GPU, of these `pulled`
+    from `source`, another node. starts_s: from now until computing can begin; prefill_s:
     from then to the first token. cost: what the policy compares, in a unit of its own.
     """
 
@@ -151,10 +151,10 @@ class Estimate(NamedTuple):
 
 
 class DecodeEstimate(NamedTuple):
-    """What would become of a request that decodes on one engine.
+    """Prediction for a request that decodes on one engine.
 
-    tpot_s: seconds a token with this request. lacks: blocks of the prompt that neither the engine nor its
-    node has. handover_s: from the end of the prompt to when all of it is there. fits: whether there is
+    tpot_s: seconds per token with this request. lacks: blocks of the prompt that neither the engine nor its
+    node has. handover_s: from the end of the prompt until all of it is there. fits: whether there is
     memory for its whole context. cost: seconds from the end of the prompt to the end of the answer.
     """
 
@@ -170,16 +170,16 @@ class DecodeEstimate(NamedTuple):
 class Order:
     """Send this part of this request there now.
 
-    estimate: what is expected of it. end: compute the prompt up to this token; `last`: that is its end,
-    and the answer holds the first token. decode: where it is to go on, with its reservation; None where
-    engines that decode are none of the scheduler's business.
+    estimate: its prediction. end: compute the prompt up to this token; `last`: that is its end,
+    and the answer holds the first token. decode: its decode engine, with its reservation; None if
+    the scheduler does not choose decode engines.
 
-    How it goes on. `whole`: this order is for prompt and answer both. `follow`: send the request to
+    Decoding. `whole`: this order is for prompt and answer both. `follow`: send the request to
     `decode` now, too; it waits there for the prompt, whose blocks are pulled while they are computed. At
     most one order of a request says so. Otherwise a `DecodeOrder` comes when the prompt is computed and
     there is room, maybe for another engine.
 
-    candidates: what was compared; decoders: the same for `decode`, the best first.
+    candidates: the compared engines; decoders: the same for `decode`, best first.
     """
 
     request: Request
@@ -213,14 +213,14 @@ Code = Literal[
     "deadline",
     "no_engine",
 ]
-"""Why a request is not taken; `docs/scheduling.md` says when."""
+"""Why a request is refused; `docs/scheduling.md` says when."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A request that is not taken: 429.
+    """A refused request: 429.
 
-    retry_after_s: when it may fit, as far as one can tell; infinite if it never will.
+    retry_after_s: when it may be accepted, as an estimate; infinite: never.
     """
 
     request: Request
@@ -230,13 +230,12 @@ class Rejection:
 
 
 class Left(NamedTuple):
-    """Whom it concerns that an engine is gone.
+    """The requests affected by an engine that has left.
 
-    queued: their orders were there and are void; they wait again, and other orders come. given_up: the
-    same, or they waited, but they have failed too often, or none is left that is large enough for them, and
-    they are forgotten. decoding: they were sent there for their
-    answer, and whoever sent them has to say how that ended: `decode_failed` where no token came yet,
-    `abandoned` otherwise.
+    queued: their orders there are void; they wait again, and other orders come. given_up: forgotten, because they
+    have failed too often, or no remaining engine is large enough for them. decoding: they were sent there for
+    their answer, and the caller must report how that ended: `decode_failed` if no token came yet, `abandoned`
+    otherwise.
     """
 
     queued: list[Hashable]

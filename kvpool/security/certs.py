@@ -87,12 +87,12 @@ def make_authority(folder: Path, cluster: str, now: datetime) -> Authority:
     _check_name(CertificateName(cluster, NODE, "any"))
     if (folder / "ca.key").exists() or (folder / "ca.pem").exists():
         raise ConfigError(
-            f"{folder} holds an authority already, which nodes may depend on: use another folder"
+            f"{folder} already contains an authority, which nodes may depend on: use another folder"
         )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make {folder}: {error.strerror}") from None
+        raise ConfigError(f"cannot create {folder}: {error.strerror}") from None
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _subject("kvpool authority", cluster)
     certificate = (
@@ -122,7 +122,7 @@ def open_authority(folder: Path) -> Authority:
         key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{error.filename} is not there: make an authority with kvpool certs init {folder} --cluster NAME"
+            f"{error.filename} does not exist: create an authority with kvpool certs init {folder} --cluster NAME"
         ) from None
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
@@ -130,7 +130,7 @@ def open_authority(folder: Path) -> Authority:
         raise ConfigError(f"the authority in {folder} cannot be read: {error}") from None
     clusters = certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
     if not isinstance(key, ec.EllipticCurvePrivateKey) or len(clusters) != 1:
-        raise ConfigError(f"the authority in {folder} was not made by kvpool certs init")
+        raise ConfigError(f"the authority in {folder} was not created by kvpool certs init")
     if key.public_key() != certificate.public_key():
         raise ConfigError(f"{folder}/ca.key is not the key of {folder}/ca.pem")
     return Authority(folder, str(clusters[0].value), certificate, key)
@@ -153,7 +153,7 @@ def issue(
     whose = CertificateName(authority.cluster, role, name)
     _check_name(whose)
     if not 1 <= days <= DAYS_MAX:
-        raise InvalidRequest(f"a certificate for {days} days: from 1 to {DAYS_MAX}")
+        raise InvalidRequest(f"a certificate for {days} days: must be from 1 to {DAYS_MAX}")
     if len(hosts) > HOSTS_MAX:
         raise InvalidRequest(f"{len(hosts)} hosts in one certificate: at most {HOSTS_MAX}")
     ends = min(now + timedelta(days=days), authority.certificate.not_valid_after_utc)
@@ -222,7 +222,7 @@ def look_at(path: Path) -> Shown:
         return _shown_certificate(x509.load_pem_x509_certificate(data))
     except ValueError:
         raise ConfigError(
-            f"{path} holds neither a certificate nor a list of revoked ones, in PEM"
+            f"{path} contains neither a certificate nor a revocation list, in PEM"
         ) from None
 
 
@@ -273,7 +273,7 @@ def _shown_certificate(certificate: x509.Certificate) -> Shown:
 def _check_name(name: CertificateName) -> None:
     if CertificateName.parse(str(name)) != name:
         raise InvalidRequest(
-            f"{name}: the names of clusters, nodes and clients have letters, digits and ._- only, at most 63"
+            f"{name}: the names of clusters, nodes and clients must be 1 to 63 letters, digits and ._-"
         )
 
 
@@ -284,7 +284,7 @@ def _host(text: str) -> x509.GeneralName:
         pass  # a name, not an address
     if not _HOST.fullmatch(text):
         raise InvalidRequest(
-            f"--host {text!r}: the name of a host, or its address; no port, no URL"
+            f"--host {text!r}: must be a host's name or address, without a port or URL"
         )
     return x509.DNSName(text)
 
@@ -334,7 +334,9 @@ def _remembered(authority: Authority) -> list[tuple[int, CertificateName | None]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read, and lists what was made: {error}") from None
+        raise ConfigError(
+            f"{path}, the list of issued certificates, cannot be read: {error}"
+        ) from None
 
 
 def _serials(authority: Authority, which: str) -> list[int]:
@@ -366,7 +368,7 @@ def _read_revoked(
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read, and must not be forgotten: {error}") from None
+        raise ConfigError(f"{path} cannot be read, and is not overwritten: {error}") from None
     if not crl.is_signature_valid(authority.key.public_key()):
         raise ConfigError(f"{path} is not signed by the authority beside it")
     return crl

@@ -106,15 +106,15 @@ class Credentials:
             ours = name_in(_shown_to_ourselves(contexts))
         except ssl.SSLCertVerificationError as error:
             raise ConfigError(
-                f"no peer would believe {self._files.cert}: {error.verify_message}"
+                f"no peer would accept {self._files.cert}: {error.verify_message}"
             ) from None
         except (ssl.SSLError, NotAuthenticated) as error:
             raise ConfigError(f"{self._files.cert} cannot be used: {error}") from None
         expected = CertificateName(self.cluster, NODE, self._node)
         if ours != expected:
             raise ConfigError(
-                f"{self._files.cert} is that of {ours}, and this daemon is {expected}: set cluster and node to "
-                f"what the certificate says, or make another one (kvpool certs node)"
+                f"{self._files.cert} is for {ours}, and this daemon is {expected}: set cluster and node to match the "
+                "certificate, or create another one (kvpool certs node)"
             )
         return contexts
 
@@ -134,7 +134,7 @@ class Credentials:
                 before = context.cert_store_stats()["crl"]
                 context.load_verify_locations(path)
                 if context.cert_store_stats()["crl"] == before:
-                    raise ConfigError(f"{path} holds no list of revoked certificates")
+                    raise ConfigError(f"{path} contains no revocation list")
                 context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
         except ssl.SSLError as error:
             beside = f" or {files.key}" if path == files.cert else ""
@@ -152,8 +152,8 @@ def name_in(certificate: dict[str, Any] | None) -> CertificateName:
     ours = [name for name in uris if name is not None]
     if len(ours) != 1:
         raise NotAuthenticated(
-            "the certificate names no one member of a cluster (kvpool://CLUSTER/node/NAME): make one with "
-            "kvpool certs node"
+            "the certificate does not name exactly one member of a cluster (kvpool://CLUSTER/node/NAME): create one "
+            "with kvpool certs node"
         )
     return ours[0]
 
@@ -163,7 +163,7 @@ def node_in(certificate: dict[str, Any] | None, cluster: str) -> str:
     name = name_in(certificate)
     if (name.cluster, name.role) != (cluster, NODE):
         raise NotAuthenticated(
-            f"the peer's certificate is that of {name}; a peer here is a node of cluster {cluster!r}"
+            f"the peer's certificate is for {name}; a peer must be a node of cluster {cluster!r}"
         )
     return name.name
 
@@ -197,5 +197,5 @@ def _state(path: str) -> tuple[int, int, int] | None:
 
 def _no_password() -> NoReturn:
     raise ConfigError(
-        "the key of a daemon's certificate has no password: give a key without a password"
+        "the key of a daemon's certificate must not be encrypted: use a key without a password"
     )

@@ -81,9 +81,9 @@ class Shape:
         if min(self.prefill, self.decode, self.mixed, self.pool_tokens, self.ssd_tokens) < 0:
             raise ConfigError("counts and capacities cannot be negative")
         if min(self.lag_s, self.order_s, self.noise, self.network_bytes_s) < 0:
-            raise ConfigError("lag, the time of an order, noise and bandwidth are not negative")
+            raise ConfigError("lag, the time of an order, noise and bandwidth cannot be negative")
         if self.step_tokens < 1:
-            raise ConfigError("steps have tokens")
+            raise ConfigError("steps need at least one token")
 
 
 @dataclass(slots=True)

@@ -128,7 +128,7 @@ def _load(kind: type[T], what: str, name: str) -> T:
     else:
         known = ", ".join(_names(what))
         raise ConfigError(
-            f"no {what} profile is called {name!r}; known are {known}, or a .toml file"
+            f"there is no {what} profile {name!r}; known are {known}, or a .toml file"
         )
     try:
         values = tomllib.loads(text)
@@ -137,7 +137,7 @@ def _load(kind: type[T], what: str, name: str) -> T:
     expected = {field.name for field in fields(kind)}
     if values.keys() != expected:
         wrong = ", ".join(sorted(values.keys() ^ expected))
-        raise ConfigError(f"the {what} profile {name} lacks, or has too much: {wrong}")
+        raise ConfigError(f"the {what} profile {name} has missing or unknown fields: {wrong}")
     for key, value in values.items():
         if key != "source" and not (isinstance(value, int | float) and value > 0):
             raise ConfigError(f"{key} in the {what} profile {name} must be a number above 0")

@@ -39,7 +39,7 @@ def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> list[Entry]:
             if line.strip():
                 entries.append(_parse(line, f"{path}, line {number}", block_tokens))
                 if len(entries) > 1 and entries[-1].timestamp_s < entries[-2].timestamp_s:
-                    raise InvalidRequest(f"{path}, line {number}: earlier than the line before it")
+                    raise InvalidRequest(f"{path}, line {number}: earlier than the previous line")
     if not entries:
         raise InvalidRequest(f"there are no requests in {path}")
     return entries
@@ -55,7 +55,7 @@ def _parse(line: str, where: str, block_tokens: int) -> Entry:
             tuple(map(int, found["hash_ids"])),
         )
     except (ValueError, TypeError, KeyError) as error:
-        raise InvalidRequest(f"{where}: not a request: {error!r}") from None
+        raise InvalidRequest(f"{where}: not a valid request: {error!r}") from None
     blocks = -(-entry.tokens // block_tokens)
     if entry.tokens < 1 or entry.output_tokens < 1 or len(entry.keys) != blocks:
         raise InvalidRequest(
@@ -124,7 +124,9 @@ def generate(shape: str, requests: int, seed: int, rate: float = 4.0) -> list[En
     the results of tools, in quick succession.
     """
     if shape not in GENERATORS:
-        raise InvalidRequest(f"no shape is called {shape!r}; known are {', '.join(GENERATORS)}")
+        raise InvalidRequest(
+            f"there is no trace shape {shape!r}; known are {', '.join(GENERATORS)}"
+        )
     rng = Random(seed)
     ids = count()
     if shape == "shared-prefixes":

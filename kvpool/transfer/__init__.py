@@ -45,7 +45,7 @@ def transport_for(url: str) -> TransportFactory:
     installed = {point.name: point for point in entry_points(group=GROUP)}
     if scheme not in installed:
         names = ", ".join(sorted({*TRANSPORTS, *installed}))
-        raise ConfigError(f"{url!r}: no transport is called {scheme!r}; there are {names}")
+        raise ConfigError(f"{url!r}: there is no transport {scheme!r}; known are {names}")
     point = installed[scheme]
     try:
         return cast("TransportFactory", point.load())

@@ -270,14 +270,14 @@ def check_order(order: PullBlocks, memory: Memory) -> int:
     count, rest = divmod(len(order.keys), KEY_BYTES)
     if rest or count > KEYS_MAX:
         raise InvalidRequest(
-            f"{len(order.keys)} bytes of keys: {KEY_BYTES} bytes each, at most {KEYS_MAX} keys"
+            f"{len(order.keys)} bytes of keys: must be {KEY_BYTES} bytes each, at most {KEYS_MAX} keys"
         )
     if len(order.rows) != 4 * count:
-        raise InvalidRequest(f"{count} keys but {len(order.rows) // 4} rows to put them in")
+        raise InvalidRequest(f"{count} keys but {len(order.rows) // 4} rows")
     memory.check(order.segment, order.stride, order.nbytes, order.rows)
     if not is_span(order):
         raise InvalidRequest(
-            f"bytes {order.start} to {order.stop or order.nbytes} of parts of {order.nbytes}"
+            f"bytes {order.start} to {order.stop or order.nbytes} are outside of parts of {order.nbytes} bytes"
         )
     return count
 

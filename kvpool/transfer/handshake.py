@@ -62,8 +62,7 @@ def greet(stream: Stream, us: Identity) -> PeerChallenge:
     expected = _proof(us.secret, b"listens", hello, challenge, stream.binding)
     if not hmac.compare_digest(challenge.proof, expected):
         raise NotAuthenticated(
-            "the peer did not prove that it belongs to this cluster: "
-            "give all its daemons the same cluster secret"
+            "the peer did not prove that it belongs to this cluster: set the same cluster secret on all daemons"
         )
     proof = _proof(us.secret, b"connects", hello, challenge, stream.binding)
     stream.send(PeerProof(proof), 2)
@@ -79,13 +78,13 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
     request, payload = stream.receive(HELLO_BYTES_MAX)
     hello = decode_peer(payload)
     if not isinstance(hello, PeerHello):
-        raise ProtocolError("the first frame between daemons is a PeerHello")
+        raise ProtocolError("the first frame between daemons must be a PeerHello")
     agree(hello.version, hello.oldest, "the peer")
     _check_nonce(hello.nonce)
     if hello.cluster != us.cluster:
         raise NotAuthenticated(
-            f"this daemon belongs to another cluster than {hello.cluster!r}: "
-            f"give all daemons of a cluster the same name"
+            f"this daemon does not belong to cluster {hello.cluster!r}: set the same name on all daemons of a "
+            "cluster"
         )
     _check_name(stream, hello.node)
     nonce = os.urandom(NONCE_BYTES)
@@ -97,10 +96,12 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
     request, payload = stream.receive(HELLO_BYTES_MAX)
     shown = decode_peer(payload)
     if not isinstance(shown, PeerProof):
-        raise ProtocolError("a PeerChallenge is answered with a PeerProof")
+        raise ProtocolError("the answer to a PeerChallenge must be a PeerProof")
     expected = _proof(us.secret, b"connects", hello, challenge, stream.binding)
     if not hmac.compare_digest(shown.proof, expected):
-        raise NotAuthenticated("wrong proof: give all daemons of a cluster the same cluster secret")
+        raise NotAuthenticated(
+            "wrong proof: set the same cluster secret on all daemons of the cluster"
+        )
     stream.peer_node = hello.node
     known()
     stream.send(Done(), request)
@@ -126,14 +127,14 @@ def _answer(stream: Stream, kind: type[M]) -> M:
 
 def _check_nonce(nonce: bytes) -> None:
     if len(nonce) != NONCE_BYTES:
-        raise ProtocolError(f"a nonce has {NONCE_BYTES} bytes, this one {len(nonce)}")
+        raise ProtocolError(f"a nonce must have {NONCE_BYTES} bytes, not {len(nonce)}")
 
 
 def _check_name(stream: Stream, node: str) -> None:
     if stream.peer_node not in (None, node):
         raise NotAuthenticated(
-            f"a peer says that it is node {node!r} and shows the certificate of {stream.peer_node!r}: give each "
-            f"node its own (kvpool certs node)"
+            f"a peer claims to be node {node!r}, but its certificate is for {stream.peer_node!r}: give each node its "
+            "own (kvpool certs node)"
         )
 
 

@@ -50,7 +50,7 @@ class InprocTransport:
     def listen(self, url: str) -> str:
         with _lock:
             if url in _served:
-                raise ConfigError(f"cannot listen on {url}: another transport does")
+                raise ConfigError(f"cannot listen on {url}: another transport already does")
             _served[url] = self
             self._urls.append(url)
         return url
@@ -83,7 +83,7 @@ class InprocTransport:
         with _lock:
             peer = _served.get(url)
         if peer is None:
-            raise Unavailable(f"{url} cannot be reached: nothing listens")
+            raise Unavailable(f"{url} is unreachable: nothing listens there")
         ours, theirs = self.identity, peer.identity
         if (ours.cluster, ours.secret) != (theirs.cluster, theirs.secret):
             raise NotAuthenticated(f"{url} belongs to another cluster, or has another secret")
@@ -102,7 +102,7 @@ class InprocTransport:
         keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
         start, nbytes = span_of(order)
         if len(keys) > KEY_BYTES and len(keys) // KEY_BYTES * nbytes > peer.limits.fetch_bytes_max:
-            raise LimitExceeded("more bytes in one request than the peer loans")
+            raise LimitExceeded("the request is larger than the peer loans at a time")
         wanted = OpenLoan(
             order.tenant,
             order.digest,

@@ -91,15 +91,15 @@ class Server:
             raise ConfigError(f"cannot listen on {url}: {error}") from None
         if not self._identity.secret and not is_loopback((family, address)):
             raise ConfigError(
-                f"{url} can be reached from other machines, and no cluster secret is set: "
-                f"set one (KVPOOL_CLUSTER_SECRET), the same on all daemons, or listen on 127.0.0.1"
+                f"{url} is reachable from other machines, and no cluster secret is set: set one "
+                "(KVPOOL_CLUSTER_SECRET), the same on all daemons, or listen on 127.0.0.1"
             )
         safe = self._identity.tls is not None or self._identity.plaintext
         if not safe and not is_loopback((family, address)):
             raise ConfigError(
-                f"{url} can be reached from other machines, and its connections would not be encrypted: make "
-                f"certificates (kvpool certs init; for each node kvpool certs node) and set tls_cert, tls_key "
-                f"and tls_ca, or where that network is trusted, plaintext (--plaintext)"
+                f"{url} is reachable from other machines, and its connections would not be encrypted: create "
+                "certificates (kvpool certs init; for each node kvpool certs node) and set tls_cert, tls_key and "
+                "tls_ca; or, in a trusted network, plaintext (--plaintext)"
             )
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:

@@ -37,10 +37,10 @@ class Memory:
         if view is None:
             raise InvalidRequest(f"there is no segment {segment} here")
         if not 0 < nbytes <= stride:
-            raise InvalidRequest(f"blocks of {nbytes} bytes in slots of {stride}")
+            raise InvalidRequest(f"blocks of {nbytes} bytes do not fit slots of {stride}")
         if rows and (max(array("I", rows)) + 1) * stride > len(view):
             raise InvalidRequest(
-                f"row {max(array('I', rows))} of {stride} bytes lies outside of segment {segment}"
+                f"row {max(array('I', rows))} of {stride} bytes is outside of segment {segment}"
             )
 
     def present_rows(self, rows: bytes) -> tuple[bytes, bytes]:

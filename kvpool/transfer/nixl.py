@@ -216,7 +216,9 @@ class _Conversation(Conversation):
             if isinstance(message, Taken):
                 return
             if not isinstance(message, Describe):
-                raise ProtocolError(f"a {type(message).__name__} while blocks are being read")
+                raise ProtocolError(
+                    f"a {type(message).__name__} arrived while blocks are being read"
+                )
             metadata = self._agent.describe(self._stream.deadline)
             self._stream.send_buffers([memoryview(encode(Bytes(metadata), request))])
 
@@ -337,7 +339,7 @@ class _Fetch:
         try:
             read = self._ended.get(timeout=deadline.left())
         except queue.Empty:
-            raise Unavailable(f"the peer was not read within {deadline.seconds:g} s") from None
+            raise Unavailable(f"the peer did not read within {deadline.seconds:g} s") from None
         if read is None:
             raise Unavailable("the transfer was cancelled")
         self._under_way -= 1
@@ -369,11 +371,11 @@ def check_readable(answer: Readable, count: int, nbytes: int) -> list[int]:
     """Indices of the blocks that can be read. Raises `ProtocolError` for an answer that does not fit."""
     indices = [index for index, there in enumerate(answer.present) if there]
     if len(answer.present) != count or answer.present.count(1) != len(indices):
-        raise ProtocolError("a Readable does not fit its Fetch: one byte a key, 0 or 1")
+        raise ProtocolError("a Readable must match its Fetch: one byte per key, 0 or 1")
     if len(answer.checksums) != CHECKSUM_BYTES * len(indices) or len(answer.rows) != 4 * len(
         indices
     ):
-        raise ProtocolError("a Readable has a checksum and a row for each block")
+        raise ProtocolError("a Readable must have a checksum and a row for each block")
     last = max(array("I", answer.rows), default=0)
     if indices and not (
         0 < answer.base < 1 << 62
@@ -381,7 +383,7 @@ def check_readable(answer: Readable, count: int, nbytes: int) -> list[int]:
         and (last + 1) * answer.stride < 1 << 62
     ):
         raise ProtocolError(
-            f"a Readable of blocks at {answer.base:#x}, {answer.stride} bytes from one to the next"
+            f"a Readable has blocks at {answer.base:#x}, {answer.stride} bytes apart"
         )
     return indices
 

@@ -224,7 +224,7 @@ class Agent:
         """
         if len(metadata) > METADATA_BYTES_MAX:
             raise ProtocolError(
-                f"a peer describes its memory in {len(metadata)} bytes; at most {METADATA_BYTES_MAX}"
+                f"a peer's memory description has {len(metadata)} bytes; the limit is {METADATA_BYTES_MAX}"
             )
         self._ask(lambda: self._meet(peer, metadata), deadline)
         if not self.knows(peer, 0):
@@ -260,9 +260,9 @@ class Agent:
         try:
             name = self._nixl.add_remote_agent(metadata)
         except self._failures as error:
-            raise ProtocolError(f"a peer's description of its memory is not one: {error}") from None
+            raise ProtocolError(f"a peer's memory description is invalid: {error}") from None
         if name not in {peer, peer.encode()}:
-            raise ProtocolError(f"a peer called {peer!r} described {name!r}")
+            raise ProtocolError(f"peer {peer!r} sent the memory description of {name!r}")
 
     def _remember(self, peer: str, version: int) -> None:
         self._known[peer] = version
@@ -340,7 +340,7 @@ class Agent:
     def _do(self, job: Callable[[], None]) -> None:
         with self._changed:
             if self._closing:
-                raise Unavailable("NIXL is being closed here")
+                raise Unavailable("NIXL is closing on this node")
             self._jobs.append(job)
             self._changed.notify_all()
 

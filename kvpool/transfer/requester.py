@@ -139,9 +139,11 @@ def _present(answer: Fetched, count: int) -> list[int]:
     """Indices of the blocks that follow."""
     indices = [index for index, there in enumerate(answer.present) if there]
     if len(answer.present) != count or answer.present.count(1) != len(indices):
-        raise ProtocolError("a Fetched does not fit its Fetch: one byte a key, 0 or 1")
+        raise ProtocolError("a Fetched must match its Fetch: one byte per key, 0 or 1")
     if len(answer.checksums) != CHECKSUM_BYTES * len(indices):
-        raise ProtocolError(f"a Fetched has {CHECKSUM_BYTES} bytes of checksum for each block")
+        raise ProtocolError(
+            f"a Fetched must have {CHECKSUM_BYTES} bytes of checksum for each block"
+        )
     return indices
 
 

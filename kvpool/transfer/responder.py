@@ -43,7 +43,7 @@ class Budget:
                     left = deadline.left()
                 except Unavailable:
                     raise LimitExceeded(
-                        f"this daemon loans {self._limit} bytes at a time, the limit, and all are in use"
+                        f"this daemon's limit of {self._limit} bytes on loan is in use"
                     ) from None
                 self._changed.wait(left)
             self._taken += amount
@@ -106,7 +106,7 @@ class Conversation:
         elif isinstance(message, Corrupt):
             self._report(message)
         else:
-            raise ProtocolError(f"a {type(message).__name__} where a request was expected")
+            raise ProtocolError(f"a {type(message).__name__} is not a request")
 
     def _answer(self, request: int, question: Ask | Offer) -> None:
         stream = self._stream
@@ -123,7 +123,7 @@ class Conversation:
         stream = self._stream
         if isinstance(question, Operate) and question.node != stream.peer_node:
             raise ProtocolError(
-                "a peer asks in another node's name"
+                "a peer asks on behalf of another node"
             )  # which the audit log would tell
         stream.deadline = Deadline(min(question.wait_s, AWAIT_S_MAX) + AWAIT_LATE_S)
         try:
@@ -152,11 +152,11 @@ class Conversation:
             sent.digest,
             sent.part,
         ):
-            raise ProtocolError("a Corrupt for something that was not fetched")
+            raise ProtocolError("a Corrupt must follow a Fetch")
         if len(report.keys) % KEY_BYTES or not set(split_keys(report.keys)).issubset(
             split_keys(sent.keys)
         ):
-            raise ProtocolError("a Corrupt for blocks that were not fetched")
+            raise ProtocolError("a Corrupt names blocks that were not fetched")
         self._stream.deadline = Deadline(CORRUPT_S)
         wanted = OpenLoan(sent.tenant, sent.digest, sent.part, sent.nbytes, report.keys, CORRUPT_S)
         try:
@@ -203,12 +203,12 @@ class Conversation:
     def _size(self, fetch: Fetch) -> int:
         count, rest = divmod(len(fetch.keys), KEY_BYTES)
         if rest or fetch.nbytes <= 0 or not is_span(fetch):
-            raise ProtocolError("a Fetch with broken keys or sizes")
+            raise ProtocolError("a Fetch has invalid keys or sizes")
         size = count * span_of(fetch)[1]
         if count > KEYS_MAX or (count > 1 and size > self._limits.fetch_bytes_max):
             raise LimitExceeded(
-                f"a Fetch of {count} keys and {size} bytes; at most {KEYS_MAX} keys and "
-                f"{self._limits.fetch_bytes_max} bytes here: run all daemons with the same limits"
+                f"a Fetch of {count} keys and {size} bytes; the limits are {KEYS_MAX} keys and "
+                f"{self._limits.fetch_bytes_max} bytes: run all daemons with the same limits"
             )
         return size
 

@@ -111,8 +111,8 @@ class Stream:
         if length > limit:
             if header.startswith(TLS_HANDSHAKE):
                 raise ProtocolError(
-                    "the peer speaks TLS, and this daemon does not: give all daemons of the cluster "
-                    "certificates (kvpool certs node; tls_cert, tls_key, tls_ca), or none"
+                    "the peer uses TLS, and this daemon does not: give all daemons of the cluster certificates "
+                    "(kvpool certs node; tls_cert, tls_key, tls_ca), or none"
                 )
             raise ProtocolError(
                 f"the peer sent a frame of {length} bytes; the limit here is {limit}"
@@ -166,7 +166,7 @@ class Stream:
         if fd in ready:
             return
         if ready:
-            raise Closed("the peer did not wait for its answer")
+            raise Closed("the peer disconnected before its answer")
         raise Unavailable(f"there was no answer for the peer within {self.deadline.seconds:g} s")
 
     def _receive_some(self, buffers: Sequence[memoryview]) -> int:

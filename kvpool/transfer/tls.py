@@ -179,7 +179,7 @@ class TlsStream(Stream):
 
     def wait_beside(self, fd: int) -> None:
         if self._heard():
-            raise Closed("the peer did not wait for its answer")
+            raise Closed("the peer disconnected before its answer")
         super().wait_beside(fd)
 
     def readable(self) -> bool:
@@ -229,4 +229,4 @@ def _mapped(error: ssl.SSLError) -> KvpoolError:
     _, alert, what = reason.partition(" alert ")
     if alert:
         return NotAuthenticated(f"the peer refuses this daemon or its certificate: {what}")
-    return ProtocolError(f"the peer's TLS is wrong: {reason}")
+    return ProtocolError(f"the peer's TLS handshake or record is invalid: {reason}")

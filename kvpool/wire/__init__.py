@@ -1,1 +1,1 @@
-"""What travels between clients, daemons and their workers: one module for each conversation, `frame` below them all."""
+"""Messages between clients, daemons and their workers: one module per conversation, `frame` below them all."""

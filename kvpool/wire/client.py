@@ -80,9 +80,9 @@ class Welcome(Message, tag=2):
 class OpenNamespace(Message, tag=10):
     """`fields`: canonical JSON whose digest is checked. `parts`: [nbytes, kind, window, stride] each.
 
-    `generation`: that of the client's weights, from an `Opened` of before; -1: its weights are the present
-    ones. The settings are those wanted if the namespace is new to the cluster: see `Configure`; `replicas` 0
-    is one, and empty `write` as each node does by default.
+    `generation`: of the client's weights, from an earlier `Opened`; -1: its weights are the current
+    ones. The settings apply if the namespace is new to the cluster: see `Configure`; `replicas` 0
+    is one, and empty `write` is each node's default.
     """
 
     digest: bytes
@@ -97,9 +97,9 @@ class OpenNamespace(Message, tag=10):
 
 
 class Opened(Message, tag=36):
-    """`number`: the namespace's, in this incarnation. `generation`: of weights, that the client is in.
+    """`number`: the namespace's, in this incarnation. `generation`: of the client's weights.
 
-    `current`: whether that is the living one; else reads find nothing and writes are refused.
+    `current`: whether that is the current one; otherwise reads find nothing and writes are refused.
     """
 
     number: int
@@ -108,7 +108,7 @@ class Opened(Message, tag=36):
 
 
 class Reserve(Message, tag=11):
-    """`ticket` names the reservation; the client chooses it, so that it can abort what it never heard of.
+    """`ticket` names the reservation; the client chooses it, so that it can abort without having seen the answer.
 
     `parent`: the key before the first one in the prefix chain, or empty.
     """
@@ -121,7 +121,7 @@ class Reserve(Message, tag=11):
 
 
 class Reserved(Message, tag=12):
-    """`rows`: one a key, `NO_ROW` where the block is there already."""
+    """`rows`: one a key, `NO_ROW` where the block is present already."""
 
     stride: int
     rows: bytes
@@ -130,7 +130,7 @@ class Reserved(Message, tag=12):
 class Commit(Message, tag=13):
     """`checksums`: 16 bytes for each row handed out, in order. `indices` (u32) commits only these keys.
 
-    `replicas`: wanted in the cluster; 0: as many as the namespace says.
+    `replicas`: wanted in the cluster; 0: the namespace's setting.
     """
 
     ticket: int
@@ -140,10 +140,10 @@ class Commit(Message, tag=13):
 
 
 class Progress(Message, tag=52):
-    """The first `nbytes` bytes of each slot of this reservation are as they will be committed.
+    """The first `nbytes` bytes of each slot of this reservation are final.
 
-    Peers who follow the prompt may pull them now. A promise that does not hold costs them a transfer: what they
-    have read is compared with the checksums at the commit.
+    Peers that stream the prompt may pull them now. A wrong report costs them a transfer: the bytes
+    are compared with the checksums at the commit.
     """
 
     ticket: int
@@ -159,9 +159,9 @@ class Abort(Message, tag=14):
 class Acquire(Message, tag=15):
     """A lease on the longest usable prefix, or with `scattered` on each of the keys that is present.
 
-    `parts`: empty means all. `wait_s`: how long to wait for blocks that must come from other nodes. `recompute`:
-    see `Pull`; not with `scattered`, where no block replaces the computing of those behind it. `life`: of the
-    device memory that the client is attached to, and reads by itself; 0: none. Not with `scattered`.
+    `parts`: empty means all. `wait_s`: how long to wait for blocks from other nodes. `recompute`:
+    see `Pull`; not with `scattered`, where blocks do not depend on each other. `life`: of the
+    device memory that the client is attached to and reads itself; 0: none. Not with `scattered`.
     """
 
     ns: int
@@ -191,10 +191,10 @@ class LeasedPart(Message):
 
 
 class Leased(Message, tag=16):
-    """`token` is empty when nothing is there.
+    """`token` is empty when nothing is present.
 
     `lease_s`: how long the lease lasts, counted from when the daemon got the request. So a client that
-    counts from when it asked never believes in a lease that has ended, however late the answer comes.
+    counts from its request never uses a lease that has ended, however late the answer arrives.
     `life`: of the device memory that the lease has rows of; 0: of none.
     """
 
@@ -219,7 +219,7 @@ class Release(Message, tag=18):
 
 
 class Match(Message, tag=19):
-    """How long the usable prefix is that is present."""
+    """Length of the usable prefix that is present."""
 
     ns: int
     keys: bytes
@@ -235,7 +235,7 @@ class Contains(Message, tag=20):
 
 
 class Remove(Message, tag=22):
-    """Take blocks out of all tiers of this node."""
+    """Remove the blocks from all tiers of this node."""
 
     ns: int
     keys: bytes
@@ -250,15 +250,15 @@ class Pin(Message, tag=23):
 
 
 class Stats(Message, tag=24):
-    """The node's numbers, of the client's tenant."""
+    """The node's statistics, for the client's tenant."""
 
 
 class Pull(Message, tag=25):
     """Bring the blocks here from other nodes, all parts, before `wait_s` is over.
 
     `recompute`: seconds that the client takes to compute the first block, and how many more each further one
-    takes than the one before it. What would take longer to bring is left out. None: not known, bring all.
-    `life`: of the device memory that the client's engine reads by itself: what is there counts as here; 0: none.
+    takes than the one before it. Blocks that take longer to bring are left out. None: not known, bring all.
+    `life`: of the device memory that the client's engine reads itself: blocks there count as here; 0: none.
     """
 
     ns: int
@@ -280,7 +280,7 @@ class Grant(Message, tag=26):
 class Store(Message, tag=27):
     """Granted slots have been written; these are their keys and checksums. One exchange a put.
 
-    `count`: how many granted slots the client would like to have for the next one. `replicas`: see `Commit`.
+    `count`: how many granted slots the client wants for the next one. `replicas`: see `Commit`.
     """
 
     ns: int
@@ -294,7 +294,7 @@ class Store(Message, tag=27):
 
 
 class Stored(Message, tag=28):
-    """`new`: blocks newly stored. `unused`: rows whose block was there already; they stay granted.
+    """`new`: blocks newly stored. `unused`: rows whose block was present already; they stay granted.
 
     `fresh`: further rows, granted now.
     """
@@ -307,7 +307,7 @@ class Stored(Message, tag=28):
 class GiveBack(Message, tag=29):
     """Granted slots that nobody writes to any more, and that are not needed.
 
-    `stride` 0: all that this client was ever granted, also what it has not heard of.
+    `stride` 0: all that this client was ever granted, including unreceived grants.
     """
 
     stride: int
@@ -315,10 +315,10 @@ class GiveBack(Message, tag=29):
 
 
 class Reset(Message, tag=30):
-    """This engine's weights are new: none of the namespace's blocks may be read any more, by anybody.
+    """This engine's weights are new: none of the namespace's blocks may be read any more, by any client.
 
-    `generation`: of its weights so far; they are of the next one now. Begins that one's epoch, or enters
-    it where another engine's reset has begun it. Where there are later ones already, this engine stays out.
+    `generation`: of its previous weights; it enters the next one. Starts that generation's epoch, or enters
+    it if another engine's reset has started it. If there are later ones already, this engine stays out.
     """
 
     ns: int
@@ -326,11 +326,11 @@ class Reset(Message, tag=30):
 
 
 class FollowEvents(Message, tag=50):
-    """This client's engine tells of its own cache in KV events: follow them, as long as its process lives.
+    """This client's engine publishes KV events of its own cache: follow them, as long as its process lives.
 
-    `endpoint`: to connect to, on this machine; empty: follow them no more. `replay`: where missed ones are
+    `endpoint`: to connect to, on this machine; empty: stop following. `replay`: where missed ones are
     repeated, or empty. `groups`: the cache group, in the events' numbers, of each part of the namespace.
-    One engine a client: another message takes the place of the one before.
+    One engine a client: a new message replaces the previous one.
     """
 
     ns: int
@@ -343,7 +343,7 @@ class FollowEvents(Message, tag=50):
 class Follow(Message, tag=51):
     """Bring a prompt's blocks here while an engine elsewhere computes them, until `wait_s` is over.
 
-    `source`: the node of that engine, or empty where that is not known. `parts`: empty means all.
+    `source`: the node of that engine, or empty if unknown. `parts`: empty means all.
     """
 
     ns: int
@@ -355,9 +355,9 @@ class Follow(Message, tag=51):
 
 
 class AnnounceEngine(Message, tag=53):
-    """This client's engine takes requests: tell all nodes, as long as its process lives.
+    """This client's engine accepts requests: announce it to all nodes, as long as its process lives.
 
-    `engine`: null: not any more. One engine a client: another message takes the place of the one before.
+    `engine`: null: withdraw it. One engine a client: a new message replaces the previous one.
     """
 
     ns: int
@@ -371,10 +371,11 @@ class Engines(Message, tag=54):
 
 
 class Prefixes(Message, tag=58):
-    """How much of a prefix each node could give, by the directory, in blocks: `{node: [in memory, with disks]}`.
+    """How much of a prefix each node could provide, by the directory, in blocks: `{node: [in memory, with
+    disks]}`.
 
-    `digest`: of the namespace, without its epoch; this node need not have it open. `wait_s`: what does not
-    answer in that time is left out.
+    `digest`: of the namespace, without its epoch; this node need not have it open. `wait_s`: answers that take
+    longer are left out.
     """
 
     digest: bytes

@@ -1,4 +1,4 @@
-"""Frames and versions of the protocol, and the answers that every conversation has.
+"""Frames and versions of the protocol, and the answers common to every conversation.
 
 A frame, on the control socket, between the daemon's processes, and ahead of bulk bytes between daemons:
 
@@ -8,25 +8,25 @@ A frame, on the control socket, between the daemon's processes, and ahead of bul
     +--------+-----------+---------------------------+
       u32 LE   u32 LE      `length` bytes
 
-`request` is chosen by who asks and repeated in the answer; 0 asks for no answer. A message is an array
-whose first element is its type number; each number is given once, over all modules of this package. Here are the
-answers that all have:
+The sender chooses `request` and the answer repeats it; 0 requests no answer. A message is an array
+whose first element is its type number; each number is unique over all modules of this package. The
+common answers:
 
     type  message          direction             answer
     ----  ---------------  --------------------  ----------------
     3     Error            any answer
     4     Done             answer: a count
-    21    Bytes            answer: see the question
+    21    Bytes            answer: see the request
 
 Block keys, checksums and row numbers are packed into one bytes object each: one object a batch decodes
 tens of times faster than one a block. Rows are u32 LE; `NO_ROW` stands for "nothing here".
-Times that travel are durations in seconds, never time stamps.
-`trace` is the W3C `traceparent` of whoever asks, or empty; what is not valid or not sampled counts as empty.
+Times are sent as durations in seconds, never as time stamps.
+`trace` is the W3C `traceparent` of the requester, or empty; invalid or unsampled ones count as empty.
 
-Versions: each side says in its first message which it speaks best, and the oldest that it speaks. The lower
-one of the two best is spoken, and who does not speak that is refused then. From one version to the next a
-message may get further fields at its end, with defaults: who is older does not look at them, who is newer
-finds the defaults. Nothing else of a message changes, and none is sent to those who are too old to know it.
+Versions: each side states in its first message the newest and the oldest version that it supports. The lower
+of the two newest is used; a side that does not support it refuses. A new version may append fields
+with defaults to a message: an older side ignores them, a newer side uses the
+defaults. Nothing else of a message changes, and new messages are not sent to older sides.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ PROTOCOL_VERSION = 7
 PROTOCOL_OLDEST = 6
 HEADER = struct.Struct("<II")
 FRAME_BYTES_MAX = 16 << 20
-HELLO_BYTES_MAX = 64 << 10  # what a connection may send before it has introduced itself
+HELLO_BYTES_MAX = 64 << 10  # what a connection may send before its handshake ends
 KEYS_MAX = 1 << 16  # keys in one request
 NO_ROW = 0xFFFFFFFF
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Base of all messages: an array on the wire, immutable, owned by whoever decoded it."""
+    """Base of all messages: an array on the wire, immutable, owned by the decoder."""
 
 
 def spoken(version: int, oldest: int) -> int | None:
-    """The version that is spoken with somebody who speaks these; None: none is. oldest: 0 for `version`."""
+    """The version to use with a side that supports these; None: there is none. oldest: 0 for `version`."""
     lower = min(version, PROTOCOL_VERSION)
     return lower if lower >= max(oldest or version, PROTOCOL_OLDEST) else None
 
@@ -63,8 +63,8 @@ def agree(version: int, oldest: int, whose: str) -> int:
     found = spoken(version, oldest)
     if found is None:
         raise ProtocolError(
-            f"this side speaks protocol {_range(PROTOCOL_VERSION, PROTOCOL_OLDEST)}, {whose} "
-            f"{_range(version, oldest)}: install the same or neighbouring versions of kvpool on both sides"
+            f"this side supports protocol {_range(PROTOCOL_VERSION, PROTOCOL_OLDEST)}, {whose} "
+            f"{_range(version, oldest)}: install the same or adjacent versions of kvpool on both sides"
         )
     return found
 
@@ -74,20 +74,20 @@ def _range(version: int, oldest: int) -> str:
 
 
 class Error(Message, tag=3):
-    """What went wrong, by the code of `kvpool.errors`."""
+    """An error, by the code of `kvpool.errors`."""
 
     code: str
     message: str
 
 
 class Done(Message, tag=4):
-    """It is done; `value`: a count, where there is one."""
+    """Success; `value`: a count, if there is one."""
 
     value: int = 0
 
 
 class Bytes(Message, tag=21):
-    """Data that the request gives a meaning."""
+    """Data whose meaning depends on the request."""
 
     data: bytes
 
@@ -113,18 +113,18 @@ def encode(message: Message, request: int) -> bytes:
     payload = _encoder.encode(message)
     if len(payload) > FRAME_BYTES_MAX:
         raise ProtocolError(
-            f"a {type(message).__name__} of {len(payload)} bytes: frames are at most {FRAME_BYTES_MAX}"
+            f"a {type(message).__name__} has {len(payload)} bytes; the limit is {FRAME_BYTES_MAX}"
         )
     return HEADER.pack(len(payload), request) + payload
 
 
 def error_message(error: KvpoolError) -> Error:
-    """An error as it travels."""
+    """An error as a message."""
     return Error(error.code, str(error))
 
 
 def raise_error(error: Error) -> None:
-    """Raise what `error_message` has packed."""
+    """Raise the error that `error_message` has packed."""
     raise from_code(error.code, error.message)
 
 
@@ -138,7 +138,7 @@ if array("I", [1]).tobytes() != b"\x01\x00\x00\x00":
 
 
 class FrameReader:
-    """Cuts a stream into frames. Feed it what arrives; it holds at most one frame that is incomplete.
+    """Splits a stream into frames. Feed it received bytes; it holds at most one incomplete frame.
 
     Not thread-safe: one reader a connection.
     """
@@ -163,7 +163,7 @@ class FrameReader:
         while end - at >= 8:
             length, request = HEADER.unpack_from(data, at)
             if length > self.limit:
-                raise ProtocolError(f"a frame of {length} bytes: the limit here is {self.limit}")
+                raise ProtocolError(f"a frame has {length} bytes; the limit here is {self.limit}")
             stop = at + 8 + length
             if stop > end:
                 break
@@ -175,5 +175,5 @@ class FrameReader:
 
     @property
     def partial(self) -> bool:
-        """Whether the stream stands inside a frame: an end here cuts one off."""
+        """Whether the stream is inside a frame: an end here truncates one."""
         return bool(self._pending)

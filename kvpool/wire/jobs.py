@@ -1,7 +1,7 @@
-"""What operators have done that takes a while: what they ask for, and how far it has come.
+"""Operators' long-running jobs: their specifications and progress.
 
-Each is asked for as JSON, with `kind` naming which. A job runs on one node; one that concerns a cluster has the same
-name on each of its nodes.
+Each is requested as JSON, with `kind` naming which. A job runs on one node; one that concerns a cluster has the
+same name on each of its nodes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 class EvictJob(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="evict"
 ):
-    """Give blocks up. Without any limit: all of the tenant's on the node.
+    """Evict blocks. Without any limit: all of the tenant's on the node.
 
-    namespace: only its blocks. keys: only these; with `chains`, and what follows them in their prefix chains. tiers:
-    only there; none: in all. unused_s: only what nobody has used for so long. least_bytes: of all that, what is worth
-    least, until so many bytes are free; not together with the others but `tiers`.
+    namespace: only its blocks. keys: only these; with `chains`, also the blocks behind them in their prefix
+    chains. tiers: only there; none: in all. unused_s: only blocks not used for this long. least_bytes: the least
+    valuable of these, until this many bytes are free; combined only with `tiers`.
     """
 
     namespace: Digest = ""
@@ -50,10 +50,11 @@ class EvictJob(
 class WarmJob(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="warm"
 ):
-    """Have blocks in this node's memory, from wherever they are.
+    """Bring blocks into this node's memory, from any tier or node.
 
-    keys: in prefix order; none: all that node `source` has of the namespace. move: `source` gives up what has come;
-    where there is no room for more that nobody else's only replicas have, the job fails, and the rest stays there.
+    keys: in prefix order; none: all that node `source` has of the namespace. move: `source` drops the blocks that
+    have arrived; if there is room only by dropping other blocks' sole replicas, the job fails, and the rest stays
+    there.
     """
 
     namespace: Digest
@@ -72,7 +73,7 @@ JobSpec = EvictJob | WarmJob | ScrubJob
 
 
 class JobState(StrEnum):
-    """How far a job is."""
+    """The state of a job."""
 
     RUNNING = "running"
     DONE = "done"
@@ -81,11 +82,11 @@ class JobState(StrEnum):
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """How far a job has come on one node.
+    """A job's progress on one node.
 
-    seen, total: blocks looked at, and about how many there are to look at; 0: not known. blocks, nbytes: of what it
-    was for (given up, brought, found broken), or with `dry_run` would be. kept: blocks that it would have been for,
-    if they were not pinned. age_s: since it began; took_s: until it ended, or up to now.
+    seen, total: blocks examined, and about how many there are to examine; 0: not known. blocks, nbytes: processed
+    (evicted, brought, found damaged), or with `dry_run` would be. kept: blocks left out
+    because they are pinned. age_s: since its start; took_s: until its end, or up to now.
     """
 
     job: str
@@ -110,20 +111,20 @@ def parse_job(raw: bytes) -> JobSpec:
     try:
         spec: JobSpec = msgspec.json.decode(raw, type=JobSpec)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"this is no job: {error}") from None
+        raise InvalidRequest(f"not a valid job: {error}") from None
     match spec:
         case EvictJob(least_bytes=least) if least and (
             spec.namespace or spec.keys or spec.unused_s
         ):
             raise InvalidRequest(
-                "least_bytes chooses by worth alone: not with namespace, keys or unused_s"
+                "least_bytes selects by value alone: do not combine it with namespace, keys or unused_s"
             )
         case EvictJob(keys=[], chains=True):
-            raise InvalidRequest("chains begin at keys: name some")
+            raise InvalidRequest("chains need keys: name at least one")
         case WarmJob(namespace=""):
-            raise InvalidRequest("name the namespace whose blocks are wanted")
+            raise InvalidRequest("name the namespace of the blocks")
         case WarmJob(keys=[], source=""):
-            raise InvalidRequest("name keys, or the node whose blocks are wanted (source)")
+            raise InvalidRequest("name keys, or the node to copy the blocks from (source)")
         case WarmJob(source="", move=True):
             raise InvalidRequest("to move blocks, name the node to move them from (source)")
     return spec

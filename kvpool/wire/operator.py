@@ -1,4 +1,4 @@
-"""What operators ask a daemon, over a client's connection or through `OnNode` any node of the cluster.
+"""Operators' requests to a daemon, over a client's connection or through `OnNode` to any node of the cluster.
 
 type  message          direction             answer
 ----  ---------------  --------------------  ----------------
@@ -7,10 +7,10 @@ type  message          direction             answer
 33    Drain            operator → daemon     Done
 34    Clear            operator → daemon     Done: the new epoch
 35    Configure        operator → daemon     Done
-37    Evict            operator → daemon     Done: blocks that went
+37    Evict            operator → daemon     Done: evicted blocks
 38    PinBlocks        operator → daemon     Done: blocks pinned or unpinned
 39    Scrub            operator → daemon     Bytes: a JSON object
-100   OnNode           operator → daemon     what the request in it is answered with
+100   OnNode           operator → daemon     the answer to the request in it
 101   Inspect          operator → daemon     Bytes: a JSON object
 102   ListBlocks       operator → daemon     Bytes: a JSON object
 103   ShowBlocks       operator → daemon     Bytes: a JSON array
@@ -42,27 +42,27 @@ class Locate(Message, tag=32):
 
 
 class Drain(Message, tag=33):
-    """Have a node copy its sole replicas elsewhere and leave, or with `wanted` false, call that off."""
+    """Have a node copy its sole replicas elsewhere and leave, or with `wanted` false, cancel that."""
 
     node: str
     wanted: bool = True
 
 
 class Clear(Message, tag=34):
-    """Begin a new epoch of a namespace. Engines go on in it, but with `fence` only once they reopen it."""
+    """Start a new epoch of a namespace. Engines continue in it, with `fence` only once they reopen it."""
 
     digest: bytes
     fence: bool = False
 
 
 class Configure(Message, tag=35):
-    """Change settings of a namespace in the whole cluster; null: that one stays as it is.
+    """Change settings of a namespace in the whole cluster; null: unchanged.
 
-    `replicas`: how many of each block. `write`: when blocks go to SSD: back, through, none, or empty: as each
-    node does by default. `ttl_s`: a block that was not used for so long on a node is not found there any
-    more; 0: never. `ssd_codec`: blosc2, or empty for none. `write_remote`:
-    when blocks go to object storage: none, or back and empty, which are the same. `dram_quota`, `ssd_quota`: what its blocks may
-    take of each node's memory and disks: bytes, or (not whole) a share of the tenant's part; 0: no quota.
+    `replicas`: how many of each block. `write`: when blocks are written to SSD: back, through, none, or empty:
+    each node's default. `ttl_s`: a block that was not used for this long on a node is dropped there; 0: never.
+    `ssd_codec`: blosc2, or empty for none. `write_remote`: when blocks are written to object storage: none, or
+    back and empty, which are the same. `dram_quota`, `ssd_quota`: quota of each node's memory and disks: bytes,
+    or (not whole) a share of the tenant's part; 0: no quota.
     """
 
     digest: bytes
@@ -76,10 +76,11 @@ class Configure(Message, tag=35):
 
 
 class Evict(Message, tag=37):
-    """Give blocks up on this node, as if there were no room. What is leased goes when its readers are done.
+    """Evict blocks on this node. Leased blocks are dropped when their readers are done.
 
-    `keys`: empty: all. `digest`: of one namespace; empty: all of the tenant's. `tier`: one, or empty: all. `masks`:
-    for each key the parts that whoever takes it over has: a block of which more is here stays. Empty: nobody does.
+    `keys`: empty: all. `digest`: of one namespace; empty: all of the tenant's. `tier`: one, or empty: all.
+    `masks`: for each key the parts that the node which takes it over has: a block with more parts here stays.
+    Empty: no such node.
     """
 
     keys: bytes
@@ -107,10 +108,11 @@ class Scrub(Message, tag=39):
 
 
 class OnNode(Message, tag=100):
-    """An operator's request, for any node of the cluster and any tenant. One does not hold another.
+    """An operator's request, for any node of the cluster and any tenant. Requests do not block each other.
 
-    `node`: its name; empty: the one that is asked. `request`: the payload of a frame. `tenant`: whose namespaces it is
-    about; empty: the connection's. `by`: on whose behalf, for the audit log. `wait_s`: for the other node's answer.
+    `node`: its name; empty: the local one. `request`: the payload of a frame. `tenant`: whose namespaces it is
+    about; empty: the connection's. `by`: on whose behalf, for the audit log. `wait_s`: for the other node's
+    answer.
     """
 
     node: str
@@ -121,14 +123,15 @@ class OnNode(Message, tag=100):
 
 
 class Inspect(Message, tag=101):
-    """All numbers of this node, of all its tenants."""
+    """All statistics of this node, for all its tenants."""
 
 
 class ListBlocks(Message, tag=102):
-    """Some of this node's blocks, from `cursor` on (empty: from the beginning). JSON: blocks, cursor (null: the end).
+    """Some of this node's blocks, from `cursor` on (empty: from the beginning). JSON: blocks, cursor (null: the
+    end).
 
-    Fewer than `count` may come where a cursor does. `tier`: dram, ssd or device. `digest`: of one namespace; empty:
-    of all that the tenant has.
+    Fewer than `count` may come with a cursor. `tier`: dram, ssd or device. `digest`: of one namespace; empty:
+    all of the tenant's.
     """
 
     tier: str
@@ -138,14 +141,14 @@ class ListBlocks(Message, tag=102):
 
 
 class ShowBlocks(Message, tag=103):
-    """What this node has of these blocks, tier by tier. JSON: one object for each block that is here."""
+    """This node's replicas of these blocks, tier by tier. JSON: one object for each block that is here."""
 
     digest: bytes
     keys: bytes
 
 
 class BeginJob(Message, tag=104):
-    """`spec`: JSON, one of `kvpool.wire.jobs.JobSpec`. `job`: its name, which this node does not know yet.
+    """`spec`: JSON, one of `kvpool.wire.jobs.JobSpec`. `job`: its name, new to this node.
 
     JSON: a `kvpool.wire.jobs.JobView`.
     """
@@ -162,13 +165,13 @@ class Jobs(Message, tag=105):
 
 
 class StopJob(Message, tag=106):
-    """Stop a job that runs."""
+    """Stop a running job."""
 
     job: str
 
 
 class Events(Message, tag=107):
-    """What happened after event `after`; when that is nothing, what comes within `wait_s`.
+    """The events after number `after`; if there are none, those of the next `wait_s`.
 
     JSON: events, first (the oldest that is remembered), last.
     """
@@ -179,17 +182,17 @@ class Events(Message, tag=107):
 
 
 class Settings(Message, tag=108):
-    """This node's configuration as it is now; of secrets only whether they are set."""
+    """This node's current configuration; of secrets only whether they are set."""
 
 
 class ChangeSettings(Message, tag=109):
-    """`changes`: a JSON object, settings by name. They hold until the daemon ends."""
+    """`changes`: a JSON object, settings by name. They apply until the daemon ends."""
 
     changes: bytes
 
 
 class TakeSpans(Message, tag=121):
-    """The oldest finished spans of this node, `count` at most, which then are not kept any longer.
+    """The oldest finished spans of this node, `count` at most; they are removed there.
 
     JSON: spans, left, dropped; see `kvpool.telemetry.spans.Batch`.
     """

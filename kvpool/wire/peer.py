@@ -1,4 +1,4 @@
-"""Messages between daemons: introduction, fetches, questions.
+"""Messages between daemons: handshake, fetches, requests.
 
 type  message          direction             answer
 ----  ---------------  --------------------  ----------------
@@ -10,9 +10,9 @@ type  message          direction             answer
 45    Ask              daemon → daemon       Done: blocks of the prefix that are there
 46    Corrupt          daemon → daemon       none
 47    Offer            daemon → daemon       Bytes: one byte a key, 1 where the peer has it now
-48    Await            daemon → daemon       Bytes: masks of parts, and what is being written, when there is news
+48    Await            daemon → daemon       Bytes: masks of parts, and blocks being written, on changes
 55    Readable         daemon → daemon       answers a Fetch over NIXL
-56    Describe         daemon → daemon       Bytes: what NIXL needs to read here
+56    Describe         daemon → daemon       Bytes: NIXL's metadata for reading here
 57    Taken            daemon → daemon       none
 59    Operate          daemon → daemon       Bytes: the answer to the request in it
 """
@@ -26,7 +26,7 @@ from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
 BEING_WRITTEN = struct.Struct("<QIIIQ")  # in answers to `Await`
 HEARD = struct.Struct("<QQ")  # in an `Await`
 WRITINGS_MAX = 1024  # runs of blocks that are being written, in one answer to `Await`
-WRITTEN_EVERY_S = 0.01  # an `Await` is not answered sooner only because more was written
+WRITTEN_EVERY_S = 0.01  # progress alone does not answer an `Await` sooner
 
 
 class PeerHello(Message, tag=40):
@@ -59,8 +59,8 @@ class PeerProof(Message, tag=42):
 class Fetch(Message, tag=43):
     """Blocks of one part, wanted by `deadline_s` from now. `nbytes` must be the part's at the owner.
 
-    background: nobody waits for them: they come when nothing that is waited for is in the way. `start`: the
-    first byte of each that is wanted. `stop`: the byte behind the last one, of blocks that are being written and
+    background: nobody waits for them: they are served when nothing more urgent is. `start`: the
+    first wanted byte of each. `stop`: the byte behind the last one, of blocks that are being written and
     not committed (see `Await`); 0: they are committed, and all bytes from `start` on are wanted.
     """
 
@@ -99,7 +99,7 @@ class Ask(Message, tag=45):
 
 
 class Corrupt(Message, tag=46):
-    """These blocks arrived, and are not what their owner's checksums say. It drops its replicas.
+    """These blocks arrived and do not match their owner's checksums. It verifies and drops its replicas.
 
     A transfer worker passes it on to its control process. Only for blocks that this peer has just fetched.
     """
@@ -111,10 +111,10 @@ class Corrupt(Message, tag=46):
 
 
 class Offer(Message, tag=47):
-    """A peer, as which `node` and `incarnation` are known to the cluster, would like these blocks kept here.
+    """A peer, known to the cluster as `node` and `incarnation`, asks this node to keep these blocks.
 
-    The node pulls what it wants of them, whole blocks, and then answers; none but what it says it has may
-    be relied on. `reason`: copy (wanted in so many places), forward (a victim of the peer's eviction), or
+    The node pulls the whole blocks that it wants, and then answers; only those that it reports may
+    be relied on. `reason`: copy (replication), forward (a victim of the peer's eviction), or
     drain. `digest`, `fields`, `parts`, `epoch`: the namespace, as in `OpenNamespace`. `age_s`: since the
     most recent use of any of them. `hops`: how often they were forwarded, this time included.
     `mask`: the parts to pull, bit p of byte p // 8.
@@ -137,16 +137,16 @@ class Offer(Message, tag=47):
 
 
 class Await(Message, tag=48):
-    """What is in memory here of these blocks? Asked again and again while an engine here computes them.
+    """Which parts of these blocks are in memory here? Repeated while an engine here computes them.
 
-    Answered at once where any part is here that `known` lacks, else as soon as one is committed, or with
-    `wait_s` over. `known`, and the answer: for each key the parts, bit p of byte p // 8, all of one length.
-    `node`: who asks.
+    Answered at once if any part is here that `known` lacks, else as soon as one is committed, or after
+    `wait_s`. `known`, and the answer: for each key the parts, bit p of byte p // 8, all of one length.
+    `node`: the requester.
 
-    With `heard` the answer also comes when more is written of blocks that are not committed, as their writer
-    says (`Progress`), and behind the masks it has for each run of such keys a `BEING_WRITTEN`: number of the
-    reservation, part, index of the first key, count of keys, bytes that are written of each. `heard`: for each
-    reservation that the asker was told of a `HEARD`: its number, and the bytes.
+    With `heard` the answer is also sent when more is written of blocks that are not committed, as their writer
+    reports (`Progress`), and after the masks it has for each run of such keys a `BEING_WRITTEN`: number of the
+    reservation, part, index of the first key, count of keys, bytes written of each. `heard`: for each
+    reservation that the requester knows a `HEARD`: its number, and the bytes.
     """
 
     node: str
@@ -162,7 +162,7 @@ class Readable(Message, tag=55):
     """A `Fetch` over NIXL: where to read the blocks, which stay until a `Taken`, or the `Fetch`'s deadline.
 
     `present`, `checksums`: as in a `Fetched`. `rows`: u32 for each present key; row n is at `base + n * stride`.
-    `agent`, `version`: who holds them. A peer that does not know it, or only an older version, asks it to
+    `agent`, `version`: the owner's. A peer that does not know it, or only an older version, asks it to
     `Describe` itself first.
     """
 
@@ -176,15 +176,15 @@ class Readable(Message, tag=55):
 
 
 class Describe(Message, tag=56):
-    """What NIXL needs to read from here. Asked between a `Readable` and its `Taken`."""
+    """NIXL's metadata for reading from here. Requested between a `Readable` and its `Taken`."""
 
 
 class Taken(Message, tag=57):
-    """The blocks of the last `Readable` are not read any more."""
+    """The blocks of the last `Readable` are no longer being read."""
 
 
 class Operate(Message, tag=59):
-    """An operator of one node asks another one; `node`: the one that asks, the rest as in `OnNode`.
+    """An operator's request forwarded by another node; `node`: that node, the rest as in `OnNode`.
 
     Answered with the payload of the answer's frame.
     """

@@ -1,4 +1,4 @@
-"""Messages between the control process and its disk and object workers. See `worker` for those that all have.
+"""Messages between the control process and its disk and object workers. Common ones are in `worker`.
 
 type  message          direction             answer
 ----  ---------------  --------------------  ----------------
@@ -39,9 +39,9 @@ from kvpool.wire.worker import AttachSegment, Pulled, StopOrder
 
 
 class DiskStart(Message, tag=70):
-    """First frame on a disk process's control channel: the folder that it owns, and its limits.
+    """First frame on a disk worker's control channel: the folder that it owns, and its limits.
 
-    `size`: bytes that all in the folder may take. `threads`: reads and writes at a time.
+    `size`: the most bytes used in the folder. `threads`: concurrent reads and writes.
     """
 
     path: str
@@ -52,7 +52,7 @@ class DiskStart(Message, tag=70):
 class DiskReady(Message, tag=71):
     """`tables`: number and record of each that the index knows. `direct`: whether the page cache is bypassed.
 
-    `entries_max`: blocks that the index has room for. `codecs`: the names of those that can be used there.
+    `entries_max`: blocks that the index has room for. `codecs`: the names of the available ones.
     """
 
     segment_bytes: int
@@ -71,7 +71,7 @@ class ScanDisk(Message, tag=72):
 class Scanned(Message, tag=73):
     """`entries`: packed as `kvpool.storage.ssd.index.ENTRY`. Empty: that was all.
 
-    `codec_error`: why blocks that are packed cannot be read, though `DiskReady` has named their codec.
+    `codec_error`: why packed blocks cannot be read, although `DiskReady` has named their codec.
     """
 
     entries: bytes
@@ -79,7 +79,7 @@ class Scanned(Message, tag=73):
 
 
 class AddTable(Message, tag=74):
-    """Know a table by a number from now on, after restarts too. The same record has the same number.
+    """Register a table under a number, across restarts too. The same record has the same number.
 
     `table`: the number of a table whose record this one replaces; 0: it is a new one.
     """
@@ -89,7 +89,7 @@ class AddTable(Message, tag=74):
 
 
 class DropTables(Message, tag=75):
-    """Nothing of these is left, and nothing more will come."""
+    """Drop these tables; nothing more is written to them."""
 
     tables: list[int]
 
@@ -97,9 +97,9 @@ class DropTables(Message, tag=75):
 class WriteBlocks(Message, tag=76):
     """Write rows of a segment to slots of the disk: readable after any crash once this is answered.
 
-    `slots`: byte offsets, u64. `forget`: slots whose blocks have gone; that is made durable before anything
-    is written. `depths`: u32. `parents`, `checksums`: 16 bytes a key. `pack`: the blocks are what was packed
-    under this number, and `rows` counts those of its `PackBlocks`; 0: they lie in the segment.
+    `slots`: byte offsets, u64. `forget`: slots whose blocks are gone; that is made durable before anything
+    is written. `depths`: u32. `parents`, `checksums`: 16 bytes a key. `pack`: the blocks were packed
+    under this number, and `rows` counts those of its `PackBlocks`; 0: they are in the segment.
     """
 
     table: int
@@ -128,7 +128,7 @@ class ReadBlocks(Message, tag=78):
     """Read slots of the disk into reserved rows of a segment, and compare them with their checksums.
 
     The answer's `status`: a `BlockStatus` a key: LATE, PRESENT, MISMATCH, FAILED. `lengths`: of
-    the slots, u32, shorter than a whole block where it is packed; empty: none is.
+    the slots, u32, shorter than a whole block if it is packed; empty: none is.
     """
 
     nbytes: int
@@ -142,7 +142,7 @@ class ReadBlocks(Message, tag=78):
 
 
 class ForgetSlots(Message, tag=79):
-    """The blocks in these slots (u64) have gone. Answered when that is durable."""
+    """The blocks in these slots (u64) are gone. Answered when that is durable."""
 
     slots: bytes
     deadline_s: float
@@ -167,7 +167,7 @@ class PinSlots(Message, tag=82):
 
 
 class PackBlocks(Message, tag=83):
-    """Make blocks in rows of a segment smaller, and keep them under the number `pack` until `DropPack`."""
+    """Compress blocks in rows of a segment, and keep them under the number `pack` until `DropPack`."""
 
     pack: int
     nbytes: int
@@ -178,29 +178,29 @@ class PackBlocks(Message, tag=83):
 
 
 class Packed(Message, tag=84):
-    """`stored`: u32, the bytes that each takes now; `nbytes`: it is not worth it."""
+    """`stored`: u32, the bytes that each takes now; `nbytes`: not worth compressing."""
 
     stored: bytes
     seconds: float
 
 
 class DropPack(Message, tag=85):
-    """A pack is not needed any more, if there is one. No answer."""
+    """A pack is no longer needed, if there is one. No answer."""
 
     pack: int
 
 
 class DiskStats(Message, tag=81):
-    """What the disk process counts."""
+    """The disk worker's statistics."""
 
     deadline_s: float
 
 
 class ObjectStart(Message, tag=90):
-    """First frame on a store process's control channel: where its objects lie, and its limits.
+    """First frame on an object worker's control channel: the place of its objects, and its limits.
 
-    `node`: 8 bytes, by which this node knows packs for its own in each of its lives. `bytes_max`: of these.
-    `instance_credentials`: where no others are given, the metadata service of the cloud is asked.
+    `node`: 8 bytes, by which this node recognises its own packs across restarts. `bytes_max`: of these.
+    `instance_credentials`: without others, use the metadata service of the cloud.
     """
 
     url: str
@@ -210,7 +210,7 @@ class ObjectStart(Message, tag=90):
 
 
 class CheckObjects(Message, tag=91):
-    """Ask the store for a listing, and tell whether it can be used."""
+    """List the store once, to check whether it can be used."""
 
     deadline_s: float
 
@@ -237,7 +237,7 @@ class PutObjects(Message, tag=92):
 
 class ObjectsPut(Message, tag=93):
     """`status`: a `BlockStatus` a key: PRESENT, FAILED, NO_SPACE. `locations`: 50 bytes a key, for those
-    that are done. `dropped`: packs that made way, each with the blocks that went with it: digest, part, the
+    that are done. `dropped`: packs deleted to make room, each with its blocks: digest, part, the
     pack's id, keys.
     """
 
@@ -263,7 +263,7 @@ class GetObjects(Message, tag=94):
 
 
 class ListPacks(Message, tag=95):
-    """The next packs that are there. `first`: begin anew. `own`: only those that this node wrote."""
+    """The next existing packs. `first`: start anew. `own`: only those that this node wrote."""
 
     first: bool
     own: bool
@@ -279,7 +279,7 @@ class PackList(Message, tag=96):
 
 
 class DropPacks(Message, tag=97):
-    """Nobody uses this namespace any more: delete its packs. `own`: only those that this node wrote."""
+    """This namespace is no longer used: delete its packs. `own`: only those that this node wrote."""
 
     digest: bytes
     own: bool
@@ -287,14 +287,14 @@ class DropPacks(Message, tag=97):
 
 
 class ObjectStats(Message, tag=98):
-    """What the store process counts."""
+    """The object worker's statistics."""
 
     deadline_s: float
 
 
 class ForgetBlocks(Message, tag=99):
-    """Nobody wants the blocks at these locations any more. The answer's `dropped`: packs of this node that go
-    since too little in them is wanted.
+    """The blocks at these locations are no longer wanted. The answer's `dropped`: packs of this node that are
+    deleted because few of their blocks are wanted.
     """
 
     digest: bytes

@@ -26,9 +26,9 @@ from kvpool.wire.peer import Ask, Await, Corrupt, Offer, Operate
 
 
 class TransferStart(Message, tag=60):
-    """First frame on a transfer worker's control channel: who it is and where it listens (empty: nowhere).
+    """First frame on a transfer worker's control channel: its identity and listening addresses (empty: none).
 
-    `waits_max`: questions to peers that wait, at a time: engines' (`Await`), and as many of operators (`Operate`).
+    `waits_max`: concurrent waiting requests to peers: engines' (`Await`), and as many of operators (`Operate`).
     `tls_cert`, ...: paths, as in the configuration.
     """
 
@@ -85,10 +85,10 @@ class PullBlocks(Message, tag=63):
 class Pulled(Message, tag=64):
     """`status`: a `BlockStatus` a key: ABSENT there, PRESENT here and verified, MISMATCH, LATE.
 
-    What is not committed yet (`stop`) cannot be verified: 1 is here as it came, and its checksum zeros.
+    Uncommitted blocks (`stop`) cannot be verified: 1 means that it has arrived, and its checksum is zeros.
     `checksums`: 16 bytes a key, zeros unless PRESENT. When this is sent, nothing writes to the rows
-    any more. `error`: why the transfer ended early, or empty. `refused`: that is what the peer answered, by this
-    way as by any other.
+    any more. `error`: why the transfer ended early, or empty. `refused`: the peer's own answer, the same on
+    any path.
     """
 
     status: bytes
@@ -114,7 +114,7 @@ class OpenLoan(Message, tag=65):
 class Loan(Message, tag=66):
     """`rows`: one a key, `NO_ROW` where absent. `checksums`: 16 bytes for each key that is present.
 
-    `token`: to be returned when the bytes have been taken; empty when nothing is lent.
+    `token`: to be returned when the bytes have been taken; empty when nothing is on loan.
     """
 
     token: str
@@ -131,7 +131,7 @@ class Return(Message, tag=67):
 
 
 class AskPeer(Message, tag=68):
-    """Ask the peer at `url`, for at most `deadline_s`. `background`: a late answer says nothing of the way."""
+    """Ask the peer at `url`, for at most `deadline_s`. `background`: do not judge the path by a late answer."""
 
     url: str
     question: Ask | Offer | Await | Operate
@@ -140,15 +140,15 @@ class AskPeer(Message, tag=68):
 
 
 class StopOrder(Message, tag=69):
-    """End what was ordered as `request`: nobody waits for it. From a transfer worker: what it asked, without an answer."""
+    """End the order `request`: nobody waits for it. From a transfer worker: its request; there is no answer."""
 
     request: int
 
 
 class DeviceStart(Message, tag=110):
-    """First frame on a device process's control channel, after the segments of memory.
+    """First frame on a device worker's control channel, after the segments of memory.
 
-    Carries the descriptor that tells clients of its end (`kvpool.memory.owner_liveness`).
+    Carries the descriptor that signals its end to clients (`kvpool.memory.owner_liveness`).
 
     `device`: `cuda:N` or `cpu`. `sizes`: bytes of device memory beside each segment, by its number.
     """
@@ -189,11 +189,11 @@ class ExportSegment(Message, tag=113):
 
 
 class GatewayStart(Message, tag=120):
-    """First frame on the gateway's control channel: all that it needs, secrets included.
+    """First frame on the gateway's control channel: all its settings, including secrets.
 
-    `addresses`, `tokens_file`, `rate`, `routers`, `otlp`, `node`: see `kvpool.config.DaemonConfig`. `socket`, `tenant`, `token`,
-    `operator_token`: how it gets in at its daemon. `digest`: SHA-256 of the token that the daemon has made, hex, or
-    empty.
+    `addresses`, `tokens_file`, `rate`, `routers`, `otlp`, `node`: see `kvpool.config.DaemonConfig`. `socket`,
+    `tenant`, `token`, `operator_token`: for its connection to the daemon. `digest`: SHA-256 of the token that the
+    daemon created, hex, or empty.
     """
 
     addresses: list[str]

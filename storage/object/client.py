@@ -140,7 +140,7 @@ class ObstoreClient:
             )
         if "@" in parts.netloc:
             raise ConfigError(
-                "the object tier's URL carries no credentials: give them in the environment"
+                "the object tier's URL must not contain credentials: set them in the environment"
             )
         try:
             from obstore import store as stores
@@ -150,12 +150,12 @@ class ObstoreClient:
         if parts.scheme == "file":
             if parts.netloc or len(parts.path) < 2 or options or client_options:
                 raise ConfigError(
-                    "an object tier in files is file:///absolute/path, without options"
+                    "an object tier in files must be file:///absolute/path, without options"
                 )
             try:
                 return cls(stores.LocalStore(parts.path, mkdir=True))
             except (BaseError, OSError):
-                raise ConfigError(f"{parts.path} cannot be made or used as a folder") from None
+                raise ConfigError(f"{parts.path} cannot be created or used as a folder") from None
         family, _ = _CREDENTIALS[parts.scheme]
         if not instance_credentials:
             _check_credentials(parts.scheme, options, environ)
@@ -177,8 +177,8 @@ class ObstoreClient:
             # Not obstore's words: they may hold what the options hold.
             named = ", ".join(sorted([*options, *client_options])) or "none"
             raise ConfigError(
-                f"the settings of the object tier at {parts.scheme}://{parts.netloc} do not fit: "
-                f"options given are {named}; beside them those of the environment count"
+                f"the settings of the object tier at {parts.scheme}://{parts.netloc} are invalid: the options are "
+                f"{named}; settings in the environment also apply"
             ) from None
         return cls(store)
 
@@ -266,6 +266,6 @@ def _check_credentials(scheme: str, options: Mapping[str, Any], environ: Mapping
     if any(value not in _OFF and mark in name for name, value in named.items() for mark in marks):
         return
     raise ConfigError(
-        f"no credentials for the object tier at {scheme}://…: set {family}… in the environment or "
-        "options; on a machine of that cloud, instance_credentials asks its metadata service"
+        f"no credentials for the object tier at {scheme}://…: set {family}… in the environment or options; on a "
+        "machine of that cloud, use instance_credentials"
     )

@@ -253,17 +253,17 @@ def tail_bytes(name: PackName, end: bytes, size: int) -> int:
     size: of the object. Raises `ProtocolError` for what is no pack of this name.
     """
     if len(end) != TRAILER_BYTES:
-        raise ProtocolError(f"{name.path}: no pack, it is shorter than a trailer")
+        raise ProtocolError(f"{name.path}: not a pack: shorter than a trailer")
     version, count, record, part, data, digest, pack, _, magic = _TRAILER.unpack(end)
     if magic != _MAGIC or version != PACK_FORMAT:
-        raise ProtocolError(f"{name.path}: no pack of format {PACK_FORMAT}")
+        raise ProtocolError(f"{name.path}: not a pack of format {PACK_FORMAT}")
     if (digest, part, pack) != (name.digest, name.part, name.pack):
-        raise ProtocolError(f"{name.path}: what it holds was written under another name")
+        raise ProtocolError(f"{name.path}: its contents were written under another name")
     if not 0 < count <= PACK_BLOCKS_MAX or record > RECORD_BYTES_MAX or data > PACK_BYTES_MAX:
-        raise ProtocolError(f"{name.path}: sizes beyond the format's limits")
+        raise ProtocolError(f"{name.path}: its sizes exceed the format's limits")
     tail: int = record + count * ENTRY.itemsize + TRAILER_BYTES
     if data + tail != size:
-        raise ProtocolError(f"{name.path}: {size} bytes, its trailer says {data + tail}")
+        raise ProtocolError(f"{name.path}: {size} bytes, but its trailer says {data + tail}")
     return tail
 
 
@@ -273,7 +273,7 @@ def parse_tail(name: PackName, tail: bytes, size: int) -> PackTable:
     Raises `ProtocolError` for what is damaged or is no pack of this name.
     """
     if tail_bytes(name, tail[-TRAILER_BYTES:], size) != len(tail):
-        raise ProtocolError(f"{name.path}: its table is cut short")
+        raise ProtocolError(f"{name.path}: its table is truncated")
     covered = len(tail) - TRAILER_BYTES + _CHECKSUM_AT
     fields = _TRAILER.unpack(tail[-TRAILER_BYTES:])
     if xxhash.xxh3_128_digest(tail[:covered]) != fields[7]:
@@ -287,7 +287,7 @@ def parse_tail(name: PackName, tail: bytes, size: int) -> PackTable:
         or ends[-1] > data
         or (entries["nbytes"] > PART_BYTES_MAX).any()
     ):
-        raise ProtocolError(f"{name.path}: its blocks overlap or lie outside it")
+        raise ProtocolError(f"{name.path}: its blocks overlap or exceed it")
     return PackTable(name, tail[:record_bytes], entries)
 
 

@@ -166,7 +166,7 @@ class Requests:
                 except StoreFault as fault:
                     result = fault
                 except CancelledError:
-                    raise Unavailable("the remote store was closed") from None
+                    raise Unavailable("the object store was closed") from None
                 yield tag, result
         finally:
             for left in running:
@@ -201,7 +201,7 @@ class Requests:
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         if self._loop.is_closed():
             coroutine.close()
-            raise Unavailable("the remote store is closed")
+            raise Unavailable("the object store is closed")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     @staticmethod

@@ -90,9 +90,9 @@ class PutBatch:
         _check_rows(self.nbytes, self.source, self.rows)
         for packed in (self.keys, self.parents, self.checksums):
             if len(columns(packed)) != len(self.rows):
-                raise InvalidRequest("keys, parents and checksums are not one a row")
+                raise InvalidRequest("there must be one key, parent and checksum per row")
         if self.depths.shape != self.rows.shape:
-            raise InvalidRequest("depths are not one a row")
+            raise InvalidRequest("there must be one depth per row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +121,11 @@ class GetBatch:
         ObjectTable(self.digest, self.part)
         _check_rows(self.nbytes, self.destination, self.rows)
         if self.locations.dtype != LOCATION or self.locations.shape != self.rows.shape:
-            raise InvalidRequest("locations are not one a row")
+            raise InvalidRequest("there must be one location per row")
         if len(np.unique(self.rows)) != len(self.rows):
             raise InvalidRequest("two blocks cannot be read into one row")
         if not self.destination.flags.writeable:
-            raise InvalidRequest("the destination cannot be written")
+            raise InvalidRequest("the destination is read-only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -555,7 +555,7 @@ class ObjectStore:
         own = name.node == self._node
         try:
             if tail is None:
-                raise ProtocolError(f"{name.path} is no pack")
+                raise ProtocolError(f"{name.path} is not a pack")
             table = parse_tail(name, tail, listed.size)
         except ProtocolError:
             with self._lock:
@@ -643,8 +643,8 @@ def _check_rows(nbytes: int, rows2d: Bytes2D, rows: Rows) -> None:
     if not 0 < nbytes <= PART_BYTES_MAX:
         raise InvalidRequest(f"a block of {nbytes} bytes: sizes are 1 to {PART_BYTES_MAX} bytes")
     if rows2d.dtype != np.uint8 or rows2d.ndim != 2 or rows2d.shape[1] < nbytes:
-        raise InvalidRequest("blocks lie in a 2-D array of bytes with rows at least as long")
+        raise InvalidRequest("blocks must be in a 2-D array of bytes with rows at least as long")
     if rows.ndim != 1 or rows.dtype != np.intp:
-        raise InvalidRequest("rows are one array of indices (intp)")
+        raise InvalidRequest("rows must be an array of indices (intp)")
     if len(rows) and (rows.min() < 0 or rows.max() >= len(rows2d)):
-        raise InvalidRequest("a row outside the array")
+        raise InvalidRequest("a row is outside of the array")

@@ -133,8 +133,8 @@ class _Header:
         version = int.from_bytes(data[:4], "little")
         if version != FORMAT:
             raise ConfigError(
-                f"the SSD store has format {version}; this version of kvpool reads {FORMAT}. "
-                f"Run the version that made it, or remove its directory: a cache is lost, no more"
+                f"the SSD store has format {version}; this version of kvpool supports {FORMAT}. Run the version that "
+                "created it, or remove its directory: only cached blocks are lost"
             )
         if len(data) != _HEADER.size:
             raise _DamagedError("its header has a wrong length")
@@ -403,8 +403,8 @@ class SsdIndex:
             held -= _pages_bytes(instead)
         if len(record) > RECORD_BYTES_MAX or held + _pages_bytes(record) > self.tables_bytes_max:
             raise LimitExceeded(
-                f"the index of the SSD store keeps {self.tables_bytes_max} bytes of tables, "
-                f"each of {RECORD_BYTES_MAX} at most; drop tables, or make the store larger"
+                f"the index of the SSD store holds at most {self.tables_bytes_max} bytes of tables, each of "
+                f"{RECORD_BYTES_MAX} at most; drop tables, or increase the size of the store"
             )
 
     def renew_table(self, table: int, record: bytes) -> None:
@@ -450,11 +450,10 @@ class SsdIndex:
         names = self.items().keys() | {name}
         if not 0 < len(name) <= NAME_BYTES_MAX or len(value) > VALUE_BYTES_MAX:
             raise LimitExceeded(
-                f"a small item has a name of 1 to {NAME_BYTES_MAX} bytes "
-                f"and at most {VALUE_BYTES_MAX} bytes"
+                f"a small item must have a name of 1 to {NAME_BYTES_MAX} bytes and at most {VALUE_BYTES_MAX} bytes"
             )
         if len(names) > ITEMS_MAX:
-            raise LimitExceeded(f"the SSD store keeps {ITEMS_MAX} small items at most")
+            raise LimitExceeded(f"the SSD store holds at most {ITEMS_MAX} small items")
         with self._lock, self._writing() as txn:
             txn.put(_USER + name, _seal(value), db=self._meta)
 
@@ -521,7 +520,7 @@ def _warn_of_loss(folder: Path, reason: str) -> None:
 
 
 def _cannot(path: Path, reason: str) -> SegmentError:
-    return SegmentError(f"cannot have the index {path} of the SSD store: {reason}")
+    return SegmentError(f"the index {path} of the SSD store cannot be opened: {reason}")
 
 
 def _environment(path: Path, map_bytes: int, *, sync: bool = True) -> lmdb.Environment:
@@ -554,7 +553,7 @@ def _open(folder: Path, map_bytes: int) -> SsdIndex:
     try:
         used = (env.info()["last_pgno"] + 1) * PAGE
         if used > size:
-            raise _DamagedError("its file was cut short")
+            raise _DamagedError("its file is truncated")
         _read_ahead(path, used)
         meta = env.open_db(_META, create=False)
         with env.begin(db=meta) as txn:

@@ -197,7 +197,7 @@ class SsdStore:
         if size < SIZE_MIN:
             raise ConfigError(f"an SSD store needs at least {SIZE_MIN} bytes, not {size}")
         if not 1 <= threads <= THREADS_MAX:
-            raise ConfigError(f"an SSD store has 1 to {THREADS_MAX} threads, not {threads}")
+            raise ConfigError(f"an SSD store must have 1 to {THREADS_MAX} threads, not {threads}")
         map_bytes = map_bytes_for(size)
         segment_bytes = (size - map_bytes - _small_files_bytes(size)) // PAGE * PAGE
         lock_fd = _lock(folder)
@@ -321,7 +321,7 @@ class SsdStore:
     def pin(self, offsets: Offsets | Sequence[int], level: int) -> int:
         """Have the pin level (0 to 255) of these entries changed soon; as `forget`."""
         if not 0 <= level <= 255:
-            raise InvalidRequest(f"a pin level is 0 to 255, not {level}")
+            raise InvalidRequest(f"a pin level must be 0 to 255, not {level}")
         return self._committer.queue(_plain(offsets), level)
 
     def wait(self, after: int) -> bool:
@@ -464,7 +464,7 @@ class SsdStore:
             or np.any(lengths % PAGE)
         ):
             raise InvalidRequest(
-                f"{n} slots of blocks of {nbytes} bytes need as many lengths, of whole pages up to {whole}"
+                f"{n} slots of blocks of {nbytes} bytes need as many lengths, in whole pages up to {whole}"
             )
         if n and (
             np.any(slots % PAGE)
@@ -479,14 +479,16 @@ class SsdStore:
             > self.segment_bytes
         ):
             raise InvalidRequest(
-                f"slots of {whole} bytes begin at multiples of {PAGE} and end within "
-                f"the {self.segment_bytes} bytes of the segment"
+                f"slots of {whole} bytes must begin at multiples of {PAGE} and end within the {self.segment_bytes} "
+                "bytes of the segment"
             )
         if table is not None:
             if rows is None or len(rows) != n:
                 raise InvalidRequest(f"{n} slots need as many row numbers")
             if nbytes > table.shape[1]:
-                raise InvalidRequest(f"blocks of {nbytes} bytes in rows of {table.shape[1]}")
+                raise InvalidRequest(
+                    f"blocks of {nbytes} bytes do not fit rows of {table.shape[1]}"
+                )
             if n and not 0 <= int(rows.min()) <= int(rows.max()) < len(table):
                 raise InvalidRequest(f"row numbers beyond the {len(table)} rows")
         return slots
@@ -702,7 +704,7 @@ def _slot_lengths(stored: npt.NDArray[np.uint32], nbytes: int) -> Lengths:
     """How long the slots of coded blocks are: shorter than those of whole ones, by which they are told."""
     shorter = codecs.slot_classes(nbytes)[:-1]
     if len(stored) and not (shorter and 1 <= int(stored.min()) <= int(stored.max()) <= shorter[-1]):
-        raise InvalidRequest(f"a coded block of {nbytes} bytes must fit a slot that is shorter")
+        raise InvalidRequest(f"a coded block of {nbytes} bytes must fit a shorter slot")
     return np.array([codecs.slot_bytes(one, nbytes) for one in stored.tolist()], np.int64)
 
 
@@ -733,7 +735,7 @@ def _lock(folder: Path) -> int:
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise SegmentError(
-            f"cannot have the SSD store {folder}: {os.strerror(error.errno or 0)}"
+            f"the SSD store {folder} cannot be opened: {os.strerror(error.errno or 0)}"
         ) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

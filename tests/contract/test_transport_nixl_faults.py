@@ -376,7 +376,7 @@ def test_an_answer_that_does_not_fit(change: Change) -> None:
 
 def test_a_peer_that_describes_another() -> None:
     with lied_to(lambda honest: replace(honest, agent="somebody else")) as (_, _, pulled, _):
-        assert "a peer called 'somebody else' described" in pulled.error
+        assert "peer 'somebody else' sent the memory description" in pulled.error
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_an_agent_that_is_closed() -> None:
     agent.start(loopback=True)
     agent.close()
     agent.close()
-    with pytest.raises(Unavailable, match="closed"):
+    with pytest.raises(Unavailable, match="closing"):
         agent.describe(Deadline(1))
     unused = Agent("node", Memory())
     unused.close()

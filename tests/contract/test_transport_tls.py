@@ -75,7 +75,7 @@ def wrong(what: str, folder: Path, pki: Pki) -> Credentials | None:
         ("revoked", "certificate revoked"),
         ("client", "certificate"),
         ("cluster", "kvpool://theirs/node/node"),
-        ("name", "says that it is node 'node' and shows the certificate of 'other'"),
+        ("name", "claims to be node 'node', but its certificate is for 'other'"),
     ],
 )
 def test_an_owner_that_is_not_who_it_should_be_delivers_nothing(

@@ -297,7 +297,7 @@ def test_errors_are_a_line_that_names_the_remedy(start_cluster, kvpool):
             (("configure", DIGEST[:4], "--replicas", "1000"), "replicas_max"),
             (("configure", DIGEST[:4], "--write", "later"), "back, through, none"),
             (("locate", "abc"), "32 hex digits"),
-            (("drain", "nobody"), "`kvpool nodes` shows them"),
+            (("drain", "nobody"), "`kvpool nodes` lists the nodes"),
             (("status", "--tenant", "nobody"), "check tenant and token"),
         ):
             done = kvpool(a, *words)

@@ -123,7 +123,7 @@ def test_other_version(daemon):
     answer = raw.hello(version=frame.PROTOCOL_VERSION + 1)
     assert answer.code == "protocol"
     assert str(frame.PROTOCOL_VERSION) in answer.message
-    assert "the same or neighbouring versions" in answer.message
+    assert "the same or adjacent versions" in answer.message
     assert raw.ended()
 
 

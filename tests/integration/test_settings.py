@@ -91,7 +91,7 @@ def test_what_no_namespace_can_have_is_refused_with_a_reason(daemon, client, wro
 
 def test_a_change_of_nothing_and_of_nobodys_namespace(daemon, client):
     client.open(RECORD)
-    with pytest.raises(InvalidRequest, match="the request names no setting"):
+    with pytest.raises(InvalidRequest, match="name at least one setting"):
         client.configure(RECORD.digest())
     with pytest.raises(InvalidRequest, match="knows no namespace"):
         client.configure(b"x" * 16, replicas=2)

@@ -208,7 +208,7 @@ def test_a_list_that_cannot_be_read_is_not_begun_anew(folder: Path) -> None:
 
 def test_an_authority_is_not_made_twice(folder: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(ConfigError, match="holds an authority already"):
+    with pytest.raises(ConfigError, match="already contains an authority"):
         certs.make_authority(folder, "prod", NOW)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -275,7 +275,7 @@ def test_show(tmp_path: Path) -> None:
     listed = json.loads(kvpool("show", folder / "crl.pem", "--json"))["revoked"]
     assert [entry["serial"] for entry in listed] == [found["serial"]]
     assert found["serial"] in kvpool("show", folder / "crl.pem")
-    with pytest.raises(ConfigError, match="neither a certificate nor a list"):
+    with pytest.raises(ConfigError, match="neither a certificate nor a revocation list"):
         kvpool("show", folder / "ca.key")
     with pytest.raises(ConfigError, match="No such file"):
         kvpool("show", folder / "absent.pem")

@@ -55,7 +55,7 @@ def test_files_that_cannot_be_taken(a_file, tmp_path):
     for path, message in (
         (str(tmp_path / "absent"), "No such file"),
         (str(tmp_path), "Is a directory"),
-        (a_file(b"\xff\xfe", "bytes"), "not text"),
+        (a_file(b"\xff\xfe", "bytes"), "not UTF-8 text"),
         (
             a_file(b"x" * (SECRET_FILE_BYTES_MAX + 1), "long"),
             f"more than {SECRET_FILE_BYTES_MAX} bytes",
@@ -79,7 +79,7 @@ def test_each_secret_of_the_daemon(a_file, name):
 
 
 def test_what_is_read_from_a_file_is_checked_as_any_value(a_file):
-    with pytest.raises(ConfigError, match="at least 16 characters"):
+    with pytest.raises(ConfigError, match="at least 16 random characters"):
         load(environ={"KVPOOL_CLUSTER_SECRET_FILE": a_file(b"short\n")})
 
 

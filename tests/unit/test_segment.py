@@ -149,7 +149,7 @@ def test_a_forked_child_does_not_have_the_mapping(segment):
 def test_attach_checks_what_it_is_given(tmp_path):
     fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, PAGE)
-    with pytest.raises(SegmentError, match="unsealed"):
+    with pytest.raises(SegmentError, match="not sealed"):
         Segment.attach(fd, PAGE)
     with pytest.raises(SegmentError, match="announced"):
         Segment.attach(fd, 2 * PAGE)

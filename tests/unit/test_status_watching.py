@@ -328,7 +328,7 @@ def test_where_each_setting_comes_from(tmp_path):
 def test_what_is_wrong_in_a_configuration_is_named(tmp_path):
     file = tmp_path / "kvpool.toml"
     file.write_text('memroy = "1GiB"')
-    with pytest.raises(ConfigError, match="memroy: there is no such setting"):
+    with pytest.raises(ConfigError, match="memroy: no such setting"):
         effective(str(file), {})
     with pytest.raises(ConfigError, match="cannot read"):
         effective(str(tmp_path / "none"), os.environ)

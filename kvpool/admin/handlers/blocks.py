@@ -262,7 +262,7 @@ class _Walk:
             return
         node, tier, inner = unpack_cursor(cursor, Place)
         if tier not in tiers or len(inner) > 64:
-            raise Refused(400, "invalid", "cursor: this cursor is not from this list")
+            raise Refused(400, "invalid", "cursor: this cursor does not belong to this list")
         if node in self._nodes:
             self.place = (node, tier, inner)
         else:

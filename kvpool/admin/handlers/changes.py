@@ -108,7 +108,7 @@ class Changing:
             name: value for name, value in msgspec.to_builtins(body).items() if value is not None
         }
         if not given:
-            raise Refused(400, "invalid", "name a setting that is to be changed")
+            raise Refused(400, "invalid", "name at least one setting to change")
         for name in ("dram_quota", "ssd_quota"):
             if name in given:
                 given[name] = _quota(given[name])
@@ -200,7 +200,7 @@ class Changing:
         )
         if not begun.by_node:
             why = "; ".join(f"{node}: {text}" for node, text in sorted(begun.unreachable.items()))
-            raise Refused(409, "conflict", f"no node has begun it. {why}".rstrip())
+            raise Refused(409, "conflict", f"no node has started the job. {why}".rstrip())
         (merged,) = merge_jobs(begun.by_node.values())
         return msgspec.structs.replace(merged, unreachable=begun.unreachable)
 
@@ -278,7 +278,7 @@ def _best(view: View, answers: Answers[Stats], tenant: str, digest: str) -> str:
     for nodes in (having(answers, tenant, digest), having(answers, tenant)):
         if nodes:
             return view.node if view.node in nodes else nodes[0]
-    raise Refused(503, "unavailable", f"no node that answers has tenant {tenant!r}")
+    raise Refused(503, "unavailable", f"no node that answered has tenant {tenant!r}")
 
 
 def _quota(value: float) -> int | float:

@@ -68,7 +68,7 @@ class Looking:
             raise Refused(
                 503,
                 "unavailable",
-                f"the daemon is {view.standing} in its cluster, and {view.state}",
+                f"the daemon's membership is {view.standing}, and its state is {view.state}",
             )
         return Status("ok")
 

@@ -52,7 +52,7 @@ class Watching:
         stats = answers.by_node.get(view.node)
         if stats is None:
             why = answers.unreachable.get(view.node, "no answer")
-            raise Refused(503, "unavailable", f"the daemon does not say its numbers: {why}")
+            raise Refused(503, "unavailable", f"the daemon did not report its statistics: {why}")
         return web.Response(
             body=metrics.render(stats), headers={"Content-Type": metrics.CONTENT_TYPE}
         )
@@ -89,7 +89,7 @@ class Watching:
         """
         last_seen = call.http.headers.get(LAST_EVENT_ID, "")
         if len(last_seen) > LAST_EVENT_ID_MAX:
-            raise Refused(400, "invalid", f"{LAST_EVENT_ID} is NODE:NUMBER")
+            raise Refused(400, "invalid", f"{LAST_EVENT_ID} must be NODE:NUMBER")
         nodes = frozenset(name for name in wanted.nodes.split(",") if name)
         listener, whole = await self._events.listen(call.who, nodes, last_seen, wanted.replay)
         try:

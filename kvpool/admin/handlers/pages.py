@@ -67,9 +67,9 @@ class Pages:
         path = self._folder / name
         media = MEDIA.get(path.suffix)
         if media is None or not _PATH.fullmatch(name) or not path.is_file():
-            raise not_found("there is no such page")
+            raise not_found("no such page")
         if path.stat().st_size > FILE_BYTES_MAX:
-            raise not_found("there is no page of that size")
+            raise not_found("no page of that size")
         headers = {
             "Content-Type": media,
             "Content-Security-Policy": POLICY,

@@ -146,7 +146,7 @@ class Routers:
     async def explain(self, _call: Call, _: Nothing, body: ExplainRequest) -> Explained:
         """Where a request would go, and why."""
         if (body.prompt is None) == (body.messages is None):
-            raise Refused(400, "invalid", "give one of prompt and messages")
+            raise Refused(400, "invalid", "give either prompt or messages")
         asked = {k: v for k, v in msgspec.to_builtins(body).items() if v is not None}
         router, answer = await self._first(asked)
         return Explained(router, answer)
@@ -162,7 +162,7 @@ class Routers:
         router, answer = await self._first(asked)
         candidates = answer.get("candidates")
         if not isinstance(candidates, list):
-            raise Unavailable(f"router {router} gave no candidates: {answer.get('rejected')}")
+            raise Unavailable(f"router {router} returned no candidates: {answer.get('rejected')}")
         engines = await self._get(router, "/engines")
         nodes = {str(row.get("name")): str(row.get("node") or "") for row in _rows(engines)}
         items = []
@@ -186,7 +186,7 @@ class Routers:
             try:
                 return url, await self._ask(url, "POST", "/explain", asked)
             except NotThere:
-                raise not_found(f"router {url} serves no such model") from None
+                raise not_found(f"router {url} does not serve this model") from None
             except Unavailable as error:
                 failed[url] = str(error)
         raise Unavailable(_why(failed))
@@ -237,7 +237,7 @@ class Routers:
                 async for piece in answer.content.iter_any():
                     raw += piece
                     if len(raw) > ANSWER_BYTES_MAX:
-                        raise ProtocolError(f"router {url} answers with too many bytes")
+                        raise ProtocolError(f"the answer of router {url} is too large")
                 status = answer.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Unavailable(
@@ -249,20 +249,20 @@ class Routers:
 def _checked(url: str, status: int, raw: bytes) -> dict[str, Any]:
     if status in {401, 403}:
         raise NotAuthenticated(
-            f"router {url} does not know this gateway's token: set router_token (KVPOOL_ROUTER_TOKEN)"
+            f"router {url} rejects this gateway's token: set router_token (KVPOOL_ROUTER_TOKEN)"
         )
     if status == 404:
-        raise NotThere(f"router {url} knows no such thing")
+        raise NotThere(f"router {url} does not know it")
     try:
         found = msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.DecodeError:
-        raise ProtocolError(f"router {url} answers {status}, and no JSON object") from None
+        raise ProtocolError(f"router {url} answered {status}, without a JSON object") from None
     if 400 <= status < 500:
         inner = found.get("error")
         text = inner.get("message", "") if isinstance(inner, dict) else ""
         raise InvalidRequest(f"router {url}: {str(text)[:500]}")
     if status >= 300:
-        raise Unavailable(f"router {url} answers {status}")
+        raise Unavailable(f"router {url} answered {status}")
     return found
 
 
@@ -284,5 +284,5 @@ def _no_routers() -> Refused:
     return Refused(
         404,
         "no_routers",
-        "this gateway knows no router: name them (routers, --router http://HOST:8080)",
+        "no router is configured for this gateway: set routers (--router http://HOST:8080)",
     )

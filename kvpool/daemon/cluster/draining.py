@@ -1,6 +1,7 @@
-"""Leaving on purpose: nothing new is placed here, what only this node has is copied, leases end, it leaves.
+"""Leaving on purpose: nothing new is placed here, blocks that only this node has are copied, leases end, it
+leaves.
 
-What is in memory goes first. What is only on disks comes into memory for it, a little at a time, and for a
+Blocks in memory go first. Those only on disks come into memory for it, a little at a time, and for a
 limited time: a disk may hold more than others have room for.
 """
 
@@ -28,17 +29,17 @@ log = logging.getLogger("kvpool.daemon")
 WALK = 512
 TELL_EVERY_S = 0.5
 LOOKUP_TRIES = (
-    20  # with a directory that does not answer, half a second each; then all counts as sole
+    20  # with a directory that does not answer, half a second each; then all count as sole replicas
 )
 RETRY_S = 0.5
-MEMORY_PARTS = 8  # blocks of disks come by way of memory, at most one such part of it at a time
-READ_S = 30.0  # for so many of them
-LAST_LEASES_S = 30.0  # for leases of this node's own, as on what is being written
-DONE_SEEN_S = 1.0  # whoever follows the drain looks now and then, and is to see how it ended
+MEMORY_PARTS = 8  # blocks on disks are read into memory, at most this part of it at a time
+READ_S = 30.0  # for this many of them
+LAST_LEASES_S = 30.0  # for this node's own leases, such as those on blocks being written
+DONE_SEEN_S = 1.0  # clients that follow the drain poll it, and must see its end
 
 
 class Drainer:
-    """Drains this node when an operator wants it, and cancels that. Event loop only."""
+    """Drains this node on an operator's request, and cancels that. Event loop only."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Drainer:
         self._task: asyncio.Task[None] | None = None
 
     def wanted(self, drain: bool) -> None:
-        """What the operator wants now."""
+        """The operator's current wish."""
         before = self._task
         if before is not None:
             before.cancel()
@@ -84,7 +85,7 @@ class Drainer:
         node.commit_waiters.end_peers()  # nothing new is stored here
         total = sum(rules.inventory.block_count() for rules in (node, *self._tiers.rules()))
         await self._progress(DrainProgress(blocks_total=total), force=True)
-        # What was read more than once goes first, in case not all finds room.
+        # Blocks read more than once go first, in case there is not room for all.
         for worth in (True, False):
             cursor: int | None = 0
             while cursor is not None:
@@ -96,7 +97,7 @@ class Drainer:
                         await self._save(namespace, chosen)
         await self._save_disks()
         progress = cluster.progress or DrainProgress()
-        # Engines here may go on leasing: nobody waits longer than one of their leases can last.
+        # Engines here may continue to lease: wait at most for the longest lease.
         patience_s = cluster.config.lease_s_max + LAST_LEASES_S
         until = self._clock() + patience_s
         while node.leases.count and self._clock() < until:
@@ -106,7 +107,7 @@ class Drainer:
         await self._progress(_with(progress, phase="done", leases=0), force=True)
         await asyncio.sleep(DONE_SEEN_S)
         log.warning(
-            "node %s is drained and leaves its cluster",
+            "node %s is drained and leaves the cluster",
             cluster.config.node,
             extra={"node": cluster.config.node},
         )
@@ -118,7 +119,7 @@ class Drainer:
         await self._count(blocks=len(keys))
 
     async def _save_disks(self) -> None:
-        """The same of what is only on disks, until the time for that is up."""
+        """The same for blocks only on disks, until its time is up."""
         node, deadline = self.node, self._clock() + self.cluster.config.ssd_drain_s
         cursor: int | None = 0
         while cursor is not None:
@@ -141,9 +142,10 @@ class Drainer:
     async def _save_some(
         self, namespace: NamespaceState, keys: list[bytes], deadline: float
     ) -> int:
-        """Copy those elsewhere that no other node has, a few at a time by way of memory; of how many.
+        """Copy those elsewhere that no other node has, a few at a time through memory; returns how many were
+        handled.
 
-        Less than all only when the time is up.
+        Less than all only if the time is up.
         """
         room = min(OFFER_BYTES, namespace.tenant.allocator.size // MEMORY_PARTS)
         if namespace.quota:
@@ -157,14 +159,16 @@ class Drainer:
             if sole:
                 await self._replication.fetcher.pull_each(namespace, [], sole, seconds)
                 offered, accepted = await self._offer(namespace, sole)
-                # The others could not be read, or have gone again.
+                # The others could not be read, or are gone again.
                 await self._count(failed=len(sole) - offered)
-                # They need not stay here: so the next ones do not push out what others have not got.
+                # They need not stay here, so that the next ones do not evict sole replicas.
                 self.node.candidates.demote(namespace, accepted)
         return len(keys)
 
     async def _offer(self, namespace: NamespaceState, keys: list[bytes]) -> tuple[int, list[bytes]]:
-        """Have others take those of the blocks that are in memory: how many these are, and who was taken."""
+        """Have others take those of the blocks that are in memory: returns how many these are, and which were
+        taken.
+        """
         taken: dict[bytes, None] = {}
         offered = 0
         for mask, group in self._replication.by_offer(namespace, keys):
@@ -184,7 +188,7 @@ class Drainer:
         return offered, list(taken)
 
     async def _count(self, **more: int) -> None:
-        """Add to what is told of the progress."""
+        """Update the reported progress."""
         progress = self.cluster.progress or DrainProgress()
         sums = {name: getattr(progress, name) + count for name, count in more.items()}
         await self._progress(_with(progress, **sums))

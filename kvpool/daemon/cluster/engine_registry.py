@@ -1,6 +1,6 @@
-"""The engines that this node's clients have announced: where they take requests, and what for.
+"""The engines that this node's clients have announced: their addresses and properties.
 
-Whoever routes requests asks any node for those of all nodes. An announcement holds until its client's process
+Routers ask any node for the engines of all nodes. An announcement holds until its client's process
 ends, as leases do. No I/O; event loop only.
 """
 
@@ -20,7 +20,7 @@ from kvpool.types import EngineRecord
 
 
 class EngineRegistry:
-    """See the module. most: engines at a time."""
+    """See the module. most: maximum number of engines."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -29,9 +29,9 @@ class EngineRegistry:
     def announce(
         self, holder: Holder, namespace: NamespaceState, engine: EngineRecord | None
     ) -> None:
-        """A client's engine is as this says; None: it takes no requests any more.
+        """Set a client's announcement; None: withdraw it.
 
-        Raises `InvalidRequest` for what none can be, `LimitExceeded` for one too many.
+        Raises `InvalidRequest` for invalid values, `LimitExceeded` for one too many.
         """
         if engine is None:
             self.forget(holder)
@@ -50,7 +50,7 @@ class EngineRegistry:
         return id(holder) in self._engines
 
     def forget(self, holder: Holder) -> None:
-        """A client has ended, or its engine has."""
+        """The client or its engine has ended."""
         self._engines.pop(id(holder), None)
 
     def records(self) -> tuple[EngineRecord, ...]:
@@ -58,9 +58,9 @@ class EngineRegistry:
 
 
 def describe(nodes: Iterable[NodeRecord], here: NodeRecord, tenant: str) -> list[dict[str, Any]]:
-    """Plain values: one tenant's engines, with what is to be known of their nodes; see `client_wire.Engines`.
+    """Plain values: one tenant's engines, with properties of their nodes; see `client_wire.Engines`.
 
-    here: this node's record, as it is now.
+    here: this node's current record.
     """
     others = [record for record in nodes if record.node != here.node]
     return [

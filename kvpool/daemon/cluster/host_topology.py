@@ -1,4 +1,4 @@
-"""What a daemon's machine says of itself: its network cards, and at which NUMA nodes they and its memory are.
+"""The topology of the daemon's machine: its network cards, and the NUMA nodes of them and of its memory.
 
 Read once, at the start, below `root`; nothing is changed.
 """
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from kvpool.errors import ConfigError
 
 BONDS_MAX = 8
-"""Cards of a bond, or a card below a VLAN, that are looked at."""
+"""Cards of a bond, or a card below a VLAN, that are examined."""
 _POLICY = re.compile(r"(?:bind|prefer)(?:=\w+)?:(\d+)")
 
 Addresses = Callable[[], Iterable[tuple[str, str, str]]]
@@ -25,7 +25,7 @@ Addresses = Callable[[], Iterable[tuple[str, str, str]]]
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A network card, as one of its addresses shows it. net: the network of the address, ADDRESS/BITS."""
+    """A network card with one of its addresses. net: the network of the address, ADDRESS/BITS."""
 
     name: str
     net: str
@@ -34,8 +34,9 @@ class Nic:
 
 @dataclass(frozen=True, slots=True)
 class HostTopology:
-    """host: the same for all daemons on this machine. numa: where memory comes from; -1: from several nodes, or
-    that is not known. nics: by address."""
+    """host: the same for all daemons on this machine. numa: of its memory; -1: several nodes, or
+    unknown. nics: by address.
+    """
 
     host: str = ""
     numa: int = -1
@@ -49,7 +50,7 @@ class HostTopology:
             return None
         found = self.nics.get(str(address))
         if found is None and address.is_loopback:
-            return self.nics.get("127.0.0.1")  # all of 127.0.0.0/8 is this machine's, unlisted
+            return self.nics.get("127.0.0.1")  # all of 127.0.0.0/8 is local, and not listed
         return found
 
 
@@ -72,7 +73,7 @@ def look_around(
     addresses: Addresses = interface_addresses,
     cpus: Callable[[], Iterable[int]] = lambda: os.sched_getaffinity(0),
 ) -> HostTopology:
-    """Of this machine. cpus: those that this process may use."""
+    """For this machine. cpus: those that this process may use."""
     nics = {}
     for name, address, netmask in addresses():
         net = ipaddress.ip_network(f"{address}/{_bits(netmask)}", strict=False)
@@ -92,7 +93,7 @@ def _host(root: Path) -> str:
 
 
 def _nic_numa(root: Path, name: str) -> int:
-    """Of a card; of a bond or a VLAN, that of the cards below it, where they are at one place."""
+    """For a card; for a bond or a VLAN, that of the cards below it, if they agree."""
     place = f"sys/class/net/{name}"
     numa = _number(_read(root, f"{place}/device/numa_node"))
     if numa >= 0:
@@ -106,10 +107,10 @@ def _nic_numa(root: Path, name: str) -> int:
 
 
 def memory_numa(root: Path, cpus: Iterable[int]) -> int:
-    """The NUMA node that segments of this process lie at, where it is one; -1: not known.
+    """The NUMA node of this process's segments, if there is one; -1: unknown.
 
     A policy that binds or prefers a node decides (`numactl --membind`), else the nodes that the process may
-    take memory from (cpusets), else those of its processors, since memory comes from where it is first
+    take memory from (cpusets), else those of its processors, because memory is allocated where it is first
     written.
     """
     line = _read(root, "proc/self/numa_maps").partition("\n")[0]
@@ -143,7 +144,7 @@ def _number(text: str) -> int:
 
 
 def _read(root: Path, path: str) -> str:
-    """A small file; empty where there is none, or none that may be read."""
+    """A small file; empty if it is missing or unreadable."""
     try:
         return (root / path).read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""From the configuration to what keeps membership and directory. Nothing else knows which they are."""
+"""Creates membership and directory from the configuration. Nothing else knows their implementations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EPOCHS_FILE = "namespaces.json"
 
 
 def open_membership(config: DaemonConfig, clock: Callable[[], float]) -> Membership:
-    """etcd where the configuration names one; else this node is alone. Raises `ConfigError`."""
+    """etcd if the configuration names one; else this node is alone. Raises `ConfigError`."""
     if not config.join:
         path = Path(config.data_dir) / EPOCHS_FILE if config.data_dir else None
         return StaticMembership(StaticCluster(config.cluster, path=path), protocol=PROTOCOL_VERSION)
@@ -46,7 +46,7 @@ def open_membership(config: DaemonConfig, clock: Callable[[], float]) -> Members
 
 
 async def open_directory(config: DaemonConfig) -> Directory | None:
-    """Redis where the configuration names one. Away it may be; wrong it may not: `ConfigError`."""
+    """Redis if the configuration names one. It may be unreachable; invalid settings raise `ConfigError`."""
     if not config.directory:
         return None
     try:
@@ -59,10 +59,10 @@ async def open_directory(config: DaemonConfig) -> Directory | None:
 
 
 def open_catalog(config: DaemonConfig, clock: Callable[[], float]) -> Catalog:
-    """Where blocks are in object storage: in the directory's Redis, or known to this node alone."""
+    """The catalog of object storage: in the directory's Redis, or in this node alone."""
     if not (config.object_store and config.join and config.directory):
         return EmbeddedCatalog(clock)
-    # What it needs is there, or the directory had not opened.
+    # Its requirements are met, or the directory had not opened.
     from kvpool.placement.catalog.redis import RedisCatalog
 
     return RedisCatalog(

@@ -1,4 +1,4 @@
-"""What the cluster tells, and asks of, the rest of its node."""
+"""The interface between the cluster and the rest of its node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpool.types import EngineRecord
 
 
 class Holdings(Held, Protocol):
-    """What a tier of this node holds, for its announcer, and what has changed; see `Inventory` for the methods."""
+    """The blocks of a tier, for its announcer, and their changes; see `Inventory` for the methods."""
 
     def follow_changes(self, changed: Callable[[], object]) -> None: ...
 
@@ -20,34 +20,34 @@ class Holdings(Held, Protocol):
 
 
 class LocalNode(Protocol):
-    """The rest of this node, as its membership sees it. Called on the event loop; quick, but for `keep_epoch`."""
+    """The rest of this node, as its membership sees it. Called on the event loop; quick, except `keep_epoch`."""
 
     def holdings(self) -> Mapping[int, Holdings]:
-        """What there is to announce when the node joins, by tier."""
+        """The tiers to announce when the node joins."""
 
     def lower_tiers(self) -> Sequence[TierRecord]:
-        """The tiers below memory, as other nodes are told."""
+        """The tiers below memory, as announced to other nodes."""
 
     def engines(self) -> tuple[EngineRecord, ...]:
         """The engines that announced themselves here."""
 
     def path_to(self, url: str) -> str:
-        """The way by which the node at a URL is pulled from at present."""
+        """The transport by which the node at a URL is currently pulled from."""
 
     def namespace_entered(self, namespace: NamespaceState) -> None:
-        """A namespace is in a new epoch, and this is its state."""
+        """A namespace is in a new epoch, with this state."""
 
     def namespace_configured(self, namespace: NamespaceState) -> None:
         """The settings of a namespace have changed."""
 
     async def keep_epoch(self, namespace: NamespaceState) -> None:
-        """Make an epoch and its settings outlive this process, where no membership does."""
+        """Make an epoch and its settings survive this process, if there is no membership service."""
 
     def replicas_lacking(self) -> None:
-        """Blocks may lack replicas: a node has gone or come, or more are wanted."""
+        """Blocks may lack replicas: a node has left or joined, or more are wanted."""
 
     def drain_wanted(self, wanted: bool) -> None:
-        """An operator wants this node drained, or not any more."""
+        """An operator wants this node drained, or cancels that."""
 
     def view_changed(self, before: View, after: View) -> None:
-        """The membership has news."""
+        """The membership has changed."""

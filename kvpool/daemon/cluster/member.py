@@ -1,6 +1,6 @@
-"""This node as one of many: it joins, follows the others, announces what it holds, and joins again.
+"""This node as a cluster member: it joins, follows the others, announces its blocks, and rejoins.
 
-What the rules need of the cluster is kept here, ready to be looked up without waiting: who lives, which
+State that the rules need is kept here for lookup without waiting: which nodes live, which
 epochs namespaces are in, whether this node is a member. Event loop only.
 """
 
@@ -51,8 +51,8 @@ log = logging.getLogger("kvpool.daemon")
 
 TICK_S = 1.0
 REJOIN_S = (0.1, 5.0)
-SWEEP_KEYS = 2000  # looked at in one tick, where this node is the one to sweep
-SURVEY_KEYS = 200  # the same, while nobody is known to be dead
+SWEEP_KEYS = 2000  # checked in one tick, if this node is the one to sweep
+SURVEY_KEYS = 200  # the same, while no node is known to be dead
 SWEEP_CHORE = "sweep"
 SERVED_FROM = frozenset({NodeState.SERVING, NodeState.DRAINING})
 
@@ -60,8 +60,8 @@ SERVED_FROM = frozenset({NodeState.SERVING, NodeState.DRAINING})
 class ClusterMember:
     """See the module. `ClusterView` for `BlockFetcher`.
 
-    topology: of this node's machine. peers: what is known of the speed of the others. rng:
-    spreads ties only.
+    topology: of this node's machine. peers: measured speeds of the others. rng:
+    for tie-breaking only.
     """
 
     def __init__(
@@ -93,12 +93,14 @@ class ClusterMember:
         self.lost = 0
         self._clock = clock
         self._directory = directory
-        self._told: Directory | None = None  # by the announcers, once there are some
+        self._told: Directory | None = None  # by the announcers, if there are any
         self._announced_as: bytes | None = self.own
         self._static = {_stand_in(url): _static_peer(url) for url in config.peers}
         self._living: dict[bytes, LivingNode] = dict(self._static)
         self._by_url: dict[str, NodeRecord] = {}
-        self._routes: dict[str, tuple[NodeRecord, Route]] = {}  # and of which record each was made
+        self._routes: dict[
+            str, tuple[NodeRecord, Route]
+        ] = {}  # and the record from which each was made
         self._cards: list[Card] = []
         self._dead = DeadIncarnations()
         self._view = View()
@@ -113,7 +115,8 @@ class ClusterMember:
     # ---- life ----------------------------------------------------------------------------------------
 
     async def start(self, urls: Sequence[str], local: LocalNode) -> None:
-        """Join. urls: where transfer workers listen, in the order of the configuration. local: the rest of this node.
+        """Join. urls: where transfer workers listen, in the order of the configuration. local: the rest of this
+        node.
 
         Raises what the membership raises.
         """
@@ -133,7 +136,7 @@ class ClusterMember:
         self._tasks.begin(self._run())
 
     def _describe_ways(self, urls: Sequence[str]) -> None:
-        """What others are told of how to reach this node, and what it knows of its own network cards."""
+        """This node's addresses as announced, and its own network cards."""
         told = self.config.advertise or urls
         rails = self.config.rails or [""] * len(urls)
         transports = []
@@ -149,7 +152,7 @@ class ClusterMember:
         self._transports = tuple(transports)
 
     def announce(self, tier: int, held: Holdings) -> None:
-        """There is one tier more to announce."""
+        """There is one more tier to announce."""
         self.holdings[tier] = held
         if self._told is not None:
             self._begin_to_announce(self._told, tier, held)
@@ -163,12 +166,12 @@ class ClusterMember:
         self._tasks.begin(announcer.run())
 
     def follow(self, config: DaemonConfig) -> None:
-        """Go by a configuration in which some settings have changed."""
+        """Apply a configuration in which some settings have changed."""
         self.config = config
         self.namespaces.follow(config)
 
     async def close(self) -> None:
-        """Leave, and end all that runs here."""
+        """Leave, and end all tasks."""
         await self._tasks.end()
         await self.membership.leave()
         await self.membership.close()
@@ -179,7 +182,7 @@ class ClusterMember:
 
     @property
     def living(self) -> Mapping[bytes, LivingNode]:
-        """The others that can be pulled from."""
+        """The other nodes that can be pulled from."""
         return self._living
 
     @property
@@ -192,7 +195,7 @@ class ClusterMember:
 
     @property
     def own(self) -> bytes:
-        """Our incarnation, as directory entries carry it."""
+        """This node's incarnation, as in directory entries."""
         return bytes.fromhex(self.incarnation)
 
     def may_serve(self) -> bool:
@@ -200,13 +203,14 @@ class ClusterMember:
         return self.membership.standing(self._clock()) in {Standing.MEMBER, Standing.AWAY}
 
     def met(self, namespace: NamespaceState, keys: Sequence[bytes], entry: Entry) -> None:
-        """A lookup found an entry, the same for all these keys, of somebody who does not live, or not yet, or is
-        ourselves."""
+        """A lookup found an entry, the same for all these keys, of an incarnation that does not live, or not yet,
+        or is this node.
+        """
         announcer = self.announcers.get(entry.tier)
         if entry.incarnation == self.own:
             if announcer is not None:
                 _, here = self.holdings[entry.tier].masks(namespace.directory_digest, keys)
-                here = here or [0] * len(keys)  # the namespace is not known any more
+                here = here or [0] * len(keys)  # the namespace is no longer known
                 doubtful = [key for key, mask in zip(keys, here, strict=True) if mask != entry.mask]
                 if doubtful:
                     announcer.doubt(namespace.directory_digest, doubtful)
@@ -223,20 +227,20 @@ class ClusterMember:
             )
 
     def _announce(self) -> None:
-        """Pass on what has changed in the node since the last call."""
+        """Announce the changes of this node since the last call."""
         for tier, announcer in self.announcers.items():
             for namespace, keys in self.holdings[tier].take_changes():
                 announcer.changed(namespace.directory_digest, keys)
 
     def stale(self, namespace: NamespaceState, keys: list[bytes]) -> None:
-        """A peer believed that these are here. The directory is told what is."""
+        """A peer expected these blocks here. The directory is corrected."""
         for announcer in self.announcers.values():
             announcer.doubt(namespace.directory_digest, keys)
 
     # ---- the others ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """The membership has news."""
+        """The membership has changed."""
         before, self._view = self._view, self.membership.view
         self._local.view_changed(before, self._view)
         living = dict(self._static)
@@ -253,7 +257,7 @@ class ClusterMember:
                 by_url[url] = record
         for incarnation in self._living.keys() - living.keys():
             self.peers.gone(incarnation)
-        # After those that have gone: one of these may be such a node again.
+        # After those that have left: one of these may be such a node again.
         for record in by_url.values():
             self.peers.met(
                 record.incarnation_bytes,
@@ -272,12 +276,12 @@ class ClusterMember:
         if wanted != self._drain_wanted:
             self._drain_wanted = wanted
             self._local.drain_wanted(wanted)
-        # By incarnation: by name, a quick restart would not show. A node that came may take replicas.
+        # By incarnation: by name, a quick restart would not show. A new node may take replicas.
         if _incarnations(before) != _incarnations(self._view):
             self._local.replicas_lacking()
 
     def route(self, url: str) -> Route | None:
-        """All ways to the node that is known by this URL; None: nothing is known of it but that."""
+        """All paths to the node with this URL; None: only the URL is known."""
         record = self._by_url.get(url)
         if record is None:
             return None
@@ -295,7 +299,7 @@ class ClusterMember:
         return known[1]
 
     def links(self) -> list[Link]:
-        """What this node expects of pulling from each other one."""
+        """Estimates for pulling from each other node."""
         now = self._clock()
         return [
             self.peers.link(incarnation, living.record.node, now, self._local.path_to(living.url))
@@ -305,7 +309,7 @@ class ClusterMember:
     # ---- ourselves -----------------------------------------------------------------------------------
 
     def record(self) -> NodeRecord:
-        """This node as it is told to others."""
+        """This node's record as announced to others."""
         tenants = self.node.tenants.values()
         capacity = sum(tenant.allocator.size for tenant in tenants)
         used = capacity - sum(map(self.node.candidates.spare_bytes, tenants))
@@ -327,7 +331,7 @@ class ClusterMember:
         )
 
     async def tell(self) -> None:
-        """Have the others see this node as it is. Best effort: done again every second."""
+        """Update this node's record. Best effort: repeated every second."""
         if self.state is NodeState.GONE:
             return
         try:
@@ -336,22 +340,22 @@ class ClusterMember:
             pass
 
     async def leave(self) -> None:
-        """Be a member no longer: the end of a drain."""
+        """Stop being a member: the end of a drain."""
         self.state = NodeState.GONE
         self._announce_as(None)
         await self.membership.leave()
 
     async def come_back(self) -> None:
-        """Be a member again, as a new incarnation."""
+        """Become a member again, as a new incarnation."""
         self.state, self.progress = NodeState.SERVING, None
         if not self._rejoining:
             await self._rejoin(leave_first=True)
 
     def _lose(self) -> None:
-        """Our lease is gone: others take us for dead. Nothing of the old incarnation counts any more."""
+        """The lease is lost: others consider this node dead. Nothing of the old incarnation is valid any more."""
         self.lost += 1
         log.warning(
-            "the membership lease of node %s is gone: joining again",
+            "the membership lease of node %s has ended: joining again",
             self.config.node,
             extra={"node": self.config.node},
         )
@@ -379,7 +383,7 @@ class ClusterMember:
                 try:
                     await self.membership.join(self.record())
                 except (Unavailable, ConfigError) as error:
-                    log.warning("cannot join again, next try in %.1f s: %s", pause, error)
+                    log.warning("joining again failed, next attempt in %.1f s: %s", pause, error)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, most)
                     continue
@@ -402,10 +406,10 @@ class ClusterMember:
             await self._sweep()
 
     async def _sweep(self) -> None:
-        """Where this node is the one to do it: drop entries of the dead that nobody looks up any more.
+        """If this node is the one to do it: drop entries of dead incarnations that nobody looks up any more.
 
-        It goes round the directory again and again, slowly while nobody is known to be dead: those who
-        were before anybody can remember are met that way.
+        It repeats passes over the directory, slowly while no node is known to be dead: entries from
+        forgotten incarnations are found that way.
         """
         if self._directory is None:
             return
@@ -424,12 +428,12 @@ class ClusterMember:
         self.swept += step.dropped
         self._dead.met(step.met)
         if not step.cursor:
-            self._dead.swept(self._sweeping)  # those that were dead when this round began
+            self._dead.swept(self._sweeping)  # those that were dead when this pass began
 
     # ---- the operator's view -------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """What every tenant may know."""
+        """Values visible to every tenant."""
         return {
             "cluster": self.config.cluster,
             "standing": self.membership.standing(self._clock()).value,
@@ -443,7 +447,7 @@ class ClusterMember:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Plain values: the cluster as this node sees it."""
+        """Plain values: the cluster as seen by this node."""
         standing = self.membership.standing(self._clock())
         return {
             "cluster": self.config.cluster,
@@ -462,7 +466,7 @@ class ClusterMember:
         }
 
     def _announcing(self) -> dict[str, Any] | None:
-        """What the announcer says of itself, once it knows all that the rules do."""
+        """The announcer's statistics, once it knows all blocks."""
         self._announce()
         every = [announcer.stats() for announcer in self.announcers.values()]
         if not every:
@@ -472,7 +476,7 @@ class ClusterMember:
 
 
 def _reached_otherwise(old: NodeRecord, new: NodeRecord) -> bool:
-    """Whether the ways to a node may have changed."""
+    """Whether the paths to a node may have changed."""
     return (old.incarnation, old.transports, old.numa, old.host) != (
         new.incarnation,
         new.transports,
@@ -486,9 +490,9 @@ def _incarnations(view: View) -> set[str]:
 
 
 class _OnlyMembersPublish:
-    """A directory that takes nothing from a node which may have been declared dead meanwhile.
+    """A directory wrapper that refuses publications of a node which may have been declared dead meanwhile.
 
-    What it would say under its old incarnation is not wrong, but nobody reads it.
+    Entries under its old incarnation would not be wrong, but nobody reads them.
     """
 
     def __init__(self, directory: Directory, may_publish: Callable[[], bool]) -> None:
@@ -510,12 +514,12 @@ class _OnlyMembersPublish:
     ) -> None:
         """See `Directory.publish`."""
         if not self._may_publish():
-            raise Unavailable("this node does not know whether it is a member of its cluster still")
+            raise Unavailable("this node does not know whether it is still a member of its cluster")
         await self._directory.publish(digest, parts, incarnation, tier, keys, masks)
 
 
 def _stand_in(url: str) -> bytes:
-    """What stands for the incarnation of a peer of which only the address is known."""
+    """Placeholder for the incarnation of a peer of which only the address is known."""
     return hashlib.sha256(url.encode()).digest()[:8]
 
 

@@ -1,4 +1,4 @@
-"""Namespaces in the cluster: settings and epochs that this node has agreed on with the others. Event loop only."""
+"""Settings and epochs of namespaces, agreed with the other nodes. Event loop only."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvpool.wire import client as client_wire
 
 log = logging.getLogger("kvpool.daemon")
 
-REGISTER_S = 1.0  # a client that opens a namespace waits so long for the cluster's word
+REGISTER_S = 1.0  # how long a client that opens a namespace waits for the cluster
 UNREGISTERED_MAX = 1024
 RESET_TRIES = 10
-GENERATIONS_AHEAD_MAX = 1 << 10  # of a node that is alone and has forgotten
+GENERATIONS_AHEAD_MAX = 1 << 10  # of a node that is alone and has lost its state
 
 
 class Namespaces:
-    """Agrees with the cluster on the namespaces that are open here; tells the rest of the node what that changes."""
+    """Agrees with the cluster on the namespaces that are open here; reports changes to the rest of the node."""
 
     def __init__(self, config: DaemonConfig, node: Node, membership: Membership) -> None:
         self._config = config
@@ -44,15 +44,15 @@ class Namespaces:
         self._local: LocalNode  # from `start` on
 
     def start(self, local: LocalNode) -> None:
-        """Tell `local` of changes from now on."""
+        """Report changes to `local` from now on."""
         self._local = local
 
     def follow(self, config: DaemonConfig) -> None:
-        """Go by a configuration in which some settings have changed."""
+        """Apply a configuration in which some settings have changed."""
         self._config = config
 
     def look(self, entries: Mapping[tuple[str, str], NamespaceEntry]) -> None:
-        """The cluster has this to say of namespaces now."""
+        """The cluster's current records of namespaces."""
         if entries is self._entries:
             return
         self._entries = entries
@@ -63,7 +63,7 @@ class Namespaces:
                 self._apply(epochs[-1], entry)
 
     async def register_late(self) -> None:
-        """Register what was opened while the membership did not answer, as far as it answers now."""
+        """Register namespaces that were opened while the membership did not answer, as far as it answers now."""
         for namespace in list(self._unregistered):
             try:
                 entry = await self._register(namespace, namespace.settings)
@@ -71,7 +71,7 @@ class Namespaces:
                 return
             except NamespaceMismatch as error:
                 log.warning(
-                    "namespace %s is not shared: %s",
+                    "namespace %s is not shared with the cluster: %s",
                     namespace.base.hex(),
                     error,
                     extra={"namespace": namespace.base.hex()},
@@ -83,9 +83,9 @@ class Namespaces:
     async def register(
         self, namespace: NamespaceState, wanted: NamespaceSettings
     ) -> NamespaceState:
-        """Agree with the cluster about a namespace that was opened here: its state now.
+        """Agree with the cluster about a namespace opened here; returns its state now.
 
-        wanted: the settings, if it is new to the cluster. When the membership does not answer, that is done
+        wanted: the settings, if it is new to the cluster. If the membership does not answer, that is done
         later. Raises `NamespaceMismatch`.
         """
         entry = self._entry(namespace.tenant, namespace.base)
@@ -102,9 +102,9 @@ class Namespaces:
         return self._apply(namespace, entry)
 
     async def fill_in(self, namespace: NamespaceState, wanted: NamespaceSettings) -> NamespaceState:
-        """On a node that is alone, a client's wishes count where nobody has wished for anything yet.
+        """On a node that is alone, a client's settings apply if none were set before.
 
-        The namespace's state now.
+        Returns the namespace's state now.
         """
         living = self.known_epoch(namespace) or self._node.namespaces.living(namespace)
         filled = living.settings.filled(wanted).known_here(self._config.replicas_max)
@@ -119,7 +119,7 @@ class Namespaces:
                 )
             except Unavailable as error:
                 log.warning(
-                    "settings of namespace %s end with this process: %s",
+                    "settings of namespace %s last only until this process ends: %s",
                     living.base.hex(),
                     error,
                     extra={"namespace": living.base.hex()},
@@ -129,12 +129,12 @@ class Namespaces:
         return living
 
     def known_epoch(self, namespace: NamespaceState) -> NamespaceState | None:
-        """The state of a namespace by what the cluster is known to say; None if it has to be asked."""
+        """The state of a namespace by the known cluster record; None if the cluster must be asked."""
         entry = self._entry(namespace.tenant, namespace.base)
         return None if entry is None else self._apply(namespace, entry)
 
     def open_known(self, tenant: Tenant, base: bytes) -> NamespaceState | None:
-        """A namespace that the cluster knows, whether or not an engine here has it open; None: it knows none."""
+        """A namespace of the cluster, whether or not an engine here has it open; None: unknown there."""
         entry = self._entry(tenant, base)
         if entry is None:
             return None
@@ -189,9 +189,9 @@ class Namespaces:
         generation: int,
         settings: NamespaceSettings = DEFAULT_SETTINGS,
     ) -> NamespaceState:
-        """A namespace that this node knew in a former life, in its present epoch.
+        """A namespace that this node knew before its restart, in its present epoch.
 
-        settings: of then; the cluster's word goes before it.
+        settings: of that time; the cluster's take precedence.
         """
         namespace = self._node.namespaces.open(tenant, base, fields, specs)
         known = self.known_epoch(namespace)
@@ -208,12 +208,14 @@ class Namespaces:
         living = self._node.namespaces.living(namespace)
         if generation > living.generation + GENERATIONS_AHEAD_MAX:
             raise InvalidRequest(
-                f"generation {generation}, and {living.generation} is the present one"
+                f"the request is for generation {generation}, but {living.generation} is current"
             )
         while generation > living.generation:
             if self._config.join:
-                raise Unavailable("this node does not know the namespace's last reset yet")
-            # Alone and started anew, without a memory: the pool is empty, the client knows better.
+                raise Unavailable(
+                    "this node has not yet received the namespace's last reset: try again"
+                )
+            # Alone and restarted without saved state: the pool is empty, and the client's generation is right.
             living = await self._new_epoch(living, fence=True)
         if generation < 0:
             generation = living.generation
@@ -223,7 +225,7 @@ class Namespaces:
     async def reset(self, namespace: NamespaceState, generation: int) -> client_wire.Opened:
         """An engine's weights were of this generation, and are of the next one now.
 
-        Begins the epoch of those weights, or enters it, where another engine's reset has begun it: each
+        Starts the epoch of those weights, or enters it, if another engine's reset has started it: each
         engine resets once for each change of weights. An engine that is further behind stays out.
         """
         for _ in range(RESET_TRIES):
@@ -231,12 +233,14 @@ class Namespaces:
             if living.generation > generation:
                 state = self._node.namespaces.as_opened(living, generation + 1)
                 return client_wire.Opened(state.number, generation + 1, state is living)
-            # In vain when an operator's clear comes in between, or when we had not heard of the last one.
+            # Repeated if an operator's clear comes in between, or this node had not heard of the last epoch.
             await self._new_epoch(living, fence=True)
-        raise Unavailable("other nodes keep changing the namespace's epoch at the same time")
+        raise Unavailable(
+            "other nodes keep changing the namespace's epoch at the same time: try again"
+        )
 
     async def clear(self, tenant: Tenant, base: bytes, *, fence: bool) -> int:
-        """An operator wants none of a namespace's blocks to be found any more: its new epoch.
+        """An operator clears a namespace; returns its new epoch.
 
         Raises `InvalidRequest` for a namespace that neither this node nor the cluster knows.
         """
@@ -246,8 +250,7 @@ class Namespaces:
         known = self._entry(tenant, base)
         if known is None:
             raise InvalidRequest(
-                f"tenant {tenant.name!r} has no namespace {base.hex()}; `kvpool namespaces` shows "
-                f"those that it has"
+                f"tenant {tenant.name!r} has no namespace {base.hex()}; `kvpool namespaces` lists its namespaces"
             )
         entry = await self._membership.bump_epoch(tenant.name, base.hex(), known.epoch, fence=fence)
         return entry.epoch
@@ -268,12 +271,12 @@ class Namespaces:
     async def configure(self, tenant: Tenant, base: bytes, change: SettingsChange) -> None:
         """Change settings of a namespace, for the whole cluster.
 
-        Raises `LimitExceeded` for too many copies, and `InvalidRequest` for a namespace that is not known.
+        Raises `LimitExceeded` for too many replicas, and `InvalidRequest` for an unknown namespace.
         """
         if change.replicas is not None and change.replicas > self._config.replicas_max:
             raise LimitExceeded(
-                f"{change.replicas} copies: at most {self._config.replicas_max} (replicas_max) are made "
-                f"of a block"
+                f"{change.replicas} replicas: at most {self._config.replicas_max} (replicas_max) of a block are "
+                "allowed"
             )
         epochs = tenant.epochs.get(base)
         if not epochs:

@@ -1,6 +1,6 @@
-"""What this node lends to others: their transfer workers ask ours, and ours ask here.
+"""This node's blocks on loan to others: their transfer workers ask this node's, which ask here.
 
-Event loop only. Bytes go from segment to segment through the transfer workers; here is only what may go.
+Event loop only. Bytes go from segment to segment through the transfer workers; this module only decides.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 
-LEND_WAIT_SHARE = 0.5  # of the time a peer has: longest wait for this node's disks
-AWAIT_KEYS_MAX = 1024  # in one question of what is committed here
-AWAIT_S_MAX = 10.0  # for its answer
-WRITTEN_BYTES = 256 << 10  # nor because of less than this, in all of what was asked about
+LEND_WAIT_SHARE = 0.5  # of a peer's time: longest wait for this node's disks
+AWAIT_KEYS_MAX = 1024  # in one `Await`
+AWAIT_S_MAX = 10.0  # time for its answer
+WRITTEN_BYTES = 256 << 10  # and at least this much more in all requested blocks
 
 
 class Below(Protocol):
-    """What is here of a prefix in all tiers, and how it gets into memory: `BlockFetcher`."""
+    """Looks up a prefix in all tiers here, and brings it into memory: `BlockFetcher`."""
 
     def usable_on_node(
         self, namespace: NamespaceState, parts: Sequence[int], keys: Sequence[bytes]
@@ -48,10 +48,10 @@ class Below(Protocol):
 class PeerService:
     """Answers peers: the `Rules` of the transfer workers.
 
-    may_serve: whether this node is a member, as far as it can know; peers are refused while it is not.
-    stale: told of blocks that a peer wanted and that are not here: the directory may say otherwise.
-    take: what to do about an `Offer`. stores: whether anything new may come. operate: does what operators of other
-    nodes want. spans: takes those of loans that are traced.
+    may_serve: whether this node is known to be a member; otherwise peers are refused. stale: called with blocks
+    that a peer wanted and that are not here: the directory may be wrong. take: handles an `Offer`. stores:
+    whether new blocks are accepted. operate: handles requests of operators of other nodes. spans: collects those
+    of traced loans.
     """
 
     def __init__(
@@ -85,34 +85,36 @@ class PeerService:
         if namespace is None:
             return frame.Done(0)
         if not all(0 <= part < len(namespace.tables) for part in question.parts):
-            raise InvalidRequest(f"parts {question.parts[:8]}: this node's namespace has others")
+            raise InvalidRequest(
+                f"parts {question.parts[:8]} do not match the parts of this node's namespace"
+            )
         return frame.Done(
             self._below.usable_on_node(namespace, question.parts, split_keys(question.keys))
         )
 
     async def offered(self, offer: peer_wire.Offer) -> frame.Bytes:
-        """A peer would like blocks of its own kept here."""
+        """A peer asks this node to keep replicas of its blocks."""
         self._check_standing()
         if self._take is None:
             raise Unavailable("this node accepts no offers: it is not in a cluster")
         return await self._take(offer)
 
     async def operated(self, order: peer_wire.Operate) -> frame.Bytes:
-        """An operator of another node wants something done here."""
+        """A request of another node's operator."""
         if self._operate is None:
             raise Unavailable("this node accepts no orders: it is not in a cluster")
         return await self._operate(order)
 
     async def answer_later(self, question: peer_wire.Await) -> frame.Bytes:
-        """What is in memory of these blocks, once that is more than the peer knows, or when it is late.
+        """Which of these blocks are in memory, once there are more than the peer knows, or its time is over.
 
-        With `heard` also what is being written of them, once that is enough more to be worth a transfer. A
+        With `heard` also the blocks being written, once enough more is written to be worth a transfer. A
         namespace need not be known here yet. Raises `LimitExceeded` when too many wait.
         """
         self._check_standing()
         keys, width = split_keys(question.keys), width_of(question.keys, question.known)
         if len(keys) > AWAIT_KEYS_MAX:
-            raise LimitExceeded(f"at most {AWAIT_KEYS_MAX} blocks are waited for in one question")
+            raise LimitExceeded(f"at most {AWAIT_KEYS_MAX} blocks per Await request")
         known = unpack_masks(question.known, width)
         name = directory_digest(question.tenant, question.digest)
         every = (1 << 8 * width) - 1
@@ -166,9 +168,9 @@ class PeerService:
     def open_loan(
         self, request: worker_wire.OpenLoan
     ) -> worker_wire.Loan | Coroutine[Any, Any, worker_wire.Loan]:
-        """Lease what is here of the wanted blocks to a transfer worker, until `give_back`.
+        """Lease the wanted blocks that are here to a transfer worker, until `give_back`.
 
-        A coroutine where some of them have to be brought into memory first.
+        A coroutine if some of them must be brought into memory first.
         """
         if request.trace and self._spans is not None:
             span = self._spans.begin(request.trace, LEND)
@@ -177,7 +179,7 @@ class PeerService:
         return self._lend(request)
 
     async def _lend_traced(self, request: worker_wire.OpenLoan, span: Span) -> worker_wire.Loan:
-        """The span lasts as long as the loan: until the bytes are on their way."""
+        """The span lasts as long as the loan: until the bytes are sent."""
         span.set(
             tenant=request.tenant,
             part=request.part,
@@ -227,12 +229,12 @@ class PeerService:
         if namespace is None:
             return nothing
         if not 0 <= request.part < len(namespace.tables):
-            raise InvalidRequest(f"part {request.part}: this node's namespace has none such")
+            raise InvalidRequest(f"part {request.part} does not exist in this node's namespace")
         table = namespace.tables[request.part]
         if table.spec.nbytes != request.nbytes:
             raise NamespaceMismatch(
-                f"part {request.part} of namespace {request.digest.hex()} has {table.spec.nbytes} "
-                f"bytes on node {self.node.incarnation}, the peer asks for {request.nbytes}"
+                f"part {request.part} of namespace {request.digest.hex()} has {table.spec.nbytes} bytes on node "
+                f"{self.node.incarnation}, but the peer requests {request.nbytes}"
             )
         tenant = namespace.tenant
         holder = self._holder(tenant.name)
@@ -286,7 +288,7 @@ class PeerService:
                 return
 
     def corrupt(self, report: peer_wire.Corrupt) -> None:
-        """A peer found that bytes of ours do not match their checksum: drop that copy."""
+        """A peer found that bytes from here do not match their checksum: drop that replica."""
         namespace = self._known(report.tenant, report.digest)
         if namespace is not None:
             for key in split_keys(report.keys):
@@ -299,7 +301,7 @@ class PeerService:
             )
 
     def _holder(self, tenant: str) -> Holder:
-        """Who lends. One for all transfer workers: a dead transfer worker's loans are given back one by one."""
+        """The holder of loans. One per transfer worker, so that a dead worker's loans can be given back."""
         return self.node.holders.own(tenant, "loans")
 
     def _known(self, tenant: str, digest: bytes) -> NamespaceState | None:
@@ -308,19 +310,19 @@ class PeerService:
 
 
 def unpack_heard(packed: bytes) -> dict[int, int]:
-    """Of which reservations a peer was told how many bytes are written. Raises `InvalidRequest`."""
+    """The reservations whose progress a peer knows. Raises `InvalidRequest`."""
     if (
         len(packed) > peer_wire.WRITINGS_MAX * peer_wire.HEARD.size
         or len(packed) % peer_wire.HEARD.size
     ):
-        raise InvalidRequest(f"{len(packed)} bytes of what an asker has heard")
+        raise InvalidRequest(f"the `heard` field of an Await has {len(packed)} bytes")
     return dict(peer_wire.HEARD.iter_unpack(packed))
 
 
 def _more_written(written: Sequence[Writing], heard: Mapping[int, int]) -> bool:
-    """Whether a peer that has heard so much would like to hear this."""
+    """Whether this is enough news for a peer that knows `heard`."""
     if not heard.keys() <= {run.number for run in written}:
-        return True  # one that it has heard of was given up
+        return True  # one that it knows of was aborted
     more = sum(run.keys * max(0, run.nbytes - heard.get(run.number, 0)) for run in written)
     return more >= WRITTEN_BYTES
 

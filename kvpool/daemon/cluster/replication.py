@@ -1,11 +1,11 @@
-"""Copies of blocks on other nodes: wanted ones, saved ones, superfluous ones.
+"""Replicas of blocks on other nodes: for replication, offloading and drain.
 
-One mechanism for all: a node *offers* blocks, the other one pulls what it wants of them and says what it
-has then. Only that may be relied on. It serves
+One mechanism for all: a node *offers* blocks, the other one pulls those that it wants and answers which
+it has then. Only that may be relied on. It serves
 
 - replication: blocks of which several replicas are wanted, when they are put and when a node was lost;
-- idle memory: a node that is about to evict blocks first offers them to one with room (`forward`). What
-  was taken is a secondary copy here from then on, and goes before anything else;
+- idle memory: a node that is about to evict blocks first offers them to one with room (`forward`). Blocks
+  that were taken are secondary here from then on, and evicted first;
 - draining: a node that leaves offers the blocks that only it has.
 
 Nothing here is in the path of a put or a get: all of it runs beside them, at a bounded rate.
@@ -40,16 +40,16 @@ OFFER_S = 10.0  # for a peer to take up an offer
 OFFER_BYTES = 32 << 20
 OFFER_KEYS = 1024
 HOPS_MAX = 2  # how often a block is forwarded
-WANTED_MAX = 1 << 16  # blocks that wait for further replicas; more are left to the next repair
+WANTED_MAX = 1 << 16  # blocks that wait for further replicas; others are left to the next repair
 TRIES_MAX = 5
-WALK = 512  # blocks looked at in one step of a repair
+WALK = 512  # blocks examined in one step of a repair
 REPAIR_EVERY_S = 600.0
 FORWARD_EVERY_S = 0.05
 PRESSED_S = 0.01
-RELIEFS_MAX = 64  # offers in a row, before others have their turn
-IDLE_S = 1.0  # while there is nobody else
-REFUSED_S = 2.0  # a node that had no room is left alone for so long
-HEADROOM = 1 / 16  # of a segment: what should be free or superfluous when puts come
+RELIEFS_MAX = 64  # consecutive offers, before other tasks have their turn
+IDLE_S = 1.0  # while there is no other node
+REFUSED_S = 2.0  # a node without room gets no offers for this long
+HEADROOM = 1 / 16  # of a segment: the part that should be free or secondary when puts come
 AUDIT_EVERY_S = 1.0
 AUDIT_KEYS = 256
 
@@ -178,12 +178,16 @@ class Replication:
     # ---- taking --------------------------------------------------------------------------------------
 
     async def take(self, offer: peer_wire.Offer) -> frame.Bytes:
-        """Pull what we want of an offer; what we have of it then, a byte a key. See `kvpool.wire.peer.Offer`."""
+        """Pull the wanted blocks of an offer; returns which are here then, a byte a key. See
+        `kvpool.wire.peer.Offer`.
+        """
         keys = split_keys(offer.keys)
         nothing = frame.Bytes(bytes(len(keys)))
         source = self.cluster.living.get(_incarnation(offer.incarnation))
         if source is None or source.record.node != offer.node:
-            raise Unavailable(f"node {offer.node} is not known here as {offer.incarnation}, yet")
+            raise Unavailable(
+                f"incarnation {offer.incarnation} of node {offer.node} is not known here yet"
+            )
         tenant = self.node.tenants.get(offer.tenant)
         if tenant is None or self.cluster.state is not NodeState.SERVING:
             return nothing
@@ -194,7 +198,7 @@ class Replication:
             return nothing
         mask = int.from_bytes(offer.mask, "little")
         if mask >> len(namespace.tables):
-            raise InvalidRequest("an offer of parts that its namespace does not have")
+            raise InvalidRequest("the offer names parts that its namespace does not have")
         tables = [table for table in namespace.tables if mask >> table.part & 1]
         if not self._wants(tenant, offer, len(keys) * block_bytes(namespace, mask)):
             self.counters["refused_offers"] += 1
@@ -228,7 +232,7 @@ class Replication:
     def _taken(
         self, namespace: NamespaceState, tables: Sequence[PartTable], keys: Sequence[bytes]
     ) -> frame.Bytes:
-        """What is here now in full. It is relied on, so it does not count as somebody's second copy."""
+        """The keys that are completely here. The offering node relies on them, so they become primary."""
         self.node.settle()
         have = []
         for key in keys:
@@ -243,7 +247,7 @@ class Replication:
     # ---- replication ---------------------------------------------------------------------------------
 
     def wish(self, namespace: NamespaceState, keys: Iterable[bytes], replicas: int = 0) -> None:
-        """These blocks were put here; there are to be more of them, if so many are wanted."""
+        """These blocks were put here; they need further replicas if several are wanted."""
         wanted = min(replicas or namespace.settings.replicas, self.cluster.config.replicas_max)
         if wanted < 2:
             return
@@ -257,14 +261,14 @@ class Replication:
         self._awake.set()
 
     def repair(self) -> None:
-        """A node has gone, or come: see which blocks lack replicas now, bit by bit."""
+        """A node has left, or joined: find blocks that lack replicas, gradually."""
         if not self._replicas_known and not self.node.namespaces.any_replicas:
-            return  # one of each is all that anybody wants
+            return  # only single replicas are wanted
         self._repair_from = 0
         self._awake.set()
 
     async def replicate(self) -> None:
-        """Make the replicas that are wanted. Runs until cancelled."""
+        """Make the wanted replicas. Runs until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(AUDIT_EVERY_S):
@@ -284,7 +288,9 @@ class Replication:
                 failed = not await self._copy_some()
 
     async def _repair_some(self) -> None:
-        """Look at some of our blocks; those that lack replicas, and are ours to repair, are wanted."""
+        """Examine some of this node's blocks; those that lack replicas, and are this node's to repair, are
+        queued.
+        """
         assert self._repair_from is not None
         groups, self._repair_from = self.node.inventory.walk(self._repair_from, WALK)
         for digest, keys in groups:
@@ -311,7 +317,7 @@ class Replication:
         await asyncio.sleep(0)
 
     async def _copy_some(self) -> bool:
-        """Make replicas of the blocks that were wanted first; whether that got anywhere."""
+        """Make replicas of the first queued blocks; returns whether that made progress."""
         (namespace, _), (replicas, tries) = next(iter(self._wanted.items()))
         keys = []
         for (other, key), (wanted, tried) in self._wanted.items():
@@ -335,7 +341,7 @@ class Replication:
     async def _copy(
         self, namespace: NamespaceState, mask: int, keys: list[bytes], replicas: int
     ) -> list[bytes]:
-        """Offer these blocks to as many nodes as lack; the ones that still want replicas then."""
+        """Offer these blocks to as many nodes as needed; returns the ones that still need replicas."""
         holders = await self._holders(namespace, mask, keys)
         lacking: dict[int, list[bytes]] = {}
         for key in keys:
@@ -357,14 +363,14 @@ class Replication:
                 for key in accepted:
                     made[key] += 1
             self.counters["replicated_blocks"] += sum(made.values())
-            # Where there are not enough nodes, trying again helps nobody: a repair follows when one comes.
+            # With too few nodes, retrying does not help: a repair follows when one joins.
             short += [key for key, n in made.items() if n < min(missing, len(targets))]
         return short
 
     async def _holders(
         self, namespace: NamespaceState, mask: int, keys: Sequence[bytes]
     ) -> dict[bytes, set[bytes]]:
-        """Who is known to hold these parts of each of these blocks, ourselves included."""
+        """The nodes known to hold these parts of each of these blocks, including this one."""
         own = self.cluster.own
         try:
             located = await self.fetcher.locator.replicas(namespace, keys)
@@ -388,7 +394,7 @@ class Replication:
     # ---- idle memory of others -----------------------------------------------------------------------
 
     async def forward(self) -> None:
-        """Keep some of each segment free, or filled with what others have too. Runs until cancelled."""
+        """Keep some of each segment free, or filled with secondary replicas. Runs until cancelled."""
         pressed = False
         while True:
             pause = PRESSED_S if pressed else FORWARD_EVERY_S
@@ -406,9 +412,9 @@ class Replication:
                         pressed = True
 
     async def _relieve(self, tenant: Tenant) -> bool:
-        """Where a segment is nearly full: hand what would be evicted next to a node with room.
+        """If a segment is nearly full: offer the next victims to a node with room.
 
-        Whether that got anywhere, so that there may be more to do at once.
+        Returns whether that made progress, so that there may be more to do at once.
         """
         lacking = int(tenant.allocator.size * HEADROOM) - self.node.candidates.spare_bytes(tenant)
         if lacking <= 0 or not self.cluster.living:
@@ -457,7 +463,7 @@ class Replication:
         return len(accepted)
 
     async def _audit(self) -> None:
-        """Of the replicas that others were said to keep, and that go next: do they?"""
+        """Check whether other nodes still keep replicas of the secondary ones to be evicted next."""
         for tenant in list(self.node.tenants.values()):
             groups: dict[NamespaceState, list[Block]] = {}
             for block in self.node.candidates.coldest_secondary(tenant, AUDIT_KEYS):
@@ -479,7 +485,7 @@ class Replication:
 
 
 def block_bytes(namespace: NamespaceState, mask: int) -> int:
-    """What these parts of one block take."""
+    """The bytes of these parts of one block."""
     return sum(table.stride for table in namespace.tables if mask >> table.part & 1)
 
 

@@ -1,4 +1,4 @@
-"""What a node keeps its books on: blocks, tables, classes, tenants, holders, leases. Data, no rules."""
+"""A node's state: blocks, tables, classes, tenants, holders, leases. Data, no rules."""
 
 from __future__ import annotations
 
@@ -34,40 +34,40 @@ class Block(msgspec.Struct, gc=False, eq=False):
     row: int
     checksum: bytes
     parent: bytes  # the key before it in the prefix chain, or empty
-    depth: int  # blocks before it in its chain, as far as they were here when it came
-    put: int  # the node's tick then
+    depth: int  # blocks before it in its chain, counting those that were here when it arrived
+    put: int  # the node's tick at that time
     used: int  # the same at its last use
-    # The eviction policy's, and nobody else's:
+    # Used only by the eviction policy:
     freq: int = 0
     queue: int = 0
-    # The node's:
+    # Used only by the node:
     leases: int = 0
-    secondary: bool = False  # others hold a copy that they keep: this one goes first
-    hops: int = 0  # how often it was handed on to a node with room
+    secondary: bool = False  # other nodes keep a replica: this one goes first
+    hops: int = 0  # how often it was forwarded to a node with room
     written: int = -1  # `used` when it was last written to a disk
     kept: int = -1  # `used` when it was last found in object storage, or written there
-    replicas: int = 0  # wanted in the cluster; 0: as its namespace says
+    replicas: int = 0  # wanted in the cluster; 0: the namespace's setting
     pin: int = PIN_NONE
     parked: int = -1  # came up as a victim while leased, and is in no policy: `used` at that time
-    gone: bool = False  # removed while leased: not in its table any more ("evicting")
+    gone: bool = False  # removed while leased: no longer in its table ("evicting")
 
     @property
     def ident(self) -> bytes:
-        """What the policy's ghost list remembers of it."""
+        """The policy's ghost entry for it."""
         return self.key + self.table.tag
 
     @property
     def base(self) -> bytes:
-        """By what its namespace is opened: blocks with a quota of their own are known by that."""
+        """The digest by which its namespace is opened; identifies blocks with a quota of their own."""
         return self.table.namespace.base
 
     def is_here(self) -> bool:
-        """Whether it is found: not evicted, removed or of an ended epoch."""
+        """Whether it can be found: not evicted, removed or of an ended epoch."""
         return self.table.blocks.get(self.key) is self
 
 
 class Origin(NamedTuple):
-    """What is known of new blocks beside their bytes: fields of `Block`."""
+    """Properties of new blocks apart from their bytes: fields of `Block`."""
 
     secondary: bool = False
     hops: int = 0
@@ -81,11 +81,11 @@ OWN = Origin()
 class PartTable:
     """The committed blocks of one part of one namespace.
 
-    garbage: what was in `blocks` when the namespace's epoch ended: found by nobody, and not yet freed.
+    garbage: the former `blocks` of an ended epoch: cannot be found, not freed yet.
     hard_bytes, soft_bytes: of both, under a pin.
-    soft: soft pins among them that may go, oldest first.
+    soft: evictable soft pins among them, oldest first.
     reserved: slots that are reserved for keys of this table and not settled.
-    writing: of these, those that peers may read the beginning of, with their rows.
+    writing: of these, those whose beginning peers may read, with their rows.
     """
 
     __slots__ = (
@@ -128,10 +128,10 @@ class NamespaceState:
     """A namespace in one epoch, as this node knows it.
 
     base: the digest of its fields, by which clients open it. digest: that of this epoch, by which peers
-    know it. directory_digest: with the tenant in it, since the directory is everybody's.
+    know it. directory_digest: includes the tenant, because the directory is shared.
     generation: of the weights that its blocks were computed with, counted by the cluster.
-    settings: as the cluster has agreed on them, within this node's limits.
-    quota: bytes that it may hold in this tier; 0: as many as its tenant.
+    settings: the cluster's, within this node's limits.
+    quota: bytes that it may hold in this tier; 0: the tenant's limit.
     retired: its epoch has ended.
     """
 
@@ -177,27 +177,27 @@ class NamespaceState:
 
     @property
     def fenced(self) -> bool:
-        """Whether what its clients compute is not to be stored any more, until they open it again."""
+        """Whether its clients must reopen it before they can store blocks."""
         return self.epoch < self.tenant.fences.get(self.base, 0)
 
     def check_epoch(self) -> None:
-        """Raises `StaleEpoch` when its epoch has ended for those who opened it."""
+        """Raises `StaleEpoch` if its epoch has ended for those who opened it."""
         if self.retired:
             raise StaleEpoch(
-                f"namespace {self.base.hex()} was reset after this client opened it in epoch "
-                f"{self.epoch}: open it again once the weights are the new ones"
+                f"namespace {self.base.hex()} was reset after this client opened it in epoch {self.epoch}: open it "
+                "again once the new weights are loaded"
             )
 
     def table(self, part: int) -> PartTable:
         """The table of a part. Raises `InvalidRequest`."""
         if not 0 <= part < len(self.tables):
             raise InvalidRequest(
-                f"part {part}: this namespace has parts 0 to {len(self.tables) - 1}"
+                f"there is no part {part}: this namespace has parts 0 to {len(self.tables) - 1}"
             )
         return self.tables[part]
 
     def tables_of(self, parts: Sequence[int]) -> list[PartTable]:
-        """Those of some parts, or of all. Raises `InvalidRequest`."""
+        """The tables of some parts, or of all. Raises `InvalidRequest`."""
         if not parts:
             return self.tables
         if len(set(parts)) != len(parts):
@@ -206,15 +206,15 @@ class NamespaceState:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the slots that its blocks have, and of those that are reserved for more of them."""
+        """Bytes of its blocks' slots, and of slots reserved for further blocks."""
         return sum((len(table.blocks) + table.reserved) * table.stride for table in self.tables)
 
 
 class SlotClass:
-    """All slots of one stride in a tenant's segment, and the order in which they are given up.
+    """All slots of one stride in a tenant's segment, and their eviction order.
 
-    Copies that others keep go first, the least recently used before the rest (`secondary`); then
-    what the policy says; soft pins at last. Lists of blocks are of one table each.
+    Secondary replicas go first, the least recently used before the rest (`secondary`); then
+    the policy's victims; soft pins last. Each list of blocks is of one table.
     """
 
     __slots__ = ("by_row", "policy", "secondary", "soft", "stride", "stuck_at")
@@ -242,7 +242,7 @@ class SlotClass:
         blocks: Sequence[Block],
         make_policy: Callable[[int], EvictionPolicy],
     ) -> None:
-        """Have orders of its own for a namespace that holds these blocks: see `QuotaEviction.divide`."""
+        """Give a namespace with these blocks its own eviction order: see `QuotaEviction.divide`."""
         if not isinstance(self.policy, QuotaEviction):
             self.policy = QuotaEviction(self.policy, make_policy)
             self.secondary = QuotaEviction(self.secondary, Lru)
@@ -252,20 +252,20 @@ class SlotClass:
 
     @property
     def orders(self) -> tuple[QuotaEviction, ...]:
-        """What was divided, in the order in which they give blocks up; none if nothing was."""
+        """Separate eviction orders, in the order in which they give up blocks; empty if there are none."""
         if isinstance(self.policy, QuotaEviction) and isinstance(self.secondary, QuotaEviction):
             return self.secondary, self.policy
         return ()
 
     def add_soft(self, block: Block, *, first: bool = False) -> None:
-        """A soft pin that may go if all else has gone. first: before all other soft pins."""
+        """A soft pin that may be evicted if nothing else can. first: before all other soft pins."""
         for soft in (self.soft, block.table.soft):
             soft[block] = None
             if first:
                 soft.move_to_end(block, last=False)
 
     def drop_soft(self, block: Block) -> None:
-        """It may not go any more, or has gone."""
+        """It may no longer be evicted, or is gone."""
         del self.soft[block]
         del block.table.soft[block]
 
@@ -280,7 +280,7 @@ class SlotClass:
             self.policy.insert([block for block in blocks if not block.secondary])
 
     def put_back(self, blocks: Sequence[Block]) -> None:
-        """Those without a pin that could not go when it was their turn: see `EvictionPolicy.put_back`."""
+        """Unpinned blocks that could not be evicted when it was their turn: see `EvictionPolicy.put_back`."""
         second = [block for block in blocks if block.secondary]
         if second:
             self.secondary.put_back(second)
@@ -288,7 +288,7 @@ class SlotClass:
         self.policy.put_back(blocks)
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """They were read."""
+        """The blocks were read."""
         if len(self.secondary):
             second = [block for block in blocks if block.secondary]
             if second:
@@ -297,19 +297,19 @@ class SlotClass:
         self.policy.touch(blocks)
 
     def refresh(self, blocks: Sequence[Block]) -> None:
-        """They come before others in a chain: see `EvictionPolicy.refresh`."""
+        """They precede others in a chain: see `EvictionPolicy.refresh`."""
         if len(self.secondary):
             self.secondary.refresh([block for block in blocks if block.secondary])
             blocks = [block for block in blocks if not block.secondary]
         self.policy.refresh(blocks)
 
     def discard(self, block: Block) -> None:
-        """No candidate any more."""
+        """No longer a candidate."""
         (self.secondary if block.secondary else self.policy).discard(block)
 
 
 class Tenant:
-    """A tenant: its segment, what lies in it, and what it may pin. No tenant sees another's."""
+    """A tenant: its segment, its blocks, and its pin quotas. No tenant sees another's."""
 
     __slots__ = (
         "allocator",
@@ -332,7 +332,9 @@ class Tenant:
         self.classes: dict[int, SlotClass] = {}
         self.namespaces: dict[bytes, NamespaceState] = {}  # living ones, by digest
         self.epochs: dict[bytes, list[NamespaceState]] = {}  # by base, the living one last
-        self.fences: dict[bytes, int] = {}  # by base: what was opened in an epoch below it is out
+        self.fences: dict[
+            bytes, int
+        ] = {}  # by base: namespaces opened in an epoch below it are fenced out
         self.holders: dict[int, Holder] = {}  # by id()
         self.hard: dict[Block, None] = {}  # hard pins, of all classes
         self.granted_bytes = 0
@@ -340,7 +342,7 @@ class Tenant:
 
     @property
     def hard_bytes(self) -> int:
-        """What hard pins hold of its quota: those of ended epochs are in none."""
+        """Bytes of its quota held by hard pins: ended epochs do not count."""
         return sum(table.hard_bytes for one in self.namespaces.values() for table in one.tables)
 
     @property
@@ -351,7 +353,7 @@ class Tenant:
 
 @dataclass(eq=False, slots=True)
 class Holder:
-    """Who reserves and leases: one client in one process. The server watches the process.
+    """A holder of reservations and leases: one client in one process. The server watches the process.
 
     instance: the engine instance that its leases belong to; processes of one instance join them.
     """
@@ -359,17 +361,19 @@ class Holder:
     tenant: Tenant
     instance: str
     name: str = ""
-    operator: bool = False  # may inspect and change what is not its tenant's own
-    uid: int = -1  # whose process it is, by the kernel's word; -1: nobody asked
+    operator: bool = False  # may inspect and change other tenants' blocks
+    uid: int = -1  # the user of the process, from the kernel; -1: not checked
     reservations: dict[int, Reservation] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     reserved_bytes: int = 0
     granted: dict[int, set[int]] = field(default_factory=dict)  # stride → rows without keys
     granted_bytes: int = 0
-    ready: dict[int, list[int]] = field(default_factory=dict)  # granted, and not told of yet
+    ready: dict[int, list[int]] = field(default_factory=dict)  # granted, and not reported yet
 
     def check_alive(self) -> None:
-        """What a dead holder took, as by a request that waited while it died, would never come back."""
+        """Raises if the holder is dead: what a dead holder took, in a request that was waiting meanwhile, would
+        never be freed.
+        """
         if id(self) not in self.tenant.holders:
             raise InvalidRequest("this client is closed or its process is dead: connect again")
 
@@ -383,18 +387,17 @@ class Holder:
 class Reservation:
     """Slots that a holder writes and has not settled: sequences of one length, in chain order.
 
-    written: bytes of each slot that are as they will be committed, as its holder promises; 0: none, or it says
-    nothing of that. number: given with the first such word, unique on the node.
-    readers: leases of peers that read what is written. orphans: rows that came back meanwhile, and are free when
-    the last of these ends.
+    written: bytes of each slot that are final, as its holder reports; 0: none, or not reported. number: given
+    with the first such report, unique on the node. readers: leases of peers that read these bytes. orphans: rows
+    that were given back meanwhile; they are free when the last of these leases ends.
     """
 
     table: PartTable
-    indices: Sequence[int]  # which of the keys asked for
+    indices: Sequence[int]  # which of the requested keys
     keys: Sequence[bytes]
     parents: Sequence[bytes]  # of each key, the one before it in the prefix chain
     rows: list[int]
-    left: dict[int, int] | None = None  # key index → position, once some of it is settled
+    left: dict[int, int] | None = None  # key index → position, once some are settled
     written: int = 0
     number: int = 0
     readers: dict[str, Lease] = field(default_factory=dict)  # by token
@@ -408,7 +411,7 @@ class Reservation:
         return [self.rows[position] for position in self.left.values()]
 
     def stop_telling(self, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """These are settled: what peers get of them from now on is blocks, or nothing."""
+        """These are settled: from now on peers read them as blocks, or not at all."""
         if not self.written:
             return
         writing = self.table.writing
@@ -417,13 +420,13 @@ class Reservation:
                 del writing[key]
 
     def positions(self, indices: Sequence[int], ticket: int) -> list[int]:
-        """Where these key indices are in the sequences. Raises `UnknownReservation`."""
+        """Positions of these key indices in the sequences. Raises `UnknownReservation`."""
         if self.left is None:
             self.left = {index: position for position, index in enumerate(self.indices)}
         found = [self.left.get(index, -1) for index in indices]
         if -1 in found:
             index = indices[found.index(-1)]
-            raise UnknownReservation(f"key {index} of reservation {ticket} has no open slot")
+            raise UnknownReservation(f"key {index} of reservation {ticket} has no reserved slot")
         if len(set(found)) != len(found):
             raise UnknownReservation(f"a key of reservation {ticket} is committed twice")
         return found
@@ -431,7 +434,7 @@ class Reservation:
 
 @dataclass(eq=False, slots=True)
 class Beside:
-    """What a lease has of spare device memory.
+    """A lease's slots in spare device memory.
 
     life: of the process that owns it. parts: part → its slots there, in block order, None for those that the
     lease has in memory. end: gives them back; called once. nbytes: of those slots.
@@ -447,7 +450,7 @@ class Beside:
 class Lease:
     """A right to read. It lives while it has holders, and not past its deadline.
 
-    reading: reservations that it has slots of: what they become is read on, or nobody's until it ends.
+    reading: reservations whose slots it reads: these slots stay, as blocks or orphans, until it ends.
     """
 
     token: str
@@ -456,7 +459,7 @@ class Lease:
     deadline: float | None  # None: until it is returned (transfer workers, whose death is watched)
     blocks: int
     parts: dict[int, tuple[int, list[Block]]]  # part → (first block index, its slots in order)
-    is_use: bool = True  # else they only stay where they are: see `Leases.hold`
+    is_use: bool = True  # otherwise they only stay in place: see `Leases.hold`
     holders: dict[int, Holder] = field(default_factory=dict)  # by id()
     holds: dict[int, int] = field(default_factory=dict)  # how often each has joined
     beside: Beside | None = None
@@ -471,5 +474,5 @@ class Lease:
 
 
 def directory_digest(tenant: str, digest: bytes) -> bytes:
-    """By what the directory knows a namespace: tenants do not see each other's blocks."""
+    """The name of a namespace in the directory: tenants do not see each other's blocks."""
     return hashlib.sha256(tenant.encode() + b"\0" + digest).digest()[:16]

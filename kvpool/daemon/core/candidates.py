@@ -1,4 +1,4 @@
-"""Which blocks go next, for those who write them elsewhere before, and which copies may go before others."""
+"""Which blocks are evicted next, for the tiers that write them before, and which replicas may become secondary."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvpool.daemon.core.quotas import Quotas
 
 
 class Place(NamedTuple):
-    """Where it is decided what goes next. base: of a namespace that has a quota; empty: all others."""
+    """An eviction order. base: of a namespace that has a quota; empty: all others."""
 
     stride: int
     base: bytes = b""
 
 
 class Cold(NamedTuple):
-    """Blocks that go next at a place, in that order. free: the share of its namespace. held: its blocks."""
+    """Blocks that are evicted next in an order. free: the namespace's free share. held: its blocks."""
 
     place: Place
     free: float
@@ -35,10 +35,10 @@ class Candidates:
         self._quotas = quotas
 
     def next_victims(self, tenant: Tenant, n: int, enough: float = 1.0) -> list[Cold]:
-        """What is given up next, where that is decided: per stride, and per namespace with a quota.
+        """The next victims in each eviction order: per stride, and per namespace with a quota.
 
-        About n blocks each, where a smaller share than `enough` is free. Those under a lease, and those that
-        others keep, are not among them.
+        About n blocks each, in orders whose free share is below `enough`. Leased blocks and secondary replicas
+        are not among them.
         """
         self._ledger.settle()
         size = tenant.allocator.size
@@ -72,7 +72,7 @@ class Candidates:
         return _evictable(found)[:n]
 
     def coldest_secondary(self, tenant: Tenant, n: int) -> list[Block]:
-        """The same of copies that others were said to keep."""
+        """The same for secondary replicas."""
         self._ledger.settle()
         found: list[Any] = []
         for slot_class in tenant.classes.values():
@@ -94,20 +94,20 @@ class Candidates:
         return found
 
     def spare_bytes(self, tenant: Tenant) -> int:
-        """What is free, or can go without anything being lost to the cluster."""
+        """Bytes that are free, or can be evicted without loss to the cluster."""
         return tenant.allocator.size - tenant.allocator.bytes_used + self.secondary_bytes(tenant)
 
     def secondary_bytes(self, tenant: Tenant) -> int:
-        """What can go without anything being lost to the cluster, as far as this node knows."""
+        """Bytes that can be evicted without loss to the cluster, as far as this node knows."""
         self._ledger.settle()
         return sum(len(c.secondary) * c.stride for c in tenant.classes.values())
 
     # ---- primary and secondary ----------------------------------------------------------------------
 
     def demote(self, namespace: NamespaceState, keys: Sequence[bytes]) -> int:
-        """Others hold these blocks and keep them: our copies go first. How many parts were demoted.
+        """Other nodes keep these blocks: this node's replicas become secondary. Returns how many parts did.
 
-        They go in the order given, before what is demoted or read later.
+        They go in the given order, before blocks that become secondary or are read later.
         """
         self._ledger.settle()
         chosen = [
@@ -120,9 +120,9 @@ class Candidates:
         return len(chosen)
 
     def promote(self, blocks: Iterable[Block]) -> None:
-        """Ours turned out to be the last copies of these. They go in the order given, after others.
+        """This node's replicas of these turned out to be the last ones. They go in the given order, after others.
 
-        Nothing happens to those that have gone: the caller may have had to ask somebody first.
+        Blocks that are gone are ignored: the caller may have waited for an answer.
         """
         self._ledger.settle()
         self._reclassify([block for block in blocks if block.secondary and block.is_here()], False)
@@ -140,7 +140,7 @@ class Candidates:
 
 
 def _evictable(blocks: Iterable[Block]) -> list[Block]:
-    """Those that could go now and are worth something, the least recently used first."""
+    """Evictable blocks with some value, the least recently used first."""
     free = [block for block in blocks if not block.leases and block.is_here()]
     free.sort(key=lambda block: block.used)
     return free

@@ -1,7 +1,7 @@
-"""What is told to whoever announces the blocks of a tier: that something has changed, not what.
+"""Tells the announcer of a tier's blocks which keys have changed, but not how.
 
-A change is a namespace and keys of it: blocks that were stored, or have gone. It is only noted here; who takes
-it asks what is here now (`Inventory.masks`).
+A change is a namespace and keys of it: blocks that were stored, or are gone. It is only recorded here; the reader
+asks for the current state (`Inventory.masks`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Change = tuple[NamespaceState, Sequence[bytes]]
 
 
 class ChangeFeed:
-    """Changes that were not taken yet; none are kept before somebody follows. Not thread-safe."""
+    """Changes that were not taken yet; recorded only after `follow`. Not thread-safe."""
 
     def __init__(self) -> None:
         self._changed: list[Change] = []
@@ -22,29 +22,29 @@ class ChangeFeed:
         self.followed = False
 
     def follow(self, changed: Callable[[], object]) -> None:
-        """Keep changes from now on.
+        """Record changes from now on.
 
-        changed: called when there are some to be taken, once until they are. It only makes a note.
+        changed: called when there are new changes, once until they are taken. It must only set a flag.
         """
         self._notify = changed
         self.followed = True
 
     def tell(self, namespace: NamespaceState, keys: Sequence[bytes]) -> None:
-        """What is here of these blocks has changed."""
+        """The replicas of these blocks here have changed."""
         if self.followed:
             if not self._changed:
                 self._notify()
             self._changed.append((namespace, keys))
 
     def tell_all(self, changes: Sequence[Change]) -> None:
-        """The same of several, for those who looked whether anybody follows."""
+        """The same for several, if the caller has checked that somebody follows."""
         if changes:
             if not self._changed:
                 self._notify()
             self._changed += changes
 
     def take(self) -> list[Change]:
-        """Those since the last call; some blocks several times."""
+        """Changes since the last call; some blocks several times."""
         changed = self._changed
         if changed:
             self._changed = []

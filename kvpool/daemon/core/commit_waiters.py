@@ -1,7 +1,7 @@
-"""Who waits for which blocks to be committed here. No I/O, no clock.
+"""Requests that wait for blocks to be committed here. No I/O, no clock.
 
-The rules tell of commits (`Node.commit_waiters`), and of what is written before them: one look at a set for each batch of a namespace that somebody
-waits for, one look at a dictionary for each of its blocks, and nothing where nobody waits.
+The rules report commits (`Node.commit_waiters`), and progress before them: one set lookup per batch of a
+namespace that has waiters, one dictionary lookup per block, and nothing without waiters.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvpool.errors import LimitExceeded
 
 @dataclass(eq=False, slots=True)
 class CommitWaiter:
-    """One who waits for any of some blocks. Made and ended by `CommitWaiters` only.
+    """Waits for any of some blocks. Created and ended by `CommitWaiters` only.
 
-    wake: called with the first commit, and at most once; it only makes a note. early: also when more of them is
-    written that is not committed.
+    wake: called with the first commit, and at most once; it must only set a flag. early: also on progress of
+    uncommitted blocks.
     """
 
     who: str | None
@@ -30,10 +30,10 @@ class CommitWaiter:
 
 
 class CommitWaiters:
-    """All who wait. Not thread-safe.
+    """All waiters. Not thread-safe.
 
-    Namespaces are known by their directory digests, so that one can be waited for before anybody has opened
-    it here. waiters_max, waiters_per_peer_max: peers that wait at a time, in all and each.
+    Namespaces are identified by their directory digests, so that it is possible to wait before one is opened
+    here. waiters_max, waiters_per_peer_max: waiting peers' requests, in total and per peer.
     """
 
     def __init__(self, waiters_max: int, waiters_per_peer_max: int) -> None:
@@ -44,7 +44,7 @@ class CommitWaiters:
         self._by_peer: Counter[str] = Counter()
 
     def __bool__(self) -> bool:
-        """Whether anybody waits."""
+        """Whether there are waiters."""
         return bool(self._waiters)
 
     def __len__(self) -> int:
@@ -59,18 +59,20 @@ class CommitWaiters:
         *,
         early: bool = False,
     ) -> CommitWaiter:
-        """Have `wake` called when any part of any of these blocks is committed; until `remove`.
+        """Call `wake` when any part of any of these blocks is committed; until `remove`.
 
-        who: the node that asks; None: this one, which counts its own elsewhere. early: see `CommitWaiter`. Raises
-        `LimitExceeded`.
+        who: the requesting node; None: this one, which limits its own elsewhere. early: see `CommitWaiter`.
+        Raises `LimitExceeded`.
         """
         if who is not None:
             if self._by_peer[who] >= self._most_of_one:
                 raise LimitExceeded(
-                    f"{self._most_of_one} questions of node {who} wait here already, the limit"
+                    f"{self._most_of_one} Await requests of node {who} are waiting here, the limit"
                 )
             if self._by_peer.total() >= self._most:
-                raise LimitExceeded(f"{self._most} questions of peers wait here already, the limit")
+                raise LimitExceeded(
+                    f"{self._most} Await requests of peers are waiting here, the limit"
+                )
             self._by_peer[who] += 1
         waiter = CommitWaiter(who, name, keys, wake, early)
         self._waiters[waiter] = None
@@ -80,7 +82,7 @@ class CommitWaiters:
         return waiter
 
     def remove(self, waiter: CommitWaiter) -> None:
-        """It waits no longer, woken or not. Idempotent."""
+        """Stop waiting, woken or not. Idempotent."""
         if waiter not in self._waiters:
             return
         del self._waiters[waiter]
@@ -88,7 +90,7 @@ class CommitWaiters:
             self._by_peer[waiter.who] -= 1
             if not self._by_peer[waiter.who]:
                 del self._by_peer[waiter.who]
-        # It is gone where all that are left wait for nothing.
+        # The namespace's entry is removed when no waiter has keys left.
         waiting: dict[bytes, dict[CommitWaiter, None]] = self._waiting.get(waiter.name, {})
         for key in waiter.keys:
             others = waiting.get(key)
@@ -105,13 +107,13 @@ class CommitWaiters:
             _wake(waiter)
 
     def wrote(self, name: bytes, keys: Sequence[bytes]) -> None:
-        """More is written of these blocks."""
+        """More bytes of these blocks are written."""
         for waiter in self._of(name, keys):
             if waiter.early:
                 _wake(waiter)
 
     def _of(self, name: bytes, keys: Sequence[bytes]) -> Iterator[CommitWaiter]:
-        """Who waits for any of these."""
+        """The waiters for any of these."""
         waiting = self._waiting.get(name)
         if waiting is None or waiting.keys().isdisjoint(keys):
             return
@@ -125,7 +127,7 @@ class CommitWaiters:
                 _wake(waiter)
 
     def end_peers(self) -> None:
-        """Nothing new is stored here any more: no peer is to wait for it."""
+        """No new blocks are stored here any more: no peer should wait for one."""
         for waiter in self._waiters:
             if waiter.who is not None:
                 _wake(waiter)

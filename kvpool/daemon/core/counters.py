@@ -1,4 +1,4 @@
-"""What a node counts."""
+"""A node's counters."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Counters:
     leased_bytes: int = 0
     leases_expired: int = 0
     evicted: int = 0
-    evicted_by_quota: int = 0  # of these: their namespace had more than its own
+    evicted_by_quota: int = 0  # of these: because their namespace exceeded its quota
     evicted_soft_pins: int = 0  # of these
-    evicted_secondary: int = 0  # of these: replicas that others keep
+    evicted_secondary: int = 0  # of these: secondary replicas
     slabs_reclaimed: int = 0
     removed: int = 0
     refused_full: int = 0
@@ -40,11 +40,11 @@ class Counters:
     # Parts of blocks:
     removed_parts: int = 0  # by clients
     given_up_parts: int = 0  # by operators
-    unused_parts: int = 0  # for longer than their namespace's time to live
+    unused_parts: int = 0  # unused for longer than their namespace's time to live
     corrupt_parts: int = 0
 
     def gone(self) -> dict[str, int]:
-        """Parts of blocks that are not here any more, by why."""
+        """Parts of blocks that are no longer here, by reason."""
         return {
             "full": self.evicted - self.evicted_by_quota,
             "quota": self.evicted_by_quota,

@@ -1,4 +1,4 @@
-"""What peers read of blocks before they are committed: the beginning of reserved slots that is final."""
+"""Peers' reads of blocks before their commit: the final beginning of reserved slots."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvpool.errors import InvalidRequest
 
 
 class Writing(NamedTuple):
-    """Neighbours among some keys that are being written: of one reservation, and how far.
+    """A run of adjacent keys that are being written, of one reservation.
 
-    number: of the reservation. keys: how many. nbytes: of each slot, from its beginning.
+    number: of the reservation. keys: how many. nbytes: written of each slot, from its beginning.
     """
 
     number: int
@@ -26,7 +26,7 @@ class Writing(NamedTuple):
 
 
 class EarlyReads:
-    """What is being written, and who reads it. Not thread-safe."""
+    """Blocks being written, and their readers. Not thread-safe."""
 
     def __init__(
         self, namespaces: Namespaces, leases: Leases, commit_waiters: CommitWaiters
@@ -37,16 +37,18 @@ class EarlyReads:
         self._numbered = 0
 
     def written(self, holder: Holder, ticket: int, nbytes: int) -> None:
-        """The first `nbytes` of each slot of a reservation are as they will be committed, and stay so.
+        """The first `nbytes` of each slot of a reservation are final.
 
-        Says nothing of one that was settled before: such words may come late. Raises `InvalidRequest`.
+        Ignored for a reservation that is settled: reports may come late. Raises `InvalidRequest`.
         """
         reservation = holder.reservations.get(ticket)
         if reservation is None:
             return
         table = reservation.table
         if not 0 < nbytes <= table.spec.nbytes:
-            raise InvalidRequest(f"{nbytes} bytes are written of a part of {table.spec.nbytes}")
+            raise InvalidRequest(
+                f"{nbytes} bytes reported as written, but the part has {table.spec.nbytes}"
+            )
         if nbytes <= reservation.written or table.namespace.retired:
             return
         if not reservation.number:
@@ -62,7 +64,7 @@ class EarlyReads:
             self._commit_waiters.wrote(table.namespace.directory_digest, keys)
 
     def being_written(self, digest: bytes, keys: Sequence[bytes]) -> list[Writing]:
-        """What of these keys is being written, and said to be: runs of neighbours of one reservation.
+        """The reported progress of these keys: runs of adjacent keys of one reservation.
 
         digest: the namespace's directory digest.
         """
@@ -86,9 +88,9 @@ class EarlyReads:
     def lease(
         self, holder: Holder, table: PartTable, keys: Sequence[bytes], stop: int
     ) -> tuple[str, dict[bytes, int]]:
-        """Have the slots in which at least `stop` bytes of these keys are written stay until `release`.
+        """Keep slots in which at least `stop` bytes of these keys are written until `release`.
 
-        (token, rows); no token and no rows where there are none. Whatever becomes of the reservations, nobody
+        (token, rows); no token and no rows if there are none. Whatever happens to the reservations, nobody
         else writes to these slots before.
         """
         rows: dict[bytes, int] = {}

@@ -1,4 +1,4 @@
-"""Blocks of epochs that have ended: misses already, and their slots come back a few at a time."""
+"""Blocks of ended epochs: already misses, and their slots are freed a few at a time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvpool.daemon.core.counters import Counters
 from kvpool.daemon.core.slots import Slots
 
 RECLAIMED_PER_PUT = 1024  # blocks: about 4 ms
-GARBAGE_BLOCKS = 500  # given back in one go beside requests: about a millisecond
+GARBAGE_BLOCKS = 500  # freed in one go beside requests: about a millisecond
 
 
 class EndedEpochs:
-    """Tables of ended epochs that have blocks still. Not thread-safe."""
+    """Tables of ended epochs that still have blocks. Not thread-safe."""
 
     def __init__(self, slots: Slots, counters: Counters) -> None:
         self._slots = slots
@@ -21,18 +21,18 @@ class EndedEpochs:
         self._tables: dict[PartTable, None] = {}
 
     def __bool__(self) -> bool:
-        """Whether there are slots of ended epochs to be given back."""
+        """Whether slots of ended epochs are left to free."""
         return bool(self._tables)
 
     def add(self, tables: Iterable[PartTable]) -> None:
-        """The epoch of these has ended: nobody finds their blocks any more."""
+        """The epoch of these has ended: their blocks are no longer found."""
         for table in tables:
             table.garbage, table.blocks = table.blocks, {}
             if table.garbage:
                 self._tables[table] = None
 
     def tables_of(self, namespace: NamespaceState) -> list[PartTable]:
-        """Those of earlier epochs of a namespace."""
+        """The tables of a namespace's earlier epochs."""
         return [
             table
             for table in self._tables
@@ -40,9 +40,9 @@ class EndedEpochs:
         ]
 
     def reclaim(self, n: int, tenant: Tenant | None = None, stride: int = 0) -> int:
-        """Free up to n blocks of ended epochs, of one tenant or all; how many went. O(n + tables).
+        """Free up to n blocks of ended epochs, of one tenant or all; returns how many. O(n + tables).
 
-        Those of one stride come first. Slots that are still leased come back with their lease.
+        Those of the given stride come first. Leased slots are freed when their lease ends.
         """
         gone = 0
         for table in sorted(self._tables, key=lambda table: table.stride != stride):
@@ -54,7 +54,7 @@ class EndedEpochs:
                 gone += 1
             if table.garbage:
                 break
-            table.garbage = {}  # the emptied one keeps its memory
+            table.garbage = {}  # the emptied dict keeps its memory
             del self._tables[table]
         self._counters.reclaimed_blocks += gone
         return gone

@@ -1,4 +1,4 @@
-"""Blocks that are given up: a policy's next victims, a size's coldest, or the oldest soft pins."""
+"""Evicts blocks: a policy's next victims, a size's coldest, or the oldest soft pins."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvpool.daemon.core.counters import Counters
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.quota_eviction import QuotaEviction
 
-EVICT_TOGETHER = 64  # of one size, before another look at which size has the coldest
-VICTIMS_MAX = 4096  # batches of evicted blocks whose age nobody has asked for yet
+EVICT_TOGETHER = 64  # of one size, before choosing again the size with the coldest
+VICTIMS_MAX = 4096  # batches of evicted blocks whose age was not requested yet
 
 
 class Eviction:
-    """Gives blocks up, in the order that their policies say. Not thread-safe."""
+    """Evicts blocks, in the order of their policies. Not thread-safe."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Eviction:
         self._victims: list[tuple[int, int]] = []  # see `take_victims`
 
     def evict(self, tenant: Tenant, slot_class: SlotClass, pop: Callable[[], Any], n: int) -> int:
-        """Up to n of a policy's next victims, freed; how many. Leased ones are set aside."""
+        """Evict up to n of a policy's next victims; returns how many. Leased ones are set aside."""
         rows: list[int] = []
         by_row = slot_class.by_row
         followed = self._changes.followed
@@ -64,7 +64,7 @@ class Eviction:
     def evict_part(
         self, tenant: Tenant, slot_class: SlotClass, order: QuotaEviction, base: bytes, n: int
     ) -> int:
-        """The same of a namespace with a quota, from one of the class's orders."""
+        """The same for a namespace with a quota, from one of the class's orders."""
         evicted = self.evict(tenant, slot_class, partial(order.pop_of, base), n)
         if order is slot_class.secondary:
             self._counters.evicted_secondary += evicted
@@ -73,7 +73,7 @@ class Eviction:
     def evict_soft(
         self, tenant: Tenant, slot_class: SlotClass, soft: OrderedDict[Block, None], n: int
     ) -> int:
-        """Up to n of the oldest soft pins, freed; how many. Leased ones are set aside."""
+        """Evict up to n of the oldest soft pins; returns how many. Leased ones are set aside."""
         rows: list[int] = []
         while len(rows) < n and soft:
             block = next(iter(soft))
@@ -95,7 +95,7 @@ class Eviction:
         return len(rows)
 
     def evict_coldest(self, n: int) -> int:
-        """Give up to n blocks up, the coldest of all tenants and sizes first; how many went."""
+        """Evict up to n blocks, the coldest of all tenants and sizes first; returns how many."""
         self._ledger.settle()
         gone = 0
         while gone < n:
@@ -114,7 +114,7 @@ class Eviction:
         return gone
 
     def evict_least(self, tenant: Tenant, n: int) -> tuple[int, int]:
-        """Give up to n of a tenant's blocks up, as if their room was needed; how many went, and their bytes."""
+        """Evict up to n of a tenant's blocks, as if their room was needed; returns how many, and their bytes."""
         self._ledger.settle()
         gone = nbytes = 0
         for slot_class in tenant.classes.values():
@@ -127,9 +127,9 @@ class Eviction:
         return gone, nbytes
 
     def take_victims(self) -> list[tuple[int, int]]:
-        """Batches that were evicted since the last call: the last use of one of them, as a tick, and how many.
+        """Batches evicted since the last call: the last use of one of their blocks, as a tick, and their size.
 
-        A sample: what went beyond `VICTIMS_MAX`, with its slab, or as a soft pin is not in it.
+        A sample: it lacks evictions beyond `VICTIMS_MAX`, with a slab, and of soft pins.
         """
         victims, self._victims = self._victims, []
         return victims

@@ -1,4 +1,4 @@
-"""Puts in one exchange: slots granted ahead, and blocks stored in them."""
+"""Puts in one exchange: slots granted in advance, and blocks stored in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpool.types import CHECKSUM_BYTES
 
 
 class Grants:
-    """Slots that holders have ahead, without keys. Not thread-safe."""
+    """Slots granted to holders in advance, without keys. Not thread-safe."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Grants:
         self._puts = puts
 
     def grant(self, holder: Holder, namespace: NamespaceState, part: int, count: int) -> list[int]:
-        """Up to `count` rows for parts of this size, without keys. None where the quota is used up."""
+        """Up to `count` rows for parts of this size, without keys. None if the quota is used up."""
         table = namespace.table(part)
         holder.check_alive()
         namespace.check_epoch()
@@ -44,7 +44,7 @@ class Grants:
             self._limits.grant_bytes_per_holder - holder.granted_bytes,
             int(tenant.allocator.size * self._limits.grant_share) - tenant.granted_bytes,
         )
-        if namespace.quota:  # its own blocks make room for what may never be used
+        if namespace.quota:  # its own blocks would make room for slots that may never be used
             share = int(namespace.quota * self._limits.grant_share)
             room = min(room, share - holder.granted_bytes)
         rows = self._reclaimer.allocate(tenant, table, max(0, min(count, room // stride)))
@@ -63,7 +63,7 @@ class Grants:
         parent: bytes = b"",
         origin: Origin = OWN,
     ) -> tuple[int, list[int]]:
-        """Make granted slots readable under these keys: (blocks that are new, rows still granted).
+        """Make granted slots readable under these keys: (new blocks, rows still granted).
 
         Raises `UnknownReservation`, and changes nothing, for rows that are not granted to this holder.
         """
@@ -78,7 +78,7 @@ class Grants:
         granted = holder.granted.get(table.stride, set())
         if not granted.issuperset(rows) or len(set(rows)) != len(rows):
             raise UnknownReservation(
-                "the request stores a slot that is not granted to this client, or was used before"
+                "the request stores into a slot that is not granted to this client, or was used before"
             )
         unused: list[int] = []
         parents: Sequence[bytes] = (parent, *keys[:-1])
@@ -91,14 +91,14 @@ class Grants:
         if namespace.quota:
             self._quotas.within(
                 table, len(keys)
-            )  # granted slots are in no namespace's quota before
+            )  # granted slots do not count in a namespace's quota before
         granted.difference_update(rows)
         self._granted(holder, table.stride, -len(rows))
         self._puts.publish(table, keys, parents, rows, checksums, origin)
         return len(rows), unused
 
     def give_back(self, holder: Holder, stride: int, rows: Sequence[int]) -> None:
-        """Granted slots that nobody writes to any more. Those that were stored meanwhile stay so."""
+        """Granted slots that nobody writes to any more. Those stored meanwhile are kept."""
         granted = holder.granted.get(stride, set())
         back = list(granted.intersection(rows))
         if back:
@@ -108,7 +108,7 @@ class Grants:
             self._slots.releases += 1
 
     def give_all_back(self, holder: Holder) -> None:
-        """All slots granted to a holder, also those it has not heard of: nobody writes to them."""
+        """All slots granted to a holder, including unreceived grants: nobody writes to them."""
         holder.ready.clear()
         for stride, rows in holder.granted.items():
             self.give_back(holder, stride, list(rows))

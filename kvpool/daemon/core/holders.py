@@ -1,4 +1,4 @@
-"""Who reserves and leases here."""
+"""Holders of reservations and leases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpool.errors import InvalidRequest
 
 
 class Holders:
-    """Makes holders, and takes back what they held. Not thread-safe."""
+    """Creates holders, and takes back what they held. Not thread-safe."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Holders:
         self._own: dict[tuple[str, str], Holder] = {}
 
     def add(self, tenant: str, instance: str, name: str = "") -> Holder:
-        """Somebody who may reserve and lease. Call `holder_died` when its process is dead."""
+        """Create a holder. Call `holder_died` when its process is dead."""
         if tenant not in self._tenants:
             raise InvalidRequest(f"there is no tenant {tenant!r} on this node")
         holder = Holder(self._tenants[tenant], instance, name)
@@ -39,7 +39,7 @@ class Holders:
         return holder
 
     def own(self, tenant: str, name: str) -> Holder:
-        """A part of this daemon that reserves and leases, as `name` says; made when it is first asked for."""
+        """A part of this daemon that reserves and leases, identified by `name`; created on first use."""
         holder = self._own.get((tenant, name))
         if holder is None:
             holder = self._own[tenant, name] = self.add(tenant, "", name)

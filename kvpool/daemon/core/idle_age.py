@@ -1,7 +1,7 @@
-"""How long ago a tick was: blocks note ticks, not times. No I/O.
+"""How long ago a tick was: blocks record ticks, not times. No I/O.
 
-The rules count a tick for each batch that is put or read (`Ledger.tick`). A sample now and then of the tick and the
-time tells how long ago any tick was; samples get sparser with age, so that a few dozen cover days.
+The rules count a tick for each batch that is put or read (`Ledger.tick`). Occasional samples of the tick and the
+time give the age of any tick; samples get sparser with age, so that a few dozen cover days.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 LEVELS = 40
-"""Of age, each as long as all younger ones: the first is one sample wide."""
+"""Bands of age, each as long as all younger ones together: the first is one sample wide."""
 PER_LEVEL = 4  # samples
 
 
@@ -21,14 +21,14 @@ class IdleAge:
         self._ticks: list[int] = []
 
     def note(self, now: float, tick: int) -> None:
-        """The tick at this time, which is no earlier than the last one noted."""
+        """The tick at this time, which must not be before the last sample."""
         self._times.append(now)
         self._ticks.append(tick)
         if len(self._times) > LEVELS * PER_LEVEL:
             self._thin(now)
 
     def _thin(self, now: float) -> None:
-        """Drop what is closest to its neighbour for its age."""
+        """Drop the sample closest to its neighbour relative to its age."""
         times = self._times
         closeness = [
             (times[at + 1] - times[at - 1]) / max(now - times[at], 1e-9)
@@ -38,14 +38,14 @@ class IdleAge:
         del self._times[at], self._ticks[at]
 
     def age_s(self, tick: int, now: float) -> float:
-        """About how long ago this tick was; what is older than the first sample is as old as that."""
+        """The approximate age of this tick; at most that of the first sample."""
         at = bisect_left(self._ticks, tick)
         if at == len(self._ticks):
             return 0.0
         return now - self._times[at]
 
     def tick_before(self, seconds: float, now: float) -> int:
-        """What has this tick or an earlier one is at least so old. -1: nothing is known to be."""
+        """Everything with this tick or an earlier one is at least this old. -1: nothing is known to be."""
         at = bisect_left(self._times, now - seconds)
         if at == len(self._times) or self._times[at] > now - seconds:
             at -= 1

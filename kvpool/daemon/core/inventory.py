@@ -1,4 +1,4 @@
-"""What is here, for those who announce it, walk through it or show it to an operator."""
+"""What is here, for announcing, walking, and display to operators."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class Inventory:
     # ---- what the announcer hears -------------------------------------------------------------------
 
     def follow_changes(self, changed: Callable[[], object] = lambda: None) -> None:
-        """Take note of changes from now on: see `ChangeFeed.follow`, and `take_changes`."""
+        """Record changes from now on: see `ChangeFeed.follow`, and `take_changes`."""
         self._changes.follow(changed)
 
     def take_changes(self) -> list[Change]:
-        """Blocks that were stored or have gone since the last call; some of them several times."""
+        """Blocks that were stored or are gone since the last call; some of them several times."""
         self._ledger.settle()
         return self._changes.take()
 
     def tell_of_end(self, former: Inventory) -> None:
-        """The node that this one is in place of has ended: what it held, or had to tell, is told here."""
+        """The node that this one replaces has ended: announce its blocks and changes from here."""
         for namespace, keys in former.take_changes():
             self._changes.tell(namespace, keys)
         for tenant in former._tenants.values():
@@ -66,9 +66,9 @@ class Inventory:
                                 self._changes.tell(namespace, list(blocks))
 
     def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
-        """How many parts a namespace has, and for each key the mask of those that are here.
+        """A namespace's number of parts, and for each key the mask of the parts that are here.
 
-        digest: its directory digest. (0, []) when it is not known, or not any more.
+        digest: its directory digest. (0, []) if it is unknown or has ended.
         """
         self._ledger.settle()
         namespace = self._namespaces.by_directory(digest)
@@ -86,9 +86,9 @@ class Inventory:
     def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
         """About `count` blocks from a cursor on (0: from the start), by directory digest.
 
-        With them comes the next cursor, None at the end. The walk goes by slots, and a block of several
-        parts is taken where its first one is. So each block is met of which no part comes or goes
-        during the walk; of the others `take_changes` tells.
+        Also returns the next cursor, None at the end. The walk goes by slots, and a block of several
+        parts is visited at its first one. So each block is visited whose parts do not change
+        during the walk; `take_changes` reports the others.
         """
         blocks, after = self.scan(cursor, count)
         found: dict[NamespaceState, list[bytes]] = {}
@@ -99,10 +99,10 @@ class Inventory:
     def scan(
         self, cursor: int, count: int, tenant: Tenant | None = None
     ) -> tuple[list[Block], int | None]:
-        """The first parts of the blocks that `walk` finds.
+        """The first parts of the blocks that `walk` visits.
 
-        tenant: of this one only, so that its cursors tell nothing of others. No more than `count` slots are looked
-        at, whatever the cursor: it may be made up.
+        tenant: only this one's, so that cursors reveal nothing of others. At most `count` slots are
+        examined, for any cursor: it may be made up.
         """
         self._ledger.settle()
         classes = self._slots.classes if tenant is None else list(tenant.classes.values())
@@ -128,13 +128,13 @@ class Inventory:
 
     @staticmethod
     def rows_of(tenant: Tenant) -> int:
-        """How far a scan of a tenant's blocks goes."""
+        """End position of a scan of a tenant's blocks."""
         return sum(len(slot_class.by_row) for slot_class in tenant.classes.values())
 
     # ---- counts and choices -------------------------------------------------------------------------
 
     def block_count(self) -> int:
-        """Parts of blocks that are here."""
+        """Number of parts of blocks here."""
         self._ledger.settle()
         return sum(
             len(table.blocks)
@@ -144,7 +144,7 @@ class Inventory:
         )
 
     def replicas_wanted(self, namespace: NamespaceState, keys: Sequence[bytes]) -> list[int]:
-        """How many replicas of each block are wanted in the cluster; 0 where it is not here."""
+        """The wanted number of replicas of each block in the cluster; 0 if it is not here."""
         self._ledger.settle()
         wanted = []
         for key in keys:
@@ -155,7 +155,7 @@ class Inventory:
     def select_by_value(
         self, namespace: NamespaceState, keys: Sequence[bytes], worth: bool
     ) -> list[bytes]:
-        """Those of the blocks that were read again since they were put, or those that were not."""
+        """Those of the blocks that were read again after their put, or those that were not."""
         self._ledger.settle()
         chosen = []
         for key in keys:
@@ -205,7 +205,7 @@ class Inventory:
         }
 
     def usage(self, tenant: Tenant) -> dict[str, Any]:
-        """What a tenant and each of its namespaces have of this tier; plain values, quota 0 for none."""
+        """Usage of a tenant and each of its namespaces in this tier; plain values, quota 0 for none."""
         self._ledger.settle()
         return {
             "part_bytes": tenant.allocator.size,

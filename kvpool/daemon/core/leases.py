@@ -1,4 +1,4 @@
-"""Gets: what is here of a prefix, and leases on it."""
+"""Gets: which blocks of a prefix are here, and leases on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpool.daemon.core.slots import Slots
 from kvpool.errors import InvalidRequest, LimitExceeded
 from kvpool.hit_rule import first_needed, needed, usable
 
-_SWEEP_FROM = 64  # deadlines of leases that may have been released
+_SWEEP_FROM = 64  # deadlines of leases, some of them already released
 
 
 class Leases:
@@ -22,7 +22,7 @@ class Leases:
     def __init__(
         self, limits: Limits, ledger: Ledger, slots: Slots, counters: Counters, incarnation: str
     ) -> None:
-        """incarnation: what the tokens begin with."""
+        """incarnation: prefix of the tokens."""
         self._limits = limits
         self._ledger = ledger
         self._slots = slots
@@ -34,7 +34,7 @@ class Leases:
 
     @property
     def count(self) -> int:
-        """Leases that live."""
+        """Number of living leases."""
         return len(self._by_token)
 
     def match(self, namespace: NamespaceState, parts: Sequence[int], keys: Sequence[bytes]) -> int:
@@ -66,7 +66,7 @@ class Leases:
         """Lease the longest usable prefix, or with `scattered` each key that is here (one part only).
 
         lease_s: capped at the node's limit; None is for the node's own workers only. With `scattered`
-        the lease's `blocks` counts the keys and absent ones are no slots: see `scattered_rows`.
+        the lease's `blocks` counts the keys; absent ones have no slots: see `scattered_rows`.
         """
         self._ledger.settle()
         tables = namespace.tables_of(parts)
@@ -76,7 +76,7 @@ class Leases:
         held: dict[int, tuple[int, list[Block]]] = {}
         if scattered:
             if len(tables) != 1:
-                raise InvalidRequest("a scattered acquire is for one part")
+                raise InvalidRequest("a scattered acquire must name exactly one part")
             get = tables[0].blocks.get
             found = [block for key in keys if (block := get(key))]
             n = len(found)
@@ -101,9 +101,9 @@ class Leases:
         lease_s: float | None,
         now: float,
     ) -> Lease:
-        """Lease what is here of a usable prefix of n blocks, some of which are elsewhere.
+        """Lease the blocks that are here of a usable prefix of n blocks, some of which are elsewhere.
 
-        held: part → first block index, and blocks of it that are here by settled books. All else as for `acquire`.
+        held: part → first block index, and its blocks that are here, after `settle`. The rest as for `acquire`.
         """
         holder.check_alive()
         self.check_count(holder)
@@ -140,7 +140,7 @@ class Leases:
         return lease
 
     def hold(self, holder: Holder, blocks: Sequence[Block]) -> Lease:
-        """Keep blocks of one table in their slots until `release`: a lease that is no use of them."""
+        """Keep blocks of one table in their slots until `release`, without counting as a use."""
         self._ledger.settle()
         holder.check_alive()
         table = blocks[0].table
@@ -150,7 +150,7 @@ class Leases:
         return lease
 
     def new(self, holder: Holder, blocks: int) -> Lease:
-        """One that is no use of anything, until its holder releases it."""
+        """A lease that is not a use of any block, until its holder releases it."""
         self._made += 1
         token = f"{self._incarnation}.{self._made}"
         lease = Lease(token, holder.tenant, holder.instance, None, blocks, {}, is_use=False)
@@ -159,13 +159,13 @@ class Leases:
         return lease
 
     def seconds(self, asked: float) -> float:
-        """What a lease of `asked` seconds is granted."""
+        """The granted duration for a requested one."""
         if not asked > 0:
-            raise InvalidRequest(f"a lease of {asked} seconds")
+            raise InvalidRequest(f"the requested lease of {asked} seconds is not valid")
         return min(asked, self._limits.lease_s_max)
 
     def join(self, holder: Holder, token: str, now: float) -> Lease | None:
-        """Become a holder of a living lease of one's own instance; None if there is none such."""
+        """Join a living lease of the holder's own instance; None if there is none."""
         lease = self._by_token.get(token)
         if (
             lease is None
@@ -181,14 +181,14 @@ class Leases:
         return lease
 
     def check_count(self, holder: Holder) -> None:
-        """Raises `LimitExceeded` when it may not have one more."""
+        """Raises `LimitExceeded` if it has as many leases as allowed."""
         if len(holder.leases) >= self._limits.leases_per_holder:
             raise LimitExceeded(
                 f"this client holds {len(holder.leases)} leases, the limit: release some"
             )
 
     def release(self, holder: Holder, token: str) -> None:
-        """Undo one acquire or join. The slots are free to go when the last holder has released."""
+        """Undo one acquire or join. The slots are free when the last holder has released."""
         lease = holder.leases.get(token)
         if lease is None:
             return
@@ -202,15 +202,15 @@ class Leases:
         holder.leases[lease.token] = lease
 
     def leave(self, holder: Holder, lease: Lease) -> None:
-        """Have a holder hold it no longer, however often it has joined."""
+        """Remove a holder, however often it has joined."""
         del holder.leases[lease.token]
         del lease.holders[id(holder)]
-        del lease.holds[id(holder)]  # the id may be another's later
+        del lease.holds[id(holder)]  # the id may be reused
         if not lease.holders:
             self._end(lease)
 
     def expire(self, now: float) -> float | None:
-        """End the leases whose deadline has passed; when the next one comes up, if there is any."""
+        """End the leases whose deadline has passed; returns the next deadline, if any."""
         deadlines = self._deadlines
         while deadlines and deadlines[0][0] <= now:
             _, token = heapq.heappop(deadlines)
@@ -221,7 +221,7 @@ class Leases:
                 lease.holders.clear()
                 self._end(lease)
                 self._counters.leases_expired += 1
-        # Released leases stay in the heap until their time comes; when they are most of it, sweep them.
+        # Released leases stay in the heap until their deadline; when they are most of it, it is rebuilt.
         if len(deadlines) > _SWEEP_FROM and len(deadlines) > 4 * len(self._by_token):
             alive = [entry for entry in deadlines if entry[1] in self._by_token]
             heapq.heapify(alive)
@@ -258,7 +258,7 @@ class Leases:
 
     @staticmethod
     def _usable(tables: Sequence[PartTable], keys: Sequence[bytes]) -> int:
-        """The longest prefix, in blocks, of which every part has what its rule asks for."""
+        """The longest prefix, in blocks, for which every part satisfies its hit rule."""
         if len(tables) == 1:
             return usable((tables[0].spec,), (tables[0].blocks,), keys)
         return usable([table.spec for table in tables], [table.blocks for table in tables], keys)

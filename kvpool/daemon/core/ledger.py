@@ -1,7 +1,7 @@
-"""What was put and read, and is not booked yet.
+"""Puts and reads that are not booked yet.
 
-An answer needs a decision, not its bookkeeping: that is noted here, and done when the answers are on their
-way (`settle`). Whatever depends on it settles first by itself.
+An answer needs a decision, not its bookkeeping: that is recorded here, and done after the answers are
+sent (`settle`). Code that depends on it settles first.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.commit_waiters import CommitWaiters
 from kvpool.types import split_keys
 
-_PUT, _READ, _LEASED = range(3)  # what a note tells of
-ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put behind them
+_PUT, _READ, _LEASED = range(3)  # the table of a note
+ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put after them
 
 
 class Ledger:
-    """Notes of puts and reads, and the clock that counts them. Not thread-safe.
+    """Notes of puts and reads, and the tick counter. Not thread-safe.
 
-    tick: counts puts and reads: the clock by which `Block.used` tells how long ago something was.
+    tick: counts puts and reads: the clock of `Block.used`.
     """
 
     def __init__(self, changes: ChangeFeed, commit_waiters: CommitWaiters) -> None:
-        """changes, commit_waiters: who hears of blocks that are new."""
+        """changes, commit_waiters: notified of new blocks."""
         self._changes = changes
         self._commit_waiters = commit_waiters
         self._pending: list[tuple[int, PartTable, Any]] = []
@@ -48,7 +48,7 @@ class Ledger:
         self._pending.append((_PUT, table, (keys, parents, rows, checksums, self.tick, origin)))
 
     def read(self, blocks: Sequence[Block]) -> None:
-        """Blocks of one table were asked for."""
+        """Blocks of one table were requested."""
         self.tick += 1
         self._pending.append((_READ, blocks[0].table, (blocks, self.tick)))
 
@@ -59,7 +59,7 @@ class Ledger:
     # ---- the books ---------------------------------------------------------------------------------
 
     def settle(self) -> bool:
-        """Catch up with the books on what was put and read; whether there was anything."""
+        """Book all recorded puts and reads; returns whether there were any."""
         pending = self._pending
         if not pending:
             return False
@@ -91,7 +91,7 @@ class Ledger:
         tick: int,
         origin: Origin,
     ) -> None:
-        """New blocks into their table. Built by C loops: this runs for all that is ever put."""
+        """Enter new blocks into their table. Uses C loops: it runs for every put."""
         sums = split_keys(checksums)
         ticks = repeat(tick)
         depths = origin.depths or self._depths(table, keys, parents)
@@ -113,11 +113,11 @@ class Ledger:
 
     @staticmethod
     def _depths(table: PartTable, keys: Sequence[bytes], parents: Sequence[bytes]) -> Iterable[int]:
-        """How many blocks come before each in its chain, as far as they are here."""
+        """How many blocks precede each in its chain, as far as they are here."""
         known = table.blocks.get
         before = known(parents[0])
         first = 0 if before is None else before.depth + 1
-        # Mostly a batch is one chain, which Python sees quickly: these are the same objects.
+        # A batch is mostly one chain, which Python compares quickly: these are the same objects.
         if len(keys) == 1 or tuple(parents[1:]) == tuple(keys[:-1]):
             return range(first, first + len(keys))
         depths: dict[bytes, int] = {}
@@ -128,9 +128,9 @@ class Ledger:
 
     @staticmethod
     def _refresh_ancestors(slot_class: SlotClass, blocks: Sequence[Block]) -> None:
-        """Queue what precedes these in their chain behind them again, or it would be evicted first.
+        """Requeue the ancestors of these blocks behind them, or they would be evicted first.
 
-        A prefill in chunks puts the head of a chain long before its tail. So many ancestors as keep
+        A prefill in chunks puts the head of a chain long before its tail. As many ancestors as keep
         the cost of a put proportional to its blocks.
         """
         table = blocks[0].table.blocks

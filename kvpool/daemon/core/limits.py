@@ -1,4 +1,4 @@
-"""Bounds that a node keeps its clients and peers to."""
+"""Limits for clients and peers of a node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what one holder or tenant may take. Shares are of the tenant's segment."""
+    """Limits for one holder or tenant. Shares are of the tenant's segment."""
 
     lease_s_max: float = 60.0
     leases_per_holder: int = 4096
@@ -17,6 +17,6 @@ class Limits:
     namespaces_per_tenant: int = 1024
     grant_bytes_per_holder: int = 64 << 20
     grant_share: float = 1 / 16  # of the segment, all holders together
-    steal_tries: int = 8  # cold blocks looked at to find a slab that can be emptied
-    waiters_max: int = 128  # questions of peers that wait for blocks to be committed here
+    steal_tries: int = 8  # cold blocks examined to find a slab that can be emptied
+    waiters_max: int = 128  # peers' requests that wait for blocks to be committed here
     waiters_per_peer_max: int = 32

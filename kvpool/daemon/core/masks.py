@@ -1,4 +1,4 @@
-"""Masks of parts, packed as messages carry them: for each block bit p of byte p // 8, all of one length."""
+"""Masks of parts, packed as in messages: for each block bit p of byte p // 8, all of one length."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from kvpool.types import KEY_BYTES, PARTS_MAX
 
 
 def width_for(parts: int) -> int:
-    """Bytes that the mask of so many parts takes."""
+    """Bytes of a mask of this many parts."""
     return -(-parts // 8)
 
 
 def width_of(keys: bytes, packed: bytes) -> int:
-    """Bytes that each of the masks takes, one a key. Raises `InvalidRequest`."""
+    """Bytes of each mask, one per key. Raises `InvalidRequest`."""
     count, rest = divmod(len(keys), KEY_BYTES)
     width, uneven = divmod(len(packed), max(1, count))
     if rest or uneven or not count or not 0 < width <= width_for(PARTS_MAX):
         raise InvalidRequest(
-            f"{len(packed)} bytes of masks for {len(keys)} bytes of keys: one mask for each key"
+            f"{len(packed)} bytes of masks for {len(keys)} bytes of keys: there must be one mask per key"
         )
     return width
 
@@ -32,7 +32,7 @@ def pack_masks(masks: Sequence[int], width: int) -> bytes:
 
 
 def unpack_masks(packed: bytes, width: int) -> list[int]:
-    """The masks that `pack_masks` has packed."""
+    """The masks packed by `pack_masks`."""
     if width == 1:
         return list(packed)
     return [

@@ -45,9 +45,9 @@ class Namespaces:
     def open(
         self, tenant: Tenant, digest: bytes, fields: bytes, parts: Sequence[PartSpec]
     ) -> NamespaceState:
-        """The namespace with these fields in its present epoch, made if new. digest: of the fields.
+        """The namespace with these fields in its present epoch, created if new. digest: of the fields.
 
-        Its number is good for this incarnation. Raises `NamespaceMismatch` if it is known with other
+        Its number is valid for this incarnation. Raises `NamespaceMismatch` if it is known with other
         parts.
         """
         epochs = tenant.epochs.get(digest)
@@ -61,9 +61,7 @@ class Namespaces:
                 f"tenant {tenant.name!r} has {len(tenant.epochs)} namespaces, the limit"
             )
         for spec in parts:
-            tenant.allocator.stride_of(
-                spec.nbytes
-            )  # refuses what does not fit, before anything changes
+            tenant.allocator.stride_of(spec.nbytes)  # rejects invalid parts before anything changes
         return self._begin_epoch(self._state(tenant, digest, fields, parts, 0, 0))
 
     def _state(
@@ -75,7 +73,7 @@ class Namespaces:
         epoch: int,
         generation: int,
     ) -> NamespaceState:
-        """A state with a number and empty tables, which nobody finds yet."""
+        """A state with a number and empty tables, not registered yet."""
         number = len(self._numbered)
         namespace = NamespaceState(tenant, base, fields, parts, number, epoch, generation)
         for part, spec in enumerate(parts):
@@ -86,10 +84,10 @@ class Namespaces:
         return namespace
 
     def add_table(self, namespace: NamespaceState, spec: PartSpec) -> PartTable:
-        """One more table of a namespace in this epoch, behind those of its parts.
+        """Another table of a namespace in this epoch, after those of its parts.
 
-        For owners who keep blocks of a part in slots of several lengths: which table a block is in is
-        their business. Raises `LimitExceeded` when the segment has no class for its slots.
+        For owners that keep blocks of a part in slots of several lengths: the owner decides which table
+        a block is in. Raises `LimitExceeded` if the segment has no class for its slots.
         """
         stride = namespace.tenant.allocator.stride_of(spec.nbytes)
         table = PartTable(namespace, len(namespace.tables), spec, self._tables, stride)
@@ -107,10 +105,10 @@ class Namespaces:
         return namespace
 
     def as_opened(self, namespace: NamespaceState, generation: int) -> NamespaceState:
-        """The state for a client whose weights are of this generation: the living one, or one that is out.
+        """The state for a client with weights of this generation: the living one, or a fenced-out one.
 
-        For those who opened the namespace before this daemon started. Ahead of us they cannot be: learn
-        of the new generation first (`set_epoch`).
+        For clients that opened the namespace before this daemon started. The client's generation cannot be newer:
+        learn of the new generation first (`set_epoch`).
         """
         living = self.living(namespace)
         if generation >= living.generation:
@@ -125,15 +123,15 @@ class Namespaces:
     def set_epoch(
         self, namespace: NamespaceState, epoch: int, fence: int, generation: int | None = None
     ) -> NamespaceState:
-        """A namespace is in this epoch now, in the whole cluster; the living state of it.
+        """Move a namespace to this epoch, valid in the whole cluster; returns its living state.
 
-        generation: of the weights; unless given, a fence that is new to us counts as one more.
+        generation: of the weights; default: a new fence counts as one more.
 
-        All blocks of older epochs are misses from here on; their slots come back a few at a time
-        (`EndedEpochs.reclaim`), and those under a lease when that ends. Their pins are in no quota any more.
-        Reservations that are open are dropped at their commit. Clients that opened it in an epoch below
-        `fence` find nothing and store nothing until they open it again; others go on in the new epoch.
-        Epochs do not go back.
+        All blocks of older epochs are misses from here on; their slots are freed a few at a time
+        (`EndedEpochs.reclaim`), leased ones when the lease ends. Their pins no longer count in quotas.
+        Open reservations are dropped at their commit. Clients that opened it in an epoch below
+        `fence` find nothing and store nothing until they reopen it; others continue in the new epoch.
+        Epochs never go back.
         """
         self._ledger.settle()
         tenant, base = namespace.tenant, namespace.base
@@ -168,7 +166,7 @@ class Namespaces:
     def by_number(self, tenant: Tenant, number: int) -> NamespaceState:
         """The namespace with this number, for its own tenant only.
 
-        When its epoch has ended, this is the one after it, unless a fence is in between.
+        If its epoch has ended, this is the next one, unless a fence is in between.
         """
         if 0 <= number < len(self._numbered):
             found = self._numbered[number]
@@ -181,12 +179,12 @@ class Namespaces:
         )
 
     def by_directory(self, digest: bytes) -> NamespaceState | None:
-        """The namespace with this directory digest; an ended epoch too, for a while."""
+        """The namespace with this directory digest; for a while also an ended epoch."""
         return self._by_directory.get(digest)
 
     @property
     def any_replicas(self) -> bool:
-        """Whether there is a namespace of whose blocks several replicas are wanted."""
+        """Whether several replicas are wanted of some namespace's blocks."""
         return any(
             namespace.settings.replicas > 1
             for tenant in self._tenants.values()
@@ -195,7 +193,7 @@ class Namespaces:
 
 
 def mismatch(known: tuple[PartSpec, ...], asked: tuple[PartSpec, ...], digest: bytes) -> str:
-    """What differs, and what to do about it."""
+    """The difference, and the remedy."""
     name = digest.hex()
     advice = "Put what makes them differ into the namespace's fields"
     if len(known) != len(asked):

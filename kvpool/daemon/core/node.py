@@ -1,9 +1,9 @@
 """The rules of one node: what may happen to a block. No I/O, no clock, no randomness.
 
-Each part of a `Node` knows one kind of event. A method is one event: it checks, changes the state, and returns
-what its caller must tell or do. Times are seconds of a monotonic clock, given by the caller. One thread only.
+Each part of a `Node` handles one kind of event. A method is one event: it checks, changes the state, and returns
+what its caller must send or do. Times are seconds of a monotonic clock, given by the caller. One thread only.
 
-A slot is in one of five states, and these are all ways between them:
+A slot is in one of five states, with these transitions:
 
     free ──reserve──▶ reserved ──commit──▶ committed ──acquire──▶ leased
                          │                   │    ▲                 │
@@ -14,18 +14,18 @@ A slot is in one of five states, and these are all ways between them:
                          └──────────── last lease ends ─────────────┘
 
 Slots may also be *granted*: reserved without keys, so that a small put costs its writer one exchange with
-the daemon instead of two. A granted slot is a reserved one in all else.
+the daemon instead of two. A granted slot is otherwise like a reserved one.
 
 A block is found (match, contains, acquire) from commit until it is evicted or removed, and never in
 any other state. Three rules carry the promises:
 
-1. A reserved slot is written by its reserver, whenever it likes. So it comes back only when that one
+1. A reserved slot may be written by its reserver at any time. So it is freed only when the reserver
    aborts, commits, or is dead as a process: never by a deadline, never because a socket closed.
-2. A leased slot is read by its holders, until they release, until its deadline (readers check the clock
+2. A leased slot may be read by its holders, until they release, until its deadline (readers check the clock
    after their copy), or until they are dead as processes.
 3. Space for a put is reclaimed in the put: the eviction policy of the slot class gives one victim after
-   the other, each in O(1). Blocks under a lease that come up as victims are set aside and return to the
-   policy with their last lease, so each lease costs at most one such step: as the youngest, or, where
+   the other, each in O(1). Leased blocks that come up as victims are set aside and return to the
+   policy with their last lease, so each lease costs at most one such step: as the most recently used, or, if
    they were only held in place meanwhile, as the next victims.
 """
 
@@ -63,7 +63,7 @@ from kvpool.storage.slab import SlabAllocator
 class Node:
     """All blocks of one daemon in one tier. Not thread-safe: the control process's event loop calls it.
 
-    idle_age: of ticks; whoever has a clock notes them.
+    idle_age: of ticks; sampled by the caller, which has a clock.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class Node:
         slab_bytes: int | None = None,
         allocator: SlabAllocator | None = None,
     ) -> Tenant:
-        """Give a tenant its segment. The bytes are the caller's business.
+        """Give a tenant its segment. The caller owns the bytes.
 
-        allocator: of the segment, where its owner wants to know more than the rules tell.
+        allocator: of the segment, if its owner needs more than the rules report.
         """
         if name in self.tenants:
-            raise InvalidRequest(f"tenant {name!r} has a segment already")
+            raise InvalidRequest(f"tenant {name!r} already has a segment")
         tenant = Tenant(name, segment, allocator or SlabAllocator(size, slab_bytes=slab_bytes))
         self.tenants[name] = tenant
         return tenant
 
     def settle(self) -> bool:
-        """Book what was put and read; whether there was anything: see `Ledger`."""
+        """Book all recorded puts and reads; returns whether there were any: see `Ledger`."""
         return self.ledger.settle()

@@ -27,10 +27,10 @@ class Pins:
         self._slots = slots
 
     def pin(self, namespace: NamespaceState, keys: Sequence[bytes], kind: str) -> set[bytes]:
-        """Pin (soft: evict last; hard: never) or unpin what is here of these blocks; which keys are.
+        """Pin (soft: evict last; hard: never) or unpin these blocks; returns which keys are here.
 
-        Raises `LimitExceeded`, and changes nothing, when that is more than the share that the tenant may
-        pin, or the same share of the namespace's quota.
+        Raises `LimitExceeded`, and changes nothing, if that exceeds the tenant's pin
+        quota, or the same share of the namespace's quota.
         """
         changed = self.check(namespace, keys, kind)
         level = PIN_KINDS[kind]
@@ -47,9 +47,9 @@ class Pins:
         return {key for table in namespace.tables for key in keys if key in table.blocks}
 
     def check(self, namespace: NamespaceState, keys: Sequence[bytes], kind: str) -> list[Block]:
-        """The blocks that `pin` would change. Raises as it does."""
+        """The blocks that `pin` would change. Raises the same errors."""
         if kind not in PIN_KINDS:
-            raise InvalidRequest(f"a pin is soft, hard or none, not {kind!r}")
+            raise InvalidRequest(f"a pin must be soft, hard or none, not {kind!r}")
         self._ledger.settle()
         level = PIN_KINDS[kind]
         tenant = namespace.tenant
@@ -74,7 +74,6 @@ class Pins:
                 would, quota = sum(pins) + asked, int(size * share)
                 if size and asked and would > quota:
                     raise LimitExceeded(
-                        f"{kind} pins of {whose} would hold {would >> 20} MiB; "
-                        f"the quota is {quota >> 20} MiB"
+                        f"{kind} pins of {whose} would hold {would >> 20} MiB; the quota is {quota >> 20} MiB"
                     )
         return changed

@@ -1,4 +1,4 @@
-"""Puts: reserve slots for new blocks, commit them or give them back; and what was there before a restart."""
+"""Puts: reserve slots for new blocks, commit or abort them; and restore blocks after a restart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvpool.wire.frame import NO_ROW
 
 
 class Puts:
-    """Reservations and what becomes of them. Not thread-safe."""
+    """Reservations and their outcome. Not thread-safe."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class Puts:
         keys: Sequence[bytes],
         parent: bytes = b"",
     ) -> tuple[int, bytes]:
-        """Slots for those of the keys that are not here: (stride, rows as u32, `NO_ROW` if present).
+        """Slots for the keys that are not here: (stride, rows as u32, `NO_ROW` if present).
 
-        parent: the key before the first one in the prefix chain, if known.
-        The keys are kept: the caller changes them no more. Rows cover a prefix of them: fewer than asked when leases, reservations or hard pins hold
-        the rest of the space. Raises `PoolFull` when there is not even one.
+        parent: the key before the first one in the prefix chain, if known. The keys are kept: the caller must not
+        change them. Rows cover a prefix of them: fewer than requested if leases, reservations or hard pins hold
+        the rest of the space. Raises `PoolFull` if there is not even one.
         """
         self._ledger.settle()
         table = namespace.table(part)
@@ -68,9 +68,11 @@ class Puts:
         holder.check_alive()
         namespace.check_epoch()
         if not keys:
-            raise InvalidRequest("a reservation of no keys")
+            raise InvalidRequest("a reservation needs at least one key")
         if ticket in holder.reservations:
-            raise InvalidRequest(f"ticket {ticket} is in use; choose a new one per reservation")
+            raise InvalidRequest(
+                f"ticket {ticket} is in use; choose a new one for each reservation"
+            )
         stride = table.stride
         blocks = table.blocks
         wanted: Sequence[int]
@@ -82,15 +84,15 @@ class Puts:
             if not wanted:
                 return stride, array("I", [NO_ROW]).tobytes() * len(keys)
         bound = int(holder.tenant.allocator.size * self._limits.reserved_share_per_holder)
-        # At least one, lest a block larger than the share could never be put.
+        # At least one, or a block larger than the share could never be put.
         fit = max(not holder.reserved_bytes, (bound - holder.reserved_bytes) // stride)
         rows = self._reclaimer.allocate(holder.tenant, table, min(len(wanted), fit))
         if not rows:
             self._counters.refused_full += 1
             if fit == 0:
                 raise LimitExceeded(
-                    f"{holder.reserved_bytes >> 20} MiB are reserved and not committed by this "
-                    f"client, the limit is {bound >> 20} MiB: commit or abort first"
+                    f"this client has {holder.reserved_bytes >> 20} MiB reserved and not committed, the limit is "
+                    f"{bound >> 20} MiB: commit or abort first"
                 )
             where = f"tenant {holder.tenant.name!r}"
             if namespace.quota and namespace.held_bytes + stride > namespace.quota:
@@ -126,18 +128,18 @@ class Puts:
         indices: Sequence[int] | None = None,
         origin: Origin = OWN,
     ) -> int:
-        """Make reserved slots readable; the count of blocks that are new.
+        """Make reserved slots readable; returns the number of new blocks.
 
         checksums: 16 bytes for each row of the reservation, in order (with `indices`, for each of
-        these). A block that somebody else committed meanwhile is kept; this copy's slot comes back. So
-        do all slots when the namespace's epoch has ended meanwhile.
-        Raises `UnknownReservation`, and changes nothing, for what this holder has not reserved.
+        these). A block that another client committed meanwhile is kept; this slot is freed. So
+        are all slots if the namespace's epoch has ended meanwhile.
+        Raises `UnknownReservation`, and changes nothing, for slots that this holder has not reserved.
         """
         self._ledger.settle()
         reservation = holder.reservations.get(ticket)
         if reservation is None:
             raise UnknownReservation(
-                f"reservation {ticket} is not open: never made by this client, or settled before"
+                f"reservation {ticket} is not open: this client never made it, or it was committed or aborted before"
             )
         table = reservation.table
         keys: Sequence[bytes] = reservation.keys
@@ -152,7 +154,7 @@ class Puts:
             rows = [reservation.rows[position] for position in at]
         if len(checksums) != CHECKSUM_BYTES * len(rows):
             raise InvalidRequest(
-                f"{len(checksums)} bytes of checksums for {len(rows)} blocks: 16 each"
+                f"{len(checksums)} bytes of checksums for {len(rows)} blocks: 16 bytes each are required"
             )
         holder.reserved_bytes -= table.stride * len(rows)
         table.reserved -= len(rows)
@@ -189,7 +191,7 @@ class Puts:
         checksums: bytes,
         origin: Origin,
     ) -> None:
-        """Slots that are whole become blocks, at the latest when anybody looks: see `settle`.
+        """Complete slots become blocks, at the latest before the next lookup: see `settle`.
 
         The keys are new and differ from one another.
         """
@@ -229,7 +231,7 @@ class Puts:
         )
 
     def abort(self, holder: Holder, ticket: int) -> None:
-        """Give reserved slots back unwritten. The caller promises that nobody writes to them any more."""
+        """Free reserved slots unwritten. The caller promises that nobody writes to them any more."""
         reservation = holder.reservations.pop(ticket, None)
         if reservation is None:
             return
@@ -253,11 +255,11 @@ class Puts:
         rows: npt.NDArray[np.int64],
         checksums: Sequence[bytes],
     ) -> npt.NDArray[np.bool_]:
-        """Blocks that were in these rows before a restart are there again; which of them.
+        """Restore blocks that were in these rows before a restart; returns which of them.
 
-        Those whose rows cannot be had (see `SlabAllocator.claim`), or whose keys are here already, are not;
-        of those with one key the last one is. Nothing may have been allocated yet; when all is restored,
-        call `restored`.
+        Not restored: those whose rows are not available (see `SlabAllocator.claim`), or whose keys are here
+        already; of those with one key the last one is. Must precede all allocations; when all is restored, call
+        `restored`.
         """
         table = namespace.table(part)
         tenant, stride = namespace.tenant, table.stride
@@ -284,12 +286,14 @@ class Puts:
         return good
 
     def restored(self) -> None:
-        """All that was there before a restart is known: what is left is free."""
+        """All blocks from before a restart are known: the rest is free."""
         for tenant in self._tenants.values():
             tenant.allocator.claimed()
 
 
 def check_parent(parent: bytes) -> None:
-    """Raises `InvalidRequest` for what is no key, nor empty."""
+    """Raises `InvalidRequest` unless it is a key or empty."""
     if parent and len(parent) != KEY_BYTES:
-        raise InvalidRequest(f"a parent key of {len(parent)} bytes: {KEY_BYTES}, or none")
+        raise InvalidRequest(
+            f"a parent key must have {KEY_BYTES} bytes or be empty, not {len(parent)} bytes"
+        )

@@ -1,10 +1,10 @@
-"""The order in which blocks leave, where some namespaces have one of their own.
+"""The eviction order if some namespaces have one of their own.
 
-A namespace with a quota gives up its own coldest block when it is full, which has to be found among all
-others without a search. So its blocks of a size are in an eviction policy of their own. When room is made
-for others, the next victim is the one among the policies' next victims that was used longest ago.
+A namespace with a quota evicts its own coldest block when it is full, which must be found among all
+others without a search. So its blocks of a size have an eviction policy of their own. To make room
+for others, the next victim is the least recently used of the policies' next victims.
 
-Lists of blocks are of one table each, as in `SlotClass`.
+Each list of blocks is of one table, as in `SlotClass`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _used = attrgetter("used")
 
 
 class Used(Evictable, Protocol):
-    """An entry that notes its last use. base: of its namespace, the digest by which that is opened."""
+    """An entry that records its last use. base: the digest by which its namespace is opened."""
 
     used: int
 
@@ -38,17 +38,17 @@ class QuotaEviction:
     def __init__(
         self, common: EvictionPolicy, make_policy: Callable[[int], EvictionPolicy]
     ) -> None:
-        """common: that of all other namespaces. make_policy: given a capacity."""
+        """common: the policy of all other namespaces. make_policy: given a capacity."""
         self._common = common
         self._make_policy = make_policy
         self._parts: dict[bytes, EvictionPolicy] = {}  # by the digest that a namespace is opened by
-        # Blocks that were here before, least recently used last: they change over a few at a time.
+        # Blocks that were here before, least recently used last: they move over a few at a time.
         self._moving: dict[bytes, deque[Used]] = {}
 
     def divide(self, base: bytes, capacity: int, blocks: Iterable[Used]) -> None:
-        """A namespace is to have a policy of its own; or it has one, whose capacity is another now.
+        """Give a namespace a policy of its own, or change its capacity.
 
-        blocks: those that it has here. O(blocks) to put them in order, the first time; they change over
+        blocks: its blocks here. O(blocks) to sort them, the first time; they move over
         when they are used or evicted, and by `move`.
         """
         part = self._parts.get(base)
@@ -56,15 +56,15 @@ class QuotaEviction:
             part.resize(capacity)
             return
         self._parts[base] = self._make_policy(capacity)
-        # Of those that were used together, the tail of the chain goes first, as in every policy.
+        # Of blocks used together, the tail of the chain goes first, as in every policy.
         self._moving[base] = deque(sorted(blocks, key=lambda block: (-block.used, block.depth)))
 
     def part(self, base: bytes) -> EvictionPolicy:
-        """The policy of a namespace that was divided off, with what has changed over so far."""
+        """The separate policy of a namespace, with the blocks moved over so far."""
         return self._parts[base]
 
     def pop_of(self, base: bytes) -> Any:
-        """The next victim among the blocks of such a namespace, no longer held; None if there is none."""
+        """The next victim among such a namespace's blocks, removed from the policy; None if there is none."""
         moving = self._moving.get(base)
         while moving:
             block = moving.pop()
@@ -74,19 +74,19 @@ class QuotaEviction:
         return self._parts[base].pop()
 
     def move(self, base: bytes, n: int) -> int:
-        """Have up to n of the blocks that were here before change over; how many were looked at."""
+        """Move up to n of the older blocks over; returns how many were examined."""
         moving = self._moving.get(base)
         if moving is None:
             return 0
         looked_at = [moving.popleft() for _ in range(min(n, len(moving)))]
         if not moving:
             del self._moving[base]
-        # The youngest first, each lot before the last one: so they end in their order.
+        # The youngest first, each batch before the previous one: so the order is preserved.
         self._parts[base].put_back(self._take(looked_at))
         return len(looked_at)
 
     def _take(self, blocks: Iterable[Used]) -> list[Used]:
-        """Those of the blocks that have not changed over, in no policy any more."""
+        """The blocks that have not moved over, removed from the common policy."""
         common = self._common
         late = [block for block in dict.fromkeys(blocks) if block in common]
         for block in late:
@@ -124,7 +124,7 @@ class QuotaEviction:
         self._policy_of([entry]).discard(entry)
 
     def _next(self) -> EvictionPolicy:
-        """The one whose next victim was used longest ago; of equal ones the common one."""
+        """The policy whose next victim was used longest ago; of equals the common one."""
         found, used = self._common, None
         for policy in (self._common, *self._parts.values()):
             block: Any = policy.peek()
@@ -143,7 +143,7 @@ class QuotaEviction:
         return list(islice(merge(*found, key=_used), n))
 
     def resize(self, capacity: int) -> None:
-        """Of the common one: parts have capacities of their own."""
+        """Of the common policy: separate ones have capacities of their own."""
         self._common.resize(capacity)
 
     def __len__(self) -> int:

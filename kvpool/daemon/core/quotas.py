@@ -1,4 +1,4 @@
-"""Quotas of namespaces: a namespace that holds more than its own gives up its own coldest blocks."""
+"""Quotas of namespaces: a namespace above its quota gives up its own coldest blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvpool.daemon.core.eviction import Eviction
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.slots import Slots
 
-QUOTA_PER_PUT = 1024  # blocks that go for one put, where a namespace holds more than its quota
+QUOTA_PER_PUT = 1024  # blocks evicted per put, while a namespace exceeds its quota
 
 
 class Quotas:
-    """Namespaces with a quota, and what it makes them give up. Not thread-safe.
+    """Namespaces with a quota, and the evictions it causes. Not thread-safe.
 
     namespaces: living ones that have a quota.
     """
@@ -37,9 +37,9 @@ class Quotas:
         self.namespaces: dict[NamespaceState, None] = {}
 
     def set(self, namespace: NamespaceState, nbytes: int) -> None:
-        """Bytes that a namespace may hold here from now on; 0: as many as its tenant.
+        """Bytes that a namespace may hold from now on; 0: the tenant's limit.
 
-        What is too much goes bit by bit: with its puts, and by `tend`.
+        The excess is evicted gradually: with its puts, and by `tend`.
         """
         if nbytes == namespace.quota:
             return
@@ -52,7 +52,7 @@ class Quotas:
         self.divide(namespace, namespace.tables)
 
     def divide(self, namespace: NamespaceState, tables: Iterable[PartTable]) -> None:
-        """Have orders of its own for these tables of a namespace with a quota, and its ended epochs."""
+        """Give these tables of a namespace with a quota, and its ended epochs, separate eviction orders."""
         blocks: dict[int, list[Block]] = {}
         for table in (*self._ended.tables_of(namespace), *tables):
             held = blocks.setdefault(table.stride, [])
@@ -64,16 +64,16 @@ class Quotas:
             slot_class.divide(namespace.base, capacity, held, self._slots.make_policy)
 
     def pass_on(self, old: NamespaceState, new: NamespaceState) -> None:
-        """A namespace goes on in a new epoch: it has the quota of the old one."""
+        """A namespace enters a new epoch: the quota carries over."""
         new.quota = old.quota
         if old in self.namespaces:
             del self.namespaces[old]
             self.namespaces[new] = None
 
     def tend(self, n: int) -> bool:
-        """Do up to n blocks' worth of what quotas ask for; whether there may be more to do at once.
+        """Evict up to n blocks above quotas; returns whether more may be left.
 
-        Needed after quotas were set, and where leases, pins or a restart have left too much.
+        Needed after quotas were set, and if leases, pins or a restart have left an excess.
         """
         self._ledger.settle()
         left = n
@@ -90,10 +90,10 @@ class Quotas:
         return False
 
     def within(self, table: PartTable, n: int) -> int:
-        """How many new slots of a table its namespace may have, up to n. Its own coldest make room.
+        """How many new slots of a table its namespace may have, up to n. Its own coldest blocks make room.
 
-        Where more than its quota is left even so, as when that was lowered, or where what went was left of an
-        ended epoch, which is in no quota, it gets no more than went.
+        If it still exceeds its quota, for example after that was lowered, or because the evicted blocks were of
+        an ended epoch, which does not count, it gets no more than were evicted.
         """
         self._ledger.settle()
         namespace, stride = table.namespace, table.stride
@@ -119,10 +119,10 @@ class Quotas:
     def _evict_own(
         self, namespace: NamespaceState, nbytes: int, most: int, first: PartTable | None = None
     ) -> int:
-        """Evict about so many bytes of a namespace, by at most so many blocks; how many went.
+        """Evict about this many bytes of a namespace, but at most this many blocks; returns how many.
 
-        Those of `first` go before others, since their slots are what is needed. Copies that others keep go
-        before what its own policy says, and soft pins at last.
+        Those of `first` go before others, because their slots are needed. Secondary replicas go
+        before its own policy's victims, and soft pins last.
         """
         tenant, classes = namespace.tenant, namespace.tenant.classes
         tables = sorted(namespace.tables, key=lambda table: table is not first)
@@ -144,7 +144,7 @@ class Quotas:
         goal = namespace.held_bytes - nbytes
         gone = 0
         for stride, evict in ways:
-            # Several times where there is still something of an ended epoch, which comes first.
+            # Repeated while blocks of an ended epoch are left, which come first.
             while gone < most and (over := namespace.held_bytes - goal) > 0:
                 evicted = evict(min(most - gone, -(-over // stride)))
                 gone += evicted

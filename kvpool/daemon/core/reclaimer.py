@@ -1,4 +1,4 @@
-"""Room for puts: rows of free slots, and what has to go where there are too few."""
+"""Room for puts: rows of free slots, and evictions if there are too few."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reclaimer:
         self._eviction = eviction
         self._quotas = quotas
         self._counters = counters
-        self._ended_left = 0  # blocks of ended epochs that the put under way may give back still
+        self._ended_left = 0  # blocks of ended epochs that the current put may still free
 
     def allocate(self, tenant: Tenant, table: PartTable, n: int) -> list[int]:
         """Up to n rows, reclaiming as many as are missing."""
@@ -49,7 +49,7 @@ class Reclaimer:
             n = self._quotas.within(table, n)
         slot_class = self._slots.class_of(tenant, stride)
         rows = allocator.alloc(stride, n)
-        # Of other sizes, very many may have to go before a slab is free: the rest is done beside the puts.
+        # Freeing a slab of another size may need many evictions: the rest is done between puts.
         self._ended_left = RECLAIMED_PER_PUT + 4 * n
         while len(rows) < n and self._reclaim(tenant, slot_class, n - len(rows)):
             rows += allocator.alloc(stride, n - len(rows))
@@ -58,11 +58,11 @@ class Reclaimer:
         return rows
 
     def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int) -> bool:
-        """Make room for up to n slots of the class, at least one; False when nothing can go.
+        """Make room for up to n slots of the class, at least one; False if nothing can be evicted.
 
-        In order: what is left of ended epochs, as much as one put can afford; this class's replicas that others keep; a slab of
-        another class that is much colder; this class's own victims; a slab of another class whatever
-        its age; this class's soft pins; a slab of another class, soft pins included.
+        In order: blocks of ended epochs, as many as one put can afford; this class's secondary replicas; a slab
+        of another class that is much colder; this class's own victims; a slab of another class whatever its age;
+        this class's soft pins; a slab of another class, soft pins included.
         """
         self._ledger.settle()
         if self._ended and self._ended_left > 0:
@@ -90,10 +90,10 @@ class Reclaimer:
     # ---- slabs of other sizes -----------------------------------------------------------------------
 
     def _steal_colder_slab(self, tenant: Tenant, slot_class: SlotClass) -> bool:
-        """Empty a slab of another class, if that class's next victim is much colder than our own.
+        """Empty a slab of another class, if that class's next victim is much colder than this class's.
 
-        "Much" is twice as long unused, lest two classes take the same slab from each other in turns.
-        Where we have no victim of our own, any age will do, and the coldest goes first.
+        "Much" is twice as long unused, so that two classes do not take the same slab from each other in turns.
+        If this class has no victim of its own, any age will do, and the coldest goes first.
         """
         own: Any = slot_class.policy.peek()
         age = -1 if own is None else self._ledger.tick - own.used
@@ -107,7 +107,7 @@ class Reclaimer:
         return any(self._empty_coldest_slab(tenant, donor, slot_class) for _, donor in donors)
 
     def _empty_coldest_slab(self, tenant: Tenant, donor: SlotClass, taker: SlotClass) -> bool:
-        """Give the taker a slab with one of the donor's next victims and nothing that must stay."""
+        """Give the taker a slab with one of the donor's next victims and without leased or pinned blocks."""
         allocator = tenant.allocator
         tried: set[int] = set()
         tries = self._limits.steal_tries
@@ -125,7 +125,7 @@ class Reclaimer:
         return False
 
     def _can_go(self, tenant: Tenant, slab: int) -> bool:
-        """Whether all that is in use of a slab are blocks without leases and pins."""
+        """Whether all used slots of a slab are blocks without leases and pins."""
         allocator = tenant.allocator
         held = self._held_in(tenant.classes[allocator.owner(slab)], allocator, slab)
         return len(held) == allocator.used_in_slab(slab) and not any(
@@ -135,9 +135,9 @@ class Reclaimer:
     def _steal_any_slab(
         self, tenant: Tenant, slot_class: SlotClass, *, spare_soft_pins: bool
     ) -> bool:
-        """Empty some slab of another class that nothing holds. Costs O(leased blocks + slabs).
+        """Empty some slab of another class that is not held. Costs O(leased blocks + slabs).
 
-        Not tried again before anything was released: puts into a pool that is held fail quickly.
+        Not retried before anything was released: puts into a fully held pool fail quickly.
         """
         if slot_class.stuck_at.get(spare_soft_pins) == self._slots.releases:
             return False

@@ -1,4 +1,4 @@
-"""Blocks that are taken out because a client, an operator or a rule says so."""
+"""Blocks that are removed because a client, an operator or a rule says so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpool.daemon.core.slots import Slots
 
 
 class Removal:
-    """Takes blocks out. Not thread-safe."""
+    """Removes blocks. Not thread-safe."""
 
     def __init__(self, ledger: Ledger, slots: Slots, counters: Counters) -> None:
         self._ledger = ledger
@@ -19,7 +19,7 @@ class Removal:
         self._counters = counters
 
     def remove(self, namespace: NamespaceState, keys: Sequence[bytes]) -> int:
-        """Forget blocks, all their parts. Readers that hold leases finish; the count of blocks gone."""
+        """Remove blocks, all their parts. Readers with leases finish; returns the number of removed blocks."""
         self._ledger.settle()
         gone = parts = 0
         for key in keys:
@@ -36,9 +36,9 @@ class Removal:
         return gone
 
     def give_up(self, namespace: NamespaceState, keys: Sequence[bytes]) -> int:
-        """An operator wants these blocks gone; how many were there.
+        """Remove blocks for an operator; returns how many were there.
 
-        What is pinned hard stays; what is leased goes with its last lease.
+        Hard pins stay; leased blocks are freed with their last lease.
         """
         self._ledger.settle()
         keys = list(dict.fromkeys(keys))
@@ -55,7 +55,7 @@ class Removal:
         return gone
 
     def drop_unused(self, namespace: NamespaceState, keys: Sequence[bytes], tick: int) -> int:
-        """Drop those that nobody has used since this tick, uses under way and pins apart; how many parts."""
+        """Drop blocks not used since this tick, except pinned and leased ones; returns the number of parts."""
         self._ledger.settle()
         keys = list(dict.fromkeys(keys))
         unused = [
@@ -72,7 +72,7 @@ class Removal:
         return len(unused)
 
     def drop_corrupt(self, namespace: NamespaceState, part: int, key: bytes) -> None:
-        """A copy of this block failed its checksum: it is not to be found again."""
+        """A replica of this block failed its checksum: it must not be found again."""
         self._ledger.settle()
         self._counters.checksum_mismatches += 1
         block = namespace.table(part).blocks.get(key)

@@ -1,4 +1,4 @@
-"""What clients and peers say, checked at the edge: afterwards it is what it says it is."""
+"""Validates clients' and peers' requests at the edge, so that the rest of the daemon can rely on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIELDS_DEPTH_MAX = 32  # nesting of a namespace's record
 TEXT_MAX = 256  # of endpoints, topics and the like
 SIZE_MAX = 1 << 40
 ENGINE_ROLES = ("both", "prefill", "decode")
-# Events are not authenticated, and a client is not to have the daemon connect anywhere else.
+# Events are not authenticated, and a client must not make the daemon connect anywhere else.
 _HTTP = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
 _ANYWHERE = re.compile(r"tcp://[^\s/*]+:[1-9]\d{0,4}|ipc://[/@][^*\0]+")
 _HEX = re.compile(r"([0-9a-f]{2}){0,64}")
@@ -31,38 +31,40 @@ _ON_THIS_MACHINE = re.compile(
 def rows(packed: bytes) -> array[int]:
     """Row numbers or indices, u32 each."""
     if len(packed) % 4:
-        raise InvalidRequest("rows and indices are packed as 4 bytes each")
+        raise InvalidRequest("rows and indices must be packed as 4 bytes each")
     return array("I", packed)
 
 
 def parse_parts(
     digest: bytes, fields: bytes, parts: list[tuple[int, str, int, int]]
 ) -> list[PartSpec]:
-    """Check what a client says of a namespace. Raises `InvalidRequest`."""
+    """Validate a client's namespace. Raises `InvalidRequest`."""
     if len(fields) > RECORD_BYTES_MAX or not 0 < len(parts) <= PARTS_MAX:
         raise InvalidRequest(
-            f"a namespace has at most {RECORD_BYTES_MAX} bytes of fields and 1 to {PARTS_MAX} parts"
+            f"a namespace must have at most {RECORD_BYTES_MAX} bytes of fields and 1 to {PARTS_MAX} parts"
         )
     if hashlib.sha256(fields).digest()[:16] != digest:
-        raise InvalidRequest("the namespace's digest is not that of its fields")
+        raise InvalidRequest("the namespace's digest does not match its fields")
     try:
         decoded = msgspec.json.decode(fields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"a namespace's fields are not JSON: {error}") from None
     if not isinstance(decoded, dict) or _deeper(decoded, FIELDS_DEPTH_MAX):
         raise InvalidRequest(
-            f"a namespace's fields are a JSON object, nested at most {FIELDS_DEPTH_MAX} deep"
+            f"a namespace's fields must be a JSON object, nested at most {FIELDS_DEPTH_MAX} deep"
         )
     specs = []
     for nbytes, kind, window, stride in parts:
         if kind not in list(PartKind):
-            raise InvalidRequest(f"a part's kind is one of {[str(k) for k in PartKind]}: {kind!r}")
+            raise InvalidRequest(
+                f"a part's kind must be one of {[str(k) for k in PartKind]}, not {kind!r}"
+            )
         specs.append(PartSpec(nbytes, PartKind(kind), window, stride))
     return specs
 
 
 def parse_wish(m: client_wire.OpenNamespace) -> NamespaceSettings:
-    """The settings that a client wants of a namespace that is new. Raises `InvalidRequest`."""
+    """The settings that a client requests for a new namespace. Raises `InvalidRequest`."""
     wish = SettingsChange(
         m.replicas or None, m.write, m.ttl_s, m.ssd_codec, write_remote=m.write_remote
     )
@@ -70,7 +72,7 @@ def parse_wish(m: client_wire.OpenNamespace) -> NamespaceSettings:
 
 
 def parse_change(m: operator_wire.Configure) -> SettingsChange:
-    """What an operator wants changed. Raises `InvalidRequest`."""
+    """The settings change that an operator requests. Raises `InvalidRequest`."""
     change = SettingsChange(
         m.replicas, m.write, m.ttl_s, m.ssd_codec, m.dram_quota, m.ssd_quota, m.write_remote
     )
@@ -80,7 +82,7 @@ def parse_change(m: operator_wire.Configure) -> SettingsChange:
 
 
 def check_events(m: client_wire.FollowEvents, parts: int) -> None:
-    """Raises `InvalidRequest` for events that cannot be followed, or are not of this machine."""
+    """Raises `InvalidRequest` for events that cannot be followed, or are not on this machine."""
     for endpoint in (m.endpoint, m.replay):
         if endpoint and (len(endpoint) > TEXT_MAX or not _ON_THIS_MACHINE.fullmatch(endpoint)):
             raise InvalidRequest(
@@ -88,43 +90,43 @@ def check_events(m: client_wire.FollowEvents, parts: int) -> None:
                 f"not {endpoint!r:.100}"
             )
     if len(m.topic) > TEXT_MAX:
-        raise InvalidRequest(f"a topic of events has at most {TEXT_MAX} characters")
+        raise InvalidRequest(f"a topic of events must have at most {TEXT_MAX} characters")
     if len(m.groups) != parts or not all(0 <= group < GROUPS_MAX for group in m.groups):
         raise InvalidRequest(
-            f"each of the namespace's {parts} parts is of one group, from 0 to {GROUPS_MAX - 1}"
+            f"each of the namespace's {parts} parts must have one group, from 0 to {GROUPS_MAX - 1}"
         )
 
 
 def check_engine(engine: EngineRecord) -> None:
-    """Raises `InvalidRequest` for what no engine can be, or others could make no sense of."""
+    """Raises `InvalidRequest` for invalid announcements, or ones that others could not use."""
     if not _HTTP.fullmatch(engine.url) or len(engine.url) > TEXT_MAX:
         raise InvalidRequest(
-            f"an engine's url is http://HOST:PORT as others reach it, not {engine.url!r:.100}"
+            f"an engine's url must be http://HOST:PORT as others reach it, not {engine.url!r:.100}"
         )
     if engine.role not in ENGINE_ROLES:
         raise InvalidRequest(
-            f"an engine's role is one of {', '.join(ENGINE_ROLES)}, not {engine.role!r:.100}"
+            f"an engine's role must be one of {', '.join(ENGINE_ROLES)}, not {engine.role!r:.100}"
         )
     for endpoint in (engine.events, engine.replay):
         if endpoint and (len(endpoint) > TEXT_MAX or not _ANYWHERE.fullmatch(endpoint)):
             raise InvalidRequest(
-                f"give the address of events as tcp://HOST:PORT or ipc:///path, not {endpoint!r:.100}"
+                f"the address of events must be tcp://HOST:PORT or ipc:///path, not {endpoint!r:.100}"
             )
     texts = (engine.model, engine.topic, engine.hash_algorithm)
     if any(len(text) > TEXT_MAX for text in texts):
-        raise InvalidRequest(f"an engine's model and topic have at most {TEXT_MAX} characters")
+        raise InvalidRequest(f"an engine's model and topic must have at most {TEXT_MAX} characters")
     if not _HEX.fullmatch(engine.none_hash):
         raise InvalidRequest(
-            "what a chain of hashes begins with is at most 64 bytes, as hex digits"
+            "the start of a chain of hashes must be at most 64 bytes, as hex digits"
         )
     if len(engine.groups) > GROUPS_MAX or not all(0 <= n < GROUPS_MAX for n in engine.groups):
-        raise InvalidRequest(f"an engine's groups are from 0 to {GROUPS_MAX - 1}")
+        raise InvalidRequest(f"an engine's groups must be from 0 to {GROUPS_MAX - 1}")
     sizes = (
         *(engine.block_tokens, engine.block_bytes, engine.capacity_tokens),
         *(engine.step_tokens, engine.max_len, engine.follows_max),
     )
     if not all(0 <= size <= SIZE_MAX for size in sizes):
-        raise InvalidRequest(f"an engine's sizes are from 0 to {SIZE_MAX}")
+        raise InvalidRequest(f"an engine's sizes must be from 0 to {SIZE_MAX}")
 
 
 def _deeper(value: object, levels: int) -> bool:

@@ -1,4 +1,4 @@
-"""Slots of a node's blocks: who is a candidate for eviction, and whose slot is free again."""
+"""Slots of a node's blocks: candidates for eviction, and freed slots."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from kvpool.storage.eviction import EvictionPolicy
 class Slots:
     """The slots of all tenants' blocks. Not thread-safe.
 
-    classes: of all tenants, oldest first; never shorter. releases: counts what may let a slab go that could not
-    go before.
+    classes: of all tenants, oldest first; never shorter. releases: counts events that may allow a slab to be
+    freed that could not be freed before.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Slots:
         self.releases = 0
 
     def class_of(self, tenant: Tenant, stride: int) -> SlotClass:
-        """The tenant's slots of this stride; made if there are none yet."""
+        """The tenant's slots of this stride; created if there are none yet."""
         slot_class = tenant.classes.get(stride)
         if slot_class is None:
             policy = self.make_policy(tenant.allocator.capacity(stride))
@@ -46,7 +46,7 @@ class Slots:
         return slot_class
 
     def put_in(self, blocks: Sequence[Block], *, first: bool = False) -> None:
-        """Make blocks of one table candidates for eviction, as their pins say. first: the next ones."""
+        """Make blocks of one table candidates for eviction, according to their pins. first: the next ones."""
         self._ledger.settle()
         plain = [block for block in blocks if block.pin == PIN_NONE]
         if plain:
@@ -60,7 +60,7 @@ class Slots:
                     classes[block.table.stride].add_soft(block, first=first)
 
     def take_out(self, block: Block) -> None:
-        """The reverse: no candidate any more, no pin, in no quota."""
+        """The reverse: remove a block from candidates, pins and quota."""
         self.releases += 1
         self._ledger.settle()
         table = block.table
@@ -79,12 +79,12 @@ class Slots:
         block.pin = PIN_NONE
 
     def drop(self, block: Block) -> None:
-        """Take a block out of its table, and part with it."""
+        """Remove a block from its table, and drop it."""
         del block.table.blocks[block.key]
         self.part_with(block)
 
     def drop_all(self, blocks: Iterable[Block]) -> None:
-        """Drop each: the same, told of and freed together."""
+        """Drop each: the same, announced and freed together."""
         self.releases += 1
         self._ledger.settle()
         by_table: dict[PartTable, list[Block]] = {}
@@ -109,7 +109,7 @@ class Slots:
             self._changes.tell(table.namespace, [block.key for block in some])
 
     def part_with(self, block: Block) -> None:
-        """It is in no table any more. Its slot is free now, or when its last lease ends."""
+        """It is in no table any more. Its slot is freed now, or when its last lease ends."""
         self._changes.tell(block.table.namespace, (block.key,))
         self.take_out(block)
         if block.leases:
@@ -124,7 +124,7 @@ class Slots:
         tenant.allocator.free(table.stride, [block.row])
 
     def free_reserved(self, reservation: Reservation, rows: Sequence[int]) -> None:
-        """Nobody writes to these slots any more, and they are no blocks. They are free once no peer reads them."""
+        """Nobody writes to these slots any more, and they are no blocks. They are freed once no peer reads them."""
         if reservation.readers:
             reservation.orphans += rows
             return

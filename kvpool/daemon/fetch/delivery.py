@@ -1,7 +1,8 @@
-"""Has requested blocks delivered: joins transfers under way, hedges slow ones, turns to the next source.
+"""Delivers requested blocks: joins transfers under way, hedges slow ones, tries the next source.
 
-A source that takes longer than it should is hedged: the next replica's is asked as well, the first to deliver
-wins, and the other transfer is called off. What a source does not have is asked of the next one. Event loop only.
+A source that takes longer than expected is hedged: the next replica's owner is asked as well, the first to
+deliver wins, and the other transfer is cancelled. Blocks that a source lacks are requested from the next one.
+Event loop only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SECONDARY = Origin(secondary=True)
 
 
 class Delivery:
-    """Brings requested blocks here by transfers. What a peer delivers is secondary: evicted first."""
+    """Brings requested blocks here by transfers. Blocks from a peer are secondary: evicted first."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Delivery:
         self._transfers = transfers
         self._peers = peers
         self._clock = clock
-        self.counters = {"joined": 0}  # parts that were on their way for somebody else
+        self.counters = {"joined": 0}  # parts already on their way for another request
 
     async def bring(
         self,
@@ -52,9 +53,9 @@ class Delivery:
         on_arrival: Callable[[PartTable, list[bytes]], object] | None = None,
         background: bool = False,
     ) -> Sequence[FetchRequest]:
-        """Until all is here, nobody is left to ask, or the deadline has passed; what did not come.
+        """Until all blocks are here, no source is left, or the deadline has passed; returns the missing ones.
 
-        on_arrival: told of blocks that have come while others are still awaited. background: no engine waits.
+        on_arrival: called with blocks that have arrived while others are awaited. background: no engine waits.
         """
         for request in requests:
             under_way = self._transfers.of(request.table)
@@ -100,9 +101,9 @@ class Delivery:
         origin: Origin,
         background: bool,
     ) -> list[FetchRequest]:
-        """Begin a transfer for whatever has none, or only slow ones.
+        """Start a transfer for blocks that have none, or only slow ones.
 
-        Returns the same requests, cut by who was asked for them.
+        Returns the same requests, split by the sources asked.
         """
         waiting: list[FetchRequest] = []
         ready: dict[PartTable, list[tuple[FetchRequest, Sequence[Candidate]]]] = {}
@@ -128,7 +129,7 @@ class Delivery:
     def _by_transfers(
         self, request: FetchRequest
     ) -> list[tuple[FetchRequest, tuple[Transfer, ...]]]:
-        """A request in runs of blocks that the same transfers bring, with these."""
+        """Split a request into runs of blocks that the same transfers bring, with these transfers."""
         under_way = self._transfers.of(request.table)
         if not under_way or under_way.keys().isdisjoint(request.keys):
             return [(request, ())]
@@ -144,8 +145,8 @@ class Delivery:
         now: float,
         background: bool,
     ) -> Sequence[Candidate]:
-        """Who may be asked for these blocks now, beside the transfers that bring them."""
-        # A background transfer gives way to everything else: it is nothing to wait for.
+        """The sources that may be asked for these blocks now, beside the transfers that bring them."""
+        # A background transfer has the lowest priority: it is not worth waiting for.
         ahead = [one for one in transfers if background or not one.background]
         if len(transfers) >= HEDGES_MAX or any(one.hedge_at > now for one in ahead):
             return ()
@@ -164,7 +165,7 @@ class Delivery:
 def _arrivals(
     requests: Sequence[FetchRequest],
 ) -> tuple[dict[PartTable, list[bytes]], list[FetchRequest]]:
-    """What has come of requests, by table, and what is still wanted."""
+    """The arrived blocks of requests, by table, and the missing ones."""
     arrived: dict[PartTable, list[bytes]] = {}
     left: list[FetchRequest] = []
     for request in requests:

@@ -1,13 +1,13 @@
-"""Blocks that come ahead of their commit: what is written of them elsewhere is pulled while the rest is computed.
+"""Early pull: bytes of blocks are pulled before their commit, while the rest is computed elsewhere.
 
-An owner tells followers how many bytes are written of blocks that are being put there. Slots are reserved here
-for such a batch, and the bytes pulled into them, again and again while more is written. With the commit an
-ordinary transfer (`transfer.py`) takes the slots over: it pulls the bytes that are still missing, and the checksum
-of the whole block, which only the commit has told, decides whether that is the block.
+An owner reports to followers how many bytes are written of blocks that are being put there. Slots are reserved
+here for such a batch, and the bytes pulled into them, repeatedly as more is written. At the commit an ordinary
+transfer (`transfer.py`) takes the slots over: it pulls the missing bytes, and the checksum of the whole block,
+known only from the commit, decides whether they are correct.
 
-So nothing of it is found here before it is committed there and has been verified. A writer that gives up, dies,
-or changes what it called written costs a transfer: the batch is dropped, and the blocks are pulled as all
-others are. Slots come back when the batch is dropped, and nothing writes to them any more. Event loop only.
+So the block is not found here before it is committed there and has been verified. A writer that gives up, dies,
+or changes reported bytes costs a transfer: the batch is dropped, and the blocks are pulled in the usual
+way. Slots are freed when the batch is dropped and nothing writes to them any more. Event loop only.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from kvpool.telemetry.spans import CALLED_OFF, TRANSFER, Span, current, working_
 from kvpool.types import BlockStatus
 
 PULLS_MAX = 8  # at a time: other pulls need threads too
-PULL_BYTES = 64 << 10  # less than this is left for later
-EARLY_BYTES = 32 << 20  # in one pull: all of it counts when all has come, and others wait meanwhile
-PULL_S = 2.0  # one is given up then, or when it is far slower than it should be
-REST_S = 0.25  # how long blocks that are committed wait for a pull of their beginning
+PULL_BYTES = 64 << 10  # less than this is postponed
+EARLY_BYTES = 32 << 20  # in one pull: it counts only when complete, and others wait meanwhile
+PULL_S = 2.0  # a pull is cancelled then, or when it is far slower than expected
+REST_S = 0.25  # how long committed blocks wait for a pull of their beginning
 
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Neighbours that one reservation at an owner is for, and our own slots for them. Made by `EarlyPull` only.
+    """A run of adjacent keys of one reservation at an owner, and the slots for them here. Created by `EarlyPull`
+    only.
 
-    number: of the owner's reservation. position: of each key in ours. have: bytes of each slot that are here.
-    told: that are written there. taken: some of the slots were taken over by a transfer, and no more is pulled
-    here. transfers: of these transfers, those under way. over: nobody wants what is left.
-    span: of the follow that it was made for.
+    number: of the owner's reservation. position: of each key in the local one. have: bytes of each slot that are
+    here. told: bytes written there. taken: a transfer has taken some slots over, and no more is pulled here.
+    transfers: how many of these transfers are under way. over: the rest is no longer wanted. span: of the follow
+    that it was made for.
     """
 
     table: PartTable
@@ -84,7 +85,7 @@ class EarlyPull:
         self.counters = {
             "early_pulls": 0,
             "early_bytes": 0,
-            "early_wrong": 0,  # blocks that were committed with other bytes than had come of them before
+            "early_wrong": 0,  # blocks that were committed with other bytes than those pulled before
         }
 
     # ---- for follows -----------------------------------------------------------------------------------
@@ -92,9 +93,9 @@ class EarlyPull:
     def told(
         self, table: PartTable, owner: bytes, number: int, keys: Sequence[bytes], nbytes: int
     ) -> Batch | None:
-        """An owner has so much of each of these blocks, of one reservation. A batch if that is a new one.
+        """An owner reports this progress for these blocks, of one reservation. Returns a batch if it is new.
 
-        Whoever gets it has to `drop` it. keys: not empty, and none is here or on its way.
+        The caller must `drop` it. keys: not empty, and none is here or on its way.
         """
         known = self._batches.get(table, {})
         for batch in {known[key]: None for key in keys if key in known}:
@@ -102,7 +103,7 @@ class EarlyPull:
                 if batch.owner not in self._cluster.living:
                     self.drop(batch)
             elif batch.number != number:
-                self.drop(batch)  # it was given up there, and somebody else has begun
+                self.drop(batch)  # it was aborted there, and another writer has begun
             elif nbytes > batch.told:
                 batch.told = nbytes
                 self._begin(batch)
@@ -124,7 +125,7 @@ class EarlyPull:
             return None  # no room, or the epoch has just ended
         reservation = holder.reservations.get(self._tickets)
         if reservation is None:
-            return None  # they have come in the meantime
+            return None  # they have arrived meanwhile
         position = {key: at for at, key in enumerate(reservation.keys)}
         batch = Batch(table, owner, number, holder, self._tickets, reservation, position)
         self._batches.setdefault(table, {}).update(dict.fromkeys(position, batch))
@@ -134,7 +135,7 @@ class EarlyPull:
         return batch
 
     def drop(self, batch: Batch) -> None:
-        """No more is wanted of it. Transfers that have taken over some of it go on."""
+        """No more of it is wanted. Transfers that have taken over some of it continue."""
         batch.over = True
         self._forget(batch, batch.position)
         self._waiting.pop(batch, None)
@@ -143,7 +144,7 @@ class EarlyPull:
         self._settle(batch)
 
     def close(self) -> None:
-        """Call all pulls off. They end by themselves, soon."""
+        """Cancel all pulls. They end on their own, soon."""
         self._waiting.clear()
         for batch in self._pulling:
             _cancel(batch.pull)
@@ -151,9 +152,10 @@ class EarlyPull:
     # ---- for transfers -----------------------------------------------------------------------------------
 
     def take(self, table: PartTable, keys: Sequence[bytes]) -> dict[Batch, list[bytes]]:
-        """What of these has come in part, or is coming. Its slots are the caller's until `landed`, once for each batch.
+        """The parts of these that have arrived or are arriving. Their slots are the caller's until `landed`, once
+        per batch.
 
-        A batch of which nothing has come is of no use any more.
+        A batch without any bytes is discarded.
         """
         known = self._batches.get(table)
         if not known:
@@ -174,9 +176,9 @@ class EarlyPull:
         return taken
 
     async def rest(self, batch: Batch, owner: bytes) -> None:
-        """Nothing is pulled into its slots from now on, except by who has taken it over.
+        """Only the transfer that has taken it over may pull into its slots from now on.
 
-        owner: who has committed these blocks. What is pulled from another one is not waited for.
+        owner: the node that has committed these blocks. A pull from another one is not awaited.
         """
         if batch.owner != owner:
             _cancel(batch.pull)
@@ -186,7 +188,7 @@ class EarlyPull:
                 _cancel(batch.pull)
 
     def landed(self, batch: Batch, *, wrong: int) -> None:
-        """A transfer is done with what it has taken. wrong: blocks that are not what their beginning was of."""
+        """A transfer has finished with these slots. wrong: blocks whose beginning was different."""
         batch.transfers -= 1
         self.counters["early_wrong"] += wrong
         if wrong:
@@ -197,7 +199,7 @@ class EarlyPull:
     # ---- inside --------------------------------------------------------------------------------------------
 
     def _forget(self, batch: Batch, keys: Iterable[bytes]) -> None:
-        """These cannot be taken over any more."""
+        """These can no longer be taken over."""
         known = self._batches.get(batch.table, {})
         for key in keys:
             if known.get(key) is batch:
@@ -206,7 +208,7 @@ class EarlyPull:
             self._batches.pop(batch.table, None)
 
     def _settle(self, batch: Batch) -> None:
-        """Give back what nobody needs any more, once nothing writes to it."""
+        """Free unneeded slots, once nothing writes to them."""
         if batch.pull is None and not batch.transfers and (batch.over or not self._takeable(batch)):
             batch.over = True
             self._node.puts.abort(batch.holder, batch.ticket)
@@ -216,7 +218,7 @@ class EarlyPull:
         return any(known.get(key) is batch for key in batch.position)
 
     def _begin(self, batch: Batch) -> None:
-        """Pull what is written, unless that is little, or too much is under way already."""
+        """Pull the written bytes, unless there are few, or too much is under way already."""
         more = (batch.told - batch.have) * len(batch.position)
         if batch.over or batch.taken or batch.pull is not None or more < PULL_BYTES:
             return
@@ -242,7 +244,7 @@ class EarlyPull:
         self._begin(batch)  # after those that waited for it
 
     async def _bring(self, batch: Batch, url: str) -> None:
-        """Pull what is written by now, or as much of it as may be. Where that fails, no more until more is written."""
+        """Pull the bytes written so far, or as many as allowed. After a failure, only once more is written."""
         table, reservation, peers = batch.table, batch.reservation, self._peers
         start, told = batch.have, batch.told
         stop = min(told, start + max(1, EARLY_BYTES // len(reservation.keys)))
@@ -303,6 +305,6 @@ def _end(span: Span | None, error: str) -> None:
 
 
 def _cancel(task: asyncio.Task[None] | None) -> None:
-    """Once: what it does to end may take a while."""
+    """Once: ending it may take a while."""
     if task is not None and not task.done() and not task.cancelling():
         task.cancel()

@@ -1,17 +1,20 @@
-"""Blocks that are not in memory here, fetched for this node's clients.
+"""Fetches blocks that are not in memory here, for this node's clients.
 
-The path of a fetch, and where each step lives:
+The path of a fetch, and the module of each step:
 
-1. Locate (`locate.py`): what the lower tiers here hold of the prefix; of the rest, what the directory (or
-   without one, each peer) and the catalog of object storage know. The hit rule over all of it gives the prefix
-   that can be had.
-2. Plan (`plan.py`, `load_or_recompute.py`): where the engine says how fast it computes, what it computes sooner
-   than it arrives is left out. Each missing part is assigned to the source that should deliver it soonest.
-3. Transfer (`delivery.py`, `transfer.py`): several sources work in parallel. A part that is on its way for
-   somebody else is waited for, not fetched twice. A slow source is hedged. What a source lacks is remembered
-   for a while, and asked of the next one.
+1. Locate (`locate.py`): which blocks of the prefix the lower tiers here have; for the rest, the directory (or
+   without one, each peer) and the catalog of object storage are asked. The hit rule over all of it gives the
+   prefix
+   that is available.
+2. Plan (`plan.py`, `load_or_recompute.py`): if the engine states how fast it computes, blocks that it would
+   compute
+   sooner than they arrive are left out. Each missing part is assigned to the source that should deliver it
+   soonest.
+3. Transfer (`delivery.py`, `transfer.py`): several sources work in parallel. A part that is already on its way
+   is awaited, not fetched twice. A slow source is hedged. Blocks that a source lacks are remembered
+   for a while, and requested from the next one.
 
-All this ends by the caller's deadline, with what has arrived by then. Event loop only.
+All this ends by the caller's deadline, with the blocks that have arrived. Event loop only.
 """
 
 from __future__ import annotations
@@ -51,8 +54,8 @@ from kvpool.placement.peer_selection import Candidate
 from kvpool.placement.peers import HEDGE_TIMES, TRIAL_S, Peers
 from kvpool.types import Recompute
 
-ROUNDS_MAX = 8  # shorter and shorter prefixes, when the directory was wrong
-TRIAL_BYTES = 1 << 20  # loaded to learn how fast a source is, or one block where that is more
+ROUNDS_MAX = 8  # shorter and shorter prefixes, if the directory was wrong
+TRIAL_BYTES = 1 << 20  # loaded to measure a source's speed, or one block if that is more
 
 
 class BlockFetcher:
@@ -92,8 +95,8 @@ class BlockFetcher:
         self._delivery = Delivery(node, self.locator, self.transfers, peers, clock)
         self.delivered = self.transfers.delivered
         self.counters = {
-            "declined": 0,  # parts that are computed sooner than they come
-            "trials": 0,  # transfers all the same, to learn how fast their source is
+            "declined": 0,  # parts that are computed sooner than they would arrive
+            "trials": 0,  # transfers nevertheless made to measure their source's speed
         }
 
     @property
@@ -122,7 +125,7 @@ class BlockFetcher:
         }
 
     def close(self) -> None:
-        """Call all transfers off. They end by themselves, soon."""
+        """Cancel all transfers. They end on their own, soon."""
         self.transfers.close()
         self.early_pull.close()
 
@@ -139,22 +142,22 @@ class BlockFetcher:
         *,
         direct: bool = False,
     ) -> None:
-        """Bring what is missing of a prefix here, of which `here` blocks are usable already. Ends by `wait_s`.
+        """Bring the missing blocks of a prefix here, of which `here` blocks are usable already. Ends by `wait_s`.
 
-        recompute: the price of computing the blocks instead; what takes longer to load is left out. direct: the
-        client reads spare device memory by itself, so that what lies there counts as here.
+        recompute: the price of computing the blocks instead; blocks that take longer to load are left out.
+        direct: the client reads spare device memory itself, so that blocks there count as here.
         """
         if not wait_s > 0:
-            raise InvalidRequest(f"a wait of {wait_s} seconds")
+            raise InvalidRequest(f"wait_s = {wait_s} is not a valid number of seconds")
         if here == len(keys) or not self.active:
             return
         deadline = self._clock() + wait_s
         tables = namespace.tables_of(parts)
         located = self.locator.on_this_node(tables, keys)
         asked = not self.locator.elsewhere
-        # A shorter prefix may need blocks that a longer one does not (windows), so when one turns out not
-        # to be had, what the next one lacks is fetched too. Others are asked when this node does not have it
-        # all, or did not deliver.
+        # A shorter prefix may need blocks that a longer one does not (windows), so if one is not available, the
+        # missing blocks of the next one are fetched too. Other nodes are asked if this node does not have all,
+        # or did not deliver.
         for _ in range(ROUNDS_MAX):
             there, declined = Choice(here, {})
             if located:
@@ -169,7 +172,7 @@ class BlockFetcher:
                 )
                 there, declined = self._choose(tables, keys, here, located, recompute)
             if recompute is not None:
-                keys = keys[:there]  # decided once: what is declined now is not considered again
+                keys = keys[:there]  # decided once: declined blocks are not considered again
                 self._decline(declined)
             if there <= here or self._clock() >= deadline:
                 return
@@ -188,9 +191,9 @@ class BlockFetcher:
         wanted: Sequence[FetchRequest],
         deadline: float,
     ) -> Sequence[FetchRequest]:
-        """Bring what is missing of a prefix that should be there in full; what did not come.
+        """Bring the missing blocks of a prefix that should be complete here; returns those that did not arrive.
 
-        What is here of it is leased meanwhile, else what comes last would evict what came first.
+        Its blocks here are leased meanwhile, or the last to arrive would evict the first.
         """
         kept: list[str] = []
         try:
@@ -224,9 +227,9 @@ class BlockFetcher:
     async def pull_each(
         self, namespace: NamespaceState, parts: Sequence[int], keys: Sequence[bytes], wait_s: float
     ) -> None:
-        """Bring those of the blocks here that can be had, prefix or not. Ends by `wait_s`."""
+        """Bring the available ones of these blocks here, prefix or not. Ends by `wait_s`."""
         if not wait_s > 0:
-            raise InvalidRequest(f"a wait of {wait_s} seconds")
+            raise InvalidRequest(f"wait_s = {wait_s} is not a valid number of seconds")
         deadline = self._clock() + wait_s
         self.node.settle()
         tables = namespace.tables_of(parts)
@@ -286,7 +289,7 @@ class BlockFetcher:
         keys: Sequence[bytes],
         wait_s: float,
     ) -> Located:
-        """Who has what of these keys: lower tiers, the directory's nodes, object storage. Ends by `wait_s`."""
+        """The sources of these keys: lower tiers, the directory's nodes, object storage. Ends by `wait_s`."""
         self.node.settle()
         return await self.locator.everywhere(namespace, tables, keys, wait_s)
 
@@ -304,11 +307,11 @@ class BlockFetcher:
     async def bring(
         self, wanted: Sequence[FetchRequest], deadline: float
     ) -> Sequence[FetchRequest]:
-        """Have transfers bring these; what did not come by the deadline."""
+        """Transfer these; returns those that did not arrive by the deadline."""
         return await self._delivery.bring(wanted, deadline)
 
     def expected_s(self, wanted: Sequence[FetchRequest]) -> float:
-        """How long that may take before something is wrong: see `Peers.hedge_after_s`."""
+        """The duration after which something is wrong: see `Peers.hedge_after_s`."""
         nbytes: Counter[bytes] = Counter()
         for request in wanted:
             for candidate in request.candidates[:1]:
@@ -317,7 +320,7 @@ class BlockFetcher:
         return HEDGE_TIMES * max(found, default=0.0)
 
     def hold(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> bool:
-        """Lease what is here of these blocks until `let_go`; False: there are too many leases.
+        """Lease these blocks as far as they are here until `let_go`; False: there are too many leases.
 
         kept: the tokens of the leases are added to it.
         """
@@ -333,7 +336,7 @@ class BlockFetcher:
                 scattered=True,
             )
         except LimitExceeded:
-            return False  # very many pulls at a time: then without
+            return False  # with very many pulls at a time: without a lease
         if lease is not None:
             kept.append(lease.token)
         return True
@@ -354,7 +357,7 @@ class BlockFetcher:
         located: Located,
         recompute: Recompute | None,
     ) -> Choice:
-        """How much of a prefix is to be brought here: all that there is, unless computing is sooner."""
+        """How much of a prefix to bring here: all that is available, unless computing is sooner."""
         if recompute is None:
             return Choice(self.locator.usable(tables, keys, located), {})
         now = self._clock()
@@ -382,7 +385,7 @@ class BlockFetcher:
         )
 
     def _decline(self, declined: Mapping[bytes, Sequence[tuple[PartTable, bytes]]]) -> None:
-        """Count what is not loaded, and start a trial of sources that are due one. Nobody waits for that."""
+        """Count the declined blocks, and start a trial of sources that are due one. Not awaited."""
         now = self._clock()
         for source, parts in declined.items():
             self.counters["declined"] += len(parts)
@@ -398,7 +401,7 @@ class BlockFetcher:
 
 
 def _strike_out(located: Located, failed: Sequence[FetchRequest]) -> None:
-    """Nobody could deliver these: do not count on them any more."""
+    """No source could deliver these: stop expecting them."""
     for request in failed:
         bit = 1 << request.table.part
         for key in request.keys:

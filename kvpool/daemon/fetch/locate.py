@@ -1,4 +1,6 @@
-"""Who has which blocks: this node's lower tiers, the directory or the peers, object storage. Event loop only."""
+"""Which sources have which blocks: this node's lower tiers, the directory or the peers, object storage. Event
+loop only.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,15 @@ from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 
-LOOKUP_SHARE = 0.25  # of the time there is: the longest wait for an answer
-LOOKUP_KEYS = 2048  # in one question; a prefix that ends within them is not asked about further
-ASKED_MAX = 16  # peers that are asked where there is no directory
+LOOKUP_SHARE = 0.25  # of the available time: the longest wait for an answer
+LOOKUP_KEYS = 2048  # in one request; a prefix that ends within them is not looked up further
+ASKED_MAX = 16  # peers that are asked if there is no directory
 NEGATIVE_S, NEGATIVE_MAX = 2.0, 1 << 16
 REMEMBERED_MAX = 1 << 18
 
 
 class Locator:
-    """Finds the replicas of blocks, and remembers what was said and what was wrong of it.
+    """Finds the replicas of blocks, and remembers answers and wrong ones among them.
 
     local: the tiers below memory on this node, by the name of each as a source.
     """
@@ -92,7 +94,7 @@ class Locator:
         here: int,
         deadline: float,
     ) -> Located:
-        """What other nodes and object storage have of a prefix of which `here` blocks are on this node."""
+        """The replicas on other nodes and object storage of a prefix of which `here` blocks are on this node."""
         nodes = self.on_nodes(namespace, tables, keys, here, deadline)
         if not self._objects.serving:
             return await nodes
@@ -109,7 +111,7 @@ class Locator:
         keys: Sequence[bytes],
         deadline: float,
     ) -> Located:
-        """Where each of these keys lies, prefix or not; what this node has is not looked for elsewhere."""
+        """Where each of these keys is, prefix or not; blocks on this node are not looked up elsewhere."""
         located = self.on_this_node(tables, keys)
         missing = [key for key in keys if key not in located and not _in_memory(tables, key)]
         if self._cluster.living:
@@ -131,7 +133,7 @@ class Locator:
         keys: Sequence[bytes],
         wait_s: float,
     ) -> Located:
-        """What is known of these keys: lower tiers, the directory, object storage. Ends by `wait_s`."""
+        """The known sources of these keys: lower tiers, the directory, object storage. Ends by `wait_s`."""
         deadline = self._clock() + wait_s / LOOKUP_SHARE
         located = self.on_this_node(tables, keys)
         lookups = [self.in_objects(namespace, tables, keys, deadline, prefix=False)]
@@ -142,7 +144,7 @@ class Locator:
         return located
 
     def on_this_node(self, tables: Sequence[PartTable], keys: Sequence[bytes]) -> Located:
-        """What lies below memory on this node: on disks, or in spare device memory."""
+        """The keys below memory on this node: on disks, or in spare device memory."""
         located: Located = {}
         for source, tier in self._local.items():
             masks: dict[bytes, int] = {}
@@ -163,7 +165,7 @@ class Locator:
         *,
         prefix: bool,
     ) -> Located:
-        """What of these keys lies in object storage."""
+        """Which of these keys are in object storage."""
         if not keys or not self._objects.serving:
             return {}
         lacking = [table for table in tables if any(key not in table.blocks for key in keys)]
@@ -180,11 +182,11 @@ class Locator:
     ) -> list[list[Entry]]:
         """The living replicas of each key on other nodes. Raises `Unavailable` without a directory.
 
-        engines: also what engines keep for themselves (tier gpu), which cannot be pulled.
+        engines: also blocks in engines' own caches (tier gpu), which cannot be pulled.
         """
         directory = self._cluster.directory
         if directory is None:
-            raise Unavailable("this node has no directory: give it one with --directory")
+            raise Unavailable("this node has no directory: configure one with --directory")
         entries = await directory.locate(namespace.directory_digest, len(namespace.tables), keys)
         self._remembered.learn(namespace.directory_digest, keys, entries)
         return self._living_only(namespace, keys, entries, engines=engines)
@@ -197,7 +199,7 @@ class Locator:
         here: int,
         deadline: float,
     ) -> Located:
-        """Living replicas of the keys that matter: what comes after `here`, and the windows before it."""
+        """Living replicas of the keys that matter: those after `here`, and the windows before it."""
         if not self._cluster.living:
             return {}
         span = child(LOOKUP)
@@ -257,13 +259,13 @@ class Locator:
         *,
         engines: bool,
     ) -> list[list[Entry]]:
-        """Neighbours with the same entries get the same list."""
+        """Adjacent keys with the same entries share a list."""
         living = self._cluster.living
         kept: list[list[Entry]] = []
         last: Sequence[Entry] | None = None
         strangers: dict[Entry, list[bytes]] = {}
         for key, found in zip(keys, entries, strict=True):
-            if found == last:  # of neighbours in a chain mostly the same is known
+            if found == last:  # adjacent keys of a chain mostly have the same entries
                 kept.append(kept[-1])
             else:
                 kept.append(
@@ -289,7 +291,7 @@ class Locator:
         keys: Sequence[bytes],
         wait_s: float,
     ) -> Located:
-        """Without a directory: each peer says how much of the prefix it could give."""
+        """Without a directory: each peer reports how much of the prefix it could provide."""
         now = self._clock()
         question = peer_wire.Ask(
             namespace.tenant.name,
@@ -310,7 +312,7 @@ class Locator:
         reach = sorted(zip(answers, [incarnation for incarnation, _ in asked], strict=True))
         first = 0
         for at, (end, _) in enumerate(reach):
-            if end > first:  # all keys up to this one have the same entries, as one object
+            if end > first:  # all keys up to this one share the same entries object
                 having = [Entry(incarnation, TIERS["dram"], mask) for _, incarnation in reach[at:]]
                 located.update(dict.fromkeys(keys[first:end], having))
                 first = end
@@ -341,7 +343,7 @@ class Locator:
         keys: Sequence[bytes],
         located: Mapping[bytes, Sequence[Entry]],
     ) -> int:
-        """The longest prefix that could be used here once everything located has come."""
+        """The longest prefix that could be used here once everything located has arrived."""
         held = somewhere(
             [table.part for table in tables],
             [table.blocks for table in tables],
@@ -354,14 +356,14 @@ class Locator:
     # ---- what was wrong ------------------------------------------------------------------------------
 
     def was_missing(self, table: PartTable, key: bytes, source: bytes, now: float) -> None:
-        """A source that should have a block does not: it is not asked for it again for `NEGATIVE_S`."""
+        """A source lacks a block that it should have: it is not asked for it again for `NEGATIVE_S`."""
         self._remembered.forget(table.namespace.directory_digest, [key], source)
         self._negative.add(table.namespace.digest, table.part, key, source, now)
 
     def not_missing_from(
         self, table: PartTable, key: bytes, candidates: Sequence[Candidate], now: float
     ) -> Sequence[Candidate]:
-        """Those of the candidates that were not found to lack a block a moment ago."""
+        """The candidates that were not recently found to lack a block."""
         if not self._negative:
             return candidates
         digest, part, has = table.namespace.digest, table.part, self._negative.has
@@ -377,7 +379,7 @@ class Locator:
 
 
 def merge(located: Located, more: Mapping[bytes, Sequence[Entry]]) -> None:
-    """Add what is known of further sources. Entries that keys share are not changed."""
+    """Add known entries of further sources. Entries that keys share are not changed."""
     if not located:
         located.update(more)
         return
@@ -387,7 +389,7 @@ def merge(located: Located, more: Mapping[bytes, Sequence[Entry]]) -> None:
 
 
 def _entries(masks: Mapping[bytes, int], source: bytes, tier: int) -> Located:
-    """What a source has, as a directory would say it. Keys with the same mask share their entries."""
+    """A source's blocks in the form of directory entries. Keys with the same mask share their entries."""
     by_mask = {mask: [Entry(source, tier, mask)] for mask in set(masks.values())}
     return {key: by_mask[mask] for key, mask in masks.items()}
 

@@ -1,7 +1,7 @@
 """What to fetch from which source. Rules only: no I/O, no clock.
 
-A `FetchRequest` is a run of neighbours in a chain that the same sources may have. `missing` makes them from
-what is located; `assign` gives each of their blocks to the source that should deliver it soonest.
+A `FetchRequest` is a run of adjacent keys of a chain that the same sources may have. `missing` makes them from
+the located replicas; `assign` gives each of their blocks to the source that should deliver it soonest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Located = dict[bytes, Sequence[Entry]]
 
 @dataclass(eq=False, slots=True)
 class FetchRequest:
-    """Blocks of one part that are not here, in the order of their chain, and who may have all of them.
+    """Blocks of one part that are not here, in the order of their chain, and the sources that may have all of
+    them.
 
     tried: sources that were asked for them already.
     """
@@ -38,9 +39,9 @@ class FetchRequest:
 
 
 class Candidates:
-    """Sources of a part: each once, in the fastest tier that it has the part in.
+    """Sources of a part: each once, in its fastest tier that has the part.
 
-    Neighbours in a chain mostly lie together: the list made for one of them is returned for the next too.
+    Adjacent keys mostly have the same sources: the list made for one of them is returned for the next too.
     """
 
     def __init__(self, lives: Callable[[bytes], bool] = lambda _: True) -> None:
@@ -98,9 +99,9 @@ def missing(
     located: Mapping[bytes, Sequence[Entry]],
     besides: Callable[[PartTable], Container[bytes]] | None = None,
 ) -> list[FetchRequest]:
-    """Requests for what a prefix lacks, in the order of the chain, part by part.
+    """Requests for the missing blocks of a prefix, in the order of the chain, part by part.
 
-    besides: of a table, blocks that need not come, since they are read where they are.
+    besides: of a table, blocks that are not needed, because they are read where they are.
     """
     candidates = Candidates()
     requests: list[FetchRequest] = []
@@ -113,7 +114,7 @@ def missing(
 
 
 class Having(Protocol):
-    """For each key of a table, those of the candidates that were not found to lack it."""
+    """For each key of a table, the candidates that were not found to lack it."""
 
     def __call__(
         self, table: PartTable, keys: Sequence[bytes], candidates: Sequence[Candidate], now: float
@@ -121,7 +122,7 @@ class Having(Protocol):
 
 
 class Share(NamedTuple):
-    """Blocks that one source is to deliver."""
+    """Blocks that one source should deliver."""
 
     incarnation: bytes
     keys: list[bytes]
@@ -134,7 +135,7 @@ def assign(
     peers: Peers,
     now: float,
 ) -> tuple[list[Share], list[FetchRequest]]:
-    """Who is asked for which blocks of requests for one table, and the requests with that noted in `tried`.
+    """The sources for blocks of requests for one table, and the requests with these added to `tried`.
 
     found: requests, and the sources that may be asked for each now.
     """
@@ -156,7 +157,7 @@ def assign(
     for incarnation, indices in shares:
         for index in indices:
             asked[index] = incarnation
-    # A request is cut where another source was asked, so that `tried` is right for all of its blocks.
+    # A request is split where another source was asked, so that `tried` is right for all of its blocks.
     cut: list[FetchRequest] = []
     for (request, source), group in groupby(zip(keys, of, asked, strict=True), lambda one: one[1:]):
         tried = request.tried if source is None else request.tried | {source}

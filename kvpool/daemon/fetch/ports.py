@@ -1,7 +1,7 @@
-"""What fetching needs of the rest of the daemon: the cluster and the way to peers. Its tiers are in
+"""What fetching needs of the rest of the daemon: the cluster and the transport to peers. Its tiers are in
 `kvpool.daemon.core.tier`.
 
-Sources are named by bytes: peers by their incarnations, and what is no node by the names here, none of which has
+Sources are named by bytes: peers by their incarnations, and other sources by the names here, none of which has
 the length of an incarnation.
 """
 
@@ -21,19 +21,19 @@ DEVICE = b"kvp-device"  # its spare device memory
 OBJECT = b"kvp-store"  # object storage
 NOT_NODES = {LOCAL: "ssd of this node", DEVICE: "device of this node", OBJECT: "object storage"}
 TIER_OF = {LOCAL: "ssd", DEVICE: "device", OBJECT: "object"}
-PEER = "peer"  # the tier of all that other nodes have
-GONE = "gone"  # the node of a source that is no member any more
+PEER = "peer"  # the tier of blocks on other nodes
+GONE = "gone"  # the node of a source that is no longer a member
 
 
 class LivingNode(NamedTuple):
-    """A node that lives, and where to reach it."""
+    """A living node, and its address."""
 
     record: NodeRecord
     url: str
 
 
 class PeerTransport(Protocol):
-    """Moves blocks and questions between nodes: the transfer workers."""
+    """Moves blocks and requests between nodes: the transfer workers."""
 
     async def pull(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled: ...
 
@@ -41,7 +41,7 @@ class PeerTransport(Protocol):
 
 
 class ClusterView(Protocol):
-    """What a node knows of its cluster."""
+    """A node's view of its cluster."""
 
     @property
     def living(self) -> Mapping[bytes, LivingNode]:
@@ -51,7 +51,7 @@ class ClusterView(Protocol):
     def directory(self) -> Directory | None: ...
 
     def met(self, namespace: NamespaceState, keys: Sequence[bytes], entry: Entry) -> None:
-        """The directory has this entry for these keys, and no living node has its incarnation."""
+        """The directory has this entry for these keys, but no living node has its incarnation."""
 
 
 def node_name(cluster: ClusterView, incarnation: bytes) -> str:

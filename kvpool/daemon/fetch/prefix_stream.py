@@ -1,7 +1,7 @@
-"""Follows under way: questions to owners, lookups, transfers, and what they hold until they end.
+"""Prefix streams under way: requests to owners, lookups, transfers, and the leases held until they end.
 
-The rules are in `prefix_stream_rules.py`; `fetcher.py` makes the transfers. Each follow has at most one question under
-way, one lookup, and `FETCHES_MAX` batches of transfers. Event loop only.
+The rules are in `prefix_stream_rules.py`; `fetcher.py` makes the transfers. Each stream has at most one request
+under way, one lookup, and `FETCHES_MAX` batches of transfers. Event loop only.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 
 FOLLOWS_MAX, FOLLOWS_PER_TENANT_MAX = 64, 48
-QUESTIONS_PER_PEER_MAX = 32  # that wait; further ones are asked again and again instead
+QUESTIONS_PER_PEER_MAX = 32  # waiting ones; others do not wait and are repeated instead
 QUESTION_S = 1.0  # an owner answers by then, with news or without
-ANSWER_S = 0.5  # for its answer to arrive, beyond that: then it is taken for gone
-POLL_S = 0.5  # the same for a question that does not wait
+ANSWER_S = 0.5  # for its answer to arrive, beyond that: then it is considered gone
+POLL_S = 0.5  # the same for a request that does not wait
 LOOK_S = 0.5
 FETCHES_MAX = 8
-FETCH_S = 2.0  # a batch of transfers is given up then, or after four times what it should take
+FETCH_S = 2.0  # a batch of transfers is cancelled then, or after four times its expected time
 LAST_SHARE, LAST_S_MAX = (
     0.25,
     1.0,
-)  # of its time: for a shorter prefix, where there will be no whole one
-HELD_SHARE = 0.5  # of a tenant's memory: what all follows hold; further ones hold nothing
-KEPT_MAX = 32  # leases of one follow, before they become one for each part
-LAG_DECAY = 0.8  # what a measurement leaves of the weight of all earlier ones
+)  # of its time: for a shorter prefix, if the whole one is not possible
+HELD_SHARE = 0.5  # of a tenant's memory: held by all streams; further ones hold nothing
+KEPT_MAX = 32  # leases of one stream, before they are merged into one per part
+LAG_DECAY = 0.8  # the factor that a measurement applies to the weight of all earlier ones
 
 
 class Told(NamedTuple):
-    """An owner's answer. masks: of the window that it was asked about. early: before its time was over.
+    """An owner's answer. masks: of the requested window. early: before its time was over.
 
-    writing: what is being written of the window, and is not committed. seconds: how long the answer took.
+    writing: uncommitted blocks of the window that are being written. seconds: how long the answer took.
     """
 
     incarnation: bytes
@@ -62,7 +62,7 @@ class Told(NamedTuple):
 
 
 class PrefixStreams:
-    """All follows of this node's clients.
+    """All prefix streams of this node's clients.
 
     name: of this node.
     """
@@ -85,22 +85,23 @@ class PrefixStreams:
         self._running: dict[_PrefixStream, None] = {}
         self._of_tenant: Counter[str] = Counter()  # of those that run
         self._held: Counter[str] = Counter()  # bytes, by tenant
-        self._asking: Counter[bytes] = Counter()  # questions that wait, by incarnation
+        self._asking: Counter[bytes] = Counter()  # waiting requests, by incarnation
         self._ending: set[asyncio.Task[Any]] = set()
         self.lag_s = 0.0
         self.counters = {
             "ended": 0,
-            "whole": 0,  # of these: all that was wanted came in time
-            "blocks": 0,  # parts of blocks that came while they were followed
+            "whole": 0,  # of these: all wanted blocks arrived in time
+            "blocks": 0,  # parts of blocks that arrived in streams
             "questions": 0,
             "questions_failed": 0,
             "lookups": 0,
-            "not_held": 0,  # follows that were too much to be held until they end
+            "not_held": 0,  # streams that were too large to be held until they end
         }
 
     def stats(self) -> dict[str, Any]:
-        """Plain values. waiters: questions that wait here, for peers' follows and our own. lag_s: from when it is
-        known that blocks are committed, to when they are here; recent ones. early_*: ahead of their commit."""
+        """Plain values. waiters: requests that wait here, for peers' streams and this node's. lag_s: from the
+        report of a commit until the blocks are here; recent ones. early_*: before their commit.
+        """
         return {
             **self.counters,
             **self.fetcher.early_pull.counters,
@@ -117,18 +118,19 @@ class PrefixStreams:
         wait_s: float,
         source: str = "",
     ) -> int:
-        """Bring a prompt's blocks here as they are committed; the usable ones when all are, or `wait_s` is over.
+        """Bring a prompt's blocks here as they are committed; returns the usable ones when all are here, or after
+        `wait_s`.
 
-        source: the node where they are computed, if known. Ends early when it is cancelled, or the epoch does.
-        Raises `LimitExceeded` when there are too many.
+        source: the node where they are computed, if known. Ends early when it is cancelled, or the epoch ends.
+        Raises `LimitExceeded` if there are too many.
         """
         if not wait_s > 0:
-            raise InvalidRequest(f"a wait of {wait_s} seconds")
+            raise InvalidRequest(f"wait_s = {wait_s} is not a valid number of seconds")
         tenant = namespace.tenant.name
         if len(self._running) >= FOLLOWS_MAX or self._of_tenant[tenant] >= FOLLOWS_PER_TENANT_MAX:
             raise LimitExceeded(
-                f"{len(self._running)} prompts are streamed to this node already, "
-                f"{self._of_tenant[tenant]} of them for tenant {tenant!r}"
+                f"{len(self._running)} prompts are being streamed to this node, {self._of_tenant[tenant]} of them "
+                f"for tenant {tenant!r}, the limit"
             )
         deadline = self.clock() + wait_s
         chain = Chain(namespace.tables_of(parts), keys)
@@ -165,13 +167,13 @@ class PrefixStreams:
             self.counters["whole"] += chain.whole
 
     async def close(self) -> None:
-        """Wait for what is left of follows that have ended."""
+        """Wait for the remaining tasks of ended streams."""
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     # ---- what a follow does ----------------------------------------------------------------------------
 
     def call_off(self, task: asyncio.Task[Any]) -> None:
-        """Nobody waits for this any more. It ends by itself, soon."""
+        """Nobody waits for this any more. It ends on its own, soon."""
         task.cancel()
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -193,9 +195,9 @@ class PrefixStreams:
         wait_s: float,
         heard: Mapping[int, int] | None,
     ) -> asyncio.Task[Told]:
-        """As `ask`; without waiting where as many questions wait at this peer as may.
+        """As `ask`; without waiting if this peer has the maximum of waiting requests.
 
-        Nor at one on probation: the answer shows at once what it is worth, and nobody else asks it before.
+        Nor with a peer on probation: the answer shows at once whether it works, and nobody else asks it before.
         """
         peer = self.fetcher.peers.get(incarnation)
         if self._asking[incarnation] >= QUESTIONS_PER_PEER_MAX or (peer and peer.on_probation):
@@ -213,7 +215,7 @@ class PrefixStreams:
             del self._asking[incarnation]
 
     def may_ask(self, incarnation: bytes) -> bool:
-        """Whether it lives, as far as is known, and answers."""
+        """Whether it is known to live, and answers."""
         if incarnation not in self.cluster.living:
             return False
         peer = self.fetcher.peers.get(incarnation)
@@ -235,9 +237,9 @@ class PrefixStreams:
         wait_s: float,
         heard: Mapping[int, int] | None = None,
     ) -> Told:
-        """What an owner has of a window that is not known. Raises `KvpoolError`.
+        """An owner's blocks of a window that are not known here. Raises `KvpoolError`.
 
-        heard: bytes that are written, of which of its reservations; None: only what is committed is wanted.
+        heard: bytes written, by the owner's reservation; None: only committed blocks are wanted.
         """
         width = width_for(len(namespace.tables))
         question = peer_wire.Await(
@@ -262,7 +264,7 @@ class PrefixStreams:
             )
             answer = await self._transport.ask(order)
             if not isinstance(answer, frame.Bytes) or len(answer.data) < len(question.known):
-                raise ProtocolError("an Await was answered with other masks than it has")
+                raise ProtocolError("the answer to an Await does not have one mask per key")
             masks = unpack_masks(answer.data[: len(question.known)], width)
             packed = answer.data[len(question.known) :]
             writing = _unpack_writing(packed, namespace, window)
@@ -277,7 +279,7 @@ class PrefixStreams:
             peers.stopped(incarnation, 0)
             raise
         now = self.clock()
-        peers.finished(incarnation, 0, 0.0, now)  # how long it waited says nothing of it
+        peers.finished(incarnation, 0, 0.0, now)  # its waiting time does not measure the peer
         seconds = now - asked_at
         early = seconds < wait_s or not wait_s
         return Told(incarnation, window, masks, early, writing, seconds)
@@ -285,7 +287,7 @@ class PrefixStreams:
     async def look(
         self, namespace: NamespaceState, chain: Chain, window: Sequence[bytes]
     ) -> Mapping[bytes, Sequence[Entry]]:
-        """Who else has what of a window: by the directory, or where there is none, by the word of peers."""
+        """Other nodes' blocks of a window: from the directory, or without one, from peers."""
         self.counters["lookups"] += 1
         located = dict(await self.fetcher.locate(namespace, chain.tables, window, LOOK_S))
         if self.cluster.directory is None:
@@ -307,7 +309,7 @@ class PrefixStreams:
 
 
 class _PrefixStream:
-    """One of them, from its beginning to its end. `end` has to follow `run`."""
+    """One prefix stream, from its beginning to its end. `end` must follow `run`."""
 
     def __init__(
         self,
@@ -329,16 +331,16 @@ class _PrefixStream:
         self._located: Mapping[bytes, Sequence[Entry]] = {}
         self._kept: list[str] = []
         self._question: asyncio.Task[Told] | None = None
-        self._asked: bytes = b""  # whom, by the question under way
+        self._asked: bytes = b""  # the peer asked by the request under way
         self._heard: Mapping[int, int] = {}  # from `_heard_of`: bytes written, by reservation
         self._heard_of: bytes = b""
-        self._batches: list[Batch] = []  # of what has come ahead of its commit
+        self._batches: list[Batch] = []  # blocks pulled before their commit
         self._polls = False  # the next question does not wait
-        self._repeat = False  # the question under way takes for coming what is missing again
+        self._repeat = False  # the request under way reports missing blocks as coming
         self._look: asyncio.Task[Mapping[bytes, Sequence[Entry]]] | None = None
         self._looked = False
         self._fetches: dict[asyncio.Task[None], None] = {}
-        # To be fetched when there is a batch less, and from whom.
+        # Blocks to fetch when a batch has ended, and their source.
         self._queue: dict[PartTable, dict[bytes, Sequence[Entry]]] = {}
         self._came = asyncio.Event()
         self._waiter: CommitWaiter | None = None
@@ -355,7 +357,7 @@ class _PrefixStream:
             self._digest()
 
     def end(self) -> None:
-        """Call off what is under way, and let go of what was held."""
+        """Cancel tasks under way, and release held blocks."""
         for task in (self._question, self._look, *self._fetches):
             if task is not None:
                 self._all.call_off(task)
@@ -368,7 +370,7 @@ class _PrefixStream:
     # ---- what has come -----------------------------------------------------------------------------------
 
     def _take_stock(self) -> None:
-        """Hold what has come here, on whatever way."""
+        """Hold blocks that have arrived here, from any source."""
         node, chain, fetcher = self._all.node, self._chain, self._all.fetcher
         node.settle()
         arrived = chain.arrived()
@@ -403,12 +405,12 @@ class _PrefixStream:
         course = self._course
         whom = course.choose(self._named(), self._all.may_ask, now)
         repeat = self._repeat and now >= course.ask_at
-        # A peer that may not be asked now is not chosen: its own question may be why.
+        # A peer that may not be asked now is not chosen: this stream's own request may be the reason.
         other = whom is not None and whom != self._asked
         if self._question is not None and (repeat or other):
             self._all.call_off(self._question)
             self._question = None
-        # What the directory knows of the beginning comes first: it also says who else has it.
+        # The directory's entries for the beginning come first: they also show other sources.
         if self._question is None and self._looked and whom is not None and now >= course.ask_at:
             self._ask(whom, window)
         if self._look is None and now >= course.look_at:
@@ -428,14 +430,14 @@ class _PrefixStream:
         self._polls = self._repeat = False
         self._asked = whom
         heard = None
-        if self._holds:  # else there is no room for what may never be committed
+        if self._holds:  # otherwise there is no room for blocks that may never be committed
             heard = self._heard if whom == self._heard_of else {}
         self._question = self._all.begin_question(
             whom, self._namespace, window, known, wait_s, heard
         )
 
     def _watch(self, window: Sequence[bytes]) -> None:
-        """Hear of what is committed here. Anew when half of what was watched has come."""
+        """Wait for commits here. Renewed when half of the watched blocks have arrived."""
         waiter, awaited = self._waiter, self._all.node.commit_waiters
         if waiter is not None and not waiter.woken:
             half = waiter.keys[len(waiter.keys) // 2 :]
@@ -448,7 +450,7 @@ class _PrefixStream:
         self._waiter = awaited.add(None, name, window, self._came.set)
 
     def _fetch(self) -> None:
-        """Begin to fetch all that was told of and is not on its way."""
+        """Start fetching all reported blocks that are not on their way."""
         queue, self._queue = self._queue, {}
         wants = self._all.fetcher.plan(queue)
         now = self._all.clock()
@@ -530,14 +532,14 @@ class _PrefixStream:
             told = question.result()
             news = self._told(told.window, told.masks, told.incarnation)
             more = self._told_of_writing(told)
-            # Whoever tells of that alone has waited before, or is asked again and again for nothing.
+            # A peer that reports only progress has waited before, or would be asked repeatedly for nothing.
             if news or (more and told.seconds >= peer_wire.WRITTEN_EVERY_S / 2):
                 course.news(told.incarnation)
             else:
                 course.nothing(told.incarnation, now, early=told.early)
 
     def _told(self, window: Sequence[bytes], masks: Sequence[int], owner: bytes | None) -> bool:
-        """Have what is new fetched: from who told of it, or whoever else is known to have it."""
+        """Fetch new blocks: from the peer that reported them, or another known source."""
         found = self._chain.told(window, masks)
         for table, key in found:
             entries = self._located.get(key, ())
@@ -547,7 +549,7 @@ class _PrefixStream:
         return bool(found)
 
     def _told_of_writing(self, told: Told) -> bool:
-        """Have pulled what is written of blocks that are not committed yet; whether there is more than before."""
+        """Pull written bytes of uncommitted blocks; returns whether there are more than before."""
         before = self._heard if told.incarnation == self._heard_of else {}
         self._heard = {run.number: run.nbytes for run in told.writing}
         self._heard_of = told.incarnation
@@ -570,7 +572,7 @@ class _PrefixStream:
         return self._heard != before
 
     def _drop_given_up(self, told: Told, missing: Collection[Lacking]) -> None:
-        """Let go of slots for what its owner neither writes any more nor has committed."""
+        """Free slots for blocks that their owner neither writes any more nor has committed."""
         if len(told.writing) == peer_wire.WRITINGS_MAX:
             return  # there may be more
         for batch in self._batches:
@@ -585,10 +587,10 @@ class _PrefixStream:
 def _unpack_writing(
     packed: bytes, namespace: NamespaceState, window: Sequence[bytes]
 ) -> Sequence[Writing]:
-    """What an owner says that it is writing. Raises `ProtocolError` for what cannot be."""
+    """The progress that an owner reports. Raises `ProtocolError` if it is invalid."""
     each = peer_wire.BEING_WRITTEN.size
     if len(packed) % each or len(packed) > peer_wire.WRITINGS_MAX * each:
-        raise ProtocolError(f"an Await was answered with {len(packed)} bytes behind its masks")
+        raise ProtocolError(f"the answer to an Await has {len(packed)} bytes after its masks")
     found = [Writing(*run) for run in peer_wire.BEING_WRITTEN.iter_unpack(packed)]
     for run in found:
         if not (
@@ -596,7 +598,7 @@ def _unpack_writing(
             and 0 < run.keys <= len(window) - run.first
             and 0 < run.nbytes <= namespace.tables[run.part].spec.nbytes
         ):
-            raise ProtocolError(f"an Await was answered with {run}")
+            raise ProtocolError(f"the answer to an Await has an invalid run: {run}")
     return found
 
 

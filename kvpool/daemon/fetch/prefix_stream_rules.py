@@ -1,22 +1,23 @@
-"""A prompt's blocks, pulled while an engine elsewhere still computes them: what is missing, whom to ask, when.
+"""A prompt's blocks, pulled while an engine elsewhere computes them: what is missing, whom to ask, and when.
 
-The rules of a follow, without I/O; `prefix_stream.py` asks and fetches. Times are seconds of one monotonic clock.
+The rules of a prefix stream, without I/O; `prefix_stream.py` asks and fetches. Times are seconds of one monotonic
+clock.
 
-`Chain` knows what a follow needs of a prompt: of each part what the hit rule asks of the whole chain, and
-nothing for shorter prefixes. Each part of a block is
+`Chain` knows which blocks a stream needs of a prompt: of each part those that the hit rule requires for the whole
+chain, and none for shorter prefixes. Each part of a block is
 
     missing ──told of, by an owner or the directory──▶ coming ──committed here──▶ here, and held
        ▲                                                  │
        └───────────────── nobody could deliver it ────────┘
 
-and what is missing is asked for in a window that begins with the first block that is not here, so that what
-is under way at a time is bounded by the window.
+and missing parts are requested in a window that begins with the first block that is not here, so that the
+blocks under way are bounded by the window.
 
-`Course` knows whom to ask. One node is asked at a time: whoever told of something new last, else the node
-that the client named, else the one that has most of the chain by the directory. A node that tells of nothing
-new by the end of its question has proved nothing, so the directory is looked at again; while nobody is
-proven or named, it is looked at in pauses that grow from 10 to 200 ms. The same pauses follow whatever goes
-wrong; a block that comes begins them anew.
+`Course` knows whom to ask. One node is asked at a time: the last one that reported something new, else the node
+that the client named, else the one that has most of the chain by the directory. A node that reports nothing
+new by the end of its request has proved nothing, so the directory is asked again; while no node is
+proven or named, it is asked in intervals that grow from 10 to 200 ms. The same intervals follow any
+failure; an arriving block resets them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvpool.hit_rule import needed, usable
 from kvpool.placement.directory.base import Entry
 from kvpool.types import PartKind
 
-WINDOW_KEYS = 512  # asked about at a time
+WINDOW_KEYS = 512  # requested at a time
 PAUSE_S, PAUSE_S_MAX = 0.01, 0.2
 
 
@@ -49,7 +50,8 @@ class _All:
 
 
 class Chain:
-    """What a follow needs of a prompt, what of it is here, and what is coming. Not thread-safe.
+    """The blocks that a stream needs of a prompt, those that are here, and those that are coming. Not
+    thread-safe.
 
     needed: for each table the keys that the whole chain needs of it, in its order.
     """
@@ -68,19 +70,19 @@ class Chain:
 
     @property
     def nbytes(self) -> int:
-        """What its slots take."""
+        """Bytes of its slots."""
         return sum(
             len(keys) * table.stride for table, keys in zip(self.tables, self.needed, strict=True)
         )
 
     @property
     def whole(self) -> bool:
-        """Whether all that it needs has been here, as `arrived` was last called."""
+        """Whether all needed blocks were here at the last call of `arrived`."""
         return all(first == len(keys) for first, keys in zip(self._first, self.needed, strict=True))
 
     @property
     def window(self) -> Sequence[bytes]:
-        """The keys to ask about: from the first one of which a part is not here. Empty when all are."""
+        """The keys to ask about: from the first one with a missing part. Empty when all are here."""
         starts = [
             self._index[keys[first]]
             for first, keys in zip(self._first, self.needed, strict=True)
@@ -89,7 +91,9 @@ class Chain:
         return self.keys[min(starts) :][:WINDOW_KEYS] if starts else ()
 
     def arrived(self) -> list[tuple[PartTable, list[bytes]]]:
-        """What has come since the last call, by table: of the window, which may have moved. Settle first."""
+        """Blocks that have arrived since the last call, by table: of the window, which may have moved. Settle
+        first.
+        """
         found = []
         for number, table in enumerate(self.tables):
             keys, first = self.needed[number], self._first[number]
@@ -111,7 +115,7 @@ class Chain:
         return found
 
     def known(self, window: Sequence[bytes], parts: int) -> list[int]:
-        """For each key of a window the mask of parts that nobody needs to tell of. parts: of the namespace."""
+        """For each key of a window the mask of parts that need not be reported. parts: of the namespace."""
         every = (1 << parts) - 1
         masks = [every] * len(window)
         for one, at in self._missing(window):
@@ -119,17 +123,17 @@ class Chain:
         return masks
 
     def told(self, window: Sequence[bytes], masks: Sequence[int]) -> list[Lacking]:
-        """What of this is missing: it is coming from now on. By part, each in the order of the chain."""
+        """The missing ones of these: they are coming from now on. By part, each in the order of the chain."""
         found = [one for one, at in self._missing(window) if masks[at] >> one.table.part & 1]
         self._coming.update(found)
         return found
 
     def missing(self, window: Sequence[bytes]) -> set[Lacking]:
-        """What of a window is neither here nor coming."""
+        """The parts of a window that are neither here nor coming."""
         return {one for one, _ in self._missing(window)}
 
     def _missing(self, window: Sequence[bytes]) -> list[tuple[Lacking, int]]:
-        """What of a window is neither here nor coming, with its place in the window."""
+        """The keys of a window that are neither here nor coming, with their positions in the window."""
         place = {key: at for at, key in enumerate(window)}
         found = []
         for number, table in enumerate(self.tables):
@@ -144,25 +148,27 @@ class Chain:
         return found
 
     def lost(self, some: Collection[Lacking]) -> None:
-        """Nobody could deliver these: they are missing again."""
+        """No source could deliver these: they are missing again."""
         self._coming.difference_update(some)
 
 
 class Course:
-    """Whom to ask, and when to look at the directory. Not thread-safe."""
+    """Whom to ask, and when to ask the directory. Not thread-safe."""
 
     def __init__(self, now: float) -> None:
         self.ask_at = now
         self.look_at = now
-        self._proven: bytes | None = None  # who told of something new last
-        self._doubted: set[bytes] = set()  # who did not, though asked
-        self._furthest: list[bytes] = []  # by the directory: who has the last of what is missing
+        self._proven: bytes | None = None  # the last node that reported something new
+        self._doubted: set[bytes] = set()  # nodes that were asked and did not
+        self._furthest: list[
+            bytes
+        ] = []  # by the directory: the nodes that have the last of the missing blocks
         self._pause_s = PAUSE_S
 
     def choose(
         self, named: bytes | None, may_ask: Callable[[bytes], bool], now: float
     ) -> bytes | None:
-        """Whom to ask now; None: nobody is known. named: the node that the client named, while it lives."""
+        """The node to ask now; None: no node is known. named: the node that the client named, while it lives."""
         known = [one for one in (self._proven, named, *self._furthest) if one is not None]
         known.sort(key=self._doubted.__contains__)
         whom = next(filter(may_ask, known), None)
@@ -173,7 +179,7 @@ class Course:
     def looked(
         self, window: Sequence[bytes], located: Mapping[bytes, Sequence[Entry]], now: float
     ) -> None:
-        """The directory was looked at: who has what of a window, nodes only."""
+        """The directory's answer: which nodes have which part of a window."""
         last = next((held for key in reversed(window) if (held := located.get(key))), ())
         self._furthest = [entry.incarnation for entry in last]
         self._doubted.difference_update(self._furthest)
@@ -181,13 +187,13 @@ class Course:
         self._lengthen()
 
     def news(self, incarnation: bytes) -> None:
-        """It told of something new."""
+        """It reported something new."""
         self._proven = incarnation
         self._doubted.discard(incarnation)
         self.look_at = math.inf
 
     def nothing(self, incarnation: bytes, now: float, *, early: bool) -> None:
-        """It told of nothing new. early: before its time was over, so it does not wait."""
+        """It reported nothing new. early: before its time was over, so it does not wait."""
         self._doubt(incarnation)
         if early:
             self.trouble(now)
@@ -200,13 +206,13 @@ class Course:
         self.trouble(now)
 
     def trouble(self, now: float) -> None:
-        """Something was not to be had: look again, and ask again, a little later."""
+        """Something was not available: ask the directory and a node again, a little later."""
         self.ask_at = now + self._pause_s
         self.look_at = min(self.look_at, now + self._pause_s)
         self._lengthen()
 
     def came(self, now: float) -> None:
-        """Blocks have come."""
+        """Blocks have arrived."""
         self._pause_s = PAUSE_S
         self.ask_at = min(self.ask_at, now)
 

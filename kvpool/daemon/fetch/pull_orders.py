@@ -21,7 +21,7 @@ def pull_order(
     stop: int = 0,
     trace: str = "",
 ) -> worker_wire.PullBlocks:
-    """From the peer at `url`. start, stop: the bytes of each block that are wanted; see `kvpool.wire.worker.PullBlocks`.
+    """From the peer at `url`. start, stop: the wanted bytes of each block; see `kvpool.wire.worker.PullBlocks`.
 
     trace: of the span that this is done for, or empty.
     """

@@ -1,6 +1,7 @@
-"""Transfers under way: each reserves slots, has one source fill them, commits what came, and learns from it.
+"""Transfers under way: each reserves slots, has one source fill them, commits the arrived blocks, and updates
+estimates.
 
-A transfer is a task of its own: it outlives whoever asked first, for others who wait for the same blocks.
+A transfer is a task of its own: it outlives its first requester, for others that wait for the same blocks.
 Event loop only.
 """
 
@@ -34,7 +35,9 @@ from kvpool.telemetry.spans import CALLED_OFF, READ, TRANSFER, Span, child, work
 from kvpool.types import BlockStatus, split_keys
 from kvpool.wire import worker as worker_wire
 
-TRANSFER_S = 1.0  # a transfer may take at least so long, whoever still waits: others will want it
+TRANSFER_S = (
+    1.0  # the minimum time allowed for a transfer, whoever still waits: others will want it
+)
 TRANSFERS_MAX = 256
 
 
@@ -58,7 +61,7 @@ class Transfer:
 
 
 class _Slots(NamedTuple):
-    """Slots of one reservation that are to be filled with these blocks.
+    """Slots of one reservation to be filled with these blocks.
 
     indices: of the keys in that reservation. have: bytes that are in each slot already. whole: the reservation
     has no others.
@@ -112,7 +115,7 @@ class Transfers:
         self.delivered = Delivered()
         self.counters = {
             "hedges": 0,  # parts that a second source was asked for as well
-            "cancelled": 0,  # transfers that a hedge was faster than
+            "cancelled": 0,  # transfers that lost against a hedge
             "absent": 0,
             "mismatches": 0,
             "failed_transfers": 0,
@@ -129,12 +132,12 @@ class Transfers:
         return self._of_keys.get(table, {})
 
     def close(self) -> None:
-        """Call all off. They end by themselves, soon."""
+        """Cancel all. They end on their own, soon."""
         for transfer in list(self._under_way):
             transfer.task.cancel()
 
     def call_off_superseded(self, transfers: Iterable[Transfer]) -> None:
-        """End those of these all of whose blocks have come another way."""
+        """End those of these whose blocks have all arrived another way."""
         self._node.settle()
         for transfer in transfers:
             if transfer.task.done() or transfer.task.cancelling():
@@ -153,12 +156,12 @@ class Transfers:
         *,
         background: bool,
     ) -> bool:
-        """Begin to fetch blocks from a source; False where too many transfers are under way.
+        """Start fetching blocks from a source; False if too many transfers are under way.
 
-        What an early pull has brought of them is a transfer of its own for each batch, in the batch's slots.
+        Blocks with early-pulled bytes are a transfer of their own per batch, in the batch's slots.
         """
-        keys = list(dict.fromkeys(keys))  # an engine, or a peer, may have named one twice
-        # A background transfer would keep a batch from whoever waits for its blocks.
+        keys = list(dict.fromkeys(keys))  # an engine, or a peer, may have named a key twice
+        # A background transfer would delay a batch that others wait for.
         alone = background or source in NOT_NODES
         taken = {} if alone else self._early_pull.take(table, keys)
         if not taken:
@@ -226,7 +229,7 @@ class Transfers:
     # ---- one of them ---------------------------------------------------------------------------------
 
     async def _run(self, transfer: Transfer, url: str, seconds: float, origin: Origin) -> None:
-        """Reserve, fill, commit what has come."""
+        """Reserve, fill, commit the arrived blocks."""
         node, table = self._node, transfer.table
         namespace = table.namespace
         holder = pulls_holder(node, namespace.tenant.name)
@@ -238,7 +241,7 @@ class Transfers:
             return  # no room, or the epoch has just ended
         reservation = holder.reservations.get(ticket)
         if reservation is None:
-            return  # they have come in the meantime
+            return  # they have arrived meanwhile
         slots = _Slots(
             holder,
             ticket,
@@ -256,9 +259,9 @@ class Transfers:
             self._learn(transfer, slots, pulled)
 
     async def _run_on(self, transfer: Transfer, url: str, seconds: float, origin: Origin) -> None:
-        """The same in slots that hold the beginning of these blocks, pulled ahead of their commit.
+        """The same in slots that hold the beginning of these blocks, pulled before their commit.
 
-        Where that was the beginning of something else, the owner may have the right bytes: those blocks are
+        If that was the beginning of something else, the owner may have the right bytes: those blocks are
         pulled again, whole.
         """
         batch = transfer.batch
@@ -300,7 +303,7 @@ class Transfers:
     async def _fill(
         self, transfer: Transfer, slots: _Slots, url: str, seconds: float, origin: Origin
     ) -> worker_wire.Pulled | None:
-        """Have the slots filled, and commit what came; None where that failed."""
+        """Have the slots filled, and commit the arrived blocks; None on failure."""
         node = self._node
         nbytes = len(slots.keys) * (transfer.table.spec.nbytes - slots.have)
         now = self._clock()
@@ -309,7 +312,7 @@ class Transfers:
         span = child(TRANSFER if url else READ)
         try:
             # This returns, raises or is cancelled only when nothing writes to the rows any more, so
-            # that what did not arrive can be given back.
+            # that unfilled rows can be freed.
             if span is None:
                 pulled = await self._bring(transfer, url, slots, seconds)
             else:
@@ -339,7 +342,7 @@ class Transfers:
     async def _bring_traced(
         self, transfer: Transfer, url: str, slots: _Slots, seconds: float, span: Span
     ) -> worker_wire.Pulled:
-        """As `_bring`, and say in the span what came of it."""
+        """As `_bring`, and record the result in the span."""
         tier = TIER_OF.get(transfer.source, PEER)
         span.set(tier=tier, part=transfer.table.part, blocks_asked=len(slots.keys))
         if url:
@@ -380,7 +383,7 @@ class Transfers:
     # ---- what is learned from it ---------------------------------------------------------------------
 
     def _estimate_s(self, source: bytes, nbytes: int, now: float) -> float:
-        """How long so many bytes from a source should take, behind those in flight."""
+        """How long this many bytes from a source should take, after those in flight."""
         peer = self._peers.get(source) or self._peers.stranger(source)
         latency_s, per_byte = peer.expected(now)
         return latency_s + (peer.inflight_bytes + nbytes) * per_byte
@@ -393,14 +396,16 @@ class Transfers:
             self.delivered.delivered(node_name(self._cluster, transfer.source), loads)
 
     def _learn(self, transfer: Transfer, slots: _Slots, pulled: worker_wire.Pulled) -> None:
-        """Count a transfer that has ended by itself, and what it says of its source."""
+        """Count a transfer that has ended on its own, and update its source's estimates."""
         table, source, now = transfer.table, transfer.source, self._clock()
         keys, each = slots.keys, table.spec.nbytes - slots.have
         came = pulled.status.count(BlockStatus.PRESENT)
         absent = pulled.status.count(BlockStatus.ABSENT)
         mismatches = pulled.status.count(BlockStatus.MISMATCH)
         if slots.have:
-            mismatches = 0  # the owner may have it right: what came before the commit was wrong
+            mismatches = (
+                0  # the owner may have it right: the bytes from before the commit were wrong
+            )
         if came < len(keys):
             lacks = {BlockStatus.ABSENT} | ({BlockStatus.MISMATCH} if mismatches else set())
             for key, status in zip(keys, pulled.status, strict=True):
@@ -421,11 +426,11 @@ class Transfers:
             if came == len(keys) and not slots.have:
                 self.delivered.foreseen(tier, transfer.expected_s, pulled.seconds)
         if pulled.error:
-            # Of what the error broke off, as much as one block may have been half here.
+            # After an error, up to one block's worth of bytes may have arrived in part.
             arrived = (came + 1) * each
             self._failed(transfer, nbytes, pulled.error, arrived, pulled.seconds)
         elif transfer.background or slots.have:
-            # Low priority, or hashing what was here already, says nothing of the source's speed.
+            # Low priority, or hashing bytes that were here already, does not measure the source's speed.
             self._peers.stopped(source, nbytes)
         else:
             self._peers.finished(source, came * each, pulled.seconds, now, asked=nbytes)
@@ -448,5 +453,5 @@ class Transfers:
 
 
 def pulls_holder(node: Node, tenant: str) -> Holder:
-    """Who reserves and leases for transfers. It lives as long as the daemon."""
+    """The holder of transfers' reservations and leases. It lives as long as the daemon."""
     return node.holders.own(tenant, "pulls")

@@ -1,1 +1,1 @@
-"""What operators ask of a node: jobs, events, settings, lists of blocks."""
+"""Operators' requests to a node: jobs, events, settings, lists of blocks."""

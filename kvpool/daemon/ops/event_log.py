@@ -1,7 +1,7 @@
-"""What happened on a node that an operator may want to know: the last events, numbered. One event loop.
+"""A node's events for operators: the last ones, numbered. One event loop.
 
-Events are what is seldom: nodes that come and go, jobs, changes by operators, disks that fail. Each is also one
-line of the log `kvpool.events`, or `kvpool.audit` where somebody has changed something.
+Events are rare: nodes that join and leave, jobs, operators' changes, disks that fail. Each is also one
+line of the log `kvpool.events`, or `kvpool.audit` for a change.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvpool.placement.records import View
 
 EVENTS_MAX = 4096
 AUDIT = "change"
-"""The kind of events that say who has changed what."""
+"""The kind of events that record an operator's change."""
 
 events_log = logging.getLogger("kvpool.events")
 audit_log = logging.getLogger("kvpool.audit")
 
 
 class Event(msgspec.Struct, frozen=True):
-    """number: counts up from 1 in each life of the node. at_s: seconds since 1970, by this node's clock."""
+    """number: counts up from 1 after each start of the node. at_s: seconds since 1970, by this node's clock."""
 
     number: int
     at_s: float
@@ -46,7 +46,7 @@ class EventLog:
         self.last = 0
 
     def note(self, kind: str, /, **details: Any) -> None:
-        """Details are plain values; none is a secret."""
+        """Details are plain values without secrets."""
         self.last += 1
         event = Event(self.last, self._wall(), self._node, kind, details)
         self._events.append(event)
@@ -79,7 +79,7 @@ class EventLog:
 
 
 def membership_news(before: View, after: View) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What has changed between two views: (kind, details)."""
+    """The differences between two views: (kind, details)."""
     old = {record.incarnation: record for record in before.nodes.values()}
     new = {record.incarnation: record for record in after.nodes.values()}
     for incarnation, record in new.items():

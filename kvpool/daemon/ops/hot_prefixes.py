@@ -1,7 +1,7 @@
-"""Which prefixes are read most of late. Event loop only.
+"""Which prefixes are read most recently. Event loop only.
 
-Of each prefix that is read, the blocks at depths 1, 2, 4, 8, ... are counted: prompts share a beginning, and where they
-part is between two of these. Counts lose half of their worth in `HALF_S`; what is counted least is forgotten.
+Of each prefix that is read, the blocks at depths 1, 2, 4, 8, ... are counted: prompts share a beginning, and
+diverge between two of these. Counts halve in `HALF_S`; the lowest counts are forgotten.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHOWN_MAX = 50
 HALF_S = 600.0
 FADE_S = 60.0
 SAME_SHARE = 0.9
-"""A deeper prefix that has so much of a shorter one's reads is shown in its place."""
+"""A deeper prefix with this share of a shorter one's reads is shown in its place."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class HotPrefixes:
         self._counts: dict[tuple[NamespaceState, bytes], _Reads] = {}
 
     def read(self, namespace: NamespaceState, packed: bytes, blocks: int) -> None:
-        """So many blocks of this prefix were leased to a reader."""
+        """This many blocks of this prefix were leased to a reader."""
         counts = self._counts
         depth, parent = 1, b""
         while depth <= blocks:
@@ -50,12 +50,12 @@ class HotPrefixes:
             self._forget()
 
     def _forget(self) -> None:
-        """All but those that are counted most, and what belongs to namespaces that have ended."""
+        """Drop the lowest counts, and those of ended namespaces."""
         living = (one for one in self._counts.items() if not one[0][0].retired)
         self._counts = dict(heapq.nlargest(KEPT_MAX, living, key=lambda one: one[1].reads))
 
     def fade(self, seconds: float) -> None:
-        """So much time has passed."""
+        """Decay the counts by this time."""
         share = 0.5 ** (seconds / HALF_S)
         for known in self._counts.values():
             known.reads *= share
@@ -68,7 +68,7 @@ class HotPrefixes:
             self.fade(FADE_S)
 
     def hottest(self) -> list[dict[str, Any]]:
-        """Plain values, the most read first. reads: about those of the last `HALF_S` or two."""
+        """Plain values, the most read first. reads: about those of the last one or two `HALF_S`."""
         counts = self._counts
         told = set()
         for (namespace, _), known in counts.items():

@@ -1,6 +1,6 @@
-"""Operators' jobs on one node: what each does, a little at a time, and how far it is. Event loop only.
+"""Operators' jobs on one node: each works in small steps and reports its progress. Event loop only.
 
-A job takes a tenth of the loop's time at most, so that what engines ask does not wait for it.
+A job takes a tenth of the loop's time at most, so that engines' requests do not wait for it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ RUNNING_MAX = 8
 RUNNING_OF_TENANT_MAX = 4
 TOGETHER = 20  # blocks in one go: about 70 microseconds
 LEAST_TOGETHER = 50
-IDLE_SHARE = 9.0  # of the time that a step took, until the next one
-DRY_LEAST_MAX = 20_000  # blocks of least worth that are counted without being given up
+IDLE_SHARE = 9.0  # pause after a step, relative to its duration
+DRY_LEAST_MAX = 20_000  # blocks of least value that are counted in a dry run
 UNRELATED_MAX = 100_000  # blocks remembered as not in any wanted chain
 WARM_TOGETHER = 256
-WARM_S = 30.0  # for so many
+WARM_S = 30.0  # for this many
 SCRUB_TOGETHER = 64
-SHORT_S = 0.2  # between tries while nothing can be done
+SHORT_S = 0.2  # between attempts while nothing can be done
 
 ListOn = Callable[[str, NamespaceState, str], Awaitable[tuple[list[bytes], str | None]]]
-"""Blocks of a namespace that a node has, from a cursor on, and the next cursor."""
+"""Blocks of a node in a namespace, from a cursor on, and the next cursor."""
 EvictOn = Callable[[str, NamespaceState, Mapping[bytes, int], str], Awaitable[int]]
-"""Have a node give blocks up of which it has no more than these parts, on whose behalf; how many it had."""
+"""Have a node evict blocks of which it has only these parts, on whose behalf; returns how many it had."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +65,7 @@ class Job:
 
 
 class JobRunner:
-    """The jobs of a node: a few at a time, the last ones remembered."""
+    """The jobs of a node: a few at a time, the most recent ones remembered."""
 
     def __init__(
         self, node: str, work: Work, journal: EventLog, clock: Callable[[], float]
@@ -88,12 +88,14 @@ class JobRunner:
     ) -> JobView:
         """Raises `LimitExceeded` when too many are running, `InvalidRequest` for a name that is taken."""
         if not 0 < len(name) <= 64 or name in self._jobs:
-            raise InvalidRequest(f"there is a job {name!r:.80} here already, or it is no name")
+            raise InvalidRequest(
+                f"job {name!r:.80} already exists on this node, or the name is invalid"
+            )
         running = [j.tenant.name for j in self._jobs.values() if j.state is JobState.RUNNING]
         if running.count(tenant.name) >= RUNNING_OF_TENANT_MAX or len(running) >= RUNNING_MAX:
             raise LimitExceeded(
                 f"{running.count(tenant.name)} jobs of tenant {tenant.name!r} are running on node {self._node}, "
-                f"{len(running)} in all: wait for one, or stop it"
+                f"{len(running)} in all: wait until one ends, or stop one"
             )
         job = Job(name, spec, tenant, by, dry_run, self._clock())
         self._jobs[name] = job
@@ -114,13 +116,13 @@ class JobRunner:
             job.state, job.error = JobState.FAILED, str(error)
 
     def _forget_one(self) -> None:
-        """The oldest that has ended, of the tenant that has most of them: nobody's are pushed out by others'."""
+        """The oldest ended job of the tenant with the most: no tenant displaces another's."""
         ended = [job for job in self._jobs.values() if job.state is not JobState.RUNNING]
         ((most, _),) = Counter(job.tenant.name for job in ended).most_common(1)
         del self._jobs[next(job.name for job in ended if job.tenant.name == most)]
 
     def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
-        """What is remembered of it takes little."""
+        """Its remembered state is small."""
         if task.cancelled():
             job.state = JobState.CANCELLED  # perhaps before it began
         job.ended = self._clock()
@@ -136,7 +138,7 @@ class JobRunner:
         )
 
     def views(self, names: Iterable[str]) -> list[JobView]:
-        """Of these, as far as they are known; without names of all."""
+        """The known ones of these; without names all."""
         wanted = list(names) or list(self._jobs)
         return [self._view(self._jobs[name]) for name in wanted if name in self._jobs]
 
@@ -176,7 +178,7 @@ class JobRunner:
 
 
 class Work:
-    """What jobs do. rules: of this node's slots, by tier; all, or of one."""
+    """The work of jobs. rules: of this node's slots, by tier; all, or of one."""
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ class Work:
         self._clock = clock
 
     async def run(self, job: Job, spaces: Sequence[NamespaceState]) -> None:
-        """Raises `KvpoolError` when it cannot go on."""
+        """Raises `KvpoolError` when it cannot continue."""
         match job.spec:
             case EvictJob() as spec if spec.least_bytes:
                 await self._evict_least(job, spec)
@@ -260,7 +262,7 @@ class Work:
                 await self._pause(began)
 
     def _give_up(self, job: Job, spec: EvictJob, node: Node, blocks: Sequence[Block]) -> None:
-        """Those that are not pinned, and not used too recently; or only count them."""
+        """Evict blocks that are not pinned and not used too recently; or only count them."""
         oldest = -1
         if spec.unused_s:
             oldest = node.idle_age.tick_before(spec.unused_s, self._clock())
@@ -279,7 +281,7 @@ class Work:
                 node.removal.give_up(namespace, keys)
 
     async def _evict_least(self, job: Job, spec: EvictJob) -> None:
-        """What the policy would give up next, until enough is free."""
+        """Evict the policy's next victims, until enough is free."""
         chosen = self._chosen(spec)
         job.total = spec.least_bytes
         for node in chosen:
@@ -321,7 +323,7 @@ class Work:
     async def _bring(
         self, job: Job, spec: WarmJob, space: NamespaceState, keys: Sequence[bytes]
     ) -> None:
-        """Raises `LimitExceeded` where what is moved would push others' last copies out, or what was moved before."""
+        """Raises `LimitExceeded` if moving would evict others' sole replicas, or blocks moved before."""
         job.seen += len(keys)
         (node,) = self._rules()["dram"]
         _, before = node.inventory.masks(space.directory_digest, keys)
@@ -349,16 +351,16 @@ class Work:
             await self._take_over(job, spec, space, node, here)
         if left:
             raise LimitExceeded(
-                f"this node has no room for more blocks of namespace {space.base.hex()}: the other blocks stay on node "
-                f"{spec.source}. Evict blocks here first (kvpool evict --least SIZE), then move the rest"
+                f"this node has no room for more blocks of namespace {space.base.hex()}: the remaining blocks stay "
+                f"on node {spec.source}. Evict blocks here first (kvpool evict --least SIZE), then move the rest"
             )
 
     async def _take_over(
         self, job: Job, spec: WarmJob, space: NamespaceState, node: Node, here: Mapping[bytes, int]
     ) -> None:
-        """Have the source give up what is here: from now on these are the copies that are kept.
+        """Have the source drop the blocks that are here: from now on these replicas are primary.
 
-        They are held until it has, so that no block is nowhere.
+        They are held until it has, so that no block is lost.
         """
         kept: list[str] = []
         try:
@@ -377,7 +379,9 @@ class Work:
 
     async def _scrub(self, job: Job) -> None:
         if job.dry_run:
-            raise InvalidRequest("a scrub has no dry run: it reads, and drops only what is broken")
+            raise InvalidRequest(
+                "a scrub has no dry run: it only reads, and drops only damaged blocks"
+            )
         job.total = sum(node.inventory.block_count() for node in self._rules().get("ssd", []))
         cursor: int | None = 0
         while cursor is not None:
@@ -390,7 +394,7 @@ class Work:
 
 
 class _Chains:
-    """Which blocks come from any of some keys on, in prefix chains that may lie in several tiers."""
+    """Which blocks follow any of some keys, in prefix chains that may be in several tiers."""
 
     def __init__(self, keys: Iterable[bytes], nodes: Sequence[Node], wanted: set[bytes]) -> None:
         self._in = set(keys)
@@ -406,7 +410,7 @@ class _Chains:
         way: dict[bytes, None] = {}
         key, parent = block.key, block.parent
         while key not in self._in:
-            # Clients say what comes before what: it may lead in a circle.
+            # Clients name the parents: they may form a cycle.
             circle = key in way
             way[key] = None
             if circle or not parent or key in self._out or parent in self._out:
@@ -423,7 +427,7 @@ class _Chains:
 
 
 def _room(node: Node, space: NamespaceState) -> int:
-    """How many more whole blocks fit in this node's memory without any that others lack having to go."""
+    """How many more whole blocks fit into this node's memory without evicting sole replicas."""
     tenant = space.tenant
     room = node.candidates.spare_bytes(tenant)
     if space.quota:
@@ -432,7 +436,7 @@ def _room(node: Node, space: NamespaceState) -> int:
 
 
 def _blocks(state: NamespaceState, keys: Sequence[bytes]) -> list[Block]:
-    """One part of each that is there."""
+    """One part of each that is present."""
     found = []
     for key in keys:
         block = next((b for table in state.tables if (b := table.blocks.get(key))), None)
@@ -442,7 +446,7 @@ def _blocks(state: NamespaceState, keys: Sequence[bytes]) -> list[Block]:
 
 
 def _count_least(job: Job, spec: EvictJob, node: Node, tenant: Tenant) -> None:
-    """About what would go: policies spare what was read since, which only shows when it is its turn."""
+    """An estimate of the victims: policies spare recently read blocks, which only shows at eviction."""
     coldest = [
         *node.candidates.coldest_secondary(tenant, DRY_LEAST_MAX),
         *node.candidates.coldest(tenant, DRY_LEAST_MAX),
@@ -453,7 +457,7 @@ def _count_least(job: Job, spec: EvictJob, node: Node, tenant: Tenant) -> None:
         job.blocks += 1
         job.nbytes += block.table.stride
     if len(coldest) >= DRY_LEAST_MAX:
-        raise LimitExceeded(f"a dry run counts up to {DRY_LEAST_MAX} blocks: ask for fewer bytes")
+        raise LimitExceeded(f"a dry run counts at most {DRY_LEAST_MAX} blocks: request fewer bytes")
 
 
 def _kind(spec: JobSpec) -> str:

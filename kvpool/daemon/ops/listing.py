@@ -1,4 +1,4 @@
-"""Blocks as operators see them: some at a time from a cursor, or by their keys. No I/O."""
+"""Lists of blocks for operators: some at a time from a cursor, or by their keys. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.errors import InvalidRequest
 
 SCAN_ROWS = 10_000
-"""Slots looked at for one answer: about two milliseconds."""
+"""Slots examined for one answer: about two milliseconds."""
 STEP_ROWS = 500
 _PINS = {level: kind for kind, level in PIN_KINDS.items()}
 
@@ -18,10 +18,10 @@ _PINS = {level: kind for kind, level in PIN_KINDS.items()}
 def list_blocks(
     rules: Sequence[Node], spaces: Sequence[NamespaceState], cursor: str, count: int, now: float
 ) -> dict[str, Any]:
-    """About `count` blocks of these namespaces of one tenant in one tier, and where the next ones begin (null: nowhere).
+    """About `count` blocks of these namespaces of one tenant in one tier, and the next cursor (null: the end).
 
-    rules: of the tier's parts. Few may come, or none, where others' blocks lie between. A block that is there all the
-    while is met once; one that comes or goes meanwhile at most once.
+    rules: of the tier's parts. Few may be returned, or none, between others' blocks. A block present
+    throughout is returned once; one that comes or goes meanwhile at most once.
     """
     wanted = {space.directory_digest for space in spaces}
     name = spaces[0].tenant.name if spaces else ""
@@ -52,7 +52,7 @@ def show_blocks(
     keys: Sequence[bytes],
     now: float,
 ) -> list[dict[str, Any]]:
-    """What is here of each of these blocks, tier by tier; those that are nowhere here are left out."""
+    """The replicas of each of these blocks here, tier by tier; absent blocks are left out."""
     shown = []
     for space in spaces:
         for key in keys:
@@ -104,5 +104,5 @@ def _parse(cursor: str) -> tuple[int, int]:
         return 0, 0
     number, _, inner = cursor.partition(".")
     if not (number.isdecimal() and inner.isdecimal()) or len(cursor) > 40:
-        raise InvalidRequest(f"{cursor!r:.60} is no cursor that came with an answer")
+        raise InvalidRequest(f"{cursor!r:.60} is not a cursor of this list")
     return int(number), int(inner)

@@ -1,8 +1,8 @@
-"""What operators ask of a node, and have done: one place for all ways in. Event loop only.
+"""Operators' requests to a node: one place for all ways in. Event loop only.
 
-A request comes over the control socket, bare (about this node, for the connection's tenant) or in an `OnNode`, which
-names node, tenant and on whose behalf; or from another node in an `Operate`, which its operator's `OnNode` became
-there. Every change is one event of the journal (`journal.AUDIT`), on the node that makes it.
+A request arrives over the control socket, bare (about this node, for the connection's tenant) or in an `OnNode`,
+which names node, tenant and on whose behalf; or from another node in an `Operate`, made from its operator's
+`OnNode` there. Every change is one audit event (`event_log.AUDIT`), on the node that makes it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SCRUB_BLOCKS_MAX = 256
 EVICT_TOGETHER = 500  # in one go: about a millisecond
 EVENTS_MAX = 1000  # in one answer
 WAIT_S_MAX = 60.0
-ANSWER_S = 5.0  # beyond what a request may wait, for the way there and back
+ANSWER_S = 5.0  # beyond a request's own wait, for the round trip
 BY_CHARACTERS_MAX = 200
 OPERATE_SINCE = 7  # protocol
 
@@ -75,7 +75,7 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 class _Listed(msgspec.Struct, frozen=True):
-    """What is needed of a `ListBlocks`' answer."""
+    """The used fields of a `ListBlocks`' answer."""
 
     blocks: list[_Named]
     cursor: str | None
@@ -88,7 +88,7 @@ class Asks(Protocol):
 
 
 class Operators:
-    """See the module. config: as it is now, with what operators have changed."""
+    """See the module. config: the current one, including operators' changes."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Operators:
 
     @property
     def requests(self) -> tuple[type, ...]:
-        """What operators may ask without an envelope; clients ask some of these themselves."""
+        """Requests that operators may make without an envelope; clients make some of these themselves."""
         return tuple(kind for kind in self._handlers if kind is not client_wire.Prefixes)
 
     async def close(self) -> None:
@@ -164,7 +164,7 @@ class Operators:
         return await self._answer(holder.tenant, _user(holder), message)
 
     async def on_node(self, holder: Holder, m: operator_wire.OnNode) -> Answer:
-        """A request in an envelope. Raises `KvpoolError`; `ClusterUnavailable` for what another node does not do."""
+        """A request in an envelope. Raises `KvpoolError`; `ClusterUnavailable` if another node fails."""
         check_operator(holder)
         tenant, by = m.tenant or holder.tenant.name, m.by[:BY_CHARACTERS_MAX] or _user(holder)
         wait_s = min(max(0.0, m.wait_s), WAIT_S_MAX)
@@ -178,7 +178,7 @@ class Operators:
     async def _on(
         self, node: str, tenant: str, by: str, message: frame.Message, wait_s: float
     ) -> Answer:
-        """What another node answers."""
+        """Another node's answer."""
         payload = frame.encode(message, 0)[frame.HEADER.size :]
         return await self._pass_on(node, tenant, by, payload, wait_s)
 
@@ -190,16 +190,16 @@ class Operators:
             worker_wire.AskPeer(self._url(node), order, wait_s + ANSWER_S)
         )
         if not isinstance(answer, frame.Bytes):
-            raise ProtocolError("an Operate was answered with no Bytes")
+            raise ProtocolError("the answer to an Operate is not a Bytes message")
         found = client_wire.decode_daemon(answer.data)
         if isinstance(found, frame.Error):
             frame.raise_error(found)
         if not isinstance(found, (frame.Done, frame.Bytes)):
-            raise ProtocolError(f"an Operate was answered with a {type(found).__name__}")
+            raise ProtocolError(f"the answer to an Operate is a {type(found).__name__}")
         return found
 
     async def operated(self, order: peer_wire.Operate) -> frame.Bytes:
-        """A request that comes from another node: the payload of what it is answered with."""
+        """A request from another node; returns the payload of the answer."""
         by = f"{order.by[:BY_CHARACTERS_MAX]} on {order.node[:63]}"
         try:
             answer: frame.Message = await self._answer(
@@ -219,20 +219,20 @@ class Operators:
         record = self.cluster.view.nodes.get(node)
         if record is None or not record.url:
             raise InvalidRequest(
-                f"no node of this cluster is called {node!r:.80}, or it does not listen; "
-                f"`kvpool nodes` shows them"
+                f"there is no node {node!r:.80} in this cluster, or it does not listen; `kvpool nodes` lists the "
+                "nodes"
             )
         if record.protocol < OPERATE_SINCE:
             raise InvalidRequest(
-                f"node {node} is of version {record.version}, which accepts no orders from other nodes: ask it "
-                f"through its own socket, or upgrade it"
+                f"node {node} runs version {record.version}, which does not accept requests from other nodes: use "
+                "its own socket, or upgrade it"
             )
         return record.url
 
     async def _answer(self, tenant: Tenant, by: str, message: frame.Message) -> Answer:
         handler = self._handlers.get(type(message))
         if handler is None:
-            raise InvalidRequest(f"a {type(message).__name__} is no request of an operator")
+            raise InvalidRequest(f"a {type(message).__name__} is not an operator's request")
         return await handler(tenant, by, message)
 
     def _changed(self, by: str, what: str, **details: Any) -> None:
@@ -289,7 +289,7 @@ class Operators:
     def _tier(self, tier: str) -> list[Node]:
         found = self._rules.by_tier()
         if tier not in found:
-            raise InvalidRequest(f"tier {tier!r:.40}: this node has {', '.join(found)}")
+            raise InvalidRequest(f"tier {tier!r:.40}: this node has only {', '.join(found)}")
         return found[tier]
 
     @staticmethod
@@ -305,7 +305,7 @@ class Operators:
     async def _replicas(
         self, namespace: NamespaceState, keys: Sequence[bytes]
     ) -> list[dict[str, Any]]:
-        """Where blocks of one namespace are: here by the books, elsewhere by the directory."""
+        """Where blocks of one namespace are: here from this node's state, elsewhere from the directory."""
         digest = namespace.directory_digest
         _, masks = self.node.inventory.masks(digest, keys)
         _, on_disk = self.tiers.masks(digest, keys)
@@ -361,7 +361,7 @@ class Operators:
         known = {self.config.node, *self.cluster.view.nodes, *self.cluster.view.drains}
         if m.node not in known:
             raise InvalidRequest(
-                f"no node of this cluster is called {m.node!r}; `kvpool nodes` shows them"
+                f"there is no node {m.node!r} in this cluster; `kvpool nodes` lists the nodes"
             )
         if not self.config.join:
             raise InvalidRequest(
@@ -393,16 +393,14 @@ class Operators:
     async def _evict(self, tenant: Tenant, by: str, m: operator_wire.Evict) -> frame.Done:
         if m.tier not in {"", "dram", "ssd", "device"}:
             raise InvalidRequest(
-                f"blocks are evicted from tier dram, ssd or device, not {m.tier!r}"
+                f"blocks can be evicted from tier dram, ssd or device, not {m.tier!r}"
             )
         rules = [node for tier, node in self._rules if m.tier in {"", tier}]
         gone = 0
         named: Sequence[bytes] = split_keys(m.keys)
         if m.masks:
             if not m.digest:
-                raise InvalidRequest(
-                    "blocks with masks of their parts are of one namespace: name it"
-                )
+                raise InvalidRequest("masks of parts need a namespace: name it")
             named = self._taken_over(self._chosen(tenant, m.digest)[0], m)
             if not named:
                 return frame.Done()
@@ -416,7 +414,7 @@ class Operators:
         return frame.Done(gone)
 
     def _taken_over(self, namespace: NamespaceState, m: operator_wire.Evict) -> list[bytes]:
-        """Those of the blocks of which nothing is here, in any tier, but what another node says that it has."""
+        """Blocks without any part here, in any tier, beyond those that another node reports."""
         keys = split_keys(m.keys)
         theirs = unpack_masks(m.masks, width_of(m.keys, m.masks))
         more = set()
@@ -449,14 +447,14 @@ class Operators:
         try:
             changes = msgspec.json.decode(m.changes, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"settings are a JSON object: {error}") from None
+            raise InvalidRequest(f"settings must be a JSON object: {error}") from None
         self._follow(changed(self.config, changes))
         logs.set_level(self.config.log_level)
         self._changed(by, "settings", to=changes)
         return frame.Done(len(changes))
 
     def _follow(self, config: DaemonConfig) -> None:
-        """Have all parts follow a configuration in which some settings have changed."""
+        """Apply a configuration in which some settings have changed."""
         before, self.config = self.config, config
         self.cluster.follow(config)
         if config.replication_bandwidth != before.replication_bandwidth:
@@ -472,11 +470,12 @@ class Operators:
         if isinstance(spec, WarmJob):
             if spec.source == self.config.node:
                 raise InvalidRequest(
-                    f"node {spec.source} brings nothing from itself: begin this on the nodes that are to have it"
+                    f"node {spec.source} is both source and destination: start this on the nodes that should receive "
+                    "the blocks"
                 )
             self.cluster.namespaces.open_known(
                 tenant, digest
-            )  # a new node is warm before its engines begin
+            )  # a new node is warmed before its engines start
         spaces = self._chosen(tenant, digest)
         view = self.jobs.begin(m.job, spec, spaces, tenant, by, dry_run=m.dry_run)
         if not m.dry_run:
@@ -495,7 +494,7 @@ class Operators:
     async def _list_on(
         self, node: str, namespace: NamespaceState, cursor: str
     ) -> tuple[list[bytes], str | None]:
-        """Blocks that another node has in memory or on its disks, and where to go on."""
+        """Blocks that another node has in memory or on its disks, and the next cursor."""
         tier, _, inner = cursor.partition(":") if cursor else ("dram", "", "")
         ask = operator_wire.ListBlocks(tier, inner, LIST_BLOCKS_MAX, namespace.base)
         answer = await self._on(node, namespace.tenant.name, "", ask, 0.0)
@@ -504,7 +503,7 @@ class Operators:
         try:
             found = msgspec.json.decode(answer.data, type=_Listed)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"node {node} listed no blocks: {error}") from None
+            raise ProtocolError(f"node {node} could not list its blocks: {error}") from None
         after = found.cursor
         if after is not None:
             after = f"{tier}:{after}"
@@ -515,7 +514,7 @@ class Operators:
     async def _evict_on(
         self, node: str, namespace: NamespaceState, taken: Mapping[bytes, int], by: str
     ) -> int:
-        """Have another node give blocks up of which it has no parts but these; how many it had."""
+        """Have another node evict blocks of which it has only these parts; returns how many it had."""
         masks = pack_masks(list(taken.values()), width_for(len(namespace.tables)))
         request = operator_wire.Evict(b"".join(taken), namespace.base, masks=masks)
         answer = await self._on(node, namespace.tenant.name, by, request, ANSWER_S)
@@ -543,17 +542,17 @@ def _some_each(
 
 
 def check_operator(holder: Holder) -> None:
-    """Only operators see and change what is not a tenant's own. Raises `NotAuthenticated`."""
+    """Only operators see and change other tenants' state. Raises `NotAuthenticated`."""
     if not holder.operator:
         raise NotAuthenticated(
-            "only an operator may do this: a process of the daemon's own user or root, with the "
-            "operator_token if one is set (KVPOOL_OPERATOR_TOKEN)"
+            "this is reserved for operators: processes of the daemon's own user or root, with the operator_token if "
+            "one is set (KVPOOL_OPERATOR_TOKEN)"
         )
 
 
 @contextlib.contextmanager
 def asking_others() -> Iterator[None]:
-    """What is not to be had from others is no failure of this daemon: its client may go on using it."""
+    """Failures of others are not failures of this daemon: its client may continue to use it."""
     try:
         yield
     except Unavailable as error:
@@ -566,12 +565,12 @@ def _user(holder: Holder) -> str:
 
 def _keys(packed: bytes, most: int) -> Sequence[bytes]:
     if len(packed) > most * KEY_BYTES:
-        raise LimitExceeded(f"at most {most} keys can be named in one such request")
+        raise LimitExceeded(f"at most {most} keys per request")
     return split_keys(packed)
 
 
 def _chosen_by(spec: JobSpec) -> dict[str, Any]:
-    """What a job is to do, in few words: how many keys, not which."""
+    """A short description of a job: how many keys, not which."""
     asked = {name: value for name, value in msgspec.structs.asdict(spec).items() if value}
     if "keys" in asked:
         asked["keys"] = len(asked["keys"])

@@ -13,9 +13,9 @@ from kvpool.types import split_keys
 async def pin_in_all_tiers(
     node: Node, ssd: SsdTier, namespaces: Sequence[NamespaceState], keys: bytes, kind: str
 ) -> int:
-    """Pin blocks in memory and on disks, or release their pins; how many of them are here.
+    """Pin blocks in memory and on disks, or release their pins; returns how many of them are here.
 
-    Raises `KvpoolError` where a tier refuses; then nothing has changed in any.
+    Raises `KvpoolError` if a tier refuses; then nothing has changed in any.
     """
     for namespace in namespaces:
         node.pins.check(namespace, split_keys(keys), kind)

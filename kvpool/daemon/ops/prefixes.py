@@ -1,7 +1,7 @@
-"""How much of a prompt each node could give, for whoever decides where a prompt goes.
+"""How much of a prompt each node could provide, for routers.
 
-What this node has is known, what others have the directory says, in one lookup for the whole prompt. A hint like
-all that it says; nothing is leased or pulled by it. Event loop only.
+This node's blocks are known, others' come from the directory, in one lookup for the whole prompt. A hint;
+nothing is leased or pulled by it. Event loop only.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _IN_MEMORY = (TIERS["dram"], TIERS["device"])
 async def prefixes(
     cluster: ClusterMember, tenant: Tenant, base: bytes, keys: Sequence[bytes], wait_s: float
 ) -> dict[str, tuple[int, int]]:
-    """For each node by name the blocks that are usable from its memory, and from that and its disks.
+    """For each node by name the blocks that are usable from its memory, and from its memory and disks.
 
-    base: digest of the namespace without its epoch; this node need not have it open. Nodes that have nothing
-    are left out, and so are the others when the directory does not answer in time.
+    base: digest of the namespace without its epoch; this node need not have it open. Nodes without any block
+    are left out, and so are the others if the directory does not answer in time.
     """
     epochs = tenant.epochs.get(base)
     entry = cluster.view.namespaces.get((tenant.name, base.hex()))
@@ -53,7 +53,7 @@ async def prefixes(
 def _here(
     cluster: ClusterMember, digest: bytes, specs: Sequence[PartSpec], keys: Sequence[bytes]
 ) -> tuple[int, int] | None:
-    """What this node could give itself, which nobody knows better; None: nothing."""
+    """This node's own part, exactly; None: nothing."""
     memory = [0] * len(keys)
     disks = memory
     for tier, held in cluster.holdings.items():
@@ -70,7 +70,7 @@ def _here(
 async def _elsewhere(
     cluster: ClusterMember, digest: bytes, parts: int, keys: Sequence[bytes], wait_s: float
 ) -> list[list[Entry]]:
-    """What the directory says of the first keys, up to where nobody is known to have any."""
+    """The directory's entries of the first keys, up to the first one without any."""
     found: list[list[Entry]] = []
     directory = cluster.directory
     if directory is None or not cluster.living:
@@ -82,5 +82,5 @@ async def _elsewhere(
                 if not found[-1]:
                     break
     except (Unavailable, TimeoutError):
-        pass  # what is known until then is a prefix, too
+        pass  # the part known until then is a prefix, too
     return found

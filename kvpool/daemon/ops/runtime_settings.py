@@ -1,6 +1,6 @@
-"""Settings as operators see them, and those that they may change while the daemon runs.
+"""Settings as shown to operators, and those that they may change while the daemon runs.
 
-A change holds until the daemon ends: what is to outlive it belongs into the file that it is started with.
+A change holds until the daemon ends; permanent changes belong into the daemon's file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHOWN_CHARACTERS_MAX = 1000
 
 
 def describe(config: DaemonConfig) -> list[dict[str, Any]]:
-    """Plain values: each setting, its value, whether it may be changed. Of secrets only whether there is one."""
+    """Plain values: each setting, its value, whether it may be changed. Of secrets only whether they are set."""
     shown = []
     for name, each in settings_of(DaemonConfig).items():
         value = getattr(config, name)
@@ -46,7 +46,7 @@ def describe(config: DaemonConfig) -> list[dict[str, Any]]:
 def changed(config: DaemonConfig, changes: Mapping[str, Any]) -> DaemonConfig:
     """The same with these settings changed. Raises `InvalidRequest`, and changes nothing."""
     if not changes:
-        raise InvalidRequest("the request names no setting")
+        raise InvalidRequest("name at least one setting to change")
     parsed = {}
     for name, value in changes.items():
         if name not in CHANGEABLE:
@@ -54,7 +54,7 @@ def changed(config: DaemonConfig, changes: Mapping[str, Any]) -> DaemonConfig:
                 "cannot be changed while the daemon runs" if name in SETTINGS else "is no setting"
             )
             raise InvalidRequest(
-                f"{name:.40} {what}; these can be changed: {', '.join(CHANGEABLE)}"
+                f"{name:.40} {what}; the settings that can be changed are {', '.join(CHANGEABLE)}"
             )
         try:
             parsed[name] = parse_setting(name, value)

@@ -1,7 +1,7 @@
-"""What is looked at once a second: how old what was evicted had become, and how late this process is. Event loop only.
+"""Sampled once a second: the age of evicted blocks, and the delay of this process. Event loop only.
 
-The rules know ticks and no time; `Node.idle_age` tells one from the other, as `Expiry` notes. One block of each batch
-that was evicted stands for all of it.
+The rules know ticks and no time; `Node.idle_age` converts them, fed by `Expiry`. One block of each evicted batch
+stands for all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOOK_S = 1.0
 
 
 class Sampler:
-    """rules: of all tiers, each with its name; they may be others at the next look."""
+    """rules: of all tiers, each with its name; they may change between calls."""
 
     def __init__(
         self, rules: Callable[[], Iterable[tuple[str, Node]]], clock: Callable[[], float]
@@ -37,7 +37,7 @@ class Sampler:
             self.look(now)
 
     def look(self, now: float) -> None:
-        """Take note of what was evicted since the last look."""
+        """Record evictions since the last call."""
         for tier, node in self._rules():
             seen = self._evicted.setdefault(tier, Histogram(AGES_S))
             for used, blocks in node.eviction.take_victims():

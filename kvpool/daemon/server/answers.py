@@ -1,4 +1,4 @@
-"""What clients are told of their leases."""
+"""Answers to clients about their leases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpool.wire import frame
 def describe_lease(
     lease: Lease, parts: Any, asked_at: float, scattered_keys: Sequence[bytes] | None
 ) -> client_wire.Leased:
-    """What its holder is told: the rows of the parts it asked for, and for how long from `asked_at` on."""
+    """The answer to its holder: the rows of the requested parts, and the duration from `asked_at` on."""
     described = []
     for part in parts:
         if part not in lease.parts:

@@ -1,7 +1,7 @@
-"""A daemon's parts, made and introduced to each other: the one place where that happens, by constructors.
+"""Composes a daemon's parts, by constructors: the only place where that happens.
 
-What is made first knows nothing of what is made later. Where news goes the other way, it does so through a port:
-the cluster tells a `LocalNode`, transfer workers ask a `PeerService`; both are given when their source starts.
+A part knows nothing of parts that are made later. Where events flow the other way, they use a port:
+the cluster calls a `LocalNode`, transfer workers ask a `PeerService`; both are passed when their source starts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ log = logging.getLogger("kvpool.daemon")
 
 
 class Transport(PeerTransport, Protocol):
-    """What moves bytes and questions between nodes: `TransferWorkers`, or a simulation of them."""
+    """Moves bytes and requests between nodes: `TransferWorkers`, or a simulation of them."""
 
     @property
     def idle(self) -> bool: ...
@@ -89,7 +89,7 @@ class Clocks:
 
 @dataclass(frozen=True, slots=True)
 class Daemon(Generic[T]):
-    """The parts of a daemon that its life has to do with."""
+    """The parts of a daemon that take part in its start and stop."""
 
     node: Node
     cluster: ClusterMember
@@ -114,7 +114,7 @@ class Daemon(Generic[T]):
 
 
 def make_rules(config: DaemonConfig, incarnation: str, costs: Costs) -> Node:
-    """Rules of a tier, with nothing in it."""
+    """Rules of an empty tier."""
     policy = config.policy or DEFAULT_POLICY
     return Node(
         make_policy=lambda capacity: make_policy(policy, capacity, costs),
@@ -143,7 +143,8 @@ def compose(
 ) -> Daemon[T]:
     """Make all parts of a daemon. Nothing runs yet.
 
-    segments: each tenant's memory. make_transport: given the ways to a peer, by its URL. rng: spreads ties only.
+    segments: each tenant's memory. make_transport: given the paths to a peer, by its URL. rng: for tie-breaking
+    only.
     """
     clock = clocks.monotonic
     peers = Peers(config.labels, rng, apart=NOT_NODES)
@@ -286,7 +287,7 @@ def compose(
 async def adopt_from_disk(
     node: Node, namespaces: Namespaces, record: TableRecord
 ) -> NamespaceState | None:
-    """Make known a namespace that a disk remembers; None if there is no such tenant now."""
+    """Register a namespace found on a disk; None if its tenant does not exist any more."""
     tenant = node.tenants.get(record.tenant)
     if tenant is None:
         return None
@@ -303,7 +304,7 @@ async def adopt_from_disk(
         )
     except KvpoolError as error:
         log.warning(
-            "the blocks of namespace %s on a disk are dropped: %s",
+            "the blocks of namespace %s on disk are dropped: %s",
             record.base.hex(),
             error,
             extra={"namespace": record.base.hex()},

@@ -1,4 +1,4 @@
-"""Connections of clients: accepted, introduced, served, and what their end means for what they hold."""
+"""Connections of clients: accept, handshake, requests, and their end's effect on held slots."""
 
 from __future__ import annotations
 
@@ -36,15 +36,13 @@ from kvpool.wire import frame
 log = logging.getLogger("kvpool.daemon")
 
 HELLO_TIMEOUT_S = 5.0
-ACCEPT_PAUSE_S = 0.1  # before the next try, when there are no descriptors left
-WRITE_BUFFER_BYTES = (
-    1 << 20
-)  # answers that a client has not read before its requests are left waiting
+ACCEPT_PAUSE_S = 0.1  # before the next try, when no descriptors are left
+WRITE_BUFFER_BYTES = 1 << 20  # unread answers of a client before its requests wait
 WAITING_MAX = 64  # requests of one connection that wait for other nodes
 
 
 class ClientHandle:
-    """One client: its connections, what it holds, and the process it lives in."""
+    """One client: its connections, its holder, and its process."""
 
     def __init__(self, holder: Holder, pid: int, pidfd: int) -> None:
         self.holder = holder
@@ -89,7 +87,7 @@ class ClientConnections:
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
 
     def ignore(self, listener: socket.socket) -> None:
-        """Accept no more there."""
+        """Stop accepting there."""
         asyncio.get_running_loop().remove_reader(listener.fileno())
 
     async def close(self) -> None:
@@ -108,7 +106,7 @@ class ClientConnections:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ECONNABORTED):
                 self.counts.refused += 1
-                # It stays in the queue, and the listener readable: look again a little later.
+                # It stays in the queue, and the listener readable: retry a little later.
                 asyncio.get_running_loop().remove_reader(listener.fileno())
                 asyncio.get_running_loop().call_later(ACCEPT_PAUSE_S, self._accept_again, listener)
                 return
@@ -144,7 +142,9 @@ class ClientConnections:
             request, payload = frames[0]
             hello = client_wire.decode_client(payload)
             if not isinstance(hello, client_wire.Hello) or len(frames) > 1 or reader.partial:
-                raise ProtocolError("the first frame is a Hello, and its answer is waited for")
+                raise ProtocolError(
+                    "the first frame must be a Hello, and the client must wait for its answer"
+                )
             handle = self._admit(hello, sock)
             connection = ClientConnection(self, self._requests, handle)
             handle.connections.add(connection)
@@ -198,10 +198,12 @@ class ClientConnections:
             and not secrets.compare_digest((hello.token or "").encode(), expected.encode())
         ):
             raise NotAuthenticated(
-                "no such tenant, or a wrong token for it: check tenant and token of this client"
+                "unknown tenant, or wrong token: check tenant and token of this client"
             )
         if not 0 < len(hello.client) <= 64 or len(hello.instance) > 256:
-            raise InvalidRequest("a client's id has 1 to 64 characters, an instance's at most 256")
+            raise InvalidRequest(
+                "a client's id must have 1 to 64 characters, an instance's at most 256"
+            )
         pid = peer_pid(sock)
         handle = self._clients.get((hello.tenant, hello.client))
         if handle is not None:
@@ -210,7 +212,7 @@ class ClientConnections:
             return handle
         if len(self._clients) >= self._operators.config.clients_max:
             raise LimitExceeded(
-                f"{len(self._clients)} clients are known here, the limit (clients_max)"
+                f"{len(self._clients)} clients are connected, the limit (clients_max)"
             )
         pidfd = peer_pidfd(sock)
         if pidfd is None:
@@ -246,16 +248,14 @@ class ClientConnections:
         self._node.holders.died(handle.holder)
 
     def lost(self, connection: ClientConnection) -> None:
-        """A socket closed. What its client holds stays held: only its process's death ends that."""
+        """A socket closed. Its client's slots stay held: only its process's death ends that."""
         self.counts.connections -= 1
         handle = connection.handle
         handle.connections.discard(connection)
         holder = handle.holder
         if not handle.connections:
             for stride, rows in holder.ready.items():
-                self._node.grants.give_back(
-                    holder, stride, rows
-                )  # the client was never told of them
+                self._node.grants.give_back(holder, stride, rows)  # the client never received them
             holder.ready.clear()
             told = self._engines.subscribes(holder) or self._registry.has(holder)
             if holder.idle and not told:
@@ -279,9 +279,11 @@ class ClientConnection(asyncio.Protocol):
         self.backlog: list[tuple[int, bytes]] = []  # requests that wait for that to end
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its bases
+        self.transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transport is compatible but not a subclass
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        if self.closed:  # the client's process died during its introduction
+        if self.closed:  # the client's process died during the handshake
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -322,7 +324,7 @@ class ClientConnection(asyncio.Protocol):
         self._requests.settle_soon()
 
     def _serve(self, frames: list[tuple[int, bytes]]) -> None:
-        """Answer requests in order; when much is to be sent, first some, and the others later."""
+        """Answer requests in order; send large amounts of answers in pieces."""
         holder = self.handle.holder
         answers: list[bytes] = []
         size = 0
@@ -359,7 +361,7 @@ class ClientConnection(asyncio.Protocol):
             self._live_transport.write(answers[0] if len(answers) == 1 else b"".join(answers))
 
     def _go_on(self) -> None:
-        """Take up the requests that were left waiting, then new ones."""
+        """Take up the requests that were waiting, then new ones."""
         transport = self._live_transport
         if self.paused or transport.is_closing():
             return

@@ -1,4 +1,4 @@
-"""What the cluster tells this node, passed on to each part; and what the cluster asks of it. Event loop only."""
+"""Forwards the cluster's calls to each part of this node. Event loop only."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DaemonNode:
         self.path_to = transport.path_to
 
     def holdings(self) -> Mapping[int, Holdings]:
-        """See `LocalNode`. What engines hold is announced from when the first of them publishes events."""
+        """See `LocalNode`. Engines' caches are announced once the first engine publishes events."""
         found: dict[int, Holdings] = {TIERS["dram"]: self._node.inventory}
         if self._ssd.devices:
             found[TIERS["ssd"]] = self._ssd
@@ -82,13 +82,13 @@ class DaemonNode:
         self._objects.enter(namespace)
 
     def namespace_configured(self, namespace: NamespaceState) -> None:
-        """See `LocalNode`. A namespace keeps to what it may hold of its tenant's memory."""
+        """See `LocalNode`. Applies the namespace's quota of its tenant's memory."""
         size = namespace.tenant.allocator.size
         self._node.quotas.set(namespace, quota_bytes(namespace.settings.dram_quota, size))
         self._ssd.limit(namespace)
 
     async def keep_epoch(self, namespace: NamespaceState) -> None:
-        """See `LocalNode`. Disks remember it; without disks nothing outlives the process."""
+        """See `LocalNode`. Disks store it; without disks nothing survives the process."""
         if self._ssd.devices:
             await self._ssd.record(namespace)
 
@@ -101,6 +101,6 @@ class DaemonNode:
         self._drainer.wanted(wanted)
 
     def view_changed(self, before: View, after: View) -> None:
-        """See `LocalNode`. Nodes that come and go are events."""
+        """See `LocalNode`. Nodes that join and leave are events."""
         for kind, details in membership_news(before, after):
             self._events.note(kind, **details)

@@ -1,4 +1,4 @@
-"""What clients ask of a daemon, and its answers: one method a message. Event loop only."""
+"""Handlers of clients' requests: one method a message. Event loop only."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _NOTHING_LEASED = client_wire.Leased("", 0, 0.0, [])
 
 
 class ClientRequests:
-    """Answers requests. What need not be done before the answer is done soon after it: see `settle_soon`."""
+    """Answers requests. Work that need not precede the answer is done soon after it: see `settle_soon`."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class ClientRequests:
                 self._handlers[kind] = traced(spans, name, self._handlers[kind])
 
     def close(self) -> None:
-        """No lease is looked at any more."""
+        """Stop checking leases."""
         if self._expiry is not None:
             self._expiry.cancel()
 
@@ -139,7 +139,9 @@ class ClientRequests:
         """The answer to one request, or a coroutine that returns it. Raises `KvpoolError`."""
         handler = self._handlers.get(type(message))
         if handler is None:
-            raise ProtocolError(f"a {type(message).__name__} in the middle of a connection")
+            raise ProtocolError(
+                f"a {type(message).__name__} is only allowed at the start of a connection"
+            )
         if self._released and type(message) not in _INDIFFERENT_TO_RELEASES:
             self._release_now()
         return handler(holder, message)
@@ -183,7 +185,7 @@ class ClientRequests:
         try:
             answer = self._node.puts.reserve(holder, namespace, m.part, m.ticket, keys, m.parent)
         except PoolFull:
-            # Leases may have ended since the last look at the clock.
+            # Leases may have ended since the clock was last read.
             self._node.leases.expire(self._clock())
             answer = self._node.puts.reserve(holder, namespace, m.part, m.ticket, keys, m.parent)
         return client_wire.Reserved(*answer)
@@ -233,7 +235,7 @@ class ClientRequests:
             self._ssd.stored(namespace, m.part, lambda: split_keys(m.keys))
         fresh: list[int] = []
         if m.count > 0:
-            # What was made ready after the last answer; this one's wish is seen to after this answer.
+            # Work prepared after the last answer; this one's is done after this answer.
             stride = namespace.tables[m.part].stride
             granted = holder.granted.get(stride, set())
             fresh = [row for row in holder.ready.pop(stride, fresh) if row in granted]
@@ -258,7 +260,9 @@ class ClientRequests:
         namespace = self._namespace(holder, m.ns, m.keys)
         asked_at = self._clock()
         if m.scattered and (m.life or len(m.parts) != 1):
-            raise InvalidRequest("a scattered acquire is of one part, and not for device memory")
+            raise InvalidRequest(
+                "a scattered acquire must name exactly one part, and cannot use device memory"
+            )
         keys = split_keys(m.keys)
         if m.wait_s > 0 and self._fetcher.active:
             here = self._here(namespace, m, keys)
@@ -269,14 +273,14 @@ class ClientRequests:
     def _here(
         self, namespace: NamespaceState, m: client_wire.Acquire, keys: Sequence[bytes]
     ) -> int:
-        """How many of the blocks that are asked for are where their reader reads them."""
+        """How many of the requested blocks are where their reader reads them."""
         if m.scattered:
             return self._node.leases.contains(namespace, m.parts[0], keys).count(1)
         direct = self._direct(m) is not None
         return self._fetcher.match(namespace, m.parts, keys, direct=direct)
 
     def _direct(self, m: client_wire.Acquire | client_wire.Pull) -> DeviceTier | None:
-        """The spare device memory, if it is what the client has attached to and reads by itself."""
+        """The spare device memory, if the client is attached to it."""
         device = self._device
         return device if device is not None and m.life and m.life == device.life else None
 
@@ -289,7 +293,7 @@ class ClientRequests:
         asked_at: float,
         here: int = frame.KEYS_MAX,
     ) -> client_wire.Leased:
-        """here: at most how many of the blocks could have been had without a wait."""
+        """here: the most blocks that could have been leased without waiting."""
         now = self._clock()
         counters, before = self._node.counters, self._node.counters.leased_bytes
         direct = self._direct(m)
@@ -363,7 +367,7 @@ class ClientRequests:
             raise
 
     def _release(self, holder: Holder, m: client_wire.Release) -> frame.Done:
-        # Nobody waits for it: done when the answers to what came with it are on their way.
+        # Not waited for: done when the answers of this round are written.
         self._released += [(holder, token) for token in m.tokens]
         return frame.Done(len(m.tokens))
 
@@ -450,7 +454,7 @@ class ClientRequests:
 
     async def _prefixes(self, holder: Holder, m: client_wire.Prefixes) -> frame.Bytes:
         if len(m.keys) > KEYS_BYTES_MAX:
-            raise LimitExceeded(f"at most {frame.KEYS_MAX} keys are looked up in one request")
+            raise LimitExceeded(f"at most {frame.KEYS_MAX} keys per lookup")
         keys = split_keys(m.keys)
         found = await prefixes(self._cluster, holder.tenant, m.digest, keys, m.wait_s)
         return frame.Bytes(msgspec.json.encode(found))
@@ -463,7 +467,7 @@ class ClientRequests:
     # ---- what nobody waits for -----------------------------------------------------------------------
 
     def settle_soon(self) -> None:
-        """Let the policies catch up once the answers of this round are written."""
+        """Update the policies once the answers of this round are written."""
         if not self._settling:
             self._settling = True
             asyncio.get_running_loop().call_soon(self._settle)
@@ -480,7 +484,7 @@ class ClientRequests:
                 holder.ready[stride] = self._node.grants.grant(holder, namespace, part, count)
 
     def _expire_by(self, due: float, now: float) -> None:
-        """See to it that leases are looked at when this one's deadline has come."""
+        """Check leases when this one's deadline has come."""
         if due < self._expiry_due:
             if self._expiry is not None:
                 self._expiry.cancel()
@@ -498,12 +502,12 @@ class ClientRequests:
 
 
 def _count_put(table: PartTable, new: int) -> None:
-    """A client has put so many blocks that are new."""
+    """A client has put this many new blocks."""
     traffic = table.namespace.tenant.traffic
     traffic.put_parts += new
     traffic.put_bytes += new * table.spec.nbytes
 
 
 def _recompute(m: client_wire.Acquire | client_wire.Pull) -> Recompute | None:
-    """Raises `InvalidRequest` for what is no price."""
+    """Raises `InvalidRequest` for invalid prices."""
     return None if m.recompute is None else Recompute(*m.recompute)

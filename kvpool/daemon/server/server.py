@@ -1,7 +1,7 @@
-"""The life of a daemon: sockets and memory are taken, its parts made, and all ended in order.
+"""A daemon's start and stop: take sockets and memory, make the parts, and end all in order.
 
-One event loop, one thread: the control process. Bulk bytes never pass through here: clients copy in shared memory,
-transfer workers carry blocks between nodes.
+One event loop, one thread: the control process. Bulk bytes never pass through here: clients copy in shared
+memory, transfer workers carry blocks between nodes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ IDLE_S = 1.0
 
 
 class Started(NamedTuple):
-    """A daemon whose clients can connect. others: nodes to pull from."""
+    """A running daemon's values for callers. others: nodes to pull from."""
 
     config: DaemonConfig
     memory_bytes: int
@@ -68,7 +68,7 @@ class Server:
         self.config = config
         make_policy(
             config.policy or DEFAULT_POLICY, 1
-        )  # an unknown name is told before any memory is taken
+        )  # unknown names are reported before any memory is taken
         if config.device is not None:
             check_environment()
         self.node = make_memory_rules(config, new_incarnation())
@@ -132,11 +132,11 @@ class Server:
             await self._flush(daemon)
 
     def stop(self) -> None:
-        """End `run`; a second time, without waiting for disks."""
+        """End `run`; a second call does not wait for disks."""
         self._stop.set()
 
     async def _flush(self, daemon: Daemon[TransferWorkers]) -> None:
-        """Have lower tiers take what is only in memory. Told to stop once more, it ends at once."""
+        """Have lower tiers take blocks that are only in memory. A second stop ends it at once."""
         self._stop.clear()
         seconds = daemon.operators.config.ssd_flush_s
         flush = asyncio.gather(daemon.ssd.flush(seconds), daemon.objects.flush(seconds))
@@ -167,7 +167,7 @@ class Server:
 
 
 async def enter_cluster(daemon: Daemon[Any], urls: Sequence[str], tasks: Tasks) -> None:
-    """Become a member, and begin what a member does beside its requests. urls: where peers reach this node."""
+    """Become a member, and start a member's background tasks. urls: where peers reach this node."""
     await daemon.cluster.start(urls, daemon.local)
     daemon.ssd.begin()
     for work in (
@@ -183,7 +183,7 @@ async def enter_cluster(daemon: Daemon[Any], urls: Sequence[str], tasks: Tasks) 
 
 
 async def close(daemon: Daemon[Any]) -> None:
-    """End all parts but the transport, whoever uses another one first."""
+    """End all parts but the transport, users before the parts that they use."""
     await daemon.connections.close()
     daemon.requests.close()
     await daemon.engines.close()
@@ -199,7 +199,7 @@ async def close(daemon: Daemon[Any]) -> None:
 
 
 async def _reclaim_garbage(node: Node) -> None:
-    """Give slots of ended epochs back, and what is too much by a quota, a few at a time."""
+    """Free slots of ended epochs and blocks above quotas, a few at a time."""
     while True:
         node.ended_epochs.reclaim(GARBAGE_BLOCKS)
         more = node.quotas.tend(GARBAGE_BLOCKS)
@@ -217,7 +217,7 @@ def serve(config: DaemonConfig, ready: Callable[[Started], None] | None = None) 
 
 
 def _crash(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A callback raised what it should not have: the rules may be broken. End, rather than go on wrong.
+    """A callback raised an unexpected error: the rules may be broken. End the process.
 
     Clients see the socket close, and recompute; a supervisor starts a new incarnation.
     """
@@ -228,10 +228,10 @@ def _crash(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 def _tune_gc() -> None:
-    """Keep the cyclic collector from ever walking all long-lived objects.
+    """Keep the cyclic collector from walking long-lived objects.
 
     A full collection with a million blocks known stalls every request; blocks are untracked
-    (`gc=False`) and make no cycles, so only what is young is worth collecting.
+    (`gc=False`) and make no cycles, so only young objects are worth collecting.
     """
     gc.collect()
     gc.freeze()
@@ -246,8 +246,7 @@ def _lock(path: str, what: str) -> int:
         owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
         os.close(fd)
         raise AlreadyRunning(
-            f"another kvpool daemon (process {owner or 'unknown'}) uses the {what}. "
-            f"Stop it, or choose another path."
+            f"another kvpool daemon (process {owner or 'unknown'}) uses the {what}. Stop it, or choose another path."
         ) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -272,7 +271,7 @@ def _lock_data_dir(path: str) -> int:
 
 
 def _listen(path: str, mode: int) -> socket.socket:
-    """Bind the control socket. Whoever calls holds its lock, so a socket found there is a dead one's."""
+    """Bind the control socket. The caller holds its lock, so an existing socket is a dead daemon's."""
     try:
         if stat.S_ISSOCK(os.lstat(path).st_mode):
             os.unlink(path)
@@ -297,4 +296,4 @@ def _unlink_socket(path: str) -> None:
     try:
         os.unlink(path)
     except FileNotFoundError:
-        pass  # somebody tidied up before us
+        pass  # another process has removed it

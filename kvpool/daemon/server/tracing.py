@@ -1,7 +1,7 @@
-"""What this node does for a traced request: its handler, under a span.
+"""Runs a traced request's handler under a span.
 
-Only where traces are exported are handlers wrapped at all, and a request without a context costs one look at it then.
-What is done for the request further in finds the span by `kvpool.telemetry.spans.current`.
+Handlers are wrapped only if traces are exported, and a request without a context costs one check then.
+Code further in finds the span by `kvpool.telemetry.spans.current`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def traced(spans: Spans, name: str, handler: Handler) -> Handler:
 
 
 async def _run(span: Span, handler: Handler, holder: Holder, message: _Traced) -> Any:
-    """In a task of its own, even where there is nothing to wait for."""
+    """In a task of its own, even if there is nothing to wait for."""
     with working_for(span):
         try:
             answer = handler(holder, message)

@@ -1,4 +1,4 @@
-"""Work beside the requests: tasks that belong to somebody, and whose failure ends the process."""
+"""Background tasks with an owner, whose failure ends the process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def crash_if_failed(task: asyncio.Task[Any]) -> None:
-    """A done callback: what a task raises goes to the loop's handler, which ends the process.
+    """A done callback: passes a task's error to the loop's handler, which ends the process.
 
-    Errors that are expected are handled inside; any other one may mean that the rules are broken.
+    Expected errors are handled inside; any other one may mean that the rules are broken.
     """
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error
@@ -23,7 +23,7 @@ class Tasks:
         self._running: set[asyncio.Task[None]] = set()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run this."""
+        """Start this task."""
         task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
         task.add_done_callback(self._ended)

@@ -1,4 +1,4 @@
-"""The books of spare device memory: what lies in its slots, in this life of the process that owns it.
+"""The books of spare device memory: the contents of its slots, in this life of the owning process.
 
 The rules of its slots are those of memory: a `Node` of its own. All of it ends with the process that owns the
 memory, so a new life begins empty.
@@ -33,12 +33,13 @@ log = logging.getLogger("kvpool.daemon")
 
 GRAIN = 2 << 20  # parts of tenants are whole numbers of it
 PART_MIN = 20 << 20
-"""The smallest part on a CUDA device. Torch cuts smaller ones from allocations that they share, and whoever
-is handed a part can reach all of its allocation."""
+"""The smallest part on a CUDA device. Torch cuts smaller ones from shared allocations, and a client that
+gets a part can reach all of its allocation.
+"""
 
 
 class DeviceBooks:
-    """See the module. make_rules: rules of a tier, with nothing in them."""
+    """See the module. make_rules: rules of an empty tier."""
 
     def __init__(
         self,
@@ -51,7 +52,9 @@ class DeviceBooks:
         self.config = config
         self.state = TierState.OPENING
         self.error = ""
-        self.rules = make_rules()  # of this life of the process; those of a former one bind nobody
+        self.rules = (
+            make_rules()
+        )  # of this life of the process; those of an earlier one do not apply
         self._make_rules = make_rules
         self.clock = clock
         self.sizes: dict[str, int] = {}  # of each tenant's part
@@ -84,12 +87,12 @@ class DeviceBooks:
             self.sizes[tenant.name] = size
         if not any(self.sizes.values()):
             raise ConfigError(
-                f"device: {self.config.size} bytes of {self.config.device} leave no tenant a part of "
-                f"{PART_MIN >> 20} MiB: give it more, or none"
+                f"device: {self.config.size} bytes of {self.config.device} give no tenant a part of at least "
+                f"{PART_MIN >> 20} MiB: increase the size, or remove the setting"
             )
 
     def began(self, process: Device) -> None:
-        """A new life of the process serves; nothing is in its memory."""
+        """A new life of the process serves; its memory is empty."""
         self._renew()
         for name, size in self.sizes.items():
             if size:
@@ -99,7 +102,7 @@ class DeviceBooks:
         self.state, self.error = TierState.SERVING, ""
 
     def ended(self, error: str) -> None:
-        """The process is dead, or cannot be started: nothing is here any more."""
+        """The process is dead, or cannot be started: the tier is empty."""
         self._renew()
         self.state, self.error = TierState.FAILED, error
 
@@ -112,7 +115,7 @@ class DeviceBooks:
         self.rules.inventory.tell_of_end(former.inventory)
 
     def open(self, namespace: NamespaceState) -> NamespaceState | None:
-        """The rules' own state of a namespace; None where its blocks cannot be here."""
+        """The rules' own state of a namespace; None if its blocks cannot be here."""
         known = self.rules.namespaces.by_directory(namespace.directory_digest)
         if known is not None:
             return None if known.retired else known
@@ -128,19 +131,19 @@ class DeviceBooks:
         return state if state.epoch == namespace.epoch else None
 
     def table(self, table: PartTable) -> PartTable | None:
-        """What is here of a table in memory."""
+        """The state here of a table in memory."""
         space = self.rules.namespaces.by_directory(table.namespace.directory_digest)
         return None if space is None or space.retired else space.tables[table.part]
 
     def enter(self, namespace: NamespaceState) -> None:
-        """A namespace is in a new epoch: what was here of it is found no more."""
+        """A namespace is in a new epoch: its older blocks here are misses."""
         tenant = self.rules.tenants.get(namespace.tenant.name)
         epochs = None if tenant is None else tenant.epochs.get(namespace.base)
         if epochs is not None:
             self.rules.namespaces.set_epoch(epochs[-1], namespace.epoch, 0, namespace.generation)
 
     def promoted(self, table: PartTable) -> Mapping[bytes, Block]:
-        """What is here of a table in memory, by settled books."""
+        """The keys here of a table in memory, after `settle`."""
         own = self.table(table)
         return own.blocks if own is not None and own.stride == table.stride else {}
 
@@ -189,5 +192,5 @@ class DeviceBooks:
 
     @property
     def life(self) -> int:
-        """Of the process that serves; 0: none does."""
+        """The life of the serving process; 0: none."""
         return 0 if self.process is None else self.process.life

@@ -1,4 +1,4 @@
-"""What is copied from memory to the device: what this node's engines read again, from a bounded queue.
+"""Copies from memory to the device: blocks that this node's engines read again, from a bounded queue.
 
 Event loop only.
 """
@@ -40,14 +40,14 @@ from kvpool.wire import worker as worker_wire
 
 log = logging.getLogger("kvpool.daemon")
 
-QUEUED_MAX = 1 << 16  # blocks that were read and may be copied up
+QUEUED_MAX = 1 << 16  # blocks that were read and may be copied to the device
 ORDER_BLOCKS, ORDER_BYTES = 256, 16 << 20  # in one order
 HELD_SHARE = 1 / 32  # of a segment, in one order
 PROMOTE_S = 30.0
 
 
 class DevicePromotion:
-    """Copies to the device, whose books it keeps."""
+    """Copies to the device, and updates its books."""
 
     def __init__(self, books: DeviceBooks, tasks: Tasks) -> None:
         self._books = books
@@ -64,7 +64,7 @@ class DevicePromotion:
         return self._queued
 
     def was_read(self, lease: Lease) -> None:
-        """An engine of this node reads these. Never waits; what finds the queue full is not copied up."""
+        """An engine of this node reads these. Never waits; blocks are skipped when the queue is full."""
         if self._books.state is not TierState.SERVING:
             return
         for _, blocks in lease.parts.values():
@@ -108,7 +108,7 @@ class DevicePromotion:
     async def _promote(
         self, process: Device, rules: Node, space: NamespaceState, held: Sequence[Block]
     ) -> None:
-        """Copy up what is not here; what is here counts as used."""
+        """Copy missing blocks to the device; those that are there count as used."""
         if rules is not self._books.rules:
             return
         table, holder = held[0].table, self._books.holders[space.tenant.name]
@@ -119,7 +119,7 @@ class DevicePromotion:
             try:
                 rules.puts.reserve(holder, space, table.part, ticket, keys)
             except (PoolFull, LimitExceeded, StaleEpoch, InvalidRequest):
-                return  # no room that could be made, or the epoch has just ended
+                return  # no room, or the epoch has just ended
             reservation = holder.reservations.get(ticket)
             if reservation is None:
                 return
@@ -134,7 +134,7 @@ class DevicePromotion:
                     PROMOTE_S,
                 )
             )
-            # What was removed meanwhile is not to be found again.
+            # Blocks removed meanwhile must not be found again.
             kept = [
                 (index, block)
                 for index, block in zip(reservation.indices, chosen, strict=True)

@@ -1,9 +1,9 @@
-"""A tier of spare device memory on this node: what is copied up to it, and what it gives back.
+"""A tier of spare device memory on this node.
 
-Blocks that this node's engines read again are copied up in the background, from a bounded queue. Memory may
-then give up its copy as any other. Clients that have attached to the device read there directly, by leases on both
-(`DeviceTier.acquire`). For others, and for peers, what is only on the device comes back through memory:
-the fetcher fetches it as it fetches from disks.
+Blocks that this node's engines read again are copied to it in the background, from a bounded queue. Memory may
+then evict its replica as any other. Clients that have attached to the device read there directly, by leases on
+both (`DeviceTier.acquire`). For others, and for peers, blocks only on the device come back through memory: the
+fetcher fetches them as it fetches from disks.
 
 The rules of its slots are those of memory: a `Node` of its own. All of it ends with the process that owns the
 memory, so a new life begins empty.
@@ -58,11 +58,9 @@ TIDY_EVERY_S = 1.0
 
 
 def check_environment() -> None:
-    """Raises `ConfigError` where there can be no such tier."""
+    """Raises `ConfigError` if there can be no such tier."""
     if find_spec("torch") is None:
-        raise ConfigError(
-            "device: a segment of device memory needs torch in the daemon's environment"
-        )
+        raise ConfigError("device: device memory needs torch in the daemon's environment")
 
 
 class DeviceTier(DeviceBooks):
@@ -82,7 +80,7 @@ class DeviceTier(DeviceBooks):
         self.was_read, self.store = promotion.was_read, promotion.store
 
     def start(self, segments: Mapping[int, Segment]) -> None:
-        """Run the process. The node serves meanwhile, and when it cannot be started.
+        """Start the process. The node serves meanwhile, and also if the process cannot be started.
 
         segments: of the tenants, by number.
         """
@@ -95,7 +93,7 @@ class DeviceTier(DeviceBooks):
         self.begin()
 
     def begin(self) -> None:
-        """Begin what is done beside the requests."""
+        """Start the background tasks."""
         self._tasks.begin(self._promotion.run())
         self._tasks.begin(self._tidy())
 
@@ -114,15 +112,16 @@ class DeviceTier(DeviceBooks):
         self.ended("it is closed")
 
     async def _tidy(self) -> None:
-        """Give slots of ended epochs back."""
+        """Free slots of ended epochs."""
         while True:
             await asyncio.sleep(TIDY_EVERY_S)
             await give_garbage_back(self.rules)
 
     async def export(self, tenant: Tenant) -> tuple[bytes, int, int] | None:
-        """A handle of the tenant's part, of which life it is, and what tells of that one's end.
+        """A handle of the tenant's part, its life, and the descriptor that signals that life's end.
 
-        The descriptor is the tier's, and good until the event loop goes on. None if there is nothing to attach to.
+        The descriptor is the tier's, and valid until the event loop continues. None if there is nothing to attach
+        to.
         """
         process = self.process
         if process is None or not self.sizes.get(tenant.name):
@@ -131,7 +130,9 @@ class DeviceTier(DeviceBooks):
             handle = await process.export(tenant.segment)
             life_fd = process.life_fd
         except KvpoolError as error:
-            log.warning("memory of %s was not handed to a client: %s", self.config.device, error)
+            log.warning(
+                "a client did not get access to the memory of %s: %s", self.config.device, error
+            )
             return None
         return (handle, process.life, life_fd) if process is self.process else None
 
@@ -144,10 +145,10 @@ class DeviceTier(DeviceBooks):
         lease_s: float,
         now: float,
     ) -> Lease | None:
-        """As `Leases.acquire` of memory, for a client that reads the device by itself: a lease on both.
+        """As `Leases.acquire` of memory, for a client that reads the device itself: a lease on both.
 
-        What is on the device is leased there, whether it is in memory as well or not. What is leased here
-        ends with the lease, however that does.
+        Blocks on the device are leased there, even if they are in memory as well. The device lease
+        ends with the memory lease, however that ends.
         """
         rules, node, life = self.rules, self.node, self.life
         node.settle()
@@ -171,7 +172,7 @@ class DeviceTier(DeviceBooks):
         own = self.holders[namespace.tenant.name]
         try:
             direct = rules.leases.lease(own, chosen, n, None, now)
-        except LimitExceeded:  # very many readers of the device at a time: then without
+        except LimitExceeded:  # with very many readers of the device: memory only
             return node.leases.acquire(holder, namespace, parts, keys, lease_s, now)
         try:
             lease = node.leases.lease(holder, below, n, lease_s, now)
@@ -231,12 +232,12 @@ class DeviceTier(DeviceBooks):
         return worker_wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
 
     def record(self) -> TierRecord:
-        """The tier as others are told of it."""
+        """The tier as announced to others."""
         size, used, _ = self.occupancy()
         return TierRecord("device", size, used)
 
     def stats(self) -> dict[str, Any]:
-        """Plain values, by the names that disks have for theirs."""
+        """Plain values, with the same names as for disks."""
         return {
             "path": self.config.device,
             "state": str(self.state),

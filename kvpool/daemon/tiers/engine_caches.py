@@ -1,15 +1,15 @@
-"""What this node's engines hold in caches of their own, by their KV events: tier `gpu`.
+"""The blocks in this node's engines' own caches, from their KV events: tier `gpu`.
 
-An engine's plugin tells where its engine publishes (`kvpool.wire.client.FollowEvents`), and that holds until the client's
-process ends. Events name blocks by 8 bytes and say nothing of namespaces: the namespace is the one that the
-plugin told of, and the key behind 8 bytes is known once a client has asked for it, stored it, or the pool
-had it already. So a block is announced as soon as both have come, the event and the key, in any order.
+An engine's plugin names the address of its events (`kvpool.wire.client.FollowEvents`), valid until the client's
+process ends. Events name blocks by 8 bytes and contain no namespace: the namespace is the one that the
+plugin named, and the key behind 8 bytes is known once a client has requested or stored it, or the pool
+had it already. So a block is announced as soon as both have arrived, the event and the key, in any order.
 
 A block is here if any engine of its namespace has it, and it is a hint: nothing is leased or read by it. With
 several ranks, the scheduler's events stand for all of them: a group of the engine's cache is that group's
-part on each rank. An engine whose weights the namespace's epoch is not of any more counts nowhere.
+part on each rank. An engine with weights of another epoch is ignored.
 
-All but the notes that requests leave (`saw`) is done by one task, a few hundred blocks at a time. Event loop
+Except for the notes of requests (`saw`), all is done by one task, a few hundred blocks at a time. Event loop
 only.
 """
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvpool.daemon")
 
-SLICE_BLOCKS = 256  # looked at before other tasks have their turn
-LINGER_S = 0.002  # keys that are seen together are looked at together
+SLICE_BLOCKS = 256  # handled before other tasks have their turn
+LINGER_S = 0.002  # keys that are seen together are handled together
 SEEN_KEYS_MAX = 1 << 19  # of one namespace; some 200 bytes each
-NOTED_BYTES_MAX = 4 << 20  # keys that requests have named and nobody has looked at yet
+NOTED_BYTES_MAX = 4 << 20  # keys named by requests and not handled yet
 FORMER_MAX = 8  # epochs that have ended and whose entries are being withdrawn
 WALK_ROWS = 1 << 40  # cursors of one namespace
 NO_PYZMQ = (
@@ -49,11 +49,11 @@ NO_PYZMQ = (
 )
 
 Subscribe = Callable[[str, str, str, Callable[[], None]], "EventSubscriber"]
-"""(endpoint, replay endpoint or empty, topic, what to call when there is news) → what follows them."""
+"""(endpoint, replay endpoint or empty, topic, callback for news) → the subscriber."""
 
 
 def zmq_subscribe(clock: Callable[[], float]) -> Subscribe | None:
-    """How engines' events are followed; None where pyzmq is not installed."""
+    """How engines' events are followed; None if pyzmq is not installed."""
     try:
         from kvpool.placement.kv_events.subscriber import EngineSource, EventSubscriber
     except ModuleNotFoundError as error:
@@ -71,9 +71,9 @@ def zmq_subscribe(clock: Callable[[], float]) -> Subscribe | None:
 
 
 class _Engine:
-    """One engine that is followed.
+    """One followed engine.
 
-    opened: the namespace as its client opened it. space: None while its weights are not the epoch's.
+    opened: the namespace as its client opened it. space: None while its weights are not of the epoch.
     groups: bit of a group in the events → mask of its parts.
     """
 
@@ -117,11 +117,11 @@ class _Engine:
 
 
 class _Space:
-    """A namespace with engines: the keys that were seen of it, and those that engines hold.
+    """A namespace with engines: its known keys, and those that engines hold.
 
-    number: grows from one to the next. namespace: its living epoch. former: epochs that have ended, in which
-    what is held was announced. swept: the next row to look at again, since an engine or an epoch has ended,
-    or an engine has lost track; None: there is no need.
+    number: grows from one to the next. namespace: its living epoch. former: ended epochs, in which
+    blocks were announced. swept: the next row to check again, because an engine or an epoch has ended,
+    or an engine has missed events; None: not needed.
     """
 
     def __init__(self, number: int, namespace: NamespaceState, seeding: Iterator[None]) -> None:
@@ -132,10 +132,10 @@ class _Space:
         self.seen = SeenKeys(SEEN_KEYS_MAX)
         self.seeding: Iterator[None] | None = seeding
         self.swept: int | None = None
-        # A held key keeps its row, so that a walk meets it. `SeenKeys` may have forgotten it.
+        # A held key keeps its row, so that a walk visits it. `SeenKeys` may have forgotten it.
         self.rows: list[bytes | None] = []
         self.free: list[int] = []
-        self.held: dict[int, int] = {}  # row, by what events call the block
+        self.held: dict[int, int] = {}  # row, by the event's block hash
 
     def masks(self, keys: Sequence[bytes]) -> list[int]:
         """The parts of each key that any engine holds."""
@@ -153,7 +153,7 @@ class _Space:
         return masks
 
     def keys_of(self, hashes: Sequence[int]) -> dict[int, bytes]:
-        """The keys behind what events say, by that, where they are known."""
+        """The known keys of event hashes, by hash."""
         keys = {}
         for short, seen in zip(hashes, self.seen.keys_of(hashes), strict=True):
             row = self.held.get(short)
@@ -163,7 +163,7 @@ class _Space:
         return keys
 
     def look_again(self, keys: dict[int, bytes]) -> list[bytes]:
-        """Note which of these, by their hashes, are held now; those of which there is something to tell."""
+        """Update which of these, by their hashes, are held now; returns those to announce."""
         told = []
         for (short, key), mask in zip(keys.items(), self._masks_of(list(keys)), strict=True):
             row = self.held.get(short)
@@ -191,8 +191,8 @@ class _Space:
 class Engines:
     """See the module. `Holdings` of tier gpu for `Cluster`.
 
-    begin: called when the first engine is followed. tiers: what the pool has, gone through for keys when a
-    namespace gets its first engine. subscribe: None where pyzmq is not installed.
+    begin: called when the first engine is followed. tiers: the pool's, walked for keys when a
+    namespace gets its first engine. subscribe: None if pyzmq is not installed.
     """
 
     def __init__(
@@ -231,9 +231,9 @@ class Engines:
     def follow(
         self, holder: Holder, namespace: NamespaceState, told: client_wire.FollowEvents
     ) -> bool:
-        """A client tells of its engine; whether its events are followed now.
+        """A client announces its engine's events; returns whether they are followed now.
 
-        Raises `InvalidRequest` for what cannot be followed, `LimitExceeded` for one too many.
+        Raises `InvalidRequest` for addresses that cannot be followed, `LimitExceeded` for one too many.
         """
         if not told.endpoint:
             self.forget(holder)
@@ -254,15 +254,14 @@ class Engines:
                 return not known.error
             self._drop(known)
             engine.subscriber, engine.task = known.subscriber, known.task
-            # Engines empty their caches before they change namespaces, and say so a little later.
+            # Engines clear their caches before they change namespaces, and report it a little later.
             if (blocks := engine.blocks) is not None:
                 blocks.clear(complete=False)
         else:
             self.forget(holder)
         if len(self._engines) >= self._config.engines_max:
             raise LimitExceeded(
-                f"the events of {len(self._engines)} engines are followed on this node, the limit "
-                f"(engines_max)"
+                f"the KV events of {len(self._engines)} engines are followed on this node, the limit (engines_max)"
             )
         self._engines[id(holder)] = engine
         self._join(engine)
@@ -275,7 +274,7 @@ class Engines:
         return True
 
     def _start(self, engine: _Engine, subscribe: Subscribe) -> None:
-        # Asked for by the holder: an engine that changes its namespace keeps its subscriber.
+        # Identified by holder: an engine that changes its namespace keeps its subscriber.
         key = id(engine.holder)
 
         def changed() -> None:
@@ -304,7 +303,7 @@ class Engines:
         return id(holder) in self._engines
 
     def forget(self, holder: Holder) -> None:
-        """A client has ended, or its engine has: what it held is withdrawn."""
+        """The client or its engine has ended: its blocks are withdrawn."""
         engine = self._engines.get(id(holder))
         if engine is None:
             return
@@ -320,7 +319,7 @@ class Engines:
         self._leave(engine)
 
     async def close(self) -> None:
-        """Follow nobody any more."""
+        """Stop following all engines."""
         for engine in list(self._engines.values()):
             self.forget(engine.holder)
         await self._tasks.end()
@@ -349,7 +348,7 @@ class Engines:
             self._awake.set()
 
     def enter(self, living: NamespaceState) -> None:
-        """A namespace is in a new epoch. Engines that go on in it still have what they had."""
+        """A namespace is in a new epoch. Engines that continue in it keep their blocks."""
         for space in self._spaces.values():
             was = space.namespace
             if was.tenant is living.tenant and was.base == living.base:
@@ -370,7 +369,7 @@ class Engines:
     # ---- what requests leave behind ----------------------------------------------------------------
 
     def saw(self, namespace: NamespaceState, packed: bytes) -> None:
-        """A client has named these keys. Only a note is made of it, none when too many wait."""
+        """A client has named these keys. They are only queued, and dropped when too many wait."""
         space = self._spaces.get(namespace)
         if space is None or len(packed) % KEY_BYTES:
             return
@@ -393,7 +392,7 @@ class Engines:
                 await asyncio.sleep(LINGER_S)
 
     def _step(self) -> bool:
-        """Do a little of what is to be done; whether there was something."""
+        """Do some pending work; returns whether there was any."""
         if self._dirty:
             self._take_events(next(iter(self._dirty)))
             return True
@@ -435,7 +434,7 @@ class Engines:
             self._noted_at = 0
 
     def _seed(self, space: _Space) -> Iterator[None]:
-        """Learn the keys that the pool has of a namespace."""
+        """Learn the pool's keys of a namespace."""
         for tier in self._tiers:
             cursor: int | None = 0
             while cursor is not None:
@@ -446,7 +445,7 @@ class Engines:
                 yield
 
     def _sweep(self, space: _Space, first: int) -> None:
-        """Look again at what is held, and withdraw what was announced in epochs that have ended."""
+        """Check held blocks again, and withdraw announcements in ended epochs."""
         rows = space.rows[first : first + SLICE_BLOCKS]
         self._look_again(space, {short_hash(key): key for key in rows if key is not None})
         if first + len(rows) < len(space.rows):

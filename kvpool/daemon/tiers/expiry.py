@@ -1,9 +1,9 @@
-"""Blocks that were not used for as long as their namespace says (`ttl_s`) are dropped.
+"""Drops blocks that were not used for their namespace's time to live (`ttl_s`).
 
-Nothing is noted when a block is used but the tick that is noted anyway. For each namespace with a time to
-live, a few samples say which tick it was how long ago; now and then its blocks are looked at, a few at a
-time. So a block goes between `ttl_s` and about a tenth more after its last use, in each tier by itself:
-a read from memory is no use of the copy on disk. Event loop only.
+Nothing extra is recorded when a block is used. For each namespace with a time to
+live, a few samples map ticks to times; from time to time its blocks are examined, a few at a
+time. So a block is dropped between `ttl_s` and about a tenth more after its last use, in each tier separately:
+a read from memory does not count as a use of the replica on disk. Event loop only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvpool.daemon.core.node import Node
 
 LOOK_S = 1.0
 SAMPLES = 16  # in a time to live
-BLOCKS_S = 50_000  # looked at in a second, on average
+BLOCKS_S = 50_000  # examined in a second, on average
 TOGETHER = 200  # in one go: about a tenth of a millisecond
 
 
 class Watch:
-    """A namespace's ticks of late, and when its blocks are looked at next."""
+    """A namespace's recent ticks, and the time of its next pass."""
 
     __slots__ = ("due", "samples")
 
@@ -31,7 +31,7 @@ class Watch:
         self.samples: deque[tuple[float, int]] = deque()
 
     def note(self, now: float, tick: int, ttl_s: float) -> int | None:
-        """The tick up to which a use is too long ago; None while nothing can be."""
+        """The tick up to which a use is too old; None while none can be."""
         samples = self.samples
         samples.append((now, tick))
         while len(samples) > 1 and samples[1][0] <= now - ttl_s:
@@ -41,7 +41,7 @@ class Watch:
 
 
 class Expiry:
-    """See the module. nodes: the rules of all tiers. ttl_s: of a namespace, seconds; 0: for ever."""
+    """See the module. nodes: the rules of all tiers. ttl_s: of a namespace, seconds; 0: no expiry."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Expiry:
             self._watches = watches
 
     async def _look(self, node: Node, tenant: Tenant, old: Mapping[NamespaceState, int]) -> int:
-        """Drop what was used last up to each namespace's tick; how many blocks were looked at."""
+        """Drop blocks last used before each namespace's tick; returns how many blocks were examined."""
         seen = 0
         cursor: int | None = 0
         while cursor is not None:

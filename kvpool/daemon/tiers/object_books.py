@@ -1,7 +1,7 @@
-"""What reads, writes and scans of object storage share: the process that serves, and the catalog.
+"""State shared by reads, writes and scans of object storage: the serving process, and the catalog.
 
 The catalog is a hint. An object that is gone, or holds something else, is a miss, and its entry is dropped.
-An entry carries a seal made with the cluster's secret, so that whoever can write to Redis cannot pass off one
+An entry carries a seal made with the cluster's secret, so that nobody who can write to Redis can pass off one
 block as another.
 
 Event loop only.
@@ -38,7 +38,7 @@ LOCATION_BYTES = LOCATION.itemsize
 
 
 class PackRecord(msgspec.Struct, array_like=True, frozen=True):
-    """What a pack says of its blocks' namespace. ttl_s: of its settings then."""
+    """A pack's record of its blocks' namespace. ttl_s: from its settings then."""
 
     tenant: str
     base: bytes
@@ -47,7 +47,7 @@ class PackRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ObjectBooks:
-    """See the module. catalog: its own from now on."""
+    """See the module. catalog: owned from now on."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ObjectBooks:
         self.clock = clock
         self.storage: ObjectStorage | None = None
         self.tasks = Tasks()
-        self.stocked = False  # what this node wrote in former lives is known, and its size counts
+        self.stocked = False  # this node's earlier packs are known, and their size counts
         self.retry = Backoff(*RETRY_S)
         self.said: dict[str, Any] = {}
         self._seal_key = hashlib.sha256(
@@ -77,7 +77,7 @@ class ObjectBooks:
             "written_bytes": 0,
             "read_blocks": 0,
             "read_bytes": 0,
-            "known_blocks": 0,  # not written, since they were there already
+            "known_blocks": 0,  # not written, because they were there already
             "stale_blocks": 0,  # whose object was gone
             "mismatches": 0,
             "read_errors": 0,
@@ -102,7 +102,7 @@ class ObjectBooks:
         return self.state is ObjectTierState.SERVING and self.stocked
 
     async def find(self, digest: bytes, part: int, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The locations of blocks. What was not sealed by this cluster is none. Raises `Unavailable`."""
+        """The locations of blocks. Entries without this cluster's seal are ignored. Raises `Unavailable`."""
         found: list[bytes | None] = []
         for at in range(0, len(keys), BATCH_MAX):
             some = keys[at : at + BATCH_MAX]
@@ -111,13 +111,13 @@ class ObjectBooks:
                 location = None if entry is None else entry[:LOCATION_BYTES]
                 sealed = location is not None and self.seal(digest, part, key, location) == entry
                 found.append(location if sealed else None)
-            await asyncio.sleep(0)  # the seals of so many take milliseconds
+            await asyncio.sleep(0)  # verifying this many seals takes milliseconds
         return found
 
     async def enlist(
         self, digest: bytes, part: int, keys: Sequence[bytes], packed: bytes, ttl_s: float
     ) -> None:
-        """Have the catalog know where blocks are. packed: their locations. Raises `Unavailable`."""
+        """Record in the catalog where blocks are. packed: their locations. Raises `Unavailable`."""
         entries = [
             self.seal(digest, part, key, packed[at * LOCATION_BYTES : (at + 1) * LOCATION_BYTES])
             for at, key in enumerate(keys)
@@ -134,7 +134,7 @@ class ObjectBooks:
     async def unlist(
         self, digest: bytes, part: int, keys: Sequence[bytes], packs: Sequence[bytes]
     ) -> None:
-        """These blocks are not in these objects any more. Best effort: an entry too many is a miss later."""
+        """These blocks are no longer in these objects. Best effort: a stale entry is a miss later."""
         try:
             await self.drop(digest, part, keys, packs)
         except Unavailable:
@@ -162,7 +162,7 @@ class ObjectBooks:
         if self.state is ObjectTierState.FAILED:
             return
         if self.state is ObjectTierState.FAILING and not self.retry.due(self.clock()):
-            return  # it was known already, and is to be tried again in time
+            return  # it was known already, and is retried in time
         if self.state is not ObjectTierState.FAILING:
             log.warning(
                 "object storage at %s fails: %s",
@@ -170,6 +170,6 @@ class ObjectBooks:
                 error,
                 extra={"object_store": self.config.object_store},
             )
-            self.error = error  # of the first one: later ones may only say that it is left alone
+            self.error = error  # of the first one: later ones may only be back-off
         self.state = ObjectTierState.FAILING
         self.retry.failed(self.clock())

@@ -1,4 +1,4 @@
-"""What is in object storage of a block, and how it gets to memory.
+"""Lookups of blocks in object storage, and reads into memory.
 
 Event loop only.
 """
@@ -79,7 +79,7 @@ class ObjectReader:
             raise Unavailable(f"object storage is {self._books.state}: {self._books.error}")
         digest, started = namespace.directory_digest, self._books.clock()
         try:
-            # The process would not answer before the deadline for what waits there for a thread.
+            # The process would not answer before the deadline while requests wait for its threads.
             async with asyncio.timeout(seconds):
                 await self._reads.acquire()
         except TimeoutError:

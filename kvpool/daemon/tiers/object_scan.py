@@ -1,4 +1,4 @@
-"""What this node and others have left in object storage: it is listed, and objects of ended epochs are deleted.
+"""Lists the objects of this node and others, and deletes those of ended epochs.
 
 Event loop only.
 """
@@ -28,14 +28,14 @@ log = logging.getLogger("kvpool.daemon")
 TEND_S = 2.0
 LISTEN_S = 1.0
 CHECK_S, LIST_S, DROP_S = 10.0, 600.0, 60.0
-SCAN_S, SCAN_ALONE_S = 86_400.0, 600.0  # between scans; with others whose catalog we do not see
-SCAN_PAUSE_S = 60.0  # at least, should the catalog lose everything again and again
+SCAN_S, SCAN_ALONE_S = 86_400.0, 600.0  # between scans; if others use a separate catalog
+SCAN_PAUSE_S = 60.0  # at least, even if the catalog is lost repeatedly
 GARBAGE_MAX = 1024  # ended epochs whose objects are to be deleted
 SCAN_CHORE = "store"
 
 
 class ObjectScan:
-    """Looks after object storage."""
+    """Scans and cleans object storage."""
 
     def __init__(self, books: ObjectBooks) -> None:
         self._books = books
@@ -48,7 +48,7 @@ class ObjectScan:
         return len(self._garbage)
 
     def enter(self, namespace: NamespaceState) -> None:
-        """A namespace is in a new epoch: the objects of the former ones are garbage."""
+        """A namespace is in a new epoch: objects of the former ones are garbage."""
         for former in namespace.tenant.epochs[namespace.base][:-1]:
             self._throw_away(former.directory_digest)
 
@@ -57,7 +57,7 @@ class ObjectScan:
             self._garbage[digest] = None
 
     async def tend(self) -> None:
-        """Know whether object storage answers, what is in it, and have it rid of garbage."""
+        """Keep checking availability, listing objects, and deleting garbage."""
         while True:
             storage = self._books.storage
             if storage is not None and self._books.retry.due(self._books.clock()):
@@ -73,7 +73,7 @@ class ObjectScan:
             await asyncio.sleep(TEND_S)
 
     async def _take_stock(self, storage: ObjectStorage) -> None:
-        """List this node's own objects once a life, and all of them when the catalog lacks some."""
+        """List this node's own objects once per life, and all of them when the catalog lacks some."""
         everything = await self._must_scan()
         if self._books.stocked and not everything:
             return
@@ -90,11 +90,13 @@ class ObjectScan:
                     await self._enter(*pack)
             except Unavailable:
                 self._books.counters["lookups_failed"] += (
-                    1  # of the catalog; begun anew when it answers
+                    1  # of the catalog; renewed when it answers
                 )
                 return
             first = False
-            await asyncio.sleep(self._books.clock() - started)  # half of its time is others'
+            await asyncio.sleep(
+                self._books.clock() - started
+            )  # half of its time is for other requests
         self._books.stocked = self._books.storage is storage
         if everything and self._books.stocked:
             self._scan_at = self._books.clock() + SCAN_PAUSE_S
@@ -117,7 +119,7 @@ class ObjectScan:
     async def _enter(
         self, digest: bytes, part: int, data: bytes, age_s: float, packed: bytes, locations: bytes
     ) -> None:
-        """A pack, or a piece of one, was found: list it, unless its epoch is over. Raises `Unavailable`."""
+        """A pack, or a piece of one, was found: record it, unless its epoch is over. Raises `Unavailable`."""
         try:
             record = msgspec.msgpack.decode(data, type=PackRecord)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -147,7 +149,7 @@ class ObjectScan:
             self._garbage.pop(digest, None)
 
     async def listen(self) -> None:
-        """Know what the process counts."""
+        """Fetch the process's statistics."""
         while True:
             storage = self._books.storage
             if storage is not None:

@@ -1,7 +1,7 @@
 """Object storage, below all other tiers.
 
-It is cold, and shared by the nodes of a cluster: what one has written, all find by the catalog, also when the
-one has died. The fetcher fetches from here as from one more node.
+It is cold, and shared by the nodes of a cluster: all nodes find a node's objects by the catalog, even after it
+has died. The fetcher fetches from it as from another node.
 
 Event loop only.
 """
@@ -32,9 +32,9 @@ log = logging.getLogger("kvpool.daemon")
 
 
 class ObjectTier(ObjectBooks):
-    """A `SharedTier`; see the module. Without a URL in the configuration there is nothing here, and nothing is done.
+    """A `SharedTier`; see the module. Without a URL in the configuration it is empty, and does nothing.
 
-    catalog: the tier's from now on.
+    catalog: owned by the tier from now on.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ObjectTier(ObjectBooks):
     async def start(self, segments: Mapping[int, Segment]) -> None:
         """Start the process. Raises `ConfigError` for settings that can never work.
 
-        Object storage that does not answer is logged, and tried again now and then.
+        Object storage that does not answer is logged, and retried periodically.
         """
         config = self.config
         if not config.object_store:
@@ -75,7 +75,7 @@ class ObjectTier(ObjectBooks):
         self.begin()
 
     def begin(self) -> None:
-        """Begin what is done beside the requests."""
+        """Start the background tasks."""
         for work in (self._writer.run(), self._scan.tend(), self._scan.listen()):
             self.tasks.begin(work)
 
@@ -102,7 +102,7 @@ class ObjectTier(ObjectBooks):
         )
 
     def stats(self) -> list[dict[str, Any]]:
-        """Plain values; empty without object storage. What is used counts this node's objects only."""
+        """Plain values; empty without object storage. Usage counts this node's objects only."""
         if not self.config.object_store:
             return []
         said = self.said
@@ -128,6 +128,6 @@ class ObjectTier(ObjectBooks):
 
 
 def folder_url(config: DaemonConfig) -> str:
-    """Where the objects lie: nodes share a folder only if they agree about the epochs of namespaces."""
+    """The folder of the objects: nodes share one only if they agree about the epochs of namespaces."""
     folder = f"cluster/{config.cluster}" if config.join else f"node/{config.cluster}/{config.node}"
     return f"{config.object_store.rstrip('/')}/{folder}"

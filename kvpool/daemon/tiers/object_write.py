@@ -1,7 +1,7 @@
-"""What is written to object storage and when, and what is found there no more.
+"""Which blocks are written to object storage and when, and removal of entries.
 
-Written is what memory is about to give up and somebody has read again since it was put. Every block that was ever
-read again lies in memory after its last use, whichever tier it came from, so this misses nothing; and a put or an
+A block is written if memory is about to evict it and it was read again after its put. Every block that was ever
+read again is in memory after its last use, whichever tier it came from, so none is missed; and a put or an
 eviction never waits for it.
 
 Event loop only.
@@ -37,13 +37,13 @@ from kvpool.wire import storage as storage_wire
 
 log = logging.getLogger("kvpool.daemon")
 
-PACK_BYTES = 16 << 20  # in one order, and about what an object holds
+PACK_BYTES = 16 << 20  # in one order, and about the size of an object
 WRITES_MAX = 2  # orders to write at a time
 HELD_SHARE = 1 / 16  # of a segment, in all orders
-COLD_SHARE = 1 / 4  # of a segment: its cold end, of which what is worth it is written
+COLD_SHARE = 1 / 4  # of a segment: its cold end, of which blocks worth it are written
 LOOK_BLOCKS = 4096  # of the cold end, in one look
 LOOK_S = 0.5
-AGE_S = 10.0  # blocks wait so long for others to share an object with
+AGE_S = 10.0  # how long blocks wait for others to share an object with
 PUT_S = 60.0  # for one order to write
 FORGET_S = 60.0
 
@@ -71,13 +71,13 @@ class ObjectWriter:
         table = block.table
         return (
             block not in self._orders
-            and not block.secondary  # whoever keeps it writes it
+            and not block.secondary  # the node that keeps it writes it
             and worth_keeping(block.put, block.used, block.kept)
             and self.mode(table.namespace) is not WriteMode.NONE
         )
 
     async def run(self) -> None:
-        """Have what memory gives up next in object storage before it goes, as far as that is worth it."""
+        """Write memory's next victims to object storage before their eviction, if they are worth it."""
         while True:
             await asyncio.sleep(LOOK_S)
             if not self._books.may_write():
@@ -96,8 +96,8 @@ class ObjectWriter:
                         await self._orders.begin(partial(self._choose, self._is_worthy, batch))
 
     def _cold(self, tenant: Tenant) -> list[Block]:
-        """What is worth writing of the cold end of a segment."""
-        found: dict[Block, None] = {}  # where a namespace has a quota, its blocks may be met twice
+        """The blocks worth writing at the cold end of a segment."""
+        found: dict[Block, None] = {}  # if a namespace has a quota, its blocks may be visited twice
         for _, free, victims, held in self._books.node.candidates.next_victims(
             tenant, LOOK_BLOCKS, COLD_SHARE
         ):
@@ -106,7 +106,7 @@ class ObjectWriter:
         return list(found)
 
     async def store(self, blocks: Sequence[Block]) -> bytes:
-        """See `Tier`. What the catalog knows already is not written once more."""
+        """See `Tier`. Blocks in the catalog are not written again."""
         said: dict[Block, int] = {}
 
         def choose(batch: Sequence[Block]) -> Order | None:
@@ -114,7 +114,7 @@ class ObjectWriter:
 
         await self._orders.store(_chained(blocks), choose)
         for batch in self._orders.batches([block for block in blocks if block not in said]):
-            await self._not_there(batch[0].table, batch, said)  # others may have written it
+            await self._not_there(batch[0].table, batch, said)  # other nodes may have written it
         return bytes([self._stored(block, said) for block in blocks])
 
     @staticmethod
@@ -128,9 +128,9 @@ class ObjectWriter:
         blocks: Sequence[Block],
         said: dict[Block, int] | None = None,
     ) -> Order | None:
-        """What is to be written now of blocks of one table. said: takes what has become of each."""
+        """The blocks of one table to write now. said: receives the status of each."""
         table = blocks[0].table
-        # They may have gone, or been written, meanwhile.
+        # They may be gone, or written, meanwhile.
         blocks = [b for b in blocks if table.blocks.get(b.key) is b and wanted(b)]
         storage = self._books.storage
         if not blocks or storage is None or not self._books.may_write():
@@ -155,7 +155,7 @@ class ObjectWriter:
     async def _not_there(
         self, table: PartTable, blocks: Sequence[Block], said: dict[Block, int]
     ) -> list[Block]:
-        """Those that the catalog does not know; none when it does not answer: they are looked at again."""
+        """Those that the catalog does not have; none if it does not answer: they are checked again later."""
         ticks = [block.used for block in blocks]
         keys = [block.key for block in blocks]
         try:
@@ -180,9 +180,9 @@ class ObjectWriter:
         ticks: Sequence[int],
         kept: storage_wire.ObjectsPut,
     ) -> None:
-        """Make what was written findable, and what made way for it be found no more."""
+        """Record written blocks in the catalog, and remove those of deleted packs."""
         namespace = table.namespace
-        # What was removed meanwhile is not to be found again.
+        # Blocks removed meanwhile must not be found again.
         done = [
             at
             for at, status in enumerate(kept.status)
@@ -214,17 +214,17 @@ class ObjectWriter:
                 await self._books.unlist(namespace.directory_digest, table.part, gone_keys, packs)
         except Unavailable:
             self._books.counters["unlisted_blocks"] += len(keys)
-            self._books.stocked = False  # they are listed when this node looks at its own once more
+            self._books.stocked = False  # they are listed when this node scans its own again
 
     async def _made_way(self, kept: storage_wire.ObjectsPut) -> None:
-        """What was in packs that went is found no more."""
+        """Remove the entries of deleted packs."""
         self._books.counters["dropped_packs"] += len(kept.dropped)
         for digest, part, pack, packed in kept.dropped:
             gone = split_keys(packed)
             await self._books.unlist(digest, part, gone, [pack] * len(gone))
 
     async def remove(self, namespace: NamespaceState, packed: bytes) -> int:
-        """See `SharedTier`. Their bytes go when little else in their objects is wanted."""
+        """See `SharedTier`. Their bytes are deleted when few other blocks in their objects are wanted."""
         digest, keys = namespace.directory_digest, split_keys(packed)
         gone: set[bytes] = set()
         for table in namespace.tables:
@@ -252,7 +252,7 @@ class ObjectWriter:
                     self._books.failed(str(error))
 
     async def flush(self, seconds: float) -> None:
-        """Write what is worth it of all that is in memory, about what was used last first. Ends by `seconds`."""
+        """Write the blocks worth it of all in memory, roughly the most recently used first. Ends by `seconds`."""
         if not self._books.may_write() or seconds <= 0:
             return
         worthy = self._books.node.candidates.last_used_first(self._is_worthy)
@@ -261,7 +261,7 @@ class ObjectWriter:
                 for at in range(0, len(worthy), LOOK_BLOCKS):
                     await self.store(worthy[at : at + LOOK_BLOCKS])
         except TimeoutError:
-            log.warning("not all blocks were written to object storage within %g s", seconds)
+            log.warning("some blocks were not written to object storage within %g s", seconds)
 
 
 def _chained(blocks: Sequence[Block]) -> list[Block]:

@@ -1,14 +1,14 @@
-"""The books of one disk of this node: which block lies in which of its slots.
+"""The books of one disk of this node: which block is in which of its slots.
 
 The rules of the slots are those of memory: a `Node` of its own, whose segment is the file, whose leases
-are reads under way, and whose reservations are writes under way. What differs is that its slots outlive
-the process. So a slot that was given up is *forgotten* in the index before anything else is written to it
-(each order to write carries what to forget first), and a new life of the disk process begins with what
-its index holds (`ssd_restore`).
+are reads under way, and whose reservations are writes under way. The difference is that its slots survive
+the process. So a freed slot is *forgotten* in the index before anything else is written to it
+(each order to write carries the slots to forget first), and a new life of the disk worker begins with
+its index (`ssd_restore`).
 
-Blocks that a codec has made smaller lie in shorter slots, of a few lengths. To the rules each length is a
-table of its own beside that of the part, made when it is first needed; a block is in one of them. How small
-a block gets is known when it has been packed, so it is packed first and gets its slot afterwards.
+Compressed blocks are in shorter slots, of a few lengths. To the rules each length is a
+table of its own beside that of the part, made when it is first needed; a block is in one of them. The size of
+a compressed block is known after packing, so it is packed first and gets its slot afterwards.
 
 Event loop only.
 """
@@ -43,7 +43,7 @@ FORGET_S = 30.0  # for the index to take deletions
 
 
 class TableRecord(msgspec.Struct, array_like=True, frozen=True):
-    """What the index keeps of a table, so that a later life of this node knows it again."""
+    """A table's record in the index, by which a later life of this node recognises it."""
 
     tenant: str
     base: bytes
@@ -56,7 +56,7 @@ class TableRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Slots(SlabAllocator):
-    """An allocator that tells which places were given up."""
+    """An allocator that reports freed places."""
 
     def __init__(self, base: int, size: int, given_up: array[int]) -> None:
         super().__init__(size)
@@ -70,9 +70,9 @@ class Slots(SlabAllocator):
 
 
 class SsdBooks:
-    """See the module. What restores, writes and reads share.
+    """See the module. State shared by restore, writes and reads.
 
-    shares: of the segment for each tenant; in the order of their names, they lie one after the other.
+    shares: of the segment for each tenant; laid out in the order of their names.
     weight: the part of all disks' bytes that this one has, and so of a namespace's quota.
     make_node: rules for its slots, without tenants.
     """
@@ -98,17 +98,17 @@ class SsdBooks:
         self._weight = weight
         self.disk: Disk | None = None
         self.given_up: array[int] = array("Q")
-        self.refused = False  # an index may keep what it was to forget until it is asked once more
+        self.refused = False  # an index may postpone deletions until it is asked again
         self.bases: dict[str, int] = {}
         self.holders: dict[str, Holder] = {}
         # As the index knows them.
         self.numbers: dict[PartTable, tuple[int, NamespaceSettings]] = {}
         self._numbering = asyncio.Lock()
-        self._too_large: set[bytes] = set()  # namespaces that cannot be here, and were told of
+        self._too_large: set[bytes] = set()  # namespaces that cannot be here, already logged
         self.nbytes: dict[PartTable, int] = {}  # of a block; its slot is whole pages
         self.shorter: dict[PartTable, dict[int, PartTable]] = {}  # by length, beside a part's own
         self.codecs: Sequence[str] = ()  # that the process can use
-        self.codec_error = ""  # why nothing is packed though a namespace has a codec
+        self.codec_error = ""  # why blocks are not packed although a namespace has a codec
         self.written_bytes = 0
         self.writing_bytes = 0
         self.counters = {
@@ -122,8 +122,8 @@ class SsdBooks:
             "dropped_at_restore": 0,
             "scrubbed_blocks": 0,
             "packed_blocks": 0,  # of those written
-            "unpacked_blocks": 0,  # written as they are though their namespace has a codec
-            "undecoded_blocks": 0,  # of the mismatches: did not become again what was packed
+            "unpacked_blocks": 0,  # written uncompressed although their namespace has a codec
+            "undecoded_blocks": 0,  # of the mismatches: could not be unpacked to the original bytes
         }
 
     def forget_all(self) -> None:
@@ -136,15 +136,15 @@ class SsdBooks:
         self.shorter = {}
 
     async def tidy(self) -> None:
-        """Have the index forget what was given up since the last write. Raises `Unavailable`."""
+        """Have the index forget slots freed since the last write. Raises `Unavailable`."""
         if not self.given_up and not self.refused:
             return
         node, slots = self.node, self.take_given_up()
         try:
             await self.living_disk().forget(storage_wire.ForgetSlots(slots, FORGET_S))
         except LimitExceeded:
-            # It was not sent. What was, the process keeps, and an index that refuses is asked again: to
-            # send that once more could hit what was written into such a slot meanwhile.
+            # It was not sent. Orders that were sent stay with the process, and an index that fails is retried:
+            # sending them again could delete entries of blocks written into such a slot meanwhile.
             if self.node is node:
                 self.given_up.frombytes(slots)
             raise
@@ -166,7 +166,7 @@ class SsdBooks:
         return self.disk
 
     def open(self, namespace: NamespaceState) -> NamespaceState | None:
-        """The rules' own state of a namespace; None where a part of it is too large for its segment."""
+        """The rules' own state of a namespace; None if a part of it is too large for its segment."""
         known = self.node.namespaces.by_directory(namespace.directory_digest)
         if known is not None:
             return None if known.retired else known
@@ -180,7 +180,7 @@ class SsdBooks:
             if namespace.base not in self._too_large:
                 self._too_large.add(namespace.base)
                 log.warning(
-                    "no block of namespace %s is written to the disk at %s: %s",
+                    "blocks of namespace %s are not written to the disk at %s: %s",
                     namespace.base.hex(),
                     self.path,
                     error,
@@ -195,7 +195,7 @@ class SsdBooks:
         return state
 
     def limit(self, namespace: NamespaceState) -> None:
-        """Have a namespace in memory keep to what it may hold here."""
+        """Apply a namespace's quota here."""
         space = self.space(namespace)
         if space is not None:
             size = space.tenant.allocator.size
@@ -203,22 +203,22 @@ class SsdBooks:
             self.node.quotas.set(space, quota_bytes(quota, size, self._weight))
 
     def measure(self, state: NamespaceState, namespace: NamespaceState) -> None:
-        """Know how long the blocks of a namespace are: its slots are whole pages."""
+        """Register the block length of a namespace: its slots are whole pages."""
         for table, spec in zip(state.tables, namespace.parts, strict=True):
             self.nbytes[table] = spec.nbytes
 
     def space(self, namespace: NamespaceState) -> NamespaceState | None:
-        """What is here of a namespace in memory; None: nothing."""
+        """The state here of a namespace in memory; None: nothing is here."""
         space = self.node.namespaces.by_directory(namespace.directory_digest)
         return None if space is None or space.retired else space
 
     def table(self, table: PartTable) -> PartTable | None:
-        """What is here of a table in memory."""
+        """The state here of a table in memory."""
         space = self.space(table.namespace)
         return None if space is None else space.tables[table.part]
 
     def holding(self, table: PartTable) -> list[PartTable]:
-        """All tables here in which blocks of a table in memory may be."""
+        """All tables here that may hold blocks of a table in memory."""
         own = self.table(table)
         return [] if own is None else self.all_tables(own)
 
@@ -228,7 +228,7 @@ class SsdBooks:
         return [own] if shorter is None else [own, *shorter.values()]
 
     def of_length(self, own: PartTable, length: int) -> PartTable | None:
-        """Where blocks of a part lie that need slots of this length; None: such slots cannot be had.
+        """The table for blocks of a part that need slots of this length; None: no such slots are available.
 
         Other namespaces need classes too, so there are no new lengths when half of them are taken.
         """
@@ -258,7 +258,7 @@ class SsdBooks:
         return len(space.parts), masks
 
     def takes(self, table: PartTable, n: int) -> int:
-        """About how many bytes so many blocks of a table in memory will take here."""
+        """About how many bytes this many blocks of a table in memory will take here."""
         if table.namespace.settings.ssd_codec in self.codecs:
             there = [(own.stride, len(own.blocks)) for own in self.holding(table)]
             blocks = sum(count for _, count in there)
@@ -267,7 +267,7 @@ class SsdBooks:
         return n * table.stride
 
     def enter(self, namespace: NamespaceState) -> None:
-        """A namespace is in a new epoch: what was here of it is found no more."""
+        """A namespace is in a new epoch: its older blocks here are misses."""
         tenant = self.node.tenants.get(namespace.tenant.name)
         epochs = None if tenant is None else tenant.epochs.get(namespace.base)
         if epochs is not None:
@@ -277,17 +277,17 @@ class SsdBooks:
             self.measure(living, namespace)
 
     async def record(self, namespace: NamespaceState) -> None:
-        """Have the index know which epoch a namespace is in: for nodes that nobody else tells.
+        """Record a namespace's epoch in the index: for nodes without a membership service.
 
-        Raises `Unavailable` when that cannot be made durable: a later life of this node might take old
+        Raises `Unavailable` if that cannot be made durable: a later life of this node might take old
         blocks for new ones.
         """
         space = self.open(namespace)
         if space is None:
             if self.state is TierState.FAILED:
                 raise Unavailable(
-                    f"the disk at {self.path} cannot record the change ({self.error}). Take it out "
-                    f"of the configuration, or empty its folder"
+                    f"the disk at {self.path} cannot record the change ({self.error}). Remove it from the "
+                    "configuration, or empty its folder"
                 )
             return  # it is too large for this disk, or its epoch is over already
         for table in space.tables:
@@ -295,11 +295,11 @@ class SsdBooks:
                 await self.number(table, namespace)
 
     async def number(self, table: PartTable, namespace: NamespaceState) -> int:
-        """What the index calls a table of ours; made known to it first, if it is not, with its settings."""
+        """The index's number of a table; registered first, with its settings, if necessary."""
         number, recorded = self.numbers.get(table, (0, DEFAULT_SETTINGS))
         if number and recorded == namespace.settings:
             return number
-        async with self._numbering:  # or two would give it a number each
+        async with self._numbering:  # or two calls would each register a number
             number, recorded = self.numbers.get(table, (0, DEFAULT_SETTINGS))
             if number and recorded == namespace.settings:
                 return number
@@ -320,7 +320,7 @@ class SsdBooks:
         return number
 
     def is_shorter(self, own: PartTable) -> bool:
-        """Whether what lies in a table's slots is packed."""
+        """Whether a table's slots hold packed blocks."""
         return own.part >= len(own.namespace.parts)
 
     def slots(self, blocks: Sequence[Block]) -> bytes:
@@ -334,7 +334,7 @@ class SsdBooks:
         return array("Q", [base + row * own.stride for row in rows]).tobytes()
 
     def lengths(self, blocks: Sequence[Block]) -> bytes:
-        """How long their slots are, as orders carry it: nothing where all are as long as a whole block."""
+        """The lengths of their slots, as in orders: empty if all are as long as a whole block."""
         if not any(self.is_shorter(table) for table in {block.table for block in blocks}):
             return b""
         return array("I", [block.table.spec.nbytes for block in blocks]).tobytes()
@@ -352,12 +352,12 @@ class SsdBooks:
         )
 
     def release(self, node: Node, own: PartTable, lease: Lease) -> None:
-        """node: whose lease it is; of an ended life there is nothing to be released."""
+        """node: of the lease; nothing to release if its life has ended."""
         if self.node is node:
             node.leases.release(self.holders[own.namespace.tenant.name], lease.token)
 
     def drop_bad(self, node: Node, blocks: Sequence[Block], status: bytes) -> int:
-        """What does not match its checksum, or cannot be read, is found here no more; how many."""
+        """Drop blocks that do not match their checksum, or cannot be read; returns how many."""
         bad = [
             block
             for block, s in zip(blocks, status, strict=True)
@@ -376,7 +376,7 @@ class SsdBooks:
         return len(bad)
 
     def no_codec(self, error: str) -> None:
-        """What this life of the process was thought to be able to pack and read, it cannot."""
+        """This life of the process lacks a codec that it was expected to have."""
         if self.codecs:
             self.codecs = ()
             self.cannot_pack(error)
@@ -386,7 +386,7 @@ class SsdBooks:
         log.warning("the disk at %s: %s", self.path, self.codec_error, extra={"disk": self.path})
 
     async def pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> set[bytes]:
-        """Pin what is here of these blocks, for later lives too: see `Pins.pin`; the keys."""
+        """Pin these blocks, across restarts too: see `Pins.pin`; returns the keys."""
         space = self.space(namespace)
         if space is None:
             return set()
@@ -403,7 +403,7 @@ class SsdBooks:
 
     @property
     def segment_bytes(self) -> int:
-        """What slots can take; 0 while the process does not run."""
+        """Bytes of slots; 0 while the process does not run."""
         return 0 if self.disk is None else self.disk.ready.segment_bytes
 
     @property
@@ -412,7 +412,7 @@ class SsdBooks:
         return sum(tenant.allocator.bytes_used for tenant in self.node.tenants.values())
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes of all blocks here as they are read, and of the slots that they lie in."""
+        """Bytes of all blocks here as they are read, and of their slots."""
         tables = [
             table
             for tenant in self.node.tenants.values()

@@ -1,7 +1,7 @@
-"""What is written from memory to this node's disks, and when.
+"""Which blocks are written from memory to this node's disks, and when.
 
-Blocks get to SSD in the background, from a bounded queue (namespaces that write through), and from the cold end of
-memory ahead of their eviction (those that write back). A put waits for neither.
+Blocks get to SSD in the background, from a bounded queue (namespaces that write through), and from the cold end
+of memory ahead of their eviction (those that write back). A put waits for neither.
 
 Event loop only.
 """
@@ -31,18 +31,18 @@ from kvpool.types import BlockStatus
 
 log = logging.getLogger("kvpool.daemon")
 
-QUEUE_MAX = 1 << 16  # blocks that were put and are to be written through
+QUEUE_MAX = 1 << 16  # blocks that were put and should be written through
 BATCH_BLOCKS, BATCH_BYTES = 256, 16 << 20  # in one order
 WRITES_MAX = 4  # orders to write at a time, of all disks
 HELD_SHARE = 1 / 8  # of a segment, in all orders
-CLEAN_LOW, CLEAN_HIGH = 1 / 8, 1 / 4  # of a segment: its cold end that is to be on disk already
+CLEAN_LOW, CLEAN_HIGH = 1 / 8, 1 / 4  # of a segment: its cold end that should be on disk already
 LOOK_BLOCKS = 4096  # of the cold end, in one look
 CLEAN_EVERY_S, PRESSED_S = 0.05, 0.005
-CLOSED_S = 1.0  # between looks whether a disk takes writes
+CLOSED_S = 1.0  # between checks whether a disk accepts writes
 
 
 class SsdDemotion:
-    """Writes what this node's disks are to have."""
+    """Writes blocks to this node's disks."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class SsdDemotion:
         self._watermarks: dict[tuple[str, Place], Watermarks] = {}
         self.budget = Budget(config.ssd_bytes_per_day, clock())
         self.counters = {
-            "dropped_writes": 0,  # not queued, or not there any more when their turn came
+            "dropped_writes": 0,  # not queued, or gone when their turn came
             "over_budget_blocks": 0,
-            "once_used_blocks": 0,  # not written, since the budget is short and nobody read them again
+            "once_used_blocks": 0,  # not written, because the budget is short and they were not read again
         }
 
     @property
@@ -81,11 +81,11 @@ class SsdDemotion:
         return len(self._orders)
 
     def disk_opened(self) -> None:
-        """What waits may perhaps be written now."""
+        """Waiting blocks may be writable now."""
         self._awake.set()
 
     def memory_filled(self) -> None:
-        """Something came into memory, and makes others give way, which are to be written first."""
+        """New blocks in memory bring others closer to eviction; these must be written first."""
         self._put.set()
 
     def mode(self, namespace: NamespaceState) -> WriteMode:
@@ -95,7 +95,7 @@ class SsdDemotion:
     def stored(
         self, namespace: NamespaceState, part: int, keys: Callable[[], Iterable[bytes]]
     ) -> None:
-        """These were put into memory. Never waits; what finds the queue full is not written through."""
+        """These were put into memory. Never waits; blocks are skipped when the queue is full."""
         if not self.devices:
             return
         self._put.set()
@@ -145,9 +145,9 @@ class SsdDemotion:
         return blocks
 
     def _is_dirty(self, block: Block) -> bool:
-        """Whether it is to be on a disk, and is on none, nor on the way to one."""
+        """Whether it should be on a disk, and is on none, nor on the way to one."""
         table = block.table
-        # What was written since its last use, and is gone, was given up by the disk as worth too little.
+        # A block that was written since its last use, and is gone, was evicted by the disk as worth too little.
         return (
             block not in self._orders
             and block.written != block.used
@@ -156,9 +156,9 @@ class SsdDemotion:
         )
 
     def _choose(self, blocks: Sequence[Block]) -> Order | None:
-        """What is to be written now of blocks of one table, and to which disk."""
+        """The blocks of one table to write now, and the disk."""
         now = self._clock()
-        # Others may have begun to write some of them meanwhile.
+        # Other tasks may have begun to write some of them meanwhile.
         blocks = [block for block in blocks if self._is_dirty(block)]
         if self.budget.scarce(now):
             used_again = [block for block in blocks if block.used > block.put]
@@ -183,7 +183,7 @@ class SsdDemotion:
                 block.written = tick
 
     async def store(self, blocks: Sequence[Block]) -> bytes:
-        """See `Tier`. What the daily budget does not allow has no room."""
+        """See `Tier`. Blocks beyond the daily budget get NO_SPACE."""
         await self._orders.store(blocks, self._choose)
         return bytes([self._stored(block) for block in blocks])
 
@@ -217,7 +217,7 @@ class SsdDemotion:
             await asyncio.sleep(PRESSED_S)
 
     async def _clean(self, tenant: Tenant) -> bool:
-        """Write some of what a segment gives up next, if too little of it is written; whether it was."""
+        """Write some of a segment's next victims, if too few are written; returns whether any were."""
         if not self._may_write():
             return False
         dirty: dict[Block, None] = {}
@@ -237,7 +237,7 @@ class SsdDemotion:
         return begun
 
     def clean_share(self, tenant: Tenant) -> float:
-        """Of a segment: what is free, and the cold end that is on disk, up to what is aimed at."""
+        """For a segment: the free part, and the cold end that is on disk, up to the target."""
         share = 1 - tenant.allocator.bytes_used / tenant.allocator.size
         for place, _, victims, held in self.node.candidates.next_victims(tenant, LOOK_BLOCKS):
             if place.base:
@@ -250,7 +250,7 @@ class SsdDemotion:
         return min(share, CLEAN_HIGH)
 
     async def flush(self, seconds: float) -> None:
-        """Write what is in memory and on no disk, what was used last first. Ends by `seconds`."""
+        """Write blocks that are in memory and on no disk, the most recently used first. Ends by `seconds`."""
         if not self.devices or seconds <= 0:
             return
         dirty = self.node.candidates.last_used_first(self._is_dirty)
@@ -259,4 +259,4 @@ class SsdDemotion:
                 for at in range(0, len(dirty), LOOK_BLOCKS):
                     await self.store(dirty[at : at + LOOK_BLOCKS])
         except TimeoutError:
-            log.warning("not all blocks in memory were written to disk within %g s", seconds)
+            log.warning("some blocks in memory were not written to disk within %g s", seconds)

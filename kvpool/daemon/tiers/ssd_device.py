@@ -1,4 +1,4 @@
-"""One disk of this node. See `ssd_books` for what lies there.
+"""One disk of this node. See `ssd_books` for its contents.
 
 Event loop only.
 """
@@ -21,7 +21,7 @@ log = logging.getLogger("kvpool.daemon")
 
 
 class SsdDevice(SsdBooks):
-    """The books of a disk, and what is done by them; see `SsdBooks`. `ssd_tier.py` decides what is put here."""
+    """The books of a disk, and its operations; see `SsdBooks`. `ssd_tier.py` decides which blocks are put here."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class SsdDevice(SsdBooks):
         self.read, self.scrub = reader.read, reader.scrub
 
     def ended(self, error: str) -> None:
-        """The process is dead, or cannot be started: nothing is here, until it is restored."""
+        """The process is dead, or cannot be started: empty until it is restored."""
         self.forget_all()
         self.state, self.error = TierState.FAILED, error
 

@@ -1,4 +1,4 @@
-"""How blocks get from a disk to memory, and whether they are right where they lie.
+"""Reads blocks from a disk to memory, and verifies blocks in place.
 
 Event loop only.
 """
@@ -24,7 +24,7 @@ from kvpool.wire import worker as worker_wire
 log = logging.getLogger("kvpool.daemon")
 
 SCRUB_S = 60.0
-# A block that could not be read is given up, as if it were not there.
+# A block that could not be read is dropped.
 _AS_PULLED = bytes.maketrans(bytes([BlockStatus.FAILED]), bytes([BlockStatus.ABSENT]))
 
 
@@ -39,8 +39,8 @@ class SsdReader:
     ) -> worker_wire.Pulled:
         """Read blocks of a table in memory into its reserved rows: as `TransferWorkers.pull`.
 
-        When this ends, however it does, nothing writes to the rows any more. What does not match its
-        checksum, or cannot be read, is not found here again.
+        When this ends, however it does, nothing writes to the rows any more. Blocks that do not match their
+        checksum, or cannot be read, are dropped here.
         """
         status, checksums = bytearray(len(keys)), [EMPTY_KEY] * len(keys)
         node, own = self._books.node, self._books.table(table)

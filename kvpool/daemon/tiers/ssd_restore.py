@@ -1,4 +1,4 @@
-"""A disk's process begins a new life: what its index holds is found here again.
+"""A disk worker has started: restores the contents of its index.
 
 Event loop only.
 """
@@ -43,7 +43,7 @@ class SsdRestorer:
     async def restore(
         self, disk: Disk, adopt: Callable[[TableRecord], Awaitable[NamespaceState | None]]
     ) -> None:
-        """Take up what the index of a new life of the process holds.
+        """Restore the index of a new life of the process.
 
         adopt: the namespace of a table in memory, in its present epoch; None if there is no such tenant.
         Blocks are found as soon as they are restored; nothing is written before all are.
@@ -77,24 +77,24 @@ class SsdRestorer:
                 records.append((number, msgspec.msgpack.decode(data, type=TableRecord)))
             except msgspec.DecodeError as error:
                 log.warning(
-                    "the disk at %s holds a table of another version: %s",
+                    "the disk at %s has a table of another version: %s",
                     self._books.path,
                     error,
                     extra={"disk": self._books.path},
                 )
                 dead.append(number)
-        # So that the last epoch is met first, and of one epoch what was said of it last.
+        # So that the last epoch comes first, and of one epoch its last record.
         records.sort(key=lambda numbered: (-numbered[1].epoch, -numbered[0]))
         for number, record in records:
             namespace = await adopt(record)
             if self._books.disk is not disk:
-                raise Unavailable("the disk process has ended meanwhile")
+                raise Unavailable("the disk worker has ended meanwhile")
             table = self._restored_table(record, namespace)
             if table is None:
                 dead.append(number)
             else:
                 tables[number] = table
-                # Not over what was said of it last, which may have come meanwhile.
+                # Does not replace its last record, which may have come meanwhile.
                 self._books.numbers.setdefault(table, (number, record.settings))
         while (scanned := await disk.scan(SCAN_ENTRIES)).entries:
             if scanned.codec_error:
@@ -109,9 +109,9 @@ class SsdRestorer:
         except KvpoolError as error:
             if self._books.disk is not disk:
                 raise
-            # Nothing is written over what it has not forgotten, and what is dead is met at the next start.
+            # Only forgotten slots are overwritten, and dead entries are seen again at the next start.
             log.warning(
-                "the index of the disk at %s cannot be changed: %s",
+                "the index of the disk at %s cannot be updated: %s",
                 self._books.path,
                 error,
                 extra={"disk": self._books.path},
@@ -131,7 +131,7 @@ class SsdRestorer:
         return None if space is None else space.tables[record.part]
 
     def _restore_some(self, entries: np.ndarray[Any, Any], tables: Mapping[int, PartTable]) -> None:
-        """Entries of the index become blocks; those that cannot are forgotten."""
+        """Turn entries of the index into blocks; the others are forgotten."""
         good = np.zeros(len(entries), dtype=np.bool_)
         for number in np.unique(entries["table"]).tolist():
             table = tables.get(number)
@@ -147,7 +147,7 @@ class SsdRestorer:
     def _by_slot(
         self, table: PartTable, part: np.ndarray[Any, Any]
     ) -> Iterator[tuple[PartTable, np.ndarray[Any, Any]]]:
-        """Which of a part's entries belong to which table; those that cannot be read belong to none."""
+        """The table of each of a part's entries; unreadable ones have none."""
         yield table, np.flatnonzero(part["codec"] == RAW)
         classes = np.array(slot_classes(self._books.nbytes[table]))
         stored = part["stored"].astype(np.int64)
@@ -166,7 +166,7 @@ class SsdRestorer:
         chosen: np.ndarray[Any, Any],
         good: np.ndarray[Any, Any],
     ) -> None:
-        """Those of the entries that are of one table; `good` takes which of them are there again."""
+        """The entries of one table; `good` receives the restored ones."""
         chosen = chosen[np.argsort(entries["generation"][chosen], kind="stable")]
         part = entries[chosen]
         offsets = part["offset"].astype(np.int64) - self._books.bases[table.namespace.tenant.name]
@@ -197,7 +197,7 @@ class SsdRestorer:
             self._books.node.pins.pin(space, keys, kind)
         except LimitExceeded as error:
             log.warning(
-                "not all pins on the disk at %s are kept: %s",
+                "some pins on the disk at %s were lost: %s",
                 self._books.path,
                 error,
                 extra={"disk": self._books.path},

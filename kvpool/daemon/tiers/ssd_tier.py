@@ -1,7 +1,7 @@
-"""This node's disks as one tier: what is on them of a block, and how it gets back to memory.
+"""This node's disks as one tier: lookups of blocks on them, and reads back to memory.
 
-What memory gives up is here still (`ssd_demote`), and the fetcher fetches it as it fetches from other nodes: this
-node's disks are one more source, with its own speed.
+Blocks evicted from memory are still here (`ssd_demote`), and the fetcher fetches them as it fetches from other
+nodes: this node's disks are one more source, with its own speed.
 
 Event loop only.
 """
@@ -39,14 +39,14 @@ from kvpool.wire import worker as worker_wire
 log = logging.getLogger("kvpool.daemon")
 
 TIDY_EVERY_S = 1.0
-START_WAIT_S = 5.0  # for disks, before the node says that it is ready
+START_WAIT_S = 5.0  # for disks, before the node reports that it is ready
 WALK_CURSORS = 1 << 56  # for one device
 
 
 class SsdTier:
     """A `LocalTier`; see the module.
 
-    adopt: makes a namespace known that an index remembers; see `SsdDevice.restore`.
+    adopt: registers a namespace found in an index; see `SsdDevice.restore`.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class SsdTier:
         return node
 
     async def start(self, segments: dict[int, Segment]) -> None:
-        """Start all disks and take up what they hold; goes on with that when it takes long.
+        """Start all disks and restore their contents; continues in the background when it takes long.
 
-        A disk that cannot be opened is told, and tried again now and then.
+        A disk that cannot be opened is logged, and retried periodically.
         """
         for device, disk in zip(self.devices, self._config.ssd, strict=True):
             self._tasks.begin(self._run_disk(device, disk, segments))
@@ -98,7 +98,9 @@ class SsdTier:
                     await self._opened.wait()
                     self._opened.clear()
         except TimeoutError:
-            log.warning("a disk takes long to open: its blocks become available while it is read")
+            log.warning(
+                "a disk takes long to open: its blocks become available while its index is read"
+            )
 
     async def _run_disk(
         self, device: SsdDevice, disk: DiskConfig, segments: dict[int, Segment]
@@ -135,7 +137,7 @@ class SsdTier:
         self._opened.set()
 
     def begin(self) -> None:
-        """Begin what is done beside the requests."""
+        """Start the background tasks."""
         if self.devices:
             demotion = self._demotion
             for work in (demotion.write_through(), demotion.write_ahead(), self._tidy()):
@@ -170,7 +172,7 @@ class SsdTier:
         return any(device.state is not TierState.FAILED for device in self.devices)
 
     def held(self, table: PartTable) -> list[Container[bytes]]:
-        """See `LocalTier`. What was written a moment ago may lack."""
+        """See `LocalTier`. Very recently written blocks may be missing."""
         held: list[Container[bytes]] = []
         for device in self.devices:
             held += [own.blocks for own in device.holding(table) if own.blocks]
@@ -200,7 +202,8 @@ class SsdTier:
         ]
         error = ""
         self._demotion.memory_filled()
-        # When this is cancelled, so is each of them, and it ends when all have: the rows are left alone then.
+        # When this is cancelled, so is each of them, and it ends when all have: then nothing writes to the
+        # rows.
         found = await asyncio.gather(*reads, return_exceptions=True)
         for at, pulled in zip(by_device.values(), found, strict=True):
             if isinstance(pulled, worker_wire.Pulled):
@@ -250,13 +253,13 @@ class SsdTier:
         return groups, number * WALK_CURSORS if number < len(self.devices) else None
 
     async def _tidy(self) -> None:
-        """Give slots of ended epochs back, and have the indexes forget what went."""
+        """Free slots of ended epochs, and have the indexes forget them."""
         while True:
             await asyncio.sleep(TIDY_EVERY_S)
             for device in self.devices:
                 await give_garbage_back(device.node)
                 if device.state is TierState.OPENING:
-                    continue  # it drops tables when all that was in them is forgotten, and knows by itself
+                    continue  # the index drops tables on its own when all their entries are forgotten
                 too_much = True
                 while too_much:
                     too_much = device.node.quotas.tend(GARBAGE_BLOCKS)
@@ -264,7 +267,7 @@ class SsdTier:
                 try:
                     await device.tidy()
                 except KvpoolError:
-                    pass  # it is tried again, or the disk's next life begins without them
+                    pass  # it is retried, or the disk's next life begins without them
 
     def remove(self, namespace: NamespaceState, packed: bytes) -> int:
         """See `LocalTier`: on all disks."""
@@ -314,12 +317,12 @@ class SsdTier:
         )
 
     def records(self) -> list[TierRecord]:
-        """The tiers as others are told of them."""
+        """The tiers as announced to others."""
         size, used, _ = self.occupancy()
         return [TierRecord("ssd", size, used)]
 
     def usage(self, tenant: str) -> list[dict[str, Any]]:
-        """What a tenant has of each disk: see `Inventory.usage`; nothing while a disk is not open."""
+        """A tenant's usage of each disk: see `Inventory.usage`; empty while a disk is not open."""
         found = [
             (device.path, device.node, device.node.tenants.get(tenant)) for device in self.devices
         ]

@@ -1,4 +1,4 @@
-"""How blocks get from memory to a disk.
+"""Writes blocks from memory to a disk.
 
 Event loop only.
 """
@@ -33,11 +33,11 @@ log = logging.getLogger("kvpool.daemon")
 
 WRITE_S = 30.0
 PACK_S = 30.0
-RETRY_S = (1.0, 60.0)  # between attempts to write to a disk that failed to
+RETRY_S = (1.0, 60.0)  # between attempts to write to a failing disk
 
 
 class _Part(NamedTuple):
-    """Blocks that are to lie in one table. rows: where they are now, in memory or in a pack."""
+    """Blocks to be stored in one table. rows: where they are now, in memory or in a pack."""
 
     own: PartTable
     blocks: Sequence[Block]
@@ -59,7 +59,7 @@ class _Write(NamedTuple):
 
 
 class SsdWriter:
-    """Writes to a disk, whose books it keeps."""
+    """Writes to a disk, and updates its books."""
 
     def __init__(self, books: SsdBooks) -> None:
         self._books = books
@@ -75,9 +75,9 @@ class SsdWriter:
         return self._books.state is TierState.SERVING
 
     async def write(self, table: PartTable, blocks: Sequence[Block], segment: int) -> int:
-        """Store these blocks of one table in memory, leased by the caller; how many are here now.
+        """Store these blocks of one table in memory, leased by the caller; returns how many are here now.
 
-        Room is made by what this disk's rules give up first. Returns when they are safe; never raises but
+        Room is made by evicting this disk's victims. Returns when they are safe; never raises except
         when cancelled.
         """
         node = self._books.node
@@ -105,7 +105,7 @@ class SsdWriter:
         return here + await self._store(node, table, number, [part], segment)
 
     def _packs_for(self, table: PartTable) -> bool:
-        """Whether blocks of a table in memory are to be packed, and can be."""
+        """Whether blocks of a table in memory should be packed, and can be."""
         codec = table.namespace.settings.ssd_codec
         if len(slot_classes(table.spec.nbytes)) == 1:
             return False  # as short as slots get
@@ -123,7 +123,7 @@ class SsdWriter:
         blocks: Sequence[Block],
         segment: int,
     ) -> int:
-        """As `write`: what a codec makes smaller goes to shorter slots, and the rest as it is."""
+        """As `write`: compressed blocks go to shorter slots, and the others uncompressed."""
         node, disk = self._books.node, self._books.living_disk()
         self._packs += 1
         pack = self._packs
@@ -154,7 +154,7 @@ class SsdWriter:
         blocks: Sequence[Block],
         segment: int,
     ) -> tuple[list[Block], list[_Part]]:
-        """What is to be written as it is, and what lies in the pack, by the tables that it is for."""
+        """The blocks to write uncompressed, and those in the pack, by their tables."""
         nbytes = len(blocks) * own.stride
         self._books.writing_bytes += nbytes
         try:
@@ -201,9 +201,9 @@ class SsdWriter:
         segment: int,
         pack: int = 0,
     ) -> int:
-        """Give blocks slots, and have them written there in one order; how many are here now.
+        """Give blocks slots, and write them in one order; returns how many are here now.
 
-        node: whose slots they are for; when it has ended, nothing is written.
+        node: whose slots they are for; if it has ended, nothing is written.
         """
         space = parts[0].own.namespace
         if self._books.node is not node or space.retired:
@@ -240,7 +240,9 @@ class SsdWriter:
         except KvpoolError as error:
             if self._books.node is node:
                 if isinstance(error, LimitExceeded):
-                    self._books.given_up.frombytes(forget)  # not sent; what is, the process keeps
+                    self._books.given_up.frombytes(
+                        forget
+                    )  # not sent; a sent order stays with the process
                 self._failed(str(error))
             return 0
         finally:
@@ -279,12 +281,12 @@ class SsdWriter:
         return writes, here
 
     async def _pin_too(self, namespace: NamespaceState, keys: Sequence[bytes], kind: str) -> None:
-        """What is pinned in memory is pinned here, as far as the quota of this disk goes."""
+        """Pin here the blocks that are pinned in memory, as far as the quota of this disk allows."""
         try:
             await self._books.pin(namespace, b"".join(keys), kind)
         except KvpoolError as error:
             log.warning(
-                "not all pins are kept on the disk at %s: %s",
+                "some pins were not stored on the disk at %s: %s",
                 self._books.path,
                 error,
                 extra={"disk": self._books.path},
@@ -293,7 +295,7 @@ class SsdWriter:
     def _wrote(
         self, node: Node, holder: Holder, writes: Sequence[_Write], written: storage_wire.Written
     ) -> int:
-        """Make what was written findable; how much that is."""
+        """Commit written blocks; returns how many."""
         if self._books.node is not node:
             return 0
         total = failed = at = 0
@@ -305,7 +307,7 @@ class SsdWriter:
             stored = int(BlockStatus.PRESENT)
             good = [index for index, status in enumerate(statuses) if status == stored]
             failed += len(chosen) - len(good)
-            # What was removed meanwhile is not to be found again.
+            # Blocks removed meanwhile must not be found again.
             done = [index for index in good if not chosen[index].gone]
             indices = [reservation.indices[index] for index in done]
             checksums = b"".join([chosen[index].checksum for index in done])
@@ -332,7 +334,7 @@ class SsdWriter:
         return total
 
     def _failed(self, error: str) -> None:
-        """A write failed: leave the disk alone for a while."""
+        """A write failed: do not write to the disk for a while."""
         if self._books.state is TierState.SERVING:
             log.error(
                 "writes to the disk at %s fail: %s",
@@ -346,7 +348,7 @@ class SsdWriter:
             self._retry.failed(self._books.clock())
 
     def _make_entries(self, n: int) -> None:
-        """Have the index room for so many more: small blocks can fill it before the segment."""
+        """Make room in the index for this many more: small blocks can fill it before the segment."""
         known = self._books.node.inventory.block_count() + self._writing_blocks
         surplus = known + n - self._books.living_disk().ready.entries_max
         if surplus > 0:

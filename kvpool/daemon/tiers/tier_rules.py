@@ -1,4 +1,4 @@
-"""The rules of the slots of all tiers on a node, for those who look at every tier. Event loop only."""
+"""The rules of the slots of all tiers on a node, for code that handles every tier. Event loop only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpool.daemon.tiers.ssd_tier import SsdTier
 
 
 class TierRules:
-    """One `Node` for memory, one for each disk, one for spare device memory. What disks there are may change."""
+    """One `Node` for memory, one for each disk, one for spare device memory. The set of disks may change."""
 
     def __init__(self, node: Node, ssd: SsdTier, device: DeviceTier | None) -> None:
         self._node = node
@@ -32,6 +32,6 @@ class TierRules:
                 yield tier, each
 
     def ttl_s(self, namespace: NamespaceState) -> float:
-        """How long blocks live unused, in seconds; asked about any tier's state of a namespace."""
+        """The time to live of unused blocks, in seconds; for any tier's state of a namespace."""
         known = self._node.namespaces.by_directory(namespace.directory_digest)
         return 0.0 if known is None else known.settings.ttl_s

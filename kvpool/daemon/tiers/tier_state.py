@@ -1,21 +1,21 @@
-"""What tiers are good for at the moment."""
+"""The states of tiers."""
 
 from enum import StrEnum
 
 
 class TierState(StrEnum):
-    """Of a disk, or of device memory."""
+    """For a disk, or device memory."""
 
     OPENING = "opening"  # its process starts, or its index is being read
     SERVING = "serving"
-    READ_ONLY = "read-only"  # writes fail; tried again now and then
+    READ_ONLY = "read-only"  # writes fail; retried periodically
     FAILED = "failed"  # its process does not run
 
 
 class ObjectTierState(StrEnum):
-    """Of object storage."""
+    """For object storage."""
 
     OPENING = "opening"  # it has not answered yet
     SERVING = "serving"
-    FAILING = "failing"  # the last requests failed; it is tried again now and then
+    FAILING = "failing"  # the last requests failed; retried periodically
     FAILED = "failed"  # its process does not run

@@ -1,4 +1,5 @@
-"""Orders to write blocks of memory to another tier: how many go together, and what keeps them in memory meanwhile.
+"""Orders to write blocks of memory to another tier: their size, and the leases that keep the blocks in memory
+meanwhile.
 
 Event loop only.
 """
@@ -19,10 +20,10 @@ EMPTY_KEY = bytes(16)
 
 
 class WriteLimits(NamedTuple):
-    """How much is written at a time.
+    """Limits of concurrent writes.
 
-    orders: under way. blocks, bytes: in one order. memory_share: of a tenant's segment, in all orders together: what
-    is being written cannot be evicted, and puts need room.
+    orders: under way. blocks, bytes: in one order. memory_share: of a tenant's segment, in all orders together:
+    blocks being written cannot be evicted, and puts need room.
     """
 
     orders: int
@@ -32,7 +33,7 @@ class WriteLimits(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Blocks of one table, and what writes those of them that are still in memory."""
+    """Blocks of one table, and the write of those still in memory."""
 
     blocks: Sequence[Block]
     write: Callable[[Sequence[Block]], Awaitable[None]]
@@ -41,7 +42,7 @@ class Order(NamedTuple):
 class WriteOrders:
     """The orders to write that one tier has under way.
 
-    holder: names who keeps the blocks in memory.
+    holder: names the holder that keeps the blocks in memory.
     """
 
     def __init__(self, node: Node, tasks: Tasks, holder: str, limits: WriteLimits) -> None:
@@ -68,7 +69,7 @@ class WriteOrders:
         return max(1, min(most.blocks, min(most.bytes, share) // table.stride))
 
     def batches(self, blocks: Iterable[Block]) -> list[list[Block]]:
-        """Blocks by table, so many together as go into one order."""
+        """Blocks by table, in groups of one order's size."""
         by_table: dict[PartTable, list[Block]] = {}
         for block in blocks:
             by_table.setdefault(block.table, []).append(block)
@@ -79,7 +80,9 @@ class WriteOrders:
         return batches
 
     async def begin(self, choose: Callable[[], Order | None]) -> bool:
-        """Wait until another order may begin, then begin what `choose` says then; whether it said anything."""
+        """Wait until another order may begin, then start the one that `choose` returns; returns whether there was
+        one.
+        """
         await self._free.acquire()
         try:
             order = choose()
@@ -110,7 +113,7 @@ class WriteOrders:
     async def store(
         self, blocks: Sequence[Block], choose: Callable[[Sequence[Block]], Order | None]
     ) -> None:
-        """Write blocks, and wait until none of them is on its way; those that are already are waited for."""
+        """Write blocks, and wait until none of them is on its way, including those already under way."""
         for batch in self.batches(blocks):
             await self.begin(partial(choose, batch))
         while any(block in self for block in blocks):
@@ -125,7 +128,7 @@ async def _written(
 
 
 async def give_garbage_back(rules: Node) -> None:
-    """Free the slots of ended epochs, with turns for others in between."""
+    """Free the slots of ended epochs, yielding to other tasks."""
     while rules.ended_epochs:
         rules.ended_epochs.reclaim(GARBAGE_BLOCKS)
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The control process's side of spare device memory: the orders that its process takes.
+"""The control process's side of spare device memory: orders to its process.
 
 Event loop only. See `device_worker.py` for the process itself, and `tiers/device_tier.py` for the rules.
 """
@@ -20,11 +20,11 @@ EXPORT_S = 1.0
 
 
 class Device(Protocol):
-    """One life of a device process, as the tier uses it. All raise `Unavailable` once it has ended.
+    """One life of a device worker, as the tier uses it. All raise `Unavailable` once it has ended.
 
     An order returns, raises or is cancelled only when nothing touches its rows any more, on either side.
 
-    life: names this life; drawn at random, so that no other daemon's is called the same. life_fd: tells of its
+    life: identifies this life; random, so that it is unique among daemons. life_fd: signals its
     end (`kvpool.memory.owner_liveness`); not to be closed.
     """
 
@@ -58,13 +58,15 @@ class DeviceWorkerProxy(Worker):
         try:
             page = self._page = OwnerLiveness()
         except OSError as error:
-            raise Unavailable(f"no page to tell of its life: {error.strerror}") from None
+            raise Unavailable(
+                f"the page that signals this process's death cannot be created: {error.strerror}"
+            ) from None
         for segment_id, segment in self._segments.items():
             await self.attach(segment_id, segment)
         await self._ask(self._begin, START_S, page.fd)
 
     def on_worker_exit(self) -> None:
-        """Whoever waits for an order hears of it; so do readers of its memory."""
+        """Waiting orders fail; readers of its memory are notified."""
         if self._page is not None:
             self._page.end()
             self._page = None

@@ -1,10 +1,10 @@
-"""A device process: it owns spare memory of one GPU (`kvpool.storage.device`), and maps the daemon's segments.
+"""A device worker: it owns spare memory of one GPU (`kvpool.storage.device`), and maps the daemon's segments.
 
-It decides nothing: its control process says what is copied from which row to which. Each tenant's part is an
+It decides nothing: its control process orders copies from row to row. Each tenant's part is an
 allocation of its own.
 
-Threads: the main one reads the control channel; a few copy, apart for both directions. Each has streams of
-its own. What the device refuses is no answer: the process ends, and its memory with it.
+Threads: the main one reads the control channel; a few copy, separate ones for each direction. Each has streams of
+its own. An error of the device is not answered: the process ends, and its memory with it.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class DeviceWorker(WorkerProcess):
             case worker_wire.StopOrder():
                 self._demotions.stop(message.request)
             case _:
-                raise ProtocolError(f"a {type(message).__name__} is not for a device")
+                raise ProtocolError(f"a device worker does not accept a {type(message).__name__}")
 
     def _begin(self, start: worker_wire.DeviceStart) -> frame.Message:
         if not self._fds:
-            raise ProtocolError("a DeviceStart came without its descriptor")
-        owner_liveness.begin(self._fds.popleft())  # before there is anything that could go
+            raise ProtocolError("a DeviceStart arrived without its descriptor")
+        owner_liveness.begin(self._fds.popleft())  # before there is anything to lose
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-            os.environ.pop(name, None)  # each part is to be an allocation of its own
+            os.environ.pop(name, None)  # each part must be an allocation of its own
         for size in start.sizes:
             self._segments.append(DeviceSegment.create(start.device, 1, size) if size else None)
         if start.device != "cpu":
@@ -81,7 +81,7 @@ class DeviceWorker(WorkerProcess):
         return frame.Done()
 
     def _table(self, segment: int, stride: int) -> DeviceSegment:
-        """The rows of one size beside a segment, for the thread that asks."""
+        """The rows of one size beside a segment, for the calling thread."""
         cuts: dict[tuple[int, int], DeviceSegment] = vars(self._mine).setdefault("cuts", {})
         table = cuts.get((segment, stride))
         if table is None:
@@ -121,7 +121,7 @@ class DeviceWorker(WorkerProcess):
 
 
 def _pieces(count: int, stride: int) -> Iterator[slice]:
-    """What is copied before another look at the clock."""
+    """Copied between two checks of the clock."""
     step = max(1, PIECE_BYTES // stride)
     for at in range(0, count, step):
         yield slice(at, min(at + step, count))

@@ -1,7 +1,7 @@
-"""The control process's side of a disk: the orders that its process takes.
+"""The control process's side of a disk: orders to its process.
 
-Event loop only. A disk process owns the files of one folder; see `disk_worker.py` for the process itself, and
-`tiers/ssd_device.py` for the rules about what lies there.
+Event loop only. A disk worker owns the files of one folder; see `disk_worker.py` for the process itself, and
+`tiers/ssd_device.py` for the rules of its contents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OPEN_S = 600.0  # a file system without `fallocate` writes the whole segment onc
 
 
 class Disk(Protocol):
-    """One life of a disk process, as `tiers/ssd_device.py` uses it. All raise `Unavailable` once it has ended.
+    """One life of a disk worker, as `tiers/ssd_device.py` uses it. All raise `Unavailable` once it has ended.
 
     An order returns, raises or is cancelled only when nothing touches its rows and slots any more.
     """
@@ -72,7 +72,7 @@ class DiskWorkerProxy(Worker):
         )
 
     def on_worker_exit(self) -> None:
-        """Whoever waits for an order hears of it."""
+        """Waiting orders fail."""
 
     async def scan(self, count: int) -> storage_wire.Scanned:
         return await self.expect(storage_wire.Scanned, storage_wire.ScanDisk(count), START_S)

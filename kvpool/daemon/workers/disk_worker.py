@@ -1,12 +1,12 @@
-"""A disk process: it owns the folder of one disk (`kvpool.storage.ssd.store`), and maps the daemon's segments.
+"""A disk worker: it owns the folder of one disk (`kvpool.storage.ssd.store`), and maps the daemon's segments.
 
-It decides nothing: its control process says what goes to which slot, and what is given up. A `WorkerProcess`
-of its own for each disk, so that one that hangs in the kernel delays nobody but its own readers, who have
+It decides nothing: its control process chooses the slots. A `WorkerProcess`
+of its own for each disk, so that one that hangs in the kernel delays only its own readers, who have
 deadlines.
 
-Threads: the main one reads the control channel and keeps the order of what is forgotten; a few wait for the
-store, apart for reads and writes, so that no engine's read waits behind a queue of background writes. Packing
-(`kvpool.storage.ssd.pack`) is done in those that write; what is packed waits here for its slots.
+Threads: the main one reads the control channel and keeps the order of deletions; a few wait for the store,
+separate ones for reads and writes, so that no engine's read waits behind a queue of background writes. Packing
+(`kvpool.storage.ssd.pack`) is done in those that write; packed blocks wait here for their slots.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvpool.wire import storage as storage_wire
 from kvpool.wire import worker as worker_wire
 
 READ_JOBS, WRITE_JOBS = 8, 4
-PACKS_MAX = 2 * WRITE_JOBS  # kept at a time: control orders no more than it may write at a time
+PACKS_MAX = 2 * WRITE_JOBS  # kept at a time: control orders at most as many as concurrent writes
 
 
 class DiskWorker(WorkerProcess):
@@ -55,7 +55,7 @@ class DiskWorker(WorkerProcess):
     @property
     def _store(self) -> SsdStore:
         if self._open is None:
-            raise InvalidRequest("a disk was used before its DiskStart")
+            raise InvalidRequest("the first message to a disk worker must be a DiskStart")
         return self._open
 
     def handle(self, request: int, message: frame.Message) -> None:
@@ -99,7 +99,7 @@ class DiskWorker(WorkerProcess):
             case worker_wire.StopOrder():
                 self._reads.stop(message.request)
             case _:
-                raise ProtocolError(f"a {type(message).__name__} is not for a disk")
+                raise ProtocolError(f"a disk worker does not accept a {type(message).__name__}")
 
     def _handle_pack(
         self, request: int, message: storage_wire.PackBlocks | storage_wire.DropPack
@@ -112,7 +112,7 @@ class DiskWorker(WorkerProcess):
 
     def _begin(self, start: storage_wire.DiskStart) -> frame.Message:
         store = self._open = SsdStore.open(start.path, start.size, threads=start.threads)
-        # Not imported before it is needed: it takes 30 MiB.
+        # Imported only when needed: it takes 30 MiB.
         codecs = [Blosc2.name] if find_spec("blosc2") else []
         tables = list(store.tables().items())
         return storage_wire.DiskReady(
@@ -128,7 +128,7 @@ class DiskWorker(WorkerProcess):
         error = ""
         if (found["codec"] == BLOSC2).any():
             try:
-                Blosc2()  # now, and not in the first read: it takes half a second to import
+                Blosc2()  # now, not in the first read: importing takes half a second
             except ConfigError as refused:
                 error = str(refused)
         return storage_wire.Scanned(found.tobytes(), error)
@@ -149,14 +149,14 @@ class DiskWorker(WorkerProcess):
 
     def _wait(self, after: int) -> frame.Message:
         if not self._store.wait(after):
-            raise Unavailable("the index of the disk takes no changes")
+            raise Unavailable("the index of the disk is read-only")
         return frame.Done()
 
     def _pack(self, order: storage_wire.PackBlocks) -> frame.Message:
         started = time.monotonic()
         with self._packs_lock:
             if len(self._packs) >= PACKS_MAX:
-                raise LimitExceeded(f"{PACKS_MAX} packs wait to be written")
+                raise LimitExceeded(f"{PACKS_MAX} packs are waiting to be written, the limit")
         packed = pack(
             self.memory.table(order.segment, order.stride), _rows(order.rows), order.nbytes
         )

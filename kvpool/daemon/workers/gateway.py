@@ -1,8 +1,8 @@
-"""The HTTP gateway as its daemon sees it: a process that is started, told what it needs, and kept running.
+"""The HTTP gateway as its daemon sees it: a process that is started, configured, and kept running.
 
-It is `python -m kvpool.admin`, and nothing of it is imported here. It asks the daemon through the control socket, as
-an operator does; what goes over the control channel is its settings, and the channel's end is its own. The daemon
-needs it for nothing: it starts without waiting for it, and goes on without it.
+It is `python -m kvpool.admin`, and nothing of it is imported here. It uses the daemon's control socket, like
+an operator; the control channel carries its settings, and the channel's end ends it. The daemon
+does not depend on it: it does not wait for it to start, and continues without it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GatewayWorker(Worker):
     async def _prepare(self) -> None:
         answer = await self._ask(self._start, START_S)
         if not isinstance(answer, frame.Bytes):
-            raise ProtocolError(f"a gateway began with a {type(answer).__name__}")
+            raise ProtocolError(f"the gateway's first message is a {type(answer).__name__}")
         urls = msgspec.json.decode(answer.data, type=list[str])
         log.info("the HTTP gateway listens at %s", ", ".join(urls))
 
@@ -52,10 +52,10 @@ class GatewayWorker(Worker):
 
 
 class Gateway:
-    """Keeps the gateway running, where one is configured. Event loop only."""
+    """Keeps the gateway running, if one is configured. Event loop only."""
 
     def __init__(self, config: DaemonConfig) -> None:
-        """Raises `ConfigError` when there is no place for its token."""
+        """Raises `ConfigError` if its token cannot be stored."""
         self._config = config
         digest = ""
         if config.http and not config.http_tokens:
@@ -64,7 +64,7 @@ class Gateway:
         self._keeper = WorkerSupervisor(lambda: GatewayWorker(self._start), restarts_max=None)
 
     async def run(self) -> None:
-        """Begin, as often as it takes. What it is needed for can wait."""
+        """Start it, retrying until it succeeds, without making others wait."""
         if self._config.http or self._config.otlp:
             await self._keeper.insist("the HTTP gateway")
 
@@ -73,14 +73,14 @@ class Gateway:
 
 
 def token_path(config: DaemonConfig) -> Path:
-    """Where the daemon keeps the token that it has made."""
+    """Path of the token that the daemon creates."""
     return Path(config.socket).parent / TOKEN_FILE
 
 
 def own_token(path: Path) -> str:
-    """The token in this file, which is made if it is not there. It outlives the daemon, so that who has it goes on.
+    """The token in this file, created if missing. It survives the daemon, so that its users can continue.
 
-    Raises `ConfigError` when the file is not this user's alone.
+    Raises `ConfigError` if other users can access the file.
     """
     fresh = secrets.token_urlsafe(TOKEN_BYTES)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -91,15 +91,15 @@ def own_token(path: Path) -> str:
         finally:
             os.close(file)
         try:
-            os.link(beside, path)  # whole at once, and only where there is none
+            os.link(beside, path)  # atomically, and only if there is none
         except FileExistsError:
             return _known_token(path)
         finally:
             os.unlink(beside)
     except OSError as error:
         raise ConfigError(
-            f"http: the gateway's token cannot be kept in {path}: {error.strerror}. Name a file of tokens "
-            f"(http_tokens), or another place for the socket"
+            f"http: the gateway's token cannot be stored in {path}: {error.strerror}. Set http_tokens to a token "
+            "file, or choose another path for the socket"
         ) from None
     return fresh
 
@@ -114,7 +114,8 @@ def _known_token(path: Path) -> str:
     private = found.st_uid == os.getuid() and not found.st_mode & 0o077
     if not (private and stat.S_ISREG(found.st_mode) and len(text) >= TOKEN_CHARACTERS_MIN):
         raise ConfigError(
-            f"http: {path} is not a token readable only by this user: delete it, and the daemon creates a new one"
+            f"http: {path} is not a token file readable only by this user: delete it, and the daemon creates a new "
+            "one"
         )
     return text
 

@@ -1,4 +1,4 @@
-"""The control process's side of object storage: the orders that its process takes.
+"""The control process's side of object storage: orders to its process.
 
 Event loop only. See `object_worker.py` for the process itself, and `tiers/object_tier.py` for the rules.
 """
@@ -16,7 +16,7 @@ from kvpool.wire import worker as worker_wire
 
 
 class ObjectStorage(Protocol):
-    """One life of an object process, as `tiers/object_tier.py` uses it. All raise `Unavailable` once it has ended.
+    """One life of an object worker, as `tiers/object_tier.py` uses it. All raise `Unavailable` once it has ended.
 
     An order returns, raises or is cancelled only when nothing touches its rows any more.
     """
@@ -54,7 +54,7 @@ class ObjectWorkerProxy(Worker):
         await self._ask(self._begin, START_S)
 
     def on_worker_exit(self) -> None:
-        """Whoever waits for an order hears of it."""
+        """Waiting orders fail."""
 
     async def check(self, order: storage_wire.CheckObjects) -> None:
         await self.expect(frame.Done, order, order.deadline_s)

@@ -1,10 +1,10 @@
-"""The object process: it talks to object storage (`kvpool.storage.object.store`), and maps the daemon's segments.
+"""The object worker: it talks to object storage (`kvpool.storage.object.store`), and maps the daemon's segments.
 
-It decides nothing: its control process says what is written and what is read into which rows. A
-`WorkerProcess` of its own, so that neither a store that hangs nor the hashing of what comes from it delays
-anybody but those who wait for it, who have deadlines.
+It decides nothing: its control process orders reads and writes of rows. A
+`WorkerProcess` of its own, so that neither a hanging store nor the hashing of its bytes delays
+anything but the requests that wait for it, which have deadlines.
 
-Threads: the main one reads the control channel; a few wait for the store, apart for reads, for writes and
+Threads: the main one reads the control channel; a few wait for the store, separate ones for reads, for writes and
 for the rest.
 """
 
@@ -39,9 +39,7 @@ from kvpool.wire import storage as storage_wire
 from kvpool.wire import worker as worker_wire
 
 READ_JOBS, WRITE_JOBS = 8, 2
-OTHER_JOBS = (
-    4  # a list, a sweep, a look whether it answers, and a spare one: none waits for another
-)
+OTHER_JOBS = 4  # a list, a sweep, an availability check, and a spare one: none waits for another
 LISTED_ENTRIES = 4096  # in one answer: some hundred KiB
 SCAN_S = 86_400.0  # for all of a scan; each of its steps has a deadline of its own
 
@@ -64,7 +62,7 @@ class ObjectWorker(WorkerProcess):
     @property
     def _store(self) -> ObjectStore:
         if self._open is None:
-            raise InvalidRequest("object storage was used before its ObjectStart")
+            raise InvalidRequest("the first message to an object worker must be an ObjectStart")
         return self._open
 
     def handle(self, request: int, message: frame.Message) -> None:
@@ -105,7 +103,7 @@ class ObjectWorker(WorkerProcess):
                 self._reads.stop(message.request)
                 self._writes.stop(message.request)
             case _:
-                raise ProtocolError(f"a {type(message).__name__} is not for object storage")
+                raise ProtocolError(f"an object worker does not accept a {type(message).__name__}")
 
     def _begin(self, start: storage_wire.ObjectStart) -> frame.Message:
         self._open = ObjectStore.open(
@@ -195,7 +193,7 @@ class ObjectWorker(WorkerProcess):
 
 
 def _pieces(tables: Iterator[PackTable]) -> Iterator[Piece]:
-    """What a scan finds, in pieces that fit into answers."""
+    """The results of a scan, in pieces that fit into answers."""
     for table in tables:
         age_s = max(0.0, time.time() - table.written_at)
         keys, locations = table.entries["key"], table.locations()

@@ -1,4 +1,4 @@
-"""Which process is at the other end of a unix socket, and when it dies; what this one and its children take."""
+"""The process at the other end of a unix socket, and its death; resource usage of this process and its children."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """The process that connected, by the kernel's word (0 if it lives in a foreign pid namespace)."""
+    """The connected process, from the kernel (0 if it is in a foreign pid namespace)."""
     pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return int(pid)
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user who connected, by the kernel's word."""
+    """The connected user, from the kernel."""
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return int(uid)
 
@@ -32,9 +32,9 @@ def peer_uid(sock: socket.socket) -> int:
 def peer_pidfd(sock: socket.socket) -> int | None:
     """A descriptor that becomes readable when the peer's process is dead; the caller closes it.
 
-    None if it is dead already. The kernel's own descriptor is used where there is one (Linux 6.5).
-    Before that the process is looked up by its number, which in theory may have been given away since
-    it connected. Raises `LimitExceeded` when there are no descriptors left.
+    None if it is dead already. Uses the kernel's own descriptor if available (Linux 6.5).
+    Before that the process is looked up by its number, which in theory may have been reused since
+    it connected. Raises `LimitExceeded` when no descriptors are left.
     """
     try:
         packed = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
@@ -53,22 +53,22 @@ def peer_pidfd(sock: socket.socket) -> int | None:
 def _raise_unless_gone(error: OSError) -> None:
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
         raise LimitExceeded(
-            f"the daemon has no descriptor left to watch a client with ({error.strerror}): "
-            f"raise its limit of open files"
+            f"the daemon has no free descriptor to watch a client's process ({error.strerror}): raise its limit of "
+            "open files"
         ) from None
     if error.errno not in (errno.ESRCH, errno.EINVAL):
         raise error
 
 
 def family() -> list[dict[str, Any]]:
-    """This process (`control`) and its children, by the module that they run: what they take. A few reads each.
+    """Resource usage of this process (`control`) and its children, by module. A few reads each.
 
-    resident_bytes: with what is shared, as segments are; private_bytes: without.
+    resident_bytes: including shared memory such as segments; private_bytes: without.
     """
     own = os.getpid()
     found = [_usage(own, "control")]
     children = Path(f"/proc/{own}/task/{own}/children")
-    # The kernel tells of children only where it was built to (CONFIG_PROC_CHILDREN, as all distributions' are).
+    # The kernel lists children only with CONFIG_PROC_CHILDREN, as in all distributions.
     for word in children.read_text().split() if children.exists() else []:
         try:
             command = Path(f"/proc/{word}/cmdline").read_bytes().split(b"\0")

@@ -1,6 +1,7 @@
-"""Processes that work for the control process: start them, give them orders, outlive them.
+"""Worker processes of the control process: start, order, and restart them.
 
-Event loop only. A worker is disposable: when it dies, its orders fail, and another one is started. `transfer_workers.py` has those that carry bytes between nodes, `disk_workers.py` those that own a disk.
+Event loop only. A worker is disposable: when it dies, its orders fail, and another one is started.
+`transfer_workers.py` has those that carry bytes between nodes, `disk_proxy.py` those that own a disk.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ log = logging.getLogger("kvpool.daemon")
 
 OUTSTANDING_MAX = 256  # orders given to one worker and not answered
 START_S = 60.0  # to start, and to map a segment
-GRACE_S = 5.0  # after an order's deadline; then the worker is taken for dead, and killed
+GRACE_S = 5.0  # after an order's deadline; then the worker is considered dead, and killed
 STOP_S = 5.0
-INSIST_S = 5.0  # to wait for a process that does not start, before the next try
+INSIST_S = 5.0  # wait before retrying a process that does not start
 BACKOFF_S, BACKOFF_S_MAX = 0.1, 10.0
 RESTARTS_MAX = 10  # in a row, each before the worker had lived for STEADY_S
 STEADY_S = 60.0
@@ -54,14 +55,14 @@ class Channel:
         self._decode = decode
         self._received = received
         self._reader = frame.FrameReader()
-        # What is to be written; its length is bounded by what may be under way at a time.
+        # Bytes to be written; bounded by the orders that may be under way.
         self._queue: deque[tuple[memoryview, int | None]] = deque()
         self._open = True
         self._writing = False
         loop.add_reader(self._fd, self._read)
 
     def send(self, message: frame.Message, request: int, fd: int | None = None) -> None:
-        """Queue a frame, with a descriptor. To a worker that has gone it is not sent, and no error."""
+        """Queue a frame, with a descriptor. Ignored if the worker has ended."""
         framed = memoryview(frame.encode(message, request))
         if self._open:
             self._queue.append((framed, fd))
@@ -79,7 +80,7 @@ class Channel:
             except BlockingIOError:
                 break
             except OSError:
-                self._queue.clear()  # its end is noticed by whoever waits for the process
+                self._queue.clear()  # the supervisor notices its end
                 break
             if sent == len(data):
                 self._queue.popleft()
@@ -93,7 +94,7 @@ class Channel:
                 self._loop.remove_writer(self._fd)
 
     def _read(self) -> bool:
-        """Take what is there; whether there may be more."""
+        """Read available frames; returns whether there may be more."""
         try:
             data = self._sock.recv(READ_BYTES)
         except BlockingIOError:
@@ -108,12 +109,12 @@ class Channel:
         return True
 
     def drain(self) -> None:
-        """Take all that a dead worker has left behind."""
+        """Read everything that a dead worker has left."""
         while self._read():
             pass
 
     def close(self) -> None:
-        """Close our end: the transfer worker ends. Idempotent."""
+        """Close this end: the worker ends. Idempotent."""
         if self._open:
             self._open = False
             self._queue.clear()
@@ -126,8 +127,8 @@ class Channel:
 class Worker(ABC):
     """One life of a worker: from its start to the death of the process.
 
-    module: what it runs, as `python -m MODULE FD PARENT`, where FD is its end of the control channel. kind:
-    what messages call it.
+    module: run as `python -m MODULE FD PARENT`, where FD is its end of the control channel. kind:
+    its name in messages.
     """
 
     module: str
@@ -148,17 +149,17 @@ class Worker(ABC):
 
     @property
     def busy(self) -> int:
-        """Orders that are not answered."""
+        """Number of unanswered orders."""
         return len(self._answers)
 
     async def start(self) -> None:
-        """Returns when it serves. Raises what the worker reports, or `Unavailable`; then it is dead."""
+        """Returns when it serves. Raises the worker's error, or `Unavailable`; then it is dead."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
-                    "-P",  # what lies in the working directory is not to be imported
+                    "-P",  # modules in the working directory must not be imported
                     "-m",
                     self.module,
                     str(theirs.fileno()),
@@ -182,31 +183,31 @@ class Worker(ABC):
 
     @abstractmethod
     async def _prepare(self) -> None:
-        """Tell a new process what it needs. Raises what it reports."""
+        """Configure a new process. Raises its error."""
 
     async def attach(self, segment_id: int, segment: Segment) -> None:
         await self._ask(worker_wire.AttachSegment(segment_id, segment.size), START_S, segment.fd)
 
     async def order(self, message: frame.Message, deadline_s: float) -> Any:
-        """The answer to an order, at latest `GRACE_S` after its deadline.
+        """The answer to an order, at the latest `GRACE_S` after its deadline.
 
-        Returns, raises, or is cancelled only when the worker has nothing to do with the order any more: it
-        has said so, or its process is dead.
+        Returns, raises, or is cancelled only when the worker no longer works on the order: it
+        has answered, or its process is dead.
         """
         if self.busy >= OUTSTANDING_MAX:
             raise LimitExceeded(
-                f"{OUTSTANDING_MAX} orders are in progress in one {self.kind} already"
+                f"{OUTSTANDING_MAX} orders of one {self.kind} are in progress, the limit"
             )
         return await self._ask(message, deadline_s + GRACE_S)
 
     async def expect(self, kind: type[M], message: frame.Message, deadline_s: float) -> M:
-        """As `order`, where all answers are of one kind."""
+        """As `order`, if all answers are of one kind."""
         answer = await self.order(message, deadline_s)
         assert isinstance(answer, kind), f"a {type(message).__name__} was answered with {answer!r}"
         return answer
 
     def tell(self, message: frame.Message) -> None:
-        """Something that wants no answer. To a worker that has ended it is not said, and no error."""
+        """A message without an answer. Ignored if the worker has ended."""
         self._channel.send(message, 0)
 
     async def _ask(self, message: frame.Message, seconds: float, fd: int | None = None) -> Any:
@@ -217,7 +218,9 @@ class Worker(ABC):
         self._answers[request] = answer
         self._channel.send(message, request, fd)
         cancelled: asyncio.CancelledError | None = None
-        seconds = max(seconds, GRACE_S)  # a process is not killed for what came too late to be done
+        seconds = max(
+            seconds, GRACE_S
+        )  # a process is not killed because an order came too late to be done
         while not answer.done():
             try:
                 await asyncio.wait((answer,), timeout=seconds)
@@ -245,7 +248,9 @@ class Worker(ABC):
     def _received(self, request: int, message: Any) -> None:
         answer = self._answers.pop(request, None)
         if answer is None:
-            raise ProtocolError(f"a {self.kind} answered request {request}, which was not sent")
+            raise ProtocolError(
+                f"a {self.kind} process answered request {request}, which was not sent"
+            )
         if isinstance(message, frame.Error):
             answer.set_exception(from_code(message.code, message.message))
         else:
@@ -259,7 +264,7 @@ class Worker(ABC):
                 pass  # dead, and about to be noticed
 
     async def _wait_for_death(self) -> None:
-        """The process's end is the proof that it writes nowhere and reads nothing any more."""
+        """The process's death is the proof that it no longer reads or writes anywhere."""
         status = await self._process.wait()
         self._channel.drain()
         self.alive = False
@@ -271,10 +276,10 @@ class Worker(ABC):
 
     @abstractmethod
     def on_worker_exit(self) -> None:
-        """The process is dead: what else that ends."""
+        """The process is dead: hook for further cleanup."""
 
     async def died(self) -> None:
-        """Wait for the death of the process and for all that follows from it."""
+        """Wait for the death of the process and for the cleanup after it."""
         await asyncio.shield(self._death)
 
     async def stop(self) -> None:
@@ -292,10 +297,10 @@ W = TypeVar("W", bound=Worker)
 
 
 class WorkerSupervisor(Generic[W]):
-    """Keeps one worker running: restarts it, less and less eagerly, when it dies.
+    """Keeps one worker running: restarts it, with growing back-off, when it dies.
 
     make: a new life of it, not started. began: called with each that serves; ended: when it has died, or
-    could not be started again, and why. restarts_max: in a row; None: for ever.
+    could not be restarted, with the reason. restarts_max: in a row; None: no limit.
     """
 
     def __init__(
@@ -320,12 +325,12 @@ class WorkerSupervisor(Generic[W]):
         return self.worker is not None and self.worker.alive
 
     async def start(self) -> None:
-        """Raises what the first start raises; then nothing runs."""
+        """Raises the error of the first start; then nothing runs."""
         await self._start_worker()
         self._task = self._loop.create_task(self._keep())
 
     async def insist(self, what: str) -> None:
-        """The same for what the node can do without: try until it starts. what: it is for, in the log."""
+        """The same for an optional process: retry until it starts. what: its purpose, in the log."""
         said = ""
         while True:
             try:
@@ -357,7 +362,7 @@ class WorkerSupervisor(Generic[W]):
             failures = 0 if self._loop.time() - started > STEADY_S else failures + 1
             if self._restarts_max is not None and failures > self._restarts_max:
                 log.error(
-                    "a %s process died %d times in a row: no more restarts",
+                    "a %s process died %d times in a row: it is not restarted again",
                     kind,
                     failures,
                     extra={"worker": kind},

@@ -1,10 +1,10 @@
 """A transfer worker: the process that moves bulk bytes between this node and others (a `WorkerProcess`).
 
 It maps the daemon's segments, pulls blocks from peers into rows that its control process has reserved,
-and sends peers the rows that control lends. It decides nothing.
+and sends peers the rows on loan. It decides nothing.
 
-Threads: the main one reads the control channel, a few pull, transports have theirs for serving. All block
-in system calls that hold no GIL; none polls.
+Threads: the main one reads the control channel, a few pull, transports have their own for serving. All block
+in system calls without the GIL; none polls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvpool.wire.worker import (
 
 PULL_THREADS_MAX = 16
 COPY_THREADS_MAX = 4
-ASK_S_MAX = 10.0  # for control to answer what a peer asked
+ASK_S_MAX = 10.0  # for control to answer a peer's request
 
 
 class ControlSource:
@@ -47,7 +47,7 @@ class ControlSource:
     def open_loan(self, request: OpenLoan) -> Loan:
         answer = self._control.ask(request, Deadline(request.deadline_s))
         if not isinstance(answer, Loan):
-            raise ProtocolError(f"a OpenLoan was answered with a {type(answer).__name__}")
+            raise ProtocolError(f"the answer to an OpenLoan is a {type(answer).__name__}")
         return answer
 
     def give_back(self, token: str) -> None:
@@ -57,7 +57,7 @@ class ControlSource:
         seconds = question.deadline_s if isinstance(question, Offer) else ASK_S_MAX
         answer = self._control.ask(question, Deadline(seconds))
         if not isinstance(answer, (Done, Bytes)):
-            raise ProtocolError(f"a question was answered with a {type(answer).__name__}")
+            raise ProtocolError(f"the answer to a peer's request is a {type(answer).__name__}")
         return answer
 
     def answer_later(self, question: Await | Operate) -> OwedAnswer:
@@ -75,11 +75,11 @@ class TransferWorker(WorkerProcess):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         self._jobs = Jobs("kvpool-pull", PULL_THREADS_MAX, self.control)
-        # Copies in the background and questions that wait have threads of their own, so that no pull waits
+        # Background copies and waiting requests have threads of their own, so that no pull waits
         # for them.
         self._copies = Jobs("kvpool-copy", COPY_THREADS_MAX, self.control)
         self._waits: Jobs | None = None
-        self._operators: Jobs | None = None  # which wait too: theirs hold no engine's up
+        self._operators: Jobs | None = None  # which wait too: they do not delay engines' requests
         self._transports: dict[str, Transport] = {}
         self._lock = threading.Lock()
         self._start: TransferStart | None = None
@@ -106,7 +106,7 @@ class TransferWorker(WorkerProcess):
             case TransferStart():
                 self.answer(request, lambda: self._begin(message))
             case _:
-                raise ProtocolError(f"a {type(message).__name__} is not for a transfer worker")
+                raise ProtocolError(f"a transfer worker does not accept a {type(message).__name__}")
 
     def _jobs_for(self, order: PullBlocks | AskPeer) -> Jobs:
         """Whose threads do it."""
@@ -150,7 +150,7 @@ class TransferWorker(WorkerProcess):
     def _make(self, url: str) -> Transport:
         start = self._start
         if start is None:
-            raise InvalidRequest("a transfer worker was used before its TransferStart")
+            raise InvalidRequest("the first message to a transfer worker must be a TransferStart")
         return transport_for(url)(
             self.memory,
             ControlSource(self.control),

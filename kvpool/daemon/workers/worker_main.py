@@ -1,13 +1,13 @@
-"""What the daemon's other processes have in common: a control channel, mapped segments, an end.
+"""Shared by the daemon's worker processes: a control channel, mapped segments, an end.
 
-A worker is started by `workers.py` as
+A worker is started by `supervisor.py` as
 
     python -m MODULE FD PARENT
 
 where FD is its end of a socket pair, the control channel, and PARENT control's process; frames are those
 of `kvpool.wire`. The end of that channel is the end of the process, with all its threads, at once: control
-can then give any row that was being written to somebody else. Signals to the whole process group leave it
-alone, for the same reason: control decides when it ends.
+can then reuse any row that was being written. Signals to the whole process group are ignored,
+for the same reason: control decides when it ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
 
 READ_BYTES = 256 << 10
-FDS_MAX = 8  # descriptors with one read
+FDS_MAX = 8  # descriptors per read
 STACK_BYTES = 512 << 10
 SWITCH_S = 0.0005  # many short turns between the threads: each mostly waits for the kernel
 NICE = 10
@@ -45,7 +45,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class OwedAnswer:
-    """An answer of control's that is still to come: an `Owed`."""
+    """A pending answer of control: an `Owed`."""
 
     def __init__(self, control: Control, request: int) -> None:
         self._control = control
@@ -53,11 +53,11 @@ class OwedAnswer:
         try:
             self._fd = os.eventfd(0, os.EFD_CLOEXEC)
         except OSError as error:
-            raise Unavailable(f"no descriptor is left to wait with: {error.strerror}") from None
+            raise Unavailable(f"no free descriptor to wait with: {error.strerror}") from None
         self._answer: frame.Message = frame.Done()
 
     def put(self, answer: frame.Message) -> None:
-        """It has come. Not after `close`."""
+        """Takes the answer. Not after `close`."""
         self._answer = answer
         os.eventfd_write(self._fd, 1)
 
@@ -69,7 +69,7 @@ class OwedAnswer:
         if isinstance(answer, frame.Error):
             raise from_code(answer.code, answer.message)
         if not isinstance(answer, frame.Bytes):
-            raise ProtocolError(f"a question was answered with a {type(answer).__name__}")
+            raise ProtocolError(f"the answer to a worker's request is a {type(answer).__name__}")
         return answer
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class OwedAnswer:
 class Control:
     """The worker's end of the control channel. Thread-safe.
 
-    Writing may block for as long as control does not read: then nothing here matters to anybody.
+    Writing may block while control does not read: then nothing here matters any more.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -99,7 +99,7 @@ class Control:
                 leave()  # control has gone
 
     def ask(self, message: frame.Message, deadline: Deadline) -> frame.Message:
-        """The answer to a request of ours. Raises what control answers, and `Unavailable`."""
+        """The answer to a request. Raises control's error, and `Unavailable`."""
         answers: queue.SimpleQueue[frame.Message] = queue.SimpleQueue()
         with self._lock:
             request = self._next_request()
@@ -112,13 +112,13 @@ class Control:
                 late = self._waiting.pop(request, None) is None
             if not late:
                 raise Unavailable("the daemon did not answer its worker in time") from None
-            answer = answers.get()  # it has come in this very moment
+            answer = answers.get()  # it has just arrived
         if isinstance(answer, frame.Error):
             raise from_code(answer.code, answer.message)
         return answer
 
     def begin(self, message: frame.Message) -> OwedAnswer:
-        """Ask what may take long to be answered. Whoever has the result closes it. Raises `Unavailable`."""
+        """Send a request that may take long. The caller closes the result. Raises `Unavailable`."""
         with self._lock:
             request = self._next_request()
             owed = self._waiting[request] = OwedAnswer(self, request)
@@ -126,19 +126,19 @@ class Control:
         return owed
 
     def drop(self, request: int) -> None:
-        """Nobody waits for this answer any more; control is told, unless it has come."""
+        """Nobody waits for this answer any more; tells control, unless it has arrived."""
         with self._lock:
             waiting = self._waiting.pop(request, None) is not None
         if waiting:
             self.send(worker_wire.StopOrder(request), 0)
 
     def _next_request(self) -> int:
-        """With the lock. 0 is for what wants no answer; 32 bits outlast what can be waiting at a time."""
+        """Call with the lock. 0 is for messages without an answer; 32 bits are enough for concurrent requests."""
         self._last_request = self._last_request % 0xFFFFFFFF + 1
         return self._last_request
 
     def answered(self, request: int, answer: frame.Message) -> bool:
-        """Hand an answer to the thread that waits for it; False when nobody does any more."""
+        """Pass an answer to the waiting thread; False if none waits any more."""
         with self._lock:
             answers = self._waiting.pop(request, None)
             if answers is not None:
@@ -147,7 +147,7 @@ class Control:
 
 
 class Jobs:
-    """Orders that take time, each in one of a few threads. What a job raises is its answer."""
+    """Orders that take time, each in one of a few threads. An error raised by a job is its answer."""
 
     def __init__(self, name: str, threads: int, control: Control) -> None:
         self._control = control
@@ -159,7 +159,7 @@ class Jobs:
     def add(
         self, request: int, deadline_s: float, job: Callable[[Stop, Deadline], frame.Message]
     ) -> None:
-        """Have it done. The deadline counts from now."""
+        """Queue it. The deadline counts from now."""
         stop, deadline = Stop(), Deadline(deadline_s)
         with self._lock:
             self._stops[request] = stop
@@ -167,7 +167,7 @@ class Jobs:
         self._crew.submit(lambda: self._run(request, job, stop, deadline))
 
     def stop(self, request: int) -> None:
-        """Nobody waits for this one any more. Answered at once where it has not begun."""
+        """Nobody waits for this one any more. Answered at once if it has not begun."""
         with self._lock:
             stop = self._stops.get(request)
             queued = request in self._queued
@@ -188,7 +188,7 @@ class Jobs:
     ) -> None:
         with self._lock:
             if request not in self._queued:
-                return  # called off
+                return  # cancelled
             self._queued.remove(request)
         try:
             answer = job(stop, deadline)
@@ -229,13 +229,13 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def handle(self, request: int, message: frame.Message) -> None:
-        """A message from control, in the main thread: answer it at once, or have a job do it.
+        """A message from control, in the main thread: answer it at once, or queue a job.
 
         Every worker passes an `AttachSegment` on to `attach`.
         """
 
     def answer(self, request: int, work: Callable[[], frame.Message]) -> None:
-        """Do it, and send what it returns or raises."""
+        """Run it, and send its result or error."""
         try:
             answer = work()
         except KvpoolError as error:
@@ -245,7 +245,7 @@ class WorkerProcess(ABC):
     def attach(self, order: worker_wire.AttachSegment) -> frame.Message:
         """Map a segment, whose descriptor came with the order."""
         if not self._fds:
-            raise ProtocolError("an AttachSegment came without its descriptor")
+            raise ProtocolError("an AttachSegment arrived without its descriptor")
         fd = self._fds.popleft()
         try:
             mapping = Segment.attach(fd, order.size).map(populate=True)
@@ -257,17 +257,17 @@ class WorkerProcess(ABC):
 
 
 def leave() -> NoReturn:
-    """End this process with all its threads, now. None of them holds anything that outlives it."""
+    """End this process with all its threads, now. None of them holds anything that survives it."""
     os._exit(0)
 
 
 def step_back() -> None:
     """Let the control process have a core at once when it wants one.
 
-    Bulk work lasts, so its threads can take what control leaves, which is most of the time. With both
+    Bulk work lasts, so its threads can use the time that control leaves, which is most of it. With both
     cores of a small machine busy moving bytes, the p99 of a 50 us request went from 80 us to 1,700 us
     without this, and to 110 us with it, at 0.85 of the throughput. SCHED_IDLE, nice 19, and a session of
-    our own (where the kernel groups by session) gave no better p99 and cost most of the throughput.
+    its own (where the kernel groups by session) gave no better p99 and cost most of the throughput.
     """
     os.nice(NICE)
 
@@ -277,7 +277,7 @@ def run_worker(name: str, make: Callable[[socket.socket], WorkerProcess]) -> NoR
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # The end of the channel says the same; this also works while the main thread is in a long call.
+    # The end of the channel has the same effect; this also works while the main thread is in a long call.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         leave()
@@ -300,8 +300,9 @@ def _crash(args: threading.ExceptHookArgs) -> None:
 def _crash_main(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """The main thread has. At once, without the interpreter's and the libraries' own ways out: they would give
-    back memory that others still read, before the kernel tells them of our end."""
+    """The main thread has. At once, without the exit handlers of interpreter and libraries: they would free
+    memory that others still read, before the kernel signals the end of this process.
+    """
     sys.__excepthook__(kind, error, traceback)
     sys.stderr.flush()
     os._exit(1)

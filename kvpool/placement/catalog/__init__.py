@@ -1,1 +1,1 @@
-"""Which blocks lie in which object of object storage: the port and its backends."""
+"""Which blocks are in which object of object storage: the port and its backends."""

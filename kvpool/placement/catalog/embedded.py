@@ -1,4 +1,4 @@
-"""The catalog in this process: for a node that shares it with nobody, and for tests."""
+"""The catalog in this process: for a node without shared catalog, and for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCKS_MAX = 4 << 20
 class EmbeddedCatalog:
     """See `Catalog`. Takes about 250 bytes a block.
 
-    clock: monotonic. blocks_max: what is beyond it takes the place of what was set longest ago.
+    clock: monotonic. blocks_max: beyond it, new entries replace the oldest.
     """
 
     shared = False
@@ -32,7 +32,7 @@ class EmbeddedCatalog:
 
     @property
     def blocks(self) -> int:
-        """How many have an entry, those included whose time is over and that nobody asked for since."""
+        """Number of entries, including expired ones that were not looked up since."""
         return len(self._entries)
 
     async def find(self, digest: bytes, part: int, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -93,12 +93,12 @@ class EmbeddedCatalog:
         self._complete_until = self._clock() + ttl_s
 
     def lose(self) -> None:
-        """Forget everything: what a lost server looks like."""
+        """Forget everything: simulates a lost server."""
         self._entries.clear()
         self._complete_until = 0.0
 
     async def close(self) -> None:
-        """See `Catalog`. What it holds stays: others may share this object."""
+        """See `Catalog`. Its contents stay: others may share this object."""
 
 
 def _name(digest: bytes, part: int, key: bytes) -> bytes:

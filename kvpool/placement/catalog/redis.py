@@ -1,12 +1,12 @@
 """The catalog on Redis, beside the directory: the same servers, the same groups of keys.
 
-What lies there, for a cluster called `prod`:
+Contents, for a cluster called `prod`:
 
     {kvpool1:prod:07}:s<digest 16><part 2, little-endian><block key 16>    a location, 66 bytes; expires
     {kvpool1:prod:07}:scanned                                              of group 7, `completed`; expires
 
-Every value expires, so nothing has to be swept. Connections are its own: a directory lookup never queues
-behind what is announced here.
+Every value expires, so nothing needs to be swept. It has connections of its own: a directory lookup never queues
+behind its writes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ end
 return #KEYS
 """
 
-# ARGV: names of objects, where in a location its object is named (first and last byte, from 1).
+# ARGV: names of objects, position of the object's name in a location (first and last byte, from 1).
 DROP = b"""
 local values, gone, sub = redis.call('MGET', unpack(KEYS)), {}, string.sub
 local first, last = tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -60,7 +60,7 @@ return #gone
 class RedisCatalog:
     """See `Catalog`. On a running event loop.
 
-    cluster: the name, part of every key. timeout_s: of what is read; write_timeout_s: of what is changed.
+    cluster: the name, part of every key. timeout_s: of reads; write_timeout_s: of writes.
     """
 
     shared = True
@@ -83,7 +83,7 @@ class RedisCatalog:
         self._batches = Batches(self._shards)
 
     async def find(self, digest: bytes, part: int, keys: Sequence[bytes]) -> list[bytes | None]:
-        """See `Catalog`. When some shards of a Redis Cluster are away, their blocks read as absent."""
+        """See `Catalog`. If some shards of a Redis Cluster are unavailable, their blocks read as absent."""
         check_part(digest, part, keys)
         found: list[bytes | None] = [None] * len(keys)
         if not keys:
@@ -100,7 +100,7 @@ class RedisCatalog:
             for at, value in piece.pairs():
                 if value is not None and len(value) == LOCATION_BYTES:
                     found[at] = value
-            await asyncio.sleep(0)  # the loop has others to serve
+            await asyncio.sleep(0)  # yield to other tasks
         return found
 
     async def add(

@@ -1,1 +1,1 @@
-"""Which nodes hold which blocks: the port, its backends, and the announcer that keeps it up to date."""
+"""Which nodes hold which blocks: the port, its backends, and the announcer that updates it."""

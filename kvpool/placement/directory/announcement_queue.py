@@ -1,4 +1,4 @@
-"""What is to be told to the directory: keys by group, changed or found by a walk. No I/O, no clock, no tasks."""
+"""Announcements to the directory: keys by group, changed or found by a walk. No I/O, no clock, no tasks."""
 
 from __future__ import annotations
 
@@ -13,34 +13,32 @@ from kvpool.retry import Backoff
 
 BACKOFF_S, BACKOFF_S_MAX = 0.1, 2.0
 SORT_KEYS = 1024  # at a time, before other tasks have their turn
-NAMESPACES_MAX = (
-    4096  # whose number of parts is remembered, to withdraw their blocks when they are gone
-)
+NAMESPACES_MAX = 4096  # namespaces whose number of parts is remembered, to withdraw their blocks when they are gone
 
 Keys = dict[bytes, set[bytes]]  # by digest
 
 
 class Held(Protocol):
-    """The node's rules, asked on the event loop; quick."""
+    """The node's rules, called on the event loop; quick."""
 
     def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
-        """The parts of the namespace, and the mask of what is here now for each key, 0: nothing.
+        """The parts of the namespace, and for each key the mask of the parts that are here now, 0: none.
 
-        (0, []) if the namespace is not known any more.
+        (0, []) if the namespace is no longer known.
         """
         ...
 
     def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
         """About `count` held blocks from a cursor on (at first 0), grouped by digest; the next cursor.
 
-        None: all were met. Every block that is held throughout a whole walk is met, or `changed` tells of
+        None: the end. Every block that is held throughout a whole walk is visited, or `changed` reports
         it meanwhile.
         """
         ...
 
 
 class Group:
-    """The keys of one tag. backoff: it is blocked, and tried alone when that is over."""
+    """The keys of one tag. backoff: it is blocked, and tried alone after that."""
 
     __slots__ = (
         "backoff",
@@ -60,16 +58,16 @@ class Group:
         self.since: float | None = None  # not later than the oldest of the changes
         self.repairs: Keys = {}
         self.repairing = 0  # how many
-        self.published: Keys = {}  # the directory has no others from us
-        self.mark: bytes | None = None  # under which it is announced; None: nobody has looked
+        self.published: Keys = {}  # the directory has no others from this node
+        self.mark: bytes | None = None  # under which it is announced; None: not read yet
         self.stale = False  # to be walked
-        self.recount = False  # and what was published to be compared with what is held
+        self.recount = False  # and published keys to be compared with held ones
         self.backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
         self.trying = False
 
     @property
     def given_up(self) -> bool:
-        """Blocked, and not only because of the company it was in."""
+        """Blocked because of a failure of its own."""
         return self.backoff.failures > 1
 
     @property
@@ -91,10 +89,10 @@ class Batch:
 
 
 class AnnouncementQueue:
-    """The groups of keys, with what is queued of each and what the directory may have from us.
+    """The groups of keys, with the queue of each and the keys that the directory may have from this node.
 
-    held: asked what is here when a key's turn comes. queue_max: changes, in keys. overflowed: changes were not
-    queued since `clear_overflow` last.
+    held: asked for the current state at a key's turn. queue_max: changes, in keys. overflowed: changes were not
+    queued since the last `clear_overflow`.
     """
 
     def __init__(self, held: Held, queue_max: int) -> None:
@@ -113,7 +111,7 @@ class AnnouncementQueue:
         return bool(self._arrived)
 
     def changed(self, digest: bytes, keys: tuple[bytes, ...], now: float) -> bool:
-        """Queue them; False: there is no room."""
+        """Queue them; False: no room."""
         if self.queued + len(keys) > self._queue_max:
             self.overflowed = True
             self.overflows += 1
@@ -123,14 +121,14 @@ class AnnouncementQueue:
         return True
 
     def doubt(self, digest: bytes, keys: Iterable[bytes]) -> None:
-        """The directory may have these from us, whatever was announced."""
+        """The directory may have these from this node, announced or not."""
         for key in keys:
             self.groups[tag_of(key)].published.setdefault(digest, set()).add(key)
 
     def clear_overflow(self) -> bool:
-        """Whether what overflowed is to be looked for now: half the queue is free.
+        """Whether to start recovering overflowed changes now: half the queue is free.
 
-        Not before, lest a node that changes faster than it can tell walks all day.
+        Not before, or a node that changes faster than it can announce would walk all the time.
         """
         if not self.overflowed or self.queued > self._queue_max // 2:
             return False
@@ -140,7 +138,7 @@ class AnnouncementQueue:
         return True
 
     def announce_anew(self, *, forget: bool) -> list[Keys]:
-        """All is to be walked. forget: nothing was announced; returns what was thought to be, to be freed."""
+        """Everything is to be walked. forget: nothing was announced; returns the previous record, to be freed."""
         forgotten: list[Keys] = []
         for group in self.groups:
             group.stale = True
@@ -149,11 +147,11 @@ class AnnouncementQueue:
                 group.published = {}
                 group.recount = False
         if forget:
-            self.overflowed = False  # nothing is out there yet that might be wrong
+            self.overflowed = False  # nothing wrong can have been published yet
         return forgotten
 
     def sort(self) -> None:
-        """Bring some of what has arrived into its groups."""
+        """Move some of the arrived changes into their groups."""
         room = SORT_KEYS
         while self._arrived and room > 0:
             since, digest, keys = self._arrived.popleft()
@@ -213,7 +211,7 @@ class AnnouncementQueue:
         return batch
 
     def ask(self, batch: Batch) -> tuple[int, list[bytes], list[int]]:
-        """What to publish of a batch: parts, keys, masks. Notes what the directory may have then."""
+        """The values to publish for a batch: parts, keys, masks. Records which keys the directory may have then."""
         digest = batch.digest
         asked = [key for _, share in batch.shares for key in share]
         parts, masks = self._held.masks(digest, asked)
@@ -252,7 +250,7 @@ class AnnouncementQueue:
             self._parts.popitem(last=False)
 
     def forget_withdrawn(self, batch: Batch) -> None:
-        """The directory does not have these from us any more."""
+        """The directory no longer has these from this node."""
         for key in batch.withdrawn:
             published = self.groups[tag_of(key)].published
             known = published.get(batch.digest)
@@ -274,7 +272,7 @@ class AnnouncementQueue:
 
     @staticmethod
     def add_repairs(group: Group, digest: bytes, keys: Iterable[bytes]) -> None:
-        """Queue what a walk has found."""
+        """Queue the keys found by a walk."""
         queue = group.repairs.setdefault(digest, set())
         before = len(queue)
         queue.update(keys)
@@ -312,7 +310,7 @@ class AnnouncementQueue:
 
     @property
     def repairs_waiting(self) -> int:
-        """Keys found by a walk that can be sent soon: those of groups that are given up aside."""
+        """Keys found by a walk that can be sent soon: without those of groups that are given up."""
         return sum(group.repairing for group in self.groups if not group.given_up)
 
     def stats(self, now: float, under_way: Iterable[Batch], *, walking: bool) -> dict[str, Any]:

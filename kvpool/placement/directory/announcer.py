@@ -1,28 +1,28 @@
-"""Tells the directory what this node holds, whatever happens to either.
+"""Announces this node's blocks to the directory, whatever fails.
 
-Level-triggered. What is queued are keys, not changes: when a key's turn comes, the rules are asked what is
-here of it *now*, and that is published. So a key that came and went in between is one key in the queue,
-a call that is repeated does no harm, and no order among the changes of one key can be wrong, since a key
+Level-triggered. The queue holds keys, not changes: at a key's turn, the rules are asked for its
+state *now*, and that is published. So a key that came and went in between is one key in the queue,
+a repeated call does no harm, and no order among the changes of one key can be wrong, because a key
 is in one call at a time and a change during that call queues it once more.
 
 Three things are sent, in this order of precedence:
 
-    changes    what was put or evicted (`changed`), within milliseconds while the directory answers
-    repairs    what is held, found by walking through it: all of it when this node has a new incarnation or
+    changes    blocks that were put or evicted (`changed`), within milliseconds while the directory answers
+    repairs    held blocks, found by a walk: all of them when this node has a new incarnation or
                the queue has overflowed, a group of keys when its mark in the directory has changed (its
-               server was emptied), and everything slowly now and then, for losses that leave no mark
+               server was emptied), and everything slowly at intervals, for losses that leave no mark
     retracts   other nodes' entries that turned out to be wrong; dropped when they cannot be sent
 
-Groups of keys (`tag_of`) fail separately. A call takes keys of several groups, so when it fails, all of
-them are *blocked*: each is tried alone with a few keys, ever less often, until one call succeeds. So a
-shard that is down delays nobody else's changes for long. A blocked group's repairs are not kept: it is
+Groups of keys (`tag_of`) fail separately. A call has keys of several groups, so when it fails, all of
+them are *blocked*: each is tried alone with a few keys, with growing back-off, until one call succeeds. So a
+failed shard does not delay other shards' changes for long. A blocked group's repairs are not kept: it is
 walked again when it is free.
 
-For each group the keys that the directory may have from us are remembered (some 40 bytes a key): a key that
-was never announced needs no withdrawal, and what was evicted while the queue overflowed can be found.
+For each group the keys that the directory may have from this node are remembered (some 40 bytes a key): a key
+that was never announced needs no withdrawal, and blocks evicted while the queue overflowed can be found.
 
-Limits: `queue_max` changes, beyond which all is walked again; `LANES + TRIALS` calls under way, of `batch`
-keys; a few batches of repairs. No step holds the event loop for longer than the rules and the directory
+Limits: `queue_max` changes, beyond which everything is walked again; `LANES + TRIALS` calls under way, of `batch`
+keys; a few batches of repairs. No step blocks the event loop for longer than the rules and the directory
 take for one batch. Event loop only.
 """
 
@@ -38,7 +38,7 @@ from kvpool.placement.directory.announcer_state import AnnouncerState, Lane, wai
 from kvpool.placement.directory.base import BATCH_MAX, TIERS, Directory
 from kvpool.placement.directory.repairs import Repairs
 
-LANES = 4  # calls under way for groups that are well
+LANES = 4  # calls under way for groups that work
 TRIALS = 2  # and for blocked ones
 TRIAL_KEYS = 128
 LINGER_S = 0.002  # changes that come together are sent together
@@ -49,8 +49,8 @@ RETRACTS_MAX = 64 << 10
 class Announcer:
     """See the module. Silent until `act_as`; does nothing while `run` does not run.
 
-    clock: seconds, as monotonic as the event loop's. queue_max, batch: in keys. check_s: how often to look
-    whether the directory has lost something. refresh_s: between two walks that nothing asked for.
+    clock: seconds, as monotonic as the event loop's. queue_max, batch: in keys. check_s: how often to check
+    whether the directory has lost data. refresh_s: between two routine walks.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class Announcer:
     # ---- told by the rules' caller -------------------------------------------------------------------
 
     def changed(self, digest: bytes, keys: Iterable[bytes]) -> None:
-        """Something became of these blocks: put, evicted, dropped. Call it after the fact.
+        """These blocks have changed: put, evicted, dropped. Call it after the fact.
 
         O(keys), a copy of them, and never blocks. Beyond the queue's limit they are not queued, and all
-        that is held, and all that was announced, is looked at again as soon as there is room.
+        held and announced blocks are checked again as soon as there is room.
         """
         if self._queue.changed(digest, tuple(keys), self._state.clock()):
             self._has_arrived.set()
@@ -101,9 +101,9 @@ class Announcer:
             self._state.walk.set()
 
     def doubt(self, digest: bytes, keys: Iterable[bytes]) -> None:
-        """The directory was seen to say something of us about these that is not so. See `changed`.
+        """The directory was seen to have a wrong entry of this node for these. See `changed`.
 
-        Unlike after `changed`, what is not here is withdrawn even if nothing is known to be there: a call
+        Unlike after `changed`, absent blocks are withdrawn even if none is known to be announced: a call
         that timed out may have been carried out later than the withdrawal that followed it.
         """
         listed = tuple(keys)
@@ -115,8 +115,8 @@ class Announcer:
     ) -> None:
         """A hint was wrong: this incarnation does not have these in this tier. Withdraw its entries.
 
-        Best effort: dropped while the queue for them is full, while the directory is away, and while this
-        node is silent. Its owner may publish one again at the same moment and lose that to us, until its
+        Best effort: dropped while the queue for them is full, while the directory is unavailable, and while this
+        node is silent. If its owner publishes one at the same moment, that entry may be lost until its
         next refresh.
         """
         if incarnation == self._state.incarnation and tier == self._tier:
@@ -132,10 +132,10 @@ class Announcer:
         self._has_retracts.set()
 
     def act_as(self, incarnation: bytes | None) -> None:
-        """Begin, or begin again, under this incarnation: all is announced anew. None: be silent.
+        """Start, or restart, under this incarnation: everything is announced again. None: be silent.
 
-        What is under way at this moment still ends under the former one. An incarnation that was given up
-        for another one is not taken again.
+        Calls under way end under the previous one. An incarnation that was replaced
+        is not used again.
         """
         if incarnation is not None:
             new = incarnation != self._last_incarnation
@@ -146,8 +146,8 @@ class Announcer:
     def stats(self) -> dict[str, Any]:
         """Plain values. lag_s: age of the oldest change that is not published, in seconds.
 
-        repairing: keys found by a walk and not sent. announced: keys that the directory may have from us.
-        settled: nothing is left to do, as far as is known.
+        repairing: keys found by a walk and not sent. announced: keys that the directory may have from this node.
+        settled: as far as is known, nothing is left to do.
         """
         state, repairs = self._state, self._repairs
         return {
@@ -162,7 +162,7 @@ class Announcer:
         }
 
     async def run(self) -> None:
-        """Until cancelled. What was not sent then stays queued; it may run again."""
+        """Until cancelled. Unsent keys stay queued; it may run again."""
         assert not self._running, "one at a time"
         self._running = True
         try:
@@ -222,7 +222,7 @@ class Announcer:
         return None
 
     async def _send(self, batch: Batch) -> bool:
-        """Publish what is here now of a batch's keys; put them back and return False if that failed."""
+        """Publish the current state of a batch's keys; put them back and return False on failure."""
         incarnation = self._state.incarnation
         assert incarnation is not None
         if self._queue.overflowed:
@@ -254,7 +254,7 @@ class Announcer:
         """To be tried alone, after a while."""
         group.backoff.failed(self._state.clock())
         self._state.try_blocked.set()
-        self._state.has_room.set()  # a walk that waits for a group that is given up need not
+        self._state.has_room.set()  # a walk need not wait for a group that is given up
 
     def _free(self, group: Group) -> None:
         group.backoff.succeeded()
@@ -263,7 +263,7 @@ class Announcer:
             self._state.walk.set()
 
     async def _send_trials(self) -> None:
-        """Try blocked groups, one at a time, each when its time has come."""
+        """Try blocked groups, one at a time, each when its back-off is over."""
         while True:
             self._state.try_blocked.clear()
             waiting = [group for group in self._queue.groups if group.blocked and not group.trying]
@@ -283,7 +283,7 @@ class Announcer:
                 group.trying = False
 
     async def _send_trial(self, group: Group) -> None:
-        """A few keys of one group. One with nothing to send is free: it costs nothing to find out later."""
+        """A few keys of one group. A group without keys to send is unblocked: a failure shows with the next ones."""
         if self._state.incarnation is None:
             return
         for urgent in (True, False):

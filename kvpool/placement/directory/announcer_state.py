@@ -1,4 +1,4 @@
-"""What the tasks of an announcer share: under which incarnation they act, and what wakes them. Event loop only."""
+"""State shared by the tasks of an announcer: their incarnation, and their wake-ups. Event loop only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpool.placement.directory.announcement_queue import Group
 
 log = logging.getLogger("kvpool.placement")
 
-WARN_S = 10.0  # between two lines in the log about a directory that fails
+WARN_S = 10.0  # between two log lines about a failing directory
 
 
 class Lane:
@@ -20,7 +20,7 @@ class Lane:
     def __init__(self, groups: list[Group]) -> None:
         self.groups = groups
         self.wake = asyncio.Event()
-        self.first = 0  # whose turn it is to be taken from first
+        self.first = 0  # the group to take from first
         self.changes_sent = 0  # batches, since the last one of repairs
 
 
@@ -28,7 +28,7 @@ class AnnouncerState:
     """See the module.
 
     incarnation: None: be silent. lives: how often it was set: a walk for an earlier one ends. connected: whether
-    the directory answered last. failures: calls that failed, from the beginning.
+    the directory's last call succeeded. failures: failed calls, since the start.
     """
 
     def __init__(self, lanes: Sequence[Lane], clock: Callable[[], float]) -> None:
@@ -46,7 +46,7 @@ class AnnouncerState:
         self._warned_at: float | None = None
 
     def act_as(self, incarnation: bytes | None) -> None:
-        """Another life begins, or none."""
+        """Another incarnation begins, or none."""
         self.lives += 1
         self.incarnation = incarnation
         self.wake_lanes()
@@ -58,7 +58,7 @@ class AnnouncerState:
             lane.wake.set()
 
     async def step(self) -> None:
-        """Before anything that takes a part of a millisecond: one of these in each turn of the event loop."""
+        """Call before work that takes a part of a millisecond: one such step per turn of the event loop."""
         async with self._one_at_a_time:
             await asyncio.sleep(0)
 
@@ -67,13 +67,13 @@ class AnnouncerState:
         now = self.clock()
         if self._warned_at is None or now - self._warned_at > WARN_S:
             self._warned_at = now
-            log.warning("the directory refuses published changes: %s", error)
+            log.warning("the directory rejected published changes: %s", error)
         self.connected = False
         self.failures += 1
 
 
 async def wait_for(event: asyncio.Event, seconds: float) -> None:
-    """Until it is set, for so long at most."""
+    """Until it is set, for at most this long."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -3,15 +3,17 @@
 Contract, for every backend (`kvpool.testing.directory` tests it):
 
 - An entry says: in this namespace (its digest in its epoch), this incarnation holds these parts of this
-  block in this tier. `publish` sets entries as a whole, and a mask of 0 takes them away; the same call
-  twice is as good as once, and calls for different blocks or incarnations may come in any order.
-- Nothing is removed because time has passed, or because a node has died: readers ignore incarnations
-  that they do not know to live, and have them swept bit by bit (`sweep`).
-- All may be lost at any time. Each key belongs to one of `tags` groups (`key_groups.tag_of`), and each group has a
-  mark that is lost with it: who published a key under another mark than today's publishes it again.
+  block in this tier. `publish` replaces entries as a whole, and a mask of 0 removes them; repeating a call
+  has no effect, and calls for different blocks or incarnations may come in any order.
+- Entries do not expire, and are not removed when a node dies: readers ignore incarnations
+  that are not known to live, and have them swept gradually (`sweep`).
+- All may be lost at any time. Each key belongs to one of `tags` groups (`key_groups.tag_of`), and each group has
+  a
+  mark that is lost with it: a node that published a key under another mark than the present one publishes it
+  again.
 
 One event loop; no method blocks it for longer than the work on one batch takes. Every wait has a
-deadline, and ends with `Unavailable`; a publish that failed may have been done in part.
+deadline, and ends with `Unavailable`; a failed publish may have been done in part.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 TIERS = {"gpu": 0, "dram": 1, "ssd": 2, "object": 3, "device": 4}
-"""Tier names to the byte that entries carry.
+"""Tier names to the byte in entries.
 
-gpu: in an engine's own cache, which is nobody's to give. device: in a node's spare device memory, to be
+gpu: in an engine's own cache; cannot be pulled. device: in a node's spare device memory, to be
 pulled as from any tier below memory.
 """
 
@@ -31,7 +33,7 @@ BATCH_MAX = 4096
 
 
 class Entry(NamedTuple):
-    """One replica, as far as the directory knows."""
+    """One replica, as known to the directory."""
 
     incarnation: bytes  # 8
     tier: int
@@ -39,7 +41,7 @@ class Entry(NamedTuple):
 
 
 class Swept(NamedTuple):
-    """One step of a sweep. cursor: where the next one begins; empty: all was seen."""
+    """One step of a sweep. cursor: where the next one begins; empty: the end."""
 
     cursor: bytes
     dropped: int  # entries
@@ -64,17 +66,17 @@ class Directory(Protocol):
         keys: Sequence[bytes],
         masks: Sequence[int],
     ) -> None:
-        """Set what this incarnation holds of these blocks in this tier; a mask of 0 withdraws."""
+        """Set this incarnation's parts of these blocks in this tier; a mask of 0 withdraws."""
 
     async def marks(self) -> Sequence[bytes | None]:
-        """The present mark of each group, by tag; a group without one is given one.
+        """The present mark of each group, by tag; a group without one gets one.
 
         None for a group whose shard does not answer; raises `Unavailable` when none does. Cheap enough
-        to be asked every second.
+        for every second.
         """
 
     async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> Swept:
-        """Look at about `count` blocks from `cursor` on (empty: from the start), and drop the entries of
+        """Examine about `count` blocks from `cursor` on (empty: from the start), and drop the entries of
         these incarnations.
         """
 

@@ -1,4 +1,4 @@
-"""What every directory refuses: calls that can never work, told before anything was done.
+"""Checks common to all directories: rejects invalid calls before anything is done.
 
 Pure functions, a few tens of microseconds for a full batch.
 """
@@ -17,7 +17,7 @@ DEAD_MAX = 1024
 """Incarnations in one call of `sweep`."""
 
 ENTRIES_MAX = 64
-"""Entries of one block; the one that came first goes first. No block needs as many copies."""
+"""Entries of one block; beyond it the oldest is dropped. No block needs as many replicas."""
 
 TIER_BYTES = frozenset(TIERS.values())
 
@@ -26,15 +26,15 @@ def check_keys(digest: bytes, parts: int, keys: Sequence[bytes]) -> None:
     """Raises `InvalidRequest` unless these are block keys of a namespace, and not too many."""
     if len(digest) != DIGEST_BYTES:
         raise InvalidRequest(
-            f"a namespace's digest is {DIGEST_BYTES} bytes, this one is {len(digest)}"
+            f"a namespace's digest must have {DIGEST_BYTES} bytes, not {len(digest)}"
         )
     if not 0 < parts <= PARTS_MAX:
-        raise InvalidRequest(f"{parts} parts: a namespace has 1 to {PARTS_MAX}")
+        raise InvalidRequest(f"{parts} parts: a namespace must have 1 to {PARTS_MAX}")
     if len(keys) > BATCH_MAX:
         raise InvalidRequest(f"{len(keys)} keys in one call: at most {BATCH_MAX}")
     wrong = set(map(len, keys)) - {KEY_BYTES}
     if wrong:
-        raise InvalidRequest(f"a block key is {KEY_BYTES} bytes, one of these is {wrong.pop()}")
+        raise InvalidRequest(f"a block key must have {KEY_BYTES} bytes, not {wrong.pop()}")
 
 
 def check_publication(
@@ -45,15 +45,15 @@ def check_publication(
     keys: Sequence[bytes],
     masks: Sequence[int],
 ) -> None:
-    """Raises `InvalidRequest` for what `Directory.publish` cannot do."""
+    """Raises `InvalidRequest` for invalid arguments of `Directory.publish`."""
     check_keys(digest, parts, keys)
     check_incarnations((incarnation,))
     if tier not in TIER_BYTES:
-        raise InvalidRequest(f"tier {tier} is none of {sorted(TIER_BYTES)}")
+        raise InvalidRequest(f"tier {tier} is not one of {sorted(TIER_BYTES)}")
     if len(masks) != len(keys):
         raise InvalidRequest(f"{len(masks)} masks for {len(keys)} keys")
     if keys and not (min(masks) >= 0 and max(masks) >> parts == 0):
-        raise InvalidRequest(f"a mask names a part that is none of the namespace's {parts}")
+        raise InvalidRequest(f"a mask names a part beyond the namespace's {parts} parts")
 
 
 def check_incarnations(incarnations: Collection[bytes]) -> None:
@@ -63,14 +63,14 @@ def check_incarnations(incarnations: Collection[bytes]) -> None:
     wrong = set(map(len, incarnations)) - {INCARNATION_BYTES}
     if wrong:
         raise InvalidRequest(
-            f"an incarnation is {INCARNATION_BYTES} bytes, one of these is {wrong.pop()}"
+            f"an incarnation must have {INCARNATION_BYTES} bytes, not {wrong.pop()}"
         )
 
 
 def last_of_each(
     keys: Sequence[bytes], masks: Sequence[int]
 ) -> tuple[Sequence[bytes], Sequence[int]]:
-    """Each key once, with the last of its masks: so a batch may be cut and reordered at will."""
+    """Each key once, with the last of its masks: so a batch may be split and reordered."""
     last = dict(zip(keys, masks, strict=True))
     if len(last) == len(keys):
         return keys, masks

@@ -1,6 +1,6 @@
 """The directory in this process: for one machine, for tests, and for simulations.
 
-It keeps the contract of `directory.py`, marks included; nodes of a simulated cluster share one object.
+It fulfils the contract of `directory/base.py`, marks included; nodes of a simulated cluster share one object.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvpool.placement.key_groups import TAGS, tag_of
 MARK_BYTES = 8
 BLOCKS_MAX = 4 << 20
 
-# Blocks lie in buckets, so that a sweep can go on where it left off, and a full directory finds an
-# old block, without a look at all the others. With a million blocks a bucket holds some 250.
+# Blocks are in buckets, so that a sweep can continue from its cursor, and a full directory finds an
+# old block, without examining all the others. With a million blocks a bucket holds some 250.
 _BUCKETS_A_TAG = 64
 _BUCKETS = TAGS * _BUCKETS_A_TAG
 
@@ -32,9 +32,9 @@ _Bucket = dict[bytes, tuple[Entry, ...]]  # digest and key: entries, the oldest 
 class EmbeddedDirectory:
     """See `Directory`. Takes about 250 bytes a block.
 
-    blocks_max: the bound, spread over 4,096 buckets and rounded up to a multiple of that. A block
-        beyond it takes the place of the one that has been longest in its bucket: a hint is lost,
-        without a new mark. rng: makes the marks; given by whoever wants the same run twice.
+    blocks_max: the limit, spread over 4,096 buckets and rounded up to a multiple of that. A block
+        beyond it replaces the oldest one of its bucket: a hint is lost,
+        without a new mark. rng: makes the marks; seed it for reproducible runs.
     """
 
     def __init__(self, *, blocks_max: int = BLOCKS_MAX, rng: random.Random | None = None) -> None:
@@ -93,9 +93,9 @@ class EmbeddedDirectory:
         return tuple(self._marks)
 
     async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> Swept:
-        """See `Directory`. Looks at whole buckets, and at most at a batch of blocks.
+        """See `Directory`. Examines whole buckets, and at most a batch of blocks.
 
-        Raises `InvalidRequest` for a cursor that is none of its own.
+        Raises `InvalidRequest` for a foreign cursor.
         """
         check_incarnations(dead)
         at = int.from_bytes(cursor, "big")
@@ -115,21 +115,21 @@ class EmbeddedDirectory:
         return Swept(cursor, dropped, frozenset(met))
 
     def lose(self, tags: Iterable[int] | None = None) -> None:
-        """Empty these groups, or all, and change their marks: what a lost server looks like."""
+        """Empty these groups, or all, and change their marks: simulates a lost server."""
         for tag in range(TAGS) if tags is None else tags:
             for bucket in self._buckets[tag * _BUCKETS_A_TAG : (tag + 1) * _BUCKETS_A_TAG]:
                 bucket.clear()
             self._marks[tag] = self._rng.randbytes(MARK_BYTES)
 
     async def close(self) -> None:
-        """See `Directory`. What it holds stays: others may share this object."""
+        """See `Directory`. Its contents stay: others may share this object."""
 
     def _bucket(self, key: bytes) -> _Bucket:
         return self._buckets[tag_of(key) * _BUCKETS_A_TAG + key[0] % _BUCKETS_A_TAG]
 
 
 def _drop(bucket: _Bucket, dead: frozenset[bytes]) -> int:
-    """Take the entries of these incarnations out of a bucket; how many there were."""
+    """Remove the entries of these incarnations from a bucket; returns their number."""
     hit = [name for name, entries in bucket.items() if any(e.incarnation in dead for e in entries)]
     dropped = 0
     for name in hit:

@@ -1,6 +1,6 @@
 """The directory on Redis: one server, a primary behind Sentinels, or a Cluster. Soft state.
 
-What lies there, for a cluster called `prod`:
+Contents, for a cluster called `prod`:
 
     {kvpool1:prod:07}:b<digest 16><block key 16>   the entries of one block of group 7
     {kvpool1:prod:07}:mark                         8 random bytes: the group's mark
@@ -8,14 +8,14 @@ What lies there, for a cluster called `prod`:
     value of a block:  mask bytes w (2, little-endian) | entry | entry | …   the oldest entry first
     entry:             incarnation (8) | tier (1) | mask of parts (w, little-endian)
 
-All keys of a group are in one slot of a Redis Cluster, so one command has them all; outside of a
-cluster one command has the keys of all groups. Entries change in scripts, so that several nodes may
-change a block's at the same time. No value ever expires. A value that is not of this form reads as no
-entries, is counted, and goes with the next publish.
+All keys of a group are in one slot of a Redis Cluster, so one command can have them all; outside of a
+cluster one command can have the keys of all groups. Entries are changed by scripts, so that several nodes may
+change a block's at the same time. Values never expire. A malformed value reads as no
+entries, is counted, and is replaced by the next publish.
 
-Redis needs no persistence. With `maxmemory` it should evict nothing (`noeviction`) or what was not
-used for longest: an evicted block is a hint lost without a new mark. Clusters should run with
-`cluster-require-full-coverage no`, so that the loss of one shard is the loss of its keys alone.
+Redis needs no persistence. With `maxmemory` it should evict nothing (`noeviction`) or the least recently
+used: an evicted block is a hint lost without a new mark. Clusters should run with
+`cluster-require-full-coverage no`, so that the loss of one shard affects only its own keys.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _HEAD_BYTES = 2
 _OWNER_BYTES = INCARNATION_BYTES + 1
 
 # ARGV: head of the values, incarnation and tier, masks, how many entries a block may have.
-# MGET and MSET as a whole are half the work of a GET and SET for each key.
+# One MGET and MSET take half the work of a GET and SET for each key.
 PUBLISH = b"""
 local head, owner, masks, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local width = #masks / #KEYS
@@ -91,7 +91,7 @@ if #gone > 0 then redis.call('DEL', unpack(gone)) end
 return #KEYS
 """
 
-# ARGV: dead incarnations. Returns how many entries went, and whose there were.
+# ARGV: dead incarnations. Returns how many entries were removed, and the incarnations found.
 SWEEP = b"""
 local dead, sub, dropped, known, met = {}, string.sub, 0, {}, {0}
 for at = 1, #ARGV[1], 8 do dead[sub(ARGV[1], at, at + 7)] = true end
@@ -136,8 +136,8 @@ async def open_directory(
 ) -> RedisDirectory:
     """A directory, after the first contact with its Redis.
 
-    A Redis that is away is no error: calls raise `Unavailable` until it is there. Raises
-    `NotAuthenticated` or `ConfigError` when it answers, and will never do what is needed.
+    An unreachable Redis is not an error: calls raise `Unavailable` until it answers. Raises
+    `NotAuthenticated` or `ConfigError` if it answers, but can never do what is needed.
     """
     directory = RedisDirectory(
         settings, cluster=cluster, timeout_s=timeout_s, publish_timeout_s=publish_timeout_s
@@ -153,13 +153,13 @@ async def open_directory(
 
 
 class RedisDirectory:
-    """See `Directory`. Make it with `open_directory`, on a running event loop.
+    """See `Directory`. Create it with `open_directory`, on a running event loop.
 
     cluster: the name, part of every key: several clusters may share a Redis.
     timeout_s: of a locate, of marks, and of one step of a sweep. publish_timeout_s: of a publish,
-        whose batches line up behind those of all nodes when Redis comes back empty.
-    corrupt: values that were not understood. partial: lookups that some shard did not answer; its
-        blocks read as absent. `counters`: what happened to connections.
+        whose batches queue behind those of all nodes when Redis comes back empty.
+    corrupt: malformed values. partial: lookups that some shard did not answer; its
+        blocks read as absent. `counters`: of connections.
     """
 
     def __init__(
@@ -170,11 +170,11 @@ class RedisDirectory:
         timeout_s: float = 0.5,
         publish_timeout_s: float = 5.0,
     ) -> None:
-        """Raises `ConfigError` for a cluster's name, or TLS files, that cannot be used."""
+        """Raises `ConfigError` for an invalid cluster name, or TLS files that cannot be used."""
         if not _CLUSTER_NAME.fullmatch(cluster):
             raise ConfigError(
-                f"cluster {cluster!r}: a name is 1 to 64 letters, digits, dots, dashes or "
-                "underscores, since it is part of the keys in Redis"
+                f"cluster {cluster!r}: the name must be 1 to 64 letters, digits, dots, dashes or underscores, "
+                "because it is part of the keys in Redis"
             )
         self.settings = settings
         self.corrupt = 0
@@ -191,7 +191,7 @@ class RedisDirectory:
 
     @property
     def stats(self) -> dict[str, int]:
-        """What went wrong so far, by name."""
+        """Counts of failures so far, by name."""
         counters = self._shards.counters
         return {
             "corrupt": self.corrupt,
@@ -203,7 +203,7 @@ class RedisDirectory:
         }
 
     async def check(self) -> None:
-        """Ask for all that is needed. Raises `NotAuthenticated`, `ConfigError` or `Unavailable`."""
+        """Test all required commands. Raises `NotAuthenticated`, `ConfigError` or `Unavailable`."""
         try:
             await self.marks()
             nobody, nothing = bytes(INCARNATION_BYTES), bytes(KEY_BYTES)
@@ -213,9 +213,9 @@ class RedisDirectory:
             raise (verdict or error) from None
 
     async def locate(self, digest: bytes, parts: int, keys: Sequence[bytes]) -> list[list[Entry]]:
-        """See `Directory`. Raises `InvalidRequest` for what can never work.
+        """See `Directory`. Raises `InvalidRequest` for invalid arguments.
 
-        When some shards of a cluster are away, their blocks read as absent, and `partial` counts.
+        If some shards of a cluster are unavailable, their blocks read as absent, and `partial` counts.
         """
         check_keys(digest, parts, keys)
         if not keys:
@@ -238,13 +238,13 @@ class RedisDirectory:
             if piece.error is None:
                 self._read(piece, parts, found)
                 unbroken += len(piece.positions)
-            if unbroken >= LOCATE_KEYS:  # the loop has others to serve
+            if unbroken >= LOCATE_KEYS:  # yield to other tasks
                 await asyncio.sleep(0)
                 unbroken = 0
         return found
 
     def _read(self, piece: Piece, parts: int, found: list[list[Entry]]) -> None:
-        """The entries of one reply. Many of its values are equal, so each is taken apart once."""
+        """The entries of one reply. Many values are equal, so each is decoded once."""
         known: dict[bytes, tuple[list[Entry], bool]] = {}
         for at, value in piece.pairs():
             if value is None:
@@ -264,9 +264,9 @@ class RedisDirectory:
         keys: Sequence[bytes],
         masks: Sequence[int],
     ) -> None:
-        """See `Directory`. Raises `InvalidRequest` for what can never work.
+        """See `Directory`. Raises `InvalidRequest` for invalid arguments.
 
-        Shards that can be reached have their part when this raises `Unavailable` for another.
+        Reachable shards have their part even if this raises `Unavailable` for another.
         """
         check_publication(digest, parts, incarnation, tier, keys, masks)
         if not keys:
@@ -287,8 +287,8 @@ class RedisDirectory:
         )
 
     async def marks(self) -> Sequence[bytes | None]:
-        """See `Directory`. A mark changes, too, with the server's process: after a failover or a
-        restart from a file, the last of what was published may be missing.
+        """See `Directory`. A mark also changes with the server's process: after a failover or a
+        restart from a file, the last publications may be missing.
         """
         pieces = self._mark_pieces(range(TAGS))
 
@@ -324,7 +324,7 @@ class RedisDirectory:
     async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> Swept:
         """See `Directory`. One server after the other.
 
-        Raises `InvalidRequest` for what can never work.
+        Raises `InvalidRequest` for invalid arguments.
         """
         check_incarnations(dead)
         packed = b"".join(dead)
@@ -333,7 +333,7 @@ class RedisDirectory:
         where, _, at = cursor.partition(b" ")
         left, dropped = min(max(count, 1), BATCH_MAX), 0
         met: set[bytes] = set()
-        # A server that has gone meanwhile: go on with the next one.
+        # A server that has gone meanwhile: continue with the next one.
         rest = [server for server in servers if server.where.encode() >= where]
         for server in rest:
             position = at if server.where.encode() == where else b"0"
@@ -364,7 +364,7 @@ class RedisDirectory:
         raise Refused(server.where, "GARBAGE instead of the answer to SCAN")
 
     def _tag(self, name: bytes) -> int | None:
-        """The group of a block, by its name in Redis; None if it is not one of ours."""
+        """The group of a block, by its name in Redis; None if the name is foreign."""
         tag = tag_of(name[-KEY_BYTES:])
         start = self._blocks[tag]
         ours = name.startswith(start) and len(name) == len(start) + DIGEST_BYTES + KEY_BYTES
@@ -373,7 +373,7 @@ class RedisDirectory:
     async def _drop(
         self, server: Server, names: list[bytes], dead: bytes, deadline: float
     ) -> tuple[int, set[bytes]]:
-        """Take entries of the dead out of these blocks; how many there were, and whose are there."""
+        """Remove entries of the dead from these blocks; returns how many, and the incarnations found."""
         groups = [names]
         if not self._shards.in_one:
             by_tag: dict[int | None, list[bytes]] = {}
@@ -400,7 +400,7 @@ class RedisDirectory:
     async def _ask(
         self, server: Server, commands: Sequence[Command], lane: int, deadline: float
     ) -> list[Any]:
-        """The replies of one server, all of which are to be good."""
+        """The replies of one server, all of which must be good."""
         try:
             replies = await server.ask(lane, pack(commands), len(commands), deadline)
             refuse_errors(server.where, replies)
@@ -424,7 +424,7 @@ def _entry_format(width: int) -> struct.Struct:
 
 
 def _entries(value: bytes, parts: int) -> tuple[list[Entry], bool]:
-    """The entries in a value that can be such, and whether all of it is sound."""
+    """The valid entries in a value, and whether all of it is valid."""
     width = _mask_bytes(parts)
     head, body = value[:_HEAD_BYTES], value[_HEAD_BYTES:]
     if head != width.to_bytes(_HEAD_BYTES, "little") or len(body) % (_OWNER_BYTES + width):

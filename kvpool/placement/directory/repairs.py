@@ -1,4 +1,4 @@
-"""Finds what the directory lacks of what this node holds: it walks through it when there is a reason to."""
+"""Finds held blocks that the directory lacks: walks through them when there is a reason to."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvpool.placement.key_groups import TAGS
 
 WALK_KEYS = 1024
 REPAIRS_MAX = 16 << 10  # found by a walk and not sent: the walk waits
-REFRESH_KEYS_S = 20_000  # the pace of a walk that nothing asked for
+REFRESH_KEYS_S = 20_000  # the rate of a routine walk
 
 
 class Repairs:
     """Queues repairs in `queue`; the announcer sends them. `watch_marks` and `reannounce` run until cancelled.
 
-    check_s: how often to look whether the directory has lost something. refresh_s: between two walks that nothing
-    asked for. walking: a walk is under way; rounds: walks that came to their end.
+    check_s: how often to check whether the directory has lost data. refresh_s: between two routine
+    walks. walking: a walk is under way; rounds: completed walks.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Repairs:
         self._trash += keys
 
     async def watch_marks(self) -> None:
-        """Find out that the directory has lost something."""
+        """Detect that the directory has lost data."""
         while True:
             self._state.look.clear()
             if self._state.incarnation is None:
@@ -74,7 +74,7 @@ class Repairs:
                 self._state.walk.set()
 
     async def reannounce(self) -> None:
-        """Walk through what is held, when there is a reason."""
+        """Walk through held blocks, when there is a reason."""
         refresh_at = self._state.clock() + self._refresh_s
         while True:
             self._state.walk.clear()
@@ -104,12 +104,12 @@ class Repairs:
     def _to_walk(self) -> list[Group]:
         """Groups with a reason to be walked and a chance of success.
 
-        Those whose mark nobody has seen yet wait: a loss before the first look would go unnoticed.
+        Groups without a known mark wait: a loss before the first reading would go unnoticed.
         """
         return [g for g in self._queue.groups if g.stale and g.mark is not None and not g.blocked]
 
     async def _walk_through(self, groups: Sequence[Group], *, paced: bool) -> bool:
-        """Queue all that is held of these groups; False if something made that futile."""
+        """Queue all held blocks of these groups; False if that became futile."""
         life = self._state.lives
         for group in groups:
             group.stale = False
@@ -130,7 +130,7 @@ class Repairs:
         return True
 
     async def _recount(self, group: Group) -> None:
-        """Queue what was published of a group and is not here any more."""
+        """Queue published keys of a group that are no longer here."""
         for digest, published in list(group.published.items()):
             keys = list(published)
             for at in range(0, len(keys), WALK_KEYS):
@@ -146,7 +146,7 @@ class Repairs:
                     return
 
     async def _make_way(self, pause: float) -> None:
-        """Let the lanes send, and wait until few repairs are left; those of given up groups aside."""
+        """Let the lanes send, and wait until few repairs are left, not counting groups that are given up."""
         self._state.wake_lanes()
         life = self._state.lives
         if pause:

@@ -1,7 +1,7 @@
 """A small etcd v3 client on grpc.aio: calls with failover, leases, and the one place that maps errors.
 
-Every write that goes through here is idempotent, since a call that timed out is tried again on the next
-endpoint although it may have been done. So leases get their number from us, and transactions compare.
+All writes are idempotent, because a call that timed out is retried on the next
+endpoint although it may have been done. So lease numbers are chosen here, and transactions compare.
 
 One event loop, asyncio's or uvloop. gRPC's own threads and settings are shared by all clients of a
 process; connections are not.
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-# Before gRPC is loaded: it would report every lost connection on stderr, which we count and log
-# ourselves, and warn at every fork of a process that never uses it in the child.
+# Before gRPC is loaded: it would report every lost connection on stderr, which is counted and logged
+# here, and warn at every fork of a process that never uses it in the child.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
@@ -40,13 +40,13 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # A server that comes back is found within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.min_reconnect_backoff_ms", 3000),  # in spite of its name: how long connecting may take
+    ("grpc.min_reconnect_backoff_ms", 3000),  # in spite of its name: the connect timeout
     # A dead peer is found in seconds. etcd cuts clients that ping more often than every 5 s.
     ("grpc.keepalive_time_ms", 6000),
     ("grpc.keepalive_timeout_ms", 3000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 0),
-    ("grpc.enable_retries", 0),  # ours go to another endpoint
+    ("grpc.enable_retries", 0),  # retries here go to another endpoint
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
 ]
@@ -56,12 +56,12 @@ Verdict = Literal["retry", "login", "no_login", "fail"]
 
 
 class LeaseGone(Unavailable):
-    """etcd does not know the lease (any more): what was bound to it is gone."""
+    """etcd does not know the lease (any more): keys bound to it are gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method of etcd's API. `bidi`: a stream of which we use one message each way."""
+    """A method of etcd's API. `bidi`: a stream with one message each way."""
 
     path: str
     response: Any
@@ -86,7 +86,7 @@ class Snapshot(NamedTuple):
 
 
 class Refused(Exception):
-    """An answer of gRPC's or etcd's that is not a result. Does not leave this package."""
+    """An error of gRPC's or etcd's. Does not leave this package."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(f"{code.name}: {details}")
@@ -106,13 +106,13 @@ _TRANSIENT = {
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.INTERNAL,  # a stream that was reset
 }
-# The last one: authentication was switched on meanwhile.
+# The last one: authentication was enabled meanwhile.
 _STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
 _NO_LOGIN = "authentication is not enabled"
 
 
 def judge(refused: Refused) -> Verdict:
-    """What to do about it: another endpoint, a new token, go on without one, or give up."""
+    """The reaction: another endpoint, a new token, continue without one, or give up."""
     code, details = refused.code, refused.details
     if any(text in details for text in _STALE_TOKEN):
         return "login"
@@ -124,7 +124,7 @@ def judge(refused: Refused) -> Verdict:
 
 
 def to_error(refused: Refused, what: str) -> Exception:
-    """The error of ours for a refusal that no retry would change."""
+    """kvpool's error for a refusal that no retry would change."""
     code, details = refused.code, refused.details
     if "lease not found" in details:
         return LeaseGone(f"{what}: etcd does not know the lease; it ended or was revoked")
@@ -155,7 +155,7 @@ class EtcdClient:
     """One client of an etcd cluster. Close it on the loop that it was used on.
 
     Raises, from every call: `Unavailable` when no endpoint did it within the deadline (it may have been
-    done), `NotAuthenticated`, `LeaseGone`, and `InvalidRequest` for what etcd refuses to take. The
+    done), `NotAuthenticated`, `LeaseGone`, and `InvalidRequest` for requests that etcd rejects. The
     constructor raises `ConfigError` for certificates that cannot be read.
     """
 
@@ -163,7 +163,7 @@ class EtcdClient:
         self.settings = settings
         self._credentials = _credentials(settings)
         self._channels: dict[str, grpc.aio.Channel] = {}
-        # Any of them is as good; so the clients of a cluster do not all sit on the first.
+        # A random one, so that the clients of a cluster do not all use the first.
         self._at = secrets.randbelow(len(settings.endpoints))
         self.token = ""
         self._login = bool(settings.user)
@@ -178,7 +178,7 @@ class EtcdClient:
             if snapshot is not None:
                 return snapshot
         raise Unavailable(
-            f"reading {prefix.decode()} from etcd: its history is compacted faster than we read"
+            f"reading {prefix.decode()} from etcd: its history is compacted faster than it can be read"
         )
 
     async def _pages(self, prefix: bytes, deadline_s: float | None) -> Snapshot | None:
@@ -205,7 +205,7 @@ class EtcdClient:
         what: str,
         deadline_s: float | None = None,
     ) -> Any:
-        """`rpc.TxnResponse`. `what` is for error messages: what the transaction is to do."""
+        """`rpc.TxnResponse`. `what` is for error messages: the purpose of the transaction."""
         request = rpc.TxnRequest(compare=compares, success=success, failure=failure)
         return await self._call(TXN, request, what, deadline_s)
 
@@ -215,18 +215,18 @@ class EtcdClient:
         request = rpc.LeaseGrantRequest(TTL=ttl_s, ID=lease)
         try:
             await self._call(GRANT, request, "getting a lease", deadline_s)
-        except _LeaseExists:  # an earlier try got it; the number is ours alone
+        except _LeaseExists:  # an earlier try got it; the number is unique
             pass
         return lease
 
     async def keep_alive(self, lease: int, deadline_s: float | None = None) -> bool:
-        """Renew a lease. False: etcd says that it is gone."""
+        """Renew a lease. False: etcd reports that it is gone."""
         request = rpc.LeaseKeepAliveRequest(ID=lease)
         answer = await self._call(KEEP_ALIVE, request, "keeping the lease", deadline_s)
         return bool(answer.TTL > 0)
 
     async def revoke(self, lease: int, deadline_s: float | None = None) -> None:
-        """End a lease and delete what is bound to it. Idempotent."""
+        """End a lease and delete the keys bound to it. Idempotent."""
         try:
             await self._call(REVOKE, rpc.LeaseRevokeRequest(ID=lease), "ending a lease", deadline_s)
         except LeaseGone:
@@ -243,11 +243,11 @@ class EtcdClient:
 
     @property
     def endpoint(self) -> str:
-        """Where the next call goes."""
+        """The endpoint of the next call."""
         return self.settings.endpoints[self._at]
 
     def give_up(self, endpoint: str) -> None:
-        """It failed: go to the next one, unless somebody else has done so meanwhile."""
+        """It failed: switch to the next one, unless another call has done so meanwhile."""
         if endpoint == self.endpoint:
             self._at = (self._at + 1) % len(self.settings.endpoints)
 
@@ -263,8 +263,8 @@ class EtcdClient:
         return self._channels[endpoint]
 
     async def metadata(self, timeout_s: float) -> Metadata:
-        """What goes with every call. Logs in if need be; raises `Refused` or ours."""
-        # Without this a member that is cut off from the others answers from its own, old knowledge.
+        """The metadata of every call. Logs in if necessary; raises `Refused` or kvpool's errors."""
+        # Without this a member that is cut off from the others answers from outdated state.
         leader = ("hasleader", "true")
         if not self._login:
             return (leader,)
@@ -284,7 +284,7 @@ class EtcdClient:
         return (leader, ("token", self.token))
 
     def forget_token(self, used: Metadata) -> None:
-        """The metadata of a call was refused: log in again, unless somebody has done so meanwhile."""
+        """The metadata of a call was refused: log in again, unless another call has done so meanwhile."""
         self._login = True
         if ("token", self.token) in used:
             self.token = ""
@@ -296,7 +296,7 @@ class EtcdClient:
         count = len(self.settings.endpoints)
         tries, logins, last = 0, 0, "no answer"
         while (left := deadline - loop.time()) > 0:
-            # Later tries wait longer, so that a slow cluster is not merely asked more often.
+            # Later tries wait longer, so that a slow cluster does not just get more requests.
             timeout_s = min(left, self.settings.try_s * (1 + tries // (2 * count)))
             endpoint = self.endpoint
             metadata: Metadata = ()
@@ -318,8 +318,8 @@ class EtcdClient:
                 pause_s = min(ROUND_PAUSE_S * (tries // count), ROUND_PAUSE_S_MAX)
                 await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
         raise Unavailable(
-            f"{what}: etcd ({', '.join(self.settings.endpoints)}) did not do it within {seconds:g} s; "
-            f"last: {last}"
+            f"{what}: etcd ({', '.join(self.settings.endpoints)}) did not complete it within {seconds:g} s; last "
+            f"error: {last}"
         )
 
     async def _try(
@@ -355,7 +355,7 @@ class EtcdClient:
 
 
 class _Compacted(Unavailable):
-    """The revision that was asked for is forgotten."""
+    """The requested revision is compacted."""
 
 
 class _LeaseExists(Unavailable):
@@ -363,7 +363,7 @@ class _LeaseExists(Unavailable):
 
 
 def _special(refused: Refused) -> Exception | None:
-    """Refusals that the caller within this module takes care of."""
+    """Refusals that the caller within this module handles."""
     if "required revision has been compacted" in refused.details:
         return _Compacted(refused.details)
     if "lease already exists" in refused.details:
@@ -394,7 +394,7 @@ def _read(path: Path | None) -> bytes | None:
 
 
 def prefix_end(prefix: bytes) -> bytes:
-    """The first key after all that begin with `prefix`. Its last byte is a slash in all we ask for."""
+    """The first key after all that begin with `prefix`. Its last byte is a slash in all uses."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 

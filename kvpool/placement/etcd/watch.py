@@ -1,9 +1,9 @@
-"""Following a prefix in etcd for as long as it takes: over lost connections, dead servers, compaction.
+"""Follows a prefix in etcd indefinitely: over lost connections, dead servers, compaction.
 
-A follower reads everything, as of one revision, and then asks for each change after it, in order. When
-a stream ends it goes on at the next endpoint with the revision after the last change that it has seen;
-so nothing is missed and nothing comes twice. Only where etcd has forgotten what lies between, or is
-another one than before, everything is read again.
+A follower reads everything, as of one revision, and then receives each change after it, in order. When
+a stream ends it continues at the next endpoint with the revision after the last change that it has seen;
+so nothing is missed and nothing comes twice. Only if etcd has compacted the revisions in between, or its
+data was replaced, everything is read again.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from kvpool.placement.etcd.client import (
 log = logging.getLogger("kvpool.placement")
 
 PROBE_S = 1.0  # how often a silent stream is asked for a sign of life
-SILENCE_S = 3.0  # without any, it is taken for dead
+SILENCE_S = 3.0  # without any, it is considered dead
 PAUSE_S, PAUSE_S_MAX = 0.1, 1.0  # between attempts; grows with each failure in a row
 
 
 class Sink(Protocol):
-    """Who is told. Called on the event loop; quick."""
+    """Receives changes. Called on the event loop; quick."""
 
     def heard(self) -> None:
         """The server has given a sign of life; comes before `reset` and `changed` of the same message."""
 
     def reset(self, kvs: list[Any], revision: int) -> None:
-        """This is all there is (`rpc.KeyValue`); what else was known is gone."""
+        """All records (`rpc.KeyValue`); any others are gone."""
 
     def changed(self, events: list[Any], revision: int) -> None:
         """These changes (`rpc.Event`) followed, in this order."""
 
 
 class _Forgotten(Exception):
-    """The changes that we would have to see next cannot be had: read everything again."""
+    """The next changes are not available: read everything again."""
 
 
 class Follower:
     """One watch. `run` is its life; cancel it to end it.
 
-    open: there is a stream that the server has confirmed. revision: of the last change that the sink has been told of. streams, resets: how often a stream was
-        opened and everything was read.
+    open: there is a stream that the server has confirmed. revision: of the last change passed to the
+    sink. streams, resets: how often a stream was opened and everything was read.
     """
 
     def __init__(self, client: EtcdClient, prefix: bytes, sink: Sink) -> None:
@@ -68,7 +68,7 @@ class Follower:
         self.resets = 0
 
     async def read(self, deadline_s: float | None = None) -> None:
-        """Read everything and tell the sink. Raises as the client's calls."""
+        """Read everything and pass it to the sink. Raises as the client's calls."""
         kvs, revision, cluster_id = await self._client.range(self._prefix, deadline_s)
         self.revision, self._cluster_id = revision, cluster_id
         self.resets += 1
@@ -76,7 +76,7 @@ class Follower:
         self._sink.reset(kvs, revision)
 
     async def run(self) -> None:
-        """Follow until cancelled. Errors are logged and overcome."""
+        """Follow until cancelled. Errors are logged and retried."""
         failures = 0
         while True:
             endpoint = self._client.endpoint
@@ -85,12 +85,12 @@ class Follower:
                     await self.read()
                 await self._stream(endpoint)
             except _Forgotten as error:
-                log.info("etcd cannot continue the watch, all records are read again: %s", error)
+                log.info("the watch on etcd cannot continue, all records are read again: %s", error)
                 self.open, self.revision = False, 0
                 await asyncio.sleep(PAUSE_S)
                 continue
             except KvpoolError as error:
-                # Once for each time that it was lost; etcd may be away for long.
+                # Once per outage; etcd may be unavailable for long.
                 level = logging.WARNING if self.open or not failures else logging.DEBUG
                 log.log(level, "the watch on etcd at %s ended: %s", endpoint, error)
             failures = 1 if self.open else failures + 1
@@ -120,7 +120,7 @@ class Follower:
         except Refused as error:
             refused = error
         except TimeoutError:
-            raise Unavailable(f"no sign of life for {SILENCE_S:g} s") from None
+            raise Unavailable(f"no response for {SILENCE_S:g} s") from None
         if judge(refused) == "login":
             self._client.forget_token(metadata)
         raise to_error(refused, f"watching {self._prefix.decode()}")
@@ -145,11 +145,11 @@ class Follower:
         if message.canceled:
             raise Refused(grpc.StatusCode.UNKNOWN, message.cancel_reason or "the watch was ended")
         if message.created:
-            # An etcd that lost its data, or a member that is behind, would keep us waiting in silence
+            # An etcd that lost its data, or a member that is behind, would wait silently
             # for a revision that means something else by then.
             if header.revision < self.revision or header.cluster_id != self._cluster_id:
                 raise _Forgotten(
-                    f"it is at revision {header.revision}, the last one seen is {self.revision}"
+                    f"etcd is at revision {header.revision}, before the last one seen, {self.revision}"
                 )
             self.open = True
             self.streams += 1
@@ -158,14 +158,14 @@ class Follower:
             )
         self._sink.heard()
         if message.events:
-            # Not the header's: that of an answer to a probe runs ahead of changes still to be sent
+            # Not the header's: that of a probe's answer may be ahead of changes still to be sent
             # (etcd before 3.4.25 and 3.5.8).
             self.revision = message.events[-1].kv.mod_revision
             self._sink.changed(list(message.events), self.revision)
 
 
 async def _probe(call: Any) -> None:
-    """Ask for signs of life until the stream ends. Its reader learns how it ended."""
+    """Ask for signs of life until the stream ends. Its reader handles the end."""
     probe = rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
     try:
         while not call.done():

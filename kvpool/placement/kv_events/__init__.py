@@ -1,1 +1,1 @@
-"""What engines' own caches hold, from the KV events that they publish."""
+"""The contents of engines' own caches, from their KV events."""

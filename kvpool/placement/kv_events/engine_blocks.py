@@ -1,14 +1,14 @@
-"""What an engine's own cache holds, by hearsay: tier `gpu`. No I/O, no clock.
+"""The contents of an engine's own cache, as reported: tier `gpu`. No I/O, no clock.
 
-Engines tell of their caches in events (`event_stream`), and name a block there by 8 bytes: the last ones of
-the hash of which our block key is the last 16. `EngineBlocks` keeps what one engine is said to hold,
+Engines report their caches in events (`stream`), and name a block there by 8 bytes: the last ones of
+the hash whose last 16 are the block key. `EngineBlocks` keeps the blocks reported by one engine,
 `SeenKeys` finds the key that belongs to 8 bytes.
 
-All of it is a hint. Two blocks whose last 8 bytes agree are one block here, and events can be lost; what is
-wrong costs a request that is sent to an engine which has to compute after all. Nothing is read or leased by
-what this says.
+All of it is a hint. Two blocks whose last 8 bytes agree are one block here, and events can be lost; an
+error costs a request that is sent to an engine which must compute after all. Nothing is read or leased
+by it.
 
-Event loop only: nothing here is safe to share among threads.
+Event loop only; not thread-safe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvpool.hit_rule import usable
 from kvpool.types import KEY_BYTES, PartSpec
 
 BLOCKS_MAX = 1 << 18
-"""Blocks of one engine, summed over its groups. What it stores beyond is not remembered."""
+"""Blocks of one engine, summed over its groups. Further ones are not remembered."""
 
 GROUPS_MAX = 64
 SEEN_MAX = 1 << 20
@@ -31,15 +31,15 @@ _SHORT_BYTES = 8
 
 
 def short_hash(key: bytes) -> int:
-    """What engines' events call the block of this key, or of a longer hash that ends in it."""
+    """The event name of the block with this key, or of a longer hash that ends in it."""
     return int.from_bytes(key[-_SHORT_BYTES:], "big")
 
 
 class Changes(NamedTuple):
-    """What a reader of `EngineBlocks` has to do to be up to date.
+    """The changes that bring a reader of `EngineBlocks` up to date.
 
-    reset: first forget all that was told before; everything held is told anew.
-    masks[i]: the groups that hold hashes[i] now, as bits; 0: none does any more.
+    reset: first forget everything reported before; all held blocks are reported again.
+    masks[i]: the groups that hold hashes[i] now, as bits; 0: none any more.
     """
 
     reset: bool
@@ -48,7 +48,7 @@ class Changes(NamedTuple):
 
 
 class _Group:
-    """Copies by hash, asked by key: a container for the hit rule."""
+    """Counts by hash, looked up by key: a container for the hit rule."""
 
     __slots__ = ("copies",)
 
@@ -62,19 +62,19 @@ class _Group:
 class EngineBlocks:
     """The blocks in one engine's cache, by group and hash. See the module.
 
-    An engine may hold a block more than once (whoever computes it again keeps it again) and tells of each
+    An engine may hold a block more than once (if it was computed again) and reports each
     copy that comes and goes, so copies are counted.
 
-    complete: nothing that the engine holds is missing here, as far as its events can tell. While it is
-        false the engine holds at least this. It becomes true again when the engine empties its cache, or
-        by a long run of removals of which every block was known here: engines drop what was used longest
-        ago first, so by then what is unknown has gone, but for what is used all the time.
+    complete: all blocks that the engine holds are known here, as far as its events can tell. While it is
+        false the engine holds at least these. It becomes true again when the engine clears its cache, or
+        by a long run of removals of blocks all known here: engines drop the least recently used
+        first, so by then unknown blocks are gone, except those in constant use.
     """
 
     def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
         self.complete = False
         self.refused = 0
-        """Blocks that were not remembered for lack of room, all in all."""
+        """Blocks that were not remembered for lack of room, in total."""
         self._blocks_max = blocks_max
         self._groups: dict[int, _Group] = {}
         self._held = 0
@@ -89,7 +89,7 @@ class EngineBlocks:
     # ---- what the events say -------------------------------------------------------------------------
 
     def holds(self, group: int, hashes: Iterable[int]) -> bool:
-        """Whether the group holds all of these. Stops at the first that it does not."""
+        """Whether the group holds all of these. Stops at the first missing one."""
         known = self._groups.get(group)
         return known is not None and all(each in known.copies for each in hashes)
 
@@ -111,7 +111,7 @@ class EngineBlocks:
         self._bound_changes()
 
     def removed(self, group: int, hashes: Sequence[int]) -> None:
-        """The engine has one copy less of each of these. What is not known here is ignored. O(hashes)."""
+        """The engine has one copy less of each of these. Unknown ones are ignored. O(hashes)."""
         known = self._groups.get(group)
         copies = known.copies if known is not None else {}
         for each in hashes:
@@ -128,7 +128,7 @@ class EngineBlocks:
         self._bound_changes()
 
     def clear(self, *, complete: bool) -> None:
-        """Forget everything. complete: because the engine holds nothing, not because we lost track."""
+        """Forget everything. complete: because the engine holds nothing, not because events were lost."""
         self._groups = {}
         self._held = self._known_run = 0
         self._changed = {}
@@ -141,7 +141,7 @@ class EngineBlocks:
         self._known_run = 0
 
     def _bound_changes(self) -> None:
-        """Blocks that came and went pile up if nobody takes the changes: begin anew with what is held."""
+        """Changes pile up if nobody takes them: restart from the held blocks."""
         if len(self._changed) > 2 * self._blocks_max:
             self._reset = True
             self._changed = {}
@@ -155,7 +155,7 @@ class EngineBlocks:
         return self.masks_of([short_hash(key) for key in keys])
 
     def masks_of(self, hashes: Sequence[int]) -> list[int]:
-        """The same by what events call the blocks."""
+        """The same by the event names of the blocks."""
         masks = [0] * len(hashes)
         for number, group in self._groups.items():
             bit, copies = 1 << number, group.copies
@@ -174,13 +174,13 @@ class EngineBlocks:
 
     @property
     def has_changes(self) -> bool:
-        """Whether `take_changes` has something to tell."""
+        """Whether `take_changes` has changes."""
         return self._reset or bool(self._changed)
 
     def take_changes(self, limit: int) -> Changes:
-        """What has changed since it was last taken, `limit` hashes at most; call until nothing comes.
+        """Changes since the last call, `limit` hashes at most; call until there are none.
 
-        One reader. What is told is what is held now, so a block that came and went is told once.
+        One reader. Reports the current state, so a block that came and went is reported once.
         """
         reset, self._reset = self._reset, False
         changed = self._changed
@@ -189,10 +189,10 @@ class EngineBlocks:
 
 
 class SeenKeys:
-    """Block keys by what engines' events call them: of one namespace, the last `limit` that were seen.
+    """Block keys by their event names: of one namespace, the last `limit` that were seen.
 
-    Fed with the keys of puts, pulls and lookups. An event may come before its key is seen: whoever adds
-    keys asks what engines hold of the new ones.
+    Fed with the keys of puts, pulls and lookups. An event may arrive before its key is seen: after adding
+    keys, check which of the new ones engines hold.
     """
 
     def __init__(self, limit: int = SEEN_MAX) -> None:
@@ -203,7 +203,7 @@ class SeenKeys:
         return len(self._keys)
 
     def add(self, packed: bytes) -> dict[int, bytes]:
-        """Remember packed keys; gives those that are new here, by what events call them. O(keys).
+        """Remember packed keys; returns the new ones, by their event names. O(keys).
 
         Of keys that share their last 8 bytes only one is remembered.
         """
@@ -220,7 +220,7 @@ class SeenKeys:
         return new
 
     def keys_of(self, hashes: Iterable[int]) -> Iterator[bytes | None]:
-        """The key of each, None where it was not seen, or too long ago."""
+        """The key of each, None if it was not seen, or too long ago."""
         return map(self._keys.get, hashes)
 
     def _forget(self) -> None:

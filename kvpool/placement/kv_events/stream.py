@@ -1,23 +1,23 @@
-"""An engine's stream of KV events: what its messages say, and which of them count. No I/O, no clock.
+"""An engine's stream of KV events: the meaning of its messages, and which of them apply. No I/O, no clock.
 
 vLLM publishes batches of events over ZeroMQ as [topic, sequence number, payload]. Numbers count from 0
-in each life of the engine, without gaps, but batches get lost: while nobody listens, and where a queue is
-full. It keeps the last batches and repeats them when asked (a *replay*: all it still has from one number
+after each start of the engine, without gaps, but batches get lost: while nobody listens, and when a queue is
+full. It keeps the last batches and repeats them on request (a *replay*: all that it still has from one number
 on). Payloads are MessagePack: [time, [event, ...], rank], an event being a map with its `type`.
 
-`Follower` turns what arrives into what an `EngineBlocks` is told:
+`Follower` converts messages to calls of an `EngineBlocks`:
 
-    next in order              told
-    a gap, a lost connection   a replay is asked for, from the last batch that was told. It comes with the
-                               same time again: what follows fills the gap. It does not: the engine
+    next in order              applied
+    a gap, a lost connection   a replay is requested, from the last batch applied. If that comes with the
+                               same time again, the rest fills the gap. If not, the engine
                                was restarted, and everything is replayed from 0
-    older than the last one    ignored: a batch of an earlier life, or one that came twice
-    a replay that begins late, the blocks are forgotten, since any of them may have gone in the gap, and
-    or fails, or no replays    gathered anew: from then on the engine holds at least those
+    older than the last one    ignored: a batch from before a restart, or a duplicate
+    a replay that begins late, the blocks are forgotten, because any of them may have gone in the gap, and
+    or fails, or no replays    collected again: from then on the engine holds at least those
 
-A batch that cannot be read may have said anything, so it makes the blocks forgotten too.
+An unreadable batch may have had any contents, so the blocks are forgotten, too.
 
-Nothing here takes long: `Follower.work` tells a bounded number of blocks at a time.
+Nothing here takes long: `Follower.work` applies a bounded number of blocks at a time.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ HASHES_MAX = 1 << 16
 
 WAITING_MAX = 1024
 WAITING_BYTES_MAX = 32 << 20
-"""Batches that are held back while a replay is under way. What comes beyond is replayed later."""
+"""Batches that are held back while a replay is under way. Further ones are replayed later."""
 
 FUTILE_MAX = 3
-"""Replays in a row that fail or bring nothing of a gap, before it is given up."""
+"""Consecutive replays that fail or bring nothing of a gap, before it is given up."""
 
 END = b"\xff" * 8
-"""In the place of a sequence number: the replay is over."""
+"""Instead of a sequence number: the replay is over."""
 
 UNREADABLE = -1.0
 
@@ -93,9 +93,9 @@ _KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
-    """One message. Its events are decoded when their turn comes.
+    """One message. Its events are decoded at their turn.
 
-    at: the engine's clock when it was made; `UNREADABLE` if the payload is not what it should be.
+    at: the engine's clock when it was made; `UNREADABLE` if the payload is invalid.
     """
 
     seq: int
@@ -107,7 +107,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 def read_batch(frames: Sequence[bytes]) -> Batch | None:
     """A message of [topic, number, payload]; None: the end of a replay.
 
-    Raises `ProtocolError` for what has no sequence number.
+    Raises `ProtocolError` without a sequence number.
     """
     if len(frames) != 3 or len(frames[1]) != 8:
         raise ProtocolError("not a message of KV events: topic, number and payload were expected")
@@ -125,7 +125,7 @@ def read_batch(frames: Sequence[bytes]) -> Batch | None:
 
 
 def _read_event(raw: msgspec.Raw) -> _Stored | _Removed | _Cleared | None:
-    """None for what does not count: unknown types, and other media (host memory, disks).
+    """None for ignored events: unknown types, and other media (host memory, disks).
 
     Raises `msgspec.DecodeError`.
     """
@@ -144,7 +144,7 @@ def _short(each: int | bytes) -> int:
         return each & _MASK
     low, high = _HASH_BYTES
     if not low <= len(each) <= high:
-        raise msgspec.ValidationError(f"a block hash of {len(each)} bytes")
+        raise msgspec.ValidationError(f"a block hash has {len(each)} bytes")
     return short_hash(each)
 
 
@@ -154,19 +154,19 @@ def _short(each: int | bytes) -> int:
 class Follower:
     """Follows one engine's stream. See the module. Event loop only.
 
-    Its owner brings what arrives (`heard`, `replayed`, `disconnected`), asks for a replay when `wanted`
+    Its owner passes received messages (`heard`, `replayed`, `disconnected`), requests a replay when `wanted`
     says so, reports its end (`replay_ended`, `replay_failed`), and calls `work` until nothing is left
-    before it brings more.
+    before it passes more.
     """
 
     def __init__(self, blocks: EngineBlocks, *, can_replay: bool) -> None:
         self.blocks = blocks
         self.unreadable = 0
-        """Batches and events that were not what they should be."""
+        """Invalid batches and events."""
         self.gaps = 0
         """How often blocks were forgotten because batches were lost for good."""
         self._can_replay = can_replay
-        self._next: int | None = None  # None: nothing is known of this life
+        self._next: int | None = None  # None: nothing is known since the engine's start
         self._at = UNREADABLE  # of the batch before that
         self._wanted: int | None = 0 if can_replay else None
         self._doubt = can_replay  # more than a routine question: an answer is needed
@@ -178,27 +178,27 @@ class Follower:
         self._waiting: dict[int, Batch] = {}
         self._waiting_bytes = 0
         self._todo: deque[Batch | bool] = deque()  # a bool: clear, and whether that is complete
-        self._event = 0  # of the first batch to do
+        self._event = 0  # of the first batch to apply
         self._decoded: _Stored | _Removed | _Cleared | None = None  # that event, once it is begun
         self._told = 0  # of its hashes
 
     @property
     def wanted(self) -> int | None:
-        """From which sequence number on a replay is needed, or was asked for; None: none is."""
+        """The sequence number from which a replay is needed, or was requested; None: none is."""
         return self._wanted
 
     @property
     def at(self) -> float:
-        """The engine's clock when the last batch was made that was told, or is to be; below 0: none was."""
+        """The engine's clock of the last batch applied, or waiting; below 0: none."""
         return self._at
 
     def check(self) -> None:
-        """Ask, to be sure, whether the last batch is still the last one. Does nothing without replays."""
+        """Check whether the last batch is still the last one. Does nothing without replays."""
         if self._can_replay and self._wanted is None:
             self._wanted = self._last()
 
     def _last(self) -> int:
-        """From where a replay shows both that the life is the same, and what is new."""
+        """The start of a replay that shows both that the engine was not restarted, and new batches."""
         return self._next - 1 if self._next else 0
 
     # ---- what arrives --------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Follower:
             self._begin(batch)
 
     def disconnected(self) -> None:
-        """What the engine sends now is lost, and when it is back it may be another."""
+        """Messages sent now are lost, and when the engine is back it may have been restarted."""
         if not self._can_replay:
             if self._next is not None:
                 self._lose_track()
@@ -232,14 +232,14 @@ class Follower:
             self._again = True
 
     def gone(self) -> None:
-        """The engine has been away for so long that its blocks count as lost."""
+        """The engine has been unreachable for so long that its blocks count as lost."""
         if self._next is not None or len(self.blocks):
             self._lose_track()
         if self._can_replay:
             self._ask_from_start()
 
     def replayed(self, batch: Batch) -> None:
-        """A batch of the replay that was wanted; they come in order."""
+        """A batch of the requested replay; they come in order."""
         assert self._wanted is not None
         if self._restarted or batch.seq < self._wanted:
             return
@@ -247,12 +247,12 @@ class Follower:
         if first and self._next and batch.seq == self._wanted:
             self._restarted = batch.at != self._at
         elif first and (self._next is None or self._next or batch.seq):
-            self._begin(batch)  # from here on it is kept: what came before is lost
+            self._begin(batch)  # from here on it is kept: batches before are lost
         elif batch.seq == self._next:
             self._accept(batch)
 
     def replay_ended(self) -> None:
-        """All of the replay has been brought."""
+        """The replay is complete."""
         if self._restarted or (not self._came and self._next):
             self._ask_from_start()
             return
@@ -262,16 +262,16 @@ class Follower:
         self._catch_up(failed=False)
 
     def replay_failed(self) -> None:
-        """The replay was not answered in time, or broke off. Part of it may have been brought."""
+        """The replay was not answered in time, or broke off. Part of it may have arrived."""
         if self._restarted:
             self._ask_from_start()
         else:
             self._catch_up(failed=True)
 
     def _catch_up(self, *, failed: bool) -> None:
-        """After a replay: tell what waited, and see whether another one is needed."""
+        """After a replay: apply waiting batches, and check whether another one is needed."""
         waiting = self._let_go()
-        # Nothing was replayed, and something was heard: it was sent since, or by an earlier life. In the first
+        # The replay was empty, but a batch was received: it was sent since, or before a restart. In the first
         # case it is in the next replay.
         unclear = bool(waiting) and self._next == 0 and not (failed or self._came)
         while waiting and not unclear and self._next is not None and waiting[0].seq <= self._next:
@@ -292,7 +292,7 @@ class Follower:
             self._give_up(waiting)
 
     def _give_up(self, waiting: Sequence[Batch]) -> None:
-        """Replays do not help: go on with what was heard."""
+        """Replays do not help: continue with the received batches."""
         self._wanted, self._doubt, self._futile = None, False, 0
         self._lose_track()
         for batch in waiting:
@@ -302,7 +302,7 @@ class Follower:
                 self._begin(batch)
 
     def _ask_from_start(self) -> None:
-        """Another life: whatever waited is replayed with the rest."""
+        """The engine was restarted: waiting batches are replayed with the rest."""
         self._let_go()
         self._next, self._at = None, UNREADABLE
         self._wanted, self._doubt = 0, True
@@ -311,10 +311,11 @@ class Follower:
 
     def _hold_back(self, batch: Batch) -> None:
         if self._again:
-            return  # perhaps of another life than what waits already; another replay follows in any case
+            return  # perhaps from before a restart; another replay follows in any case
         other = self._waiting.get(batch.seq)
         if other is not None:
-            # Two lives have sent the same number: what waits may be of both, which another replay tells.
+            # The same number came twice, from before and after a restart: waiting batches may be of both, which
+            # another replay shows.
             self._again = other.at != batch.at
             return
         room = WAITING_BYTES_MAX - self._waiting_bytes
@@ -323,7 +324,7 @@ class Follower:
             self._waiting_bytes += batch.nbytes
 
     def _let_go(self) -> list[Batch]:
-        """What waited, in order; without what an earlier life had sent."""
+        """Waiting batches, in order; without those from before a restart."""
         waiting = sorted(self._waiting.values(), key=lambda batch: batch.seq)
         self._waiting, self._waiting_bytes = {}, 0
         return [batch for batch in waiting if batch.at >= self._at]
@@ -336,7 +337,7 @@ class Follower:
         self._todo.append(batch)
 
     def _begin(self, batch: Batch) -> None:
-        """Nothing is known of what came before this one; if it is the first, nothing did."""
+        """Nothing is known from before this one; if it is the first, nothing was sent."""
         if self._next is not None and batch.seq:
             self.gaps += 1
         self._clear(complete=batch.seq == 0)
@@ -353,7 +354,7 @@ class Follower:
         self._todo.append(complete)
 
     def work(self, blocks_max: int) -> bool:
-        """Tell what is to be told, about `blocks_max` blocks; whether something is left."""
+        """Apply waiting events, about `blocks_max` blocks; returns whether something is left."""
         budget = blocks_max
         while self._todo and budget > 0:
             first = self._todo[0]
@@ -370,7 +371,7 @@ class Follower:
         return bool(self._todo)
 
     def _tell(self, raw: msgspec.Raw, limit: int) -> int:
-        """Tell one event, or the part of it that is within the limit; of how many blocks."""
+        """Apply one event, or the part of it within the limit; returns its blocks."""
         try:
             event = self._decoded
             if self._told == 0:
@@ -398,10 +399,10 @@ class Follower:
         return len(hashes)
 
     def _is_reuse(self, event: _Stored) -> bool:
-        """Whether it only says that a prompt found these blocks in the cache.
+        """Whether it only reports that a prompt found these blocks in the cache.
 
-        Engines can be asked to report that, in the words for blocks that are stored, and always from the
-        start of the prompt. What is held already is taken for such a report, not for a second copy.
+        Engines can be configured to report that, in the form of stored blocks, and always from the
+        start of the prompt. Blocks held already are taken for such a report, not for a second copy.
         """
         group = event.group_idx or 0
         return event.parent_block_hash is None and self.blocks.holds(
@@ -414,7 +415,7 @@ class Follower:
         self._decoded = None
 
     def _unread(self) -> None:
-        """It may have said anything."""
+        """Its contents are unknown."""
         self.unreadable += 1
         self.blocks.clear(complete=False)
 

@@ -1,17 +1,17 @@
-"""Listens to engines' KV events, and keeps for each engine what its cache holds: tier `gpu`, by hearsay.
+"""Subscribes to engines' KV events, and maintains for each engine its cache's contents: tier `gpu`, as reported.
 
-For each engine a subscription to its stream and, where it offers replays, a question now and then: after
-it was found, after a gap or a lost connection, and every few seconds, so that the end of a stream cannot go
-missing unseen. `event_stream` decides what the messages mean, `engine_blocks` holds the result; here are the
+Each engine has a subscription to its stream and, if it offers replays, occasional requests: after
+it was found, after a gap or a lost connection, and every few seconds, so that the end of a stream cannot be
+missed. `stream` interprets the messages, `engine_blocks` holds the result; here are the
 sockets, the deadlines and the pauses.
 
 Sockets are read without waiting, a bounded number of messages at a time, and the loop sleeps on ZeroMQ's
 file descriptors (under uvloop too). After each few hundred blocks
-other tasks have their turn, so what an engine sends delays nobody. An engine that sends more than is read
+other tasks have their turn, so a busy engine delays nobody. An engine that sends more than is read
 fills its own queue, loses batches there, and is asked for a replay.
 
-ZeroMQ reconnects by itself, with growing pauses. Events are not authenticated: listen to engines of this
-machine or of a network that is trusted. What they say is never more than a hint.
+ZeroMQ reconnects by itself, with growing pauses. Events are not authenticated: subscribe to engines of this
+machine or of a trusted network. They are never more than a hint.
 
 Event loop only. Needs pyzmq: `kvpool[events]`.
 """
@@ -37,13 +37,15 @@ log = logging.getLogger("kvpool.placement")
 
 ENGINES_MAX = 64
 MESSAGE_BYTES_MAX = 4 * PAYLOAD_BYTES_MAX
-"""What no engine sends. ZeroMQ gives up a connection that brings more; it is made anew after `GONE_S`."""
+"""Larger than any message of an engine. ZeroMQ closes a connection that brings more; it is renewed after
+`GONE_S`.
+"""
 
-SOCKETS = 6  # of an engine: the stream, both ends of its monitor, a replay; twice the stream while it is made anew
+SOCKETS = 6  # of an engine: the stream, both ends of its monitor, a replay; twice the stream while it is renewed
 HWM = 4096  # messages that wait in a socket's queue
 MESSAGES = 64  # read at a time
 LINGER_S = 0.005  # messages that come together are read together
-SLICE_BLOCKS = 512  # told at a time: well under a millisecond
+SLICE_BLOCKS = 512  # applied at a time: well under a millisecond
 
 CHECK_S = 5.0
 REPLAY_SILENT_S, REPLAY_S = 2.0, 30.0
@@ -75,8 +77,8 @@ class EngineSource:
                 continue
             if not endpoint.startswith(_SCHEMES) or "*" in endpoint:
                 raise ConfigError(
-                    f"the events of engine {self.name} cannot be read from {endpoint!r}: give an address "
-                    "to connect to, such as tcp://127.0.0.1:5557 or ipc:///run/engine/events"
+                    f"the events of engine {self.name} cannot be read from {endpoint!r}: set an address to connect "
+                    "to, such as tcp://127.0.0.1:5557 or ipc:///run/engine/events"
                 )
 
 
@@ -92,7 +94,7 @@ class _Socket:
     def watch(self) -> None:
         """Set `readable` once there is something to read."""
         self._loop.add_reader(self._fd, self._wake)
-        # Other calls take signals off the descriptor too, and a socket that was never read gives none.
+        # Other calls take signals off the descriptor too, and a socket that was never read signals nothing.
         if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._readable.set()
 
@@ -117,12 +119,12 @@ class _Socket:
 
 
 class _Replay:
-    """One question for a replay, on a connection of its own, so that no late answer is taken for its."""
+    """One request for a replay, on a connection of its own, so that no late answer is mistaken for its."""
 
     def __init__(self, socket: _Socket, start: int, now: float) -> None:
         self.socket = socket
         self.heard_at = self.asked_at = now
-        # With room in its queue from the start, ZeroMQ takes it before it is connected.
+        # With room in its queue from the start, ZeroMQ accepts it before it is connected.
         socket.socket.send_multipart((b"", start.to_bytes(8, "big")), zmq.NOBLOCK)
 
     def ends_at(self) -> float:
@@ -130,7 +132,7 @@ class _Replay:
 
 
 class EngineFeed:
-    """One engine: its blocks, and how well they are known. Made by `EventSubscriber`."""
+    """One engine: its blocks, and the state of its stream. Created by `EventSubscriber`."""
 
     def __init__(
         self,
@@ -154,17 +156,17 @@ class EngineFeed:
         self._check_at = clock() + CHECK_S
         self._gone_at: float | None = None
         self._foreign = 0
-        if source.replay_endpoint is not None:  # would otherwise be tried at the first question
+        if source.replay_endpoint is not None:  # would otherwise be tried at the first request
             self._connect(self._open(zmq.DEALER), source.replay_endpoint).close(linger=0)
         self._sub, self._monitor = self._subscribe()
 
     def age_s(self) -> float | None:
-        """Seconds since the engine was last heard of, be it by an answer; None: not yet."""
+        """Seconds since the engine was last heard of, including answers; None: not yet."""
         return None if self._heard_at is None else self._clock() - self._heard_at
 
     @property
     def told_at(self) -> float:
-        """When the engine made the last of what `blocks` knows, by the engine's wall clock; below 0: never."""
+        """When the engine made the last event in `blocks`, by the engine's wall clock; below 0: never."""
         return self._follower.at
 
     def stats(self) -> dict[str, Any]:
@@ -182,7 +184,7 @@ class EngineFeed:
     # ---- sockets -------------------------------------------------------------------------------------
 
     def _open(self, kind: zmq.SocketType) -> zmq.Socket[bytes]:
-        """Raises `ConfigError` where this process can have no more of them."""
+        """Raises `ConfigError` if this process can have no more of them."""
         try:
             socket = self._context.socket(kind)
         except zmq.ZMQError as error:
@@ -191,13 +193,13 @@ class EngineFeed:
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
-        # A machine that is gone says no farewell, and a subscriber sends nothing that would fail.
+        # A dead machine does not close connections, and a subscriber sends nothing that would fail.
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_MS_MAX)
         return socket
 
     def _subscribe(self) -> tuple[_Socket, _Socket]:
-        """The stream, and what tells of its connection. Raises `ConfigError`."""
+        """The stream, and its connection monitor. Raises `ConfigError`."""
         sub = self._open(zmq.SUB)
         sub.subscribe(self.source.topic.encode())
         try:
@@ -213,8 +215,8 @@ class EngineFeed:
         return _Socket(sub, self._readable), _Socket(monitor, self._readable)
 
     def _unsubscribe(self) -> None:
-        # In this order: ZeroMQ tells of a lost connection under a lock that `disable_monitor` takes, and waits for
-        # ever, lock in hand, where the monitor that it tells is closed.
+        # In this order: ZeroMQ reports a lost connection under a lock that `disable_monitor` takes, and waits
+        # forever, with the lock, if the monitor that it reports to is closed.
         self._sub.socket.disable_monitor()
         self._monitor.close()
         self._sub.close()
@@ -234,7 +236,7 @@ class EngineFeed:
         )
 
     def _subscribe_anew(self) -> None:
-        """On other sockets, where there are any."""
+        """On other sockets, if there are any."""
         try:
             sub, monitor = self._subscribe()
         except ConfigError as error:
@@ -244,7 +246,7 @@ class EngineFeed:
         self._sub, self._monitor = sub, monitor
 
     def _ask(self, start: int, now: float) -> None:
-        """Ask for a replay, or, where there is no socket for that, later."""
+        """Request a replay, or, without a free socket, later."""
         assert self.source.replay_endpoint is not None
         try:
             socket = self._connect(self._open(zmq.DEALER), self.source.replay_endpoint)
@@ -281,9 +283,9 @@ class EngineFeed:
                 await self._sleep_until(due_at)
 
     def _listen(self) -> bool:
-        """Take what the stream has brought; whether there may be more."""
+        """Process the stream's messages; returns whether there may be more."""
         messages = self._sub.read(MESSAGES)
-        # After the messages: whatever came over a new connection, the loss of the old one is known by then.
+        # After the messages: if any came over a new connection, the loss of the old one is known by then.
         for frames in self._monitor.read(MESSAGES):
             event = parse_monitor_message(frames)["event"]
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -300,7 +302,7 @@ class EngineFeed:
         return len(messages) == MESSAGES
 
     def _take_replay(self) -> bool:
-        """Take what a replay has brought; whether there may be more."""
+        """Process a replay's messages; returns whether there may be more."""
         replay = self._replay
         if replay is None:
             return False
@@ -311,7 +313,7 @@ class EngineFeed:
             batch = self._read(frames[1:])
             if batch is not None:
                 self._follower.replayed(batch)
-            elif frames[2:3] == [END]:  # not what cannot be read
+            elif frames[2:3] == [END]:  # not unreadable ones
                 self._backoff.succeeded()
                 self._follower.replay_ended()
                 self._end_replay()
@@ -335,7 +337,7 @@ class EngineFeed:
         return batch
 
     async def _work(self) -> None:
-        """Tell the blocks what was taken, in slices."""
+        """Apply the messages to the blocks, in slices."""
         more = self._follower.work(SLICE_BLOCKS)
         while more:
             await asyncio.sleep(0)
@@ -344,7 +346,7 @@ class EngineFeed:
             self._changed(self.source.name)
 
     def _keep_time(self) -> float:
-        """Do what is due; gives the time of what is due next."""
+        """Do what is due; returns the next due time."""
         now = self._clock()
         follower = self._follower
         if self._gone_at is not None and now >= self._gone_at:
@@ -391,11 +393,11 @@ class EngineFeed:
 class EventSubscriber:
     """Follows the events of several engines. See the module.
 
-    changed: called with an engine's name after it was heard, while `blocks.take_changes` has something to
-        tell; takes no time.
+    changed: called with an engine's name after a message, while `blocks.take_changes` has
+        changes; must be quick.
     clock: seconds, monotonic.
-    refused: called with the name of an engine that cannot be followed after all, as `run` finds, and the reason:
-        it is as if it had been removed. None: `run` ends then.
+    refused: called with the name of an engine that `run` finds impossible to follow, and the reason:
+        it is then removed. None: `run` ends instead.
     Raises `ConfigError`.
     """
 
@@ -428,19 +430,19 @@ class EventSubscriber:
         return MappingProxyType(self._feeds)
 
     def add(self, source: EngineSource) -> None:
-        """Follow one engine more, from now on. Raises `ConfigError`."""
+        """Follow one more engine, from now on. Raises `ConfigError`."""
         if source.name in self._sources:
             raise ConfigError("two engines with KV events have the same name")
         if len(self._sources) >= self._engines_max:
             raise ConfigError(
-                f"events of {len(self._sources) + 1} engines: one process follows {self._engines_max}"
+                f"events of {len(self._sources) + 1} engines: one process follows at most {self._engines_max}"
             )
         if self._context is not None:
             self._begin(self._open(source, self._context))
         self._sources[source.name] = source
 
     def remove(self, name: str) -> None:
-        """Follow this engine no more, and forget what it held."""
+        """Stop following this engine, and forget its blocks."""
         del self._sources[name]
         if self._context is not None:
             self._feeds.pop(name)
@@ -469,7 +471,9 @@ class EventSubscriber:
         self._running[name].add_done_callback(lambda _: feed.close())
 
     async def run(self) -> None:
-        """Follow all of them until cancelled; raises `ConfigError` for one that cannot be, without `refused`."""
+        """Follow all of them until cancelled; raises `ConfigError` for one that cannot be followed, without
+        `refused`.
+        """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         context.set(zmq.MAX_SOCKETS, SOCKETS * self._engines_max)
         try:

@@ -1,4 +1,4 @@
-"""Rules that every membership shares: who may be part of a cluster, and what is said to those who may not."""
+"""Rules common to all memberships: which nodes may join a cluster, and the errors for others."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from kvpool.placement.records import (
 
 
 def secret_proof(secret: bytes, cluster: str) -> str:
-    """What shows that two nodes have the same secret, and tells nobody which."""
+    """A proof that two nodes have the same secret, without revealing it."""
     return hmac.new(secret, f"kvpool cluster {cluster}".encode(), hashlib.sha256).hexdigest()
 
 
 def check_config(config: ClusterConfig, ours: ClusterConfig, protocol: int) -> None:
-    """Raises `ConfigError` if a node like us may not be part of this cluster."""
+    """Raises `ConfigError` if this node may not join this cluster."""
     if config.cluster != ours.cluster:
         raise ConfigError(
-            f"the records of cluster {ours.cluster!r} are those of {config.cluster!r}: "
-            "choose the right --cluster, or another etcd"
+            f"etcd holds the records of cluster {config.cluster!r}, not of {ours.cluster!r}: choose the right "
+            "--cluster, or another etcd"
         )
     if config.format > FORMAT_VERSION:
         raise ConfigError(
-            f"cluster {config.cluster!r} keeps its records in format {config.format}, this version of "
-            f"kvpool knows formats up to {FORMAT_VERSION}: upgrade this node"
+            f"the records of cluster {config.cluster!r} have format {config.format}, this version of kvpool supports "
+            f"formats up to {FORMAT_VERSION}: upgrade this node"
         )
     if protocol < config.protocol_min:
         raise ConfigError(
-            f"cluster {config.cluster!r} asks for protocol {config.protocol_min} or newer, this node "
-            f"speaks {protocol}: upgrade this node"
+            f"cluster {config.cluster!r} requires protocol {config.protocol_min} or newer, this node supports "
+            f"{protocol}: upgrade this node"
         )
     if not hmac.compare_digest(config.secret_proof.encode(), ours.secret_proof.encode()):
         raise ConfigError(
-            f"this node's secret is not that of cluster {config.cluster!r}: give it the secret of the "
-            "other nodes, or choose another --cluster"
+            f"this node's secret differs from that of cluster {config.cluster!r}: use the same secret as the other "
+            "nodes, or choose another --cluster"
         )
 
 
@@ -55,15 +55,15 @@ def name_taken(old: NodeRecord) -> ConfigError:
 
 
 def incarnation_taken(record: NodeRecord, other: str) -> ConfigError:
-    """The error for an incarnation that another node has."""
+    """The error for an incarnation of another node."""
     return ConfigError(
-        f"incarnation {record.incarnation} of node {record.node!r} is in use by node {other!r}: two "
-        "daemons were started from one saved state; start this one anew"
+        f"incarnation {record.incarnation} of node {record.node!r} is in use by node {other!r}: two daemons were "
+        "started from one saved state; start this one from an empty state"
     )
 
 
 def same_address(old: NodeRecord, new: NodeRecord) -> bool:
-    """Whether one of the addresses is the same: its present holder knows that the other one is dead."""
+    """Whether they share an address: its present holder knows that the other one is dead."""
     return not set(old.urls).isdisjoint(new.urls)
 
 
@@ -71,13 +71,13 @@ def check_parts(stored: NamespaceEntry, wanted: NamespaceEntry) -> None:
     """Raises `NamespaceMismatch` for a namespace that is known with other parts."""
     if stored.parts != wanted.parts:
         raise NamespaceMismatch(
-            f"namespace {wanted.digest} of tenant {wanted.tenant!r} is known to the cluster with other "
-            "parts: its fields lack what makes the two differ; add it to them"
+            f"namespace {wanted.digest} of tenant {wanted.tenant!r} is registered in the cluster with other parts: "
+            "its fields lack what distinguishes the two; add it to the fields"
         )
 
 
 def bumped(entry: NamespaceEntry, expected: int, *, fence: bool) -> NamespaceEntry:
-    """In the epoch after `expected`; as it is when it has left that already."""
+    """In the epoch after `expected`; unchanged if it has left that already."""
     if entry.epoch != expected:
         return entry
     epoch = expected + 1

@@ -1,12 +1,12 @@
-"""The membership port: who lives, which namespaces there are and in which epoch.
+"""The membership port: which nodes live, and the namespaces with their epochs.
 
 Contract, for every backend (`kvpool.testing.membership` tests it):
 
-- `view` is the last known state of the cluster, and is never taken back: while the backend cannot be
-  reached, it stays as it was, and nobody expires.
-- A record that was joined is seen by all others until it is left, or its node has been silent for the
+- `view` is the last known state of the cluster, and never goes back: while the backend is
+  unreachable, it stays as it was, and no node expires.
+- A record that was joined is seen by all others until its node leaves, or has been silent for the
   lease's time (`ttl_s`) while the backend was up.
-- A lease that was lost is never quietly taken again: `standing` says LOST and `lost` is called, and the
+- A lost lease is never silently renewed: `standing` says LOST and `lost` is called, and the
   node joins as a new incarnation.
 - All writes are idempotent: they may be retried, and done twice, with the same result.
 
@@ -27,10 +27,10 @@ class Standing(Enum):
 
     MEMBER: its lease was confirmed less than `ttl_s` ago.
     AWAY: it was not, and the backend was asked within the last `ttl_s` and did not answer: the last view
-        holds, go on.
-    UNSURE: it was not, and nobody has asked for so long (the process was stopped): neither serve peers
+        is valid, continue.
+    UNSURE: it was not, and the backend was not asked for so long (the process was stopped): neither serve peers
         nor publish, until it is known. Ends by itself within a few seconds.
-    LOST: the backend says that the lease is gone: join again as a new incarnation.
+    LOST: the backend reports that the lease is gone: join again as a new incarnation.
     OUT: not joined, or left.
     """
 
@@ -51,22 +51,21 @@ class Membership(Protocol):
         """Read the cluster's state and follow it from there on.
 
         Raises `ConfigError` (wrong cluster, secret or version; the message says which), or `Unavailable`
-        when the backend cannot be reached within its start-up time.
+        if the backend is unreachable within its start-up time.
         """
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Have `changed` called after every change of `view`. May be called several times for one."""
+        """Call `changed` after every change of `view`. May be called several times for one."""
 
     def on_lost(self, lost: Callable[[], None]) -> None:
-        """Have `lost` called when the lease of the joined record turns out to be gone."""
+        """Call `lost` when the lease of the joined record turns out to be gone."""
 
     async def join(self, record: NodeRecord) -> None:
         """Become a member: bind the record to a lease and keep that alive.
 
-        A record of the same name whose owner is dead, but whose lease still lasts, is waited for; one
-        that advertises one of our own URLs is replaced at once, since we hold that address. Not while
-        joined: leave first, or lose the lease.
-        Raises `ConfigError` when another living node has this name, and `Unavailable`.
+        Waits for a record of the same name whose owner is dead, but whose lease still lasts; one that advertises
+        one of this node's URLs is replaced at once, because this node holds that address. Not while joined: leave
+        first, or lose the lease. Raises `ConfigError` when another living node has this name, and `Unavailable`.
         """
 
     async def update(self, record: NodeRecord) -> None:
@@ -76,12 +75,12 @@ class Membership(Protocol):
         """
 
     async def leave(self) -> None:
-        """Take the record away and end the lease. Idempotent; best effort when the backend is away."""
+        """Remove the record and end the lease. Idempotent; best effort while the backend is unavailable."""
 
     def standing(self, now: float) -> Standing: ...
 
     async def register(self, entry: NamespaceEntry) -> NamespaceEntry:
-        """Make a namespace known, if it is not, and return what the cluster has: its epoch and settings.
+        """Register a namespace, if it is new, and return the cluster's epoch and settings for it.
 
         Raises `NamespaceMismatch` when it is known with other parts, and `Unavailable`.
         """
@@ -89,23 +88,23 @@ class Membership(Protocol):
     async def bump_epoch(
         self, tenant: str, digest: str, expected: int, *, fence: bool
     ) -> NamespaceEntry:
-        """Begin a new epoch, if the present one is `expected`; what holds afterwards.
+        """Start a new epoch, if the present one is `expected`; returns the entry afterwards.
 
-        So repeating the call is harmless, and of two resets at a time one does. `fence`: clients of older
+        So repeating the call is harmless, and of two concurrent resets one applies. `fence`: clients of older
         epochs must open the namespace again. Raises `InvalidRequest` if it is not known, and `Unavailable`.
         """
 
     async def configure(self, tenant: str, digest: str, change: SettingsChange) -> NamespaceEntry:
-        """Change settings of a namespace; what holds afterwards. Raises as `bump_epoch`.
+        """Change settings of a namespace; returns the entry afterwards. Raises as `bump_epoch`.
 
-        Of two changes at a time both are made where they do not concern the same setting.
+        Two concurrent changes both apply if they concern different settings.
         """
 
     async def set_drain(self, node: str, wanted: bool) -> None:
         """An operator wants a node drained, or no longer. Raises `Unavailable`."""
 
     async def lead(self, chore: str) -> bool:
-        """Whether this member is the one to do a cluster-wide chore; tries to become it.
+        """Whether this member leads a cluster-wide chore; tries to become its leader.
 
         Ask again every few seconds: leadership ends with the lease. False when not a member, and while the
         backend does not answer.

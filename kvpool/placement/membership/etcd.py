@@ -1,7 +1,7 @@
 """Membership on etcd: node records bound to leases, one watch, and the cluster's shared records.
 
-Keys and their contents: `mirror.py`. A node is known by two keys under one lease, its name and its
-incarnation, made in one transaction that requires both to be absent; so neither is ever held twice.
+Keys and their contents: `etcd_mirror.py`. A node has two keys under one lease, its name and its
+incarnation, created in one transaction that requires both to be absent; so neither is ever held twice.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ LEAVE_S = 2.0  # for each of the two steps of leaving
 CLASH_S = 3.0  # longer than its lease, for the record of a dead owner to go
 CLASH_PAUSE_S = 0.3
 RETRY_S = 0.5  # between attempts to renew, while they fail
-GRACE_S = 3.0  # longer than a lease, for nodes to come back after etcd was away
+GRACE_S = 3.0  # longer than a lease, for nodes to return after an outage of etcd
 CHANGES_MAX = 10  # attempts to change a record that others change at the same time
 USE_S = 5.0  # a node's use of its tiers is written at most that often,
 SMALL_USE_S = 60.0  # and that often, when it has changed by less than
@@ -81,7 +81,7 @@ NO_LEASE = 0
 class _Member:
     """A life of this node: from `join` until it leaves, or its lease is lost.
 
-    wanted: the record to be written, written: the one that is, at `written_at`. revision: of the join.
+    wanted: the record to be written, written: the last written, at `written_at`. revision: of the join.
     """
 
     lease: int
@@ -96,7 +96,7 @@ class _Member:
 class EtcdMembership:
     """See `kvpool.placement.membership.base.Membership`; times of `standing` are those of `clock`.
 
-    secret: of the cluster; only a proof of it is stored. protocol: the wire protocol we speak.
+    secret: of the cluster; only a proof of it is stored. protocol: the supported wire protocol.
     ttl_s: how long a silent node lives; etcd takes whole seconds, at least 2.
     Close it even if `start` has failed.
     """
@@ -124,7 +124,7 @@ class EtcdMembership:
         self._member: _Member | None = None
         self._absent = Standing.OUT  # the standing while there is no `_member`
         self._joined_before = False
-        # While we write our record: its key, and the revision and lease of what the watch said of it last.
+        # While this node writes its record: its key, and revision and lease of its last state in the watch.
         self._joining: bytes | None = None
         self._seen = (0, NO_LEASE)
         self._heard_at: float | None = None
@@ -143,7 +143,7 @@ class EtcdMembership:
 
     @property
     def connected(self) -> bool:
-        """Whether etcd was heard of lately."""
+        """Whether etcd was heard of recently."""
         return self._heard_at is not None and self._clock() - self._heard_at <= self._ttl_s / 2
 
     def stats(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class EtcdMembership:
         self._lost_watchers.append(lost)
 
     async def _agree(self) -> None:
-        """Write the cluster's configuration if there is none, and see whether we fit into it."""
+        """Write the cluster's configuration if there is none, and check whether this node fits into it."""
         key = self._paths.config
         if self.view.config is None:
             ours = encode_record(self._own_config)
@@ -194,7 +194,7 @@ class EtcdMembership:
     # ---- what the watch says (`Sink`) -----------------------------------------------------------------
 
     def heard(self) -> None:
-        """After a silence in which leases may have ended, nodes get the time to come back."""
+        """After a silence in which leases may have ended, nodes get the time to return."""
         now = self._clock()
         if self._heard_at is not None and not self.connected:
             self._mirror.forgive(now + self._ttl_s + GRACE_S)
@@ -235,7 +235,7 @@ class EtcdMembership:
                 return
 
     def _told(self, changed: bool) -> None:
-        """Pass a change of the view on, and set the timer for the next one that comes by itself."""
+        """Publish a change of the view, and set the timer for the next one that comes by itself."""
         if self._tick is not None:
             self._tick.cancel()
             self._tick = None
@@ -251,7 +251,7 @@ class EtcdMembership:
         self._told(self._mirror.tick(self._clock()))
 
     async def _save_again(self) -> None:
-        """Etcd has lost its data: the cluster's epochs are ours to bring back."""
+        """Etcd has lost its data: restore the cluster's epochs from this node."""
         log.warning("etcd has lost records of this cluster: they are restored")
         try:
             await self._client.txn(
@@ -311,7 +311,7 @@ class EtcdMembership:
             self._lose(member, "another daemon has taken its name")
 
     async def _enter(self, record: NodeRecord, lease: int) -> int:
-        """Write the node's keys; the revision. Waits for a dead owner's lease, and for no longer."""
+        """Write the node's keys; returns the revision. Waits only for a dead owner's lease."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._ttl_s + CLASH_S
         node, incarnation = (
@@ -356,7 +356,7 @@ class EtcdMembership:
                 raise Unavailable(f"joining as {record.node!r}: the lease ended meanwhile")
 
     async def _keep(self, member: _Member) -> None:
-        """Renew the lease until it is lost; write what `update` has held back."""
+        """Renew the lease until it is lost; write records postponed by `update`."""
         while True:
             begun = self._clock()
             try:
@@ -372,7 +372,7 @@ class EtcdMembership:
             member.watch.confirm(begun)
             try:
                 await self._write(member)
-            except KvpoolError as error:  # a full database renews leases, but takes no records
+            except KvpoolError as error:  # a full database renews leases, but accepts no records
                 log.debug("the record was not updated: %s", error)
             await asyncio.sleep(self._ttl_s / 3)
 
@@ -383,7 +383,7 @@ class EtcdMembership:
         if member.keeper is not None and member.keeper is not asyncio.current_task():
             member.keeper.cancel()
         log.warning(
-            "node %s is not a member any more (incarnation %s): %s",
+            "node %s is no longer a member (incarnation %s): %s",
             member.written.node,
             member.written.incarnation,
             why,
@@ -402,7 +402,7 @@ class EtcdMembership:
         await self._write(member)
 
     async def _write(self, member: _Member) -> None:
-        """Write the wanted record, unless it differs by so little that it can wait."""
+        """Write the wanted record, unless it differs too little to be urgent."""
         async with self._write_lock:
             record = member.wanted
             if self._clock() < member.written_at + hold_s(member.written, record):
@@ -435,7 +435,7 @@ class EtcdMembership:
         record = msgspec.structs.replace(member.written, state=NodeState.GONE)
         key, value = self._paths.node(record.node), encode_record(record)
         try:
-            # Said first, so that nobody takes the end of the lease for a node that may come back.
+            # First, so that the end of the lease is not taken for a node that may return.
             answer = await self._client.txn(
                 [bound_to(key, member.lease)],
                 [put(key, value, member.lease)],
@@ -446,7 +446,7 @@ class EtcdMembership:
             self._told(self._mirror.wrote(answer.header.revision, {key: value}))
         except KvpoolError as error:
             log.info(
-                "etcd was not told that node %s leaves: %s",
+                "etcd was not notified that node %s leaves: %s",
                 record.node,
                 error,
                 extra={"node": record.node},
@@ -457,9 +457,7 @@ class EtcdMembership:
         try:
             await self._client.revoke(lease, LEAVE_S)
         except KvpoolError as error:
-            log.info(
-                "a lease could not be revoked, and lasts for %g s more: %s", self._ttl_s, error
-            )
+            log.info("a lease could not be revoked, and lasts %g s longer: %s", self._ttl_s, error)
 
     def standing(self, now: float) -> Standing:
         member = self._member
@@ -491,7 +489,7 @@ class EtcdMembership:
     async def register(self, entry: NamespaceEntry) -> NamespaceEntry:
         known = self.view.namespaces.get((entry.tenant, entry.digest))
         if known is not None and not self.connected:
-            stored = known  # while etcd is away, what was known goes on
+            stored = known  # while etcd is unavailable, known values stay
         else:
             try:
                 stored = await self._create_or_read(entry)
@@ -503,7 +501,7 @@ class EtcdMembership:
         return stored
 
     async def _create_or_read(self, entry: NamespaceEntry) -> NamespaceEntry:
-        """As stored, after it was if need be."""
+        """As stored, after storing it if necessary."""
         key = self._paths.namespace(entry.tenant, entry.digest)
         value = encode_record(entry)
         answer = await self._client.txn(
@@ -518,7 +516,7 @@ class EtcdMembership:
     def _take_namespace(
         self, value: bytes, tenant: str, digest: str, revision: int
     ) -> NamespaceEntry:
-        """Decode what is stored; put it into the view if we wrote it just now, at `revision`."""
+        """Decode the stored value; put it into the view if it was written just now, at `revision`."""
         key = self._paths.namespace(tenant, digest)
         try:
             entry = decode_record(value, NamespaceEntry, key.decode())
@@ -550,7 +548,7 @@ class EtcdMembership:
         change: Callable[[NamespaceEntry], NamespaceEntry],
         what: str,
     ) -> NamespaceEntry:
-        """Read, change, and write if nobody else has written meanwhile; else once more."""
+        """Read, change, and write if nobody else has written meanwhile; else repeat."""
         key = self._paths.namespace(tenant, digest)
         for _ in range(CHANGES_MAX):
             kv = found(await self._client.txn([], [read(key)], [], what), 0)
@@ -568,7 +566,7 @@ class EtcdMembership:
             )
             if answer.succeeded:
                 return self._take_namespace(value, tenant, digest, answer.header.revision)
-        raise Unavailable(f"{what}: others kept changing namespace {digest} at the same time")
+        raise Unavailable(f"{what}: other nodes kept changing namespace {digest} at the same time")
 
     async def set_drain(self, node: str, wanted: bool) -> None:
         key = self._paths.drain(node)
@@ -601,7 +599,7 @@ class EtcdMembership:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # A broken invariant of ours; what etcd does to us is handled where it happens.
+            # A broken invariant; etcd's failures are handled where they happen.
             asyncio.get_running_loop().call_exception_handler(
                 {"message": f"{task.get_name()} ended", "exception": error, "task": task}
             )
@@ -611,9 +609,10 @@ class EtcdMembership:
 
 
 def replaceable(holder: Any, user: Any | None, record: NodeRecord) -> NodeRecord | None:
-    """The record under our name, if its owner is known to be dead: it has left, or we hold its address.
+    """The record under this node's name, if its owner is known to be dead: it has left, or this node holds its
+    address.
 
-    holder, user: the key-values under our name and our incarnation.
+    holder, user: the key-values under this node's name and incarnation.
     """
     if user is not None and user.value != record.node.encode():
         return None
@@ -625,7 +624,7 @@ def replaceable(holder: Any, user: Any | None, record: NodeRecord) -> NodeRecord
 
 
 def clash(record: NodeRecord, holder: Any | None, user: Any | None) -> ConfigError:
-    """What to say when our name or our incarnation did not become free."""
+    """The error when this node's name or incarnation did not become free."""
     if holder is None:
         other = "" if user is None else user.value.decode(errors="replace")
         return incarnation_taken(record, other)
@@ -640,8 +639,8 @@ def clash(record: NodeRecord, holder: Any | None, user: Any | None) -> ConfigErr
 
 
 def hold_s(written: NodeRecord, wanted: NodeRecord) -> float:
-    """How long after the last write a record may wait. Every write is kept in etcd's history for long,
-    so use that goes up and down is not worth one each; infinite: they are equal.
+    """How long after the last write a record may wait. Every write stays in etcd's history for long,
+    so small changes of usage are not written individually; infinite: they are equal.
     """
     if wanted == written:
         return math.inf

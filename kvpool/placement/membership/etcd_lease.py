@@ -1,4 +1,4 @@
-"""What is known of a lease, and what standing follows from it. No I/O; times are the caller's clock."""
+"""The known state of a lease, and the standing that follows. No I/O; times are the caller's clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class LeaseWatch:
     """When a lease was last confirmed, and whether etcd has been asked since.
 
     All times are those at which an attempt *began*: etcd counts from when it got the request, which is
-    later; and an attempt from before the process was stopped says nothing of what was after.
+    later; and an attempt from before the process was stopped tells nothing about the time after.
     """
 
     def __init__(self, ttl_s: float, confirmed: float) -> None:
@@ -29,8 +29,8 @@ class LeaseWatch:
         """MEMBER, AWAY or UNSURE.
 
         Attempts to renew end within a third of `ttl_s` and follow one another closely. So while etcd is
-        away one has always failed lately, already when the lease's time is over, and the node goes on
-        without a pause. When the last failure is old, nobody has asked: we were stopped.
+        unavailable there is always a recent failure, also when the lease's time is over, and the node continues
+        without a pause. If the last failure is old, no attempt was made: the process was stopped.
         """
         if now <= self._confirmed + self._ttl_s:
             return Standing.MEMBER

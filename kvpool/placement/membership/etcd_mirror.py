@@ -1,4 +1,4 @@
-"""What this process knows of the cluster's records in etcd, and the view that follows. No I/O.
+"""The known state of the cluster's records in etcd, and the view that follows. No I/O.
 
 Below `/kvpool/<cluster>/`:
 
@@ -9,7 +9,7 @@ Below `/kvpool/<cluster>/`:
     drains/<node>                empty; an operator wants the node drained
     chores/<chore>               the name of the node that does it; bound to its lease
 
-Anything else is of a later version, and left alone. What cannot be read is ignored and counted.
+Other keys belong to later versions, and are ignored. Unreadable values are ignored and counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvpool.placement.records import (
 
 log = logging.getLogger("kvpool.placement")
 
-LOGGED_MAX = 1000  # keys whose contents we have complained about
+LOGGED_MAX = 1000  # keys whose contents were logged as invalid
 INCARNATION = re.compile(rf"[0-9a-f]{{{2 * INCARNATION_BYTES}}}")
 
 
@@ -65,30 +65,32 @@ class Paths:
 
 
 def element(name: str, what: str) -> str:
-    """The name, if it can stand between two slashes."""
+    """The name, if it can be a path element."""
     if not name or "/" in name or not name.isprintable():
-        raise ConfigError(f"{name!r} cannot name {what}: printable characters, and no slash")
+        raise ConfigError(
+            f"{name!r} is not a valid name of {what}: use printable characters, without slashes"
+        )
     return name
 
 
 class Mirror:
     """The records as last seen, and the `View` made of them.
 
-    Deletions of nodes are believed at once, except until the time given to `forgive`: after etcd was
-    away, all leases may have ended although their nodes live, and each needs a moment to come back. So
+    Deletions of nodes apply at once, except until the time given to `forgive`: after an outage of
+    etcd, all leases may have ended although their nodes live, and each needs a moment to return. So
     nodes that are missing then stay in the view until that time is over (`tick`).
 
-    A namespace is never dropped and its epoch never goes back, even if etcd has lost its data: what was
-    a miss before must stay one. `unsaved` are the entries that etcd lacked at the last `reset`.
+    A namespace is never dropped and its epoch never goes back, even if etcd has lost its data: old
+    misses must stay misses. `unsaved` are the entries that etcd lacked at the last `reset`.
     """
 
     def __init__(self, paths: Paths) -> None:
         self.view = View()
         self.undecodable = 0
-        self.chores: dict[str, int] = {}  # who does it, by lease
+        self.chores: dict[str, int] = {}  # the leader, by lease
         self.config_seen = False  # at the last reset
         self._paths = paths
-        self._revision = 0  # up to here, the watch has told us everything
+        self._revision = 0  # the watch is complete up to here
         self._known: dict[bytes, int] = {}  # the revision that last changed each key
         self._nodes: dict[str, NodeRecord] = {}
         self._missing: dict[str, float] = {}  # in `_nodes`, but not in etcd: when to drop them
@@ -128,9 +130,9 @@ class Mirror:
         return self._publish()
 
     def wrote(self, revision: int, puts: dict[bytes, bytes], deletes: Iterable[bytes] = ()) -> bool:
-        """We have written this, at `revision`: our own view has it before the watch brings it."""
+        """This node has written this, at `revision`: its view has it before the watch brings it."""
         if revision <= self._revision:
-            return False  # the watch was faster, and may have brought what came after it, too
+            return False  # the watch was faster, and may have brought later changes, too
         for key in deletes:
             self._delete(key, float("inf"))
             self._known[key] = revision
@@ -139,11 +141,11 @@ class Mirror:
         return self._publish()
 
     def forgive(self, until: float) -> None:
-        """Etcd was away: nodes that turn out to be missing are kept until then."""
+        """Etcd was unavailable: nodes that turn out to be missing are kept until then."""
         self._forgiven_until = until
 
     def tick(self, now: float) -> bool:
-        """Drop the nodes that did not come back in time."""
+        """Drop the nodes that did not return in time."""
         for node in [node for node, until in self._missing.items() if until <= now]:
             del self._missing[node]
             del self._nodes[node]
@@ -151,7 +153,7 @@ class Mirror:
 
     @property
     def next_tick(self) -> float | None:
-        """When `tick` will have something to do."""
+        """When `tick` needs to be called next."""
         return min(self._missing.values(), default=None)
 
     @property
@@ -185,12 +187,12 @@ class Mirror:
             self.undecodable += 1
             if kv.key not in self._logged and len(self._logged) < LOGGED_MAX:
                 self._logged.add(kv.key)
-                log.warning("a record in etcd is ignored: %s", error)
+                log.warning("an invalid record in etcd is ignored: %s", error)
 
     def _put_node(self, node: str, kv: Any) -> None:
         record = decode_node(kv.value, node)
         self._missing.pop(node, None)
-        if record.state is NodeState.GONE:  # it says good-bye, and its lease is about to end
+        if record.state is NodeState.GONE:  # it is leaving, and its lease is about to end
             self._nodes.pop(node, None)
         else:
             self._nodes[node] = record
@@ -200,7 +202,7 @@ class Mirror:
         entry = decode_record(kv.value, NamespaceEntry, where)
         key = (entry.tenant, entry.digest)
         if "/".join(key) != name:
-            raise ProtocolError(f"{where} is one of {'/'.join(key)!r}")
+            raise ProtocolError(f"{where} contains the record of {'/'.join(key)!r}")
         self._saved.add(key)
         old = self._namespaces.get(key)
         if old is not None and old.epoch > entry.epoch:
@@ -246,7 +248,7 @@ def decode_node(value: bytes, node: str) -> NodeRecord:
     """A node's record, as stored under its name. Raises `ProtocolError`."""
     record = decode_record(value, NodeRecord, f"the record of node {node!r}")
     if record.node != node:
-        raise ProtocolError(f"the record of node {node!r} is one of {record.node!r}")
+        raise ProtocolError(f"the record of node {node!r} contains {record.node!r}")
     if not INCARNATION.fullmatch(record.incarnation):
-        raise ProtocolError(f"the record of node {node!r} names no incarnation")
+        raise ProtocolError(f"the record of node {node!r} has no incarnation")
     return record

@@ -1,9 +1,9 @@
 """Membership without a server: for one machine, and for tests and simulations of many nodes.
 
-A `StaticCluster` is what etcd is elsewhere, in this process; each `StaticMembership` on it is one
-node's. Nothing happens by itself: no clocks, no randomness. What a simulation wants to go wrong, it does:
-leases end by `expire`, the backend is out of reach between `go_away` and `come_back`, and `deliver`
-decides when, how often and whether a member hears of a change.
+A `StaticCluster` takes the place of etcd, in this process; each `StaticMembership` on it is one
+node's. Nothing happens by itself: no clocks, no randomness. A simulation triggers faults itself:
+leases end by `expire`, the backend is unreachable between `go_away` and `come_back`, and `deliver`
+decides when, how often and whether a member is notified of a change.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from kvpool.placement.records import (
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """What is kept in the file: namespaces with their epochs, which outlive the process."""
+    """The contents of the file: namespaces with their epochs, which survive the process."""
 
     namespaces: tuple[NamespaceEntry, ...]
     format: int = FORMAT_VERSION
 
 
 Deliver = Callable[["StaticMembership", Callable[[], None]], None]
-"""Tells a member of a change by calling the function: at once, later, several times, or never."""
+"""Notifies a member of a change by calling the function: at once, later, several times, or never."""
 
 
 def at_once(_member: StaticMembership, tell: Callable[[], None]) -> None:
-    """Every change is heard of before the call that made it returns."""
+    """Every change is notified before the call that made it returns."""
     tell()
 
 
 class StaticCluster:
-    """What the members share. One event loop.
+    """State shared by the members. One event loop.
 
-    path: where namespaces and their epochs are kept; absent: nowhere. One process uses a file at a time.
+    path: file of namespaces and their epochs; absent: none. One process uses a file at a time.
     Raises `ConfigError` for a file that cannot be read.
     """
 
@@ -70,7 +70,7 @@ class StaticCluster:
         self._deliver = deliver
         self._members: list[StaticMembership] = []
         self._owners: dict[str, StaticMembership] = {}
-        self._chores: dict[str, str] = {}  # who does it, by incarnation
+        self._chores: dict[str, str] = {}  # the leader, by incarnation
         self._cut: set[str] = set()
         self._away = False
         self._saving = asyncio.Lock()
@@ -79,7 +79,7 @@ class StaticCluster:
 
     @property
     def view(self) -> View:
-        """As it is; what members know may be older."""
+        """The current view; members may know an older one."""
         return self._view
 
     # ---- faults ---------------------------------------------------------------------------------------
@@ -90,14 +90,14 @@ class StaticCluster:
             self._drop(node)
 
     def go_away(self, node: str | None = None) -> None:
-        """Be out of reach: for one node, or for all."""
+        """Make the backend unreachable: for one node, or for all."""
         if node is None:
             self._away = True
         else:
             self._cut.add(node)
 
     def come_back(self, node: str | None = None) -> None:
-        """Be in reach again: of one node, or of all. Members are told what they have missed."""
+        """Make it reachable again: for one node, or for all. Members are notified of missed changes."""
         if node is None:
             self._away = False
             self._cut.clear()
@@ -111,7 +111,7 @@ class StaticCluster:
     # ---- for members ----------------------------------------------------------------------------------
 
     def admit(self, member: StaticMembership, secret: bytes, protocol: int) -> None:
-        """Take part in the cluster, or be the first to. Raises `ConfigError`."""
+        """Join the cluster, or be its first member. Raises `ConfigError`."""
         ours = ClusterConfig(self.name, secret_proof=secret_proof(secret, self.name))
         if self._view.config is None:
             self._set(config=ours)
@@ -155,7 +155,7 @@ class StaticCluster:
         self._set(drains=self._view.drains | {node} if wanted else self._view.drains - {node})
 
     def leads(self, chore: str, incarnation: str) -> bool:
-        """Whether it is this one; it is from now on if it was nobody."""
+        """Whether it is this one; it becomes the leader if there was none."""
         living = {record.incarnation for record in self._view.nodes.values()}
         if self._chores.get(chore) not in living:
             self._chores[chore] = incarnation
@@ -166,7 +166,7 @@ class StaticCluster:
         key: tuple[str, str],
         change: Callable[[NamespaceEntry | None], NamespaceEntry],
     ) -> NamespaceEntry:
-        """Change a namespace, on disk first. `change` gets what is there, and may raise."""
+        """Change a namespace, on disk first. `change` gets the present entry, and may raise."""
         async with self._saving:
             old = self._view.namespaces.get(key)
             entry = change(old)
@@ -245,7 +245,7 @@ class StaticMembership:
     # ---- hearing of changes ---------------------------------------------------------------------------
 
     def hear(self, view: View) -> None:
-        """A notification arrives. One that is late or comes again changes nothing."""
+        """A notification arrives. A late or repeated one changes nothing."""
         if not self._cluster.out_of_reach(self._name):
             self._see(view)
             self.beat()
@@ -267,14 +267,14 @@ class StaticMembership:
 
     def _reach(self) -> None:
         if self._cluster.out_of_reach(self._name):
-            raise Unavailable(f"cluster {self._cluster.name!r} is out of reach")
+            raise Unavailable(f"cluster {self._cluster.name!r} is unreachable")
 
     # ---- this node ------------------------------------------------------------------------------------
 
     async def join(self, record: NodeRecord) -> None:
         assert self._record is None, "leave first"
         if self._cluster.out_of_reach(record.node):
-            raise Unavailable(f"cluster {self._cluster.name!r} is out of reach")
+            raise Unavailable(f"cluster {self._cluster.name!r} is unreachable")
         self._cluster.enter(self, record, restart=not self._name)
         self._name, self._record = record.node, record
         self._see(self._cluster.view)
@@ -298,7 +298,7 @@ class StaticMembership:
             self._see(self._cluster.view)
 
     def standing(self, now: float) -> Standing:
-        """UNSURE: the lease has ended, and the member has not heard of it."""
+        """UNSURE: the lease has ended, and the member was not notified."""
         if self._record is None:
             return self._absent
         if self._cluster.out_of_reach(self._name):
@@ -373,13 +373,13 @@ def _load(path: Path) -> dict[tuple[str, str], NamespaceEntry]:
         stored = msgspec.json.decode(data, type=Stored)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} does not hold the namespaces' epochs: {error}. Restore it; or remove it together "
-            "with all blocks on disk, since without epochs those from before a reset would be hits again"
+            f"{path} does not contain the namespaces' epochs: {error}. Restore it; or remove it together with all "
+            "blocks on disk, because without epochs blocks from before a reset would be hits again"
         ) from None
     if stored.format > FORMAT_VERSION:
         raise ConfigError(
-            f"{path} is of format {stored.format}, this version of kvpool knows formats up to "
-            f"{FORMAT_VERSION}: upgrade"
+            f"{path} has format {stored.format}, this version of kvpool supports formats up to {FORMAT_VERSION}: "
+            "upgrade"
         )
     return {(entry.tenant, entry.digest): entry for entry in stored.namespaces}
 

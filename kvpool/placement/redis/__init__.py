@@ -1,1 +1,1 @@
-"""Our Redis client: connections, shards, batches and their settings."""
+"""kvpool's Redis client: connections, shards, batches and their settings."""

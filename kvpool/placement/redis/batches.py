@@ -1,7 +1,7 @@
-"""A batch of keys as few commands to the right Redis servers, all of them at the same time.
+"""Splits a batch of keys into few commands to the right Redis servers, all of them at the same time.
 
-Keys belong to groups (`key_groups.tag_of`); a server has whole groups. A piece of a batch is what one
-command can have of it: keys of one group on a Redis Cluster, any keys elsewhere. Event loop only.
+Keys belong to groups (`key_groups.tag_of`); a server has whole groups. A piece of a batch can be handled by one
+command: keys of one group on a Redis Cluster, any keys elsewhere. Event loop only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvpool.placement.key_groups import TAGS
 from kvpool.placement.redis.connection import Command, Lost, Refused, pack
 from kvpool.placement.redis.shards import READING, Server, Shards
 
-LOCATE_KEYS = 1024  # asked of a server at a time
-PUBLISH_KEYS = 512  # in a script: it holds up everyone else's lookups for about a millisecond
+LOCATE_KEYS = 1024  # requested of a server at a time
+PUBLISH_KEYS = 512  # in a script: it blocks all other lookups for about a millisecond
 
 _VALUE = {bytes, type(None)}
 
@@ -31,7 +31,7 @@ class Batches:
         self._loop = asyncio.get_running_loop()
 
     def cut(self, keys: Sequence[bytes], most: int) -> list[Piece]:
-        """Pieces of a batch, each of which one command can have."""
+        """Pieces of a batch, one command each."""
         if self._shards.in_one:
             return [Piece(0, part) for part in parts_of(range(len(keys)), most)]
         by_tag: dict[int, list[int]] = {}
@@ -61,9 +61,9 @@ class Batches:
         lane: int,
         timeout_s: float,
     ) -> None:
-        """Have each piece answered by the server of its group, or given an error.
+        """Have each piece answered by the server of its group, or set its error.
 
-        All servers at the same time. What was not where it should be, or whose connection ended, is
+        All servers at the same time. A piece that was sent to the wrong server, or whose connection ended, is
         tried once more; a late answer never is.
         """
         deadline = self._loop.time() + timeout_s
@@ -93,13 +93,13 @@ class Batches:
             by_server.setdefault(owners[piece.tag], []).append(piece)
         work = [_serve(server, mine, command, lane, deadline) for server, mine in by_server.items()]
         if len(work) == 1:
-            await work[0]  # no task for what is most common
+            await work[0]  # no task for the most common case
         else:
             await asyncio.gather(*work)
 
 
 class Piece:
-    """What one command has of a batch: keys of one group, unless one server has all groups.
+    """A piece of a batch: keys of one group, unless one server has all groups.
 
     positions: in the batch. reply, and run_id of the server that gave it; or error.
     """
@@ -121,7 +121,7 @@ class Piece:
 
     @property
     def again(self) -> bool:
-        """Whether another try may help."""
+        """Whether a retry may help."""
         error = self.error
         return isinstance(error, Lost) or (isinstance(error, Refused) and error.moved)
 
@@ -138,9 +138,9 @@ async def _serve(
     lane: int,
     deadline: float,
 ) -> None:
-    """Ask one server for these pieces, a step at a time: each is one message and one wait.
+    """Send these pieces to one server, a step at a time: each is one message and one wait.
 
-    One step is under way at a time, so that nobody's lookups queue behind a whole batch of ours.
+    One step is under way at a time, so that other lookups do not queue behind a whole batch.
     """
     most = LOCATE_KEYS if lane == READING else PUBLISH_KEYS
     todo = iter(_steps(pieces, most))
@@ -163,12 +163,12 @@ async def _serve(
 
 
 def _is_values(reply: Any, count: int) -> bool:
-    """Whether it is what MGET answers, the only thing we read with."""
+    """Whether it is a valid answer to MGET, the only reading command used."""
     return isinstance(reply, list) and len(reply) == count and set(map(type, reply)) <= _VALUE
 
 
 def _steps(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
-    """Pieces in steps of at most so many keys."""
+    """Pieces in steps of at most this many keys."""
     step: list[Piece] = []
     keys = 0
     for piece in pieces:

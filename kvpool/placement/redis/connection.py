@@ -1,12 +1,12 @@
-"""One connection to one Redis: what travels on it, and what can happen to that.
+"""One connection to one Redis server, and its failures.
 
 Requests go out in order and answers come back in that order, so many calls share a connection without
-waiting for one another; each awaits a future of its own. A call that was given up leaves its place in
-the row: its answer is dropped when it comes, and nobody else can get it. (redis-py's pool would lend a
+waiting for one another; each awaits a future of its own. A cancelled call keeps its place in
+the queue: its answer is dropped when it arrives, and no other call can get it. (redis-py's pool would lend a
 connection to each call and close it with a cancelled one; a lookup of 256 keys also takes 2.5 times
 the CPU there: the control process, which answers clients in 50 us, has none to spare.)
 
-All errors of sockets, TLS, and Redis become ours here: `Lost` and `Refused`, both `Unavailable`.
+All errors of sockets, TLS, and Redis are mapped here: to `Lost` and `Refused`, both `Unavailable`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated, Unavailabl
 from kvpool.placement.redis.settings import Address, show_address
 
 UNANSWERED_MAX = 1024  # requests on one connection
-BUFFER_BYTES_MAX = 4 << 20  # what the kernel would not take yet; above it nothing more is sent
+BUFFER_BYTES_MAX = 4 << 20  # bytes the kernel has not taken yet; above it nothing more is sent
 
 Command = tuple[str | int | float | bytes | memoryview, ...]
 
 _MORE = object()
 
-# These pass by themselves; any other refusal of the first call is a mistake in the configuration.
+# These are temporary; any other refusal of the first call is a mistake in the configuration.
 _TRANSIENT = frozenset(
     (
         *("ASK", "BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS"),
@@ -37,16 +37,16 @@ _TRANSIENT = frozenset(
     )
 )
 _LOGIN = frozenset(("NOAUTH", "WRONGPASS"))
-# Another server has, or may have, what was asked for here.
+# Another server has, or may have, the requested keys.
 _MOVED = frozenset(("MOVED", "READONLY", "REPLICA", "CLUSTERDOWN"))
 
 
 class Lost(Unavailable):
-    """The connection ended before the answer. Whether Redis did what it was asked is not known."""
+    """The connection ended before the answer. Whether Redis executed the request is not known."""
 
 
 class Refused(Unavailable):
-    """Redis answered, with an error. kind: the first word of that, or what we call it."""
+    """Redis answered with an error. kind: its first word, or a name given here."""
 
     def __init__(self, where: str, text: str) -> None:
         super().__init__(f"Redis at {where} refused: {text}")
@@ -54,11 +54,11 @@ class Refused(Unavailable):
 
     @property
     def moved(self) -> bool:
-        """Whether to ask anew where things are."""
+        """Whether to read the topology again."""
         return self.kind in _MOVED
 
     def verdict(self, *, cluster: bool) -> KvpoolError | None:
-        """What it means as the answer to the very first call; None when it may pass by itself."""
+        """Its meaning as the answer to the very first call; None if it may be temporary."""
         if self.kind in _LOGIN or "AUTH" in str(self) or "invalid password" in str(self):
             return NotAuthenticated(f"{self}. Check the directory's user and password")
         if self.kind in _TRANSIENT or (cluster and self.kind == "MOVED"):
@@ -66,21 +66,21 @@ class Refused(Unavailable):
         if self.kind in {"MOVED", "CROSSSLOT"}:
             return ConfigError(f"{self}. It is part of a cluster: write redis+cluster://")
         return ConfigError(
-            f"{self}. The directory needs a Redis, and a user there who may use "
-            "INFO, MGET, SET, MSET, DEL, EVAL and SCAN on its keys"
+            f"{self}. The directory needs Redis and a user that may use INFO, MGET, SET, MSET, DEL, EVAL and SCAN on "
+            "its keys"
         )
 
 
 class Connection(asyncio.Protocol):
-    """See the module. Event loop only; made by `open_connection`, ended by `fail` or `close`.
+    """See the module. Event loop only; created by `open_connection`, ended by `fail` or `close`.
 
-    run_id: of the server's process: another one after each of its restarts.
+    run_id: of the server's process: a new one after each restart.
     """
 
     def __init__(self, where: str) -> None:
         self.where = where
         self.run_id = b""
-        self.error: KvpoolError | None = None  # why it is of no use any more
+        self.error: KvpoolError | None = None  # why it can no longer be used
         self._loop = asyncio.get_running_loop()
         self._reader = hiredis.Reader(notEnoughData=_MORE)
         self._requests: deque[_Request] = deque()
@@ -89,7 +89,9 @@ class Connection(asyncio.Protocol):
         self._gone = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+        self._transport = cast(
+            "asyncio.Transport", transport
+        )  # uvloop's transport is not a subclass
         self._transport.set_write_buffer_limits(high=BUFFER_BYTES_MAX)
         if self.error is not None:  # it was given up while the socket was being made
             self._transport.abort()
@@ -116,23 +118,23 @@ class Connection(asyncio.Protocol):
 
     def _take(self, reply: Any) -> None:
         if not self._requests:
-            raise hiredis.ProtocolError("an answer that nothing was asked for")
+            raise hiredis.ProtocolError("an answer without a request")
         request = self._requests[0]
         request.replies.append(reply)
         if len(request.replies) == request.wanted:
             self._requests.popleft()
-            if not request.answer.done():  # else it was given up
+            if not request.answer.done():  # otherwise it was cancelled
                 request.answer.set_result(request.replies)
 
     def overdue(self, now: float) -> bool:
-        """Whether Redis has let the time pass of a request, be it one that was given up."""
+        """Whether a request's time has passed without an answer, even a cancelled one's."""
         return bool(self._requests) and self._requests[0].due < now
 
     def send(self, packed: bytes, wanted: int, due: float) -> asyncio.Future[list[Any]]:
         """Send packed commands; their replies, errors among them as `hiredis.ReplyError`.
 
-        due: on the loop's clock, when to think that it has stopped. The future may be cancelled.
-        Raises `Unavailable` when too much is unanswered, or what ended the connection.
+        due: on the loop's clock, when to consider the server stopped. The future may be cancelled.
+        Raises `Unavailable` when too much is unanswered, or the error that ended the connection.
         """
         if self.error is not None:
             raise self.error.with_traceback(None)  # or it would grow with every call
@@ -147,7 +149,7 @@ class Connection(asyncio.Protocol):
         return request.answer
 
     def fail(self, error: KvpoolError) -> None:
-        """End it at once: whoever waits gets the error. Later calls are ignored."""
+        """End it at once: waiting calls get the error. Later calls are ignored."""
         if self.error is not None:
             return
         self.error = error
@@ -200,8 +202,8 @@ async def open_connection(
 ) -> Connection:
     """Connect and log in, all within the time.
 
-    login: the AUTH command. Raises `Lost` when nobody is there, `Refused` when somebody is and will
-    not have us, or is no Redis.
+    login: the AUTH command. Raises `Lost` when nothing answers, `Refused` when the server rejects the
+    login, or is not Redis.
     """
     where = show_address(address)
     loop = asyncio.get_running_loop()
@@ -227,7 +229,7 @@ async def open_connection(
     except Unavailable as problem:
         error = problem
     except BaseException:
-        connection.fail(Lost(f"the connection to Redis at {where} was not wanted any more"))
+        connection.fail(Lost(f"the connection to Redis at {where} is no longer needed"))
         raise
     else:
         return connection
@@ -236,7 +238,7 @@ async def open_connection(
 
 
 def info_field(where: str, info: Any, name: bytes) -> bytes:
-    """One line of what INFO says. Raises `Refused` when it is not there."""
+    """One line of INFO. Raises `Refused` when it is missing."""
     if isinstance(info, bytes):
         for line in info.splitlines():
             if line.startswith(name + b":"):

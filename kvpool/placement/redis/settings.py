@@ -1,4 +1,4 @@
-"""Where the Redis of a directory is and how to get in: URLs, files and passwords, as frozen values."""
+"""Address and credentials of a directory's Redis: URLs, files and passwords, as frozen values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Address = tuple[str, int]
 
 
 class RedisKind(Enum):
-    """What answers at the hosts of a URL."""
+    """The kind of server at the hosts of a URL."""
 
     SERVER = "redis"
     SENTINEL = "redis+sentinel"
@@ -31,13 +31,13 @@ class RedisKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """One Redis, in one of its three forms. `parse_url` makes these.
+    """One Redis, in one of its three forms. Created by `parse_url`.
 
     hosts: the server; or sentinels; or some nodes of a cluster. service: the primary's name, of
         sentinels. username, password: of the servers. sentinel_password: of the sentinels.
-    tls_ca: PEM file of who signs the servers' certificates; empty: the system's. tls_cert, tls_key:
-        what we show them, if they ask. tls_check_hostname: off for clusters and sentinels whose
-        certificates lack the addresses that they announce; the signature is checked all the same.
+    tls_ca: PEM file of the servers' authority; empty: the system's. tls_cert, tls_key:
+        the client certificate, if required. tls_check_hostname: off for clusters and sentinels whose
+        certificates lack the addresses that they announce; the signature is verified nevertheless.
     """
 
     kind: RedisKind
@@ -62,7 +62,7 @@ class RedisSettings:
         return "/".join([f"{scheme}://{','.join(map(show_address, self.hosts))}", *path])
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Reads the files. Raises `ConfigError` when one of them is not what it should be."""
+        """Reads the files. Raises `ConfigError` if one of them is invalid."""
         if not self.tls:
             return None
         try:
@@ -72,8 +72,8 @@ class RedisSettings:
         except (OSError, ssl.SSLError) as error:
             files = ", ".join(filter(None, (self.tls_ca, self.tls_cert, self.tls_key)))
             raise ConfigError(
-                f"the TLS files of the directory ({files}) cannot be used: {error}. "
-                "They are to be PEM, readable, and the key that of the certificate"
+                f"the TLS files of the directory ({files}) cannot be used: {error}. They must be PEM and readable, "
+                "and the key must match the certificate"
             ) from None
         context.check_hostname = self.tls_check_hostname
         return context
@@ -89,31 +89,31 @@ def parse_url(
     tls_key: str = "",
     tls_check_hostname: bool = True,
 ) -> RedisSettings:
-    """The settings that a URL stands for.
+    """The settings of a URL.
 
-    password: for who keeps it in a file rather than in the URL; not both. Raises `ConfigError`, whose
+    password: from a file instead of the URL; not both. Raises `ConfigError`, whose
     message never shows a password.
     """
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise ConfigError(f"the directory's URL cannot be read; it is to be {FORMS}") from None
+        raise ConfigError(f"the directory's URL cannot be read; it must be {FORMS}") from None
     scheme = parts.scheme
     tls = scheme.partition("+")[0] == "rediss"
     kinds = {kind.value: kind for kind in RedisKind}
     kind = kinds.get(scheme.replace("rediss", "redis", 1))
     if kind is None or parts.query or parts.fragment:
-        raise ConfigError(f"a directory of scheme {scheme!r}: a URL is to be {FORMS}")
+        raise ConfigError(f"the directory's URL has the scheme {scheme!r}; it must be {FORMS}")
     if (tls_ca or tls_cert or tls_key) and not tls:
-        raise ConfigError(f"TLS files for {kind.value}://, which is not encrypted: write rediss")
+        raise ConfigError(f"TLS files with {kind.value}://, which is not encrypted: write rediss")
     if tls_key and not tls_cert:
         raise ConfigError("a TLS key without its certificate: give both, or neither")
     login, _, hosts = parts.netloc.rpartition("@")
     username, _, from_url = map(unquote, login.partition(":"))
     if from_url and password:
-        raise ConfigError("the directory's password is in its URL and in a file: give it once")
+        raise ConfigError("the directory's password is in its URL and in a file: set it only once")
     if username and not (from_url or password):
-        raise ConfigError(f"user {username!r} of the directory has no password: give one")
+        raise ConfigError(f"user {username!r} of the directory has no password: set one")
     service, db = _path(kind, parts)
     return RedisSettings(
         kind=kind,
@@ -157,15 +157,15 @@ def _path(kind: RedisKind, parts: SplitResult) -> tuple[str, int]:
     service = ""
     if kind is RedisKind.SENTINEL:
         if not words:
-            raise ConfigError("redis+sentinel:// without the name of a service: host,…/NAME")
+            raise ConfigError("redis+sentinel:// needs the name of a service: host,…/NAME")
         service = words.pop(0)
     if not words:
         return service, 0
     if kind is RedisKind.CLUSTER or len(words) > 1 or not words[0].isdecimal():
-        # Not shown: in a password, a slash that is not escaped ends the host.
+        # Not shown: in a password, an unescaped slash ends the host.
         raise ConfigError(
-            f"what follows the hosts in the directory's URL cannot be understood; it is to be {FORMS}; "
-            f"a slash in a password is written %2F"
+            f"the part after the hosts in the directory's URL is invalid; it must be {FORMS}; write a slash in a "
+            "password as %2F"
         )
     return service, int(words[0])
 

@@ -1,10 +1,10 @@
-"""Which Redis servers there are, which groups of keys each of them has, and patience with each.
+"""The Redis servers, their groups of keys, and back-off for each.
 
 One server has all groups. Sentinels say which server that is at present. The nodes of a cluster say
 which of them has which slots; each group of keys is in one slot.
 
-A server that failed is left alone for a while, and then tried in the background: a lookup never waits
-for a Redis that is known to be away. Event loop only.
+A server that failed is not used for a while, and then tried in the background: a lookup never waits
+for a Redis that is known to be unavailable. Event loop only.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ READING, WRITING = 0, 1  # a connection each, so that no lookup queues behind a 
 
 @dataclass(slots=True)
 class Counters:
-    """What went wrong, and how often a connection was made."""
+    """Counts of failures and connections."""
 
     connects: int = 0
     failures: int = 0  # connections that failed, and servers that did not answer in time
-    retries: int = 0  # calls made again, elsewhere or on a new connection
-    renewals: int = 0  # times that sentinels or nodes were asked where things are
+    retries: int = 0  # calls repeated, elsewhere or on a new connection
+    renewals: int = 0  # topology requests to sentinels or nodes
 
 
 class Server:
-    """One server and our two connections to it, each made when it is needed."""
+    """One server and the two connections to it, each opened on demand."""
 
     def __init__(
         self, address: Address, access: Access, timeout_s: float, counters: Counters
@@ -64,7 +64,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._connections: list[Connection | None] = [None, None]
         self._connecting: list[asyncio.Task[KvpoolError | None] | None] = [None, None]
-        # In a row, until something is answered. While there are any, nobody waits for a connection.
+        # Consecutive, until an answer. While there are any, no call waits for a connection.
         self._backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
         self._why = ""
 
@@ -72,7 +72,7 @@ class Server:
         """The replies, errors among them. deadline: on the loop's clock.
 
         Raises `Lost`, `Refused` (when it could not log in), or another `Unavailable`. Cancelling this
-        harms nobody: see `Connection`.
+        is safe for others: see `Connection`.
         """
         connection = self._connections[lane]
         if connection is not None and connection.overdue(self._loop.time()):
@@ -96,10 +96,10 @@ class Server:
         if task is None:
             left = self._backoff.retry_at - self._loop.time()
             if left > 0:
-                raise Unavailable(f"{self._why}; it is not used for another {left:.2f} s")
+                raise Unavailable(f"{self._why}; next attempt in {left:.2f} s")
             task = self._connecting[lane] = self._loop.create_task(self._connect(lane))
         if self._backoff.failures:
-            raise Unavailable(f"{self._why}; it is being tried again")
+            raise Unavailable(f"{self._why}; a new attempt is in progress")
         await asyncio.wait((task,), timeout=deadline - self._loop.time())
         if not task.done() or task.cancelled():  # cancelled: by `close`
             raise Unavailable(f"Redis at {self.where} could not be reached in time")
@@ -111,7 +111,7 @@ class Server:
         return connection
 
     async def _connect(self, lane: int) -> KvpoolError | None:
-        """Make the connection of a lane, or return why there is none. Runs as a task of its own."""
+        """Open the connection of a lane, or return why there is none. Runs as a task of its own."""
         access = self._access
         self._counters.connects += 1
         try:
@@ -134,16 +134,16 @@ class Server:
             self._connecting[lane] = None
 
     async def _check_primary(self, connection: Connection) -> None:
-        """A replica answers lookups too, but late, and takes nothing: it is not what we look for."""
+        """A replica answers lookups too, but late, and accepts no writes: it cannot be used."""
         due = self._loop.time() + self._timeout_s
         replies = await _ask_once(connection, ("INFO", "replication"), due)
         if info_field(self.where, replies, b"role") != b"master":
-            raise Refused(self.where, "REPLICA it is a replica, and the directory needs a primary")
+            raise Refused(self.where, "REPLICA it is a replica, but the directory needs a primary")
 
     def _failed(self, error: KvpoolError, connection: Connection | None = None) -> None:
         if connection is not None:
             if connection.error is not None:
-                return  # others who waited for it have said so
+                return  # others who waited for it have reported it
             connection.fail(error)
         self._counters.failures += 1
         self._why = str(error)
@@ -162,7 +162,7 @@ class Server:
 
 
 class Access:
-    """How to get into a server: made once, since certificates are read from files.
+    """The credentials for a server: created once, because certificates are read from files.
 
     Raises `ConfigError` when they cannot be used.
     """
@@ -183,7 +183,7 @@ def _login(username: str, password: str) -> Command | None:
 class Shards:
     """The servers, by group of keys.
 
-    slots: the cluster slot of each group. Servers that have gone from the topology are closed.
+    slots: the cluster slot of each group. Servers that have left the topology are closed.
     """
 
     def __init__(self, settings: RedisSettings, slots: Sequence[int], timeout_s: float) -> None:
@@ -231,9 +231,9 @@ class Shards:
         return sorted(self._servers.values(), key=lambda server: server.where.encode())
 
     def doubt(self) -> None:
-        """Something is not where it was: ask again where things are, in the background.
+        """Something is not where it was: read the topology again, in the background.
 
-        Less and less often while nobody knows, or the answer does not help.
+        With growing back-off while no host answers, or the answer does not help.
         """
         if self._moves and self._renewal is None and self._backoff.due(self._loop.time()):
             self._backoff.failed(self._loop.time())
@@ -244,20 +244,20 @@ class Shards:
         self._backoff.failures = 0
 
     async def renew(self, deadline: float) -> None:
-        """Have the topology asked for, unless that was done a moment ago, and wait for it."""
+        """Have the topology read, unless that was done a moment ago, and wait for it."""
         self.doubt()
         if self._renewal is not None:
-            # If it takes longer, what is known, if anything is, has to do.
+            # If it takes longer, the known topology is used, if any.
             await asyncio.wait((self._renewal,), timeout=deadline - self._loop.time())
 
     async def _renew(self) -> None:
-        """Ask one after the other, who knew it last time first, until one knows."""
+        """Ask one host after the other, the last one that answered first, until one answers."""
         self.counters.renewals += 1
         known = [self._last_good] if self._last_good is not None else []
         candidates = dict.fromkeys([*known, *self._settings.hosts])
         if not self.in_one:
             candidates |= dict.fromkeys(self._servers)
-        # So that one who is silent does not use up the time of whoever waits for this.
+        # So that a silent host does not use up the caller's time.
         timeout_s = self._timeout_s / min(len(candidates), 3)
         try:
             for address in candidates:
@@ -271,12 +271,14 @@ class Shards:
                     for server in gone:
                         await server.close()
                     return
-            log.debug("nobody at %s knows where things are: %s", self._settings.url, self._error)
+            log.debug(
+                "no host of %s reports the cluster's layout: %s", self._settings.url, self._error
+            )
         finally:
             self._renewal = None
 
     def _set(self, addresses: Sequence[Address]) -> list[Server]:
-        """Take a topology, by group; the servers that are not in it any more."""
+        """Apply a topology, by group; close the servers that are no longer in it."""
         old, self._servers = self._servers, {}
         for address in addresses:
             if address in old:
@@ -289,7 +291,7 @@ class Shards:
         return list(old.values())
 
     async def _ask_where(self, address: Address, timeout_s: float) -> list[Address]:
-        """The address of each group's server, by the word of one sentinel or node."""
+        """The address of each group's server, from one sentinel or node."""
         sentinel = self._settings.kind is RedisKind.SENTINEL
         command: Command = ("CLUSTER", "SLOTS")
         if sentinel:
@@ -317,7 +319,7 @@ class Shards:
             await connection.close()
 
     async def close(self) -> None:
-        """Calls that are under way end with `Unavailable`. Idempotent."""
+        """Calls under way end with `Unavailable`. Idempotent."""
         self._closed = True
         if self._renewal is not None:
             self._renewal.cancel()
@@ -327,7 +329,7 @@ class Shards:
 
 
 async def _ask_once(connection: Connection, command: Command, due: float) -> Any:
-    """One command on a connection that nobody else uses yet. Raises `Unavailable`."""
+    """One command on a connection that is not shared yet. Raises `Unavailable`."""
     try:
         async with asyncio.timeout_at(due):
             replies = await connection.send(pack([command]), 1, due)
@@ -343,8 +345,8 @@ def _primary(answer: Any) -> Address:
 
 
 def _owners(answer: Any, slots: Sequence[int], asked: str) -> list[Address]:
-    """The primaries of slots in what CLUSTER SLOTS says. A node that does not know its own address
-    leaves it empty: it is where it was asked.
+    """The primaries of slots in the answer to CLUSTER SLOTS. A node that does not know its own address
+    leaves it empty: it is the address asked.
     """
     wanted = sorted(set(slots))
     owner: dict[int, Address] = {}

@@ -1,4 +1,4 @@
-"""Which engine computes a request: ours, and those of other routers, behind one interface."""
+"""Which engine computes a request: kvpool's policy, and those of other routers, behind one interface."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def make_policy(name: str) -> Policy:
-    """A new one of this name. Raises `ConfigError`."""
+    """A new policy of this name. Raises `ConfigError`."""
     if name not in POLICIES:
-        raise ConfigError(f"no policy is called {name!r}; known are {', '.join(POLICIES)}")
+        raise ConfigError(f"there is no policy {name!r}; known are {', '.join(POLICIES)}")
     return POLICIES[name]()

@@ -16,9 +16,9 @@ TIE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The estimate on the chosen engine, and those that it was compared with, itself among them.
+    """The estimate on the chosen engine, and the compared ones, itself among them.
 
-    decoders: where the answer may go on then, the best first; policies leave it empty.
+    decoders: the engines that may decode it then, best first; policies leave it empty.
     """
 
     best: Estimate
@@ -27,11 +27,11 @@ class Choice:
 
 
 class Policy(Protocol):
-    """Chooses among a context's engines. One object serves one scheduler, and may remember.
+    """Chooses among a context's engines. One object serves one scheduler, and may keep state.
 
-    sends_at_once: requests go to their engine as they come, and wait there, in order. Otherwise they
-    wait in the scheduler until the engine of their choice has room, and are asked for again then.
-    counts_blocks: whether it looks at `Engine.blocks`.
+    sends_at_once: requests go to their engine at once, and wait there, in order. Otherwise they
+    wait in the scheduler until the engine of their choice has room, and are decided again then.
+    counts_blocks: whether it uses `Engine.blocks`.
     """
 
     sends_at_once: bool
@@ -44,7 +44,7 @@ class Policy(Protocol):
 
 
 class Stateless:
-    """For policies that do not care what was sent where."""
+    """For policies that ignore what was sent where."""
 
     counts_blocks = False
 
@@ -53,7 +53,7 @@ class Stateless:
 
 
 def cheapest(estimates: Iterable[Estimate], rng: Random) -> Choice:
-    """The one with the lowest cost; any of equals."""
+    """The one with the lowest cost; of equals a random one."""
     candidates = tuple(estimates)
     least = min(estimate.cost for estimate in candidates)
     limit = least + abs(least) * TIE
@@ -62,9 +62,9 @@ def cheapest(estimates: Iterable[Estimate], rng: Random) -> Choice:
 
 
 def by_cost(context: DecisionContext, cost: Callable[[Engine], float]) -> Choice:
-    """The engine with the lowest cost, in whatever unit; any of equals. Explained with that cost.
+    """The engine with the lowest cost, in any unit; of equals a random one. Explained with that cost.
 
-    Only the chosen engine's estimate is worked out: the others stand with their costs.
+    Only the chosen engine's estimate is computed: the others are returned with their costs.
     """
     bare = [Estimate(e, 0, 0, 0, None, 0.0, 0.0, 0.0, cost(e)) for e in context.engines]
     chosen = cheapest(bare, context.rng)

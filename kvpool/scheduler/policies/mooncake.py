@@ -9,16 +9,16 @@ from kvpool.scheduler.values import Engine, Estimate
 BALANCING_THRESHOLD = 1.0
 """How many times longer the best prefix elsewhere must be before a transfer is planned.
 
-The paper gives no value ("adjusted manually"). 1.0 plans one whenever somebody has more: with a pool that
-is much faster than computing, no higher value can pay.
+The paper gives no value ("adjusted manually"). 1.0 plans one whenever another node has more: with a pool
+much faster than computing, no higher value can pay.
 """
 
 
 class MooncakeGlobal(Stateless):
     """The engine with the smallest estimated time to first token.
 
-    T = transfer + queue + prefill. A transfer of what the best node has beyond one's own prefix is
-    planned when best / own exceeds the threshold; then the prefill is what is left after it. As in
+    T = transfer + queue + prefill. A transfer of the part of the best prefix beyond the engine's own is
+    planned when best / own exceeds the threshold; then the prefill is the rest. As in
     the paper, the times are added up: nothing overlaps.
     """
 
@@ -54,9 +54,9 @@ class MooncakeGlobal(Stateless):
 
 
 class MooncakeLocal(Stateless):
-    """The same without transfers: only what the engine's own node holds counts.
+    """The same without transfers: only the prefix on the engine's own node counts.
 
-    The engine loads what it can all the same, so the queue is estimated as for every policy.
+    The engine still loads blocks that it can, so the queue is estimated as for every policy.
     """
 
     sends_at_once = True

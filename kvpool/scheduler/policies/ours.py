@@ -1,4 +1,4 @@
-"""kvpool's own policy: the earliest first token, over all that the pool and the engines can do."""
+"""kvpool's own policy: the earliest first token, using the whole pool and all engines."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from kvpool.scheduler.policies.base import Choice, Stateless, cheapest
 from kvpool.scheduler.values import Engine, Estimate
 
 MOVING = 2.0
-"""What a second of pulling weighs beside a second of waiting: links and memory are others' too."""
+"""Weight of a second of pulling relative to a second of waiting: links and memory are shared."""
 
 
 class EarliestToken(Stateless):
     """The engine with the earliest estimated first token; requests wait in the scheduler.
 
-    Loading and queueing overlap, links that are busy count, and blocks that another engine is computing
-    are waited for where that is sooner than computing them again. A pull of a prefix that is worth a copy
-    counts no more than its time. Where engines differ in how the answer goes on from them, the earliest
-    end of the answer is looked for.
+    Loading and queueing overlap, busy links are included, and blocks that another engine is computing
+    are awaited if that is sooner than computing them again. A pull of a prefix that should be spread
+    counts only its time. If the place of decoding makes a difference between engines, the earliest
+    end of the answer decides.
     """
 
     sends_at_once = False

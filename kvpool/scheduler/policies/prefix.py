@@ -10,15 +10,15 @@ from kvpool.scheduler.policies.base import Choice, Stateless, by_cost
 from kvpool.scheduler.values import Engine
 
 REMEMBERED_MAX = 1 << 20
-"""Blocks whose way the approximate policy remembers; the least recent are forgotten."""
+"""Blocks whose engine the approximate policy remembers; the least recent are forgotten."""
 
 
 class ApproximatePrefix:
     """SGLang's gateway, `cache_aware`, with the defaults of its Python arguments.
 
     It knows only what it sent where. When requests in flight are imbalanced, max - min > 64 and
-    max > 1.5 x min, the engine with the fewest; else, when more than 0.3 of the prompt was seen, the
-    engine that was sent the longest prefix last; else the one with the fewest.
+    max > 1.5 x min, the engine with the fewest; else, if more than 0.3 of the prompt was sent before, the
+    engine that got the longest prefix last; else the one with the fewest.
     """
 
     sends_at_once = True
@@ -60,8 +60,8 @@ class DynamoLinear(Stateless):
 
     cost = max((queued tokens + prompt) / block - credit, 0) + active blocks, with a credit of 1 for
     each block in the engine's cache, 0.75 in its host's memory and 0.25 on its disk. For prefill
-    engines active blocks are those of the prompts in flight, this one's among them, each counted once
-    however many prompts have it. Its shared-cache credit is off by default, as here.
+    engines active blocks are those of the prompts in flight, this one's among them, each counted
+    once, however many prompts share it. Its shared-cache credit is off by default, as here.
     """
 
     sends_at_once = True

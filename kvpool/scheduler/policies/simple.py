@@ -1,4 +1,4 @@
-"""Policies that do not look at caches."""
+"""Policies that ignore caches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpool.scheduler.values import Engine
 
 
 class RandomChoice(Stateless):
-    """Any engine."""
+    """A random engine."""
 
     sends_at_once = True
 
@@ -43,7 +43,7 @@ class LeastLoaded(Stateless):
 
 
 class SessionHash(Stateless):
-    """Always the same engine for a session, by rendezvous hashing: few move when engines come and go."""
+    """Always the same engine for a session, by rendezvous hashing: few sessions move when engines come and go."""
 
     sends_at_once = True
 

@@ -372,8 +372,8 @@ def test_a_token_of_the_command_line(tmp_path):
     assert 'tenants = ["red", "blue"]' in file.read_text()
     assert token("other").returncode == 0
     assert "already" in token("ci").stderr
-    assert "already" in token("local").stderr, "the daemon's own is called so"
-    assert "it is one of viewer, operator, admin" in token("x", "--role", "king").stderr
+    assert "already" in token("local").stderr, "the daemon's own has this name"
+    assert "must be one of viewer, operator, admin" in token("x", "--role", "king").stderr
     assert "name" in token("a b").stderr
     file.chmod(0o644)
     assert "chmod 600" in token("x").stderr

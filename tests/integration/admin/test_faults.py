@@ -165,7 +165,7 @@ def test_the_requests_of_one_token_leave_others_places(gate, until):
             socks[-1].sendall(begin)
         red = gate.of("redop")
         refused = until(lambda: (a := red.ask("GET", "/v1/me")).status == 429 and a)
-        assert refused.code == "limit" and "under way" in refused.json["detail"]
+        assert refused.code == "limit" and "in progress" in refused.json["detail"]
         assert gate.of("redeye").get("/v1/me")["name"] == "redeye"
     finally:
         for sock in socks:

@@ -149,7 +149,7 @@ def test_blocks_are_brought_to_another_node(gate, seat_of, numbers, until):
     assert ended(gate, job["job"], until)["state"] == "done"
     assert (a.here(some), g.here(some)) == (0, 8)
     only = gate.patient("POST", "/v1/jobs", {"spec": spec, "nodes": ["a"]})
-    assert only.status == 409 and "from itself" in only.json["detail"]
+    assert only.status == 409 and "both source and destination" in only.json["detail"]
 
 
 def test_jobs_stop_and_are_not_there(gate, until):

@@ -67,7 +67,7 @@ def world(shared_cluster):
 def test_a_node_with_another_secret_is_turned_away(world):
     wrong = world.make("b", environ={"KVPOOL_CLUSTER_SECRET": OTHER_SECRET})
     said = refusal(wrong)
-    assert "secret is not that of cluster" in said
+    assert "secret differs from that of cluster" in said
     assert OTHER_SECRET not in said
     assert set(world.seat("a").members) == {"a"}
 
@@ -118,7 +118,7 @@ def test_a_node_of_another_cluster_at_the_same_servers_sees_and_gets_nothing(
 @pytest.mark.parametrize(
     ("identity", "error", "match"),
     [
-        ({"cluster": "another"}, NotAuthenticated, "another cluster than 'another'"),
+        ({"cluster": "another"}, NotAuthenticated, "does not belong to cluster 'another'"),
         ({"secret": OTHER_SECRET.encode()}, NotAuthenticated, "secret"),
         ({"secret": b""}, NotAuthenticated, "secret"),
     ],
@@ -141,7 +141,7 @@ def test_a_node_that_is_too_old_for_its_cluster_is_turned_away(start_cluster):
     config["protocol_min"] = 1000
     world.etcd.put(f"/kvpool/{world.name}/config", json.dumps(config).encode())
     said = refusal(world.make("b"))
-    assert "asks for protocol 1000 or newer" in said
+    assert "requires protocol 1000 or newer" in said
     assert "upgrade this node" in said
 
 
@@ -149,7 +149,7 @@ def test_records_of_another_cluster_are_not_taken_for_ours(start_cluster):
     world = start_cluster(nodes=0)
     other = encode_record(ClusterConfig(cluster="theirs"))
     world.etcd.put(f"/kvpool/{world.name}/config", other)
-    assert "are those of 'theirs'" in refusal(world.make("b"))
+    assert "of cluster 'theirs', not of" in refusal(world.make("b"))
 
 
 @pytest.mark.slow

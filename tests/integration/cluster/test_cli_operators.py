@@ -271,13 +271,13 @@ def test_what_evict_refuses(pair, kvpool):
     for words, hint in (
         ((), "or --all"),
         (("--all", ABSENT), "or --all"),
-        (("--namespace", DIGEST, "--chain"), "--chain begins at keys"),
+        (("--namespace", DIGEST, "--chain"), "--chain needs keys"),
         (("--namespace", "beef"), "`kvpool namespaces` shows"),
         (("--unused-s", "5"), "30s, 15m, 12h"),
-        (("--all", "--tier", "tape"), "it is one of dram, ssd, device"),
+        (("--all", "--tier", "tape"), "must be one of dram, ssd, device"),
         (("--least", "many"), "10GiB"),
-        (("--least", "1MiB", "--namespace", DIGEST), "least_bytes chooses by worth alone"),
-        (("--all", "--node", "z"), "`kvpool nodes` shows them"),
+        (("--least", "1MiB", "--namespace", DIGEST), "least_bytes selects by value alone"),
+        (("--all", "--node", "z"), "`kvpool nodes` lists the nodes"),
     ):
         done = kvpool(a.node, "evict", *words)
         assert (done.status, done.out) == (1, ""), words
@@ -389,7 +389,7 @@ def test_jobs_are_listed_shown_and_stopped(pair, numbers, kvpool, until):
     assert (view["node"], view["state"], view["blocks"]) == ("b", "done", 5)
     (row,) = rows(kvpool(a.node, "jobs", "list").out)[1:]
     assert row[:3] == [name, "b", "done"]
-    assert kvpool(b.node, "jobs", "stop", name).out == f"job {name} runs nowhere: it has ended\n"
+    assert kvpool(b.node, "jobs", "stop", name).out == f"job {name} is not running: it has ended\n"
     for words in (("jobs", "show", "nobody-s"), ("jobs", "stop", "nobody-s")):
         done = kvpool(a.node, *words)
         assert (done.status, "`kvpool jobs list`" in done.err) == (1, True)

@@ -79,7 +79,7 @@ def test_another_node_is_asked_through_ones_own(pair, numbers):
 def test_what_is_wrong_is_told(pair):
     a, _ = pair
     for message, more, error, text in (
-        (operator_wire.Inspect(), {"node": "z"}, InvalidRequest, "no node of this cluster"),
+        (operator_wire.Inspect(), {"node": "z"}, InvalidRequest, "in this cluster"),
         (operator_wire.Inspect(), {"tenant": "other"}, InvalidRequest, "no tenant"),
         (
             operator_wire.Inspect(),
@@ -87,7 +87,7 @@ def test_what_is_wrong_is_told(pair):
             InvalidRequest,
             "b has no tenant",
         ),
-        (client_wire.Stats(), {"node": "b"}, InvalidRequest, "Stats is no request of an operator"),
+        (client_wire.Stats(), {"node": "b"}, InvalidRequest, "Stats is not an operator's request"),
         (operator_wire.ListBlocks("tape", "", 10), {"node": "b"}, InvalidRequest, "dram"),
         (operator_wire.ListBlocks("dram", "x", 10), {"node": "b"}, InvalidRequest, "cursor"),
         (operator_wire.ListBlocks("dram", "", 10, b"n" * 16), {}, InvalidRequest, "not open"),
@@ -99,7 +99,7 @@ def test_what_is_wrong_is_told(pair):
             InvalidRequest,
             "regex",
         ),
-        (operator_wire.BeginJob("", b'{"kind":"evict"}'), {}, InvalidRequest, "no name"),
+        (operator_wire.BeginJob("", b'{"kind":"evict"}'), {}, InvalidRequest, "name is invalid"),
     ):
         with pytest.raises(error, match=text):
             a.client.ask_node(message, **more)
@@ -222,7 +222,7 @@ def test_a_node_brings_nothing_from_itself(pair, numbers, until):
     b.put(some)
     until(lambda: b.announced)
     spec = {"kind": "warm", "namespace": DIGEST.hex(), "source": "b", "move": True}
-    with pytest.raises(InvalidRequest, match="from itself"):
+    with pytest.raises(InvalidRequest, match="both source and destination"):
         begin(b, spec)
     assert b.here(some) == 10
 
@@ -380,7 +380,7 @@ def test_settings_that_may_change(pair):
         ({"colour": "red"}, "is no setting"),
         ({"forward": False, "replicas_max": 1000}, "1 to 64"),
         ({"log_level": "loud"}, "one of"),
-        ({}, "no setting"),
+        ({}, "at least one setting"),
     ):
         with pytest.raises(InvalidRequest, match=text):
             change(**changes)

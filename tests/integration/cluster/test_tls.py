@@ -254,7 +254,7 @@ def test_a_peer_that_takes_anothers_name_gets_nothing(steady):
     files = unchecked(steady.pki.files("x"))
     files.cluster = steady.world.name
     steady.connect("a", files, "x").close()
-    with pytest.raises(NotAuthenticated, match="says that it is node 'b'"):
+    with pytest.raises(NotAuthenticated, match="claims to be node 'b'"):
         steady.connect("a", files, "b")
 
 

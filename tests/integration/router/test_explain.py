@@ -76,7 +76,7 @@ async def test_what_goes_wrong_names_the_remedy(world: Any) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     url = world.url
     for words, environ, status, hint in (
-        (("never-seen", "--router", url), {"KVPOOL_ROUTER_TOKEN": TOKEN}, 1, "nothing is known"),
+        (("never-seen", "--router", url), {"KVPOOL_ROUTER_TOKEN": TOKEN}, 1, "is unknown"),
         (("never-seen", "--router", url), {}, 4, "set KVPOOL_ROUTER_TOKEN"),
         (("x", "--router", nowhere), {}, 1, "start one with `kvpool router`"),
         (("x", "--router", "file:///etc/passwd"), {}, 1, "give a router's URL"),

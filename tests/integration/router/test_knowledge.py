@@ -159,7 +159,7 @@ async def test_hashes_that_are_not_the_engines(folder: Any, caplog: Any) -> None
         asked = engine.counts()
         assert await know.verify("e") == "mismatch"
         assert engine.counts() == asked
-        assert "does not hash blocks as it is said to" in caplog.text
+        assert "does not hash blocks as announced" in caplog.text
         prompt = await learner.prompts.prompt({"prompt": TEXT}, "completions")
         assert prompt.tokens
         assert (prompt.keys, prompt.spec) == ((), None)

@@ -235,7 +235,7 @@ def test_where_vllm_cannot_go_back_no_load_is_synchronous(
     monkeypatch.setattr(VllmConfig, "max_concurrent_batches", 2)
     if mode == "sync":
         with (
-            pytest.raises(ConfigError, match="load_mode sync needs an engine whose steps do not"),
+            pytest.raises(ConfigError, match="load_mode sync needs vLLM's first model runner"),
             kit.run_engine(llama, daemon, {"load_mode": mode}),
         ):
             pass

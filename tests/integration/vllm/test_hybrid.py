@@ -82,7 +82,7 @@ def test_a_synchronous_load_is_refused_at_start(
     kit: Any, models: Callable[[str], Path], daemon: Any, model: str
 ) -> None:
     with (
-        pytest.raises(ConfigError, match="load_mode sync needs a model with one cache group"),
+        pytest.raises(ConfigError, match="load_mode sync needs a model with a single cache group"),
         kit.run_engine(models(model), daemon, {"load_mode": "sync"}),
     ):
         pass

@@ -198,7 +198,7 @@ def test_a_count_that_does_not_divide_is_refused(blocks: int) -> None:
 
 def test_blocks_that_are_scattered_are_refused() -> None:
     heads_first = torch.zeros(2, 4, 8, 5).transpose(0, 1)  # blocks, heads: heads outermost
-    with pytest.raises(ValueError, match="do not lie together"):
+    with pytest.raises(ValueError, match="are not contiguous"):
         byte_rows(heads_first, 4)
 
 

@@ -64,7 +64,7 @@ def test_limits_are_for_peers_each_and_all_and_free_again():
     with pytest.raises(LimitExceeded, match="node a"):
         awaited.add("a", RED, keys(9), Bell())
     awaited.add("b", RED, keys(1), Bell())
-    with pytest.raises(LimitExceeded, match="3 questions"):
+    with pytest.raises(LimitExceeded, match="3 Await requests"):
         awaited.add("b", RED, keys(9), Bell())
     for number in range(5):
         awaited.add(None, RED, keys(number), Bell())  # our own are counted elsewhere

@@ -153,22 +153,22 @@ def test_keys_of_a_wrong_size_change_nothing(call: Callable[[Pool], object]) -> 
     [
         (lambda p: p.reserve([1], part=1), "part 1: this namespace has parts 0 to 0"),
         (lambda p: p.reserve([1], part=-1), "part -1"),
-        (lambda p: p.reserve([]), "no keys"),
+        (lambda p: p.reserve([]), "at least one key"),
         (lambda p: p.node.leases.match(p.space, (1,), split_keys(key(1))), "part 1"),
         (lambda p: p.node.leases.match(p.space, (0, 0), split_keys(key(1))), "named twice"),
         (lambda p: p.node.leases.contains(p.space, 7, split_keys(key(1))), "part 7"),
         (lambda p: p.node.removal.drop_corrupt(p.space, 7, key(1)), "part 7"),
         (lambda p: p.lease([1], parts=(3,)), "part 3"),
-        (lambda p: p.lease([1], seconds=0.0), "a lease of 0.0 seconds"),
-        (lambda p: p.lease([1], seconds=-1.0), "a lease of -1.0 seconds"),
-        (lambda p: p.lease([1], seconds=float("nan")), "a lease of nan seconds"),
+        (lambda p: p.lease([1], seconds=0.0), "lease of 0.0 seconds"),
+        (lambda p: p.lease([1], seconds=-1.0), "lease of -1.0 seconds"),
+        (lambda p: p.lease([1], seconds=float("nan")), "lease of nan seconds"),
         (
             lambda p: p.node.pins.pin(p.space, split_keys(key(1)), "firm"),
             "soft, hard or none, not 'firm'",
         ),
         (lambda p: p.node.namespaces.by_number(p.tenant, 1), "namespace number 1 is not open"),
         (lambda p: p.node.namespaces.by_number(p.tenant, -1), "namespace number -1 is not open"),
-        (lambda p: p.node.add_tenant("red", 1, SLAB), "'red' has a segment already"),
+        (lambda p: p.node.add_tenant("red", 1, SLAB), "'red' already has a segment"),
         (lambda p: p.node.holders.add("green", "engine"), "no tenant 'green'"),
         (lambda p: p.open(b"h" * 16, (PartSpec(1 << 20),)), "exceeds the segment"),
     ],
@@ -222,7 +222,7 @@ def test_commit_of_what_is_not_reserved() -> None:
         pool.node.puts.commit(pool.holder, 1, bytes(16))
     ticket, _ = pool.reserve([1, 2])
     pool.node.puts.commit(pool.holder, ticket, bytes(32))
-    with pytest.raises(UnknownReservation, match="settled before"):
+    with pytest.raises(UnknownReservation, match="committed or aborted before"):
         pool.node.puts.commit(pool.holder, ticket, bytes(32))
     ticket, _ = pool.reserve([3])
     pool.node.puts.abort(pool.holder, ticket)
@@ -517,7 +517,7 @@ def test_tails_go_before_heads_of_a_chain_put_in_chunks(policy: str) -> None:
 
 def test_parents_are_keys() -> None:
     pool = Pool()
-    with pytest.raises(InvalidRequest, match="parent key of 3 bytes"):
+    with pytest.raises(InvalidRequest, match="not 3 bytes"):
         pool.put([1], parent=b"abc")
     assert pool.put([1], parent=key(1)) == 1, "nonsense does no harm"
     assert pool.put([2, 3], parent=key(99)) == 2

@@ -281,7 +281,7 @@ def test_a_wish_that_cannot_be_kept_counts_all_the_same(caplog: pytest.LogCaptur
             alone.go_away()  # as a disk that takes no writes
             await life.open(ALL)
             assert life.settings == ALL
-        assert "end with this process" in caplog.text
+        assert "last only until this process ends" in caplog.text
 
     asyncio.run(main())
 

@@ -641,5 +641,5 @@ def test_limits_of_the_configuration() -> None:
 
     with pytest.raises(ConfigError, match="same name"):
         make(["a", "a"])
-    with pytest.raises(ConfigError, match=f"follows {ENGINES_MAX}"):
+    with pytest.raises(ConfigError, match=f"follows at most {ENGINES_MAX}"):
         make([str(number) for number in range(ENGINES_MAX + 1)])

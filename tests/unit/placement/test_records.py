@@ -121,7 +121,7 @@ def test_a_change_changes_what_it_names_and_nothing_else(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (SettingsChange(replicas=0), "0 replicas: at least 1"),
+        (SettingsChange(replicas=0), "0 replicas: must be at least 1"),
         (SettingsChange(replicas=-2), "-2 replicas"),
         (SettingsChange(write="later"), "'later'.*back, through, none"),
         (SettingsChange(write="Back"), "'Back'"),

@@ -78,7 +78,7 @@ def test_what_nothing_meets_is_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--ttft", "0.001"], "0.001 s are enough for 0%: allow a longer time to the first token"),
+        (["--ttft", "0.001"], "0.001 s are enough for 0%: allow a longer time to first token"),
         (["--tpot", "0.001"], "a token takes 0.0148 s on an idle engine"),
     ],
 )

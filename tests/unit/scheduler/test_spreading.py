@@ -16,11 +16,11 @@ from kvpool.scheduler.spreading import Spreading, SpreadRule
 from kvpool.scheduler.values import Order, Role
 
 Make = Callable[..., Any]
-RULE = SpreadRule(per_copy=4.0, replicas_max=3, window_s=10.0)
+RULE = SpreadRule(per_replica=4.0, replicas_max=3, window_s=10.0)
 PREFIX = [("shared", number) for number in range(60)]
 
 
-def test_worth_a_copy_is_what_is_asked_for_more_often_than_its_copies_serve() -> None:
+def test_worth_a_replica_is_what_is_asked_for_more_often_than_its_replicas_serve() -> None:
     spreading = Spreading(RULE)
     for _ in range(4):
         spreading.asked("end", 0.0)
@@ -32,16 +32,16 @@ def test_worth_a_copy_is_what_is_asked_for_more_often_than_its_copies_serve() ->
     assert not spreading.should_spread("other", 1, 0.0)
 
 
-def test_copies_in_a_window_have_a_limit() -> None:
+def test_replicas_in_a_window_have_a_limit() -> None:
     spreading = Spreading(RULE)
     for _ in range(1000):
         spreading.asked("end", 0.0)
-    copies = 0
-    while spreading.should_spread("end", 1 + copies, 0.0):
-        spreading.copied("end", 0.0)
-        copies += 1
-    assert copies == RULE.replicas_max
-    assert spreading.should_spread("end", 1 + copies, 5.0)
+    replicas = 0
+    while spreading.should_spread("end", 1 + replicas, 0.0):
+        spreading.replicated("end", 0.0)
+        replicas += 1
+    assert replicas == RULE.replicas_max
+    assert spreading.should_spread("end", 1 + replicas, 5.0)
 
 
 def test_no_more_prefixes_are_kept_in_mind_than_may_be() -> None:
@@ -114,7 +114,7 @@ def test_what_few_ask_for_stays_where_it_is(make: Make) -> None:
     assert not pulled
 
 
-@pytest.mark.parametrize("wrong", [{"per_copy": 0}, {"replicas_max": -1}, {"known_max": 0}])
+@pytest.mark.parametrize("wrong", [{"per_replica": 0}, {"replicas_max": -1}, {"known_max": 0}])
 def test_wrong_rules_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         SpreadRule(**wrong)

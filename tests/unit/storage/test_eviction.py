@@ -375,7 +375,7 @@ def test_inserting_what_is_held_is_an_invariant_error(name: str) -> None:
     (entry,) = entries(1)
     policy.insert([entry])
     for again in (policy.insert, policy.put_back):
-        with pytest.raises(AssertionError, match="held"):
+        with pytest.raises(AssertionError, match="already holds"):
             again([entry])
 
 

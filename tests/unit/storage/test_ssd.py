@@ -449,7 +449,7 @@ def test_batches_that_would_touch_strangers_bytes(store):
     read = ReadBatch(
         PAGE + 1, np.zeros(1, np.uint64), np.zeros((1, 16), np.uint8), blocks, np.zeros(1, np.int64)
     )
-    with pytest.raises(InvalidRequest, match="in rows of"):
+    with pytest.raises(InvalidRequest, match="do not fit rows of"):
         store.read(read)
     with pytest.raises(InvalidRequest, match="pin level"):
         store.pin([0], 256)

@@ -46,7 +46,7 @@ def test_stop_runs_what_is_registered_once() -> None:
 def test_the_budget_lets_an_oversized_loan_in_alone() -> None:
     budget = Budget(100)
     budget.take(500, Deadline(PATIENCE_S))
-    with pytest.raises(LimitExceeded, match="100 bytes at a time"):
+    with pytest.raises(LimitExceeded, match="100 bytes on loan"):
         budget.take(1, Deadline(0.01))
     budget.give(500)
     budget.take(60, Deadline(PATIENCE_S))
