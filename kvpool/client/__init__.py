@@ -1,4 +1,4 @@
-"""The library in an engine's process, or in anything else, that talks to the daemon of its own node."""
+"""The library in an engine's process, or any other process, that talks to the daemon of its own node."""
 
 from kvpool.client.client import Client
 from kvpool.client.operator import OperatorClient

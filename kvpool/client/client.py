@@ -1,4 +1,4 @@
-"""The client: all that an engine, or anything else on the node, needs to use the pool.
+"""The client: everything that an engine, or another process on the node, needs to use the pool.
 
     with Client() as client:
         ns = client.open(NamespaceRecord.simple("my-model", block_bytes=65536, block_tokens=32))
@@ -8,12 +8,12 @@
 It talks to its own node's daemon over a unix socket and copies in shared memory; it never opens a
 network connection. Needs numpy, msgspec and xxhash.
 
-**A daemon that is away is a miss, not an exception**, for everything that reads: `match` is 0, `contains`
-and `get` find nothing, `acquire` is None. What writes raises `Unavailable`. After a failure, requests
-end at once until the next attempt to reconnect is due (50 ms, doubling to 1 s).
+**An unreachable daemon is a miss, not an exception**, for reads: `match` is 0, `contains`
+and `get` find nothing, `acquire` is None. Writes raise `Unavailable`. After a failure, requests
+fail at once until the next attempt to reconnect is due (50 ms, doubling to 1 s).
 
 **Threads**: all methods may be called from any thread; each request in flight has a connection of its
-own, up to `connections_max`. Not for use in a forked child: make a new client there.
+own, up to `connections_max`. Not for use in a forked child: create a new client there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from kvpool.wire import frame
 if TYPE_CHECKING:
     from kvpool.client.device_memory import DeviceMemory
 
-RESET_S = 15.0  # longest wait for the cluster's word, on top of the client's time-out
+RESET_S = 15.0  # longest wait for the cluster's answer, on top of the client's time-out
 _PAGE = 4096
 
 
@@ -60,11 +60,11 @@ class Client:
     """A connection to the pool. See the module's text for failures and threads.
 
     socket_path: the daemon's socket; None: `KVPOOL_SOCKET`, else the user's default.
-    tenant, token: whose pool; the daemon knows the default tenant without a token.
+    tenant, token: credentials; the default tenant needs no token.
     instance: names the engine instance that leases belong to; the same in all its processes.
     timeout_s: deadline of every request.
     connect: True raises `Unavailable` or the daemon's refusal now, instead of missing later.
-    operator_token: what the daemon asks of operators, if it does.
+    operator_token: the daemon's operator token, if it has one.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections. Leases and reservations that are open stay so until this process ends."""
+        """Close the connections. Open leases and reservations remain until this process ends."""
         self._connections.close()
         self._copy_in.close()
 
@@ -122,7 +122,7 @@ class Client:
 
     @property
     def available(self) -> bool:
-        """Whether a request would be tried now: False between a failure and the next attempt's time."""
+        """Whether a request would be sent now: False between a failure and the next attempt."""
         return self._connections.available
 
     @property
@@ -134,7 +134,7 @@ class Client:
     def warm(self) -> bool:
         """Connect and map the segment now, so that the first copy does not pay for it.
 
-        False when the daemon is away. Mapping 2 GiB takes about 0.1 s.
+        False if the daemon is unreachable. Mapping 2 GiB takes about 0.1 s.
         """
         try:
             with self._connections.request() as connection:
@@ -154,21 +154,21 @@ class Client:
         write_remote: str = "",
         generation: int = -1,
     ) -> Namespace:
-        """Make a namespace known to the daemon, now or when it is there, and after each restart again.
+        """Register a namespace with the daemon, now or when it is reachable, and again after each restart.
 
-        The settings count if the cluster does not know the namespace yet, and on a node that is alone
-        where nobody has asked for another one; later `configure` changes them.
+        The settings apply if the namespace is new to the cluster, and on a node that is alone
+        if no others were set; later `configure` changes them.
 
         replicas: how many are wanted of each block, on as many nodes; 0: one.
-        write: when blocks are written to SSD: "through" (when they were put), "back" (ahead of their
-            eviction from memory), "none", or empty: as each node does by default.
-        ttl_s: a block that was not used for so long on a node is not found there any more; 0: never.
-        ssd_codec: what makes blocks smaller on SSD, without loss: "blosc2", or empty for nothing.
-        write_remote: when blocks are written to object storage, where nodes have some: "back" (ahead of
-            their eviction from memory, if they were read again), which empty is as well, or "none".
-        generation: of the caller's weights, as another client of the same engine was told
-            (`generation`); -1: they are the present ones, at the time of the first answer. After a reset by
-            another engine that is what lets this one in again, so be sure that it is so.
+        write: when blocks are written to SSD: "through" (after the put), "back" (before their
+            eviction from memory), "none", or empty: each node's default.
+        ttl_s: a block that was not used for this long on a node is dropped there; 0: never.
+        ssd_codec: lossless compression of blocks on SSD: "blosc2", or empty for none.
+        write_remote: when blocks are written to object storage, if nodes have one: "back" (before
+            their eviction from memory, if they were read again) or empty, which is the same, or "none".
+        generation: of the caller's weights, as reported to another client of the same engine
+            (`generation`); -1: the present one, at the time of the first answer. After a reset by
+            another engine -1 lets this one in again, so its weights must be the new ones.
         Raises `NamespaceMismatch` if the daemon, or the cluster, knows it with other sizes.
         """
         namespace = Namespace(
@@ -183,7 +183,7 @@ class Client:
         return namespace
 
     def generation(self, ns: Namespace) -> int:
-        """Of the weights that this client reads and writes blocks of; -1 before the daemon told it."""
+        """Of the weights of the blocks that this client reads and writes; -1 before the daemon's first answer."""
         return self._namespaces.generations.get(ns.digest, -1)
 
     # ---- reading -------------------------------------------------------------------------------------
@@ -229,17 +229,18 @@ class Client:
     ) -> Lease | None:
         """A lease on the longest usable prefix of `keys`; None if there is none.
 
-        parts: which must be usable; all of the namespace's unless given. A prefix is usable when full
+        parts: which must be usable; default: all of the namespace's. A prefix is usable when full
             parts have all its blocks and window parts their last ones.
-        lease_s: how long; the daemon may grant less (see `Lease.deadline`).
-        wait_s: how long to wait for blocks that are not in memory here, but on disks or other nodes.
-        recompute: the price of computing the keys' blocks instead. What takes longer to bring is not waited
-            for. None: all that there is is brought.
-        device: of `attach_device`: what lies there is leased there (`Slots.device_rows`), and is not brought
-            into memory for it. Once its process has died the lease is on memory only.
-        life: the same for a caller that is not attached, in the name of those who will `join` the lease and all
-            are: `DeviceMemory.life` of theirs. The slots there are theirs to read.
-        trace: the W3C `traceparent` of the request that this is for; the daemon's spans belong to it.
+        lease_s: how long; the daemon may grant less (see `Lease.deadline`). wait_s: how long to wait for blocks
+        that are not in memory here, but on disks or other nodes. recompute: the price of computing the keys'
+        blocks instead. Blocks that take longer to bring are not waited
+            for. None: bring all.
+        device: of `attach_device`: blocks there are leased there (`Slots.device_rows`), and not brought
+            into memory. Once its process has died the lease is on memory only.
+        life: the same for a caller that is not attached, on behalf of processes that will `join` the lease and
+        are
+            all attached: their `DeviceMemory.life`. The slots there are theirs to read.
+        trace: the W3C `traceparent` of the request; the daemon's spans belong to it.
         """
         packed = pack_keys(keys)
         if not packed:
@@ -267,9 +268,9 @@ class Client:
     ) -> Lease | None:
         """Become a holder of a lease that another process of this instance acquired; None if it ended.
 
-        parts: whose slots to describe; all of the lease's unless given.
-        device: see `acquire`. None is the answer too where the lease has slots in device memory that is not
-            this one.
+        parts: whose slots to describe; default: all of the lease's.
+        device: see `acquire`. Also None if the lease has slots in other device memory
+            than this one.
         """
         message = client_wire.Join(token, list(parts) if parts else [])
         sent = time.monotonic()
@@ -283,11 +284,11 @@ class Client:
     def attach_device(self, on: Any = None) -> DeviceMemory | None:
         """Map this tenant's part of the daemon's spare device memory, to read there by leases (`acquire`).
 
-        None where the daemon has none that serves now, or is away. It stays mapped until it is closed; when
-        its process has died (`DeviceMemory.alive`), attach anew. Needs torch, and to see the same device.
+        None if the daemon has none that serves now, or is unreachable. It stays mapped until it is closed; when
+        its process has died (`DeviceMemory.alive`), attach again. Needs torch, and to see the same device.
 
-        on: the torch device that it has to be on; None: any that is seen here.
-        Raises `SegmentError` where it cannot be mapped, or is on another device than `on`, which is not touched.
+        on: the required torch device; None: any that is visible here.
+        Raises `SegmentError` if it cannot be mapped, or is on another device than `on`, which is not touched.
         """
         from kvpool.client.device_memory import DeviceMemory
 
@@ -316,7 +317,7 @@ class Client:
         lease_s: float = 5.0,
         wait_s: float = 0.0,
     ) -> npt.NDArray[np.bool_]:
-        """Copy blocks into `out`; True for each key that is there in full, the rest of `out` is undefined.
+        """Copy blocks into `out`; True for each key that is complete, the rest of `out` is undefined.
 
         out: one writable buffer, array or tensor of n times the part's bytes, or a list of n of them.
         lease_s: the copy must be done by then. The lease is released with this client's next request.
@@ -357,7 +358,7 @@ class Client:
     def reserve(
         self, ns: Namespace, keys: Keys, *, part: int = 0, parent: bytes | None = None
     ) -> Reservation:
-        """Slots for the blocks that are not there yet. Write them, then `commit`.
+        """Slots for the blocks that are not present yet. Write them, then `commit`.
 
         parent: the key before the first one in the prefix chain, if there is one.
         Raises `PoolFull`, `LimitExceeded`, `Unavailable`.
@@ -371,7 +372,7 @@ class Client:
     def commit(
         self, reservation: Reservation, checksums: bytes | None = None, *, replicas: int = 0
     ) -> int:
-        """Make the slots readable; how many blocks are new. Others had been put meanwhile.
+        """Make the slots readable; returns the number of new blocks. The others had been put meanwhile.
 
         checksums: xxh3-128 of each slot's bytes, 16 bytes each in order; computed here if not given.
         replicas: see `put`.
@@ -386,12 +387,12 @@ class Client:
             return self._reservations.commit(connection, reservation, checksums, replicas)
 
     def written(self, reservation: Reservation, nbytes: int) -> None:
-        """The first `nbytes` bytes of each of its slots are written, and will not change until the commit.
+        """The first `nbytes` bytes of each of its slots are written and final.
 
-        Nodes that follow the prompt may fetch them meanwhile; a long commit, of many layers, then has little left
-        to be fetched. To be called with more and more bytes: once a layer, at most some hundred times a second.
-        A hint: given up where all connections are busy, and a daemon that is away is no error. Raises
-        `InvalidRequest` for bytes that a slot does not have.
+        Nodes that stream the prompt may fetch them meanwhile, so that little is left
+        at the commit. Call it with growing counts: once a layer, at most some hundred times a second.
+        A hint: skipped while all connections are busy; an unreachable daemon is not an error. Raises
+        `InvalidRequest` for more bytes than a slot has.
         """
         if not 0 < nbytes <= reservation.slots.nbytes:
             raise InvalidRequest(
@@ -405,10 +406,10 @@ class Client:
                 if connection.daemon is reservation._daemon:
                     connection.tell(client_wire.Progress(reservation._ticket, nbytes))
         except Unavailable:
-            pass  # busy with more than a hint, or gone as those are who would have been told
+            pass  # busy with more than a hint, or the daemon is gone, and the hint's readers with it
 
     def abort(self, reservation: Reservation) -> None:
-        """Give slots back unwritten. Never raises; nothing after a commit."""
+        """Give slots back unwritten. Never raises; no effect after a commit."""
         reservation.abort()
 
     def put(
@@ -421,14 +422,14 @@ class Client:
         parent: bytes | None = None,
         replicas: int = 0,
     ) -> int:
-        """Store blocks; how many are new.
+        """Store blocks; returns the number of new ones.
 
-        Puts of up to 32 MiB are copied into slots held ready for them before the daemon is asked; where
-        the last one met blocks that were there, and above that size, what is there is not copied.
+        Puts of up to 32 MiB are copied into granted slots before the daemon is asked; if
+        the previous one met present blocks, and above that size, present blocks are not copied.
 
         blocks: one buffer, array or CPU tensor of n times the part's bytes, or a list of n items, each a
             buffer or a list of buffers that are gathered. Read until this returns, never kept.
-        replicas: how many are wanted in the cluster of each; 0: as many as of all of the namespace's. Made
+        replicas: how many are wanted in the cluster of each; 0: the namespace's setting. Made
             afterwards, in the background.
         Raises `PoolFull` when not all could be stored (the first ones were: see `contains`),
         `Unavailable`, `InvalidRequest`.
@@ -466,14 +467,14 @@ class Client:
         return stored
 
     def remove(self, ns: Namespace, keys: Keys) -> int:
-        """Forget blocks, all their parts; how many were there. Readers under a lease finish."""
+        """Remove blocks, all their parts; returns how many were there. Readers under a lease finish."""
         packed = pack_keys(keys)
         if not packed:
             return 0
         return int(self._ask_ns(ns, lambda number: client_wire.Remove(number, packed)).value)
 
     def pin(self, ns: Namespace, keys: Keys, kind: str = "soft") -> int:
-        """Keep blocks: "soft" evicts them last, "hard" never, "none" unpins; how many are there.
+        """Pin blocks: "soft" evicts them last, "hard" never, "none" unpins; returns how many are there.
 
         Raises `LimitExceeded` when the tenant's quota does not cover them.
         """
@@ -492,9 +493,10 @@ class Client:
         life: int = 0,
         trace: str = "",
     ) -> int:
-        """Bring blocks into memory here, from disks and other nodes; how many of the prefix are then.
+        """Bring blocks into memory here, from disks and other nodes; returns how many of the prefix are then
+        usable.
 
-        recompute, life, trace: as for `acquire`; what is in that device memory counts as here.
+        recompute, life, trace: as for `acquire`; blocks in that device memory count as here.
         """
         packed = pack_keys(keys)
         if not packed:
@@ -518,17 +520,18 @@ class Client:
         parts: Sequence[int] | None = None,
         trace: str = "",
     ) -> int:
-        """Bring a prompt's blocks here while another node's engine computes them; how many are usable then.
+        """Bring a prompt's blocks here while another node's engine computes them; returns how many are usable
+        then.
 
         Returns when all of the prompt is here, or after `wait_s` (the daemon's `lease_s_max` at most) with
-        what has come by then: never an error because a node was lost. What comes is held until it returns,
-        so `acquire` soon. It takes one of this client's connections for so long; `close`, from another
-        thread, calls it off.
+        the blocks that have arrived: a lost node is not an error. Arrived blocks are held until it returns,
+        so `acquire` soon. It takes one of this client's connections for that time; `close`, from another
+        thread, cancels it.
 
-        source: the name of the node where the prompt is computed; without it the directory is asked who has
+        source: the name of the node where the prompt is computed; without it the directory is asked for
             its beginning. parts: only these; None: all. trace: as for `acquire`.
-        Raises `Unavailable` when the daemon is away, or called off, and `LimitExceeded` when it follows too
-        many prompts already.
+        Raises `Unavailable` when the daemon is unreachable, or cancelled, and `LimitExceeded` for too
+        many concurrent streams.
         """
         packed = pack_keys(keys)
         if not packed:
@@ -546,14 +549,14 @@ class Client:
             return int(answer.value)
 
     def reset(self, ns: Namespace) -> None:
-        """This engine's weights are new: nothing that was stored under the namespace is found any more.
+        """This engine's weights are new: blocks stored under the namespace before are no longer found.
 
-        Begins a new epoch for the whole cluster, or enters the one that another engine's reset has begun:
+        Starts a new epoch for the whole cluster, or enters the one that another engine's reset has started:
         each engine resets once for each change of weights. Other clients find nothing and store
-        nothing until they `reset` or `open` the namespace themselves. Leases that are held stay valid.
+        nothing until they `reset` or `open` the namespace themselves. Held leases stay valid.
         Raises `StaleEpoch` when others have changed their weights more often than this engine: it is one
         change further, and finds and stores nothing until it has caught up. Raises `Unavailable`, or
-        `ClusterUnavailable` when the membership does not answer: then the old epoch goes on, and the caller
+        `ClusterUnavailable` when the membership does not answer: then the old epoch continues, and the caller
         must not use the namespace any more.
         """
         with self._connections.request() as connection:
@@ -577,19 +580,19 @@ class Client:
         topic: str = "",
         groups: Sequence[int] = (),
     ) -> bool:
-        """Have the daemon follow the KV events of this process's engine, now and after each restart again.
+        """Have the daemon follow the KV events of this process's engine, now and again after each restart.
 
-        What they say its cache holds is tier `gpu` to others, until this process ends: a hint for those who
-        route requests, never a source of bytes. One engine a client: another call takes the place of
-        the one before.
+        Blocks in its cache are announced as tier `gpu`, until this process ends: a hint for
+        routers, never a source of bytes. One engine a client: a new call replaces
+        the previous one.
 
-        endpoint: where to connect to, in ZeroMQ's words: `tcp://127.0.0.1:5557` or `ipc:///path`, on this
-            machine only; empty: the daemon is to follow no more.
+        endpoint: ZeroMQ address to connect to: `tcp://127.0.0.1:5557` or `ipc:///path`, on this
+            machine only; empty: stop following.
         replay: where the engine repeats missed events, or empty. topic: of the events.
         groups: the cache group, in the events' numbers, of each part of the namespace, in their order.
-        False when the daemon does not follow them: it is away (it is told when it is back and the namespace
-        is used), it is set not to (`events`), or it has no pyzmq.
-        Raises `InvalidRequest` for what cannot be followed, and `LimitExceeded`.
+        False when the daemon does not follow them: it is unreachable (it is told later, when the namespace
+        is used), it is configured not to (`events`), or it has no pyzmq.
+        Raises `InvalidRequest` for addresses that cannot be followed, and `LimitExceeded`.
         """
         listed = list(groups)
 
@@ -603,12 +606,12 @@ class Client:
             return False
 
     def announce_engine(self, ns: Namespace, engine: EngineRecord | None) -> bool:
-        """Tell all nodes of this process's engine, so that requests are sent to it; None: not any more.
+        """Announce this process's engine to all nodes, so that routers send requests to it; None: withdraw.
 
-        That holds until this process ends. To a daemon that was started anew it is told again once the
-        namespace is used there: whoever uses it seldom says it again now and then, which is cheap. One
-        engine a client: another call takes the place of the one before.
-        False when the daemon is away. Raises `InvalidRequest` for what no engine can be, and `LimitExceeded`.
+        Valid until this process ends. A restarted daemon is told again once the namespace is used there; a client
+        that seldom uses it should repeat the call periodically, which is cheap. One engine a client: a new call
+        replaces the previous one. False when the daemon is unreachable. Raises `InvalidRequest` for invalid
+        records, and `LimitExceeded`.
         """
 
         def message(number: int) -> client_wire.AnnounceEngine:
@@ -631,10 +634,11 @@ class Client:
     def prefixes(
         self, digest: bytes, keys: Keys, *, wait_s: float = 0.05
     ) -> dict[str, tuple[int, int]]:
-        """How much of a prefix each node could give, in blocks: from its memory, and from that and its disks.
+        """How much of a prefix each node could provide, in blocks: from its memory, and from its memory and
+        disks.
 
-        What engines have in caches of their own is not counted. digest: of the namespace, which need not be
-        open here. wait_s: other nodes are left out when the directory takes longer. Nodes that have nothing
+        Engines' own caches are not counted. digest: of the namespace, which need not be
+        open here. wait_s: other nodes are left out when the directory takes longer. Nodes without blocks
         are left out. A hint: blocks come and go. Raises `Unavailable`.
         """
         message = client_wire.Prefixes(digest, pack_keys(keys), wait_s)

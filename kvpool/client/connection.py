@@ -1,6 +1,6 @@
-"""A client's connections: one request at a time over each, and what belongs to a daemon's life.
+"""A client's connections: one request at a time over each, and the state of a daemon's incarnation.
 
-Not for use by itself: `kvpool.client` is.
+Internal to `kvpool.client`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvpool.memory.segment import Segment
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 
-SPIN_S = 200e-6  # an answer that takes no longer is polled for: sleeping and waking costs as much
+SPIN_S = 200e-6  # answers within this time are polled for: sleeping and waking costs as much
 SPIN_S_PER_BYTE = 2e-11  # and longer beside a large copy, after which the daemon wakes up slowly
-SPIN_PAUSE_MIN = 4  # requests without polling, where it was found to be in vain
+SPIN_PAUSE_MIN = 4  # requests without polling, after it was in vain
 SPIN_PAUSE_MAX = 128
 TIMEOUT_S_MAX = 86_400.0
 _HEADER_BYTES = frame.HEADER.size
 
 
 class DaemonState:
-    """What belongs to one incarnation of the daemon: its segment and its names for things.
+    """State of one incarnation of the daemon: its segment and its numbers.
 
-    Dropped as a whole when another incarnation answers; the mapping goes when nobody reads from it.
+    Dropped as a whole when another incarnation answers; the mapping is removed when its last reader ends.
     """
 
     def __init__(self, welcome: client_wire.Welcome, fd: int) -> None:
@@ -54,7 +54,7 @@ class DaemonState:
         self.numbers[digest] = number
 
     def table(self, stride: int) -> Rows2D:
-        """The whole segment as rows of `stride` bytes; mapped when first asked for."""
+        """The whole segment as rows of `stride` bytes; mapped on first use."""
         table = self._tables.get(stride)
         if table is None:
             with self._lock:
@@ -72,9 +72,9 @@ class Stash:
 
     def __init__(self, stride: int) -> None:
         self.stride = stride
-        # Whether the last put met blocks that were there: then the next one asks before it copies.
+        # Whether the last put met present blocks: then the next one asks before it copies.
         self.ask_first = False
-        self.most: float = math.inf  # as many were not to be had
+        self.most: float = math.inf  # fewer than this were available
         self._rows: list[int] = []
         self._lock = threading.Lock()
 
@@ -101,12 +101,12 @@ class Stash:
 
 
 class Grants:
-    """Whether client and daemon agree about which slots are granted. Thread-safe.
+    """Whether client and daemon agree about the granted slots. Thread-safe.
 
-    They do not when an exchange failed: slots may have been granted in an answer that nobody heard, and
-    those that were to be stored may have come back and be granted again. So none of them can be named
-    safely. Nobody uses granted slots then until those who still do have ended, and one has told the
-    daemon, and heard from it, that all grants are void.
+    They may disagree after a failed exchange: slots may have been granted in an answer that was lost, and
+    slots to be stored may have been freed and granted again. So none of them can be named
+    safely. Granted slots are then not used until all their current users have ended, and the
+    daemon has confirmed that all grants are void.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Grants:
         self.doubtful = False
 
     def begin(self) -> bool:
-        """Whether granted slots may be used, or settled; if so, `end` has to follow."""
+        """Whether granted slots may be used, or settled; if so, `end` must follow."""
         with self.lock:
             if self.doubtful and self.users:
                 return False
@@ -123,7 +123,7 @@ class Grants:
             return True
 
     def begin_last(self) -> bool:
-        """Whether nobody uses granted slots; if so, nobody will any more."""
+        """Whether granted slots have no users; if so, there will be no new ones."""
         with self.lock:
             if self.users:
                 return False
@@ -137,26 +137,26 @@ class Grants:
 
 
 def refused(error: BaseException) -> bool:
-    """Whether the daemon has answered that it leaves everything as it was."""
+    """Whether the daemon has answered that nothing was changed."""
     doubt = (Unavailable, ProtocolError, UnknownReservation)
     return isinstance(error, KvpoolError) and not isinstance(error, doubt)
 
 
 class Connection:
-    """One connection, one request at a time. Any failure leaves it unusable: close it."""
+    """One connection, one request at a time. Any failure makes it unusable: close it."""
 
     def __init__(self, sock: socket.socket, daemon: DaemonState) -> None:
         self.sock = sock
         self.daemon = daemon
-        self.ahead = b""  # frames that ask for no answer, sent with the next one that does
+        self.ahead = b""  # frames without an answer, sent with the next request
         self._requests = itertools.count(1)
         self._timeout = -1.0
         self._spin_s = SPIN_S  # for the next answer only
-        self._spin_pause = SPIN_PAUSE_MIN  # requests to leave out after the next time in vain
+        self._spin_pause = SPIN_PAUSE_MIN  # requests to skip after the next failed poll
         self._no_spin = 0
 
     def ask(self, message: frame.Message, timeout_s: float) -> Any:
-        """Send and wait. Raises what the daemon answered, `Unavailable`, or `ProtocolError`."""
+        """Send and wait. Raises the daemon's error, `Unavailable`, or `ProtocolError`."""
         request = self.send(message, timeout_s)
         return self.receive(request, timeout_s)
 
@@ -167,11 +167,11 @@ class Connection:
         return request
 
     def tell(self, message: frame.Message) -> None:
-        """Send without asking for an answer."""
+        """Send without requesting an answer."""
         self._write(frame.encode(message, 0))
 
     def flush(self) -> None:
-        """Send what was to go ahead of the next request."""
+        """Send the queued frames ahead of the next request."""
         if self.ahead:
             self._write(b"")
 
@@ -183,7 +183,7 @@ class Connection:
         self.ahead = b""
 
     def be_patient(self, nbytes: int) -> None:
-        """Poll longer for the next answer, which comes beside a copy of so many bytes."""
+        """Poll longer for the next answer, which comes beside a copy of this many bytes."""
         self._spin_s = SPIN_S + nbytes * SPIN_S_PER_BYTE
 
     def receive(self, request: int, timeout_s: float) -> Any:
@@ -213,11 +213,11 @@ class Connection:
         return message
 
     def _poll(self) -> bytes:
-        """What arrives in the next moment, without sleeping; empty when nothing did.
+        """Bytes that arrive within a moment, without sleeping; empty if none did.
 
-        On a busy machine that may keep the daemon from the very core it needs, and in a process with a
-        busy Python thread each try waits a switch interval for the GIL. Both show as answers that do
-        not come in time; polling pauses then, twice as long each time. One answer late in a hundred hardly
+        On a busy machine that may keep the daemon from the core it needs, and in a process with a
+        busy Python thread each try waits a switch interval for the GIL. Both show as late
+        answers; polling then pauses, twice as long each time. One late answer in a hundred hardly
         stops it, one in ten does.
         """
         if self._no_spin:
@@ -238,7 +238,7 @@ class Connection:
             return data
 
     def shut(self) -> None:
-        """End it under whoever waits for an answer. Any thread."""
+        """End it under a thread that waits for an answer. Any thread."""
         try:
             self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:

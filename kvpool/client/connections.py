@@ -1,6 +1,6 @@
-"""The connections of one client: a pool of them, and what to do while the daemon is away.
+"""The connections of one client: a pool of them, and back-off while the daemon is unreachable.
 
-Not for use by itself: `kvpool.client` is.
+Internal to `kvpool.client`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FINISHED_MAX = 1024
 class Connections:
     """Connections to the daemon of this node, as many as are needed at a time. Thread-safe.
 
-    After a failure requests end at once until the next attempt is due; then one thread at a time finds out
-    whether the daemon is back. What the daemon must hear and nobody waits for (`abandon`, `release_later`)
-    goes ahead of the next request.
+    After a failure requests fail at once until the next attempt is due; then one thread at a time tries
+    to reconnect. Messages that need no answer (`abandon`, `release_later`)
+    are sent ahead of the next request.
 
     daemon: the incarnation that answered last, or None.
     """
@@ -70,7 +70,7 @@ class Connections:
 
     @property
     def available(self) -> bool:
-        """Whether a request would be tried now."""
+        """Whether a request would be sent now."""
         return not self.closed and self._backoff.due(time.monotonic())
 
     def connect(self) -> None:
@@ -78,7 +78,7 @@ class Connections:
         self.give_back(self.take(self.timeout_s))
 
     def close(self) -> None:
-        """Tell the daemon what is left to tell, and close all connections; requests that wait long end."""
+        """Send the remaining messages, and close all connections; long waits end."""
         if self._finished and self._idle:
             try:
                 with self.request() as connection:
@@ -93,7 +93,7 @@ class Connections:
                     if connection.daemon is daemon:
                         connection.tell(client_wire.GiveBack(0, b""))
             except KvpoolError:
-                pass  # they come back with the end of this process
+                pass  # the daemon frees them at the end of this process
         self.closed = True
         for connection in list(self._long):
             connection.shut()
@@ -116,11 +116,13 @@ class Connections:
         self._finished.append(token)
 
     def abandon(self, incarnation: str, ticket: int) -> None:
-        """Have a reservation aborted by the daemon of that incarnation, if it is the one that answers next."""
+        """Have a reservation aborted by the daemon of that incarnation, if it answers next."""
         self._orphans.append((incarnation, client_wire.Abort([ticket])))
 
     def attach_device(self) -> tuple[client_wire.Welcome, LifeView] | None:
-        """A handle of spare device memory, and what tells of its end; None: there is none, or no daemon."""
+        """A handle of spare device memory, and the descriptor that signals its end; None: there is none, or no
+        daemon.
+        """
         self._check_process()
         if self.closed:
             return None
@@ -136,7 +138,7 @@ class Connections:
         return None if view is None else (welcome, view)
 
     def request(self, wait_s: float | None = None) -> Request:
-        """wait_s: for a connection that is free, where it is not `timeout_s`."""
+        """wait_s: for a free connection, if not `timeout_s`."""
         return Request(self, self.timeout_s if wait_s is None else wait_s)
 
     def _check_process(self) -> None:
@@ -167,7 +169,7 @@ class Connections:
         return connection
 
     def _another(self, timeout_s: float) -> Connection:
-        """A new connection, or, when there are as many as may be, the next one that comes free."""
+        """A new connection, or, at the limit, the next one that is free."""
         with self._freed:
             if self._open >= self._connections_max:
                 deadline = time.monotonic() + timeout_s
@@ -177,7 +179,7 @@ class Connections:
                         try:
                             return self._idle.pop()
                         except IndexError:
-                            pass  # none, or somebody was faster
+                            pass  # none, or another thread was faster
                         left = deadline - time.monotonic()
                         if left <= 0 or not self._freed.wait(left):
                             raise Unavailable(f"all connections were busy for {timeout_s:g} s")
@@ -206,7 +208,7 @@ class Connections:
                 self._freed.notify()
 
     def drop(self, connection: Connection) -> None:
-        """A connection failed: the daemon is gone, hangs, or broke the protocol. Back off."""
+        """A connection failed: the daemon is gone, hangs, or violates the protocol. Back off."""
         connection.close()
         with self._freed:
             self._open -= 1
@@ -221,17 +223,17 @@ class Connections:
             try:
                 connection = self._idle.pop()
             except IndexError:
-                return  # a request was faster, and will find out by itself
+                return  # a request was faster, and will find out itself
             connection.close()
             self._open -= 1
 
     def _tell_orphans(self, connection: Connection) -> None:
-        """Tell the daemon of slots that nobody will commit."""
+        """Report to the daemon slots that nobody will commit."""
         while self._orphans:
             try:
                 incarnation, message = self._orphans.popleft()
             except IndexError:
-                break  # another thread tells the daemon
+                break  # another thread reports it
             if incarnation == connection.daemon.incarnation:
                 try:
                     connection.tell(message)
@@ -241,14 +243,14 @@ class Connections:
                     raise
 
     def _back_off(self, why: str) -> None:
-        """With the lock held. Many requests that fail together are one failure."""
+        """With the lock held. Concurrent failures count as one."""
         now = time.monotonic()
         self._failure = why
         if self._backoff.due(now):
             self._backoff.failed(now)
 
     def _connect(self) -> Connection:
-        """A new connection. When the daemon failed, one thread at a time finds out whether it is back."""
+        """A new connection. After a failure of the daemon, one thread at a time tries to reconnect."""
         with self._lock:
             wait_s = self._backoff.retry_at - time.monotonic()
             probe = self._backoff.failures > 0
@@ -267,7 +269,9 @@ class Connections:
     def _introduce(
         self, *, device: bool = False
     ) -> tuple[Connection, client_wire.Welcome, LifeView | None]:
-        """A connection; with `device`, what tells of the end of the device memory in its Welcome, if any."""
+        """A connection; with `device`, the descriptor that signals the end of the device memory in its Welcome,
+        if any.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             limit = timeval(self.timeout_s)
@@ -287,10 +291,10 @@ class Connections:
             try:
                 sock.sendall(frame.encode(hello, 1))
             except BrokenPipeError:
-                pass  # turned away at the door; the reason is there to be read
+                pass  # refused; the reason can be read
             data, fds, _, _ = socket.recv_fds(sock, frame.HELLO_BYTES_MAX, 2)
             for fd in fds:
-                os.set_inheritable(fd, False)  # `recv_fds` drops the flag that would do it
+                os.set_inheritable(fd, False)  # `recv_fds` drops the flag that would set it
         except OSError as error:
             sock.close()
             why = (
@@ -328,7 +332,7 @@ class Connections:
         return Connection(sock, daemon), welcome, view
 
     def _meet(self, welcome: client_wire.Welcome, fd: int) -> DaemonState:
-        """The state that belongs to this incarnation: the known one, or a new one."""
+        """The state of this incarnation: the known one, or a new one."""
         with self._lock:
             self._backoff.succeeded()
             daemon = self.daemon

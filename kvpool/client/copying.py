@@ -16,11 +16,11 @@ from kvpool.memory.buffers import Rows2D, Source, as_bytes, read_rows
 from kvpool.types import Namespace
 from kvpool.wire.frame import NO_ROW
 
-HASH_IN_THREAD_BYTES = 2 << 20  # below this, handing the work over costs more than it saves
+HASH_IN_THREAD_BYTES = 2 << 20  # below this, the handover costs more than it saves
 
 
 class CopyIn:
-    """Copies blocks into slots and computes their checksums meanwhile. Thread-safe."""
+    """Copies blocks into slots and computes their checksums concurrently. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,9 +33,9 @@ class CopyIn:
     def __call__(
         self, source: Source, indices: Indices, table: Rows2D, rows: Indices, fd: int
     ) -> bytes:
-        """Copy the chosen blocks into rows of the segment; their checksums.
+        """Copy the chosen blocks into rows of the segment; returns their checksums.
 
-        Those of many bytes are computed by a second thread meanwhile: copying and hashing both release
+        For many bytes a second thread computes them concurrently: copying and hashing both release
         the GIL. When this returns or raises, nobody reads the caller's buffers any more.
         """
         chosen = indices.tolist()
@@ -64,7 +64,7 @@ class CopyIn:
 
 
 def copy_out(slots: Slots, targets: Any) -> npt.NDArray[np.bool_]:
-    """Copy slots to where their blocks go (`targets_of`); True for each that is there. In the time of the lease."""
+    """Copy slots to their destinations (`targets_of`); True for each present one. Within the lease."""
     here: npt.NDArray[np.bool_] = slots.rows != NO_ROW
     if isinstance(targets, list):
         table = slots.table
@@ -88,7 +88,7 @@ def part_bytes(ns: Namespace, part: int) -> int:
 
 
 def targets_of(out: Any, n: int, nbytes: int) -> Any:
-    """Where blocks go: rows of one array, or a list of flat arrays. Raises `InvalidRequest`."""
+    """Destinations: rows of one array, or a list of flat arrays. Raises `InvalidRequest`."""
     if isinstance(out, (list, tuple)):
         flats = [as_bytes(item, writable=True) for item in out]
         if len(flats) != n or any(flat.size != nbytes for flat in flats):

@@ -1,4 +1,4 @@
-"""Spare device memory of the daemon's, as a client on the same host and device sees it.
+"""The daemon's spare device memory, as seen by a client on the same host and device.
 
 Needs torch.
 """
@@ -16,12 +16,12 @@ from kvpool.storage.device import DeviceSegment
 class DeviceMemory:
     """A tenant's part of the daemon's device memory, mapped (`Client.attach_device`). Thread-safe.
 
-    life: names the life of the process that owns it. Everything that was read from it is in doubt once that
-    has ended: `Lease.check` says so.
+    life: of the process that owns it. Bytes read from it are invalid if that ended
+    meanwhile: `Lease.check` raises then.
     """
 
     def __init__(self, handle: bytes, life: int, view: LifeView, on: Any = None) -> None:
-        """Raises `SegmentError` where the memory cannot be mapped, or is not on the torch device `on`."""
+        """Raises `SegmentError` if the memory cannot be mapped, or is not on the torch device `on`."""
         if on is not None and not DeviceSegment.lies_on(handle, on):
             raise SegmentError(f"the daemon's device memory is not on {on}")
         self.life = life
@@ -37,7 +37,7 @@ class DeviceMemory:
 
     @property
     def device(self) -> Any:
-        """The torch device that it lies on, by this process's numbers."""
+        """Its torch device, by this process's numbers."""
         return self._whole.table.device
 
     @property

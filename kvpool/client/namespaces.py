@@ -1,4 +1,4 @@
-"""What a client has opened: the daemon's numbers of namespaces, and what their engines announce."""
+"""The namespaces that a client has opened: the daemon's numbers, and their engines' announcements."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvpool.wire import client as client_wire
 
 
 class OpenNamespaces:
-    """Makes namespaces known to each daemon that answers. Thread-safe.
+    """Registers namespaces with each daemon that answers. Thread-safe.
 
-    generations: of weights, by namespace digest.
-    events, engine: of the namespace whose engine publishes events, or takes requests: its digest, and what the
-        daemon is told of that when it has numbered the namespace.
+    generations: of weights, by namespace digest. events, engine: of the namespace whose engine publishes events,
+    or accepts requests: its digest, and the message
+        for the daemon once it has numbered the namespace.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -24,13 +24,13 @@ class OpenNamespaces:
         self.engine: tuple[bytes, Callable[[int], client_wire.AnnounceEngine]] | None = None
 
     def number(self, connection: Connection, ns: Namespace) -> int:
-        """The daemon's number of a namespace, which is made known to it where it is not yet."""
+        """The daemon's number of a namespace, which is registered if necessary."""
         number = connection.daemon.numbers.get(ns.digest)
         return self.make_known(connection, ns) if number is None else number
 
     def make_known(self, connection: Connection, ns: Namespace) -> int:
-        """Make a namespace known to the daemon, which compares its sizes. Its number."""
-        # With the generation that it was opened in: its weights have not changed with the daemon.
+        """Register a namespace with the daemon, which compares its sizes. Returns its number."""
+        # With the generation of its opening: a daemon's restart does not change its weights.
         generation = self.generations.get(ns.digest, -1)
         message = client_wire.OpenNamespace(
             ns.digest,
@@ -48,7 +48,7 @@ class OpenNamespaces:
         return int(answer.number)
 
     def opened(self, connection: Connection, digest: bytes, answer: client_wire.Opened) -> None:
-        """The daemon has numbered it: tell its engine, and what that publishes. Waits for nothing."""
+        """The daemon has numbered it: announce its engine and events. Waits for nothing."""
         connection.daemon.renumber(digest, answer.number)
         self.generations[digest] = answer.generation
         for told in (self.events, self.engine):

@@ -1,4 +1,4 @@
-"""The operator client: what operators' tools ask a daemon."""
+"""The operator client: for operators' tools."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SCRUB_S = 60.0
 
 
 class OperatorClient(Client):
-    """A client that asks operators' questions too. A daemon may want the operator token for them.
+    """A client that also sends operators' requests. A daemon may require the operator token for them.
 
-    Failures and threads are those of `Client`: every method here raises `Unavailable` when the daemon is away,
-    and `NotAuthenticated` where it does not take the caller for an operator.
+    Failures and threads are those of `Client`: every method here raises `Unavailable` when the daemon is
+    unreachable, and `NotAuthenticated` if it does not accept the caller as an operator.
     """
 
     def cluster(self) -> dict[str, Any]:
@@ -35,14 +35,14 @@ class OperatorClient(Client):
         return found
 
     def drain(self, node: str, *, wanted: bool = True) -> None:
-        """Have a node copy what only it has and leave, or call that off. See `cluster`."""
+        """Drain a node, or cancel that. See `cluster`."""
         with self._connections.request() as connection:
             connection.ask(operator_wire.Drain(node, wanted), self.timeout_s + RESET_S)
 
     def clear(self, digest: bytes, *, fence: bool = False) -> int:
-        """Begin a new epoch of a namespace of this tenant; its number.
+        """Start a new epoch of a namespace of this tenant; returns its number.
 
-        fence: engines must open it again before they go on; else they go on in the new epoch.
+        fence: engines must reopen it before they continue; otherwise they continue in the new epoch.
         """
         with self._connections.request() as connection:
             answer = connection.ask(operator_wire.Clear(digest, fence), self.timeout_s + RESET_S)
@@ -62,10 +62,10 @@ class OperatorClient(Client):
     ) -> None:
         """Change settings of a namespace of this tenant, for the whole cluster.
 
-        See `open` for what they mean, but `replicas` is at least 1. None: that one stays as it is.
+        See `open` for their meaning; `replicas` is at least 1. None: unchanged.
 
-        dram_quota, ssd_quota: what its blocks may take of each node's memory and disks: bytes (an int), or
-            a share of the tenant's part (a float up to 1.0); 0: as much as the tenant has.
+        dram_quota, ssd_quota: quota of each node's memory and disks: bytes (an int), or
+            a share of the tenant's part (a float up to 1.0); 0: no quota.
         """
         message = operator_wire.Configure(
             digest, replicas, write, ttl_s, ssd_codec, dram_quota, ssd_quota, write_remote
@@ -74,7 +74,7 @@ class OperatorClient(Client):
             connection.ask(message, self.timeout_s + RESET_S)
 
     def evict(self, keys: Keys = b"", *, digest: bytes = b"", tier: str = "") -> int:
-        """Give blocks up on this node, as if there were no room: how many went, each tier counted.
+        """Evict blocks on this node: how many went, counted in each tier.
 
         keys: none for all. digest: of one namespace; empty: all of the tenant's. tier: "dram", "ssd", "device".
         """
@@ -83,7 +83,7 @@ class OperatorClient(Client):
             return int(connection.ask(message, self.timeout_s + EVICT_S).value)
 
     def pin_blocks(self, keys: Keys, kind: str = "soft", *, digest: bytes = b"") -> int:
-        """As `pin`, by an operator, in one namespace or all of the tenant's; how many blocks are there."""
+        """As `pin`, by an operator, in one namespace or all of the tenant's; returns how many blocks are there."""
         message = operator_wire.PinBlocks(pack_keys(keys), kind, digest)
         with self._connections.request() as connection:
             return int(connection.ask(message, self.timeout_s).value)
@@ -104,10 +104,10 @@ class OperatorClient(Client):
         by: str = "",
         wait_s: float = 0.0,
     ) -> Any:
-        """What a node of the cluster answers to an operator's request: its number, or its JSON decoded.
+        """A node's answer to an operator's request: its number, or its decoded JSON.
 
-        message: see `kvpool.wire`, "operator → daemon". node: empty for this one. tenant: whose blocks it is about;
-        empty for this client's. by: on whose behalf. wait_s: how long the answer may take beyond the usual.
+        message: see `kvpool.wire`, "operator → daemon". node: empty for this one. tenant: whose blocks it is
+        about; empty for this client's. by: on whose behalf. wait_s: extra time for the answer.
         """
         payload = frame.encode(message, 0)[frame.HEADER.size :]
         order = operator_wire.OnNode(node, payload, wait_s, tenant, by)

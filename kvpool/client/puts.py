@@ -17,7 +17,7 @@ from kvpool.types import KEY_BYTES, Namespace
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 
-ONE_EXCHANGE_BYTES = 32 << 20  # puts up to this copy first and ask afterwards
+ONE_EXCHANGE_BYTES = 32 << 20  # puts up to this size copy first and ask afterwards
 
 
 class Reservations:
@@ -37,7 +37,7 @@ class Reservations:
         parent: bytes | None,
         patience_bytes: int = 0,
     ) -> Reservation:
-        """patience_bytes: of a copy that goes on meanwhile."""
+        """patience_bytes: of a concurrent copy."""
         number = self._namespaces.number(connection, ns)
         ticket = next(self._tickets)
         message = client_wire.Reserve(number, part, ticket, packed, parent or b"")
@@ -73,7 +73,7 @@ class Reservations:
         try:
             answer = connection.ask(message, self._connections.timeout_s)
         except Unavailable:
-            # It may have been committed or not: the abort that follows makes sure that it is settled.
+            # It may have been committed or not: the abort that follows settles it.
             reservation._settled = True
             self._connections.abandon(connection.daemon.incarnation, reservation._ticket)
             raise
@@ -82,10 +82,10 @@ class Reservations:
 
 
 class GrantedPuts:
-    """Puts in one exchange: blocks are copied into slots granted earlier, which then get their names. Thread-safe.
+    """Puts in one exchange: blocks are copied into slots granted earlier, which then get their keys. Thread-safe.
 
-    An exchange costs as much as copying megabytes. So this copies without asking what is there
-    already; a block that is, costs its copy and nothing else.
+    An exchange costs as much as copying megabytes. So this copies without asking which blocks are
+    present; a present block costs only its copy.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class GrantedPuts:
         self._copy_in = copy_in
 
     def fits(self, ns: Namespace, part: int, source: Source) -> bool:
-        """Whether a put of these blocks is better copied before the daemon is asked what is there."""
+        """Whether to copy a put of these blocks before asking the daemon which are present."""
         if source.total > ONE_EXCHANGE_BYTES:
             return False
         daemon = self._connections.daemon
@@ -112,7 +112,7 @@ class GrantedPuts:
         parent: bytes | None,
         replicas: int,
     ) -> int | None:
-        """How many blocks are new; None when the daemon grants too few slots."""
+        """How many blocks are new; None if the daemon grants too few slots."""
         with self._connections.request() as connection:
             grants = connection.daemon.grants
             if not grants.begin():

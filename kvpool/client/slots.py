@@ -1,4 +1,4 @@
-"""What a client holds of the segment: slots, the lease to read them, the reservation to write them."""
+"""A client's slots in the segment, the leases to read and the reservations to write them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Slots:
     """n slots of one part in the segment.
 
     part: the part number.
-    first: index, among the keys asked for, of the first block these slots belong to: above 0 for
+    first: index, among the requested keys, of the first block these slots belong to: above 0 for
         window parts. With a stride of s in the namespace, slot i belongs to block
         `first + (i + 1) * s - 1`.
     nbytes: bytes used of each slot. stride: bytes from one row of the segment to the next.
     rows: int64, one a slot; slot i starts at byte `rows[i] * stride` of the segment.
-    device_rows: None, or where some of the slots are in device memory, one a slot: the row of
+    device_rows: None, or if some of the slots are in device memory, one a slot: the row of
         `device_table`, and `frame.NO_ROW` for those that are in the segment. Each slot is in one of both.
 
-    Reading and writing is for the time of the lease or reservation that they came with.
+    Valid for reading and writing while their lease or reservation lasts.
     """
 
     __slots__ = (
@@ -83,7 +83,7 @@ class Slots:
 
     @property
     def fd(self) -> int:
-        """The segment's memfd, for `os.preadv` and `os.pwritev` at `offsets`. Not yours to close."""
+        """The segment's memfd, for `os.preadv` and `os.pwritev` at `offsets`. Do not close it."""
         return self._daemon.segment.fd
 
     @property
@@ -104,10 +104,10 @@ class Lease:
 
     token: hand it to other processes of the same engine instance; they `Client.join`.
     blocks: how many blocks of the prefix may be used.
-    deadline: `time.monotonic()` of this process after which the bytes may be somebody else's.
+    deadline: `time.monotonic()` of this process after which the slots may be reused.
     slots: by part number.
     device: the device memory that some of the slots are in, or None.
-    life: of that memory, also where only others are attached to it; 0: all slots are in the segment.
+    life: of that memory, even if only other processes are attached to it; 0: all slots are in the segment.
     """
 
     __slots__ = ("_connections", "blocks", "deadline", "device", "life", "slots", "token")
@@ -132,14 +132,14 @@ class Lease:
 
     @property
     def valid(self) -> bool:
-        """Whether the bytes may still be read: the deadline is ahead, and the device memory's owner lives."""
+        """Whether the bytes may still be read: before the deadline, and the device memory's owner lives."""
         owned = self.device is None or self.device.alive
         return owned and time.monotonic() < self.deadline
 
     def check(self) -> None:
         """Call after the copy is complete (on a GPU: after its event). Raises `LeaseLost` if too late.
 
-        So it does when the process has died that owned the device memory of some of the slots.
+        Also if the process that owned the device memory of some of the slots has died.
         """
         if self.device is not None and not self.device.alive:
             raise LeaseLost(
@@ -183,9 +183,10 @@ def lease_of(
     device: DeviceMemory | None,
     life: int = 0,
 ) -> Lease | None:
-    """What the daemon leased; None: nothing.
+    """The daemon's lease; None: nothing.
 
-    sent: `time.monotonic()` before it was asked: `answer.lease_s` counts from when it heard, so this is safe. life: what the caller may be given slots of without reading them itself.
+    sent: `time.monotonic()` before the request: `answer.lease_s` counts from its receipt, so this is safe. life:
+    device memory whose slots the caller may get without reading them itself.
     """
     if not answer.token:
         return None
@@ -216,10 +217,10 @@ def _rows(packed: bytes) -> Indices:
 
 
 class Reservation:
-    """Slots to be written, then committed. With `with`, what is not committed is aborted at the end.
+    """Slots to be written, then committed. With `with`, an uncommitted reservation is aborted at the end.
 
     slots: one for each block that the caller has to write.
-    missing: their indices among the keys asked for.
+    missing: their indices among the requested keys.
     refused: how many of the last keys got no slot, because leases or hard pins hold the space.
     """
 
@@ -243,14 +244,14 @@ class Reservation:
         self.refused = refused
 
     def abort(self) -> None:
-        """Give slots back unwritten. Never raises; nothing after a commit."""
+        """Give slots back unwritten. Never raises; no effect after a commit."""
         if self._settled:
             return
         self._settled = True
         self._connections.abandon(self._daemon.incarnation, self._ticket)
         try:
             with self._connections.request():
-                pass  # whoever takes a connection tells the daemon of the orphans first
+                pass  # the next user of a connection reports the orphans first
         except Unavailable:
             pass
 

@@ -1,1 +1,1 @@
-"""The HTTP front: requests in flight over prefill and decode engines."""
+"""The HTTP router: requests in flight over prefill and decode engines."""

@@ -1,16 +1,15 @@
-"""One request under way: it follows the scheduler's orders, tries again what fails, and passes the answer on.
+"""One active request: it follows the scheduler's orders, retries failures, and forwards the answer.
 
-All that concerns a request comes to it as news, one after the other: orders, ends of its calls to engines,
-engines that are gone. So what it does next is decided in one place, and there is no order of events that two
-tasks see differently.
+Everything that concerns a request reaches it as events, one after the other: orders, ends of its calls to
+engines, engines that have left. So its next step is decided in one place, and all tasks see one order of events.
 
     Order        → compute: the prompt up to a token; or answer: both, on one engine; or both at once, to follow
     DecodeOrder  → answer: the client's own body
     Ended        → a call has ended: tell the scheduler, or end
-    EngineGone   → give up what has not begun to answer there
+    EngineGone   → cancel calls there that have not begun to answer
     Expired      → too late
 
-Until the first byte of the answer has gone to the client, another engine may answer. After it, an engine's
+Until the first byte of the answer is sent to the client, another engine may answer. After it, an engine's
 failure ends the stream with an error event.
 """
 
@@ -37,20 +36,20 @@ from kvpool.telemetry.spans import QUEUE, Span
 
 
 class DeadlinePassed(KvpoolError):
-    """The request took longer than it may."""
+    """The request exceeded its deadline."""
 
     code = "deadline"
 
 
 class GivenUp(KvpoolError):
-    """No engine could do it. The message says what the last one said."""
+    """No engine could serve it. The message is the last engine's."""
 
     code = "given_up"
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A call has ended by itself, well or not."""
+    """A call has ended on its own, successfully or not."""
 
     call: Call
 
@@ -60,10 +59,10 @@ News = Order | DecodeOrder | Ended | EngineGone | Expired
 
 
 class ActiveRequest:
-    """See the module. `run` ends when all of it has ended: nothing of it is left on any engine.
+    """See the module. `run` ends when all of it has ended: no calls to engines are left.
 
-    caller: its calls; no two requests share one. ordered: whether any order was given for it. span: of the
-    request, where it is traced.
+    caller: its calls; not shared between requests. ordered: whether any order was given for it. span: of the
+    request, if it is traced.
     """
 
     def __init__(
@@ -85,8 +84,8 @@ class ActiveRequest:
         self.account = account
         self.retries = 0
         self.ordered = False
-        self._outstanding: list[Call] = []  # whose orders the scheduler counts as under way
-        self._complete = False  # whether the client has all of its answer
+        self._outstanding: list[Call] = []  # engines whose orders the scheduler counts as open
+        self._complete = False  # whether the client has its complete answer
         self._caller = caller
         self._orders = orders
         self._roster = roster
@@ -102,19 +101,19 @@ class ActiveRequest:
         self._reply: Reply
 
     def tell(self, news: News) -> None:
-        """Something that concerns it."""
+        """An event for the request."""
         self._news.append(news)
         self._bell.set()
 
     def settle(self) -> None:
-        """Have the scheduler know of answers that have begun, which it is told a moment later otherwise."""
+        """Report begun answers to the scheduler at once, not a moment later."""
         for call in [call for call in self._outstanding if call.began_at]:
             self._computed(call)
 
     async def run(self, reply: Reply, direct: EngineSpec | None = None) -> None:
-        """Until the answer is with the client. direct: ask this engine, and nobody else.
+        """Until the answer is with the client. direct: ask only this engine.
 
-        Raises `GivenUp`, `DeadlinePassed`, `ClientGone`, `EngineRefused`; none of its calls is left then.
+        Raises `GivenUp`, `DeadlinePassed`, `ClientGone`, `EngineRefused`; no calls are left then.
         """
         self._reply = reply
         if direct is not None:
@@ -132,10 +131,10 @@ class ActiveRequest:
         except TimeoutError:
             # No other wait here has a limit.
             if self._complete:
-                return  # in the same moment
+                return  # at the same time
             raise DeadlinePassed("the request's deadline has passed") from None
         except KvpoolError as error:
-            # The frames that it came through hold it.
+            # The frames of its traceback hold it.
             raise error.with_traceback(None) from None
         finally:
             if self._queue is not None:
@@ -144,7 +143,7 @@ class ActiveRequest:
 
     def _handle(self, news: News) -> None:
         if self._direct and not isinstance(news, Ended):
-            return  # the scheduler has forgotten the request: what it said before is void
+            return  # the scheduler has forgotten the request: its earlier orders are void
         match news:
             case Order():
                 self._ordered(news)
@@ -164,7 +163,7 @@ class ActiveRequest:
         if self._queue is not None and not self._queue.ended:
             self._first_ordered(self._queue, order)
         if self._reply.begun:
-            # Whoever followed had all of it sooner.
+            # A decode engine that followed had all of it sooner.
             self._orders.computed(order)
             return
         spec = self._roster.spec(engine.name)
@@ -219,7 +218,7 @@ class ActiveRequest:
         self._answer(call, self.body.raw)
 
     def _answer_directly(self, spec: EngineSpec) -> None:
-        """Let this engine say what it says: it is expected to refuse."""
+        """Get this engine's answer: it is expected to refuse."""
         self._direct = True
         call = Call(spec, None, True, self._clock(), 0.0)
         self._answer(call, self.body.raw)
@@ -227,7 +226,7 @@ class ActiveRequest:
     def _ended(self, call: Call) -> None:
         self._calls.remove(call)
         assert call.task is not None, "it was started"
-        # A call and its task must not hold each other: nobody collects what does.
+        # A call and its task must not refer to each other: such cycles are not collected.
         task, call.task = call.task, None
         if call.presumed is not None:
             call.presumed.cancel()
@@ -242,7 +241,7 @@ class ActiveRequest:
         elif isinstance(error, EngineFailed):
             self._call_failed(call, error)
         elif isinstance(error, EngineRefused) and not call.answers:
-            # The client's own body is refused for its own reason, by whoever is to answer.
+            # The client's own body is refused for its own reason, by the engine that answers.
             self.account.note(self._clock(), "refused", engine=call.spec.name, status=error.status)
             assert call.order is not None, "what only computes has an order"
             if self._reply.begun:
@@ -259,7 +258,7 @@ class ActiveRequest:
             raise error
 
     def _skip(self, call: Call) -> None:
-        """It did not compute its part of the prompt, whose answer is under way."""
+        """It did not compute its part of the prompt, while the answer is under way."""
         assert call.order is not None, "what only computes has an order"
         self._outstanding.remove(call)
         self._orders.computed(call.order)
@@ -276,7 +275,7 @@ class ActiveRequest:
 
     def _call_failed(self, call: Call, error: EngineFailed) -> None:
         if error.reason == TOO_LARGE:
-            # That is what was asked for, and no fault of the engine.
+            # As requested, and no fault of the engine.
             self.account.note(self._clock(), "failed", why=str(error), again=False)
             if call.answers or not self._reply.begun:
                 raise GivenUp(str(error)) from None
@@ -313,7 +312,7 @@ class ActiveRequest:
         self.retries += 1
 
     def _engine_gone(self, name: str, again: bool) -> None:
-        """The scheduler has its orders again. An answer that has begun may well be served to its end."""
+        """The scheduler has its orders again. An answer that has begun may still be complete."""
         error = EngineFailed(name, "gone", "it gets no more requests")
         answering = False
         for call in [c for c in self._calls if c.spec.name == name and not c.cancelled]:
@@ -337,12 +336,12 @@ class ActiveRequest:
         call.task = asyncio.create_task(_outcome(work, call, *args))
         self._calls.append(call)
         if (span := call.span) is not None:
-            # Before the news of it, which may be the end of the request.
+            # Before the event, which may end the request.
             call.task.add_done_callback(lambda task: end_span(span, call, task))
         call.task.add_done_callback(lambda _: self.tell(Ended(call)))
 
     def _cancel(self, call: Call) -> None:
-        """Called off; its connection is closed when its task ends, which `run` waits for."""
+        """Cancelled; its connection is closed when its task ends, which `run` waits for."""
         call.cancelled = True
         if call.presumed is not None:
             call.presumed.cancel()
@@ -359,7 +358,7 @@ class ActiveRequest:
             call.task = None
 
     def answer_begun(self, call: Call) -> None:
-        """The client gets the first part of its answer, and then the scheduler the news."""
+        """The client gets the first part of its answer, then the scheduler the event."""
         call.began_at = self._clock()
         self.account.note(call.began_at, "first token", engine=call.spec.name)
         ttft_s = call.began_at - self.account.arrived_s
@@ -369,7 +368,7 @@ class ActiveRequest:
         asyncio.get_running_loop().call_soon(self._presumably_computed, call)
 
     def answer_ended(self, call: Call) -> None:
-        """The client has all of it, and may leave before anybody here looks again."""
+        """The client has all of it, and may disconnect before this task continues."""
         self._presumably_computed(call)
         self.account.note(self._clock(), "answered", engine=call.spec.name, **call.tokens)
         self.account.outcome = "answered"
@@ -382,15 +381,15 @@ class ActiveRequest:
         self._complete = True
 
     def _presumably_computed(self, call: Call) -> None:
-        """By its first token, or because it should have come by now in an answer that is not streamed."""
+        """By its first token, or by the time it should have come, in an answer that is not streamed."""
         if call in self._outstanding:
             self._computed(call)
 
 
 async def _outcome(work: Work, *args: Any) -> KvpoolError | None:
-    """What went wrong, without the frames it came through: they hold the task whose outcome it is.
+    """The error, without its traceback: the frames refer to the task whose result it is.
 
-    Of one that is called off nobody asks.
+    Not read if it was cancelled.
     """
     try:
         await work(*args)

@@ -1,14 +1,14 @@
-"""The HTTP surface: paths, authentication, headers, error bodies. What happens to a request is `requests.py`'s.
+"""The HTTP API: paths, authentication, headers, error bodies. Requests are processed in `requests.py`.
 
     POST   /v1/completions, /v1/chat/completions   answered by engines, streamed or not
-    POST   /tokenize                               passed through to one
+    POST   /tokenize                               forwarded to one
     GET    /v1/models, /health
     GET    /explain/ID, POST /explain              why a request went where; where one would go
     GET    /metrics, /engines                      operators only, as all below
     POST   /engines/NAME/drain, DELETE the same
-    PUT    /engines/NAME/weight                    {"weight": 0.1}: a share of what it could get
+    PUT    /engines/NAME/weight                    {"weight": 0.1}: a share of its possible requests
 
-Errors have vLLM's form. Of the router's own headers an answer has one, `x-kvpool-request-id`.
+Errors have vLLM's format. The router adds one header to an answer, `x-kvpool-request-id`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpReply:
-    """A request's way to its client. ended: all is sent. response: what the handler returns in the end."""
+    """The output of a request to its client. ended: all is sent. response: the handler's return value."""
 
     def __init__(self, request: web.Request, ident: str) -> None:
         self.begun = False
@@ -101,7 +101,7 @@ class HttpReply:
 
 
 class Guard:
-    """Who may do what. Tokens are compared as digests: how long that takes tells nothing of them."""
+    """Authentication. Tokens are compared as digests, so timing reveals nothing about them."""
 
     def __init__(self, secrets: Secrets) -> None:
         tokens = dict(secrets.tenants)
@@ -110,9 +110,9 @@ class Guard:
         self._tenants = {_digest(token): tenant for token, tenant in tokens.items()}
 
     def tenant(self, request: web.Request) -> str:
-        """Who asks; the operator is `OPERATOR`. Raises `BadRequest`."""
+        """The caller's tenant, or `OPERATOR`. Raises `BadRequest`."""
         if not self._tenants:
-            # Without tokens it listens on loopback only. A page in a browser is not from there, and may have a
+            # Without tokens it listens on loopback only. A web page is not local, and may use a host
             # name of its own that leads here.
             if "Origin" in request.headers or not names_loopback(request.headers.get("Host", "")):
                 raise BadRequest(
@@ -146,7 +146,7 @@ class Api:
         started_at: int,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """knowledge: what is known of engines and prompts, as plain values. started_at: seconds since 1970."""
+        """knowledge: the catalogs of engines and prompts, as plain values. started_at: seconds since 1970."""
         self._config = config
         self._guard = Guard(secrets)
         self._serving = serving
@@ -178,7 +178,7 @@ class Api:
 
     @web.middleware
     async def _wrap(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Gives each request its id and its tenant, and errors their form."""
+        """Gives each request its id and its tenant, and errors their format."""
         ident = request_id(request.headers.get("x-request-id", ""), self._random)
         request[IDENT] = ident
         try:
@@ -201,7 +201,7 @@ class Api:
         return response
 
     async def _send(self, request: web.Request, response: web.StreamResponse) -> None:
-        """For so long as a client may take to read it."""
+        """As long as a client may take to read it."""
         try:
             async with asyncio.timeout(self._config.client_stall_s):
                 await response.prepare(request)
@@ -245,7 +245,7 @@ class Api:
         )
 
     async def _body(self, request: web.Request) -> bytes:
-        """Raises `BadRequest` for one that is too large, or does not come."""
+        """Raises `BadRequest` for one that is too large, or does not arrive."""
         most = self._config.body_bytes_max
         too_large = BadRequest(413, f"the body has more than {most} bytes")
         if (request.content_length or 0) > most:
@@ -324,7 +324,7 @@ class Api:
         return _json(account.plain())
 
     async def _dry_run(self, request: web.Request) -> web.StreamResponse:
-        # It tells what is cached, whoever has sent it.
+        # It reveals what is cached, by any sender.
         _operators_only(request)
         incoming = await self._incoming(request, Kind.COMPLETIONS)
         if b'"messages"' in incoming.raw:
@@ -337,7 +337,7 @@ class _Weight(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _hang_up(request: web.Request) -> None:
-    """On a client that does not read: what is left for it is kept no longer."""
+    """For a client that does not read: its remaining bytes are dropped."""
     if request.transport is not None:
         request.transport.abort()
 

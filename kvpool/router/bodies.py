@@ -1,16 +1,16 @@
-"""What a request's body says, as far as the router has to know. No I/O.
+"""Parses request bodies, as far as the router needs. No I/O.
 
-Nothing is corrected here: whatever is well-formed JSON for a known model goes to an engine as it came, so that
-the engine's own errors reach the client. What is not understood is served by one engine as a whole, which is
-always right.
+Nothing is corrected here: well-formed JSON for a known model is forwarded unchanged, so that
+the engine's own errors reach the client. Bodies that the router does not understand are served whole by one
+engine, which is always right.
 
 A request may be served in three ways:
 
     in segments     the prompt's tokens are computed by prefill orders, and the client's body goes to decode
-    by its own body the prompt is computed by the client's own body with one token to generate: where its
-                    tokens alone do not say all (images, templates that see more than the tokeniser's endpoint)
-    whole           one engine serves prompt and answer: where blocks from elsewhere do not help (`echo` with
-                    logprobs), where there are several prompts, or where the client speaks to the pool itself
+    by its own body the prompt is computed by the client's own body with one token to generate: if its
+                    tokens alone are not sufficient (images, templates that see more than the tokenise endpoint)
+    whole           one engine serves prompt and answer: if blocks from elsewhere do not help (`echo` with
+                    logprobs), there are several prompts, or the client addresses the pool itself
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import xxhash
 from kvpool.errors import KvpoolError
 
 BYTES_A_TOKEN = 4
-"""Of text, where its tokens are not known: a guess."""
+"""Characters per token of text, if its tokens are unknown: a guess."""
 CHOICES_MAX = 1024
 COMPLETION_TOKENS = 16
-"""What a completion asks for that does not say how much: so OpenAI's API has it. A chat may take all there is."""
+"""The token limit of a completion without one, as in OpenAI's API. A chat has no limit."""
 
 
 class Kind(StrEnum):
@@ -40,9 +40,9 @@ class Kind(StrEnum):
 
 
 class BadRequest(KvpoolError):
-    """A request that the router answers itself, in the form that vLLM gives its errors.
+    """A request that the router answers itself, in the format of vLLM's errors.
 
-    status: of HTTP. type: as vLLM names it. param: the field that is wrong, if it is one.
+    status: of HTTP. type: vLLM's name for it. param: the invalid field, if there is one.
     """
 
     code = "bad_request"
@@ -65,9 +65,9 @@ class BadRequest(KvpoolError):
 class Body:
     """A body that may go to an engine.
 
-    raw: as it came; value: the same, parsed. tokens_guess: of the prompt, by its size. output_tokens: the
-    most that it asks for, over all its choices; None: it does not say. priority: higher ones go first;
-    None: it does not say.
+    raw: as received; value: the same, parsed. tokens_guess: of the prompt, by its size. output_tokens: the
+    most that it requests, over all its choices; None: not given. priority: higher ones go first;
+    None: not given.
     """
 
     kind: Kind
@@ -83,7 +83,7 @@ class Body:
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is to come event by event."""
+        """Whether the answer should be streamed."""
         return self.value.get("stream") is True
 
 
@@ -105,17 +105,17 @@ SEEN_BY_TEMPLATES = (
     "reasoning_effort",
     "response_format",
 )
-"""Of chats: what a template may make tokens of, and `/tokenize` is not told."""
+"""Of chats: inputs of a template that `/tokenize` does not get."""
 
 
 _OF_ANSWERS = frozenset(
     ("best_of", "max_completion_tokens", "min_tokens", "return_token_ids", "stream_options")
 )
-"""What says how an answer is to be, and would only make a prompt's computation larger."""
+"""Fields about the answer that would only make a prompt's computation larger."""
 
 
 def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
-    """What a body asks for. models: those that engines serve; a body without one means the only one.
+    """Parse a body. models: those that engines serve; a body without one means the only one.
 
     Raises `BadRequest`.
     """
@@ -143,10 +143,10 @@ def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
 
 
 def limited(body: Body, priority_max: int) -> Body:
-    """The body with a priority that its sender may ask for, as the engine is told it. Raises `BadRequest`."""
+    """The body with a priority that its sender may request, as the engine expects it. Raises `BadRequest`."""
     if body.priority is None:
         if body.value.get("priority") is not None:
-            # An engine might take it for a number that is beyond the limit.
+            # An engine might parse it as a number beyond the limit.
             raise BadRequest(400, "priority is not a whole number", param="priority")
         return body
     if body.priority <= priority_max:
@@ -157,7 +157,7 @@ def limited(body: Body, priority_max: int) -> Body:
 
 
 def with_field(body: Body, key: str, value: object) -> bytes:
-    """The body with one more field; all else byte for byte. Of a name that is there, the last one counts."""
+    """The body with one more field; all else byte for byte. Of duplicate names the last one counts."""
     end = body.raw.rindex(b"}")
     comma = b"," if body.value else b""
     field = msgspec.json.encode(key) + b":" + msgspec.json.encode(value)
@@ -165,13 +165,13 @@ def with_field(body: Body, key: str, value: object) -> bytes:
 
 
 def prompt_only(body: Body) -> bytes:
-    """The body with one token to generate and no stream: its prompt is computed as it will be for the answer."""
+    """The body with one token to generate and no stream: its prompt is computed as for the answer."""
     value = {key: item for key, item in body.value.items() if key not in _OF_ANSWERS}
     return msgspec.json.encode({**value, "max_tokens": 1, "n": 1, "stream": False})
 
 
 def segment(body: Body, tokens: Sequence[int]) -> bytes:
-    """A completion that computes these tokens of a prompt, in the cache that the body's blocks are in."""
+    """A completion that computes these tokens of a prompt, with the same cache salt and adapter as the body."""
     value: dict[str, object] = {
         "model": body.model,
         "prompt": tokens,
@@ -186,7 +186,7 @@ def segment(body: Body, tokens: Sequence[int]) -> bytes:
 
 
 def error_body(status: int, message: str, type: str, param: str | None = None) -> bytes:  # noqa: A002
-    """As vLLM writes its errors."""
+    """In the format of vLLM's errors."""
     error = {"message": message, "type": type, "param": param, "code": status}
     return msgspec.json.encode({"error": error})
 
@@ -221,7 +221,7 @@ def _several(prompt: object) -> bool:
 
 
 def _beyond_tokens(value: Mapping[str, Any]) -> bool:
-    """Whether a chat's prompt depends on more than `/tokenize` is told."""
+    """Whether a chat's prompt depends on more than `/tokenize` gets."""
     if _set(value, SEEN_BY_TEMPLATES) or value.get("tool_choice") not in (None, "auto"):
         return True
     messages = value.get("messages")
@@ -245,7 +245,7 @@ def _tokens_guess(value: Mapping[str, Any], raw: bytes, one_prompt: bool) -> int
 
 
 def _whole_number(value: object) -> int | None:
-    """An int that is one; whatever else an engine may take for one is its own business."""
+    """A real int; other values are left to the engine."""
     return value if type(value) is int else None
 
 
@@ -268,7 +268,7 @@ def _priority(value: Mapping[str, Any]) -> int | None:
 
 
 def _session(kind: Kind, value: Mapping[str, Any]) -> Hashable:
-    """What tells a conversation from others: who says it is theirs, or how it begins."""
+    """Identifies a conversation: by the client's id, or by its beginning."""
     for name in ("session_id", "user"):
         said = value.get(name)
         if isinstance(said, str) and said:

@@ -1,7 +1,7 @@
-"""Whether an engine gets requests, by what became of requests and probes. No I/O; the clock is an argument.
+"""Whether an engine gets requests, by the results of requests and probes. No I/O; the clock is an argument.
 
-A `kvpool.retry.Breaker` that probes end: an engine that is open gets nothing until one of them is well. Then it gets
-requests, and the first of them that ends says whether it closes or opens again. No engine is dead for good.
+A `kvpool.retry.Breaker` that probes end: an open engine gets no requests until a probe succeeds. Then it gets
+requests, and the first one's result closes or opens it again. No engine is dropped for good.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from kvpool.retry import Breaker, BreakerRule, BreakerState
 
 
 class EngineBreaker(Breaker):
-    """Of one engine. It begins open, and due for a probe. failures_max goes for probes in a row, too."""
+    """For one engine. It starts open, and due for a probe. failures_max applies to consecutive probes, too."""
 
     def __init__(self, rule: BreakerRule, now: float) -> None:
         super().__init__(rule)
@@ -24,14 +24,14 @@ class EngineBreaker(Breaker):
         return self.state is not BreakerState.OPEN
 
     def succeeded(self) -> None:
-        """A request has done well. What is open is closed by probes alone."""
+        """A request has succeeded. Only probes close an open breaker."""
         was = self.state
         super().succeeded()
         if was is BreakerState.OPEN:
             self.state = was
 
     def probed(self, well: bool, now: float, every_s: float) -> None:
-        """A probe has ended. every_s: until the next one while the engine is well."""
+        """A probe has ended. every_s: until the next one while the engine is healthy."""
         if not well:
             self._probes_failed += 1
             if (
@@ -43,7 +43,7 @@ class EngineBreaker(Breaker):
         else:
             self._probes_failed = 0
             if self.state is BreakerState.OPEN:
-                # One that was never open is taken at its word.
+                # The first success closes a new one.
                 self.state = BreakerState.HALF_OPEN if self.openings else BreakerState.CLOSED
         self.probe_at = now + every_s
 

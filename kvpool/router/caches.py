@@ -1,8 +1,8 @@
-"""What engines' own caches hold, by their KV events, in the prefix index.
+"""The contents of engines' own caches, from their KV events, in the prefix index.
 
-One subscriber follows all engines. Gaps, replays and restarts are its business (`placement.event_stream`): what an
-engine is said to hold is taken from `EngineBlocks.take_changes`, some hundred blocks at a time, so that requests
-are not kept waiting. A block of several cache groups counts as held once all groups hold it that must.
+One subscriber follows all engines, and handles gaps, replays and restarts (`placement.kv_events`). Changes of an
+engine's blocks are taken from `EngineBlocks.take_changes`, some hundred at a time, so that requests
+do not wait. A block of several cache groups counts as held once all required groups hold it.
 
 Event loop only.
 """
@@ -30,7 +30,7 @@ LAGS = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """One engine. need: the groups that must hold a block, as bits. salt: what makes its keys of its hashes."""
+    """One engine. need: the groups that must hold a block, as bits. salt: turns its hashes into index keys."""
 
     source: EngineSource
     holder: str
@@ -41,7 +41,7 @@ class _Followed:
 class Caches:
     """See the module.
 
-    wall: seconds, as engines stamp their events. on_lag: called with the seconds from an event to the index.
+    wall: seconds, as in engines' events. on_lag: called with the seconds from an event to the index.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Caches:
     # ---- engines come and go -----------------------------------------------------------------------
 
     def follow(self, spec: EngineSpec, salt: int) -> None:
-        """Have the index say what this engine's cache holds, from now on; also of one that has changed.
+        """Maintain this engine's cache in the index from now on; also for one that has changed.
 
-        The index has a holder for it in any case: what it is sent is expected there. Raises `ConfigError` for
-        events that cannot be had.
+        The index always has a holder for it: blocks sent to it are expected there. Raises `ConfigError` for
+        events that cannot be followed.
         """
         source = None
         need = sum(1 << group for group in spec.groups)
@@ -96,7 +96,7 @@ class Caches:
             self._followed[spec.name] = _Followed(source, gpu_holder(spec), need, salt)
 
     def forget(self, name: str) -> None:
-        """An engine is gone. Idempotent."""
+        """An engine has left. Idempotent."""
         known = self._followed.pop(name, None)
         self._dirty.pop(name, None)
         if known is not None:
@@ -104,7 +104,7 @@ class Caches:
         self._index.leave(f"gpu:{name}")
 
     def feed(self, name: str) -> EngineFeed | None:
-        """What an engine is heard by; None: it is not followed."""
+        """The feed of an engine; None: it is not followed."""
         return self._subscriber.engines.get(name)
 
     # ---- what they say -----------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Caches:
                 await self._awake.wait()
 
     def _take(self, name: str) -> None:
-        """Write some of what an engine has told."""
+        """Apply some of an engine's changes."""
         followed, feed = self._followed[name], self._subscriber.engines[name]
         changes = feed.blocks.take_changes(SLICE_BLOCKS)
         index, holder, salt = self._index, followed.holder, followed.salt
@@ -153,7 +153,7 @@ class Caches:
                 self._on_lag(lag)
 
     def stats(self) -> dict[str, Any]:
-        """Plain values: of all engines the lag from event to index, of each how well it is heard."""
+        """Plain values: the lag from event to index over all engines, and the state of each one's feed."""
         lags = sorted(self._lags)
         return {
             "lag_p50_s": lags[len(lags) // 2] if lags else None,

@@ -1,4 +1,4 @@
-"""Calls to engines for one request: what is asked, how long an engine may take, and its answer to the client."""
+"""Calls to engines for one request: their bodies and time limits, and the answer to the client."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvpool.telemetry.spans import CALLED_OFF, DECODE, GENERATE, PREFILL, Span
 COMPLETIONS_PATH = "/v1/completions"
 PREFILL_BYTES_MAX = 1 << 20
 SLOWER_MAX = 4.0
-"""So many times what was expected of an engine, and `answer_s`, is taken for the time that it needs."""
+"""This multiple of the estimate, plus `answer_s`, is the time limit of a call."""
 TOKEN_S_MIN = 0.1
-"""At least so long is expected of a token, where all of them come at once: engines differ, and learning takes time."""
+"""The minimum estimate per token, if all of them come at once: engines differ, and estimates need time to learn."""
 
 
 class Reply(Protocol):
-    """The client's side. begun: whether any of an answer was sent. Whoever is gone: `ClientGone`."""
+    """The client's side. begun: whether any of an answer was sent. Raises `ClientGone` if it has disconnected."""
 
     begun: bool
 
@@ -40,7 +40,7 @@ class Reply(Protocol):
 
 
 class ClientGone(KvpoolError):
-    """The client has left, or does not read."""
+    """The client has disconnected, or does not read."""
 
     code = "client_gone"
 
@@ -58,11 +58,12 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call to an engine. order: what it computes; None: it only answers. answers: the client's answer is it.
+    """One call to an engine. order: what it computes; None: it only answers. answers: whether it is the client's
+    answer.
 
-    expected_s: until it begins to answer; token_s: then for each token. began_at: when it did. usage: what the
-    engine said of tokens.
-    events: parts of a streamed answer. span: where the request is traced; its end is that of the task. task: ends with what went wrong; None once that was looked at.
+    expected_s: until it begins to answer; token_s: then for each token. began_at: when it did. usage: the
+    engine's token counts. events: parts of a streamed answer. span: if the request is traced; its end is that of
+    the task. task: its result is an error or None; None once that was read.
     """
 
     spec: EngineSpec
@@ -86,7 +87,7 @@ class Call:
 
     @property
     def tokens(self) -> dict[str, Any]:
-        """What the engine said of tokens, for accounts and spans."""
+        """The engine's token counts, for explanations and spans."""
         usage = self.usage
         said = {
             name: usage[name] for name in ("prompt_tokens", "completion_tokens") if name in usage
@@ -97,10 +98,10 @@ class Call:
 
 
 class AnswerListener(Protocol):
-    """Whom an answer is told of, in the moment: the client may be gone before another task looks."""
+    """Notified of an answer's progress at once: the client may disconnect before another task runs."""
 
     def answer_begun(self, call: Call) -> None:
-        """Its first part has come; the client has nothing yet."""
+        """Its first part has arrived; the client has nothing yet."""
 
     def answer_ended(self, call: Call) -> None:
         """The client has all of it."""
@@ -109,7 +110,7 @@ class AnswerListener(Protocol):
 class Caller:
     """Calls engines for one request. Raises `EngineFailed`, `EngineRefused`, `ClientGone`.
 
-    deadline: by the loop's clock. answer_tokens: of the longest answer that it may have; None: any.
+    deadline: by the loop's clock. answer_tokens: the longest possible answer; None: unlimited.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Caller:
         self._answer_tokens = answer_tokens
 
     async def compute(self, call: Call, order: Order) -> None:
-        """The prompt up to a token; of the answer only the end matters."""
+        """Compute the prompt up to a token; only the end of the answer matters."""
         body = self._body
         prompt = self._prompt
         if prompt is None or not body.segments:
@@ -157,7 +158,7 @@ class Caller:
         path = f"/v1/{self._body.kind}"
         loop = asyncio.get_running_loop()
         late_at = loop.time() + self._patience_s(call)
-        # At the deadline the request ends by itself: the engine has done nothing wrong.
+        # At the deadline the request ends by itself: no fault of the engine.
         timer = asyncio.timeout_at(late_at if late_at < self.deadline else None)
         passing = _Passing(call, reply, listener, timer)
         try:
@@ -168,7 +169,7 @@ class Caller:
                 if answer.streams:
                     await self._stream(answer, passing)
                     return
-                # What is not streamed comes when all of it is there; nothing tells of the first token.
+                # An answer that is not streamed arrives at once; the time of its first token is unknown.
                 data = await answer.whole(self.limits.answer_bytes_max)
                 call.usage = usage_of(data)
                 listener.answer_begun(call)
@@ -209,7 +210,7 @@ class Caller:
         passing.listener.answer_ended(call)
 
     def _patience_s(self, call: Call) -> float:
-        """How long an engine may take to begin its answer. One that is not streamed begins with its end."""
+        """Time limit for the beginning of an answer. One that is not streamed begins with its end."""
         expected_s = call.expected_s
         if call.answers and not self._body.streams:
             if self._answer_tokens is None:
@@ -246,7 +247,7 @@ def end_span(span: Span, call: Call, task: asyncio.Task[KvpoolError | None]) -> 
 
 @dataclass(slots=True)
 class _Passing:
-    """An answer on its way. at_client: whether it is the client that is waited for."""
+    """An answer being forwarded. at_client: whether it waits for the client."""
 
     call: Call
     reply: Reply
@@ -262,7 +263,7 @@ def _late(call: Call) -> EngineFailed:
 
 
 def _error_in(data: bytes) -> tuple[int, str]:
-    """Of the event that an answer begins with: below 500 it is about the request, and the client's to see."""
+    """Status of an answer's first event: below 500 it is about the request, and is forwarded."""
     line = data.partition(b"\n")[0].removeprefix(b"data:")
     try:
         error = msgspec.json.decode(line, type=_ErrorEvent).error

@@ -1,4 +1,4 @@
-"""`kvpool router`: puts the parts together, runs until SIGTERM, and then drains."""
+"""`kvpool router`: composes the parts, runs until SIGTERM, and then drains."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int], None
 
 
 class Router:
-    """One router, from `start` to `close`. health, serving: for whoever runs it."""
+    """One router, from `start` to `close`. health, serving: for its caller."""
 
     health: Health
     serving: Serving
@@ -158,7 +158,7 @@ class Router:
         )
         self._runner = web.AppRunner(
             api.application(),
-            # A client that leaves cancels its handler, and with it all that runs for it.
+            # A client's disconnect cancels its handler, and with it all its calls.
             handler_cancellation=True,
             access_log=None,
             max_field_size=HEADER_BYTES_MAX,
@@ -167,7 +167,7 @@ class Router:
         self._rebalancing: asyncio.Task[None] | None = None
         self._exporting: asyncio.Task[None] | None = None
 
-    # What is known of engines decides whom health watches, and that who is in the scheduler.
+    # The engine catalog determines the probed engines, and their health the scheduler's.
 
     def _joined(self, spec: EngineSpec) -> None:
         self.health.add(spec)
@@ -186,7 +186,7 @@ class Router:
         self._roster.engine_down(spec)
 
     async def start(self) -> str:
-        """Listen, once each engine that is configured was asked how it is. The URL."""
+        """Listen, once each configured engine was probed. Returns the URL."""
         await self._catalog.start()
         await self.health.first_probes(self._config.probe_timeout_s)
         self._rebalancing = asyncio.create_task(self._roster.rebalance(), name="rebalance")
@@ -204,7 +204,7 @@ class Router:
         return f"http://{f'[{host}]' if ':' in host else host}:{bound}"
 
     async def close(self) -> None:
-        """Ends what is still in flight."""
+        """Cancels active requests."""
         await self._runner.cleanup()
         if self._rebalancing is not None:
             self._rebalancing.cancel()
@@ -229,7 +229,7 @@ class Router:
         return self._spans.take(count)
 
     async def _export_last(self) -> None:
-        """Of the requests that ended last. One attempt."""
+        """Export the spans of the last requests. One attempt."""
         if self._exporter is None or self._exporting is None:
             return
         self._exporting.cancel()
@@ -240,10 +240,10 @@ class Router:
 
 
 def _spare_collections() -> None:
-    """What is there by now stays; and a full collection over a large index stops everything, so they are rare."""
+    """Objects from the start stay; and a full collection over a large index stops everything, so they are rare."""
     gc.collect()
     gc.freeze()
-    # Nothing here should need a full one; should something, it comes after some millions of objects.
+    # Nothing here should need a full collection; if it does, it comes after some millions of objects.
     gc.set_threshold(5_000, 10, 100)
 
 
@@ -267,7 +267,7 @@ def _pool(config: RouterConfig) -> Client | None:
 
 
 def _given(table: EngineTable) -> dict[str, object]:
-    """What is said of an engine, without what is left out."""
+    """An engine's configured fields."""
     return {key: value for key, value in msgspec.structs.asdict(table).items() if value is not None}
 
 
@@ -304,7 +304,7 @@ async def _run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int
 
 
 async def _drain(router: Router, within_s: float, hurry: asyncio.Event) -> None:
-    """Until the last request has ended, the time is over, or somebody is in a hurry."""
+    """Until the last request has ended, the time is over, or a second signal."""
     drained = asyncio.create_task(router.serving.drained(within_s))
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The daemon of this host, asked beside the event loop."""
+"""The local daemon, called in threads beside the event loop."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Answer = TypeVar("Answer")
 
 
 class DaemonLink:
-    """Asks in threads, some questions at a time. For one event loop. client: not closed here.
+    """Calls in threads, a few at a time. For one event loop. client: not closed here.
 
-    error: why a question was not answered; empty once `error` is cleared by whoever sees it answer again.
+    error: why a call failed; the caller clears `error` when it succeeds again.
     """
 
     def __init__(self, client: Client) -> None:
@@ -27,7 +27,7 @@ class DaemonLink:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvpool-look")
 
     async def ask(self, question: Callable[[Client], Answer]) -> Answer:
-        """Raises `KvpoolError`, and remembers what it said."""
+        """Raises `KvpoolError`, and keeps its message."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._threads, question, self._client)
@@ -36,5 +36,5 @@ class DaemonLink:
             raise
 
     def close(self) -> None:
-        """Questions that have not begun are not asked any more."""
+        """Cancel calls that have not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)

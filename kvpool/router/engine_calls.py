@@ -1,4 +1,4 @@
-"""Questions of the router's own to an engine: small, bounded, answered whole."""
+"""The router's own small requests to an engine: bounded, answered whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpool.errors import Unavailable
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header that shows an engine its API key; none for an engine without one."""
+    """The header with an engine's API key; none for an engine without one."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -24,7 +24,7 @@ async def post_json(
     limit: int,
     otherwise: str,
 ) -> tuple[aiohttp.ClientResponse, bytes]:
-    """The answer to some JSON, whatever its status, and its body, of so many bytes at most.
+    """The answer to a JSON request, whatever its status, and its body, of at most this many bytes.
 
     Raises `Unavailable` with `otherwise` and the reason if there is none in time.
     """
@@ -42,7 +42,7 @@ async def post_json(
 
 
 async def read(answer: aiohttp.ClientResponse, limit: int) -> bytes:
-    """An answer's body. Raises `aiohttp.ClientPayloadError` for one that is longer than the limit."""
+    """An answer's body. Raises `aiohttp.ClientPayloadError` if it exceeds the limit."""
     body = bytearray()
     async for piece in answer.content.iter_any():
         body += piece

@@ -1,19 +1,19 @@
-"""What the router knows of engines: which there are, what they serve, what their caches hold.
+"""The known engines, their models, and the contents of their caches.
 
-Engines are those of the configuration and those that plugins announced, which the daemon of this host is asked
-for every second. An engine that is announced no more stays as it was announced while it answers: its node's daemon
+Engines come from the configuration and from plugins' announcements, which the local daemon is asked
+for every second. An engine whose announcement has disappeared stays while it answers: its node's daemon
 may have ended.
 
-What their caches hold comes by their KV events (`caches.py`). A router that is started anew has the events
+Cache contents come from KV events (`caches.py`). A restarted router has the events
 replayed, and routes meanwhile.
 
-Block hashes must be the engine's own, and are compared with them (`hash_check.py`). Where they differ nothing is
-looked up for that engine, and that is said loudly: no hits at all would look the same.
+Block hashes must be the engine's own, and are compared with them (`hash_check.py`). If they differ the engine's
+cache is ignored, and an error is logged: otherwise it would look like a cache without hits.
 
-Keys of the index are the last 8 bytes of a hash, as events have them, made different between models, which may
-share a tokeniser and with it their hashes.
+Keys of the index are the last 8 bytes of a hash, as in events, salted by model: models may
+share a tokeniser and so their hashes.
 
-Event loop only; the daemon is asked in threads.
+Event loop only; the daemon is called in threads.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ DISCOVER_S = 1.0
 MODELS_S = 10.0
 """How often an engine is asked for its models: adapters come and go."""
 MODELS_RETRY_S, VANISHED_S = 0.5, 2.0
-"""The same of one that does not answer, or that is announced no more."""
+"""The same for one that does not answer, or whose announcement has disappeared."""
 ASK_S = 2.0
 START_S = 2.0
 """How long `start` waits for engines, so that the first requests find some."""
 MISSED_MAX = 3
-"""An engine that is announced no more, and so often in a row did not answer, is gone."""
+"""An engine without announcement that failed to answer this often in a row is removed."""
 VERIFY_TRIES = 3
 ANSWER_BYTES_MAX = 1 << 20
 
@@ -72,7 +72,7 @@ _decode_models = msgspec.json.Decoder(_Models).decode
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Who serves a model. chosen: one that hashes as most of them do; None: of none it is known how it does."""
+    """Engines that serve a model. chosen: one with the most common hashing; None: none is known."""
 
     engines: Sequence[EngineSpec]
     kinds: frozenset[str]
@@ -81,11 +81,11 @@ class Served:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """One engine. table: of the configuration. announced: by its plugin; None: it is not, or no more.
+    """One engine. table: of the configuration. announced: by its plugin; None: never, or no longer.
 
-    vanished: it is announced no more, though this daemon was asked.
-    standing: of its hashes; doubted: those that it does not have, though it was said so. missed: how often in a row it
-    did not answer. met: set once it has been asked for its models; ask: to have it asked now.
+    vanished: its announcement has disappeared, although the daemon answers.
+    standing: of its hashes; doubted: announced hashes that were found wrong. missed: consecutive
+    failures to answer. met: set once it has been asked for its models; ask: set to have it asked now.
     """
 
     spec: EngineSpec
@@ -105,11 +105,11 @@ class _Known:
 class EngineCatalog:
     """See the module.
 
-    engines: tables of the configuration, with their fields' names. client: of this host's daemon; None: the
-    router goes without. session: for asking engines. index, cluster: what the scheduler decides by; its kinds
-    and nodes are kept up here.
-    joined, left, changed: called with engines that appear, with the names of those that are gone, and with
-    those of which the scheduler is to know something else. on_lag: called with the seconds from an event to the
+    engines: tables of the configuration, with their fields' names. client: of the local daemon; None: the
+    router runs without. session: for requests to engines. index, cluster: the scheduler's; kinds
+    and nodes are maintained here.
+    joined, left, changed: called with new engines, with the names of removed ones, and with
+    those whose scheduler properties have changed. on_lag: called with the seconds from an event to the
     index, by the wall clocks of both machines. api_key: of an engine.
     """
 
@@ -141,14 +141,14 @@ class EngineCatalog:
         self._known: dict[str, _Known] = {}  # by URL
         self._specs: dict[str, EngineSpec] = {}  # by name
         self._served: dict[str, Served] = {}  # by model, until engines change
-        self._refused: dict[str, str] = {}  # by URL of what is announced: why
+        self._refused: dict[str, str] = {}  # by URL of the announcement: the reason
         self._caches = Caches(index, clock=clock, wall=wall, on_lag=on_lag)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin; engines that are there join now, if they answer soon, and later if not."""
+        """Start; engines that answer soon join now, others later."""
         self._begin(self._caches.run())
         for url in self._tables:
             self._meet(url, None)
@@ -181,7 +181,7 @@ class EngineCatalog:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            raise error  # the loop's handler says so: something is wrong here
+            raise error  # the loop's handler reports it: a bug
 
     # ---- engines -----------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class EngineCatalog:
             await self._discover()
 
     async def _discover(self) -> bool:
-        """Ask the daemon which engines there are; whether it answers."""
+        """Ask the daemon for the engines; returns whether it answers."""
         daemon = self._daemon
         if daemon is None:
             return False
@@ -207,7 +207,7 @@ class EngineCatalog:
         daemon.error = ""
         announced: dict[str, Mapping[str, Any]] = {}
         for each in found:
-            # Ranks behind one URL are one engine here: the first one's cache is looked at.
+            # Ranks behind one URL are one engine here: only the first one's cache is followed.
             announced.setdefault(str(each["url"]).rstrip("/"), each)
         for url, record in announced.items():
             self._meet(url, record)
@@ -218,7 +218,7 @@ class EngineCatalog:
         return True
 
     def _miss(self, url: str, known: _Known) -> None:
-        """It is announced no more. That it does not answer either is seen by its own task."""
+        """Its announcement has disappeared. Its own task finds out whether it still answers."""
         if not known.vanished:
             known.vanished = True
             known.missed = 0
@@ -239,7 +239,7 @@ class EngineCatalog:
             self._left(known.spec.name)
 
     def _meet(self, url: str, announced: Mapping[str, Any] | None) -> None:
-        """An engine is configured, or announced like this."""
+        """An engine is configured or announced with these properties."""
         known = self._known.get(url)
         table = self._tables.get(url)
         if known is not None:
@@ -266,7 +266,7 @@ class EngineCatalog:
             self._change(known, with_models(spec, known.cards))
 
     def _refuse(self, url: str, reason: str) -> None:
-        """What is said of an engine is not taken; it is announced again every second."""
+        """An announcement is rejected; it is repeated every second."""
         if self._refused.get(url) != reason:
             self._refused[url] = reason
             log.error(
@@ -274,7 +274,7 @@ class EngineCatalog:
             )
 
     def _change(self, known: _Known, spec: EngineSpec) -> None:
-        """It is like this now. Hashes that it was found not to have are none."""
+        """Its current properties. Hashes found wrong are dropped."""
         if spec.hashing is not None and spec.hashing == known.doubted:
             spec = replace(spec, hashing=None)
         old = known.spec
@@ -287,7 +287,7 @@ class EngineCatalog:
             self._changed(spec)
 
     def _add(self, known: _Known, spec: EngineSpec) -> None:
-        """Have the index and the scheduler's cluster know all that the engine's word is needed for."""
+        """Update the index and the scheduler's cluster, without the engine's own answer."""
         known.spec = self._specs[spec.name] = spec
         self._served.clear()
         if (estimates := self._kinds.get(spec.kind)) is not None:
@@ -307,7 +307,7 @@ class EngineCatalog:
             )
 
     async def _ask_models(self, known: _Known) -> None:
-        """Ask an engine which models it serves, again and again."""
+        """Ask an engine which models it serves, periodically."""
         while True:
             known.ask.clear()
             answered = await self._models(known)
@@ -348,7 +348,7 @@ class EngineCatalog:
         return bearer(self._api_key(spec))
 
     def serving(self, model: str) -> Served | None:
-        """Who serves a model; None: nobody."""
+        """The engines that serve a model; None: none."""
         served = self._served.get(model)
         if served is None:
             engines = [spec for spec in self._specs.values() if spec.serves(model)]
@@ -364,16 +364,16 @@ class EngineCatalog:
         return served
 
     def answers(self, spec: EngineSpec) -> bool:
-        """Whether the engine answered when it was asked for its models last."""
+        """Whether the engine answered the last request for its models."""
         return not self._known[spec.url].missed
 
     # ---- hashes ------------------------------------------------------------------------------------
 
     async def verify(self, name: str) -> str:
-        """Whether an engine's hashes are what is computed here: verified, mismatch, or unverified.
+        """Whether an engine's hashes equal those computed here: verified, mismatch, or unverified.
 
-        Unverified: it tells of no events, or was not heard. After a mismatch nothing is looked up for it.
-        Raises `Unavailable` for an engine that does not do what it is asked to, or that is not there any more.
+        Unverified: it publishes no events, or none arrived. After a mismatch its cache is ignored.
+        Raises `Unavailable` if the engine fails, or has left.
         """
         spec = self._specs.get(name)
         known = None if spec is None else self._known.get(spec.url)
@@ -393,7 +393,7 @@ class EngineCatalog:
                     headers=self._headers(spec),
                 )
                 if known.spec.hashing == hashing and self._caches.feed(name) is feed:
-                    break  # else it is another one now, or was listened to in vain
+                    break  # otherwise it has changed, or no events arrived
             else:
                 return known.standing
             known.standing = found
@@ -414,7 +414,7 @@ class EngineCatalog:
     # ---- for operators -----------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Plain values. daemon: whether this host's daemon answers; None: there is none."""
+        """Plain values. daemon: whether the local daemon answers; None: there is none."""
         daemon = self._daemon
         caches = self._caches.stats()
         return {

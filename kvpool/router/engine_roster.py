@@ -1,4 +1,4 @@
-"""Engines that get requests: in the scheduler and out of it, with what operators want of them."""
+"""Engines that get requests: known to the scheduler or not, with operators' drains and weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("kvpool.router")
 
 
 class Catalog(Protocol):
-    """What is asked of `EngineCatalog`."""
+    """The used interface of `EngineCatalog`."""
 
     @property
     def engines(self) -> Mapping[str, EngineSpec]: ...
@@ -30,7 +30,7 @@ class Catalog(Protocol):
 
 
 class EngineHealth(Protocol):
-    """What is asked of `Health`."""
+    """The used interface of `Health`."""
 
     @property
     def breakers(self) -> Mapping[str, EngineBreaker]: ...
@@ -40,7 +40,7 @@ class EngineHealth(Protocol):
 
 
 class EngineRoster:
-    """See the module. Event loop only. Engines come and go by `engine_up` and `engine_down`."""
+    """See the module. Event loop only. Engines are added and removed by `engine_up` and `engine_down`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class EngineRoster:
         self._verifying: set[asyncio.Task[None]] = set()
 
     def models(self) -> tuple[str, ...]:
-        """All that engines serve, adapters included; of engines that are away, too."""
+        """All models that engines serve, adapters included; also of unreachable engines."""
         found: dict[str, None] = {}
         for spec in self._catalog.engines.values():
             found.update(dict.fromkeys((spec.model, *spec.models)))
@@ -72,15 +72,15 @@ class EngineRoster:
         return tuple(found)
 
     def model_lengths(self) -> dict[str, int]:
-        """Each model with the longest prompt and answer that an engine takes; 0: not known."""
+        """Each model with the longest prompt and answer that an engine accepts; 0: not known."""
         return {model: self.longest(model) for model in self.models()}
 
     def longest(self, model: str) -> int:
-        """Tokens of the longest prompt and answer that one of its engines takes; 0: not known."""
+        """Tokens of the longest prompt and answer that one of its engines accepts; 0: not known."""
         return max((spec.max_len for spec in self._serving(model)), default=0)
 
     def engine(self, name: str) -> Engine | None:
-        """As the scheduler has it; None: it gets no requests."""
+        """As known to the scheduler; None: it gets no requests."""
         return self._engines.get(name)
 
     def spec(self, name: str) -> EngineSpec | None:
@@ -88,11 +88,11 @@ class EngineRoster:
         return self._health.spec(name)
 
     def succeeded(self, name: str) -> None:
-        """It has done what a request asked for."""
+        """It has served a request."""
         self._health.succeeded(name)
 
     def failed(self, error: EngineFailed) -> None:
-        """A request failed by an engine's fault."""
+        """A request failed by the engine's fault."""
         self._metrics.engine_call_failures.labels(error.engine, error.reason).inc()
         if error.reason != "gone":
             log.warning("%s", error)
@@ -113,14 +113,14 @@ class EngineRoster:
         task.add_done_callback(self._verifying.discard)
 
     def engine_down(self, spec: EngineSpec) -> None:
-        """It gets none any more; what was sent there and has not begun to be answered goes elsewhere."""
+        """It gets no more requests; those sent there that have not begun to be answered move elsewhere."""
         del self._engines[spec.name]
         self._orders.leave(spec.name)
         if breaker := self._health.breakers.get(spec.name):
             self._metrics.breaks(spec.name, breaker.state)
 
     async def _verify(self, name: str) -> None:
-        """Whether its hashes are what they are said to be. The catalog logs it and draws the conclusions."""
+        """Whether its hashes are as announced. The catalog logs it and acts on it."""
         try:
             standing = await self._catalog.verify(name)
         except (Unavailable, EngineFailed) as error:
@@ -141,14 +141,14 @@ class EngineRoster:
         return kinds, None if alike == len(serving) else names
 
     def passing(self, model: str) -> list[EngineSpec]:
-        """Those that serve the model and get requests; none that drain, unless there are no others."""
+        """Those that serve the model and get requests; draining ones only if there are no others."""
         found = [s for s in self._serving(model) if self._health.spec(s.name) is not None]
         return [s for s in found if s.name not in self._drains] or found
 
     # Operators
 
     def drain(self, name: str) -> None:
-        """Nothing new goes there; what it has is served to its end. Raises `BadRequest`."""
+        """It gets no new requests; active ones finish. Raises `BadRequest`."""
         self._must_know(name)
         self._drains.add(name)
         if name in self._engines:
@@ -163,7 +163,7 @@ class EngineRoster:
         self._orders.kick()
 
     def weigh(self, name: str, weight: float) -> None:
-        """Of the requests that it could get it gets this share at most, where others can serve them; 1: no limit.
+        """It gets at most this share of its possible requests, if others can serve them; 1: no limit.
 
         Raises `BadRequest`.
         """
@@ -180,7 +180,7 @@ class EngineRoster:
             raise BadRequest(404, f"there is no engine {name}", type="NotFoundError")
 
     def engines(self) -> list[dict[str, Any]]:
-        """Of each engine how it is, for people."""
+        """Each engine's state, for display."""
         breakers = self._health.breakers
         rows = []
         for name, spec in self._catalog.engines.items():
@@ -218,7 +218,7 @@ class EngineRoster:
 
     @property
     def lacking(self) -> str:
-        """What no engine does that gets requests, in words; empty if nothing."""
+        """Why no engine can serve requests now; empty if one can."""
         roles = Role(0)
         for engine in self._engines.values():
             if engine.name not in self._drains:
@@ -230,12 +230,12 @@ class EngineRoster:
         return ""
 
     def refresh_metrics(self) -> None:
-        """The state of each breaker, read when somebody asks."""
+        """The state of each breaker, read on demand."""
         for name, breaker in self._health.breakers.items():
             self._metrics.breaks(name, breaker.state)
 
     async def rebalance(self) -> None:
-        """Engines that may change their role do, as the load has it. Ends when it is cancelled."""
+        """Change the roles of flexible engines with the load. Ends when it is cancelled."""
         while True:
             await asyncio.sleep(REBALANCE_S)
             change = self._scheduler.rebalance(self._clock())

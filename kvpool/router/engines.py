@@ -1,7 +1,7 @@
-"""The engines that requests can be sent to, as the router knows them: configured, announced, or both.
+"""The engines that requests can be sent to: configured, announced, or both.
 
 An engine's plugin announces it to the daemon of its node (`kvpool.types.EngineRecord`), and all nodes see it.
-What the router's configuration says of the same URL goes before that, field by field. No I/O, no clock.
+The router's configuration of the same URL takes precedence, field by field. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from kvpool.scheduler.values import Engine, Role
 ROLES = {"both": Role.BOTH, "prefill": Role.PREFILL, "decode": Role.DECODE}
 CAPACITY_TOKENS = 1 << 20
 STEP_TOKENS = 2048
-"""Assumed of an engine that does not tell how many tokens its cache holds, or a step computes."""
+"""Assumed for an engine that does not announce the size of its cache or of a step."""
 DEFAULT_ALGORITHM = "sha256_cbor"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine: a server with an OpenAI-compatible API, and what is known of the cache behind it.
+    """One engine: a server with an OpenAI-compatible API, and the known properties of its cache.
 
-    url: without a slash at its end. name: unique; host:port of the URL unless configured. node: whose daemon it
-    uses; empty: not known, or none. role: what it is used for; flexible: whether that may change.
-    labels: where the node stands.
-    model: by the name that it was configured or announced with, or its first one. models: all its names,
-    adapters included, as it says itself; adapters: by name, where each was loaded from. kind: engines of one
+    url: without a trailing slash. name: unique; host:port of the URL unless configured. node: whose daemon it
+    uses; empty: not known, or none. role: its current use; flexible: whether that may change.
+    labels: of the node's location.
+    model: the name that it was configured or announced with, or its first one. models: all its names,
+    adapters included, from the engine itself; adapters: by name, where each was loaded from. kind: engines of one
     kind share estimates; the model unless configured.
-    events, replay, topic: where its KV events are to be had, as ZeroMQ connects; empty: nowhere.
-    namespace: digest; empty: not known. groups: the cache groups that must hold a block, so that it counts as
-    held; empty: what its cache holds is not learnt. hashing: None: its hashes are not known, or not as they
-    were said to be; no block is looked up for it.
+    events, replay, topic: ZeroMQ addresses of its KV events; empty: none.
+    namespace: digest; empty: not known. groups: the cache groups that must hold a block for it to count as
+    held; empty: its cache is not followed. hashing: None: its hashes are not known, or were found
+    wrong; no block is looked up for it.
     capacity_tokens: of its cache. step_tokens: of a step. block_bytes: of a block, all ranks; 0: not known.
     follows_max: how many prompts it may follow at a time. max_len: tokens of prompt and answer; 0: not known.
     """
@@ -64,17 +64,17 @@ class EngineSpec:
     max_len: int = 0
 
     def serves(self, model: str) -> bool:
-        """Whether it takes requests for the model; empty: for the one that it serves."""
+        """Whether it accepts requests for the model; empty: for its default model."""
         return not model or model == self.model or model in self.models
 
 
 def spec_of(
     url: str, *, announced: Mapping[str, Any] | None, table: Mapping[str, Any] | None
 ) -> EngineSpec:
-    """An engine by what was announced (`Client.engines`) and what is configured (`[[engines]]`).
+    """An engine from its announcement (`Client.engines`) and configuration (`[[engines]]`).
 
-    Hashes that are announced and not known here are none: the engine may be newer than this router. Raises
-    `ConfigError` for what no engine can be, and for configured hashes that are not known.
+    Unknown announced hashes are dropped: the engine may be newer than this router. Raises
+    `ConfigError` for invalid values, and for unknown configured hashes.
     """
     said = {} if announced is None else announced
     given = {} if table is None else table
@@ -95,7 +95,7 @@ def spec_of(
     if not all(0 <= group < GROUPS_MAX for group in groups):
         raise ConfigError(f"its groups are not from 0 to {GROUPS_MAX - 1}")
     model = str(known("model", ""))
-    # A path is of the engine's own machine.
+    # A path is on the engine's own machine.
     elsewhere = "ipc://" if announced is not None and not said["here"] else "\0"
     endpoints = {
         name: given.get(name) or ("" if str(value).startswith(elsewhere) else value)
@@ -143,7 +143,7 @@ def _hashing(said: Mapping[str, Any], given: Mapping[str, Any]) -> HashSpec | No
 
 
 def with_models(spec: EngineSpec, cards: Sequence[Mapping[str, Any]]) -> EngineSpec:
-    """With what the engine's `/v1/models` says: names, adapters, and how long a prompt may be."""
+    """With the answer of the engine's `/v1/models`: names, adapters, and the longest prompt."""
     cards = [card for card in cards if isinstance(card.get("id"), str)]
     base = [card for card in cards if not card.get("parent")]
     lengths = [card["max_model_len"] for card in base if isinstance(card.get("max_model_len"), int)]
@@ -160,7 +160,7 @@ def with_models(spec: EngineSpec, cards: Sequence[Mapping[str, Any]]) -> EngineS
 
 
 def scheduled(spec: EngineSpec) -> Engine:
-    """The engine as the scheduler keeps it in mind, with nothing to do."""
+    """The engine in the scheduler's form, idle."""
     return Engine(
         spec.name,
         spec.node,
@@ -176,12 +176,12 @@ def scheduled(spec: EngineSpec) -> Engine:
 
 
 def gpu_holder(spec: EngineSpec) -> str:
-    """As which the prefix index knows the engine's own cache."""
+    """The prefix index's name of the engine's own cache."""
     return f"gpu:{spec.name}"
 
 
 def pool_holders(node: str, namespace: bytes) -> tuple[str, ...]:
-    """As which it knows what a node has for engines of a namespace: in memory, and with what is on disks."""
+    """The prefix index's names of a node's tiers for engines of a namespace: memory, and memory with disks."""
     if not node:
         return ()
     place = f"{node}/{namespace.hex()[:8]}"
@@ -189,7 +189,7 @@ def pool_holders(node: str, namespace: bytes) -> tuple[str, ...]:
 
 
 def differs(old: EngineSpec, new: EngineSpec) -> bool:
-    """Whether the scheduler must be told: what `scheduled` makes of them is not the same."""
+    """Whether the scheduler must be updated: the results of `scheduled` differ."""
     return any(getattr(old, name) != getattr(new, name) for name in _SCHEDULED)
 
 

@@ -1,4 +1,4 @@
-"""What became of a request, and why: kept for the last ones, for `/explain`. No I/O."""
+"""What happened to a request, and why: kept for recent ones, for `/explain`. No I/O."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvpool.scheduler.values import DecodeEstimate, DecodeOrder, Estimate, Order
 
 IN_FLIGHT = "in flight"
 SHOWN_MAX = 8
-"""Candidates of an order, and steps of a request, that are kept."""
+"""The most candidates of an order, and steps of a request, that are kept."""
 
 
 @dataclass(slots=True)
 class Account:
-    """Of one request. Times are seconds since it came; a step is what happened, and when."""
+    """For one request. Times are seconds since its arrival; a step is an event with its time."""
 
     ident: str
     model: str
@@ -29,7 +29,7 @@ class Account:
     outcome: str = IN_FLIGHT
 
     def note(self, now: float, what: str, **details: Any) -> None:
-        """A step; beyond the limit the last one is replaced, so that the end is always there."""
+        """Add a step; at the limit the last one is replaced, so that the end is always included."""
         step = {"at_s": round(now - self.arrived_s, 6), "what": what, **details}
         if len(self.steps) >= 8 * SHOWN_MAX:
             self.steps[-1] = step
@@ -73,7 +73,7 @@ class Account:
 
 
 class Accounts:
-    """The last so many, by tenant and request id, which clients choose. Of one that comes again, the later account."""
+    """Recent requests, by tenant and request id, which clients choose. Of duplicates the later one."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -95,7 +95,7 @@ class Accounts:
 
 
 def estimate_of(estimate: Estimate) -> dict[str, Any]:
-    """What was expected of a request on one engine; seconds, blocks."""
+    """Estimates for a request on one engine; seconds, blocks."""
     return {
         "engine": estimate.engine.name,
         "cached_blocks": estimate.cached,
@@ -112,7 +112,7 @@ def estimate_of(estimate: Estimate) -> dict[str, Any]:
 
 
 def decoder_of(estimate: DecodeEstimate) -> dict[str, Any]:
-    """What was expected of its answer on one engine."""
+    """Estimates for its answer on one engine."""
     return {
         "engine": estimate.engine.name,
         "tpot_s": _number(estimate.tpot_s),
@@ -124,7 +124,7 @@ def decoder_of(estimate: DecodeEstimate) -> dict[str, Any]:
 
 
 def dry_run(request: Request, found: Choice | Rejection) -> dict[str, Any]:
-    """What would be done with a request now."""
+    """How a request would be routed now."""
     shown: dict[str, Any] = {
         "prompt_tokens": request.tokens,
         "prompt_blocks": len(request.keys),
@@ -142,12 +142,12 @@ def dry_run(request: Request, found: Choice | Rejection) -> dict[str, Any]:
 
 
 def candidates_of(candidates: Sequence[Estimate]) -> list[dict[str, Any]]:
-    """The engines that were considered, as they are shown."""
+    """The considered engines, for display."""
     return [estimate_of(each) for each in candidates[:SHOWN_MAX]]
 
 
 def rejection_of(rejection: Rejection) -> Mapping[str, Any]:
-    """A rejection as it is shown."""
+    """A rejection, for display."""
     return {
         "code": rejection.code,
         "reason": rejection.reason,
@@ -156,7 +156,7 @@ def rejection_of(rejection: Rejection) -> Mapping[str, Any]:
 
 
 def _plain(detail: Any) -> Any:
-    """Outlooks are kept as they are: most are never asked for."""
+    """Estimates are kept unformatted: most are never requested."""
     match detail:
         case Estimate():
             return estimate_of(detail)

@@ -1,7 +1,7 @@
-"""Whether block hashes that are computed here are those of an engine, by asking it to compute a prompt.
+"""Compares block hashes computed here with an engine's, by having it compute a prompt.
 
-The prompt is short and has a salt of its own, so that its blocks are nowhere yet. Its hashes must come in the
-engine's events.
+The prompt is short and has a salt of its own, so that its blocks are not cached yet. Its hashes must appear in
+the engine's events.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCKS = 2
 ANSWER_S = 30.0
 """An engine that was just started may have to compile something first."""
 EVENTS_S = 5.0
-"""From its answer until its events must have come."""
+"""Time from its answer until its events must arrive."""
 CONNECT_S = 5.0
 POLL_S = 0.02
 
@@ -45,9 +45,9 @@ async def verify(
     clock: Callable[[], float],
     headers: dict[str, str],
 ) -> str:
-    """What is found out: `VERIFIED`, `MISMATCH`, or `UNVERIFIED` where its events are not heard.
+    """`VERIFIED`, `MISMATCH`, or `UNVERIFIED` if its events are not received.
 
-    Raises `Unavailable` for an engine that does not do what it is asked to.
+    Raises `Unavailable` if the engine fails.
     """
     if not await _until(lambda: feed.connected, CONNECT_S, clock):
         return UNVERIFIED
@@ -63,14 +63,16 @@ async def verify(
 
         if await _until(seen, EVENTS_S, clock):
             return VERIFIED
-    # What it computed was not heard of at all, or under other hashes.
+    # The events for the prompt are missing, or have other hashes.
     return MISMATCH if feed.connected else UNVERIFIED
 
 
 async def _tokens(
     spec: EngineSpec, block: int, session: aiohttp.ClientSession, headers: dict[str, str]
 ) -> list[int]:
-    """Of two blocks and one token, or one block and one where that is all that it takes; none that it does not know."""
+    """A prompt of two blocks and one token, or one block and one token if it accepts no more; tokens that it
+    knows.
+    """
     words = " ".join(secrets.token_hex(4) for _ in range(BLOCKS * block + 1))
     answer = await _post(
         spec, "/tokenize", {"model": spec.model, "prompt": words}, session, headers

@@ -1,8 +1,8 @@
 """The hashes of a prompt's blocks, as vLLM computes them. No I/O, any thread.
 
-A block's hash is that of (hash of the block before it, its tokens, what else it depends on), encoded as CBOR or
-as a pickle. What else: the adapter, in every block; the images in a block, with their places; the salt of its
-cache, in the first block. Only full blocks have one.
+A block's hash is that of (hash of the block before it, its tokens, extra keys), encoded as CBOR or
+as a pickle. Extra keys: the adapter, in every block; the images in a block, with their positions; the cache
+salt, in the first block. Only full blocks have one.
 
 For `sha256_cbor`, vLLM's default, the tokens of many blocks are encoded at once.
 """
@@ -23,14 +23,14 @@ import xxhash
 from kvpool.errors import ConfigError
 
 DEFAULT_SEED = "vllm-none-hash"
-"""What vLLM begins a chain with, unless PYTHONHASHSEED is set in its process."""
+"""vLLM's start of a chain, unless PYTHONHASHSEED is set in its process."""
 RUN_BLOCKS = 32
 RUNS_MAX = 4096
-"""Runs of blocks that are remembered: 2 M tokens at 16 a block, some 5 KB each."""
+"""Runs of blocks that are cached: 2 M tokens at 16 a block, some 5 KB each."""
 
 Extra = tuple[tuple[Any, ...], ...] | None
 _Run = tuple["HashSpec", bytes, bytes, bytes]
-"""What a run's hashes depend on: the spec, the hash before it, its tokens, and a digest of what else."""
+"""Inputs of a run's hashes: the spec, the hash before it, its tokens, and a digest of the extra keys."""
 
 
 def _xxh3(data: bytes) -> bytes:
@@ -59,10 +59,10 @@ _ALGORITHMS: dict[str, tuple[Callable[[object], bytes], Callable[[bytes], bytes]
 
 @dataclass(frozen=True, slots=True)
 class HashSpec:
-    """What an engine's block hashes depend on, beside the prompt.
+    """Inputs of an engine's block hashes, beside the prompt.
 
-    block_tokens: that one hash covers. algorithm: vLLM's name for it; the two over pickles also depend on the
-    Python version of the engine. none_hash: what the chain begins with. Raises `ConfigError`.
+    block_tokens: covered by one hash. algorithm: vLLM's name for it; the two over pickles also depend on the
+    Python version of the engine. none_hash: the start of a chain. Raises `ConfigError`.
     """
 
     block_tokens: int
@@ -77,7 +77,7 @@ class HashSpec:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An image or the like in a prompt: what vLLM calls it, and the tokens that stand for it."""
+    """An image or other media in a prompt: vLLM's identifier, and the tokens that stand for it."""
 
     identifier: str
     offset: int
@@ -92,7 +92,7 @@ def _check(algorithm: str) -> None:
 
 
 def none_hash(algorithm: str, seed: str = DEFAULT_SEED) -> bytes:
-    """What a chain begins with. seed: PYTHONHASHSEED of the engine's process. Raises `ConfigError`."""
+    """The start of a chain. seed: PYTHONHASHSEED of the engine's process. Raises `ConfigError`."""
     _check(algorithm)
     encode, digest = _ALGORITHMS[algorithm]
     return digest(encode(seed))
@@ -116,14 +116,14 @@ class Prompt:
 
 
 class Hasher:
-    """Hashes prompts, and remembers runs of blocks, so that a chat's next turn costs what is new in it.
+    """Hashes prompts, and caches runs of blocks, so that a chat's next turn costs only its new part.
 
     Not thread-safe.
     """
 
     def __init__(self, runs_max: int = RUNS_MAX) -> None:
         self._runs_max = runs_max
-        self._runs: dict[_Run, list[bytes]] = {}  # the one that was used last is at the end
+        self._runs: dict[_Run, list[bytes]] = {}  # the most recently used is at the end
 
     def chain(
         self,
@@ -176,12 +176,12 @@ def chain(
     lora: tuple[str, str] | None = None,
     multimodal: Sequence[Item] = (),
 ) -> list[bytes]:
-    """As `Hasher.chain`, without a memory."""
+    """As `Hasher.chain`, without a cache."""
     return Hasher().chain(spec, tokens, salt=salt, lora=lora, multimodal=multimodal)
 
 
 def salt_of(model: str, spec: HashSpec) -> int:
-    """What tells keys of one model's blocks from those of others, whose hashes may be the same."""
+    """Distinguishes keys of one model's blocks from those of others with the same hashes."""
     parts = (model, str(spec.block_tokens), spec.algorithm, spec.none_hash.hex())
     return xxhash.xxh3_64_intdigest("\0".join(parts).encode())
 
@@ -203,7 +203,7 @@ def _extras(
     lora: tuple[str, str] | None,
     multimodal: Sequence[Item],
 ) -> list[Extra]:
-    """What each block depends on beside its tokens."""
+    """Each block's extra keys."""
     every: tuple[tuple[Any, ...], ...] = (("lora", *lora),) if lora else ()
     extras: list[Extra] = [every or None] * count
     for item in multimodal:
@@ -263,9 +263,9 @@ def _head(major: int, value: int) -> bytes:
 
 
 def _encode_tokens(tokens: array[int], size: int) -> tuple[bytes, list[int]]:
-    """The tokens as CBOR writes them, joined, and where each block of them ends.
+    """The tokens encoded as CBOR, joined, and where each block of them ends.
 
-    A number is one byte up to 23; else a byte that says so, and 1, 2 or 4 bytes, the highest first.
+    A number is one byte up to 23; else a length byte, and 1, 2 or 4 bytes, the highest first.
     """
     numbers = np.frombuffer(tokens, dtype=np.uint32)
     short, middle, long = numbers > 23, numbers > 0xFF, numbers > 0xFFFF

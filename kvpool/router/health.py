@@ -1,4 +1,4 @@
-"""Which engines get requests: a probe now and then, and a breaker for each."""
+"""Which engines get requests: periodic probes, and a breaker for each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEALTH_BYTES_MAX = 1 << 16
 
 @dataclass(slots=True)
 class Patient:
-    """An engine that is watched. turned: its breaker has changed, and with it when it is to be probed."""
+    """A probed engine. turned: its breaker has changed, and with it the time of its next probe."""
 
     spec: EngineSpec
     breaker: EngineBreaker
@@ -30,7 +30,8 @@ class Patient:
 
 
 class Health:
-    """Watches engines from `add` to `remove`, each in a task. up, down: called when one begins to pass, or ends to.
+    """Watches engines from `add` to `remove`, each in a task. up, down: called when one becomes available, or
+    unavailable.
 
     For one event loop; callbacks are called in it.
     """
@@ -69,13 +70,13 @@ class Health:
         return patient.spec if patient is not None and patient.breaker.passes else None
 
     def add(self, spec: EngineSpec) -> None:
-        """A new engine. It gets requests from its first good probe on."""
+        """A new engine. It gets requests after its first successful probe."""
         patient = Patient(spec, EngineBreaker(self._rule, self._clock()))
         self._patients[spec.name] = patient
         patient.task = asyncio.create_task(self._watch(patient), name=f"health of {spec.name}")
 
     def change(self, spec: EngineSpec) -> None:
-        """The same engine, of which more is known, or something else."""
+        """The same engine, with changed properties."""
         patient = self._patients[spec.name]
         if patient.breaker.passes:
             self._down(patient.spec)
@@ -84,7 +85,7 @@ class Health:
             self._up(spec)
 
     def remove(self, name: str) -> None:
-        """It is gone for good."""
+        """It is removed."""
         patient = self._patients.pop(name)
         assert patient.task is not None, "it is watched from its beginning"
         patient.task.cancel()
@@ -92,7 +93,7 @@ class Health:
             self._down(patient.spec)
 
     def succeeded(self, name: str) -> None:
-        """An engine has done what a request asked for. Of one that is gone, nothing."""
+        """An engine has served a request. Ignored if it was removed."""
         if (patient := self._patients.get(name)) is not None:
             patient.breaker.succeeded()
 
@@ -106,7 +107,7 @@ class Health:
         self._turn(patient, passed)
 
     async def first_probes(self, within_s: float) -> None:
-        """Until each has been asked once, or the time is over."""
+        """Until each was probed once, or the time is over."""
         waits = [asyncio.ensure_future(p.probed.wait()) for p in self._patients.values()]
         if waits:
             _, late = await asyncio.wait(waits, timeout=within_s)
@@ -114,7 +115,7 @@ class Health:
                 wait.cancel()
 
     async def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         tasks = [p.task for p in self._patients.values() if p.task is not None]
         for task in tasks:
             task.cancel()
@@ -147,7 +148,7 @@ class Health:
             patient.probed.set()
 
     def _turn(self, patient: Patient, passed: bool) -> None:
-        """Tell of what changed, if its breaker did."""
+        """Report a change of its breaker, if any."""
         passes = patient.breaker.passes
         if passes == passed:
             return

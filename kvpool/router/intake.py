@@ -1,4 +1,4 @@
-"""What is asked for: a body as it came, with what is known of its prompt, as a request for the scheduler."""
+"""Converts a received body, with its prompt's tokens and hashes, to a request for the scheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENIZE_S = 2.0
 
 
 class Rejected(BadRequest):
-    """A request that is not taken now. why: one word. retry_after_s: when it may be; None: not known."""
+    """A request that is refused now. why: one word. retry_after_s: when to retry; None: not known."""
 
     def __init__(self, status: int, message: str, why: str, retry_after_s: float | None) -> None:
         super().__init__(status, message, type=why)
@@ -32,7 +32,7 @@ class Rejected(BadRequest):
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A request as it came. priority, deadline_s, session: of its headers; None: it has none."""
+    """A received request. priority, deadline_s, session: from its headers; None: not given."""
 
     kind: Kind
     raw: bytes
@@ -46,7 +46,7 @@ class Incoming:
 
 
 class Prompts(Protocol):
-    """What is asked of `prompts.Prompts`."""
+    """The used interface of `prompts.Prompts`."""
 
     async def prompt(
         self, body: Mapping[str, Any], kind: str, *, deadline_s: float = ...
@@ -55,7 +55,7 @@ class Prompts(Protocol):
 
 
 class Intake:
-    """Reads requests. Event loop only; nothing is kept of them here."""
+    """Reads requests. Event loop only; keeps none."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Intake:
     async def read(
         self, incoming: Incoming, account: Account, limit_s: float
     ) -> tuple[Body, Prompt | None, Request]:
-        """What is asked for, and what is known of its prompt."""
+        """The request, and what is known of its prompt."""
         config = self._config
         models = self._roster.models()
         if not models:
@@ -86,7 +86,7 @@ class Intake:
                 body.value, body.kind.value.partition("/")[0], deadline_s=min(TOKENIZE_S, limit_s)
             )
         except (TokenizeRefused, UnknownModel, Unavailable) as error:
-            # It is served whole: an engine tokenises it itself, or says what is wrong with it.
+            # Served whole: an engine tokenises it itself, or reports the error.
             account.note(self._clock(), "not tokenised", why=str(error))
         if prompt is not None and prompt.keys:
             await self._prompts.look(prompt)
@@ -123,7 +123,7 @@ class Intake:
         return body, prompt, request
 
     def _output_tokens(self, body: Body, tokens: int) -> int:
-        """How many are expected; never more than the engine would generate."""
+        """The expected tokens; never more than the engine would generate."""
         most = self.answer_tokens(body, tokens)
         if body.output_tokens is None:
             expected = self._config.output_tokens
@@ -131,7 +131,7 @@ class Intake:
         return body.output_tokens if most is None else most
 
     def answer_tokens(self, body: Body, tokens: int) -> int | None:
-        """The most that an engine generates for it; None: not known."""
+        """The most tokens that an engine generates for it; None: not known."""
         longest = self._roster.longest(body.model)
         if not longest:
             return body.output_tokens
@@ -144,7 +144,7 @@ class Intake:
         return max(-100, min(wanted, incoming.priority_max))
 
     def too_long(self, body: Body, prompt: Prompt | None, request: Request) -> EngineSpec | None:
-        """Who is to say that a prompt is longer than the model: any engine that serves it."""
+        """The engine that refuses a prompt longer than the model: any engine that serves it."""
         longest = self._roster.longest(body.model)
         if prompt is None or not longest or request.tokens < longest:
             return None

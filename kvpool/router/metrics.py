@@ -29,7 +29,7 @@ class Metrics:
     """The metrics of one router, in a registry of their own. Not thread-safe."""
 
     def __init__(self) -> None:
-        # Nothing reads the creation times of series.
+        # Creation times of series are not used.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
 

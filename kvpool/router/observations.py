@@ -1,8 +1,8 @@
-"""What orders and answers took, as lessons for the estimates. No I/O.
+"""Measurements from orders and answers, for the estimates. No I/O.
 
-The router sees an order from when it is sent to when it is answered. An engine computes prompts one after the
-other, so the order's own time begins when the one before it was done. Of it, what is computed takes its steps,
-and what is loaded comes before them: an order in which one of the two hardly counts teaches the other.
+The router sees an order from its sending to its answer. An engine computes prompts one after the
+other, so the order's own time begins when the previous one was done. Computing takes the engine's steps,
+and loading comes before them: an order with hardly any of one teaches the other.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kvpool.scheduler.values import Engine, Estimate, Order
 
 ASSUMED_PREFILL = (0.01, 1e-4, 2e-9)
 ASSUMED_DECODE = (0.02, 2e-4, 1e-8)
-"""Seconds a step, a token, and a token attended to, until there is something to learn from."""
+"""Seconds a step, a token, and a token attended to, until there are measurements."""
 ASSUMED_LOADS = {"dram": (0.002, 5e9), "ssd": (0.005, 1e9), "peer": (0.005, 1e9)}
 """Seconds, and bytes a second."""
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 128 << 10
-"""Of KV, where an engine does not tell."""
+"""Of KV, if an engine does not announce it."""
 LITTLE, MUCH = 0.1, 0.5
-"""Shares of an order's time that loading is expected to take: below, it teaches computing; above, loading."""
+"""Expected shares of loading in an order's time: below, it teaches computing; above, loading."""
 EVENTS_MIN = 8
-"""Tokens of an answer from which on it says how long one takes."""
+"""Minimum tokens of an answer to teach the time per token."""
 
 
 def assumed(spec: EngineSpec) -> KindEstimates:
-    """What is expected of the first engine of a kind."""
+    """Assumptions for the first engine of a kind."""
     estimates = KindEstimates(
         StepEstimate(ASSUMED_PREFILL),
         StepEstimate(ASSUMED_DECODE),
@@ -46,7 +46,7 @@ def assumed(spec: EngineSpec) -> KindEstimates:
 
 
 def refine(estimates: KindEstimates, spec: EngineSpec) -> None:
-    """With the sizes that an engine of the kind tells."""
+    """With the sizes that an engine of the kind announces."""
     estimates.step_tokens = spec.step_tokens
     if spec.hashing is not None:
         estimates.block_tokens = spec.hashing.block_tokens
@@ -56,7 +56,7 @@ def refine(estimates: KindEstimates, spec: EngineSpec) -> None:
 
 
 class Observer(Protocol):
-    """Who learns from what calls took; see `Observing`."""
+    """Learns from the durations of calls; see `Observing`."""
 
     def computed(self, order: Order, call: Call, *, streams: bool) -> None: ...
     def answered(self, call: Call, engine: Engine | None) -> None: ...
@@ -69,10 +69,10 @@ class Observing:
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         self._cluster = cluster
         self._clock = clock
-        self._done_at: dict[str, float] = {}  # by engine: when it had computed its last order
+        self._done_at: dict[str, float] = {}  # by engine: when it computed its last order
 
     def computed(self, order: Order, call: Call, *, streams: bool) -> None:
-        """An order is done: its prompt, or part of it, is computed. streams: whether the answer is to be streamed."""
+        """An order is done: its prompt, or part of it, is computed. streams: whether the answer is streamed."""
         now = self._clock()
         estimate = order.estimate
         name = estimate.engine.name
@@ -82,13 +82,13 @@ class Observing:
         cached = call.cached_tokens
         if cached is None:
             cached = estimate.cached * kind.block_tokens
-        # The end of an answer that is not streamed says nothing of when its prompt was done.
+        # The end of an answer that is not streamed does not show when its prompt was done.
         seen = not call.answers or streams
         if seen and took_s > 0 and cached < order.end:
             learn_prompt(kind, estimate, cached, order.end, took_s)
 
     def answered(self, call: Call, engine: Engine | None = None) -> None:
-        """An answer is complete. engine: as it is now, this answer still counted."""
+        """An answer is complete. engine: its current state, still including this answer."""
         said = call.usage.get("completion_tokens")
         tokens = said if type(said) is int and said > 0 else call.events
         took_s = self._clock() - call.began_at
@@ -97,7 +97,7 @@ class Observing:
         learn_token(self._cluster.kinds[engine.kind], engine, took_s / (tokens - 1))
 
     def errors(self) -> dict[str, dict[str, Error]]:
-        """How far estimates are off, by kind of engine and what is estimated; for metrics."""
+        """Errors of the estimates, by kind of engine and quantity; for metrics."""
         return {
             name: {
                 "prefill": kind.prefill.error,
@@ -121,7 +121,7 @@ class Observing:
 def learn_prompt(
     kind: KindEstimates, estimate: Estimate, cached: int, end: int, took_s: float
 ) -> None:
-    """Tokens `cached` to `end` of a prompt were computed, and what the estimate says was loaded, in so long."""
+    """Tokens `cached` to `end` of a prompt were computed, and the estimated blocks loaded, in this time."""
     expected_s = kind.prefill.prefill_s(cached, end, kind.step_tokens)
     share = estimate.load_s / (estimate.load_s + expected_s)
     tokens = end - cached
@@ -137,12 +137,12 @@ def learn_prompt(
 
 
 def _own_tier(kind: KindEstimates, nbytes: int, load_s: float) -> LoadEstimate:
-    """The tier of the own node that was expected to take so long."""
+    """The tier of the own node with this expected time."""
     own = [load for tier, load in kind.loads.items() if tier != "peer"]
     return min(own, key=lambda load: abs(load.seconds(nbytes) - load_s))
 
 
 def learn_token(kind: KindEstimates, engine: Engine, seconds: float) -> None:
-    """A token took so long there, beside what else decodes."""
+    """A token took this long there, with the other decoding requests."""
     deepest = engine.context_tokens // engine.decodes
     kind.decode.observe(engine.decodes, float(engine.context_tokens), deepest, seconds)

@@ -1,6 +1,6 @@
-"""The scheduler and the requests under way: its orders go to them, and what became of orders to the scheduler.
+"""Connects the scheduler and the active requests: orders to requests, and their results to the scheduler.
 
-The scheduler is polled when something has happened, and when it asked for it. One event loop, one thread.
+The scheduler is polled after events, and when it asked for it. One event loop, one thread.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Rejection, Request
 
 POLL_AGAIN_S = 0.1
-"""When the scheduler is polled again, after an error in it."""
+"""When the scheduler is polled again after an error in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGone:
-    """The engine left the scheduler, which gives other orders or (`again`) not."""
+    """The engine left the scheduler, which gives other orders (`again`) or not."""
 
     engine: str
     again: bool
@@ -34,7 +34,7 @@ class Expired:
 
 
 class Recipient(Protocol):
-    """A request that the scheduler gives orders for. ordered: whether any was given."""
+    """A request with orders from the scheduler. ordered: whether any was given."""
 
     ordered: bool
 
@@ -59,35 +59,35 @@ class Orders:
         self._alarm_at = math.inf
 
     def submit(self, request: Request) -> Rejection | None:
-        """Ask for orders for it. Call `add` before anything else is awaited."""
+        """Ask for orders for it. Call `add` before awaiting anything else."""
         return self._scheduler.submit(request, self._clock())
 
     def add(self, recipient: Recipient) -> None:
-        """Whom orders for its request are given to, until `remove`."""
+        """Register the receiver of its request's orders, until `remove`."""
         self._recipients[recipient.request.ident] = recipient
         self.kick()
 
     def remove(self, request: Request) -> None:
-        """Finished or not: orders that nobody needs any more may be under way, or be on their way here."""
+        """Finished or not: unneeded orders may still be under way."""
         del self._recipients[request.ident]
         self.abandoned(request)
 
-    # What became of orders
+    # Results of orders
 
     def computed(self, order: Order) -> None:
-        """It was carried out, or is not needed any more."""
+        """It was carried out, or is no longer needed."""
         self._scheduler.computed(order.estimate.engine, order.request.ident, self._clock())
         self.kick()
 
     def failed(self, order: Order) -> bool:
-        """Whether it will be tried again."""
+        """Returns whether it is retried."""
         again = self._scheduler.failed(order.estimate.engine, order.request.ident, self._clock())
         self._metrics.retries.inc(again)
         self.kick()
         return again
 
     def decode_failed(self, request: Request) -> bool:
-        """Whether another engine is to answer."""
+        """Returns whether another engine will answer."""
         again = self._scheduler.decode_failed(request.ident, self._clock())
         self._metrics.retries.inc(again)
         self.kick()
@@ -101,12 +101,12 @@ class Orders:
     # Engines
 
     def join(self, engine: Engine) -> None:
-        """It is given orders from now on."""
+        """It may get orders from now on."""
         self._scheduler.join(engine, self._clock())
         self.kick()
 
     def leave(self, name: str) -> None:
-        """It is given none any more; what was sent there and has not begun to be answered goes elsewhere."""
+        """It gets no more orders; those sent there that have not begun to be answered move elsewhere."""
         for recipient in self._recipients.values():
             recipient.settle()
         left = self._scheduler.leave(name, self._clock())
@@ -117,13 +117,13 @@ class Orders:
     # Polling
 
     def kick(self) -> None:
-        """Poll the scheduler soon, once for all that happens until then."""
+        """Poll the scheduler soon, once for all events until then."""
         if not self._polls:
             self._polls = True
             asyncio.get_running_loop().call_soon(self._poll)
 
     def close(self) -> None:
-        """Poll no more."""
+        """Stop polling."""
         if self._alarm is not None:
             self._alarm.cancel()
 
@@ -141,7 +141,7 @@ class Orders:
                 self._count(order, recipient, now)
             wake_at = scheduler.wake_at()
         finally:
-            # Whatever goes wrong with one request, the others are looked at again.
+            # If one request fails here, the others are still handled.
             self._wake(wake_at, now)
 
     def _wake(self, wake_at: float, now: float) -> None:

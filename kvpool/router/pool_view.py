@@ -1,8 +1,8 @@
-"""What the pool holds, as far as it was asked about: written to the prefix index exactly as it was told.
+"""The pool's contents, as far as requested: written to the prefix index as reported.
 
-For each node two holders: what it could give from memory, and from memory and disks. A look at a prompt says how
-much of it each node has, and that goes for all its keys, until the next look at them: they are added, and those
-that the node has no more are taken away. What was not asked about for a long time is forgotten.
+Each node has two holders: its memory, and its memory with its disks. A lookup of a prompt returns how
+much of it each node has, and that updates all its keys, until the next lookup: present ones are added, and
+absent ones removed. Keys that were not looked up for a long time are forgotten.
 
 No I/O, no clock of its own. Not thread-safe.
 """
@@ -16,20 +16,22 @@ from kvpool.router.engines import EngineSpec, pool_holders
 from kvpool.scheduler.index import PrefixIndex
 
 KEYS_MAX = 1 << 20
-"""Keys of one namespace; some 300 bytes each, and one more such for each node that has it."""
+"""Keys of one namespace; some 300 bytes each, and as much again for each node that has it."""
 
 RECENT = 4
-"""A key that is told of again stays where it is in the order, unless so many-th of all were since. That is cheap."""
+"""A key that is reported again keeps its place in the order, unless this fraction of all were reported since.
+That is cheap.
+"""
 
 Holders = tuple[str, ...]
 _Entry = tuple[Holders, int]
-"""Who has a key, and when it was put where it is in the order. Those of one answer share theirs."""
+"""The holders of a key, and the time of its place in the order. Keys of one answer share it."""
 
 
 class PoolView:
-    """Of one namespace. See the module.
+    """For one namespace. See the module.
 
-    holders: names of a node's holders, other ones than those of other namespaces. nodes: where each holder is, kept
+    holders: names of a node's holders, unique per namespace. nodes: the node of each holder, kept
     up to date for the scheduler.
     """
 
@@ -44,7 +46,7 @@ class PoolView:
         self._holders = holders
         self._nodes = nodes
         self._keys_max = keys_max
-        self._keys: dict[int, _Entry] = {}  # about in the order in which they were asked about
+        self._keys: dict[int, _Entry] = {}  # roughly in the order of their lookups
         self._turn = 0  # how many keys were put at the end
         self._counts: dict[str, int] = {}  # keys of each holder that the index has
         self._kept: set[str] = set()  # nodes
@@ -53,7 +55,7 @@ class PoolView:
         return len(self._keys)
 
     def keep(self, nodes: set[str]) -> None:
-        """Engines use these nodes: the index has their holders, even with nothing."""
+        """Engines use these nodes: the index has their holders, even empty ones."""
         self._kept = nodes
         for node in nodes:
             for holder in self._holders(node):
@@ -61,7 +63,7 @@ class PoolView:
         self._tidy()
 
     def close(self) -> None:
-        """Nobody uses the namespace any more: the index has none of its holders."""
+        """The namespace is no longer used: remove its holders from the index."""
         for holder in self._counts:
             del self._nodes[holder]
             self._index.leave(holder)
@@ -69,7 +71,7 @@ class PoolView:
         self._keys.clear()
 
     def told(self, keys: Sequence[int], lengths: Mapping[str, tuple[int, ...]], now: float) -> None:
-        """So much of this prefix each node has: a length for each of its holders. O(keys + holders)."""
+        """Each node has this much of this prefix: a length for each of its holders. O(keys + holders)."""
         reach = sorted(
             (min(length, len(keys)), holder)
             for node, each in lengths.items()
@@ -132,7 +134,7 @@ class PoolView:
             self._index.join(holder, pool=True)
 
     def _tidy(self) -> None:
-        """Holders of which nothing is known are none: nodes come and go."""
+        """Unknown holders are ignored: nodes come and go."""
         for holder in [holder for holder, count in self._counts.items() if not count]:
             if self._nodes[holder] not in self._kept:
                 del self._counts[holder], self._nodes[holder]
@@ -140,7 +142,7 @@ class PoolView:
 
 
 class PoolViews:
-    """One `PoolView` for each namespace that engines use. nodes: where each holder is; kept up to date."""
+    """One `PoolView` for each namespace that engines use. nodes: the node of each holder; kept up to date."""
 
     def __init__(self, index: PrefixIndex, nodes: dict[str, str]) -> None:
         self._index = index
@@ -148,11 +150,11 @@ class PoolViews:
         self._views: dict[bytes, PoolView] = {}
 
     def get(self, namespace: bytes) -> PoolView | None:
-        """None: no engine uses it, or none any more."""
+        """None: no engine uses it, or no longer."""
         return self._views.get(namespace)
 
     def keep(self, specs: Iterable[EngineSpec]) -> None:
-        """The index has holders for the nodes of these engines, for what else their namespaces have, and no others."""
+        """Set the index's holders: the nodes of these engines and others with their namespaces' blocks."""
         wanted: dict[bytes, set[str]] = {}
         for spec in specs:
             nodes = wanted.setdefault(spec.namespace, set())
@@ -169,7 +171,7 @@ class PoolViews:
         return PoolView(self._index, lambda node: pool_holders(node, namespace), self._nodes)
 
     def stats(self) -> dict[str, int]:
-        """Keys that the index has, and those of them that the pool told of."""
+        """Keys in the index, and those of them that the pool reported."""
         return {
             "indexed_keys": len(self._index),
             "pool_keys": sum(len(view) for view in self._views.values()),

@@ -1,8 +1,8 @@
-"""What is known of a request's prompt: its tokens, its block hashes, and how much of it the pool has.
+"""A request's prompt: its tokens, its block hashes, and how much of it the pool has.
 
-Tokens come from an engine that serves the model, hashes are computed here. What the pool has is asked of the
-daemon for each prompt: it has that in its directory, and the answer is written to the index (`pool_view.py`).
-Event loop only; the daemon is asked in threads.
+Tokens come from an engine that serves the model, hashes are computed here. The pool's part is requested from the
+daemon for each prompt, which asks its directory, and the answer is written to the index (`pool_view.py`).
+Event loop only; the daemon is called in threads.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 TOKENIZE_TRIES = 2
 LOOKS_MAX = 32
-"""Looks into the pool that are under way at a time; a prompt beyond goes without."""
+"""Concurrent lookups in the pool; further prompts skip it."""
 
 
 class Prompts:
-    """See the module. daemon: None: this host has none, and nobody knows what the pool holds."""
+    """See the module. daemon: None: this host has none, and the pool's contents are unknown."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class Prompts:
                 lora=None if path is None else (model, path),
             )
         except ValueError:
-            return Prompt(model, tokens, (), (), kinds, None)  # the engine will say what is wrong
+            return Prompt(model, tokens, (), (), kinds, None)  # the engine will report the error
         keys = index_keys(hashes, salt_of(chosen.model, hashing))
         return Prompt(model, tokens, hashes, keys, kinds, hashing)
 
     async def _tokenize(
         self, serving: Sequence[EngineSpec], asked: Mapping[str, Any], deadline_s: float
     ) -> Sequence[int] | None:
-        """By one engine after the other, beginning each time with another one; by those that answer, if any do."""
+        """By one engine after the other, starting with a different one each time; healthy ones first."""
         serving = [spec for spec in serving if self._catalog.answers(spec)] or serving
         deadline = self._clock() + deadline_s
         failed: Unavailable | None = None
@@ -113,9 +113,9 @@ class Prompts:
         raise failed
 
     async def look(self, prompt: Prompt, wait_s: float = 0.02) -> bool:
-        """Have the index say how much of a prompt each node has; whether it does, after at most so long.
+        """Update the index with each node's part of a prompt; returns whether that was done within this time.
 
-        False: the daemon is slow, away, or not there. What it says later is written, too.
+        False: the daemon is slow, unreachable, or missing. A later answer is written, too.
         """
         daemon = self._daemon
         namespaces = {
@@ -161,11 +161,11 @@ class Prompts:
             return
         finally:
             self._looking -= 1
-        if (pool := self._pools.get(namespace)) is not None:  # else its last engine has left
+        if (pool := self._pools.get(namespace)) is not None:  # otherwise its last engine has left
             pool.told(keys, found, self._clock())
 
     def stats(self) -> dict[str, int]:
-        """Plain values, counted from the beginning."""
+        """Plain values, counted from the start."""
         return {
             "tokenized": self._tokenizer.misses,
             "tokens_remembered": self._tokenizer.hits,
@@ -174,7 +174,7 @@ class Prompts:
         }
 
     async def close(self) -> None:
-        """End what is asked of the daemon."""
+        """Cancel calls to the daemon."""
         looks = list(self._looks)
         for look in looks:
             look.cancel()

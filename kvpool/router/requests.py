@@ -1,7 +1,7 @@
-"""Requests from their coming to their end.
+"""Requests from their arrival to their end.
 
-A request is read, tokenised, looked up in the pool, and submitted; from then on its `ActiveRequest` does what the
-scheduler orders. One event loop, one thread; nothing here waits while others could be served.
+A request is read, tokenised, looked up in the pool, and submitted; from then on its `ActiveRequest` follows the
+scheduler's orders. One event loop, one thread; nothing here blocks the loop.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Serving:
     # Requests
 
     async def serve(self, incoming: Incoming, reply: Reply) -> None:
-        """Answer one request. Whoever cancels this aborts it everywhere.
+        """Answer one request. Cancelling this aborts it everywhere.
 
-        Raises `BadRequest` as long as nothing was sent; after that an error is the end of the stream.
+        Raises `BadRequest` until something was sent; after that an error ends the stream.
         """
         self._admit()
         self._in_flight += 1
@@ -118,7 +118,7 @@ class Serving:
             )
 
     def _span_of(self, incoming: Incoming) -> Span | None:
-        """Where it is traced, and traces are exported."""
+        """If it is traced, and traces are exported."""
         spans, trace = self._spans, incoming.trace
         if spans is None or not trace.chosen(self._config.trace_share):
             return None
@@ -139,7 +139,7 @@ class Serving:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """While a body comes. So many may at a time as may be in flight. Raises `BadRequest`."""
+        """While a body arrives. Limited like requests in flight. Raises `BadRequest`."""
         if self._reading >= self._config.requests_max:
             raise self._too_many()
         self._reading += 1
@@ -198,7 +198,7 @@ class Serving:
             try:
                 await active.run(reply, direct)
             finally:
-                # Before anything more is said to a client that may be slow.
+                # Before anything more is sent to a client that may be slow.
                 self._orders.remove(request)
             return "answered"
         except EngineRefused as refused:
@@ -212,7 +212,7 @@ class Serving:
             return "client_left"
 
     async def pass_through(self, path: str, raw: bytes, ident: str) -> tuple[int, bytes, str]:
-        """Have any engine of the body's model answer something small: status, body, type. Raises `BadRequest`."""
+        """Have any engine of the body's model answer a small request: status, body, type. Raises `BadRequest`."""
         self._admit()
         models = self._roster.models()
         if not models:
@@ -278,7 +278,7 @@ class Serving:
         return Rejected(status, rejection.reason, rejection.code, known)
 
     async def explain(self, incoming: Incoming) -> dict[str, Any]:
-        """What would be done with a request now. Raises `BadRequest`."""
+        """How a request would be routed now. Raises `BadRequest`."""
         self._admit()
         self._in_flight += 1
         try:
@@ -302,7 +302,7 @@ class Serving:
         return "shutting down" if self.draining else self._roster.lacking
 
     def refresh_metrics(self) -> None:
-        """Numbers that are read when somebody asks."""
+        """Numbers that are read on demand."""
         metrics = self._metrics
         metrics.active_requests.set(self._in_flight)
         metrics.requests_waiting.set(self._scheduler.waiting)
@@ -316,7 +316,7 @@ class Serving:
                 metrics.estimate_bias.labels(kind, estimate).set(error.bias)
 
     async def drained(self, within_s: float) -> bool:
-        """Take no more requests, and wait for those in flight. Whether all have ended."""
+        """Stop accepting requests, and wait for those in flight. Returns whether all have ended."""
         self.draining = True
         self._left()
         try:

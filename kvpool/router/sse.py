@@ -1,7 +1,7 @@
-"""A stream of server-sent events on its way through. No I/O.
+"""Forwards a stream of server-sent events. No I/O.
 
-Only whole events are passed on, each byte for byte: so that when an engine is cut off in the middle of one, what
-the client has is whole, and an error can follow it. Nothing is parsed but what ends a stream.
+Only whole events are forwarded, byte for byte: if an engine is cut off in the middle of one, the
+client has complete events, and an error can follow. Only the end of a stream is parsed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ USAGE = b'"usage":'
 
 
 class EventTooLong(KvpoolError):
-    """An engine sends an event that never ends."""
+    """An event exceeds the limit."""
 
     code = "event_too_long"
 
 
 class EventStream:
-    """One answer. events: passed on so far. done: whether the engine has said that it is whole."""
+    """One answer. events: forwarded so far. done: whether the engine has marked its end."""
 
     def __init__(self) -> None:
         self.events = 0
@@ -35,7 +35,7 @@ class EventStream:
         self._last = b""
 
     def feed(self, data: bytes) -> bytes:
-        """What may be passed on now: events that are whole, maybe none. Raises `EventTooLong`."""
+        """Bytes that can be forwarded now: whole events, maybe none. Raises `EventTooLong`."""
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -53,12 +53,12 @@ class EventStream:
         return data
 
     def failed_at_once(self, data: bytes) -> bool:
-        """Whether the first events are the engine's word that it could not do it."""
+        """Whether the first events are an error of the engine."""
         return data.startswith(ERROR)
 
     @property
     def usage(self) -> dict[str, Any]:
-        """What the engine says of tokens in its last events; empty where it says nothing."""
+        """The engine's token counts in its last events; empty if there are none."""
         for line in reversed(self._last.split(b"\n")):
             if USAGE in line and line.startswith(b"data:"):
                 return usage_of(line.removeprefix(b"data:"))
@@ -66,7 +66,7 @@ class EventStream:
 
 
 class Said(msgspec.Struct):
-    """The one field of an answer that is looked at."""
+    """The one field of an answer that is parsed."""
 
     usage: dict[str, Any] | None = None
 
@@ -75,7 +75,7 @@ _DECODER = msgspec.json.Decoder(Said)
 
 
 def usage_of(answer: bytes) -> dict[str, Any]:
-    """The usage in an answer, or in one event of it; empty where there is none."""
+    """The usage in an answer, or in one event of it; empty if there is none."""
     try:
         return _DECODER.decode(answer).usage or {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -83,7 +83,7 @@ def usage_of(answer: bytes) -> dict[str, Any]:
 
 
 def cached_tokens(usage: dict[str, Any]) -> int | None:
-    """How many tokens of the prompt the engine did not compute, if it says so."""
+    """How many tokens of the prompt the engine did not compute, if reported."""
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return cached if isinstance(cached, int) else None

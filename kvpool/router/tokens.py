@@ -1,7 +1,7 @@
-"""Prompts as tokens, as the engines make them: asked for at an engine's `/tokenize`, and remembered.
+"""Prompts as tokens, from an engine's `/tokenize`, and cached.
 
-Whatever else of a request goes into its prompt is asked for along with it, so that the tokens are those which
-the engine will compute; where they are not after all, blocks are not found, and nothing worse.
+All fields that affect the prompt are sent along, so that the tokens are those which
+the engine will compute; if they differ, blocks are not found, and nothing worse.
 
 One event loop.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import aiohttp
 
 CACHE_TOKENS_MAX = 1 << 21
-"""Tokens of prompts that are remembered, some 36 bytes each; a prompt costs `PROMPT_TOKENS` more."""
+"""Tokens of cached prompts, some 36 bytes each; a prompt costs `PROMPT_TOKENS` more."""
 PROMPT_TOKENS = 8
 ANSWER_BYTES_MAX = 32 << 20
 _FAULTS = frozenset((401, 403, 408, 429))
-"""Below 500, but no word on the prompt."""
+"""Statuses below 500 that are not about the prompt."""
 CHAT = "chat"
 _CHAT_FIELDS = (
     "add_generation_prompt",
@@ -39,7 +39,7 @@ _CHAT_FIELDS = (
 
 
 class TokenizeRefused(KvpoolError):
-    """The engine does not take this prompt. status, body, content_type: its answer."""
+    """The engine rejects this prompt. status, body, content_type: its answer."""
 
     code = "tokenize_refused"
 
@@ -61,7 +61,7 @@ class _Answer(msgspec.Struct):
 
 
 class _Refusal(msgspec.Struct):
-    """As OpenAI's API words errors, now and formerly; not as a server words that there is no such page."""
+    """OpenAI's API's error formats, now and formerly; not a server's 404 page."""
 
     error: Any = None
     message: Any = None
@@ -73,9 +73,9 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 
 
 def question(body: Mapping[str, Any], kind: str) -> dict[str, Any] | Sequence[int] | None:
-    """What to ask `/tokenize` for a request's prompt, but for the model; or its tokens, where it has them.
+    """The `/tokenize` request for a prompt, without the model; or its tokens, if it has them.
 
-    None: it is no single text, or more goes into it than can be asked for.
+    None: it is not a single text, or depends on more than can be sent.
     """
     if body.get("truncate_prompt_tokens") is not None or body.get("prompt_embeds") is not None:
         return None
@@ -98,7 +98,7 @@ def _chat_question(body: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(messages, list) or not all(map(_is_text, messages)):
         return None
     asked = {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
-    # The engine gives these to the template, and takes them from nowhere else when it is asked to tokenise.
+    # The engine passes these to the template, and reads them from nowhere else when tokenising.
     more = {
         name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) is not None
     }
@@ -111,7 +111,7 @@ def _chat_question(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _is_text(message: object) -> bool:
-    """Whether a message has no images or the like in it."""
+    """Whether a message has no images or other media."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return True
@@ -122,23 +122,23 @@ def _is_text(message: object) -> bool:
 
 
 class Tokenizer:
-    """Asks engines, and remembers what they said. The prompts that were asked for last are remembered."""
+    """Asks engines, and caches recent answers."""
 
     def __init__(
         self, session: aiohttp.ClientSession, cache_tokens_max: int = CACHE_TOKENS_MAX
     ) -> None:
         self._session = session
         self._most = cache_tokens_max
-        self._known: dict[bytes, list[int]] = {}  # the one that was asked for last is at the end
+        self._known: dict[bytes, list[int]] = {}  # the most recent is at the end
         self._size = 0
         self.hits = self.misses = 0
 
     async def tokenize(
         self, url: str, asked: Mapping[str, Any], *, deadline_s: float, api_key: str = ""
     ) -> list[int] | None:
-        """The tokens of what `question` said, with the model's name; None: this engine cannot tell.
+        """The tokens for `question`, with the model's name; None: this engine cannot tokenise it.
 
-        url: of the engine. The list is not to be changed. Raises `TokenizeRefused`, and `Unavailable` for
+        url: of the engine. The list must not be changed. Raises `TokenizeRefused`, and `Unavailable` for
         an engine that fails or does not answer in time.
         """
         data = _encode(asked)
@@ -183,7 +183,7 @@ def _cost(tokens: Sequence[int]) -> int:
 
 
 def tokens_of(url: str, body: bytes) -> list[int]:
-    """What an engine's `/tokenize` answers. Raises `Unavailable`."""
+    """The answer of an engine's `/tokenize`. Raises `Unavailable`."""
     try:
         return _decode_answer(body).tokens
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -16,7 +16,7 @@ SHARE_DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A request's place in a trace. parent: the span that called us; empty: we begin the trace."""
+    """A request's place in a trace. parent: the caller's span; empty: the trace begins here."""
 
     trace: str
     parent: str
@@ -24,9 +24,9 @@ class Trace:
     state: str
 
     def chosen(self, share: float) -> bool:
-        """Whether it is to be recorded: as the caller has decided, or for a share of those that begin here.
+        """Whether to record it: as the caller has decided, or for a share of those that begin here.
 
-        The trace's own random digits decide, so that all who go by them decide alike.
+        The trace's own random digits decide, so that all components decide alike.
         """
         if self.parent:
             return self.sampled
@@ -37,7 +37,7 @@ class Trace:
         return bool(int(self.flags, 16) & SAMPLED)
 
     def headers(self, random: RandomBytes, span: Span | None = None) -> dict[str, str]:
-        """For one call to an engine. span: the call's own; None: none is recorded, and the caller's is its parent."""
+        """For one call to an engine. span: the call's own; None: not recorded, and the caller's is its parent."""
         if span is not None:
             headers = {"traceparent": span.traceparent}
         else:
@@ -49,7 +49,7 @@ class Trace:
 
 
 def trace_of(traceparent: str, tracestate: str, random: RandomBytes) -> Trace:
-    """The context that came with a request. One that is not valid begins anew, as the standard has it."""
+    """The context of a request. An invalid one starts a new trace, as in the standard."""
     found = parse(traceparent.strip())
     if found is None:
         return Trace(identifier(16, random), "", NOT_SAMPLED, "")
@@ -58,7 +58,7 @@ def trace_of(traceparent: str, tracestate: str, random: RandomBytes) -> Trace:
 
 
 def request_id(given: str, random: RandomBytes) -> str:
-    """The client's own id if it is fit for headers and logs, or a new one."""
+    """The client's own id if it is valid in headers and logs, or a new one."""
     if len(given) <= REQUEST_ID_MAX and _REQUEST_ID.fullmatch(given):
         return given
     return random(16).hex()

@@ -1,9 +1,9 @@
-"""Calls to engines. Failures of an engine and refusals by it are told apart here, once.
+"""Calls to engines. The one place that separates failures of an engine from its refusals.
 
-A failure (`EngineFailed`) is the engine's or the network's: another engine may do better. A refusal
-(`EngineRefused`) is about the request, and goes to the client as it is: status, type and body.
+A failure (`EngineFailed`) is the engine's or the network's: another engine may succeed. A refusal
+(`EngineRefused`) is about the request, and is forwarded to the client: status, type and body.
 
-Closing a call's connection is how an engine is told to stop: whoever is cancelled in here closes it.
+Closing a call's connection tells an engine to stop: cancelling a call closes it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ REFUSAL_BYTES_MAX = 1 << 20
 SHOWN_CHARACTERS = 500
 PIECE_BYTES = 1 << 16
 FAULTS = frozenset((401, 403, 408, 425, 429))
-"""Below 500, but no word on the request itself: a wrong API key, or an engine that is busy."""
+"""Below 500, but not about the request itself: a wrong API key, or a busy engine."""
 
 TOO_LARGE = "too_large"
-"""Why a call failed whose answer is beyond the limit: it was asked for, and another engine would say the same."""
+"""Reason of a failed call whose answer exceeds the limit: another engine would answer the same."""
 
 ApiKeys = Callable[[EngineSpec], str]
 
 
 class EngineFailed(KvpoolError):
-    """An engine did not do what it was asked to. reason: one word, for metrics."""
+    """An engine failed. reason: one word, for metrics."""
 
     code = "engine_failed"
 
@@ -44,7 +44,7 @@ class EngineFailed(KvpoolError):
 
 
 class EngineRefused(KvpoolError):
-    """An engine's own answer to a request that it does not take."""
+    """An engine's own answer to a request that it rejects."""
 
     code = "engine_refused"
 
@@ -56,7 +56,7 @@ class EngineRefused(KvpoolError):
 
 
 class Answer:
-    """An answer of status 200 that has begun. content_type: as the engine says."""
+    """An answer of status 200 that has begun. content_type: the engine's."""
 
     def __init__(self, engine: str, response: aiohttp.ClientResponse) -> None:
         self.engine = engine
@@ -68,7 +68,7 @@ class Answer:
         return self.content_type.startswith("text/event-stream")
 
     async def piece(self) -> bytes:
-        """What has come, at most `PIECE_BYTES` or so; empty at the end. Raises `EngineFailed`."""
+        """Received bytes, at most about `PIECE_BYTES`; empty at the end. Raises `EngineFailed`."""
         try:
             return await self._content.readany()
         except (aiohttp.ClientError, OSError) as error:
@@ -77,7 +77,7 @@ class Answer:
             ) from None
 
     async def whole(self, bytes_max: int) -> bytes:
-        """All of it. Raises `EngineFailed`, for one that is larger, too."""
+        """All of it. Raises `EngineFailed`, also if it is too large."""
         found = bytearray()
         while piece := await self.piece():
             found += piece
@@ -98,9 +98,9 @@ class Upstream:
     async def post(
         self, engine: EngineSpec, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[Answer]:
-        """Send a request and have its answer as it comes; whoever leaves early aborts it.
+        """Send a request and receive its answer in pieces; leaving early aborts it.
 
-        It waits as long as the caller lets it. Raises `EngineFailed` and `EngineRefused`.
+        It waits as long as the caller allows. Raises `EngineFailed` and `EngineRefused`.
         """
         try:
             response = await self._session.post(
@@ -111,7 +111,7 @@ class Upstream:
                 allow_redirects=False,
             )
         except (aiohttp.ClientError, OSError) as error:
-            # A wait for the connection that is over is a ServerTimeoutError, and so in here.
+            # A timed out connection is a ServerTimeoutError, and so handled here.
             raise EngineFailed(engine.name, "connect", f"no answer: {_said(error)}") from None
         try:
             if response.status != 200:
@@ -151,12 +151,12 @@ _JSON = {"Content-Type": "application/json"}
 
 
 def open_session() -> aiohttp.ClientSession:
-    """The one session of a router. How many calls there are is bounded by the requests in flight."""
+    """The one session of a router. The number of calls is bounded by the requests in flight."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
     return aiohttp.ClientSession(
         connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),
-        # Answers are passed on as they come, and read as they are.
+        # Answers are forwarded as received, without decoding.
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
         trust_env=False,

@@ -1,8 +1,8 @@
 """How bytes move between daemons: one port (`base`), one file a transport, chosen by URL scheme.
 
 Other distributions add transports by entry points of the group `kvpool.transports`: the name is the scheme, the
-value a `base.TransportFactory`. Those of kvpool itself are in a table here: a checkout whose entry points are out
-of date has them too, and nobody else can take their names.
+value a `base.TransportFactory`. kvpool's own are in a table here, so that they work in a checkout with outdated
+entry points, and cannot be replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRANSPORTS = {
 
 
 def scheme_of(url: str) -> str:
-    """What stands before `://`. Raises `ConfigError` where nothing does."""
+    """The scheme before `://`. Raises `ConfigError` if there is none."""
     scheme, separator, rest = url.partition("://")
     if not separator or not scheme or not rest:
         raise ConfigError(
@@ -36,7 +36,7 @@ def scheme_of(url: str) -> str:
 def transport_for(url: str) -> TransportFactory:
     """The class that serves URLs like this one.
 
-    Raises `ConfigError` for a scheme that nothing is installed for, and for what is installed and does not load.
+    Raises `ConfigError` for unknown schemes, and for transports that fail to load.
     """
     scheme = scheme_of(url)
     if scheme in TRANSPORTS:

@@ -16,7 +16,7 @@ AddressInfo = tuple[int, tuple[Any, ...]]  # family and address, as sockets take
 
 
 def parse(url: str) -> tuple[str, int]:
-    """Host and port. Raises `ConfigError` unless both are there and nothing else is."""
+    """Host and port. Raises `ConfigError` unless it has exactly these."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -28,7 +28,7 @@ def parse(url: str) -> tuple[str, int]:
 
 
 def split_source(url: str) -> tuple[str, str]:
-    """A URL to connect to, and the address to do so from: tcp://HOST:PORT?source=ADDRESS. Empty: any."""
+    """A URL to connect to, and the source address: tcp://HOST:PORT?source=ADDRESS. Empty: any."""
     target, _, source = url.partition("?source=")
     return target, source
 
@@ -39,19 +39,19 @@ def url_of(host: str, port: int) -> str:
 
 
 def is_loopback(info: AddressInfo) -> bool:
-    """Whether what was resolved is this machine's own."""
+    """Whether a resolved address is this machine's own."""
     return loopback.is_loopback(str(info[1][0]))
 
 
 def resolve(
     host: str, port: int, deadline: Deadline, stop: Stop | None = None
 ) -> list[AddressInfo]:
-    """Where to connect or listen, best first. Raises `Unavailable` when that is not known in time."""
+    """Addresses to connect to or listen on, best first. Raises `Unavailable` if they are not resolved in time."""
     try:
         return _look_up(host, port, socket.AI_NUMERICHOST)
     except OSError:
         pass  # a name, not an address
-    # The system's resolver takes no deadline, so it gets a thread that may be left behind.
+    # The system's resolver has no deadline, so it gets a thread that may be left behind.
     answers: queue.SimpleQueue[list[AddressInfo] | KvpoolError] = queue.SimpleQueue()
 
     def ask() -> None:

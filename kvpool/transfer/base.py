@@ -1,11 +1,11 @@
-"""The transport port: pull blocks from a peer's segment into rows of ours, and serve the reverse.
+"""The transport port: pull blocks from a peer's segment into local rows, and serve the reverse.
 
-Who owns what, for every transport:
+Ownership, for every transport:
 
 - Rows to be written are reserved by the caller of `pull` and belong to the transport until `pull`
-  returns. After that nothing writes to them, whatever happened: no late packet, no other thread. This is
-  what lets the rules hand the rows to somebody else.
-- Slots to be read are lent by the `Source`. The transport gives every token back exactly once, when
+  returns. After that nothing writes to them, whatever happened: no late packet, no other thread. This
+  allows the rules to reuse the rows.
+- Slots to be read are on loan from the `Source`. The transport gives every token back exactly once, when
   nothing reads the slots any more on behalf of that token: the bytes have been taken, or the connection
   is dead.
 - Segments are mapped in `Memory` and outlive the transport.
@@ -13,8 +13,8 @@ Who owns what, for every transport:
 Threads: all methods may be called from any thread, several at a time; they block. `Source` is called
 from the transport's own threads.
 
-Time: every wait ends at the deadline of the request it belongs to, or at a limit below. A peer that is
-gone, slow, hostile or wrong makes a pull end early with `Pulled.error` set and status 3 for what did
+Time: every wait ends at the deadline of its request, or at a limit below. A peer that is
+gone, slow, hostile or wrong makes a pull end early with `Pulled.error` set and status LATE for blocks that did
 not arrive; it never makes one raise or hang.
 """
 
@@ -34,18 +34,18 @@ from kvpool.wire.frame import KEYS_MAX, Bytes, Done
 from kvpool.wire.peer import Ask, Await, Corrupt, Fetch, Offer, Operate
 from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PullBlocks, Pulled
 
-REFUSALS = (InvalidRequest, LimitExceeded)  # of a sound order: a peer's answers alone
+REFUSALS = (InvalidRequest, LimitExceeded)  # of a valid order: a peer's answers alone
 
 DEADLINE_S_MAX = 600.0  # no transfer is worth waiting longer for
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this daemon is to its peers. Daemons of one cluster agree on `cluster` and `secret`.
+    """This daemon's identity for its peers. Daemons of one cluster agree on `cluster` and `secret`.
 
     secret: shared by all daemons of the cluster and known to nobody else; at least 128 random bits,
-        since whoever talks to a daemon gets material to test guesses on. Empty: no authentication.
-    tls: its certificates; None: it speaks no TLS. plaintext: it may listen to other machines without.
+        because anyone who talks to a daemon gets material to test guesses on. Empty: no authentication.
+    tls: its certificates; None: no TLS. plaintext: it may listen to other machines without TLS.
     """
 
     cluster: str
@@ -58,13 +58,13 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """What a transport may take of its machine.
+    """Resource limits of a transport.
 
     connections_max: inbound connections at a time.
-    inflight_bytes_max: bytes lent to peers at a time.
-    fetch_bytes_max: bytes asked of a peer in one request; a longer pull becomes several. Both sides
+    inflight_bytes_max: bytes on loan to peers at a time.
+    fetch_bytes_max: bytes requested of a peer at a time; a longer pull becomes several. Both sides
         of a connection enforce it, so daemons of one cluster run with the same value.
-    hello_s: how long an inbound connection may take to prove who it is.
+    hello_s: how long an inbound connection may take to authenticate.
     connect_s: how long to try to reach a peer.
     idle_s: how long an unused connection is kept.
     """
@@ -78,14 +78,14 @@ class TransferLimits:
 
 
 class Owed(Protocol):
-    """An answer that is still to come. One thread; whoever has it closes it."""
+    """A pending answer. One thread; its owner closes it."""
 
     def fileno(self) -> int:
         """A descriptor that is readable once the answer is there."""
         ...
 
     def result(self) -> Bytes:
-        """The answer, once it is there. Raises `KvpoolError` when that is what was answered."""
+        """The answer, once it is there. Raises the answered `KvpoolError`."""
         ...
 
     def close(self) -> None:
@@ -94,12 +94,12 @@ class Owed(Protocol):
 
 
 class Source(Protocol):
-    """Where a transport gets the slots that peers ask for: the rules, seen from a transfer worker."""
+    """Where a transport gets the slots that peers request: the rules, seen from a transfer worker."""
 
     def open_loan(self, request: OpenLoan) -> Loan:
-        """Lease what is present of the wanted blocks until `give_back`.
+        """Lease the wanted blocks that are present until `give_back`.
 
-        Returns within the request's deadline. Raises `KvpoolError` when nothing was lent.
+        Returns within the request's deadline. Raises `KvpoolError` if nothing is on loan.
         """
         ...
 
@@ -108,14 +108,14 @@ class Source(Protocol):
         ...
 
     def asked(self, question: Ask | Offer) -> Done | Bytes:
-        """What `wire` says is the answer. An `Offer`'s may take until its deadline: blocks are pulled.
+        """The answer defined by `wire`. An `Offer`'s may take until its deadline: blocks are pulled.
 
         Raises `KvpoolError` when there is none.
         """
         ...
 
     def answer_later(self, question: Await | Operate) -> Owed:
-        """The same for a question that may have to wait, until `wait_s` is over. Does not block itself."""
+        """The same for a request that may have to wait, until `wait_s` is over. Does not block itself."""
         ...
 
     def corrupt(self, report: Corrupt) -> None:
@@ -124,21 +124,21 @@ class Source(Protocol):
 
 
 class Transport(Protocol):
-    """One way for bytes to travel between daemons."""
+    """One transport of bytes between daemons."""
 
     def listen(self, url: str) -> str:
-        """Serve peers at `url`; returns it with the port that was really taken.
+        """Serve peers at `url`; returns it with the actual port.
 
-        Raises `ConfigError` when the address cannot be had, or is open to other machines while there
-        is no cluster secret, or no TLS where that was not waived (`Identity.plaintext`).
+        Raises `ConfigError` if the address is not available, or is open to other machines without a
+        cluster secret, or without TLS unless that was waived (`Identity.plaintext`).
         """
         ...
 
     def pull(self, order: PullBlocks, stop: Stop) -> Pulled:
-        """Bring blocks here, verified, or say for each why not. Returns before the deadline.
+        """Bring blocks here, verified, or report for each why not. Returns before the deadline.
 
-        What `order.start` leaves out is in the rows, and verified with the rest; where that does not match, the
-        peer is not blamed. What is not committed there (`order.stop`) is not verified.
+        Bytes before `order.start` are in the rows, and verified with the rest; if they do not match, the
+        peer is not blamed. Blocks uncommitted there (`order.stop`) are not verified.
 
         When it returns, nothing writes to the order's rows any more. `stop` ends it early.
 
@@ -148,16 +148,16 @@ class Transport(Protocol):
         ...
 
     def ask(self, order: AskPeer, stop: Stop) -> Done | Bytes:
-        """A peer's answer to a question. Returns, or raises `KvpoolError`, by the deadline."""
+        """A peer's answer to a request. Returns, or raises `KvpoolError`, by the deadline."""
         ...
 
     def close(self) -> None:
-        """End all serving and pulling and wait until no thread of the transport is left. Idempotent."""
+        """End all serving and pulling and wait until all threads of the transport have ended. Idempotent."""
         ...
 
 
 class TransportFactory(Protocol):
-    """How every transport is made."""
+    """The constructor of every transport."""
 
     def __call__(
         self, memory: Memory, source: Source, identity: Identity, limits: TransferLimits
@@ -165,7 +165,7 @@ class TransportFactory(Protocol):
 
 
 class Deadline:
-    """A point on the monotonic clock by which something has to be over."""
+    """A deadline on the monotonic clock."""
 
     __slots__ = ("at", "seconds")
 
@@ -190,7 +190,7 @@ class Stop:
     """Ends one pull from another thread. Thread-safe.
 
     The pull registers how it can be interrupted (a socket to shut down); `set` runs that at once, or
-    as soon as something is registered.
+    when it is registered.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Stop:
 
 
 class Outcome:
-    """What is known of a pull so far, key by key, and how it becomes a `Pulled`.
+    """The state of a pull so far, key by key, and its conversion to a `Pulled`.
 
     Not thread-safe: the threads of one pull write to different keys, and only one of them finishes it.
     """
@@ -231,7 +231,7 @@ class Outcome:
         self._started = time.monotonic()
 
     def begin(self, first: int, present: bytes) -> None:
-        """An owner said which of the blocks from `first` on it has; none of them is here yet.
+        """An owner reported which of the blocks from `first` on it has; none of them is here yet.
 
         Also after an attempt that failed half-way: its blocks are about to be written again.
         """
@@ -255,7 +255,7 @@ class Outcome:
         error: KvpoolError | None = None,
         refusals: tuple[type[KvpoolError], ...] = (*REFUSALS, Declined),
     ) -> Pulled:
-        """refusals: errors that are the peer's answer, and say nothing against the way to it."""
+        """refusals: errors that are the peer's own answer, and do not discredit the path."""
         return Pulled(
             bytes(self.status),
             bytes(self.checksums),
@@ -266,7 +266,7 @@ class Outcome:
 
 
 def check_order(order: PullBlocks, memory: Memory) -> int:
-    """The number of blocks of an order that can work; else raises `InvalidRequest`."""
+    """The number of blocks of a valid order; else raises `InvalidRequest`."""
     count, rest = divmod(len(order.keys), KEY_BYTES)
     if rest or count > KEYS_MAX:
         raise InvalidRequest(
@@ -283,7 +283,7 @@ def check_order(order: PullBlocks, memory: Memory) -> int:
 
 
 def is_span(order: PullBlocks | Fetch) -> bool:
-    """Whether what is wanted of each block is some of its bytes, or nothing but the checksum of what is there."""
+    """Whether the order wants only some bytes of each block, or just the checksums of bytes already here."""
     if order.stop:
         return 0 <= order.start < order.stop <= order.nbytes
     return 0 <= order.start <= order.nbytes
@@ -295,16 +295,12 @@ def span_of(order: PullBlocks | Fetch) -> tuple[int, int]:
 
 
 def blocks_in(order: PullBlocks, nbytes: int) -> int:
-    """How many of the wanted blocks have no more bytes together, or one if it has more."""
+    """How many of the wanted blocks fit into this many bytes, at least one."""
     return max(1, nbytes // max(1, span_of(order)[1]))
 
 
 def check_loan(lent: Loan, request: OpenLoan, memory: Memory) -> tuple[bytes, bytes]:
-    """(present, rows of the present ones) of a sound loan; else raises `InvalidRequest`.
-
-    The rules are ours and trusted; this catches a disagreement between processes before it becomes
-    another block's bytes on the network.
-    """
+    """(present, rows of the present ones) of a valid loan; else raises `InvalidRequest`."""
     count = len(request.keys) // KEY_BYTES
     if len(lent.rows) != 4 * count:
         raise InvalidRequest(f"{len(lent.rows) // 4} rows were loaned for {count} keys")

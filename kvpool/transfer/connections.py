@@ -1,4 +1,4 @@
-"""Outbound connections: introduced once, then kept and used again."""
+"""Outbound connections: authenticated once, then kept and reused."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Connections:
                 if url not in self._idle:
                     return None
                 stream = self._pop(url, -1)
-            # Nothing is due on an idle connection: what can be read is its end, or nonsense.
+            # Nothing is expected on an idle connection: readable bytes are its end, or invalid.
             old = time.monotonic() - stream.idle_since > self._limits.idle_s
             if not old and stream.fresh() and not stream.readable():
                 return stream
             stream.close()
 
     def connect(self, url: str, deadline: Deadline, stop: Stop) -> Stream:
-        """A new connection, introduced. The caller owns it. A `?source=` in the URL is where it comes from.
+        """A new connection, authenticated. The caller owns it. A `?source=` in the URL is its source address.
 
         Raises `Unavailable`, `NotAuthenticated`, `ProtocolError` or `ConfigError` (for the URL).
         """
@@ -74,7 +74,7 @@ class Connections:
         raise Unavailable(failure)
 
     def give(self, url: str, stream: Stream) -> None:
-        """Keep a connection on which nothing is under way. Where there are too many, the longest idle one goes."""
+        """Keep an idle connection. If there are too many, the longest idle one is closed."""
         stream.idle_since = time.monotonic()
         surplus: Stream | None = stream
         with self._lock:
@@ -85,12 +85,12 @@ class Connections:
             surplus.close()
 
     def _surplus(self, url: str) -> Stream | None:
-        """What is one too many, of this peer's or of all."""
+        """Connections above the limits, of this peer or of all."""
         if len(self._idle[url]) > IDLE_PER_PEER_MAX:
             return self._pop(url, 0)
         if sum(map(len, self._idle.values())) <= IDLE_MAX:
             return None
-        # Else those of nodes that have left would keep out all others for ever.
+        # Otherwise those of nodes that have left would keep out all others forever.
         return self._pop(min(self._idle, key=lambda each: self._idle[each][0].idle_since), 0)
 
     def _pop(self, url: str, index: int) -> Stream:

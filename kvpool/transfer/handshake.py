@@ -1,18 +1,18 @@
-"""Two daemons introduce themselves: version, cluster, and the proof that both know its secret.
+"""The handshake of two daemons: version, cluster, and the proof that both know its secret.
 
-    who connects                     who listens
+    connecting                       listening
     PeerHello(nonce a)      ->
                             <-       PeerChallenge(nonce b, proof of the listener)
     PeerProof(proof)        ->
                             <-       Done
 
-A proof is HMAC-SHA256, keyed with the cluster secret, over everything both have said, and over who
-is speaking, so that neither can be given back its own. Without a secret proofs are empty.
+A proof is HMAC-SHA256, keyed with the cluster secret, over everything both have sent, and over the
+sender's role, so that neither can be given back its own. Without a secret proofs are empty.
 
-Over TLS (`tls`) proofs cover what the two ends of that connection have in common, too, so one that was made for
-somebody in the middle proves nothing at his other end; and each side is who its certificate says. Without TLS the
-bytes that follow are neither encrypted nor signed. (Blocks are checked against their checksums in any case, which
-stops accidents, not forgers.)
+Over TLS (`tls`) proofs also cover the connection's binding, so a proof made for a man in the middle proves
+nothing at his other end; and each side must be the node in its certificate. Without TLS the bytes that follow are
+neither encrypted nor signed. (Blocks are compared with their checksums in any case, which stops accidents, not
+forgers.)
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ NONCE_BYTES = 32
 
 
 def greet(stream: Stream, us: Identity) -> PeerChallenge:
-    """Introduce ourselves to a daemon that we connected to; returns what it said.
+    """Authenticate to a daemon after connecting; returns its message.
 
-    Raises `NotAuthenticated`, `ProtocolError` for another version, and what `Stream` raises.
+    Raises `NotAuthenticated`, `ProtocolError` for another version, and the errors of `Stream`.
     """
     hello = PeerHello(
         PROTOCOL_VERSION, us.cluster, us.node, os.urandom(NONCE_BYTES), PROTOCOL_OLDEST
@@ -71,9 +71,9 @@ def greet(stream: Stream, us: Identity) -> PeerChallenge:
 
 
 def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None) -> PeerHello:
-    """Let a daemon introduce itself that connected to us, and return what it said. Raises as `greet`.
+    """Authenticate a daemon that connected, and return its message. Raises as `greet`.
 
-    known: called when it has proved who it is, before it is told so.
+    known: called when it is authenticated, before it is told so.
     """
     request, payload = stream.receive(HELLO_BYTES_MAX)
     hello = decode_peer(payload)
@@ -109,11 +109,11 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
 
 
 def refuse(stream: Stream, error: KvpoolError) -> None:
-    """Tell the peer why, if it still listens."""
+    """Tell the peer the reason, if it still listens."""
     try:
         stream.send(error_message(error), 0)
     except KvpoolError:
-        pass  # it does not; the reason that matters is the caller's
+        pass  # it does not; the caller's reason matters
 
 
 def _answer(stream: Stream, kind: type[M]) -> M:

@@ -1,6 +1,6 @@
-"""Transport within one process, with the contract of the others: for tests and simulations.
+"""Transport within one process, with the same contract as the others: for tests and simulations.
 
-A memcpy stands for the network. Addresses are `inproc://NAME`, known to the whole process.
+Bytes are copied in memory. Addresses are `inproc://NAME`, known to the whole process.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class InprocTransport:
 
 
 def _wait_for(owed: Owed, deadline: Deadline, stop: Stop) -> Bytes:
-    """A peer's answer that is still to come."""
+    """A pending answer of a peer."""
     bell = os.eventfd(0)
 
     def ring() -> None:

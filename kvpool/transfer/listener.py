@@ -19,7 +19,7 @@ from kvpool.transfer.responder import Budgets, Conversation, Converse
 from kvpool.transfer.stream import Stream
 from kvpool.transfer.tls import open_stream
 
-BACKLOG = 1024  # a SYN that finds no room is sent again a second later, which costs a peer its pull
+BACKLOG = 1024  # a SYN that finds no room is sent again a second later, which fails a peer's pull
 RESOLVE_S = 10.0
 ACCEPT_PAUSE_S = 0.1  # when the machine is out of descriptors
 LEAVE_S = 1.0  # for the thread of a connection that was ended
@@ -29,7 +29,7 @@ log = logging.getLogger("kvpool.transfer")
 
 
 class Complaints:
-    """Logs why peers were refused: one line a second at most, whatever the network does. Thread-safe."""
+    """Logs why peers were refused: at most one line a second. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -52,9 +52,8 @@ class Complaints:
 class Server:
     """Listens, and serves each peer's connection in a thread of its own.
 
-    When there are as many connections as there may be, a new one takes the place of the one that has been
-    longest without saying who it is; without such a one it is refused. So who fills the house with connections
-    that say nothing keeps nobody out who can prove to be of the cluster.
+    At the limit of connections, a new one replaces the oldest that has not authenticated yet; without such a one
+    it is refused. So unauthenticated connections cannot starve authenticated peers.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Server:
             )
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # A restarted transfer worker takes the same port while old connections still fade out.
+            # A restarted transfer worker takes the same port while old connections are still closing.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(BACKLOG)
@@ -120,7 +119,7 @@ class Server:
         self._closing.set()
         with self._lock:
             for listener in self._listeners:
-                # Unlike close, this wakes the thread that accepts. Not connected: ENOTCONN.
+                # Unlike close, this wakes the accepting thread. Not connected: ENOTCONN.
                 try:
                     listener.shutdown(socket.SHUT_RDWR)
                 except OSError:
@@ -172,7 +171,7 @@ class Server:
             stream.close()
 
     def _has_room(self) -> bool:
-        """Whether one more connection may be had, if need be in a stranger's place. Within the lock."""
+        """Whether one more connection is possible, perhaps replacing an unauthenticated one. With the lock."""
         limit = self._limits.connections_max
         if len(self._streams) < limit:
             return True
@@ -201,7 +200,7 @@ class Server:
             refuse(stream, error)
             stream.linger()
         except KvpoolError:
-            # The peer has gone, or does not read. What it was to read would otherwise wait in the
+            # The peer has gone, or does not read. Unsent bytes would otherwise wait in the
             # kernel for minutes.
             stream.reset()
         finally:

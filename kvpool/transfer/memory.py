@@ -1,4 +1,4 @@
-"""The segments of this node as a transport sees them: numbers, rows and spans of bytes.
+"""The segments of this node as seen by a transport: numbers, rows and spans of bytes.
 
 A row is a slot number within a segment: its bytes begin at `row * stride`.
 """
@@ -26,13 +26,13 @@ class Memory:
         self._views: dict[int, memoryview] = {}
 
     def attach(self, segment: int, mapping: mmap | bytearray | memoryview) -> None:
-        """Make a segment known. Raises `InvalidRequest` if there is one of that number."""
+        """Register a segment. Raises `InvalidRequest` if the number is taken."""
         if segment in self._views:
             raise InvalidRequest(f"segment {segment} is attached already")
         self._views[segment] = memoryview(mapping).cast("B")
 
     def check(self, segment: int, stride: int, nbytes: int, rows: bytes) -> None:
-        """Raises `InvalidRequest` unless all these rows lie in the segment, each with room for `nbytes`."""
+        """Raises `InvalidRequest` unless all these rows are in the segment, each with room for `nbytes`."""
         view = self._views.get(segment)
         if view is None:
             raise InvalidRequest(f"there is no segment {segment} here")
@@ -52,7 +52,7 @@ class Memory:
         return present, array("I", [n for n in numbers if n != NO_ROW]).tobytes()
 
     def table(self, segment: int, stride: int) -> npt.NDArray[np.uint8]:
-        """All rows of one stride, as an array [rows, stride]. Raises `InvalidRequest` if there is none such."""
+        """All rows of one stride, as an array [rows, stride]. Raises `InvalidRequest` if there are none."""
         view = self._views.get(segment)
         if view is None or not 0 < stride <= len(view):
             raise InvalidRequest(f"there is no segment {segment} with rows of {stride} bytes here")
@@ -67,7 +67,7 @@ class Memory:
     def spans(
         self, segment: int, stride: int, nbytes: int, rows: bytes, start: int = 0
     ) -> list[memoryview]:
-        """The same bytes in the same order, in as few views as possible: neighbours become one.
+        """The same bytes in the same order, in as few views as possible: adjacent rows are merged.
 
         start: the first of the bytes of each row.
         """

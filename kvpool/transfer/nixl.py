@@ -1,24 +1,24 @@
-"""Transport over NIXL: peers read each other's segments directly, by RDMA where there is a device for it.
+"""Transport over NIXL: peers read each other's segments directly, by RDMA if there is a device for it.
 
-`nixl://HOST:PORT` is a TCP address, for control: there peers introduce themselves as over `tcp://`, ask what
-they want to know, and are lent blocks; only the bytes go another way.
+`nixl://HOST:PORT` is a TCP address, for control: peers authenticate there as over `tcp://`, send
+requests, and get loans; only the bytes take another path.
 
-    who reads                          who owns
+    reader                              owner
     Fetch(keys)              ->
                              <-        Readable(present, checksums, addresses)
-    Describe()               ->                                    (where its memory is not known yet)
+    Describe()               ->                                    (if its memory is not known yet)
                              <-        Bytes(metadata)
     reads, verifies
     Taken(), or the end of the connection
 
-What opens a node's memory, the agent's metadata, is thus told to authenticated peers alone, and never stands
+The key to a node's memory, the agent's metadata, is thus sent only to authenticated peers, and is never
 in a record that others can read. A reader that reads too late gets another block's bytes, or half a block's,
-which the checksums tell.
+which the checksums detect.
 
-The owner's loan ends with the connection or its deadline. The reader's rows are the harder half: NIXL can give
-up a read, but bytes still arrive afterwards (seen with a peer that was stopped and went on). So a read that
-was begun and did not end well ends the process (`leave`): the one proof there is that nothing writes to the
-rows any more. It is a process for this transport alone, and control does over TCP what it left.
+The owner's loan ends with the connection or its deadline. The reader's rows are the harder half: NIXL can
+cancel a read, but bytes still arrive afterwards (seen with a peer that was stopped and continued). So a read that
+was begun and did not end well ends the process (`leave`): the only proof that nothing writes to the
+rows any more. It is a process for this transport alone, and control repeats its unfinished pulls over TCP.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ from kvpool.wire.worker import AskPeer, OpenLoan, PullBlocks, Pulled
 GROUP_BYTES = 2 << 20  # read at once, then verified while the next ones are read
 GROUP_PIECES = 1024
 GROUPS_MAX = 8  # of one pull under way
-DRAIN_S = 1.0  # for what is under way when a pull has to end
+DRAIN_S = 1.0  # for reads under way when a pull must end
 STRIDE_MAX = 1 << 40
 EXIT_STATUS = 70
 
 
 def leave(reason: str) -> None:
-    """End this process, since memory that is about to be somebody else's may still be written to."""
+    """End this process, because memory that is about to be reused may still be written to."""
     sys.stderr.write(f"kvpool: this process ends: {reason}\n")
     sys.stderr.flush()
     os._exit(EXIT_STATUS)
@@ -80,7 +80,7 @@ class NixlTransport:
     """See `Transport`, and the module. A pull runs in the calling thread.
 
     leave: called with the reason when a read was begun and is not known to have ended. It does not return,
-    but for tests.
+    except in tests.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class NixlTransport:
                 end = min(first + step, len(outcome.status))
                 self._fetch(order, first, end, outcome, deadline, stop)
         except KvpoolError as error:
-            # One that is declined may be so for want of NIXL at the other end: TCP tells.
+            # A refusal may be for lack of NIXL at the other end: TCP shows.
             return outcome.finish(error, REFUSALS)
         return outcome.finish()
 
@@ -161,7 +161,7 @@ class NixlTransport:
 
 
 class _Conversation(Conversation):
-    """The owner's half: blocks are lent, and stay where they are until they have been read."""
+    """The owner's half: blocks are on loan, and stay in place until they have been read."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class _Fetch:
         outcome: Outcome,
         stop: Stop,
     ) -> None:
-        """As `fetching.fetch`. When it ends, however it does, no read of it is under way."""
+        """As `requester.fetch`. When it ends, however it does, no read of it is under way."""
         keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
         answer = exchange(
             stream,
@@ -266,7 +266,7 @@ class _Fetch:
             span = span_of(order)
             local = _pieces(base, order.stride, into, span)
             remote = _pieces(answer.base, answer.stride, array("I", answer.rows), span)
-            # Closed here and now, whatever happens: with its end nothing is under way any more.
+            # Closed at once, whatever happens: after that no read is under way.
             with closing(self._read(stream, answer.agent, local, remote, order, stop)) as groups:
                 for low, high in groups:
                     if order.stop:
@@ -288,7 +288,7 @@ class _Fetch:
             stream.send(Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)), 0)
 
     def _meet(self, stream: Stream, answer: Readable, address: int) -> None:
-        """Know the peer's memory, as it is now."""
+        """Get the peer's current memory description."""
         peer, version = answer.agent, answer.version
         if self._agent.knows(peer, version):
             return
@@ -304,11 +304,11 @@ class _Fetch:
         order: PullBlocks,
         stop: Stop,
     ) -> Generator[tuple[int, int], None, None]:
-        """Read all, a few groups at a time; yields each one (first, end) that is here."""
+        """Read all, a few groups at a time; yields each group (first, end) that has arrived."""
         _, nbytes = span_of(order)
         groups = deque(_groups(len(local), nbytes if order.stop else order.nbytes))
         if not nbytes:
-            yield from groups  # all is in the rows, and only to be verified
+            yield from groups  # all is in the rows, and only needs to be verified
             return
         bounds = list(groups)
         left = len(groups)
@@ -335,7 +335,7 @@ class _Fetch:
             self._drain()
 
     def _next(self, deadline: Deadline) -> Read:
-        """One that has ended well."""
+        """Returns one that has ended successfully."""
         try:
             read = self._ended.get(timeout=deadline.left())
         except queue.Empty:
@@ -353,7 +353,7 @@ class _Fetch:
             raise Unavailable(read.error)
 
     def _drain(self) -> None:
-        """Wait for what is under way; nobody wants it any more, but it writes to the rows."""
+        """Wait for reads under way; they are not wanted any more, but still write to the rows."""
         patience = Deadline(DRAIN_S)
         while self._under_way:
             try:
@@ -368,7 +368,7 @@ class _Fetch:
 
 
 def check_readable(answer: Readable, count: int, nbytes: int) -> list[int]:
-    """Indices of the blocks that can be read. Raises `ProtocolError` for an answer that does not fit."""
+    """Indices of the blocks that can be read. Raises `ProtocolError` for an answer that does not match."""
     indices = [index for index, there in enumerate(answer.present) if there]
     if len(answer.present) != count or answer.present.count(1) != len(indices):
         raise ProtocolError("a Readable must match its Fetch: one byte per key, 0 or 1")
@@ -389,7 +389,7 @@ def check_readable(answer: Readable, count: int, nbytes: int) -> list[int]:
 
 
 def _pieces(base: int, stride: int, rows: array[int], span: tuple[int, int]) -> Pieces:
-    """Where some bytes of each block are (first, count), as NIXL wants to hear it."""
+    """Addresses of some bytes of each block (first, count), in NIXL's form."""
     start, nbytes = span
     pieces = np.zeros((len(rows), 3), dtype=np.uint64)
     numbers = np.frombuffer(rows, dtype=np.uint32).astype(np.uint64)

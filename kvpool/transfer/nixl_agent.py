@@ -1,8 +1,8 @@
 """NIXL in this process: one agent, owned by one thread, which sleeps while there is nothing to move.
 
-NIXL's agent is not made for several threads, and its own progress thread spins for ever. So everything is
-done by one thread of ours: it runs what others ask of it, and while a read is under way, or peers read from
-here, it drives UCX along. (A peer's read needs that on lanes that are no RDMA, and when it connects.)
+NIXL's agent is not made for several threads, and its own progress thread busy-waits. So everything is
+done by one thread here: it runs other threads' requests, and while a read is under way, or peers read from
+here, it drives UCX. (A peer's read needs that on lanes without RDMA, and when it connects.)
 
 Threads: all methods may be called from any thread.
 """
@@ -31,19 +31,19 @@ T = TypeVar("T")
 
 MODULE = "nixl_cu12"
 METADATA_BYTES_MAX = 64 << 10  # of a peer; one segment takes 300 bytes, each further one 50
-PEERS_MAX = 256  # remembered; the one that was met first is forgotten, and is met again when needed
+PEERS_MAX = 256  # remembered; the oldest is forgotten, and added again when needed
 SCRATCH_BYTES = 4096
 START_S = 30.0
 TRIAL_S = 3.0  # for the first byte of a peer
-SPIN_S = 0.005  # after something has happened the next thing is soon
+SPIN_S = 0.005  # after activity the next is likely soon
 PAUSE_S_MAX = 0.001
-PAUSE_SHARE = 0.001  # of the time in which nothing has happened
+PAUSE_SHARE = 0.001  # of the idle time
 
-# Set where the operator has not: an operator's own UCX_* win.
+# Set unless the operator has: an operator's own UCX_* take precedence.
 UCX_SETTINGS = {
-    # A crash is the process's own, and its parent's to see; UCX would print and could hang.
+    # A crash is for the process and its parent to handle; UCX would print and could hang.
     "UCX_ERROR_SIGNALS": "",
-    # Reads over TCP travel in pieces of this size: 3.7 GB/s, against 1.1 in the 8 KiB that are usual.
+    # Reads over TCP use pieces of this size: 3.7 GB/s, against 1.1 with the default of 8 KiB.
     "UCX_TCP_TX_SEG_SIZE": "1m",
     "UCX_TCP_RX_SEG_SIZE": "1m",
     "UCX_WARN_UNUSED_ENV_VARS": "n",  # such as these two, without that lane
@@ -51,8 +51,8 @@ UCX_SETTINGS = {
     "UCX_LOG_FILE": "stderr",
     "NIXL_LOG_LEVEL": "WARN",
 }
-# UCX's TCP lane checks no key: whoever reaches its port reads and writes what he likes of this process. So
-# it listens on loopback alone, and where peers are on other machines it is left out.
+# UCX's TCP lane checks no key: anyone who reaches its port can read and write this process's memory. So
+# it listens on loopback alone, and is left out if peers are on other machines.
 ON_LOOPBACK = {"UCX_NET_DEVICES": "lo"}
 OFF_LOOPBACK = {"UCX_TLS": "^tcp"}
 
@@ -62,8 +62,8 @@ Pieces = npt.NDArray[np.uint64]  # [pieces, 3]: address, bytes, 0
 class Read:
     """One read under way. `ended` is called once, in the agent's thread, when it is over.
 
-    error: what went wrong; empty: the bytes are here. started: whether it may have written anything: then an
-    error is no proof that it does not go on writing.
+    error: the reason; empty: the bytes are here. started: whether it may have written anything: then an
+    error is no proof that it does not still write.
     """
 
     __slots__ = ("ended", "error", "handle", "local", "number", "peer", "remote", "started")
@@ -82,7 +82,7 @@ class Read:
 
 
 class _Call(Generic[T]):
-    """A question to the agent's thread, and its answer."""
+    """A request to the agent's thread, and its answer."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -110,20 +110,20 @@ class Agent:
     """See the module. Nothing is loaded before `start`."""
 
     def __init__(self, node: str, memory: Memory) -> None:
-        # Another name in each life: a peer must not take the memory of one for that of the next.
+        # Another name in each life: a peer must not mistake the memory of one for that of the next.
         self.name = f"{node}/{secrets.token_hex(8)}"
         self._memory = memory
         self._changed = threading.Condition()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._unusable = ""  # why there is no agent, where there is none
+        self._unusable = ""  # why there is no agent, if there is none
         self._jobs: deque[Callable[[], None]] = deque()
         self._served = 0  # peers that may be reading from here
         self._closing = False
         self._bases: dict[int, int] = {}
         self._known: OrderedDict[str, int] = OrderedDict()
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
-        # Of the thread alone:
+        # Used by the agent's thread only:
         self._nixl: Any = None
         self._failures: tuple[type[Exception], ...] = ()
         self._reads: list[Read] = []
@@ -137,7 +137,7 @@ class Agent:
     def start(self, *, loopback: bool) -> None:
         """Load NIXL, once. loopback: whether all peers are on this machine.
 
-        Raises `ConfigError` where there is no NIXL, or it finds no device that it may use.
+        Raises `ConfigError` if NIXL is missing, or finds no usable device.
         """
         with self._starting:
             if self._unusable:
@@ -186,7 +186,7 @@ class Agent:
             raise Unavailable(str(error)) from None
 
     def place(self, segment: int, deadline: Deadline) -> int:
-        """The address at which a segment begins, which may be read and written by NIXL from now on."""
+        """The address of a segment, which NIXL may read and write from now on."""
         base = self._bases.get(segment)
         if base is None:
             base = self._ask(lambda: self._register(segment), deadline)
@@ -207,7 +207,7 @@ class Agent:
         return self._bases[segment]
 
     def describe(self, deadline: Deadline) -> bytes:
-        """What a peer needs to read from here. Not for strangers."""
+        """The metadata that a peer needs to read from here. Not for unauthenticated peers."""
         return self._ask(lambda: bytes(self._nixl.get_agent_metadata()), deadline)
 
     def knows(self, peer: str, version: int) -> bool:
@@ -216,11 +216,11 @@ class Agent:
     def meet(
         self, peer: str, version: int, metadata: bytes, address: int, deadline: Deadline
     ) -> None:
-        """A peer has described itself; at this address is something to be read.
+        """A peer has sent its description; a byte at this address can be read.
 
-        One byte of a new peer is read into memory of no importance: that there is no way to it is then found
-        out before anything of importance may be written to. Raises `Unavailable` where there is none, and
-        `ProtocolError` for what is no description.
+        One byte of a new peer is read into scratch memory: a missing path is then found
+        before any real row may be written to. Raises `Unavailable` if there is none, and
+        `ProtocolError` for an invalid description.
         """
         if len(metadata) > METADATA_BYTES_MAX:
             raise ProtocolError(
@@ -247,7 +247,7 @@ class Agent:
             raise Unavailable(error)
 
     def _give_up(self, read: Read) -> None:
-        """It may still write: only for reads into memory of no importance."""
+        """It may still write: only for reads into scratch memory."""
         if read in self._reads:
             self._reads.remove(read)
             try:
@@ -278,10 +278,10 @@ class Agent:
         try:
             self._nixl.remove_remote_agent(peer)
         except self._failures:
-            pass  # it is unknown already, which is what was wanted
+            pass  # it is unknown already, as wanted
 
     def read(self, read: Read) -> None:
-        """Begin it. Afterwards its memory is NIXL's until it has ended."""
+        """Start it. Afterwards its memory is NIXL's until it has ended."""
         self._do(lambda: self._begin(read))
 
     def _begin(self, read: Read) -> None:
@@ -305,7 +305,7 @@ class Agent:
         self._look(read, state)  # some lanes copy at once: others may begin to verify
 
     def _forget_later(self, peer: str) -> None:
-        """It is to describe itself again; NIXL keeps it while it reads from it."""
+        """It must send its description again; NIXL keeps it while it reads from it."""
         self._known.pop(peer, None)
         if all(read.peer != peer for read in self._reads):
             self._forget(peer)
@@ -364,7 +364,7 @@ class Agent:
         self._nixl = None  # closes it
 
     def _drive(self) -> None:
-        """Have UCX move what it can, and wait a little where nothing has happened for a while."""
+        """Have UCX move bytes, and wait a little if nothing has happened for a while."""
         if self._nixl is None:
             return
         self._nixl.get_new_notifs()

@@ -1,4 +1,4 @@
-"""Who goes first on this node's links: pulls that somebody waits for, before copies that nobody waits for."""
+"""Priority on this node's links: pulls that are waited for, before background copies."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PIECE_BYTES = 1 << 20
-"""What a background transfer moves before it looks again whether it is in the way."""
+"""Bytes that a background transfer moves between two checks for urgent ones."""
 PIECE_WAIT_S = 0.1
-"""Longest wait of a background transfer before a piece: it gets on at 10 MB/s whatever else is going on,
-so that copies are made, and a drain ends, under any load."""
+"""Longest wait of a background transfer before a piece: it proceeds at 10 MB/s under any load,
+so that replicas are made, and a drain ends.
+"""
 
 
 class Priority:
     """Urgent transfers and background ones of one process. Thread-safe.
 
-    An urgent one costs two turns of a lock. A background one gives way between its pieces: while it
-    waits it holds no core, no memory bandwidth and, the socket's buffers apart, nothing of the link.
+    An urgent one costs two acquisitions of a lock. A background one yields between its pieces: while it
+    waits it uses no core, no memory bandwidth and, except for the socket's buffers, nothing of the link.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class Priority:
 
     @contextmanager
     def urgent(self) -> Iterator[None]:
-        """Background transfers stand back meanwhile."""
+        """Background transfers yield meanwhile."""
         with self._changed:
             self._urgent += 1
         try:
@@ -39,7 +40,7 @@ class Priority:
                     self._changed.notify_all()
 
     def give_way(self, left_s: float) -> None:
-        """Called by a background transfer before each piece: wait while there is anything urgent.
+        """Called by a background transfer before each piece: wait while there is an urgent one.
 
         left_s: until its own deadline. No longer than that, nor than `PIECE_WAIT_S`.
         """

@@ -19,10 +19,10 @@ from kvpool.wire.worker import PullBlocks
 
 M = TypeVar("M", bound=Message)
 
-# Received and then hashed at a time: small enough to be in cache still, large enough that neither the
-# calls nor the wake-ups count.
+# Received and then hashed at a time: small enough to be still in cache, large enough that
+# calls and wake-ups do not matter.
 GROUP_BYTES = 1 << 20
-# The longest answer there can be: a flag, a checksum and a row (over NIXL) for each key, or metadata.
+# The longest possible answer: a flag, a checksum and a row (over NIXL) for each key, or metadata.
 ANSWER_BYTES_MAX = KEYS_MAX * (1 + CHECKSUM_BYTES + 4) + (64 << 10)
 
 
@@ -38,8 +38,8 @@ def fetch(
 ) -> None:
     """Bring the blocks `first` to `end` of an order here over one connection.
 
-    `outcome` is right for every block at any moment, so also when this raises: what `Stream` raises,
-    what the peer reports, or `ProtocolError`. `Refused` leaves the stream usable, all else does not.
+    `outcome` is right for every block at any moment, so also when this raises: the errors of `Stream`,
+    the peer's error, or `ProtocolError`. `Refused` leaves the stream usable, all others do not.
     """
     keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
     answer = exchange(
@@ -85,7 +85,7 @@ def fetch(
 
 
 def fetch_message(order: PullBlocks, keys: bytes, deadline: Deadline) -> Fetch:
-    """What is asked of an owner for these blocks of an order."""
+    """The request to an owner for these blocks of an order."""
     return Fetch(
         order.tenant,
         order.digest,
@@ -101,18 +101,18 @@ def fetch_message(order: PullBlocks, keys: bytes, deadline: Deadline) -> Fetch:
 
 
 def ask(stream: Stream, question: Ask | Offer | Await | Operate) -> Done | Bytes:
-    """The peer's answer to a question. Raises as `fetch` does."""
+    """The peer's answer to a request. Raises as `fetch` does."""
     if isinstance(question, Ask):
         return exchange(stream, question, 1, Done)
     return exchange(stream, question, 1, Bytes)
 
 
 class Refused(Exception):
-    """The peer answered with an error; the connection stands where it stood before."""
+    """The peer answered with an error; the connection is still usable."""
 
     def __init__(self, error: Error) -> None:
         super().__init__(error.message)
-        # Not to be taken for a peer that cannot be reached.
+        # Must not be mistaken for an unreachable peer.
         unavailable = error.code == Unavailable.code
         self.error = (
             Declined(error.message) if unavailable else from_code(error.code, error.message)

@@ -1,4 +1,4 @@
-"""The owner's half of a transfer, once the peer is known: what it asks for is lent and sent."""
+"""The owner's half of a transfer, after authentication: requested blocks are lent and sent."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvpool.wire.frame import KEYS_MAX, encode, error_message
 from kvpool.wire.peer import Ask, Await, Corrupt, Fetch, Fetched, Offer, Operate, decode_peer
 from kvpool.wire.worker import OpenLoan
 
-CORRUPT_S = 5.0  # to look at blocks that a peer found wrong
-AWAIT_S_MAX = 60.0  # whatever a peer says that it would wait
+CORRUPT_S = 5.0  # to verify blocks that a peer found wrong
+AWAIT_S_MAX = 60.0  # whatever waiting time a peer states
 AWAIT_LATE_S = 5.0  # for control's answer, beyond that
 REQUEST_BYTES_MAX = KEYS_MAX * KEY_BYTES + (64 << 10)
 
 
 class Budget:
-    """Bytes that may be lent at a time. Thread-safe."""
+    """Limit of bytes on loan at a time. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -33,7 +33,7 @@ class Budget:
         self._changed = threading.Condition()
 
     def take(self, amount: int, deadline: Deadline) -> None:
-        """Wait for room. An amount above the limit is let in when nothing else is.
+        """Wait for room. An amount above the limit is admitted alone.
 
         Raises `LimitExceeded` when the deadline comes first.
         """
@@ -55,7 +55,7 @@ class Budget:
 
 
 class Budgets(NamedTuple):
-    """Of what peers wait for, and of what nobody waits for: neither keeps the other one from being lent."""
+    """For urgent and background requests: neither blocks the other's loans."""
 
     urgent: Budget
     background: Budget
@@ -67,7 +67,7 @@ class Budgets(NamedTuple):
 
 
 class Conversation:
-    """What one peer asks for, one thing after the other. Belongs to the thread of its connection."""
+    """One peer's requests, one after the other. Belongs to the thread of its connection."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class Conversation:
         self._limits = limits
         self._budgets = budgets
         self._precedence = precedence
-        self._fetched: Fetch | None = None  # the last one, of which it may report blocks as corrupt
+        self._fetched: Fetch | None = None  # the last one, whose blocks it may report as corrupt
 
     def step(self) -> None:
-        """Wait for a request and answer it. Raises what `Stream` raises, and `ProtocolError`."""
+        """Wait for a request and answer it. Raises the errors of `Stream`, and `ProtocolError`."""
         stream = self._stream
-        # Longer than the peer keeps an idle connection, so that it seldom finds one closed.
+        # Longer than the peer keeps an idle connection, so that it seldom finds a closed one.
         stream.deadline = Deadline(2 * self._limits.idle_s)
         request, payload = stream.receive(REQUEST_BYTES_MAX)
         if not stream.fresh():
@@ -119,12 +119,12 @@ class Conversation:
         stream.send_buffers([memoryview(answer)])
 
     def _answer_later(self, request: int, question: Await | Operate) -> None:
-        """Answer when there is something to say. A peer that has gone meanwhile ends the question."""
+        """Answer when there is news. A peer that has gone meanwhile ends the request."""
         stream = self._stream
         if isinstance(question, Operate) and question.node != stream.peer_node:
             raise ProtocolError(
                 "a peer asks on behalf of another node"
-            )  # which the audit log would tell
+            )  # which the audit log would record
         stream.deadline = Deadline(min(question.wait_s, AWAIT_S_MAX) + AWAIT_LATE_S)
         try:
             owed = self._source.answer_later(question)
@@ -142,9 +142,9 @@ class Conversation:
         stream.send_buffers([memoryview(answer)])
 
     def _report(self, report: Corrupt) -> None:
-        """Look at blocks that the peer was just sent and found wrong; pass on those that are.
+        """Verify blocks that the peer was just sent and found wrong; report those that are.
 
-        A peer's word alone drops nothing: its own memory or network card may be what is broken.
+        A peer's report alone drops nothing: its own memory or network card may be faulty.
         """
         sent = self._fetched
         if sent is None or (report.tenant, report.digest, report.part) != (
@@ -183,7 +183,7 @@ class Conversation:
             )
 
     def _send_blocks(self, request: int, fetch: Fetch) -> None:
-        """Send what is there of the wanted blocks, or the reason why not."""
+        """Send the wanted blocks that are present, or the reason why not."""
         try:
             size = self._size(fetch)
             budget = self._budgets.background if fetch.background else self._budgets.urgent
@@ -235,7 +235,7 @@ class Conversation:
             spans = (
                 self._memory.spans(lent.segment, lent.stride, nbytes, rows, start) if rows else []
             )
-            # The kernel copies what it is given, so with the return of this the slots are free again:
+            # The kernel has copied the bytes when this returns, so the slots are free again:
             # sent or not, nothing refers to them any more.
             buffers = [memoryview(header), *spans]
             for piece in _pieces(buffers) if fetch.background else [buffers]:
@@ -248,7 +248,7 @@ class Conversation:
 
 
 Converse = Callable[[Stream, Memory, Source, TransferLimits, Budgets, Priority], Conversation]
-"""How a server talks with a peer: `Conversation`, or what a transport makes of it."""
+"""A server's conversation with a peer: `Conversation`, or a transport's variant."""
 
 
 def _pieces(buffers: list[memoryview]) -> Iterator[list[memoryview]]:

@@ -3,7 +3,7 @@
 Writing blocks in the kernel, with the kernel's own time-out (SO_SNDTIMEO), because Python's makes the
 socket non-blocking: then a gather of many blocks returns at each full socket buffer and costs a poll
 and another pass over the list. Here it is one call that holds no GIL. Reading waits until a good part
-of what is still to come is there (SO_RCVLOWAT), then takes all of it.
+of the expected bytes is there (SO_RCVLOWAT), then takes all of it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvpool.transfer.base import Deadline
 from kvpool.wire.frame import HEADER, Message, encode
 
 IOV_MAX = 1024  # buffers in one sendmsg or recvmsg_into
-WAKE_BYTES = 1 << 20  # wait for so much of what is still to come
+WAKE_BYTES = 1 << 20  # wait for this much of the expected bytes
 CALL_BYTES = 1 << 20  # moved by one call: on many kernels nothing else runs on its core meanwhile
-LINGER_S = 1.0  # for a peer that is refused to read why
+LINGER_S = 1.0  # for a refused peer to read why
 LINGER_BYTES = 64 << 10
-TLS_HANDSHAKE = b"\x16\x03"  # what somebody who speaks TLS begins with
+TLS_HANDSHAKE = b"\x16\x03"  # the first byte of a TLS peer
 _TIMEVAL = struct.Struct("@ll")
 _LINGER = struct.Struct("@ii")
 
@@ -33,19 +33,19 @@ class Closed(Unavailable):
 
 
 class Unreachable(Unavailable):
-    """There is nobody at this address, or no way to it."""
+    """Nothing listens at this address, or there is no route to it."""
 
 
 class Stream:
-    """One connection. Used by one thread at a time, but for `shut`, which any thread may call.
+    """One connection. Used by one thread at a time, except `shut`, which any thread may call.
 
     Every method raises `Closed` when the connection has ended, `Unavailable` when `deadline` passes
-    and `ProtocolError` for a frame above the limit. After any of these the only use of the stream is
-    `close`: nobody knows where in the conversation it stands.
+    and `ProtocolError` for a frame above the limit. After any of these the stream can only be
+    closed: its position in the conversation is unknown.
 
-    peer_node: which node the peer is, by the certificate that it showed, or by its own word once it has been admitted
-    to the cluster; None: nobody knows. binding: what the two ends of this connection have in common and nobody else
-    has; empty: there is no such thing.
+    peer_node: the peer's node, by its certificate, or by its own message once it has been admitted
+    to the cluster; None: not known. binding: a value shared by only the two ends of this connection;
+    empty: there is none.
     """
 
     peer_node: str | None = None
@@ -57,13 +57,14 @@ class Stream:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._wake_bytes = 1
-        self._armed = 0.0  # seconds that the kernel was told to wait with a write
+        self._armed = 0.0  # seconds of the kernel's time-out for writes
         self.deadline = deadline
         self.idle_since = 0.0
 
     def connect(self, address: tuple[Any, ...], source: str = "") -> None:
-        """From an address of this machine's, or any. Raises `Unreachable`, also when that is only known because
-        time is up, or after `shut`."""
+        """From one of this machine's addresses, or any. Raises `Unreachable`, also when the time
+        is up, or after `shut`.
+        """
         self._arm()
         try:
             if source:
@@ -74,10 +75,10 @@ class Stream:
             raise Unreachable("no answer in time" if late else str(error.strerror)) from None
 
     def secure(self) -> None:
-        """Agree on how bytes are protected, first of all. Here: not at all."""
+        """Negotiate protection, before anything else. Here: none."""
 
     def fresh(self) -> bool:
-        """Whether the peer would be let in as it was, and this connection may go on. Where not, it ends."""
+        """Whether the peer would still be accepted, so that this connection may continue. If not, it ends."""
         return True
 
     def send(self, message: Message, request: int) -> None:
@@ -143,7 +144,7 @@ class Stream:
                     at += 1
 
     def _wait_for(self, nbytes: int) -> None:
-        """Sleep until so many bytes can be read, or the connection has ended.
+        """Sleep until this many bytes can be read, or the connection has ended.
 
         A receiver that is woken for every segment spends as much time on falling asleep as on copying.
         """
@@ -158,7 +159,7 @@ class Stream:
             raise Unavailable(f"the peer did not answer within {self.deadline.seconds:g} s")
 
     def wait_beside(self, fd: int) -> None:
-        """Sleep until `fd` is readable. Raises as the others do, also when the peer says anything meanwhile."""
+        """Sleep until `fd` is readable. Raises as the others do, also when the peer sends anything meanwhile."""
         both = select.poll()
         both.register(fd, select.POLLIN)
         both.register(self._sock, select.POLLIN | select.POLLRDHUP)
@@ -200,7 +201,7 @@ class Stream:
         return Closed(f"the connection to the peer ended: {error.strerror or error}")
 
     def readable(self) -> bool:
-        """Whether there is something to read, be it the end of the stream. Does not wait."""
+        """Whether bytes, or the end of the stream, can be read. Does not wait."""
         try:
             self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -210,16 +211,16 @@ class Stream:
         return True
 
     def shut(self) -> None:
-        """End the connection under whoever waits on it. Any thread; idempotent."""
+        """End the connection under its waiting thread. Any thread; idempotent."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # not connected any more, which is what was asked for
+            pass  # not connected any more, as wanted
 
     def linger(self) -> None:
-        """Say no more, and wait a moment for the peer to have heard the last word. Never raises.
+        """Send no more, and wait a moment for the peer to have read the last message. Never raises.
 
-        A connection that is closed over bytes that nobody read is reset, and with it goes what was sent.
+        A connection that is closed over unread bytes is reset, and sent bytes are lost with it.
         """
         said = memoryview(bytearray(LINGER_BYTES))
         self.deadline = Deadline(LINGER_S)
@@ -229,10 +230,10 @@ class Stream:
                 self._wait_for(1)
                 said = said[self._receive_some([said]) :]
         except (OSError, KvpoolError):
-            pass  # it has gone, as it should, or goes on talking
+            pass  # it has gone, as it should, or continues to send
 
     def reset(self) -> None:
-        """Close, and drop what was sent and not yet received. As `close` otherwise."""
+        """Close, and drop bytes that were sent and not yet received. Otherwise like `close`."""
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
         except OSError:
@@ -245,7 +246,7 @@ class Stream:
 
 
 def _batch(buffers: list[memoryview], at: int) -> Sequence[memoryview]:
-    """What one call takes of the buffers from `at` on."""
+    """The part of the buffers from `at` on for one call."""
     first = buffers[at]
     if len(first) >= CALL_BYTES:
         return [first[:CALL_BYTES]]

@@ -1,6 +1,6 @@
 """Transport over TCP: one blocking connection a transfer, bytes straight from segment to segment.
 
-The reader asks with a `Fetch`, the owner answers with a `Fetched` and then the raw bytes of the blocks
+The reader sends a `Fetch`, the owner answers with a `Fetched` and then the raw bytes of the blocks
 that are present; both sides hand the kernel lists of slots, so nothing is copied in between.
 """
 
@@ -88,7 +88,7 @@ class TcpTransport:
             try:
                 return self._talk_over(url, stream, deadline, stop, talk)
             except Closed:
-                # The peer had closed it while it was idle, or fails now. A new connection tells which;
+                # The peer had closed it while it was idle, or fails now. A new connection shows which;
                 # blocks that had arrived are simply fetched again.
                 if stop.is_set:
                     raise
@@ -129,11 +129,11 @@ class _Pull:
         self._order = order
         self._outcome = outcome
         self._stop = stop
-        self._ours = Stop()  # set by `stop`, and when one thread fails: then the others give up too
+        self._ours = Stop()  # set by `stop`, and when one thread fails: then the others stop too
         self._deadline = Deadline(order.deadline_s)
         count = len(outcome.status)
         _, self._nbytes = span_of(order)  # of each block
-        # All of what is verified is work, also what is here already. What gives way to others needs no speed.
+        # Verified bytes are work, also those already here. A background pull needs no speed.
         work = count * (self._nbytes if order.stop else order.nbytes)
         self._streams = 1 if order.background else transport.streams.choose(order.url, work, count)
         self._slices = deque(self._cut())  # its popleft is atomic

@@ -1,4 +1,4 @@
-"""A few threads that are kept for the next job. (`concurrent.futures` costs a transfer worker 3 MB to import.)"""
+"""A few threads that are reused. (`concurrent.futures` costs a transfer worker 3 MB to import.)"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ThreadPool:
             self._add(job)
 
     def try_now(self, job: Callable[[], None]) -> bool:
-        """Run a job if it does not have to wait for another one; whether it runs."""
+        """Run a job if it need not wait for another one; returns whether it runs."""
         with self._lock:
             if self._unfinished >= self._threads_max:
                 return False
@@ -48,7 +48,7 @@ class ThreadPool:
                 self._unfinished -= 1
 
     def close(self) -> None:
-        """Let the threads end when they have done what was submitted. Nothing may follow."""
+        """Let the threads end when submitted jobs are done. No more jobs may follow."""
         with self._lock:
             for _ in range(self._threads):
                 self._jobs.put(None)

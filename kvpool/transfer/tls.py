@@ -1,16 +1,16 @@
-"""TLS 1.3 over a `Stream`: both sides show a certificate, then all that is said is encrypted.
+"""TLS 1.3 over a `Stream`: both sides present a certificate, then everything is encrypted.
 
 OpenSSL works on buffers in memory and never on the socket, which stays with `Stream`: its time-outs in the
-kernel, its few large calls, its `shut`. OpenSSL on the socket itself was as fast on loopback (it saves a copy, and
-takes three system calls for each record of 16 KiB, where here one moves many), and would need deadlines and
-interruption of its own. What TLS costs: `bench/tls.py`.
+kernel, its few large calls, its `shut`. OpenSSL on the socket itself was as fast on loopback (it saves a copy,
+and takes three system calls for each record of 16 KiB, where here one moves many), and would need deadlines and
+interruption of its own. The cost of TLS: `bench/tls.py`.
 
-Kernel TLS is not used: Python names the option from 3.12 on, it takes the kernel's `tls` module, without which
-OpenSSL leaves it out silently, and OpenSSL would have to own the socket.
+Kernel TLS is not used: Python names the option from 3.12 on, it needs the kernel's `tls` module, without which
+OpenSSL silently skips it, and OpenSSL would have to own the socket.
 
-What the ends of a connection have in common, and nobody else, is `binding`: the client's Finished message, a
+`binding` is known only to the ends of a connection: the client's Finished message, a
 digest of the whole handshake, certificates included. The cluster secret is proved over it (`handshake`), so that
-who stands in the middle cannot pass on a proof that was made for him.
+a man in the middle cannot forward a proof that was made for him.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ RECORD_BYTES = 16384  # of plain bytes, at most
 RECORD_EXTRA = 22  # header, type and tag
 FLUSH_BYTES = 1 << 20  # encrypted, then sent by one call
 STAGE_BYTES = 256 << 10  # received by one call, then decrypted
-SMALL_STAGE_BYTES = 32 << 10  # the same where less is expected
-# With one key AES-GCM is good for 2**24.5 records (RFC 8446, 5.5); Python cannot ask for a new key.
+SMALL_STAGE_BYTES = 32 << 10  # the same if less is expected
+# With one key AES-GCM is good for 2**24.5 records (RFC 8446, 5.5); Python cannot request a new key.
 CARRIED_BYTES_MAX = 128 << 30
-HANDSHAKE_RECORD = 0x16  # the first byte of whoever speaks TLS
+HANDSHAKE_RECORD = 0x16  # the first byte of a TLS peer
 
 
 def open_stream(
     sock: socket.socket, deadline: Deadline, credentials: Credentials | None, *, listens: bool
 ) -> Stream:
-    """A stream over a socket, with TLS where there are credentials. listens: whether we were connected to."""
+    """A stream over a socket, with TLS if there are credentials. listens: whether the peer connected."""
     if credentials is None:
         return Stream(sock, deadline)
     return TlsStream(sock, deadline, credentials, listens=listens)
 
 
 class TlsStream(Stream):
-    """See `Stream` and the module. Nothing is said or heard before `secure`."""
+    """See `Stream` and the module. Nothing is sent or received before `secure`."""
 
     def __init__(
         self, sock: socket.socket, deadline: Deadline, credentials: Credentials, *, listens: bool
@@ -62,13 +62,13 @@ class TlsStream(Stream):
         self._carried = 0
         self._small = memoryview(bytearray(SMALL_STAGE_BYTES))
         self._large: memoryview | None = None
-        self._speaks_plain = False  # the peer, which is to hear why that does not do
+        self._speaks_plain = False  # the peer, which must learn why that is refused
 
     def secure(self) -> None:
-        """Shake hands, within the deadline.
+        """Perform the handshake, within the deadline.
 
-        Raises `NotAuthenticated` for a peer that has no certificate that does, or does not want ours (which who
-        connects may hear only with the peer's first answer), `ProtocolError` for one that speaks something else.
+        Raises `NotAuthenticated` for a peer without an acceptable certificate, or that rejects ours (which the
+        connecting side may learn only with the peer's first answer), `ProtocolError` for another protocol.
         """
         contexts = self._credentials.current()
         context = contexts.listens if self._listens else contexts.connects
@@ -78,7 +78,7 @@ class TlsStream(Stream):
         except ssl.SSLError as error:
             self._tell()
             raise _mapped(error) from None
-        # From here on the peer can be told in our own words what is wrong.
+        # From here on the peer can be sent an error in kvpool's own protocol.
         self._tls, self._contexts = tls, contexts
         certificate = tls.getpeercert()
         self.peer_node = node_in(certificate, self._credentials.cluster)
@@ -104,7 +104,7 @@ class TlsStream(Stream):
             self._incoming.write(self._small[:got])
 
     def _check_speaks_tls(self, said: memoryview) -> None:
-        """Raises `ProtocolError` for what is no handshake; a daemon that speaks no TLS can be told so."""
+        """Raises `ProtocolError` for anything but a handshake; a daemon without TLS can be told so."""
         if said[0] == HANDSHAKE_RECORD:
             return
         if len(said) >= HEADER.size:
@@ -115,11 +115,11 @@ class TlsStream(Stream):
         )
 
     def _tell(self) -> None:
-        """Send what TLS has to say of a handshake that failed."""
+        """Send TLS's alert for a failed handshake."""
         try:
             self._flush()
         except KvpoolError:
-            pass  # the peer has gone; the reason that matters is the caller's
+            pass  # the peer has gone; the caller's reason matters
 
     def send_buffers(self, buffers: list[memoryview]) -> None:
         if self._speaks_plain:
@@ -162,15 +162,15 @@ class TlsStream(Stream):
                 wanted -= got
 
     def _refill(self, wanted: int) -> None:
-        """Receive some of what is still to come: so many bytes, encrypted."""
+        """Receive some of the expected bytes: at most this many, encrypted."""
         stage = self._small
         if wanted > SMALL_STAGE_BYTES:
             self._large = stage = self._large or memoryview(bytearray(STAGE_BYTES))
-        # All of these are still on their way, but for what OpenSSL has of a record that is not whole.
+        # All of these are still on their way, except OpenSSL's part of an incomplete record.
         coming = wanted - RECORD_BYTES - RECORD_EXTRA
         self._wait_for(max(1, min(coming, len(stage))))
         self._incoming.write(stage[: self._receive_some([stage])])
-        self._flush()  # TLS may have had something to answer
+        self._flush()  # TLS may have produced an answer
 
     def _secured(self) -> ssl.SSLObject:
         if self._tls is None:
@@ -186,7 +186,7 @@ class TlsStream(Stream):
         return self._heard() or super().readable()
 
     def _heard(self) -> bool:
-        """Whether something was received that nobody has asked for yet."""
+        """Whether bytes were received that were not read yet."""
         return bool(self._incoming.pending or self._secured().pending())
 
     def fresh(self) -> bool:
@@ -198,7 +198,7 @@ class TlsStream(Stream):
 
 
 def _pieces(buffers: list[memoryview]) -> Iterator[memoryview]:
-    """The same bytes in the same order, with small buffers put together: each one would become a record."""
+    """The same bytes in the same order, with small buffers merged: each one would become a record."""
     small: list[memoryview] = []
     size = 0
     for buffer in buffers:
@@ -215,7 +215,7 @@ def _pieces(buffers: list[memoryview]) -> Iterator[memoryview]:
 
 
 def _mapped(error: ssl.SSLError) -> KvpoolError:
-    """What OpenSSL says, in our words."""
+    """OpenSSL's error, in kvpool's words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return NotAuthenticated(f"the peer's certificate is refused: {error.verify_message}")
     reason = str(error.reason or error).replace("_", " ").lower()
