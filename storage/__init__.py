@@ -1,1 +1,1 @@
-"""Tiers: where blocks rest. DRAM segments, slot allocation, eviction policies."""
+"""Storage of blocks: DRAM segments, slot allocation, eviction policies, and the tiers below memory."""

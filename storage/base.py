@@ -2,12 +2,12 @@
 
 `kvpool.testing.tier` is its suite; `kvpool.testing.memory_tier` the smallest implementation.
 
-Memory is not behind the port: it is what the port is measured from. Blocks are *stored* from slots of memory and
-*loaded* into slots of memory, and memory's own rules say which slots.
+Memory itself is not behind the port. Blocks are *stored* from slots of memory and
+*loaded* into slots of memory, and memory's own rules choose the slots.
 
-A tier stores parts. It is told of them by memory's own objects, and this module knows nothing of these but their
-names: a `Namespace` is in one epoch, a `Table` has the blocks of one part of it, a `Block` is in one table. In the
-daemon they are `NamespaceState`, `PartTable` and `Block` (`kvpool.daemon.core.tier`).
+A tier stores parts. It gets memory's own objects, of which this module uses only the names: a `Namespace` is in
+one epoch, a `Table` has the blocks of one part of it, a `Block` is in one table. In the daemon they are
+`NamespaceState`, `PartTable` and `Block` (`kvpool.daemon.core.tier`).
 
 Event loop only: no method may be called from another thread, and those that are not coroutines return at once.
 """
@@ -25,7 +25,7 @@ Block_contra = TypeVar("Block_contra", contravariant=True)
 
 
 class Occupancy(NamedTuple):
-    """How full a tier is, in bytes of slots and in blocks of one part; as far as it knows by itself."""
+    """Usage of a tier, in bytes of slots and in blocks of one part; as known here."""
 
     capacity_bytes: int
     used_bytes: int
@@ -33,7 +33,7 @@ class Occupancy(NamedTuple):
 
 
 class Tier(Protocol[Namespace_contra, Table_contra, Block_contra]):
-    """What every tier can do."""
+    """Common to all tiers."""
 
     @property
     def serving(self) -> bool:
@@ -41,13 +41,13 @@ class Tier(Protocol[Namespace_contra, Table_contra, Block_contra]):
         ...
 
     async def store(self, blocks: Sequence[Block_contra]) -> bytes:
-        """Store blocks that are in memory; a `BlockStatus` each.
+        """Store blocks that are in memory; returns a `BlockStatus` each.
 
-        PRESENT: it is here, and was perhaps before. NO_SPACE: it is not, since others are worth more. FAILED: the
-        tier takes no writes now. ABSENT: memory had given it up before its turn, or while it was stored.
+        PRESENT: it is here, perhaps already before. NO_SPACE: it is not, because others are worth more. FAILED:
+        the tier takes no writes now. ABSENT: memory had evicted it before its turn, or while it was stored.
 
-        The tier keeps the blocks in their slots of memory as long as it reads these, a bounded share of memory at a
-        time. Cancelling it ends the wait, not what has begun. Raises nothing else.
+        The tier keeps the blocks in their slots of memory as long as it reads these, a bounded share of memory at
+        a time. Cancelling it ends the wait, not stores that have begun. Raises nothing else.
         """
         ...
 
@@ -56,26 +56,26 @@ class Tier(Protocol[Namespace_contra, Table_contra, Block_contra]):
     ) -> worker_wire.Pulled:
         """Load blocks of one table into slots of it in memory, which the caller has reserved: its rows.
 
-        The answer has a `BlockStatus` and a checksum for each, in the order of the keys. PRESENT: the bytes are in
-        the slot, and agree with the checksum that they were stored with. ABSENT: it is not here. MISMATCH: it was
-        not what had been stored; it is not found here again. FAILED and LATE: nothing is known. Unless it is
-        PRESENT the slot holds anything.
+        The answer has a `BlockStatus` and a checksum for each, in the order of the keys. PRESENT: the bytes are
+        in the slot, and match the checksum that they were stored with. ABSENT: it is not here. MISMATCH: it did
+        not match; it is not found here again. FAILED and LATE: nothing is known. Unless it is PRESENT the slot
+        holds anything.
 
-        seconds: what has not come by then is LATE. However this ends, nothing touches the slots any more. Raises
+        seconds: blocks not loaded by then are LATE. However this ends, nothing touches the slots any more. Raises
         `Unavailable` when the tier ends or does not serve.
         """
         ...
 
     def enter(self, namespace: Namespace_contra) -> None:
-        """The namespace is in a new epoch: blocks of its former ones are found no more."""
+        """The namespace is in a new epoch: blocks of its former ones are misses."""
         ...
 
     def occupancy(self) -> Occupancy:
-        """How full it is."""
+        """Its usage."""
         ...
 
     async def close(self) -> None:
-        """End all that runs. Calls under way end first, with what they have, or with `Unavailable`. Idempotent."""
+        """End all tasks. Calls under way end first, with partial results, or with `Unavailable`. Idempotent."""
         ...
 
 
@@ -84,10 +84,10 @@ class LocalTier(
     Tier[Namespace_contra, Table_contra, Block_contra],
     Protocol[Namespace_contra, Table_contra, Block_contra],
 ):
-    """A tier of this node alone: the daemon's own books say what is in it."""
+    """A tier of this node alone: the daemon's own books list its blocks."""
 
     def held(self, table: Table_contra) -> Sequence[Container[bytes]]:
-        """Sets of keys that together are what is here of a table. They are the tier's own, and change."""
+        """Sets of keys whose union is the blocks of a table here. They are the tier's own, and change."""
         ...
 
     def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
@@ -100,15 +100,15 @@ class LocalTier(
     def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
         """About `count` blocks from a cursor on (at first 0), grouped by directory digest; the next cursor.
 
-        None: all were met. Every block that is here throughout a whole walk is met.
+        None: the end. Every block that is here throughout a whole walk is visited.
         """
         ...
 
     def remove(self, namespace: Namespace_contra, packed: bytes) -> int:
-        """Forget blocks, all their parts; how many blocks there were. packed: their keys.
+        """Remove blocks, all their parts; returns how many blocks there were. packed: their keys.
 
-        Loads under way finish. Memory forgets them first: what is being stored is then not found here either. Not
-        durable: what a tier forgot just before its end may be there when it is opened again.
+        Loads under way finish. Memory removes them first: a block being stored is then not found here either. Not
+        durable: blocks removed just before the tier's end may be there when it is opened again.
         """
         ...
 
@@ -118,7 +118,7 @@ class SharedTier(
     Tier[Namespace_contra, Table_contra, Block_contra],
     Protocol[Namespace_contra, Table_contra, Block_contra],
 ):
-    """A tier of the whole cluster: what is in it is asked of others, who may not answer."""
+    """A tier of the whole cluster: lookups are requests, which may fail."""
 
     async def where(
         self,
@@ -128,12 +128,12 @@ class SharedTier(
         *,
         prefix: bool = False,
     ) -> Mapping[bytes, int]:
-        """Which of these parts of these keys are here, as masks; without keys of which nothing is.
+        """Which of these parts of these keys are here, as masks; keys without any are left out.
 
-        prefix: the keys are a prefix chain; it is not asked on where it ends. Raises `Unavailable`.
+        prefix: the keys are a prefix chain; the lookup stops where it ends. Raises `Unavailable`.
         """
         ...
 
     async def remove(self, namespace: Namespace_contra, packed: bytes) -> int:
-        """As `LocalTier.remove`. Raises `Unavailable`: then they may be found still."""
+        """As `LocalTier.remove`. Raises `Unavailable`: then they may still be found."""
         ...

@@ -1,25 +1,25 @@
-"""Lossless codecs for parts at rest: what a block's bytes become on the way to a slow tier.
+"""Lossless codecs for parts at rest: the encoding of a block's bytes in a slow tier.
 
-A codec belongs to a tier, not to a namespace: what comes out is what went in, so engines whose
-tiers encode differently still share blocks. Each stored block says which codec wrote it, so a
+A codec belongs to a tier, not to a namespace: decoding returns the original bytes, so engines whose
+tiers encode differently still share blocks. Each stored block records its codec, so a
 setting may change while old blocks stay readable.
 
-Every block may be stored raw, and is when encoding would not save a class of slots: then `stored`
+Every block may be stored raw, and is if encoding would not give a shorter slot: then `stored`
 is `nbytes` and the codec is `RAW`. Lengths of slots come in at most eight classes a part, so that
 an allocator with one class a length has few of them:
 
     nbytes of a part   |-------|-------|-------|-------|-------|-------|-------|-------|
     slot of a block    1/8 .. 8/8 of nbytes, each rounded up to whole pages
 
-What blosc2 stores:
+The format of blosc2:
 
     offset  0        8          40
             | check  | header   | streams of zstd, one for each byte of the elements ...
             | xxh3-64 of the rest, little-endian
                      | blosc2's chunk header: versions, sizes, filters
 
-The check comes first because the decoder is C that parses what a disk returned: bytes that rotted
-are refused before it sees them. It is no substitute for the checksum of the raw bytes, which the
+The check comes first because the decoder is C that parses a disk's bytes: damaged bytes
+are refused before it sees them. It does not replace the checksum of the raw bytes, which the
 caller still verifies.
 """
 
@@ -52,7 +52,7 @@ BLOCK_BYTES_MAX = 1 << 20
 
 
 class Encoded(NamedTuple):
-    """What lies in a slot: the bytes used of it, and the id of the codec that `decode` needs."""
+    """The contents of a slot: the bytes used of it, and the id of the codec that `decode` needs."""
 
     stored: int
     codec: int
@@ -69,24 +69,24 @@ class Codec(Protocol):
     id: int
 
     def encode(self, raw: Bytes, out: Bytes) -> Encoded:
-        """Write `raw`, encoded or as it is, to the beginning of `out`.
+        """Write `raw`, encoded or unchanged, to the beginning of `out`.
 
         raw: the part's bytes, contiguous, at least one.
-        out: writable, contiguous, at least as long as `raw`; what lies behind `stored` is undefined.
+        out: writable, contiguous, at least as long as `raw`; bytes after `stored` are undefined.
         Neither is kept.
         """
 
     def length(self, slot: Bytes) -> int:
-        """How many bytes were stored at the beginning of `slot`, by their own word: up to its size, or 0.
+        """How many bytes were stored at the beginning of `slot`, by their own header: up to its size, or 0.
 
-        0: no such thing lies there. `decode` finds out whether the word is true.
+        0: not this codec's format. `decode` verifies the header.
         """
 
     def decode(self, stored: Bytes, out: Bytes) -> bool:
-        """Fill `out` from what this codec stored. False: `stored` is no such thing.
+        """Fill `out` from bytes stored by this codec. False: `stored` is invalid.
 
         stored: exactly the bytes that were stored. out: writable, contiguous, of the raw length.
-        On False `out` holds anything. True is not a promise that the bytes are right: the caller
+        On False `out` holds anything. True does not promise that the bytes are right: the caller
         verifies their checksum.
         """
 
@@ -114,19 +114,19 @@ class Raw:
 class Blosc2:
     """The bytes of a part's elements sorted by significance, then zstd.
 
-    Sign and exponent bytes of KV repeat and mantissas do not, so it pays to keep them apart.
-    Releases the GIL while it works, and works in the calling thread alone. A call allocates as much
-    as the part has, once, when it encodes, and nothing when it decodes.
+    Sign and exponent bytes of KV repeat and mantissas do not, so it pays to separate them.
+    Releases the GIL while it works, and works in the calling thread alone. Encoding allocates as much
+    as the part once, decoding nothing.
 
     item_bytes: size of an element of the KV's dtype. A wrong one costs ratio, never bytes. Blocks
-        can be decoded by an instance of any other.
+        can be decoded by an instance with any other.
     """
 
     name = "blosc2"
     id = BLOSC2
 
     def __init__(self, item_bytes: int = 1) -> None:
-        """Raises `ConfigError` where the blosc2 package is not installed."""
+        """Raises `ConfigError` if the blosc2 package is not installed."""
         if item_bytes not in ITEM_BYTES:
             raise ConfigError(f"elements of {item_bytes} bytes: only 1, 2, 4 and 8 are supported")
         try:
@@ -136,7 +136,7 @@ class Blosc2:
                 f"the codec blosc2 needs a package that cannot be imported ({error}): install it (pip install "
                 "blosc2), or use the codec none"
             ) from None
-        # For the whole process, and off by default: a transfer worker's other threads must go on meanwhile.
+        # For the whole process, and off by default: a transfer worker's other threads must continue meanwhile.
         blosc2.set_releasegil(True)
         self._compress = blosc2.compress2
         self._decompress = blosc2.decompress2
@@ -156,7 +156,7 @@ class Blosc2:
             chunk = self._compress(
                 raw,
                 blocksize=min(nbytes, BLOCK_BYTES_MAX),
-                # blosc2 3.3.5 loses bytes behind the last whole element of a block.
+                # blosc2 3.3.5 loses bytes after the last whole element of a block.
                 typesize=gcd(self._item_bytes, nbytes),
                 **self._parameters,
             )
@@ -175,7 +175,7 @@ class Blosc2:
         return stored if CHECK_BYTES + HEADER_BYTES <= stored <= slot.size else 0
 
     def decode(self, stored: Bytes, out: Bytes) -> bool:
-        assert out.flags.writeable  # blosc2 does not ask
+        assert out.flags.writeable  # blosc2 does not check
         chunk = stored[CHECK_BYTES:]
         if chunk.size < HEADER_BYTES:
             return False
@@ -183,7 +183,7 @@ class Blosc2:
             CHECK_BYTES, "little"
         ):
             return False
-        # blosc2 takes the header's word for how much it may write.
+        # blosc2 trusts the header for how much it may write.
         raw_bytes, _, chunk_bytes = np.frombuffer(chunk[4:16], "<i4").tolist()
         if raw_bytes != out.size or chunk_bytes != chunk.size:
             return False

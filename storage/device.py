@@ -1,16 +1,16 @@
-"""A segment of spare device memory: owned by the daemon's side, mapped by engines of the same host.
+"""A segment of spare device memory: owned by the daemon, mapped by engines of the same host.
 
 Rows of one size in one allocation. An engine on the same device attaches to it and copies to and from its
-own cache without leaving the device; for everybody else bytes pass through host memory, row by row, since a
-row lies together on both sides.
+own cache without leaving the device; otherwise bytes pass through host memory, row by row, because a
+row is contiguous on both sides.
 
-The owner exports a handle for each engine. On a CUDA device that is what torch makes for sharing tensors
+The owner exports a handle for each engine. On a CUDA device that is torch's handle for sharing tensors
 between processes (CUDA IPC); on the CPU device, which serves tests and machines without an accelerator, the
-owner's process and descriptor of a sealed memfd. A handle is good for one `attach`, on the same host, while
-the owner lives. What else is allocated by the owner's process may share the memory that a CUDA handle opens:
-give handles to engines that are trusted with it, and keep nothing else on the device there.
+owner's process and descriptor of a sealed memfd. A handle is valid for one `attach`, on the same host, while
+the owner lives. Other allocations of the owner's process may share the memory that a CUDA handle opens:
+give handles only to trusted engines, and keep nothing else on the device there.
 
-Needs torch, which is imported where a segment is made.
+Needs torch, which is imported when a segment is made.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _CudaHandle(msgspec.Struct, tag="cuda", array_like=True):
 
     rows: int
     stride: int
-    device: str  # its UUID: numbers are each process's own
+    device: str  # its UUID: numbers differ between processes
     memory: bytes
     storage_bytes: int
     storage_offset: int
@@ -54,7 +54,7 @@ class _CpuHandle(msgspec.Struct, tag="cpu", array_like=True):
     stride: int
     pid: int
     fd: int
-    inode: int  # of the memfd: the number of a closed descriptor is soon another's
+    inode: int  # of the memfd: the number of a closed descriptor is reused
     size: int
 
 
@@ -62,7 +62,7 @@ _handles = msgspec.msgpack.Decoder(_CudaHandle | _CpuHandle)
 
 
 def register(memory: mmap.mmap) -> None:
-    """Have the CUDA driver know host memory, so that the device copies from and to it at full speed.
+    """Register host memory with the CUDA driver, so that the device copies from and to it at full speed.
 
     Until this process ends. Takes some 40 ms a GiB. Raises `SegmentError`.
     """
@@ -103,8 +103,8 @@ def _runs(source: Index, target: Index) -> Iterator[tuple[int, int, int]]:
 class DeviceSegment:
     """Rows of device memory. Used by one thread at a time; attached segments have users of their own.
 
-    table: the rows, a uint8 tensor of shape (rows, stride). Not to be used after `close`. Who may write
-        which row, and when, is for the daemon's rules to say, as for every segment.
+    table: the rows, a uint8 tensor of shape (rows, stride). Not to be used after `close`. The daemon's rules
+        decide who may write which row, and when, as for every segment.
     """
 
     def __init__(self, table: Any, memory: Segment | None, mapping: mmap.mmap | None) -> None:
@@ -116,7 +116,7 @@ class DeviceSegment:
         self._mapping = mapping
         self._device = table.device
         self._module = torch.get_device_module(self._device)
-        # Of this device: by default it would be of the one that is current in this thread.
+        # For this device: by default it would be for the one that is current in this thread.
         cuda = self._device.type == "cuda"
         self._stream = self._module.Stream(device=self._device) if cuda else self._module.Stream()
 
@@ -161,7 +161,7 @@ class DeviceSegment:
     def cut(self, stride: int) -> Self:
         """The same memory as rows of another size, for another user: a thread of this process.
 
-        It stays allocated until all of them are closed. Raises `InvalidRequest` where there is no room for a row.
+        It stays allocated until all of them are closed. Raises `InvalidRequest` if there is no room for a row.
         """
         flat = self.table.view(-1)
         if not 0 < stride <= len(flat):
@@ -185,7 +185,7 @@ class DeviceSegment:
                 self.table.untyped_storage()._share_cuda_()
             )
             device = _uuid(number)
-        except RuntimeError as error:  # as where CUDA IPC is switched off
+        except RuntimeError as error:  # for example if CUDA IPC is disabled
             raise SegmentError(f"this device memory cannot be shared: {error}") from error
         return msgspec.msgpack.encode(
             _CudaHandle(
@@ -196,8 +196,9 @@ class DeviceSegment:
 
     @staticmethod
     def lies_on(handle: bytes, device: Any) -> bool:
-        """Whether a handle's segment is on this very torch device. Maps nothing, so that no other device is
-        touched. Raises `SegmentError` if the handle is none."""
+        """Whether a handle's segment is on this torch device. Maps nothing, so that no other device is
+        touched. Raises `SegmentError` for an invalid handle.
+        """
         found = _decoded(handle)
         if isinstance(found, _CpuHandle):
             return bool(device.type == "cpu")
@@ -205,7 +206,7 @@ class DeviceSegment:
 
     @classmethod
     def attach(cls, handle: bytes) -> Self:
-        """Map another process's segment. Raises `SegmentError` if it is gone or the handle is none."""
+        """Map another process's segment. Raises `SegmentError` if it is gone or the handle is invalid."""
         found = _decoded(handle)
         if isinstance(found, _CpuHandle):
             return cls._attach_cpu(found)
@@ -284,13 +285,13 @@ class DeviceSegment:
         return torch.from_numpy(table)
 
     def _wait(self) -> None:
-        """For these copies alone, not for what others do on the device."""
+        """For these copies alone, not for others' work on the device."""
         event = self._module.Event()
         event.record(self._stream)
         event.synchronize()
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent. Others' mappings stay valid until they close theirs."""
+        """Free the memory. Idempotent. Others' mappings stay valid until they close theirs."""
         self.table = None
         self._mapping = None  # unmapped with the last tensor over it
         if self._memory is not None:

@@ -1,8 +1,8 @@
 """DRAM segments: sealed, pre-faulted shared memory that engines and transfer workers map by descriptor.
 
-A segment is a memfd: it has no name in any file system, lives as long as somebody holds a descriptor
-or a mapping, and is sealed against resizing, so that no mapper can be made to fault by another's
-truncate. `SlabAllocator` (slab.py) decides what lies where in it; this file only owns the memory.
+A segment is a memfd: it has no name in any file system, lives as long as a descriptor
+or a mapping exists, and is sealed against resizing, so that a truncate cannot make its mappers
+fault. `SlabAllocator` (slab.py) decides its layout; this file only owns the memory.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvpool.memory.segment import F_ADD_SEALS, SEALS, Segment
 
 PAGE = 4096
 PREFAULT_CHUNK_BYTES = 256 << 20
-KEEP_FREE_BYTES = 256 << 20  # what a segment must leave to the rest of the machine
+KEEP_FREE_BYTES = 256 << 20  # memory that must be left to the rest of the machine
 
 
 def free_memory_bytes() -> int:
-    """Memory that can be taken without swapping: the kernel's estimate, or what is left of the cgroup's.
+    """Memory that can be allocated without swapping: the kernel's estimate, or the rest of the cgroup's limit.
 
-    Raises `SegmentError` where neither can be read.
+    Raises `SegmentError` if neither can be read.
     """
     try:
         text = Path("/proc/meminfo").read_text()
@@ -40,7 +40,7 @@ def free_memory_bytes() -> int:
 
 
 def _cgroup_free_bytes(otherwise: int) -> int:
-    """What the control groups (v2) still allow; `otherwise` where there is no limit to read."""
+    """The remaining memory of the control groups (v2); `otherwise` without a readable limit."""
     try:
         group = Path("/proc/self/cgroup").read_text().strip().rsplit("::", 1)[-1]
     except OSError:
@@ -62,7 +62,7 @@ def _group_free_bytes(folder: Path, otherwise: int) -> int:
         left = int(limit) - int((folder / "memory.current").read_text())
     except (OSError, ValueError):
         return otherwise
-    # Cached pages of files count as used, though the kernel drops them when memory is asked for: after
+    # Cached pages of files count as used, though the kernel drops them on demand: after
     # a model's weights were read they are most of it.
     return max(0, left + _cached_file_bytes(folder))
 
@@ -86,11 +86,11 @@ class DramSegment(Segment):
     def create(cls, size: int, *, free_bytes: int | None = None) -> Self:
         """Allocate, pre-fault and seal `size` bytes, rounded down to whole pages.
 
-        Every page is taken here: a segment that exists never runs out of memory later, when an
-        engine writes to it. Huge pages are asked for, and given where the host's
-        `shmem_enabled` allows.
+        Every page is allocated here: an existing segment never runs out of memory later, when an
+        engine writes to it. Huge pages are requested, and used if the host's
+        `shmem_enabled` allows them.
 
-        Raises `SegmentError` when the memory is not there.
+        Raises `SegmentError` when the memory is not available.
         """
         size -= size % PAGE
         if size <= 0:
@@ -125,7 +125,7 @@ class DramSegment(Segment):
 
 
 def _ask_for_huge_pages(fd: int, size: int) -> None:
-    """A hint, before the pages are faulted; the kernel ignores it where the host does not allow it."""
+    """A hint, before the pages are faulted; the kernel ignores it if the host does not allow it."""
     with mmap.mmap(fd, size, flags=mmap.MAP_SHARED) as mapping:
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -135,6 +135,6 @@ def _ask_for_huge_pages(fd: int, size: int) -> None:
 
 
 def _prefault(fd: int, size: int) -> None:
-    """Take every page. In chunks, so that a signal is seen between two of them."""
+    """Allocate every page. In chunks, so that signals are handled between them."""
     for at in range(0, size, PREFAULT_CHUNK_BYTES):
         os.posix_fallocate(fd, at, min(PREFAULT_CHUNK_BYTES, size - at))

@@ -1,10 +1,10 @@
 """Which block part leaves a full tier next: small pure objects, no I/O, no clock, no randomness.
 
 A policy orders the entries that *may* leave. One that must not (a lease, a pin, a transfer) is
-taken out with `discard`, or found leased at `pop`, and is handed back with `insert`. What a policy
-learnt about an entry stays with the entry, in `freq`, so that a lease costs it nothing.
+removed with `discard`, or found leased at `pop`, and is returned with `insert`. A policy's knowledge
+about an entry stays with the entry, in `freq`, so that a lease does not lose it.
 
-Chains. A block is of use only while all blocks before it are there, so the tail of a prefix chain
+Chains. A block is useful only while all blocks before it are there, so the tail of a prefix chain
 must go before its head. Callers pass every batch head first, and policies queue it from its end:
 
 * within one batch the tail always goes first, in every policy;
@@ -38,10 +38,10 @@ GHOSTS_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What it costs to be without one block of a tier. In seconds, for one size of block.
+    """The cost of a miss of one block in a tier. In seconds, for one size of block.
 
-    load_s: to load it from this tier. below_s: from the tier below, which holds what this one
-    evicts; None where there is none. recompute_s: to compute the first block of a chain.
+    load_s: to load it from this tier. below_s: from the tier below, which holds this tier's
+    evictions; None if there is none. recompute_s: to compute the first block of a chain.
     recompute_s_per_depth: how much more it is for each block before it (attention).
     """
 
@@ -57,7 +57,7 @@ class Costs:
             raise ConfigError(f"recomputing a block must take some time: {self}")
 
     def lost_s(self, depth: int) -> float:
-        """What a read of the block at this depth loses if it was evicted here; never below 0."""
+        """The cost of a read of the block at this depth if it was evicted here; never below 0."""
         otherwise = self.recompute_s + depth * self.recompute_s_per_depth
         if self.below_s is not None:
             otherwise = min(otherwise, self.below_s)
@@ -65,7 +65,7 @@ class Costs:
 
 
 class Evictable(Protocol):
-    """What a policy sees of a block part. It owns `freq` and `queue`; nobody else writes them.
+    """A policy's view of a block part. The policy owns `freq` and `queue`; nobody else writes them.
 
     Both are 0 in a new entry. depth: blocks before it in its chain; 0 for the first, or if unknown.
     Read only by a policy that was given costs.
@@ -83,47 +83,47 @@ class Evictable(Protocol):
 class EvictionPolicy(Protocol):
     """The order in which entries leave. Every method is O(1) an entry, amortised.
 
-    An entry is in one policy at most. `capacity` says how many entries the tier can hold at most;
-    it bounds what is remembered of those that left. Everything else goes by what is held.
+    An entry is in one policy at most. `capacity` is the most entries that the tier can hold;
+    it bounds the memory of evicted ones. All other decisions use the held entries.
     """
 
     def insert(self, entries: Sequence[Evictable]) -> None:
-        """Take in what may be evicted from now on, head of the chain first.
+        """Add entries that may be evicted from now on, head of the chain first.
 
-        New entries; or such as were held before, when what kept them from leaving (a lease found at
-        `pop`, or what they were discarded for) is over: these go on where they were, as the
-        youngest of their queue. Inserting what is held already is an AssertionError.
+        New entries; or ones that were held before, when the obstacle to their eviction (a lease found at
+        `pop`, or the reason of a `discard`) is gone: these continue in their queue, as its
+        youngest. Inserting a held entry is an AssertionError.
         """
 
     def put_back(self, entries: Sequence[Evictable]) -> None:
-        """What `pop` gave could not go, and may now: the next victims again, the last of them first.
+        """Entries from `pop` that could not go, and may now: the next victims again, the last of them first.
 
-        It was not read meanwhile, and nothing is learnt from it. Held entries are an AssertionError.
+        They were not read meanwhile, and the policy learns nothing. Held entries are an AssertionError.
         """
 
     def touch(self, entries: Sequence[Evictable]) -> None:
-        """They were read, head of the chain first. One that is not held keeps the read in mind."""
+        """They were read, head of the chain first. An entry that is not held records the read."""
 
     def refresh(self, entries: Sequence[Evictable]) -> None:
-        """Queue again as the youngest of their queues, head first, without counting a read.
+        """Requeue as the youngest of their queues, head first, without counting a read.
 
-        For the ancestors of what was just inserted. Entries that are not held are passed over.
+        For the ancestors of new entries. Entries that are not held are ignored.
         """
 
     def discard(self, entry: Evictable) -> None:
-        """It left otherwise (removed, pinned, leased): no ghost. Nothing happens if not held."""
+        """It left otherwise (removed, pinned, leased): no ghost. Ignored if not held."""
 
     def pop(self) -> Evictable | None:
         """The next victim, no longer held; its ident is remembered. None if nothing is held."""
 
     def peek(self) -> Evictable | None:
-        """What `pop` would return, still held. In `S3Fifo` only the first candidate."""
+        """The entry that `pop` would return, still held. In `S3Fifo` only the first candidate."""
 
     def coldest(self, n: int) -> list[Evictable]:
-        """The next n victims, about, in order and still held: one queue's oldest. O(n)."""
+        """The next n victims, about, in order and still held: the oldest of one queue. O(n)."""
 
     def resize(self, capacity: int) -> None:
-        """The tier now holds so many entries. Evicts nothing; ghosts shrink with later pops."""
+        """The tier now holds this many entries. Evicts nothing; ghosts shrink with later pops."""
 
     def __len__(self) -> int: ...
 
@@ -133,7 +133,7 @@ class EvictionPolicy(Protocol):
 def make_policy(name: str, capacity: int, costs: Costs | None = None) -> EvictionPolicy:
     """The policy called `name`, for a tier of `capacity` entries. Raises `ConfigError`.
 
-    Without costs all blocks are worth the same. `lru` and `s3fifo` have no use for costs.
+    Without costs all blocks are worth the same. `lru` and `s3fifo` ignore costs.
     """
     if name not in POLICIES:
         known = ", ".join(sorted(POLICIES))
@@ -175,7 +175,7 @@ def _remember(ghosts: OrderedDict[Hashable, int], ident: Hashable, number: int, 
 
 
 class Lru:
-    """Least recently used: the baseline. It knows nothing that `freq` could keep."""
+    """Least recently used: the baseline. It does not use `freq`."""
 
     __slots__ = ("_queue",)
 
@@ -235,15 +235,15 @@ class Lru:
 
 
 class S3Fifo:
-    """S3-FIFO (SOSP'23): a small queue for newcomers, a main one for what was read or came back.
+    """S3-FIFO (SOSP'23): a small queue for newcomers, a main one for entries that were read or came back.
 
-    Small has a tenth of what is held, and reads count to 3. The ghosts are as many as the tier has
+    Small has a tenth of the held entries, and reads count to 3. The ghosts are as many as the tier has
     places; only main's places, as in the paper, lose up to half a point on the conversation trace.
 
     Both queues are FIFOs, so `touch` is the cheapest of all policies. In return a pop first moves
     the entries that were read; earlier touches have paid for that, but one pop after many touches
     can take long. Queues are scanned from their old end, tails of batches first; yet a head can go
-    before a tail that was read as often, when the two lie in different queues.
+    before a tail that was read as often, when the two are in different queues.
 
     `freq` is the count in its lowest two bits, with _IN_MAIN for an entry of main, so that a lease
     does not send it back, and _KNOWN for one that was held before, whose ghost proves nothing.
@@ -290,7 +290,7 @@ class S3Fifo:
 
     def touch(self, entries: Sequence[Any]) -> None:
         for entry in entries:
-            if entry.freq & 3 != 3:  # _READS, spelt out: this is the hottest line
+            if entry.freq & 3 != 3:  # _READS, inlined: this is the hottest line
                 entry.freq += 1
 
     def refresh(self, entries: Sequence[Any]) -> None:
@@ -330,7 +330,7 @@ class S3Fifo:
         return None
 
     def peek(self) -> Any:
-        """The entry that `pop` looks at first; it is spared when it was read since."""
+        """The entry that `pop` examines first; it is spared if it was read since."""
         return _oldest(self._small if self._from_small() else self._main)
 
     def coldest(self, n: int) -> list[Any]:
@@ -458,7 +458,7 @@ class Adaptive2Q:
                 _put_first(self._probation, entry)
 
     def _learn(self, evictions_since: int, direction: int, entry: Any) -> None:
-        """An entry came back: was a little more room for its queue all that it lacked?"""
+        """An entry came back: would a little more room for its queue have kept it?"""
         held = len(self)
         if held and evictions_since < self._SOON * held:
             step = min(self._STEP * self._weight(entry) / held, self._STEP_MAX)
@@ -466,12 +466,12 @@ class Adaptive2Q:
             self._share = min(max(share, self._LOWEST), self._HIGHEST)
 
     def _weight(self, entry: Any) -> float:
-        """What its eviction has lost, in units of a first block."""
+        """The cost of its eviction, in units of a first block."""
         if self._costs is None:
             return 1.0
         unit = self._costs.lost_s(0)
         lost = self._costs.lost_s(entry.depth)
-        # Where first blocks are recomputed as fast as they are loaded, there is no such unit.
+        # If first blocks are recomputed as fast as they are loaded, there is no such unit.
         return lost / unit if unit else float(lost > 0)
 
     def touch(self, entries: Sequence[Any]) -> None:
@@ -480,7 +480,7 @@ class Adaptive2Q:
         settled = self._inserted - self._CORRELATED * (len(probation) + len(proven))
         for entry in reversed(entries):
             queue = entry.queue
-            if queue == 2:  # _AMONG_PROVEN, spelt out: this is the hottest line
+            if queue == 2:  # _AMONG_PROVEN, inlined: this is the hottest line
                 proven.move_to_end(entry)
             elif queue:
                 if entry.freq < settled:

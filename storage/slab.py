@@ -7,24 +7,24 @@ Classes. A block of `nbytes` gets a slot of its class's *stride*: nbytes rounded
     class A  |a|a|a|a|a|a|           |           |           |    a: rows inside the slab
     class B  |           |           | b | b | b | b | b |   |    b: rows in an extent of 2 slabs
 
-Rows. Every slot lies at `row * stride`: the segment, seen as an array of rows of one stride, lets a
+Rows. Every slot begins at `row * stride`: the segment, as an array of rows of one stride, lets a
 reader gather a batch with one `numpy.take`. A slot is (stride, row), whatever slab it is in. The
 price: a row that would straddle the border of a class's extent is never used.
 
 Extents. A class takes space by the extent, a run of k slabs that begins at a multiple of k. Longer
-runs lose fewer rows at their borders (none where k slabs are a multiple of the stride), shorter
+runs lose fewer rows at their borders (none if k slabs are a multiple of the stride), shorter
 ones are easier to get; k is chosen once for the class. So blocks may be larger than slabs, up to
 the whole segment, although odd lengths near it take most of it at once. In the API an extent is
-known by its first slab.
+identified by its first slab.
 
 Moving space between classes. An extent whose slots are all free stays with its class until another
 class needs it, and is then taken at once. When there is none, the caller empties one: `victims`
-names the sets of extents that would do, `rows_used` what is in them, and after `free` of those rows
+names the sets of extents that would do, `rows_used` their used rows, and after `free` of those rows
 `alloc` succeeds.
 
 Costs. `alloc` and `free` are O(1) a call plus a tenth of a microsecond a row; `victims` is
 O(slabs). Not thread-safe: it belongs to the process that decides. A misuse (a double free, a row
-that was not handed out) is an AssertionError: going on would give one slot to two blocks.
+that was not handed out) is an AssertionError: continuing would give one slot to two blocks.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ CLASSES_MAX = 64
 SLABS_MAX = 1 << 16
 SPANS_TRIED = 1024
 COARSENESS = 0.25
-"""What an extent as large as the segment would be worth losing, as a share of the segment."""
+"""The acceptable loss of an extent as large as the segment, as a share of the segment."""
 ROUND_UP_MAX = 1.125
 """Beyond CLASSES_MAX a length may use a larger class that is at most this many times its own."""
 
 
 def natural_stride(nbytes: int) -> int:
-    """The stride for blocks of `nbytes` while there are classes to be had."""
+    """The stride for blocks of `nbytes` while classes are available."""
     step = PAGE if nbytes >= PAGE else SMALL_STEP
     return -(-nbytes // step) * step
 
@@ -64,9 +64,9 @@ def default_slab_bytes(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ClassUsage:
-    """What one class holds. `used + free + lost` is all the space of its extents.
+    """Usage of one class. `used + free + lost` is all the space of its extents.
 
-    `bytes_used` counts whole slots; what a block leaves of its slot is the caller's to know.
+    `bytes_used` counts whole slots; the unused rest of a slot is known to the caller.
     """
 
     stride: int
@@ -100,10 +100,10 @@ class _Class:
     """The slots of one stride.
 
     `free` is a stack of rows that were handed out before; rows `fresh`, of the newest extent, never
-    were and come when it is empty, and a new extent when these are gone too. So an extent costs no
-    list of its rows, and neighbours are given out together. When an extent leaves the class, its
+    were and are used when it is empty, and a new extent when these are gone too. So an extent needs no
+    list of its rows, and adjacent rows are given out together. When an extent leaves the class, its
     rows stay in `free` and are recognised when they come up: `used_in` of their extent is -1. No
-    row is in `free` twice, since an extent is only taken while `free` is empty.
+    row is in `free` twice, because an extent is only taken while `free` is empty.
     """
 
     __slots__ = (
@@ -161,17 +161,17 @@ class SlabAllocator:
         # Popped from the end: low slabs first, so that aligned runs stay free at the other end.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(reversed(range(self.slabs)))
         self._idle: OrderedDict[_Extent, None] = OrderedDict()  # no row used; longest idle first
-        # Counts what can turn "no extent to be had" into "perhaps": a class that found none does
-        # not look again before it moves.
+        # Counts events that may make an extent available: a class that found none does
+        # not look again before it changes.
         self._changes = 0
 
     # Classes
 
     def stride_of(self, nbytes: int) -> int:
-        """The stride of the class that takes blocks of `nbytes`; adds the class if it is new.
+        """The stride of the class for blocks of `nbytes`; adds the class if it is new.
 
         When there are CLASSES_MAX already, the smallest class that is at most an eighth larger
-        serves, else LimitExceeded. Classes are never dropped, so the answer holds for good.
+        serves, else LimitExceeded. Classes are never dropped, so the answer stays valid.
         """
         stride = natural_stride(nbytes)
         return stride if stride in self._classes else self._new_class(nbytes, stride)
@@ -210,13 +210,13 @@ class SlabAllocator:
         return best, best_capacity
 
     def capacity(self, nbytes: int) -> int:
-        """Slots there would be if the class of `nbytes` had the whole segment."""
+        """Number of slots if the class of `nbytes` had the whole segment."""
         return self._classes[self.stride_of(nbytes)].capacity
 
     # Slots
 
     def alloc(self, nbytes: int, n: int) -> list[int]:
-        """Up to `n` rows of `stride_of(nbytes)`; fewer when no more can be had without evicting.
+        """Up to `n` rows of `stride_of(nbytes)`; fewer when no more are available without evicting.
 
         Rows freed last come first, in the order in which they were freed.
         """
@@ -255,7 +255,7 @@ class SlabAllocator:
         return taken
 
     def free(self, stride: int, rows: Sequence[int]) -> None:
-        """Give slots back. Nobody may read or write them from here on."""
+        """Free slots. Nobody may read or write them from here on."""
         cls = self._classes.get(stride)
         if cls is None:
             raise AssertionError(f"the segment has no class of stride {stride}")
@@ -283,12 +283,12 @@ class SlabAllocator:
         return len(self._classes)
 
     def claim(self, nbytes: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Take these very rows, as they were in use before a restart; which of them could be had.
+        """Take exactly these rows, as they were in use before a restart; returns which were available.
 
-        Only as long as nothing has been allocated; when all is claimed, call `claimed`. What was claimed may
-        be freed in between. A row cannot be had
-        that is taken already, that is not wholly inside an extent of its class, or whose place another
-        class has claimed: the layout follows from the size of the segment and may have changed with it.
+        Only before any allocation; when all is claimed, call `claimed`. Claimed rows may
+        be freed in between. A row is not available
+        if it is taken already, not wholly inside an extent of its class, or in a place that another
+        class has claimed: the layout depends on the size of the segment and may have changed with it.
         O(rows), in C, plus a few microseconds an extent.
         """
         cls = self._classes[self.stride_of(nbytes)]
@@ -321,14 +321,14 @@ class SlabAllocator:
         return good
 
     def _claim_extent(self, cls: _Class, index: int) -> _Extent | None:
-        """This extent for the class, without fresh rows; None where another class has some of it."""
+        """This extent for the class, without fresh rows; None if another class has some of it."""
         first, end = self._bounds(cls, index)
         if first >= end or any(self._by_slab[slab] is not None for slab in self._run(cls, index)):
             return None
         return self._give_extent(cls, index, first, end)
 
     def claimed(self) -> None:
-        """All is claimed: what is left of the claimed extents is free."""
+        """All is claimed: the rest of the claimed extents is free."""
         for cls in self._classes.values():
             busy = np.frombuffer(cls.busy, dtype=np.uint8)
             cls.free = []  # what was claimed and freed since is met again below
@@ -369,7 +369,7 @@ class SlabAllocator:
         return True
 
     def _give_extent(self, cls: _Class, index: int, first: int, end: int) -> _Extent:
-        """A run of slabs that nobody has becomes the class's; none of its rows is handed out."""
+        """A free run of slabs becomes the class's; none of its rows is handed out."""
         run = self._run(cls, index)
         extent = _Extent(cls, index, first, end, len(run))
         for slab in run:
@@ -382,7 +382,7 @@ class SlabAllocator:
         return extent
 
     def _find_single(self, cls: _Class) -> int | None:
-        """O(1) but for slabs without a whole row of the class, which are few (see `span`)."""
+        """O(1) except for slabs without a whole row of the class, which are few (see `span`)."""
         for slab in reversed(self._free):
             first, end = self._bounds(cls, slab)
             if first < end:
@@ -395,7 +395,7 @@ class SlabAllocator:
         return None
 
     def _find_run(self, cls: _Class) -> int | None:
-        """O(slabs), once an extent: the run that disturbs the fewest idle extents' slabs."""
+        """O(slabs), once an extent: the run that takes the fewest slabs of idle extents."""
         best, most_free = None, -1
         for index in range(-(-self.slabs // cls.span)):
             first, end = self._bounds(cls, index)
@@ -475,10 +475,10 @@ class SlabAllocator:
                     yield extent.slab, cls.stride
 
     def victims(self, nbytes: int) -> Iterator[tuple[int, ...]]:
-        """What to empty so that the class of `nbytes` gets one more extent: any one of these sets.
+        """Sets of extents to empty so that the class of `nbytes` gets one more: any one of these sets.
 
         Each is a set of extents of other classes by their first slabs, with slots in use. Free the
-        `rows_used` of all of one set, then `alloc`. Choose by what the slots hold: coldest, and
+        `rows_used` of all of one set, then `alloc`. Choose by the contents of the slots: coldest, and
         none leased. Read it to its end before anything else is called here.
         """
         cls = self._classes[self.stride_of(nbytes)]
@@ -494,7 +494,7 @@ class SlabAllocator:
                 yield busy
 
     def reclaim_slab(self, slab: int) -> None:
-        """Take an extent, all free, from its class at once. `alloc` does it when it has to."""
+        """Take an extent, all free, from its class at once. `alloc` does it when necessary."""
         extent = self._extent(slab)
         if extent.used:
             raise AssertionError(f"slab {slab} still has {extent.used} slots in use")
@@ -508,7 +508,7 @@ class SlabAllocator:
         return sum(cls.used * cls.stride for cls in self._classes.values())
 
     def available(self, nbytes: int) -> int:
-        """Free slots in the extents that the class has, not counting what it could take."""
+        """Free slots in the extents that the class has, not counting extents it could take."""
         cls = self._classes[self.stride_of(nbytes)]
         return cls.slots - cls.used
 
@@ -536,7 +536,7 @@ class SlabAllocator:
         return lines
 
     def stats(self) -> dict[str, object]:
-        """The same as plain values, with what the segment has in all."""
+        """The same as plain values, with totals of the segment."""
         return {
             "size": self.size,
             "slab_bytes": self.slab_bytes,
@@ -549,7 +549,7 @@ class SlabAllocator:
 
     @property
     def bytes_unassigned(self) -> int:
-        """Bytes of the slabs that no class has."""
+        """Bytes of the slabs without a class."""
         return sum(
             min((slab + 1) * self.slab_bytes, self.size) - slab * self.slab_bytes
             for slab in self._free

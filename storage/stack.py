@@ -1,15 +1,16 @@
-"""The stack of tiers: when a block is written down, and when it is worth fetching up. No I/O, no clock.
+"""The stack of tiers: when a block is written to a lower tier, and when it is worth loading. No I/O, no clock.
 
-Rules only; `kvpool/daemon/tiers/ssd_tier.py` acts on them. Times are seconds of a monotonic clock, sizes are bytes.
+Rules only; `kvpool/daemon/tiers/ssd_tier.py` applies them. Times are seconds of a monotonic clock, sizes are
+bytes.
 
-A block is put into DRAM. How it gets to SSD is for its namespace to say (`WriteMode`):
+A block is put into DRAM. Its namespace decides how it gets to SSD (`WriteMode`):
 
-    through   written as soon as it was put
-    back      written when it is among the blocks that DRAM gives up next
+    through   written right after the put
+    back      written when it is among the blocks that DRAM evicts next
     none      never
 
-In no mode does a put wait for the disk. What DRAM gives up before it was written is lost to this node, so
-blocks are written ahead of their eviction: `Watermarks` says when that begins and when it is enough.
+In no mode does a put wait for the disk. Blocks that DRAM evicts before they were written are lost to this node,
+so blocks are written ahead of their eviction: `Watermarks` decides when that starts and stops.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ disks (6 GB/s), prefill at half of 8 x 312 TFLOPS. See `bench/eviction.py`, whic
 
 DAY_S = 86_400.0
 BURST_S = 3_600.0
-"""What was not written for so long may be written at once."""
+"""The unspent budget of this time may be used at once."""
 SCARCE = 0.25
-"""Share of a budget's burst below which only blocks that were used again are written."""
+"""Share of a budget's burst below which only blocks that were read again are written."""
 
 
 class WriteMode(StrEnum):
@@ -45,27 +46,27 @@ class WriteMode(StrEnum):
 
 
 def dram_costs(*, disks: bool) -> Costs:
-    """What an eviction from memory costs, with disks below it or without."""
+    """The cost of an eviction from memory, with disks below it or without."""
     return Costs(DRAM_S, SSD_S if disks else None, PREFILL_S, PREFILL_S_PER_DEPTH)
 
 
 def ssd_costs() -> Costs:
-    """What an eviction from SSD costs."""
+    """The cost of an eviction from SSD."""
     return Costs(SSD_S, None, PREFILL_S, PREFILL_S_PER_DEPTH)
 
 
 def worth_keeping(put: int, used: int, kept: int) -> bool:
-    """Whether a block that memory gives up next is worth a place in object storage, shared by all nodes.
+    """Whether a block that memory evicts next is worth a place in object storage, shared by all nodes.
 
-    put, used: the node's ticks when it came and when it was last read; kept: `used` when it was last known
-    to be there, or -1. Requests and bytes cost money there, and most blocks are never read again: only what
-    was, since it came, is written, and looked at anew only once it has been read again.
+    put, used: the node's ticks of its put and its last read; kept: `used` when it was last known
+    to be there, or -1. Requests and bytes cost money there, and most blocks are never read again: only
+    blocks read again after their put are written, and reconsidered only once they have been read again.
     """
     return used > put and used != kept
 
 
 class Budget:
-    """How much may be written to a disk, for the sake of its life.
+    """The write budget of a disk, to limit wear.
 
     A bucket that fills evenly through the day. Not thread-safe.
     """
@@ -80,7 +81,7 @@ class Budget:
         self.refused_bytes = 0
 
     def change(self, bytes_a_day: int, now: float) -> None:
-        """From now on; what was not spent so far, and fits, may still be."""
+        """From now on; the unspent amount is kept, if it fits."""
         self._fill(now)
         self.bytes_a_day = bytes_a_day
         self._rate = bytes_a_day / DAY_S
@@ -92,19 +93,19 @@ class Budget:
         self._at = now
 
     def left_bytes(self, now: float) -> int:
-        """What may be written now; 0 where there is no limit."""
+        """Bytes that may be written now; 0 without a limit."""
         self._fill(now)
         return max(0, int(self._left))
 
     def scarce(self, now: float) -> bool:
-        """Whether only what was used again should be written."""
+        """Whether only blocks that were read again should be written."""
         self._fill(now)
         return bool(self.bytes_a_day) and self._left < SCARCE * self._most
 
     def spend(self, nbytes: int, now: float) -> bool:
-        """Whether so much may be written now; if so, it is taken off.
+        """Whether this much may be written now; if so, it is taken off.
 
-        A piece larger than what is left goes while anything is left, and is worked off afterwards.
+        A piece larger than the remaining budget is allowed while any is left, and worked off afterwards.
         """
         if not self.bytes_a_day:
             return True
@@ -118,14 +119,14 @@ class Budget:
 
 @dataclass(slots=True)
 class Watermarks:
-    """Begin below `low`, go on up to `high`: shares of a segment. Keeps whether it is at it."""
+    """Start below `low`, stop at `high`: shares of a segment. Remembers its state."""
 
     low: float
     high: float
     going: bool = False
 
     def more(self, level: float) -> bool:
-        """Whether to go on, now that the level is this."""
+        """Whether to continue, at this level."""
         if level < self.low:
             self.going = True
         elif level >= self.high:
@@ -136,11 +137,12 @@ class Watermarks:
 def worth_loading(
     here: int, loads: Iterable[tuple[int, float]], recompute: Recompute | None
 ) -> int:
-    """How long a prefix is to be, `here` blocks of which are in memory, so that the whole prompt is ready soonest.
+    """The best length of a prefix, `here` blocks of which are in memory, so that the whole prompt is ready
+    soonest.
 
-    loads: (blocks of the prefix, seconds to load what is missing of them), the longest last. recompute: the price
-    of a prefix's blocks, computed; None: not known, then the longest. What is not loaded is computed, after
-    the load; so the best one saves most over computing all. That is `here` where none saves anything.
+    loads: (blocks of the prefix, seconds to load its missing ones), the longest last. recompute: the price
+    of computing a prefix's blocks; None: not known, then the longest. The rest is computed, after
+    the load; so the best one saves most over computing all. That is `here` if none saves anything.
     """
     if recompute is None:
         return max((blocks for blocks, _ in loads), default=here)

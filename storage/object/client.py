@@ -1,7 +1,7 @@
-"""Object storage behind a small port, and the one place where obstore's errors become ours.
+"""Object storage behind a small port, and the one place where obstore's errors are mapped.
 
-What a store says about itself is never passed on: error bodies of S3 repeat key ids and signed strings.
-A `StoreFault` says in our words what kind of failure it was, which is all that is acted upon.
+A store's own error texts are never passed on: error bodies of S3 repeat key ids and signed strings.
+A `StoreFault` names the kind of failure, which is all that callers use.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Fault(Enum):
 
     @property
     def answered(self) -> bool:
-        """The store works, whatever it said."""
+        """The store works, whatever it answered."""
         return self in (Fault.MISSING, Fault.RANGE, Fault.REFUSED)
 
 
 class StoreFault(Unavailable):
-    """A request to the store failed. status: what HTTP said, 0 where it said nothing."""
+    """A request to the store failed. status: of HTTP, 0 if there was none."""
 
     def __init__(self, fault: Fault, status: int = 0) -> None:
         super().__init__(f"{fault.text} (HTTP status {status})" if status else fault.text)
@@ -64,7 +64,7 @@ class Listed:
 
 
 class ObjectClient(Protocol):
-    """An object store. Coroutines end with `StoreFault`; cancelling one gives its connection up.
+    """An object store. Coroutines end with `StoreFault`; cancelling one closes its connection.
 
     Every method belongs to one running event loop.
     """
@@ -76,13 +76,13 @@ class ObjectClient(Protocol):
         """The bytes of a range, read-only; fewer where the object ends inside it."""
 
     async def delete(self, path: str) -> None:
-        """Gone when it returns; it may have been gone before."""
+        """Deleted when it returns; it may have been absent before."""
 
     def pages(self, prefix: str) -> AsyncIterator[list[Listed]]:
         """The objects below a folder, in no order, some at a time."""
 
 
-# What options and variables that hold credentials have in their names. Without any of them obstore asks
+# Names of options and variables that hold credentials. Without any of them obstore asks
 # the metadata service of a cloud that this machine may not even be in.
 _CREDENTIALS = {
     "s3": (
@@ -159,12 +159,12 @@ class ObstoreClient:
         family, _ = _CREDENTIALS[parts.scheme]
         if not instance_credentials:
             _check_credentials(parts.scheme, options, environ)
-        make: Any = stores.from_url  # its types are one a cloud
+        make: Any = stores.from_url  # its types are one per cloud
         try:
             store = make(
                 url,
                 client_options={
-                    # With options given, obstore reads this one of its variables no more.
+                    # With options given, obstore no longer reads this one of its variables.
                     "allow_http": environ.get(f"{family}ALLOW_HTTP", "").lower() in ("1", "true"),
                     "timeout": timedelta(seconds=attempt_s),
                     "connect_timeout": timedelta(seconds=connect_s),
@@ -174,7 +174,7 @@ class ObstoreClient:
                 **options,
             )
         except (BaseError, TypeError, ValueError):
-            # Not obstore's words: they may hold what the options hold.
+            # Not obstore's words: they may repeat options.
             named = ", ".join(sorted([*options, *client_options])) or "none"
             raise ConfigError(
                 f"the settings of the object tier at {parts.scheme}://{parts.netloc} are invalid: the options are "
@@ -186,7 +186,7 @@ class ObstoreClient:
         import obstore
 
         try:
-            # In one request: what a cancelled upload in pieces leaves behind costs and is not listed.
+            # In one request: the remains of a cancelled multipart upload cost money and are not listed.
             await obstore.put_async(self._store, path, body, use_multipart=False)
         except _foreign_errors() as error:
             raise fault_of(error) from None
@@ -235,10 +235,10 @@ _RANGE = re.compile(r"[Ii]nvalid range|range was invalid")
 
 
 def fault_of(error: Exception, path: str | None = None) -> StoreFault:
-    """What one of obstore's errors means. Reads its words where its class does not tell.
+    """The meaning of one of obstore's errors. Parses its text if its class is not specific.
 
-    path: of the object that was to be read. Only that one can be missing: for a bucket or for what a
-    metadata service was asked, "not found" is a wrong setting.
+    path: of the object that was to be read. Only that one can be missing: for a bucket or
+    the metadata service, "not found" is a wrong setting.
     """
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 

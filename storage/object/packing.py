@@ -1,4 +1,4 @@
-"""In which order blocks go into a pack, so that few ranges bring many of a chain back. Pure."""
+"""The order of blocks in a pack, so that few ranges bring many of a chain back. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def in_chains(keys: Sequence[bytes], parents: Sequence[bytes]) -> list[int]:
-    """Indices of blocks in such an order that each follows its predecessor, as directly as may be.
+    """Indices of blocks in such an order that each follows its predecessor, as directly as possible.
 
-    Those who read a chain find it in few neighbouring ranges then. Blocks whose predecessor is not among
+    Reads of a chain then need few adjacent ranges. Blocks whose predecessor is not among
     them keep their order.
     """
     index = {key: at for at, key in enumerate(keys)}
@@ -21,7 +21,7 @@ def in_chains(keys: Sequence[bytes], parents: Sequence[bytes]) -> list[int]:
         else:
             followers.setdefault(before, []).append(at)
     order: list[int] = []
-    # What leads in a circle has no head; keys are hashes of their chains, so nobody honest has any.
+    # A cycle has no head; keys are hashes of their chains, so only forged keys form one.
     seen = [False] * len(keys)
     for head in [*heads, *range(len(keys))]:
         waiting = [] if seen[head] else [head]

@@ -1,20 +1,20 @@
-"""The form of the object tier: objects that hold blocks, and records that say where a block lies.
+"""The format of the object tier: objects that hold blocks, and locations of blocks.
 
     <prefix>/kvpool/1/<namespace digest, hex>/<part>/<pack id, hex>      one object, never changed
 
     | block 0 | block 1 | … | namespace record | table: one entry a block | trailer |
 
 A *pack* holds blocks of one namespace and part. Its id is the 8 bytes of the node that wrote it and 8
-random ones, so nodes never ask each other before they write. Two nodes may write the same block: the
+random ones, so nodes need not coordinate before they write. Two nodes may write the same block: the
 bytes are the same, and either copy serves.
 
-What follows the blocks is enough to rebuild everything from a listing and one ranged read a pack. The
+The part after the blocks is enough to rebuild everything from a listing and one ranged read a pack. The
 trailer has a fixed size and comes last; its checksum covers the record, the table and itself, and it
 repeats the pack's name, so neither a damaged nor a misplaced object passes. The blocks have their own
 checksums, in the table and in the locations.
 
-A *location* is what a directory holds of a block: 50 bytes, little-endian, versioned. Namespace and part are
-known to whoever looks a block up, and are not in it.
+A *location* is the catalog's value for a block: 50 bytes, little-endian, versioned. Namespace and part are
+known at a lookup, and are not in it.
 
 All here is pure and thread-safe.
 """
@@ -94,9 +94,9 @@ Bytes2D = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ObjectTable:
-    """What the blocks of a pack have in common.
+    """Common to the blocks of a pack.
 
-    digest: of the namespace, 16 bytes. record: what the caller needs to know a namespace by again,
+    digest: of the namespace, 16 bytes. record: the caller's record of the namespace,
         opaque here, at most 64 KiB.
     """
 
@@ -115,7 +115,7 @@ class ObjectTable:
 
 @dataclass(frozen=True, slots=True)
 class PackName:
-    """Where a pack is."""
+    """The place of a pack."""
 
     digest: bytes
     part: int
@@ -127,12 +127,12 @@ class PackName:
 
     @property
     def node(self) -> bytes:
-        """Who wrote it."""
+        """The node that wrote it."""
         return self.pack[:NODE_BYTES]
 
     @classmethod
     def parse(cls, path: str) -> PackName | None:
-        """None for an object that is no pack of ours, or of another version."""
+        """None for an object that is not a pack, or of another version."""
         match = _PATH.fullmatch(path)
         if match is None:
             return None
@@ -142,9 +142,9 @@ class PackName:
 
 @dataclass(frozen=True, slots=True)
 class PackTable:
-    """What one pack holds. entries: of dtype `ENTRY`, by offset, never overlapping.
+    """The contents of one pack. entries: of dtype `ENTRY`, by offset, never overlapping.
 
-    written_at: seconds since 1970, where a listing has told them; else 0.
+    written_at: seconds since 1970, from a listing; else 0.
     """
 
     name: PackName
@@ -168,22 +168,22 @@ class PackTable:
 
 
 def prefix(digest: bytes | None = None, part: int | None = None) -> str:
-    """Where the packs of a part, of a namespace or of all lie."""
+    """The folder of the packs of a part, of a namespace or of all."""
     if digest is None:
         return ROOT
     return f"{ROOT}/{digest.hex()}" + ("" if part is None else f"/{part}")
 
 
 def encode_locations(locations: Array) -> bytes:
-    """As a directory keeps them, one after the other."""
+    """In the catalog's form, one after the other."""
     assert locations.dtype == LOCATION
     return locations.tobytes()
 
 
 def decode_locations(packed: bytes) -> Array:
-    """The inverse. Says nothing about their worth: `ObjectStore.get` judges each.
+    """The inverse. Does not validate them: `ObjectStore.get` does.
 
-    Raises `InvalidRequest` when the length is no multiple of a location's.
+    Raises `InvalidRequest` unless the length is a multiple of a location's.
     """
     if len(packed) % LOCATION.itemsize:
         raise InvalidRequest(
@@ -193,7 +193,7 @@ def decode_locations(packed: bytes) -> Array:
 
 
 def usable(locations: Array, nbytes: int) -> npt.NDArray[np.bool_]:
-    """Which of them may name a block of `nbytes`, in a version and codec that are known here."""
+    """Which of them may name a block of `nbytes`, in a known version and codec."""
     fits: npt.NDArray[np.bool_] = (
         (locations["version"] == LOCATION_FORMAT)
         & (locations["codec"] == CODEC_NONE)
@@ -227,7 +227,7 @@ def build(
     entries["codec"] = CODEC_NONE
     data = n * nbytes
     body = np.empty(pack_size(nbytes, n, record), np.uint8)
-    # One call that lets go of the GIL. The rows were checked, so "clip" only spares a copy.
+    # One call that releases the GIL. The rows were checked, so "clip" only avoids a copy.
     np.take(source[:, :nbytes], rows, axis=0, out=body[:data].reshape(n, nbytes), mode="clip")
     tail = record + entries.tobytes()
     head = _TRAILER.pack(
@@ -248,9 +248,9 @@ def build(
 
 
 def tail_bytes(name: PackName, end: bytes, size: int) -> int:
-    """How many of a pack's last bytes `parse_tail` needs, told from its last `TRAILER_BYTES`.
+    """How many of a pack's last bytes `parse_tail` needs, from its last `TRAILER_BYTES`.
 
-    size: of the object. Raises `ProtocolError` for what is no pack of this name.
+    size: of the object. Raises `ProtocolError` unless it is a pack of this name.
     """
     if len(end) != TRAILER_BYTES:
         raise ProtocolError(f"{name.path}: not a pack: shorter than a trailer")
@@ -270,7 +270,7 @@ def tail_bytes(name: PackName, end: bytes, size: int) -> int:
 def parse_tail(name: PackName, tail: bytes, size: int) -> PackTable:
     """The table of a pack from its last `tail_bytes`. size: of the object.
 
-    Raises `ProtocolError` for what is damaged or is no pack of this name.
+    Raises `ProtocolError` if it is damaged or not a pack of this name.
     """
     if tail_bytes(name, tail[-TRAILER_BYTES:], size) != len(tail):
         raise ProtocolError(f"{name.path}: its table is truncated")

@@ -1,4 +1,4 @@
-"""Which byte ranges to ask for, so that few requests bring many blocks. Pure."""
+"""Which byte ranges to request, so that few requests bring many blocks. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from kvpool.storage.object.packs import Array
 
 
 class Piece(NamedTuple):
-    """What a range has of a block: `length` bytes from `at` in the range are those from `inside` in the
-    block. block: its index in the batch."""
+    """A block's piece of a range: `length` bytes from `at` in the range are those from `inside` in the
+    block. block: its index in the batch.
+    """
 
     block: int
     at: int
@@ -21,7 +22,7 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Range:
-    """One request: the bytes [start, end) of a pack, and what they are."""
+    """One request: the bytes [start, end) of a pack, and their pieces."""
 
     pack: bytes
     start: int

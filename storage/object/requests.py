@@ -1,8 +1,8 @@
-"""Requests to an object store: bounded in number, time and retries, and few when the store is ill.
+"""Requests to an object store: bounded in number, time and retries, and few while the store fails.
 
-One thread runs an event loop for all of them; callers are threads that wait. A request that its deadline
-has ended is cancelled and its connection closed, so a store that hangs holds no thread, however often it
-is asked.
+One thread runs an event loop for all of them; callers are threads that wait. A request past its deadline
+is cancelled and its connection closed, so a hanging store holds no thread, however often it
+is used.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ TagT = TypeVar("TagT")
 Clock = Callable[[], float]
 Attempt = Callable[[], Awaitable[T]]
 Job = tuple[TagT, Attempt[T], int]
-"""What the caller knows it by, the request, and how many bytes it moves."""
+"""The caller's name for it, the request, and how many bytes it moves."""
 
 LATE_COUNTS_S = 0.2
-"""A caller's deadline that leaves less to a request says nothing about the store when it ends one."""
+"""With less time than this, a request that misses the caller's deadline does not count as a failure of the store."""
 
 STOP_LOOK_S = 0.05
-"""How often a caller that may be told to stop looks whether it was."""
+"""How often a caller that may be stopped checks for it."""
 
 GRACE_S = 2.0
-"""The loop ends what is late, so that the breaker hears of it; callers wait so much longer for that."""
+"""The loop cancels late requests, so that the breaker counts them; callers wait this much longer for that."""
 
 JOIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectLimits:
-    """What a remote store may use.
+    """Limits of an object store.
 
     bytes_max: of all packs that this node wrote.
-    pack_bytes: a pack has about so many of blocks; a larger block has one of its own. In memory there is
+    pack_bytes: a pack has about this many bytes of blocks; a larger block has one of its own. In memory there is
         one such buffer for each of the `uploads` of a call to `put`.
-    dead_share_max: a pack goes when more than this share of it is dead.
-    range_bytes: the most that one request reads, and `gap_bytes` what it may read in vain between blocks.
+    dead_share_max: a pack is deleted when more than this share of it is dead.
+    range_bytes: the most that one request reads; `gap_bytes`: unwanted bytes that it may read between blocks.
     reads, uploads: requests of one call at a time. requests_max: of all calls.
-    attempt_s, connect_s: what one attempt, and connecting in it, may take; to move bytes it may take
+    attempt_s, connect_s: limits of one attempt, and of connecting in it; to move bytes it may take
         longer, as long as `bytes_s_min` allows.
     retries: attempts after the first, each after a random wait of up to `backoff_s`, doubled each time,
         never above `backoff_s_max`.
-    failures_max: after so many in a row the store is suspended for about `suspend_s`, doubled each time,
+    failures_max: after this many in a row the store is suspended for about `suspend_s`, doubled each time,
         never above `suspend_s_max`.
     """
 
@@ -138,8 +138,8 @@ class Requests:
     ) -> Iterator[tuple[TagT, T | StoreFault]]:
         """Requests, `window` of them at a time, with their results as they come.
 
-        Jobs are drawn as they can be started. What has not ended at the deadline is cancelled and late;
-        what was not started by then is not in the results. Once `stopped` says so, which is looked at
+        Jobs are drawn as they can be started. Unfinished ones at the deadline are cancelled and late;
+        those not started by then are not in the results. Once `stopped` returns True, which is checked
         every `STOP_LOOK_S`, the rest is cancelled at once and not in the results either.
         """
         ended: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()
@@ -178,7 +178,7 @@ class Requests:
         deadline: float,
         stopped: Callable[[], bool] | None,
     ) -> Future[T] | None:
-        """The next request that has ended; None when that is not waited for any more."""
+        """The next request that has ended; None when it is no longer waited for."""
         while stopped is None or not stopped():
             left_s = max(0.0, deadline - self._clock()) + GRACE_S
             try:
@@ -189,7 +189,7 @@ class Requests:
         return None
 
     def close(self) -> None:
-        """Cancels what runs and ends the thread."""
+        """Cancels running requests and ends the thread."""
         if not self._thread.is_alive():
             return
         self._submit(self._cancel_all()).result(JOIN_S)
@@ -221,7 +221,7 @@ class Requests:
                 return await self._attempt(attempt, nbytes, deadline)
             except StoreFault as fault:
                 if last is not None and fault.fault is Fault.SUSPENDED:
-                    # What was sent may have arrived: "suspended" says that nothing was.
+                    # A sent request may have arrived: "suspended" means that nothing was sent.
                     raise last from None
                 last = fault
                 wait_s = backoff_s(limits.backoff_s, limits.backoff_s_max, tried)
@@ -249,7 +249,7 @@ class Requests:
             self._permits.release()
 
     async def _watched(self, attempt: Attempt[T], allowed_s: float) -> T:
-        """One attempt that the breaker allowed, and that it hears the end of, whatever it is."""
+        """One attempt that the breaker allowed; its end is reported to the breaker, whatever it is."""
         self.attempts += 1
         breaker = self._breaker
         told = False

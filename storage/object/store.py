@@ -1,18 +1,18 @@
-"""The remote tier's store: blocks in objects of S3, GCS, Azure or a folder, cold and shared by all nodes.
+"""The object tier's store: blocks in objects of S3, GCS, Azure or a folder, cold and shared by all nodes.
 
-    with RemoteStore.open("s3://bucket/prefix", node=node, limits=limits) as store:
-        store.put(batch, timeout_s=30).locations       # for the directory, where other nodes find them
+    with ObjectStore.open("s3://bucket/prefix", node=node, limits=limits) as store:
+        store.put(batch, timeout_s=30).locations       # for the catalog, where other nodes find them
         store.get(batch, timeout_s=2)                  # into rows of a segment, verified
 
-What objects look like is told in `remote_packs`, what goes when space is short in `remote_books`, how
-failures are met in `remote_requests`. This module puts them together and moves the bytes.
+The format of objects is in `packs`, the choice of deletions in `usage`, the handling of
+failures in `requests`. This module composes them and moves the bytes.
 
-All methods block, for no longer than their `timeout_s`, a little copying and hashing aside. They are for
+All methods block, for no longer than their `timeout_s`, apart from a little copying and hashing. They are for
 any number of threads; `close` is called once, when no other call is running. A method never raises for
-what a store does to single blocks: each gets a status.
+failures of single blocks: each gets a status.
 
-Durable means what the store means by it. A folder's objects are whole or absent after the death of the
-process, while the death of the machine may damage what was just written, which its checksums then tell.
+Durability is the store's. A folder's objects are whole or absent after the death of the
+process, while the death of the machine may damage recent writes, which their checksums then show.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from kvpool.storage.object.usage import DroppedPack, ObjectUsage, UsageStats
 from kvpool.types import PART_BYTES_MAX, BlockStatus
 
 TAIL_GUESS_BYTES = 64 << 10
-"""What is read of a pack's end at first; the tables of most packs are shorter."""
+"""Bytes of a pack's end that are read at first; the tables of most packs are shorter."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 Statuses = npt.NDArray[np.uint8]
@@ -97,8 +97,10 @@ class PutBatch:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """statuses: a block each, `BlockStatus.PRESENT`, `BlockStatus.FAILED` or `BlockStatus.NO_SPACE`. locations: of dtype `LOCATION`, meaningful
-    where the status is `BlockStatus.PRESENT`. dropped: packs that made way, whatever became of the put."""
+    """statuses: a block each, `BlockStatus.PRESENT`, `BlockStatus.FAILED` or `BlockStatus.NO_SPACE`. locations:
+    of dtype `LOCATION`, valid where the status is `BlockStatus.PRESENT`. dropped: packs deleted to make room,
+    whatever the result.
+    """
 
     statuses: Statuses
     locations: Array
@@ -107,8 +109,9 @@ class PutResult:
 
 @dataclass(frozen=True, slots=True)
 class GetBatch:
-    """Blocks of one namespace and part. locations: of dtype `LOCATION`, from a directory. They go to the
-    first `nbytes` of the rows of `destination`, which are the call's alone until it returns."""
+    """Blocks of one namespace and part. locations: of dtype `LOCATION`, from the catalog. They go to the
+    first `nbytes` of the rows of `destination`, which are the call's alone until it returns.
+    """
 
     digest: bytes
     part: int
@@ -131,7 +134,8 @@ class GetBatch:
 @dataclass(frozen=True, slots=True)
 class ObjectStoreStats:
     """Counts since the store was opened. faults: attempts that ended in each `Fault`, by its name in
-    lower case. suspended_s: for how much longer the store is left alone, 0 when it is not."""
+    lower case. suspended_s: how much longer the store is suspended, 0 if it is not.
+    """
 
     blocks_put: int
     blocks_got: int
@@ -202,19 +206,19 @@ class ObjectStore:
     ) -> ObjectStore:
         """A store at s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder.
 
-        options: of obstore's store, e.g. `endpoint`, `region`, `access_key_id`; beside them its usual
-            environment variables count. client_options: of obstore's HTTP client, e.g. `allow_http`,
+        options: of obstore's store, e.g. `endpoint`, `region`, `access_key_id`; its usual
+            environment variables apply too. client_options: of obstore's HTTP client, e.g. `allow_http`,
             `root_certificate`.
-        instance_credentials: without other credentials, ask the metadata service of the cloud.
+        instance_credentials: without other credentials, use the metadata service of the cloud.
 
-        Sends nothing: whether the store can be used is what `check` tells. Raises `ConfigError`.
+        Sends nothing: `check` tests whether the store can be used. Raises `ConfigError`.
         """
         objects = ObstoreClient.from_url(
             url,
             options=options,
             client_options=client_options,
             instance_credentials=instance_credentials,
-            # Deadlines are kept by `Requests`; obstore's own, of half a minute, would be in their way.
+            # Deadlines are kept by `Requests`; obstore's own, of half a minute, would interfere.
             attempt_s=limits.attempt_s + PACK_BYTES_MAX / limits.bytes_s_min,
             connect_s=limits.connect_s,
         )
@@ -232,13 +236,13 @@ class ObjectStore:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread. Packs that were to be deleted and are not are found by a later scan."""
+        """Ends the thread. Packs that still had to be deleted are found by a later scan."""
         self._requests.close()
 
     def check(self, *, timeout_s: float) -> None:
-        """Asks the store for a listing.
+        """Lists the store once.
 
-        Raises `ConfigError` where it refuses, `Unavailable` where it fails or is silent.
+        Raises `ConfigError` if it refuses, `Unavailable` if it fails or does not answer.
         """
         listing = _Listing(self._objects, prefix())
         try:
@@ -257,9 +261,9 @@ class ObjectStore:
         timeout_s: float,
         stopped: Callable[[], bool] | None = None,
     ) -> PutResult:
-        """Writes blocks as packs of about `pack_bytes`. What has status `BlockStatus.PRESENT` is durable.
+        """Writes blocks as packs of about `pack_bytes`. Blocks with status `BlockStatus.PRESENT` are durable.
 
-        stopped: as of `get`. What was being written then is deleted later, should it be there.
+        stopped: as of `get`. Packs being written then are deleted later, if they exist.
         """
         deadline = self._clock() + timeout_s
         n = len(batch.rows)
@@ -291,7 +295,8 @@ class ObjectStore:
     ) -> Statuses:
         """Reads blocks into their rows and verifies them: a status a block, the first blocks first.
 
-        stopped: whether nobody wants them any more; then it soon ends, with `BlockStatus.FAILED` for what was not there.
+        stopped: whether the blocks are no longer wanted; then it soon ends, with `BlockStatus.FAILED` for missing
+        ones.
         """
         deadline = self._clock() + timeout_s
         statuses = np.full(len(batch.rows), BlockStatus.FAILED, np.uint8)
@@ -320,11 +325,11 @@ class ObjectStore:
     def forget(
         self, digest: bytes, part: int, locations: Array, *, timeout_s: float
     ) -> list[DroppedPack]:
-        """These blocks are wanted no more.
+        """These blocks are no longer wanted.
 
         Counts for packs that this node wrote or found by a scan to be its own; it deletes those in which
-        nothing, or too little, is alive, and returns them with the blocks that go down with them. What
-        cannot be deleted in time is deleted by a later call.
+        few or no blocks are alive, and returns them with their live blocks. Packs that
+        cannot be deleted in time are deleted by a later call.
         """
         with self._lock:
             dropped = self._books.forget(digest, part, locations)
@@ -332,9 +337,9 @@ class ObjectStore:
         return dropped
 
     def clear(self, digest: bytes, *, timeout_s: float) -> int:
-        """Deletes every pack of a namespace, whichever node wrote it: how many there were.
+        """Deletes every pack of a namespace, whichever node wrote it; returns their number.
 
-        For a namespace that nobody uses any more. Raises `Unavailable` when it could not do it all.
+        For a namespace that is no longer used. Raises `Unavailable` if some could not be deleted.
         """
         deadline = self._clock() + timeout_s
         with self._lock:
@@ -346,16 +351,16 @@ class ObjectStore:
         return n
 
     def drop(self, digest: bytes, *, timeout_s: float) -> None:
-        """Deletes what this node wrote of a namespace that nobody uses any more, as far as it knows.
+        """Deletes this node's known packs of a namespace that is no longer used.
 
-        What cannot be deleted in time is deleted by a later call.
+        Packs that cannot be deleted in time are deleted by a later call.
         """
         with self._lock:
             self._books.clear(digest)
         self.sweep(timeout_s=timeout_s)
 
     def sweep(self, *, timeout_s: float) -> bool:
-        """Deletes what earlier calls could not. Whether nothing is left to be deleted."""
+        """Deletes packs that earlier calls could not. Returns whether none is left."""
         with self._lock:
             names = self._books.doomed()
         if names:
@@ -372,12 +377,12 @@ class ObjectStore:
         timeout_s: float,
         own: bool = False,
     ) -> Iterator[PackTable]:
-        """What is there, of all nodes, pack by pack, in no order: read from their tables alone.
+        """Existing packs, of all nodes, one by one, in no order: read from their tables alone.
 
-        own: only what this node wrote. All is listed then as well, but little of it read.
-        Packs of this node that it did not know become its own again, so that their space counts. Damaged
+        own: only this node's. All are listed then as well, but few of them read.
+        Unknown packs of this node become known, so that their space counts. Damaged
         ones of its own are deleted by the next `sweep`; others' are left out. Packs that come or go
-        meanwhile may or may not be among them. Raises `Unavailable` when it cannot be completed in time.
+        meanwhile may or may not be included. Raises `Unavailable` when it cannot be completed in time.
         """
         if digest is not None:
             ObjectTable(digest, part or 0)
@@ -396,12 +401,12 @@ class ObjectStore:
                 table = self._enter(name, listed, tail)
                 if table is not None:
                     yield table
-        # Had the time run out in the midst of this, the end of the listing had not been seen.
+        # If the time had run out in between, the end of the listing would not have been seen.
         with self._lock:
             self._books.settle()
 
     def usage(self) -> UsageStats:
-        """Of what this node wrote, as far as it knows: complete after a scan of everything."""
+        """Of this node's packs, as far as known: complete after a scan of everything."""
         with self._lock:
             return self._books.usage()
 
@@ -440,7 +445,7 @@ class ObjectStore:
         step = min(max(1, self._limits.pack_bytes // nbytes), PACK_BLOCKS_MAX)
         for first in range(0, len(entries), step):
             if self._requests.suspended_s:
-                return  # nothing is deleted to make room for what is not going to be sent
+                return  # nothing is deleted to make room for packs that will not be sent
             which = slice(first, first + step)
             mine = entries[which]
             pack = self._node + self._token(PACK_ID_BYTES - NODE_BYTES)
@@ -456,8 +461,9 @@ class ObjectStore:
     def _make_room(
         self, pack: bytes, size: int, dropped: list[DroppedPack], deadline: float
     ) -> bool:
-        """Reserves, and deletes what must go for it. One at a time, so that nobody counts on space that
-        is still being freed for another."""
+        """Reserves, and deletes packs to make room. One at a time, so that nobody counts on space that
+        is still being freed for another.
+        """
         if not self._making_room.acquire(timeout=max(0.0, deadline - self._clock())):
             return False
         try:
@@ -508,7 +514,7 @@ class ObjectStore:
         *,
         expected: int | None = None,
     ) -> list[PackName]:
-        """The packs that were deleted. Raises what went wrong when it is fewer than expected."""
+        """The deleted packs. Raises the error if there are fewer than expected."""
         gone: list[PackName] = []
         wrong: StoreFault | None = None
         for name, fault in self._requests.run(jobs, deadline, self._limits.reads):
@@ -523,7 +529,7 @@ class ObjectStore:
         return gone
 
     def _pages(self, folder: str, deadline: float) -> Iterator[list[tuple[PackName, Listed]]]:
-        """The packs in a folder, each once. Objects that are none are left alone."""
+        """The packs in a folder, each once. Other objects are ignored."""
         listing = _Listing(self._objects, folder)
         seen: set[tuple[bytes, int, bytes]] = set()
         while (page := self._requests.one(listing.page, deadline)) is not None:
@@ -537,7 +543,7 @@ class ObjectStore:
             yield fresh
 
     async def _read_tail(self, name: PackName, size: int) -> bytes | None:
-        """The end of a pack from its record on; None when it is no pack."""
+        """The end of a pack from its record on; None if it is not a pack."""
         at = max(0, size - TAIL_GUESS_BYTES)
         if not size:
             return None
@@ -551,7 +557,7 @@ class ObjectStore:
         return tail[-needed:]
 
     def _enter(self, name: PackName, listed: Listed, tail: bytes | None) -> PackTable | None:
-        """A scanned pack, unless it is unreadable or about to go."""
+        """A scanned pack, unless it is unreadable or about to be deleted."""
         own = name.node == self._node
         try:
             if tail is None:
@@ -571,7 +577,7 @@ class ObjectStore:
 
 
 class _Listing:
-    """A listing that a retry begins anew: pages may come twice then. For the loop's thread."""
+    """A listing that a retry restarts: pages may come twice then. For the loop's thread."""
 
     def __init__(self, objects: ObjectClient, folder: str) -> None:
         self._objects = objects
@@ -588,7 +594,7 @@ class _Listing:
 
 
 class _Reading:
-    """What has come of the blocks of a batch."""
+    """The results for the blocks of a batch."""
 
     def __init__(self, batch: GetBatch, statuses: Statuses) -> None:
         self._batch = batch
@@ -597,7 +603,7 @@ class _Reading:
         self._checksums = batch.locations["checksum"]
 
     def take(self, one: Range, found: Bytes1D | StoreFault) -> None:
-        """A range came, or did not."""
+        """A range arrived, or failed."""
         if isinstance(found, StoreFault) or len(found) != one.end - one.start:
             status = _status(found.fault) if isinstance(found, StoreFault) else BlockStatus.MISMATCH
             for piece in one.pieces:
@@ -608,7 +614,7 @@ class _Reading:
             data = found[at : at + length]
             row = batch.destination[batch.rows[index]]
             if length == batch.nbytes:
-                # Judged before it is copied: the row of a block that is wrong is not even touched.
+                # Verified before it is copied: the row of a wrong block is not touched.
                 if self._right(index, data):
                     np.copyto(row[:length], data)
                     self._statuses[index] = BlockStatus.PRESENT

@@ -1,12 +1,12 @@
-"""What this node wrote to the object tier: sizes, what is alive in it, and what goes first. No I/O.
+"""This node's usage of the object tier: sizes, live blocks, and the order of deletion. No I/O.
 
-A pack lives as a whole. It goes when nothing in it is alive, when more than `dead_share_max` of its
-bytes are dead, or when it is the coldest and the space is wanted; what was alive in it is then reported
+A pack lives as a whole. It is deleted when no block in it is alive, when more than `dead_share_max` of its
+bytes are dead, or when it is the coldest and space is needed; its live blocks are then reported
 as dropped. Nothing is rewritten: the tier is a cold cache, and a dropped block costs a recomputation,
 compaction costs a read and a write of the whole. So dead bytes are at most `dead_share_max` of all.
 
-Cold is what was read or written longest ago, as far as this node knows; of packs that were found by a
-scan, the time of their writing is known.
+Coldest is read or written longest ago, as far as this node knows; for packs found by a
+scan, the time of writing is known.
 
 A pack that is to be deleted is *doomed*: its blocks are forgotten at once, its bytes count until the
 store has confirmed. Not thread-safe: `ObjectStore` holds its lock. All but `settle` and `clear` is O(1)
@@ -38,8 +38,9 @@ class DroppedPack:
 
 @dataclass(frozen=True, slots=True)
 class UsageStats:
-    """What this node's packs take. `bytes` is all of it; `bytes_dead`, `bytes_doomed`, `bytes_reserved`
-    are those that nothing alive is in, that wait to be deleted, and that are being written."""
+    """Bytes of this node's packs. `bytes` is all of it; `bytes_dead`, `bytes_doomed`, `bytes_reserved`
+    are those without live blocks, those waiting to be deleted, and those being written.
+    """
 
     packs: int
     blocks: int
@@ -106,9 +107,9 @@ class ObjectUsage:
         )
 
     def reserve(self, pack: bytes, size: int) -> list[DroppedPack] | None:
-        """Room for a pack that is about to be written; None if it can never fit.
+        """Reserve room for a new pack; None if it can never fit.
 
-        The coldest packs are doomed for it. The room is there once `fits` says so.
+        The coldest packs are doomed for it. The room is there once `fits` returns True.
         """
         if size > self._bytes_max:
             return None
@@ -121,21 +122,21 @@ class ObjectUsage:
 
     @property
     def fits(self) -> bool:
-        """Whether all that is there, doomed or reserved keeps within the limit."""
+        """Whether existing, doomed and reserved packs together are within the limit."""
         return self._bytes + self._reserved_bytes + self._doomed_bytes <= self._bytes_max
 
     def unreserve(self, pack: bytes) -> None:
-        """It was not written, for certain."""
+        """It was certainly not written."""
         self._reserved_bytes -= self._reserved.pop(pack)
 
     def written(self, table: PackTable, now: float) -> None:
-        """A reserved pack is there."""
+        """A reserved pack was written."""
         size = self._reserved.pop(table.name.pack)
         self._reserved_bytes -= size
         self._add(_Pack(table, size, now))
 
     def unsure(self, name: PackName) -> None:
-        """A reserved pack may be there or come into being yet: it is to be deleted."""
+        """A reserved pack may exist or still appear: it must be deleted."""
         size = self._reserved.pop(name.pack)
         self._reserved_bytes -= size
         self._doomed[name.pack] = (name, size)
@@ -151,7 +152,7 @@ class ObjectUsage:
         return True
 
     def condemn(self, name: PackName, size: int) -> None:
-        """A scan found an object of this node that cannot be read: it is to be deleted."""
+        """A scan found an unreadable object of this node: it must be deleted."""
         known = self._packs.get(name.pack)
         if known is not None:
             self._remove(known)
@@ -173,13 +174,13 @@ class ObjectUsage:
                 self._packs.move_to_end(pack)
 
     def lost(self, pack: bytes) -> None:
-        """The store does not have it: somebody deleted it."""
+        """The store does not have it: it was deleted elsewhere."""
         known = self._packs.get(pack)
         if known is not None:
             self._remove(known)
 
     def forget(self, digest: bytes, part: int, locations: Array) -> list[DroppedPack]:
-        """These blocks are wanted no more. Packs that are doomed thereby are returned.
+        """These blocks are no longer wanted. Returns packs that are doomed thereby.
 
         Blocks of other nodes, and those that were forgotten before, change nothing.
         """
@@ -200,11 +201,11 @@ class ObjectUsage:
         return [self._doom(pack) for pack in own]
 
     def doomed(self) -> list[PackName]:
-        """What is to be deleted now."""
+        """Packs to delete now."""
         return [name for name, _ in self._doomed.values()]
 
     def deleted(self, pack: bytes) -> None:
-        """The store confirmed that it is gone."""
+        """The store confirmed its deletion."""
         found = self._doomed.pop(pack, None)
         if found is not None:
             self._doomed_bytes -= found[1]

@@ -1,4 +1,4 @@
-"""Group commit: what many calls want to be durable becomes one sync of the segment and one transaction.
+"""Group commit: many calls' writes are made durable by one sync of the segment and one transaction.
 
 The order that makes a crash harmless:
 
@@ -7,8 +7,8 @@ The order that makes a crash harmless:
             segment synced
             entries added, durable → the write returns
 
-So an entry never points to a slot that is being filled with something else, and never to bytes that
-are not there. While one group is made durable the next one gathers.
+So an entry never points to a slot that is being filled with something else, and never to missing
+bytes. While one group is made durable the next one gathers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Statuses = npt.NDArray[np.uint8]
 
 
 class Pending:
-    """A write between its registration and its entries: what is to be added, and what came of it.
+    """A write between its registration and its entries: the entries to add, and their results.
 
     entries: one record a block, all but generation and check filled in.
     statuses: DONE where the block's bytes were written; the committer corrects them.
@@ -46,12 +46,12 @@ class Pending:
         self.ended = False
 
     def wanted(self) -> npt.NDArray[np.bool_]:
-        """The blocks that are to have entries."""
+        """The blocks that should have entries."""
         wanted: npt.NDArray[np.bool_] = (self.statuses == BlockStatus.PRESENT) & ~self.forgotten
         return wanted
 
     def fail(self, status: int, *, keep: int = 0) -> None:
-        """What is not durable: all but the first `keep` of the wanted blocks."""
+        """Mark as not durable: all but the first `keep` of the wanted blocks."""
         self.statuses[np.flatnonzero(self.wanted())[keep:]] = status
 
 
@@ -68,19 +68,19 @@ class Committer:
         self._queued = 0  # the number of the last forget or pin
         self._durable = 0  # all up to here are in the index
         self._groups = 0  # begun
-        self._refused = 0  # the last group whose operations did not get through
-        self._wanted = False  # somebody has queued, or waits for, operations
+        self._refused = 0  # the last group whose operations failed
+        self._wanted = False  # operations are queued, or waited for
         self._writing: dict[int, tuple[Pending, int]] = {}  # slot → the write that fills it
         self._ready: list[Pending] = []
-        # Counts failed syncs. What was written before one may be lost though a later sync succeeds:
-        # the kernel reports a page once, and then takes it for clean.
+        # Counts failed syncs. Bytes written before one may be lost though a later sync succeeds:
+        # the kernel reports a page once, and then considers it clean.
         self._epoch = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvpool-ssd-commit", daemon=True)
         self._thread.start()
 
     def queue(self, offsets: Iterable[int], operation: int) -> int:
-        """Have entries forgotten, or given a pin level, soon. Does not wait. The number to wait for.
+        """Queue the deletion of entries, or a pin level for them. Does not wait. Returns the number to wait for.
 
         For a write under way, the entries are not made, or made with that level.
         """
@@ -100,10 +100,10 @@ class Committer:
             return self._queued
 
     def wait(self, number: int) -> bool:
-        """Wait until what was queued up to `number` is durable; False if the index refuses it."""
+        """Wait until operations up to `number` are durable; False if the index refuses them."""
         with self._changed:
             assert number <= self._queued, f"{number} was not queued: {self._queued} is the last"
-            # The group at work may have begun too early, or fail: the next one has all that is left.
+            # The current group may have begun too early, or fail: the next one has all that is left.
             last = self._groups + 1
             while self._durable < number and self._refused < last:
                 if self._groups < last:
@@ -113,7 +113,7 @@ class Committer:
             return self._durable >= number
 
     def begin(self, entries: Entries) -> Pending:
-        """Before the first byte is written into these slots. `commit` must follow."""
+        """Call before the first byte is written into these slots. `commit` must follow."""
         write = Pending(entries)
         offsets = entries["offset"].tolist()
         with self._changed:
@@ -125,7 +125,7 @@ class Committer:
         return write
 
     def commit(self, write: Pending) -> None:
-        """After the last byte was written: sync, and add the entries of what is DONE.
+        """Call after the last byte was written: sync, and add the entries of DONE blocks.
 
         Corrects the statuses of the others. Returns when the entries are durable.
         """
@@ -136,7 +136,7 @@ class Committer:
                 self._changed.wait()
 
     def close(self) -> None:
-        """Make durable what is queued, then end. No write may be under way, nothing may follow."""
+        """Make queued operations durable, then end. No write may be under way, no calls may follow."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -169,7 +169,7 @@ class Committer:
                 self._changed.notify_all()
 
     def _make_durable(self, operations: dict[int, int], writes: list[Pending]) -> bool:
-        """One group. Whether its operations got through; statuses say what became of the writes."""
+        """One group. Returns whether its operations succeeded; the writes' results are in their statuses."""
         if any(write.wanted().any() for write in writes):
             self._sync()
         for write in writes:

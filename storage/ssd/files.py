@@ -1,7 +1,7 @@
 """The files of an SSD store as the kernel offers them: a small port, and the segment file on top of it.
 
-`Disk` is where tests put in a full, read-only, failing or stalled disk. LMDB does its own input and
-output and knows nothing of it.
+Tests replace `Disk` to simulate a full, read-only, failing or stalled disk. LMDB does its own input and
+output and does not use it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Direct = bool | Literal["auto"]
 class Disk(Protocol):
     """The system calls on the segment file. Every method may raise OSError; all are thread-safe.
 
-    `pread` and `pwrite` may do less than was asked, as the system calls may.
+    `pread` and `pwrite` may do less than requested, as the system calls may.
     """
 
     def open(self, path: Path, flags: int) -> int: ...
@@ -91,11 +91,11 @@ class SegmentFile:
 
     @classmethod
     def open(cls, disk: Disk, path: Path, nbytes: int, direct: Direct) -> SegmentFile:
-        """Open or make the file, with all its space taken: no later write can find the disk full.
+        """Open or create the file, with all its space allocated: no later write can find the disk full.
 
-        direct: past the page cache. "auto" means where the file system can, True demands it.
+        direct: bypass the page cache. "auto" means if the file system can, True requires it.
         Raises `SegmentError` when there is no room or the disk refuses, `ConfigError` when `direct`
-        is demanded of a file system that cannot.
+        is required of a file system that cannot.
         """
         try:
             fd, is_direct = _open(disk, path, direct)
@@ -133,7 +133,7 @@ class SegmentFile:
         self._whole(self._disk.pwrite, at, data)
 
     def sync(self) -> None:
-        """What was written is on stable storage. OSError if not, and then it may never be."""
+        """Sync written bytes to stable storage. OSError if not, and then they may never be."""
         self._disk.fdatasync(self._fd)
 
     def close(self) -> None:
@@ -151,10 +151,10 @@ class SegmentFile:
             done += moved
 
     def drop_pages(self, at: int, nbytes: int) -> None:
-        """Without O_DIRECT: have the kernel not cache what was read, or written and synced.
+        """Without O_DIRECT: have the kernel not cache bytes that were read, or written and synced.
 
-        It rests here because it was cold, and the page cache is taken from what DRAM could hold. A
-        hint: where it fails it costs memory and nothing else.
+        Blocks are here because they were cold, and the page cache takes memory from DRAM. A
+        hint: if it fails it only costs memory.
         """
         if not self.direct:
             with contextlib.suppress(OSError):
@@ -176,7 +176,7 @@ def _open(disk: Disk, path: Path, direct: Direct) -> tuple[int, bool]:
 
 
 def _direct_works(disk: Disk, fd: int) -> bool:
-    """Some file systems take the flag and refuse the reads."""
+    """Some file systems accept the flag and refuse the reads."""
     try:
         disk.pread(fd, staging(PAGE, huge=False), 0)
     except OSError as error:
@@ -193,9 +193,9 @@ def _no_direct(path: Path) -> ConfigError:
 
 
 def staging(nbytes: int, *, huge: bool = True) -> Bytes1D:
-    """Memory of this process for direct reads and writes, aligned, its pages taken.
+    """Memory of this process for direct reads and writes, aligned, its pages allocated.
 
-    huge: in huge pages where the kernel has them; a disk then sees one piece of memory instead of 256
+    huge: in huge pages if the kernel has them; a disk then sees one piece of memory instead of 256
     a MiB, which was measured to be worth half of its speed.
     """
     # Private: anonymous memory that is shared counts as tmpfs, where huge pages are mostly off.

@@ -1,17 +1,17 @@
-"""The index of an SSD store: which slots hold what, in LMDB. Loaded whole at the start, then only written.
+"""The index of an SSD store: the contents of slots, in LMDB. Loaded whole at the start, then only written.
 
-One file, `data.mdb`, of a fixed size that is taken in full when it is made. Three databases in it:
+One file, `data.mdb`, of a fixed size that is allocated in full when it is created. Three databases in it:
 
     entries   slot offset (u64, integer key) → the record of `ENTRY`, 88 bytes
     tables    id (u32, integer key) → bytes of the caller
-    meta      name → bytes: b"kvpool" the header, b"user:…" what the caller keeps
+    meta      name → bytes: b"kvpool" the header, b"user:…" the caller's items
 
-Neighbouring slots share leaf pages, so a batch that fills a stretch of the segment changes few pages.
-LMDB protects its pages against crashes, not against bits that turn; each record therefore carries a
-check of itself, which ties a key to the checksum of the bytes that it may answer for. All other values
-follow a seal, their xxh3-64.
+Adjacent slots share leaf pages, so a batch that fills a stretch of the segment changes few pages.
+LMDB protects its pages against crashes, not against bit flips; each record therefore has a
+check of its own, which ties a key to the checksum of its block's bytes. All other values
+are preceded by a seal, their xxh3-64.
 
-The file is always made beside its place and renamed, so one that has the name is complete.
+The file is always created under another name and renamed, so an existing one is complete.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ PAGE = 4096
 MAP_SHARE = 64
 MAP_BYTES_MIN = 1 << 20
 ENTRY_BYTES = 256
-"""What an entry takes of the map. Measured under churn at random slots: 195 bytes of live pages
-(half to two thirds full), 240 with the pages that transactions in succession leave behind."""
+"""Bytes of the map per entry. Measured under churn at random slots: 195 bytes of live pages
+(half to two thirds full), 240 with the pages that consecutive transactions leave behind.
+"""
 
 OPERATIONS_MAX = 4096
 SEAL_BYTES = 8
@@ -81,7 +82,7 @@ _Ops = Sequence[tuple[int, int]]
 
 _WORDS = ENTRY.itemsize // 8
 _FOLD = 0x9E3779B97F4A7C15
-# Odd factors, so that no change of one word is lost in the sum.
+# Odd factors, so that every change of one word changes the sum.
 _FACTORS = np.array([pow(_FOLD, n, 1 << 64) for n in range(1, _WORDS + 1)], dtype=np.uint64)
 _HEADER = struct.Struct("<IQQI16s")  # format, size of the segment, next generation, next table, id
 _ENTRIES, _TABLES, _META = b"entries", b"tables", b"meta"
@@ -89,7 +90,7 @@ _HEADER_NAME, _USER = b"kvpool", b"user:"
 
 
 def check_of(entries: Entries) -> npt.NDArray[np.uint32]:
-    """The check of each record, over everything in it but the check."""
+    """The check of each record, over all other fields."""
     plain = np.ascontiguousarray(entries).copy()
     plain["check"] = 0
     words = plain.view(np.uint64).reshape(len(plain), _WORDS)
@@ -117,7 +118,7 @@ def entries_max_for(map_bytes: int) -> int:
 class _Header:
     segment_bytes: int
     generation: int  # of the next entry
-    table: int  # the next id. None is used twice: a stray entry must not find a stranger's table
+    table: int  # the next id. None is used twice: a stray entry must not find an unrelated table
     store_id: bytes
 
     def pack(self) -> bytes:
@@ -126,7 +127,7 @@ class _Header:
 
     @classmethod
     def unpack(cls, value: bytes | None) -> _Header:
-        """Raises `ConfigError` for another format, `_DamagedError` for what is none."""
+        """Raises `ConfigError` for another format, `_DamagedError` for invalid contents."""
         data = None if value is None else _unseal(value)
         if data is None:
             raise _DamagedError("it has no header")
@@ -146,7 +147,7 @@ def _seal(data: bytes) -> bytes:
 
 
 def _unseal(value: bytes) -> bytes | None:
-    """What was sealed; None if a bit has turned."""
+    """The sealed value; None if it is damaged."""
     data = value[SEAL_BYTES:]
     return data if value[:SEAL_BYTES] == xxhash.xxh3_64_digest(data) else None
 
@@ -156,7 +157,7 @@ class _DamagedError(Exception):
 
 
 class IndexFullError(LimitExceeded):
-    """The map has no free page for a transaction. Nothing of the transaction was done."""
+    """The map has no free page for a transaction. The transaction was not done at all."""
 
 
 class IndexIOError(SegmentError):
@@ -183,12 +184,12 @@ class SsdIndex:
         self, folder: Path, env: lmdb.Environment, map_bytes: int, header: _Header
     ) -> None:
         """Use `open_index`."""
-        self.lost = False  # what was there before was damaged, and is gone
+        self.lost = False  # the previous index was damaged, and is gone
         self.map_bytes = map_bytes
         self.entries_max = entries_max_for(map_bytes)
         self.tables_bytes_max = map_bytes // 8
         # A page that a transaction changes is written elsewhere, and its old place is free two
-        # transactions later: what they change must fit the share of the map that is kept for it.
+        # transactions later: their changed pages must fit the share of the map that is kept for it.
         self.operations_max = min(OPERATIONS_MAX, max(8, map_bytes // PAGE // 16))
         self._folder = folder
         self._header = header
@@ -214,11 +215,11 @@ class SsdIndex:
         return self._header.store_id
 
     def header_for(self, segment_bytes: int) -> _Header:
-        """The header of an index that takes over from this one."""
+        """The header of an index that replaces this one."""
         return replace(self._header, segment_bytes=segment_bytes)
 
     def close(self) -> None:
-        """Idempotent. Nothing may follow."""
+        """Idempotent. No calls may follow."""
         with self._lock:
             self._env.close()
             _loading(self._folder).unlink(missing_ok=True)
@@ -236,10 +237,10 @@ class SsdIndex:
     # Entries
 
     def chunks(self, chunk: int) -> Iterator[Entries]:
-        """All records, in the order of their slots, as they lie there: unchecked.
+        """All records, in the order of their slots, unchecked.
 
         One short transaction a chunk: a long one would keep every page that changes meanwhile.
-        Where the file turns out to be damaged, an empty index takes its place.
+        If the file turns out to be damaged, an empty index replaces it.
         """
         key: bytes | None = b""
         while key is not None:
@@ -303,7 +304,7 @@ class SsdIndex:
         try:
             return self._transact(operations, entries)
         except IndexFullError:
-            # What frees space must get through: by itself, and in pieces that need fewer pages.
+            # Deletions free space and must succeed: alone, and in pieces that need fewer pages.
             if operations and len(entries):
                 self._step(operations, NO_ENTRIES)
                 return self._step([], entries)
@@ -340,7 +341,7 @@ class SsdIndex:
         return len(part)
 
     def sound(self, entries: Entries) -> npt.NDArray[np.bool_]:
-        """Which records can be relied on: whole, inside the segment, of a table that is there."""
+        """Which records are valid: whole, inside the segment, of an existing table."""
         end = entries["offset"] + entries["stored"]
         with self._lock:
             known = np.fromiter(self._tables, dtype=np.uint32, count=len(self._tables))
@@ -353,7 +354,7 @@ class SsdIndex:
     def fill(
         self, tables: Mapping[int, bytes], items: Mapping[bytes, bytes], old: Iterable[Entries]
     ) -> None:
-        """Give a new index its header, and of others' contents what fits. Nobody else knows it yet."""
+        """Give a new index its header, and the fitting contents of another. It is not in use yet."""
         held = 0
         with self._writing() as txn:
             txn.put(_HEADER_NAME, self._header.pack(), db=self._meta)
@@ -397,7 +398,7 @@ class SsdIndex:
             return table
 
     def _check_table(self, record: bytes, instead: bytes) -> None:
-        """Whether there is room for a record, in place of another. Raises `LimitExceeded`."""
+        """Check the room for a record, replacing another. Raises `LimitExceeded`."""
         held = sum(map(_pages_bytes, self._tables.values()))
         if instead:
             held -= _pages_bytes(instead)
@@ -480,7 +481,7 @@ class SsdIndex:
 
 
 def open_index(folder: Path, *, map_bytes: int, segment_bytes: int, new_id: bytes) -> SsdIndex:
-    """The index in `folder`, made, grown or shrunk as needed; `lost` says when it had to be replaced.
+    """The index in `folder`, created, grown or shrunk as needed; `lost`: it had to be replaced.
 
     new_id: 16 bytes that name the store, if it is new.
     Raises `ConfigError` for the index of another format, `SegmentError` when the disk has no room or
@@ -532,8 +533,8 @@ def _environment(path: Path, map_bytes: int, *, sync: bool = True) -> lmdb.Envir
 def _open(folder: Path, map_bytes: int) -> SsdIndex:
     path, loading = folder / "data.mdb", _loading(folder)
     size = path.stat().st_size
-    # LMDB trusts its file, and a page that lies can end the process. Whoever died while it read the
-    # index has left this mark; then the slow verifier, which trusts nothing, looks first.
+    # LMDB trusts its file, and a damaged page can end the process. A process that died while it read the
+    # index has left this mark; then the slow verifier, which trusts nothing, checks it first.
     if loading.exists():
         try:
             problems = lmdb.verify.verify(str(path), subdir=False)
@@ -575,7 +576,7 @@ def _make(
     items: Mapping[bytes, bytes] | None = None,
     entries: Iterable[Entries] = (),
 ) -> None:
-    """Write an index with these contents, and put it in place. Durable, and all or nothing."""
+    """Write an index with these contents, and replace the old one. Durable, and all or nothing."""
     new = folder / "new.mdb"
     new.unlink(missing_ok=True)
     try:
@@ -592,7 +593,7 @@ def _make(
 
 
 def _allocate(path: Path, nbytes: int) -> None:
-    """Take all the space now: then a full disk cannot stop a transaction, and a commit changes no size."""
+    """Allocate all the space now: then a full disk cannot stop a transaction, and a commit changes no size."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -602,7 +603,7 @@ def _allocate(path: Path, nbytes: int) -> None:
 
 
 def _read_ahead(path: Path, nbytes: int) -> None:
-    """Have the kernel fetch all of it in large pieces; page faults would take it one by one."""
+    """Have the kernel read all of it in large pieces; page faults would read it one by one."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(fd, 0, nbytes, os.POSIX_FADV_WILLNEED)
@@ -611,7 +612,7 @@ def _read_ahead(path: Path, nbytes: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder are on stable storage."""
+    """Sync the names in a folder to stable storage."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -630,5 +631,5 @@ def _put_all(txn: Transaction, db: lmdb._Database, entries: Entries) -> None:
 
 
 def _pages_bytes(record: bytes) -> int:
-    """What a table's record takes of the map, about."""
+    """Approximate bytes of the map for a table's record."""
     return -(-(len(record) + 16) // PAGE) * PAGE if len(record) > PAGE // 2 else len(record) + 32

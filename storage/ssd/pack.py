@@ -1,6 +1,6 @@
-"""Blocks made smaller before they are written to an SSD store, in memory of their own.
+"""Compresses blocks before they are written to an SSD store, in memory of their own.
 
-A slot can only be chosen when it is known how long a block has become, so packing and writing are two
+A slot can only be chosen when the compressed length is known, so packing and writing are two
 steps. Between them the packed bytes wait in the memory of the process that owns the disk.
 """
 
@@ -16,13 +16,13 @@ from kvpool.storage.codecs import Blosc2
 
 SAMPLE_BYTES = 64 << 10
 ITEM_BYTES_TRIED = (2, 1, 4)
-"""Sizes of elements that KV has, the usual one first."""
+"""Sizes of KV elements, the usual one first."""
 
 
 class Packed(NamedTuple):
-    """rows: u8[n, nbytes]; block i is the first `stored[i]` bytes of row i, and behind them is anything.
+    """rows: u8[n, nbytes]; block i is the first `stored[i]` bytes of row i; the rest is undefined.
 
-    stored: u32[n]. As long as the block was: it is not worth a codec, and lies there as it was.
+    stored: u32[n]. Equal to the block's length: not worth compressing, and unchanged there.
     """
 
     rows: Rows2D
@@ -30,10 +30,10 @@ class Packed(NamedTuple):
 
 
 def pack(source: Rows2D, rows: npt.NDArray[np.int64], nbytes: int) -> Packed:
-    """Encode the first `nbytes` of some rows, at least one. In the calling thread, without the GIL mostly.
+    """Encode the first `nbytes` of some rows, at least one. In the calling thread, mostly without the GIL.
 
     The source must not change meanwhile. Takes as much memory as the blocks have.
-    Raises `ConfigError` where the blosc2 package cannot be imported.
+    Raises `ConfigError` if the blosc2 package cannot be imported.
     """
     codec = Blosc2(_item_bytes(source[rows[0], : min(nbytes, SAMPLE_BYTES)]))
     out = np.empty((len(rows), nbytes), np.uint8)
@@ -44,6 +44,6 @@ def pack(source: Rows2D, rows: npt.NDArray[np.int64], nbytes: int) -> Packed:
 
 
 def _item_bytes(sample: Bytes1D) -> int:
-    """The size of elements by which a sample gets smallest: namespaces need not tell theirs."""
+    """The element size that compresses a sample best: namespaces need not state theirs."""
     out = np.empty_like(sample)
     return min(ITEM_BYTES_TRIED, key=lambda size: Blosc2(size).encode(sample, out).stored)

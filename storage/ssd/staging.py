@@ -28,9 +28,9 @@ class _Call:
 class StagingThreads:
     """`threads` workers. Calls take turns job by job, so that a long one does not delay a short one.
 
-    The staging buffers bound what is in flight; there is nothing to wait for but a worker. Waits last
-    as long as the disk takes: whoever returned earlier would leave a worker behind that still writes
-    into a slot, or a row, which belongs to somebody else by then. Kernels end stuck requests by
+    The staging buffers bound the bytes in flight; calls only wait for a worker. Waits last
+    as long as the disk takes: returning earlier would leave a worker behind that still writes
+    into a slot, or a row, that was reused. Kernels end stuck requests by
     themselves (tens of seconds), with an error.
     """
 
@@ -91,6 +91,6 @@ class StagingThreads:
                 with self._changed:
                     call.left -= 1
                     call.broken |= broken
-                    # A broken call ends at once: its caller is to fail, not to wait for ever.
+                    # A broken call ends at once: its caller must fail, not wait forever.
                     if broken or not call.left:
                         call.done.set()

@@ -3,13 +3,13 @@
 One `SsdStore` owns one directory and a number of bytes of its disk:
 
     segment          the slots, preallocated; read and written past the page cache where possible
-    index/data.mdb   which slot holds what (ssd_index.py)
+    index/data.mdb   which slot holds what (index.py)
     lock             one process at a time
 
-It decides nothing. Which slot a block gets, and which is given up, is decided where all tiers are
-known; the store keeps the order in which that becomes durable (ssd_commit.py), and moves the bytes
-(ssd_crew.py, ssd_files.py). It trusts no byte that it reads: what counts is the checksum, of the raw
-bytes of the block, that came with the write.
+It decides nothing. Its caller chooses slots and evictions;
+the store keeps the order in which these become durable (commit.py), and moves the bytes
+(staging.py, files.py). It trusts no byte that it reads: the checksum of the raw
+bytes of the block, given with the write, decides.
 
 A block may be lost by a crash or a failing disk; it is a cache. It is never wrong.
 """
@@ -63,7 +63,7 @@ STAGING_BYTES = 4 << 20
 JOB_BYTES = 1 << 20
 JOB_BYTES_MIN = 256 << 10
 THREADS_MAX = 64
-# Where a call of numpy for many rows costs a copy more than one call a row.
+# Below this row size one numpy call for many rows is faster than one call a row.
 ROW_BY_ROW_BYTES = 64 << 10
 
 Offsets = npt.NDArray[np.uint64]
@@ -75,7 +75,7 @@ Job = tuple[int, RowNumbers]
 
 
 def slot_bytes(nbytes: int) -> int:
-    """What a block of `nbytes` takes of the segment: whole pages."""
+    """The slot size for a block of `nbytes`: whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -84,8 +84,8 @@ class WriteBatch:
     """n blocks of one table and size. Everything is the caller's, and is not kept after the call.
 
     offsets: of the slots, u64[n]: multiples of 4096, disjoint, each `slot_bytes(nbytes)` long.
-    stored: u32[n]: blocks that `codec` has made smaller, to so many bytes of their rows. Their slots are
-        `codecs.slot_bytes(stored, nbytes)` long. None: they are as they are.
+    stored: u32[n]: blocks compressed by `codec`, to this many bytes of their rows. Their slots are
+        `codecs.slot_bytes(stored, nbytes)` long. None: uncompressed.
     keys, parents, checksums: u8[n, 16]. A checksum is xxh3-128 of the block's bytes.
     depths: u32[n]. pins: u8[n].
     source, rows: block i is the first `nbytes` of `source[rows[i]]`; i64[n].
@@ -109,7 +109,7 @@ class WriteBatch:
 class ReadBatch:
     """n blocks of one size; shapes as in `WriteBatch`.
 
-    lengths: of the slots, i64[n]; what lies in a shorter one than `slot_bytes(nbytes)` was stored by
+    lengths: of the slots, i64[n]; slots shorter than `slot_bytes(nbytes)` were stored by
         `codec`. None: no slot is shorter.
     destination, rows: block i goes to the first `nbytes` of `destination[rows[i]]`; writable, and
         nobody else's during the call. Without a destination the blocks are only verified.
@@ -128,9 +128,9 @@ class ReadBatch:
 class SsdStats:
     """Counts since `open`, in blocks unless the name says otherwise. Bytes are those of the disk.
 
-    index_lost: the index was damaged and the store began empty. index_errors: transactions that
-    failed; writes fail until the store is opened again if they go on. entries_dropped: records that
-    could not be relied on.
+    index_lost: the index was damaged and the store began empty. index_errors: failed
+    transactions; if they continue, writes fail until the store is opened again. entries_dropped: invalid
+    records.
     """
 
     segment_bytes: int
@@ -184,11 +184,11 @@ class SsdStore:
         threads: int = 8,
         disk: Disk | None = None,
     ) -> SsdStore:
-        """Open or make the store in the directory `path`, in `size` bytes of its disk at most.
+        """Open or create the store in the directory `path`, in `size` bytes of its disk at most.
 
-        A store of another size is grown or shrunk; what lies beyond the new end is dropped.
-        direct: O_DIRECT. "auto": where the file system can; True: or `ConfigError`.
-        threads: requests that the disk has at a time; each takes 4 MiB of memory.
+        A store of another size is grown or shrunk; blocks beyond the new end are dropped.
+        direct: O_DIRECT. "auto": if the file system can; True: or `ConfigError`.
+        threads: concurrent requests to the disk; each takes 4 MiB of memory.
 
         Raises `AlreadyRunning`, `ConfigError` (size, format of another version), `SegmentError`
         (no room, no permission, a failing disk).
@@ -204,7 +204,7 @@ class SsdStore:
         try:
             if not (
                 folder / "segment"
-            ).exists():  # then an index would describe bytes that are gone
+            ).exists():  # otherwise an index would describe bytes that are gone
                 (folder / "index" / "data.mdb").unlink(missing_ok=True)
             index = open_index(
                 folder / "index",
@@ -228,7 +228,7 @@ class SsdStore:
         return cls(segment, index, lock_fd, threads)
 
     def close(self) -> None:
-        """Wait for the calls under way, make durable what is queued, and let go. Idempotent."""
+        """Wait for calls under way, make queued operations durable, and close. Idempotent."""
         with self._calls:
             if self._closed:
                 return
@@ -241,13 +241,13 @@ class SsdStore:
         self._segment.close()
         os.close(self._lock_fd)
 
-    # What is there
+    # Contents
 
     def entries(self, chunk: int = 50_000) -> Iterator[Entries]:
         """All entries as arrays of dtype `ENTRY`, up to `chunk` each, in the order of their offsets.
 
-        Records that cannot be relied on are left out, counted, and forgotten. Meant for the start:
-        of what is written or forgotten meanwhile, a chunk that comes later may tell or not.
+        Invalid records are left out, counted, and forgotten. Meant for the start:
+        later chunks may or may not include concurrent changes.
         """
         for entries in self._index.chunks(chunk):
             sound = self._index.sound(entries)
@@ -272,13 +272,13 @@ class SsdStore:
     def renew_table(self, table: int, record: bytes) -> None:
         """Replace the record of a table durably; its entries stay. Raises as `add_table`.
 
-        Another table that has this record takes the former one of this: no two have the same. Raises
-        `InvalidRequest` for a table that is not there.
+        A table that already has this record gets the previous one of this: no two have the same. Raises
+        `InvalidRequest` for an unknown table.
         """
         self._index.renew_table(table, record)
 
     def drop_tables(self, ids: Sequence[int]) -> None:
-        """Drop records durably; ids that are not there are passed over. An id is never used again.
+        """Drop records durably; unknown ids are ignored. An id is never used again.
 
         Entries of a dropped table are left out by the next `entries`; forget them first.
         """
@@ -307,10 +307,10 @@ class SsdStore:
             **counts,
         )
 
-    # What changes
+    # Changes
 
     def forget(self, offsets: Offsets | Sequence[int]) -> int:
-        """Have the entries of these slots deleted soon, and return at once: a number for `write`.
+        """Queue the deletion of these slots' entries, and return at once: a number for `write`.
 
         From one thread at a time, in the order of the decisions. A write of such a slot that is
         under way leaves no entry; one that was not yet begun does, so a slot must not be forgotten
@@ -319,24 +319,24 @@ class SsdStore:
         return self._committer.queue(_plain(offsets), FORGET)
 
     def pin(self, offsets: Offsets | Sequence[int], level: int) -> int:
-        """Have the pin level (0 to 255) of these entries changed soon; as `forget`."""
+        """Queue a change of the pin level (0 to 255) of these entries; as `forget`."""
         if not 0 <= level <= 255:
             raise InvalidRequest(f"a pin level must be 0 to 255, not {level}")
         return self._committer.queue(_plain(offsets), level)
 
     def wait(self, after: int) -> bool:
-        """Until what `forget` or `pin` has queued up to this number is durable; False if it failed."""
+        """Until operations queued by `forget` or `pin` up to this number are durable; False if they failed."""
         with self._call():
             return self._committer.wait(after)
 
     def write(self, batch: WriteBatch, after: int = 0) -> Statuses:
         """Store blocks durably: u8[n] of `BlockStatus`: PRESENT, FAILED or NO_SPACE.
 
-        after: what `forget` returned when the slots were last given up; their old entries are gone
+        after: returned by `forget` when the slots were last freed; their old entries are gone
             before the first byte is written. 0: they never had any.
 
-        What is not PRESENT has no entry after a restart, unless the disk fails in a way that hides what
-        it did; then its bytes are told by their checksum. The source must not change during the call.
+        Blocks that are not PRESENT have no entry after a restart, unless the disk fails without reporting
+        it; then their checksum shows it. The source must not change during the call.
         """
         lengths = None if batch.stored is None else _slot_lengths(batch.stored, batch.nbytes)
         slots = self._checked(batch.nbytes, batch.offsets, batch.source, batch.rows, lengths)
@@ -382,7 +382,7 @@ class SsdStore:
     def read(self, batch: ReadBatch) -> Statuses:
         """Fetch blocks: u8[n] of `BlockStatus`: PRESENT (read, and the checksum is right), MISMATCH or FAILED.
 
-        Rows of blocks that are not PRESENT hold garbage afterwards. The index is not asked.
+        Rows of blocks that are not PRESENT hold garbage afterwards. The index is not consulted.
         """
         lengths = batch.lengths
         slots = self._checked(batch.nbytes, batch.offsets, batch.destination, batch.rows, lengths)
@@ -396,7 +396,7 @@ class SsdStore:
     def scrub(self, batch: ReadBatch, pause: Callable[[], None]) -> Statuses:
         """Verify blocks without a destination, as `read`, one request at a time.
 
-        pause: called between any two requests; it waits as long as the load asks for, and may raise
+        pause: called between any two requests; it waits as long as the load requires, and may raise
             to end the scrub.
         """
         slots = self._checked(batch.nbytes, batch.offsets, None, None, batch.lengths)
@@ -430,7 +430,7 @@ class SsdStore:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """`close` waits for what runs in here."""
+        """`close` waits for calls in here."""
         with self._calls:
             if self._closed:
                 raise Unavailable("the SSD store is closed")
@@ -450,7 +450,7 @@ class SsdStore:
         rows: RowNumbers | None,
         lengths: Lengths | None,
     ) -> Offsets:
-        """The offsets, once everything that would touch a stranger's bytes is ruled out."""
+        """The offsets, after checking that no other slot's bytes are touched."""
         slots = np.ascontiguousarray(offsets, dtype=np.uint64)
         n = len(slots)
         if n > BATCH_MAX:
@@ -468,7 +468,9 @@ class SsdStore:
             )
         if n and (
             np.any(slots % PAGE)
-            or np.any(slots >= np.uint64(self.segment_bytes))  # else their ends could wrap around
+            or np.any(
+                slots >= np.uint64(self.segment_bytes)
+            )  # otherwise their ends could wrap around
             or int(
                 (
                     slots + np.uint64(whole)
@@ -494,11 +496,11 @@ class SsdStore:
         return slots
 
     def _jobs(self, slots: Offsets, nbytes: int, lengths: Lengths | None) -> list[Job]:
-        """Blocks with slots of one length, in the order of their places: each is one worker's next work.
+        """Blocks with slots of one length, in the order of their places: each is one worker's next job.
 
-        Neighbours, up to STAGING_BYTES of them, are one request. Others are handled together only up
+        Adjacent blocks, up to STAGING_BYTES, are one request. Others are grouped only up
         to JOB_BYTES: small enough to be in the processor's cache when they are verified and copied.
-        A small batch is cut smaller, so that all workers have something to do.
+        A small batch is split further, so that all workers have something to do.
         """
         jobs: list[Job] = []
         for slot, blocks in _by_length(slots, nbytes, lengths):
@@ -556,7 +558,7 @@ class _Writer:
             self._write(blocks[first:end], memory[first * slot : end * slot])
 
     def _stage(self, blocks: RowNumbers, staged: Rows2D) -> None:
-        """Blocks of one length, and zeros behind them where another batch has left something."""
+        """Blocks of one length, followed by zeros where another batch has left bytes."""
         batch = self._batch
         rows = batch.rows[blocks]
         if batch.source.shape[1] == staged.shape[1] and batch.source.flags.c_contiguous:
@@ -569,7 +571,7 @@ class _Writer:
         staged[:, batch.nbytes :] = 0
 
     def _stored(self, block: int) -> Bytes1D:
-        """What a block is to be in its slot."""
+        """The contents of a block's slot."""
         batch = self._batch
         stored = batch.nbytes if batch.stored is None else int(batch.stored[block])
         return batch.source[batch.rows[block], :stored]
@@ -645,7 +647,7 @@ class _Reader:
         )
 
     def _decode(self, block: int, slot: Bytes1D) -> None:
-        """From the bytes of a slot to its row; the checksum is that of what came out."""
+        """From the bytes of a slot to its row; the checksum is that of the decoded bytes."""
         batch, codec = self._batch, self._batch.codec
         assert codec is not None, "a slot is shorter than its block, and no codec was named"
         if batch.destination is not None and batch.rows is not None:
@@ -693,7 +695,7 @@ def _scatter(table: Rows2D, rows: RowNumbers, staged: Rows2D) -> None:
 
 
 def _runs(offsets: Offsets, slot: int) -> Iterator[tuple[int, int]]:
-    """First and end of each run of neighbours in ascending offsets."""
+    """First and end of each run of adjacent offsets, ascending."""
     if not len(offsets):
         return iter(())
     breaks = (np.flatnonzero(np.diff(offsets) != slot) + 1).tolist()
@@ -701,7 +703,7 @@ def _runs(offsets: Offsets, slot: int) -> Iterator[tuple[int, int]]:
 
 
 def _slot_lengths(stored: npt.NDArray[np.uint32], nbytes: int) -> Lengths:
-    """How long the slots of coded blocks are: shorter than those of whole ones, by which they are told."""
+    """The slot lengths of coded blocks: shorter than whole ones, which identifies them."""
     shorter = codecs.slot_classes(nbytes)[:-1]
     if len(stored) and not (shorter and 1 <= int(stored.min()) <= int(stored.max()) <= shorter[-1]):
         raise InvalidRequest(f"a coded block of {nbytes} bytes must fit a shorter slot")
@@ -722,7 +724,7 @@ def _plain(offsets: Offsets | Sequence[int]) -> Sequence[int]:
 
 
 def _small_files_bytes(size: int) -> int:
-    """What the directory, and the file system's own records of the segment, may take beside it.
+    """The space that the directory, and the file system's own records of the segment, may take in addition.
 
     Slots that are written in random order split the file into extents, at 12 bytes or more each.
     """
