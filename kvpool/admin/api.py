@@ -127,7 +127,7 @@ class Api:
     def _one_of_token(self, who: Principal) -> Iterator[None]:
         """The requests of one token, or of all without one, take a share of the places. Raises `Refused`."""
         if self._of_token[who.name] >= OF_TOKEN_MAX:
-            why = f"{OF_TOKEN_MAX} requests of this token are under way"
+            why = f"{OF_TOKEN_MAX} requests of this token are in progress, the limit"
             raise Refused(429, "limit", why, {"Retry-After": "1"})
         self._of_token[who.name] += 1
         try:

@@ -125,7 +125,8 @@ class NamespaceSettings(msgspec.Struct, frozen=True):
     ssd_codec: compression of blocks on SSD, one of `SSD_CODECS`; empty: none.
     dram_quota, ssd_quota: quota of each node's memory and disks: bytes, or a share of
         the tenant's part; 0: no quota.
-    write_remote: when blocks are written to object storage, one of `OBJECT_WRITE_MODES`; empty: "back".
+    write_object: when blocks are written to object storage, one of `OBJECT_WRITE_MODES`; empty: "back". Stored and
+        shown as `write_remote`.
     """
 
     replicas: int = 1
@@ -134,7 +135,7 @@ class NamespaceSettings(msgspec.Struct, frozen=True):
     ssd_codec: str = ""
     dram_quota: int | float = 0
     ssd_quota: int | float = 0
-    write_remote: str = ""
+    write_object: str = msgspec.field(default="", name="write_remote")
 
     def known_here(self, replicas_max: int) -> NamespaceSettings:
         """The settings as a node applies them: replicas within its limits, and the rest.
@@ -149,7 +150,7 @@ class NamespaceSettings(msgspec.Struct, frozen=True):
             ssd_codec=self.ssd_codec if self.ssd_codec in SSD_CODECS else "",
             dram_quota=self.dram_quota if _is_quota(self.dram_quota) else 0,
             ssd_quota=self.ssd_quota if _is_quota(self.ssd_quota) else 0,
-            write_remote=self.write_remote if self.write_remote in OBJECT_WRITE_MODES else "",
+            write_object=self.write_object if self.write_object in OBJECT_WRITE_MODES else "",
         )
 
     def filled(self, wanted: NamespaceSettings) -> NamespaceSettings:
@@ -161,7 +162,7 @@ class NamespaceSettings(msgspec.Struct, frozen=True):
             ssd_codec=self.ssd_codec or wanted.ssd_codec,
             dram_quota=self.dram_quota or wanted.dram_quota,
             ssd_quota=self.ssd_quota or wanted.ssd_quota,
-            write_remote=self.write_remote or wanted.write_remote,
+            write_object=self.write_object or wanted.write_object,
         )
 
 
@@ -192,7 +193,7 @@ class SettingsChange(msgspec.Struct, frozen=True):
     ssd_codec: str | None = None
     dram_quota: int | float | None = None
     ssd_quota: int | float | None = None
-    write_remote: str | None = None
+    write_object: str | None = msgspec.field(default=None, name="write_remote")
 
     @property
     def empty(self) -> bool:
@@ -221,10 +222,9 @@ class SettingsChange(msgspec.Struct, frozen=True):
             raise InvalidRequest(
                 f"ssd_codec {self.ssd_codec!r}: must be one of {', '.join(SSD_CODECS)}; or empty for none"
             )
-        if self.write_remote and self.write_remote not in OBJECT_WRITE_MODES:
+        if self.write_object and self.write_object not in OBJECT_WRITE_MODES:
             raise InvalidRequest(
-                f"write_remote {self.write_remote!r}: blocks are written to object storage "
-                f"{', '.join(OBJECT_WRITE_MODES)}; or empty, which is back"
+                f"write_remote {self.write_object!r}: must be one of {', '.join(OBJECT_WRITE_MODES)}; or empty for back"
             )
         for name in ("dram_quota", "ssd_quota"):
             quota = getattr(self, name)

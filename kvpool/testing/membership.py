@@ -466,7 +466,7 @@ class Model:
 
     def __init__(self, rng: random.Random, members: Sequence[Membership]) -> None:
         self.nodes: dict[str, NodeRecord] = {}
-        self.spaces: dict[tuple[str, str], NamespaceEntry] = {}
+        self.namespaces: dict[tuple[str, str], NamespaceEntry] = {}
         self.drains: set[str] = set()
         self._rng = rng
         self._members = dict(zip("abcdefgh", members, strict=False))
@@ -476,7 +476,7 @@ class Model:
         view = member.view
         return (
             view.nodes == self.nodes
-            and view.namespaces == self.spaces
+            and view.namespaces == self.namespaces
             and view.drains == self.drains
         )
 
@@ -518,34 +518,34 @@ class Model:
     async def _register(self) -> None:
         _, member = self._any()
         wanted = entry(self._rng.choice(["00", "11"]) * 16)
-        stored = self.spaces.setdefault(("t", wanted.digest), wanted)
+        stored = self.namespaces.setdefault(("t", wanted.digest), wanted)
         assert await member.register(wanted) == stored
 
     async def _bump(self) -> None:
         _, member = self._any()
-        if not self.spaces:
+        if not self.namespaces:
             return
-        key, old = self._rng.choice(list(self.spaces.items()))
+        key, old = self._rng.choice(list(self.namespaces.items()))
         expected, fence = self._rng.choice([0, 1, 2]), self._rng.random() < 0.5
         if old.epoch == expected:
             at = expected + 1
-            self.spaces[key] = msgspec.structs.replace(
+            self.namespaces[key] = msgspec.structs.replace(
                 old,
                 epoch=at,
                 fence=at if fence else old.fence,
                 generation=old.generation + fence,
             )
-        assert await member.bump_epoch(*key, expected, fence=fence) == self.spaces[key]
+        assert await member.bump_epoch(*key, expected, fence=fence) == self.namespaces[key]
 
     async def _configure(self) -> None:
         _, member = self._any()
-        if not self.spaces:
+        if not self.namespaces:
             return
-        key, old = self._rng.choice(list(self.spaces.items()))
+        key, old = self._rng.choice(list(self.namespaces.items()))
         name, value = self._rng.choice(
             [("replicas", 2), ("replicas", 3), ("write", "back"), ("ttl_s", 9.5), ("ssd_codec", "")]
         )
         kept = msgspec.structs.replace(old.settings, **{name: value})
-        self.spaces[key] = msgspec.structs.replace(old, settings=kept)
+        self.namespaces[key] = msgspec.structs.replace(old, settings=kept)
         change = msgspec.convert({name: value}, SettingsChange)
-        assert await member.configure(*key, change) == self.spaces[key]
+        assert await member.configure(*key, change) == self.namespaces[key]

@@ -80,7 +80,7 @@ class Memory:
         self.tenant = self.node.add_tenant("default", 0, MEMORY_BYTES)
         self.holder = self.node.holders.add("default", "engine")
         record = NamespaceRecord.simple("contract", block_bytes=PARTS[0].nbytes, block_tokens=16)
-        self.space = self.node.namespaces.open(
+        self.namespace = self.node.namespaces.open(
             self.tenant, record.digest(), record.canonical(), PARTS
         )
         self._tickets = itertools.count(1)
@@ -94,13 +94,13 @@ class Memory:
         self.segment.close()
 
     def table(self, part: int = 0) -> PartTable:
-        return self.space.tables[part]
+        return self.namespace.tables[part]
 
     def put(self, numbers: Iterable[int], part: int = 0, *, damaged: bool = False) -> list[Block]:
         """Have these blocks in memory. damaged: with bytes that are not those of their checksums."""
         numbers = list(numbers)
         ticket, table = next(self._tickets), self.table(part)
-        self.node.puts.reserve(self.holder, self.space, part, ticket, list(keys_of(numbers)))
+        self.node.puts.reserve(self.holder, self.namespace, part, ticket, list(keys_of(numbers)))
         reservation = self.holder.reservations.get(ticket)
         if reservation is not None:
             chosen = [numbers[index] for index in reservation.indices]
@@ -114,12 +114,12 @@ class Memory:
 
     def remove(self, numbers: Iterable[int]) -> None:
         """As operators and clients do, before they remove them from tiers."""
-        self.node.removal.remove(self.space, list(keys_of(numbers)))
+        self.node.removal.remove(self.namespace, list(keys_of(numbers)))
 
     def reset(self) -> NamespaceState:
         """A new epoch begins."""
-        self.space = self.node.namespaces.set_epoch(self.space, self.space.epoch + 1, 0)
-        return self.space
+        self.namespace = self.node.namespaces.set_epoch(self.namespace, self.namespace.epoch + 1, 0)
+        return self.namespace
 
     async def load(
         self, tier: AnyTier, numbers: Iterable[int], part: int = 0, *, seconds: float = LOAD_S
@@ -127,7 +127,7 @@ class Memory:
         """Bring blocks that are not in memory into slots of it, and look at them there; what is said of each."""
         numbers = list(numbers)
         ticket, table, holder = next(self._tickets), self.table(part), self.holder
-        self.node.puts.reserve(holder, self.space, part, ticket, list(keys_of(numbers)))
+        self.node.puts.reserve(holder, self.namespace, part, ticket, list(keys_of(numbers)))
         reservation = holder.reservations[ticket]
         assert len(reservation.rows) == len(numbers), "none of them is in memory"
         for row in reservation.rows:
@@ -146,7 +146,7 @@ class Memory:
 
     def has_no_leases(self) -> bool:
         """Whether nothing is kept in its slot."""
-        blocks = [block for table in self.space.tables for block in table.blocks.values()]
+        blocks = [block for table in self.namespace.tables for block in table.blocks.values()]
         return not self.node.leases.count and not any(block.leases for block in blocks)
 
     def _slot(self, table: PartTable, row: int) -> memoryview:
@@ -165,8 +165,8 @@ async def remove(tier: AnyTier, memory: Memory, numbers: Iterable[int]) -> int:
     memory.remove(numbers)
     packed = b"".join(keys_of(numbers))
     if isinstance(tier, base.SharedTier):
-        return await tier.remove(memory.space, packed)
-    return tier.remove(memory.space, packed)
+        return await tier.remove(memory.namespace, packed)
+    return tier.remove(memory.namespace, packed)
 
 
 async def masks_of(tier: AnyTier, memory: Memory, numbers: Iterable[int]) -> dict[int, int]:
@@ -174,10 +174,10 @@ async def masks_of(tier: AnyTier, memory: Memory, numbers: Iterable[int]) -> dic
     numbers = list(numbers)
     keys = keys_of(numbers)
     if isinstance(tier, base.SharedTier):
-        found = await tier.where(memory.space, memory.space.tables, keys)
+        found = await tier.where(memory.namespace, memory.namespace.tables, keys)
         return {number: found[key(number)] for number in numbers if key(number) in found}
-    _, masks = tier.masks(memory.space.directory_digest, keys)
-    held = {table.part: tier.held(table) for table in memory.space.tables}
+    _, masks = tier.masks(memory.namespace.directory_digest, keys)
+    held = {table.part: tier.held(table) for table in memory.namespace.tables}
     for number, mask in zip(numbers, masks, strict=bool(masks)):
         for part, sets in held.items():
             assert any(key(number) in one for one in sets) == bool(mask >> part & 1)
@@ -375,7 +375,7 @@ class TierContract:
             cursor: int | None = 0
             while cursor is not None:
                 groups, cursor = tier.walk(cursor, 3)
-                assert all(digest == memory.space.directory_digest for digest, _ in groups)
+                assert all(digest == memory.namespace.directory_digest for digest, _ in groups)
                 met.update(*[keys for _, keys in groups])
             assert met == set(keys_of(range(20)))
 

@@ -54,7 +54,7 @@ class OnDisk(TierContract):
         )
 
         async def adopt(record: TableRecord) -> NamespaceState | None:
-            return memory.space if record.epoch == memory.space.epoch else None
+            return memory.namespace if record.epoch == memory.namespace.epoch else None
 
         tier = SsdTier(config, memory.node, memory.clock, make_node, adopt)
         await tier.start(memory.segments)

@@ -293,7 +293,7 @@ def test_errors_are_a_line_that_names_the_remedy(start_cluster, kvpool):
         client.open(RECORD)
         for words, hint in (
             (("clear", "beef"), "no namespace of this tenant begins with beef"),
-            (("clear", ABSENT), "`kvpool namespaces` shows"),
+            (("clear", ABSENT), "`kvpool namespaces` lists"),
             (("configure", DIGEST[:4], "--replicas", "1000"), "replicas_max"),
             (("configure", DIGEST[:4], "--write", "later"), "back, through, none"),
             (("locate", "abc"), "32 hex digits"),

@@ -66,7 +66,7 @@ def parse_parts(
 def parse_wish(m: client_wire.OpenNamespace) -> NamespaceSettings:
     """The settings that a client requests for a new namespace. Raises `InvalidRequest`."""
     wish = SettingsChange(
-        m.replicas or None, m.write, m.ttl_s, m.ssd_codec, write_remote=m.write_remote
+        m.replicas or None, m.write, m.ttl_s, m.ssd_codec, write_object=m.write_remote
     )
     return wish.checked().apply(DEFAULT_SETTINGS)
 
@@ -77,7 +77,7 @@ def parse_change(m: operator_wire.Configure) -> SettingsChange:
         m.replicas, m.write, m.ttl_s, m.ssd_codec, m.dram_quota, m.ssd_quota, m.write_remote
     )
     if change.empty:
-        raise InvalidRequest("the request names no setting")
+        raise InvalidRequest("name at least one setting to change")
     return change.checked()
 
 

@@ -80,7 +80,7 @@ class JobRunner:
         self,
         name: str,
         spec: JobSpec,
-        spaces: Sequence[NamespaceState],
+        namespaces: Sequence[NamespaceState],
         tenant: Tenant,
         by: str,
         *,
@@ -103,14 +103,14 @@ class JobRunner:
             self._forget_one()
         kind = _kind(spec)
         self._journal.note("job began", job=name, what=kind, by=by, dry_run=dry_run)
-        job.task = asyncio.get_running_loop().create_task(self._run(job, spaces))
+        job.task = asyncio.get_running_loop().create_task(self._run(job, namespaces))
         job.task.add_done_callback(crash_if_failed)
         job.task.add_done_callback(partial(self._ended, job))
         return self._view(job)
 
-    async def _run(self, job: Job, spaces: Sequence[NamespaceState]) -> None:
+    async def _run(self, job: Job, namespaces: Sequence[NamespaceState]) -> None:
         try:
-            await self._work.run(job, spaces)
+            await self._work.run(job, namespaces)
             job.state = JobState.DONE
         except KvpoolError as error:
             job.state, job.error = JobState.FAILED, str(error)
@@ -196,15 +196,15 @@ class Work:
         self._evict_on = evict_on
         self._clock = clock
 
-    async def run(self, job: Job, spaces: Sequence[NamespaceState]) -> None:
+    async def run(self, job: Job, namespaces: Sequence[NamespaceState]) -> None:
         """Raises `KvpoolError` when it cannot continue."""
         match job.spec:
             case EvictJob() as spec if spec.least_bytes:
                 await self._evict_least(job, spec)
             case EvictJob() as spec:
-                await self._evict(job, spec, spaces)
+                await self._evict(job, spec, namespaces)
             case WarmJob() as spec:
-                await self._warm(job, spec, spaces[0])
+                await self._warm(job, spec, namespaces[0])
             case ScrubJob():
                 await self._scrub(job)
             case other:
@@ -219,9 +219,9 @@ class Work:
         rules = self._rules()
         return [node for tier in spec.tiers or rules for node in rules.get(tier, [])]
 
-    async def _evict(self, job: Job, spec: EvictJob, spaces: Sequence[NamespaceState]) -> None:
+    async def _evict(self, job: Job, spec: EvictJob, namespaces: Sequence[NamespaceState]) -> None:
         chosen = self._chosen(spec)
-        wanted = {space.directory_digest for space in spaces}
+        wanted = {namespace.directory_digest for namespace in namespaces}
         keys = list(dict.fromkeys(map(bytes.fromhex, spec.keys)))
         if keys and not spec.chains:
             await self._evict_keys(job, spec, chosen, wanted, keys)
@@ -305,58 +305,63 @@ class Work:
 
     # ---- warm --------------------------------------------------------------------------------------
 
-    async def _warm(self, job: Job, spec: WarmJob, space: NamespaceState) -> None:
+    async def _warm(self, job: Job, spec: WarmJob, namespace: NamespaceState) -> None:
         keys = [bytes.fromhex(key) for key in spec.keys]
         job.total = len(keys)
         if keys:
             for first in range(0, len(keys), WARM_TOGETHER):
-                await self._bring(job, spec, space, keys[first : first + WARM_TOGETHER])
+                await self._bring(job, spec, namespace, keys[first : first + WARM_TOGETHER])
             return
         cursor: str | None = ""
         while cursor is not None:
-            keys, cursor = await self._list_on(spec.source, space, cursor)
+            keys, cursor = await self._list_on(spec.source, namespace, cursor)
             job.total += len(keys)
             for first in range(0, len(keys), WARM_TOGETHER):
-                await self._bring(job, spec, space, keys[first : first + WARM_TOGETHER])
+                await self._bring(job, spec, namespace, keys[first : first + WARM_TOGETHER])
             await asyncio.sleep(0)
 
     async def _bring(
-        self, job: Job, spec: WarmJob, space: NamespaceState, keys: Sequence[bytes]
+        self, job: Job, spec: WarmJob, namespace: NamespaceState, keys: Sequence[bytes]
     ) -> None:
         """Raises `LimitExceeded` if moving would evict others' sole replicas, or blocks moved before."""
         job.seen += len(keys)
         (node,) = self._rules()["dram"]
-        _, before = node.inventory.masks(space.directory_digest, keys)
-        every = (1 << len(space.tables)) - 1
+        _, before = node.inventory.masks(namespace.directory_digest, keys)
+        every = (1 << len(namespace.tables)) - 1
         lacking = [
             k for k, mask in zip(keys, before or [0] * len(keys), strict=True) if mask != every
         ]
         if job.dry_run:
             job.blocks += len(lacking)
             return
-        most = _room(node, space) if spec.move else len(lacking)
+        most = _room(node, namespace) if spec.move else len(lacking)
         left = set(lacking[most:])
         lacking = lacking[:most]
         keys = [key for key in keys if key not in left]
         if lacking:
-            await self._fetcher.pull_each(space, [], lacking, WARM_S)
-        _, after = node.inventory.masks(space.directory_digest, keys)
+            await self._fetcher.pull_each(namespace, [], lacking, WARM_S)
+        _, after = node.inventory.masks(namespace.directory_digest, keys)
         here = {key: mask for key, mask in zip(keys, after, strict=False) if mask}
         came = [key for key in lacking if key in here]
         job.blocks += len(came)
         for key in came:
-            block = next(block for table in space.tables if (block := table.blocks.get(key)))
+            block = next(block for table in namespace.tables if (block := table.blocks.get(key)))
             job.nbytes += part_bytes(block)[1]
         if spec.move and here:
-            await self._take_over(job, spec, space, node, here)
+            await self._take_over(job, spec, namespace, node, here)
         if left:
             raise LimitExceeded(
-                f"this node has no room for more blocks of namespace {space.base.hex()}: the remaining blocks stay "
+                f"this node has no room for more blocks of namespace {namespace.base.hex()}: the remaining blocks stay "
                 f"on node {spec.source}. Evict blocks here first (kvpool evict --least SIZE), then move the rest"
             )
 
     async def _take_over(
-        self, job: Job, spec: WarmJob, space: NamespaceState, node: Node, here: Mapping[bytes, int]
+        self,
+        job: Job,
+        spec: WarmJob,
+        namespace: NamespaceState,
+        node: Node,
+        here: Mapping[bytes, int],
     ) -> None:
         """Have the source drop the blocks that are here: from now on these replicas are primary.
 
@@ -364,16 +369,16 @@ class Work:
         """
         kept: list[str] = []
         try:
-            for table in space.tables:
+            for table in namespace.tables:
                 keys = [key for key in here if key in table.blocks]
                 if keys and not self._fetcher.hold(table, keys, kept):
                     raise LimitExceeded("too many leases are held on this node: try again")
             node.candidates.promote(
-                [b for t in space.tables for key in here if (b := t.blocks.get(key))]
+                [b for t in namespace.tables for key in here if (b := t.blocks.get(key))]
             )
-            await self._evict_on(spec.source, space, here, job.by)
+            await self._evict_on(spec.source, namespace, here, job.by)
         finally:
-            self._fetcher.let_go(space.tenant.name, kept)
+            self._fetcher.let_go(namespace.tenant.name, kept)
 
     # ---- scrub -------------------------------------------------------------------------------------
 
@@ -426,13 +431,13 @@ class _Chains:
         return True
 
 
-def _room(node: Node, space: NamespaceState) -> int:
+def _room(node: Node, namespace: NamespaceState) -> int:
     """How many more whole blocks fit into this node's memory without evicting sole replicas."""
-    tenant = space.tenant
+    tenant = namespace.tenant
     room = node.candidates.spare_bytes(tenant)
-    if space.quota:
-        room = min(room, space.quota - space.held_bytes)
-    return max(0, int(room // sum(table.stride / table.spec.stride for table in space.tables)))
+    if namespace.quota:
+        room = min(room, namespace.quota - namespace.held_bytes)
+    return max(0, int(room // sum(table.stride / table.spec.stride for table in namespace.tables)))
 
 
 def _blocks(state: NamespaceState, keys: Sequence[bytes]) -> list[Block]:

@@ -16,15 +16,15 @@ _PINS = {level: kind for kind, level in PIN_KINDS.items()}
 
 
 def list_blocks(
-    rules: Sequence[Node], spaces: Sequence[NamespaceState], cursor: str, count: int, now: float
+    rules: Sequence[Node], namespaces: Sequence[NamespaceState], cursor: str, count: int, now: float
 ) -> dict[str, Any]:
     """About `count` blocks of these namespaces of one tenant in one tier, and the next cursor (null: the end).
 
     rules: of the tier's parts. Few may be returned, or none, between others' blocks. A block present
     throughout is returned once; one that comes or goes meanwhile at most once.
     """
-    wanted = {space.directory_digest for space in spaces}
-    name = spaces[0].tenant.name if spaces else ""
+    wanted = {namespace.directory_digest for namespace in namespaces}
+    name = namespaces[0].tenant.name if namespaces else ""
     number, inner = _parse(cursor)
     found: list[dict[str, Any]] = []
     left = SCAN_ROWS
@@ -48,18 +48,18 @@ def list_blocks(
 
 def show_blocks(
     tiers: Mapping[str, Sequence[Node]],
-    spaces: Sequence[NamespaceState],
+    namespaces: Sequence[NamespaceState],
     keys: Sequence[bytes],
     now: float,
 ) -> list[dict[str, Any]]:
     """The replicas of each of these blocks here, tier by tier; absent blocks are left out."""
     shown = []
-    for space in spaces:
+    for namespace in namespaces:
         for key in keys:
             found = []
             for tier, rules in tiers.items():
                 for node in rules:
-                    state = node.namespaces.by_directory(space.directory_digest)
+                    state = node.namespaces.by_directory(namespace.directory_digest)
                     if state is None or state.retired:
                         continue
                     parts = [block for t in state.tables if (block := t.blocks.get(key))]
@@ -70,7 +70,7 @@ def show_blocks(
                             {"tier": tier, **_shown(parts[0]), "age_s": age_s, "leases": leases}
                         )
             if found:
-                shown.append({"key": key.hex(), "namespace": space.base.hex(), "here": found})
+                shown.append({"key": key.hex(), "namespace": namespace.base.hex(), "here": found})
     return shown
 
 

@@ -263,17 +263,17 @@ class Operators:
     async def _list_blocks(
         self, tenant: Tenant, _by: str, m: operator_wire.ListBlocks
     ) -> frame.Bytes:
-        spaces = self._chosen(tenant, m.digest)
+        namespaces = self._chosen(tenant, m.digest)
         rules = self._tier(m.tier)
         count = min(max(1, m.count), LIST_BLOCKS_MAX)
-        return _json(list_blocks(rules, spaces, m.cursor, count, self._clock()))
+        return _json(list_blocks(rules, namespaces, m.cursor, count, self._clock()))
 
     async def _show_blocks(
         self, tenant: Tenant, _by: str, m: operator_wire.ShowBlocks
     ) -> frame.Bytes:
         keys = _keys(m.keys, SHOW_KEYS_MAX)
-        spaces = self._chosen(tenant, m.digest)
-        return _json(show_blocks(self._rules.by_tier(), spaces, keys, self._clock()))
+        namespaces = self._chosen(tenant, m.digest)
+        return _json(show_blocks(self._rules.by_tier(), namespaces, keys, self._clock()))
 
     async def _events(self, _tenant: Tenant, _by: str, m: operator_wire.Events) -> frame.Bytes:
         journal = self.journal
@@ -476,8 +476,8 @@ class Operators:
             self.cluster.namespaces.open_known(
                 tenant, digest
             )  # a new node is warmed before its engines start
-        spaces = self._chosen(tenant, digest)
-        view = self.jobs.begin(m.job, spec, spaces, tenant, by, dry_run=m.dry_run)
+        namespaces = self._chosen(tenant, digest)
+        view = self.jobs.begin(m.job, spec, namespaces, tenant, by, dry_run=m.dry_run)
         if not m.dry_run:
             self._changed(by, view.kind, tenant=tenant.name, job=m.job, **_chosen_by(spec))
         return _json(view)

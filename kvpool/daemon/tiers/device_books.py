@@ -132,8 +132,8 @@ class DeviceBooks:
 
     def table(self, table: PartTable) -> PartTable | None:
         """The state here of a table in memory."""
-        space = self.rules.namespaces.by_directory(table.namespace.directory_digest)
-        return None if space is None or space.retired else space.tables[table.part]
+        state = self.rules.namespaces.by_directory(table.namespace.directory_digest)
+        return None if state is None or state.retired else state.tables[table.part]
 
     def enter(self, namespace: NamespaceState) -> None:
         """A namespace is in a new epoch: its older blocks here are misses."""
@@ -176,8 +176,8 @@ class DeviceBooks:
 
     def remove(self, namespace: NamespaceState, packed: bytes) -> int:
         """See `LocalTier`."""
-        space = self.rules.namespaces.by_directory(namespace.directory_digest)
-        return 0 if space is None else self.rules.removal.remove(space, split_keys(packed))
+        state = self.rules.namespaces.by_directory(namespace.directory_digest)
+        return 0 if state is None else self.rules.removal.remove(state, split_keys(packed))
 
     @property
     def used_bytes(self) -> int:

@@ -100,24 +100,24 @@ class DevicePromotion:
     def _choose(self, blocks: Sequence[Block]) -> Order | None:
         """Blocks of one table, if they can be here."""
         table = blocks[0].table
-        space, process = self._books.open(table.namespace), self._books.process
-        if space is None or process is None or space.tables[table.part].stride != table.stride:
+        state, process = self._books.open(table.namespace), self._books.process
+        if state is None or process is None or state.tables[table.part].stride != table.stride:
             return None
-        return Order(blocks, partial(self._promote, process, self._books.rules, space))
+        return Order(blocks, partial(self._promote, process, self._books.rules, state))
 
     async def _promote(
-        self, process: Device, rules: Node, space: NamespaceState, held: Sequence[Block]
+        self, process: Device, rules: Node, state: NamespaceState, held: Sequence[Block]
     ) -> None:
         """Copy missing blocks to the device; those that are there count as used."""
         if rules is not self._books.rules:
             return
-        table, holder = held[0].table, self._books.holders[space.tenant.name]
+        table, holder = held[0].table, self._books.holders[state.tenant.name]
         self._tickets += 1
         ticket = self._tickets
         try:
             keys = [block.key for block in held]
             try:
-                rules.puts.reserve(holder, space, table.part, ticket, keys)
+                rules.puts.reserve(holder, state, table.part, ticket, keys)
             except (PoolFull, LimitExceeded, StaleEpoch, InvalidRequest):
                 return  # no room, or the epoch has just ended
             reservation = holder.reservations.get(ticket)

@@ -74,7 +74,7 @@ class DeviceTier(DeviceBooks):
         make_rules: Callable[[], Node],
     ) -> None:
         super().__init__(config, node, clock, make_rules)
-        self._keeper: WorkerSupervisor[DeviceWorkerProxy] | None = None
+        self._supervisor: WorkerSupervisor[DeviceWorkerProxy] | None = None
         self._tasks = Tasks()
         promotion = self._promotion = DevicePromotion(self, self._tasks)
         self.was_read, self.store = promotion.was_read, promotion.store
@@ -98,17 +98,17 @@ class DeviceTier(DeviceBooks):
         self._tasks.begin(self._tidy())
 
     async def _run(self, order: worker_wire.DeviceStart, segments: Mapping[int, Segment]) -> None:
-        keeper = WorkerSupervisor(
+        supervisor = WorkerSupervisor(
             lambda: DeviceWorkerProxy(order, segments), self.began, self.ended, None
         )
-        self._keeper = keeper
-        await keeper.insist(f"memory of {self.config.device}")
+        self._supervisor = supervisor
+        await supervisor.insist(f"memory of {self.config.device}")
 
     async def close(self) -> None:
         """See `Tier`."""
         await self._tasks.end()
-        if self._keeper is not None:
-            await self._keeper.stop()
+        if self._supervisor is not None:
+            await self._supervisor.stop()
         self.ended("it is closed")
 
     async def _tidy(self) -> None:

@@ -46,7 +46,7 @@ class ObjectTier(ObjectBooks):
         clock: Callable[[], float],
     ) -> None:
         super().__init__(config, node, membership, catalog, clock)
-        self._keeper: WorkerSupervisor[ObjectWorkerProxy] | None = None
+        self._supervisor: WorkerSupervisor[ObjectWorkerProxy] | None = None
         reader, writer, scan = ObjectReader(self), ObjectWriter(self), ObjectScan(self)
         self._writer, self._scan = writer, scan
         self.where, self.load = reader.where, reader.load
@@ -67,11 +67,11 @@ class ObjectTier(ObjectBooks):
             config.object_bytes_max,
             config.object_instance_credentials,
         )
-        keeper = WorkerSupervisor(
+        supervisor = WorkerSupervisor(
             lambda: ObjectWorkerProxy(order, segments), self.serve, self.ended, None
         )
-        self._keeper = keeper
-        await keeper.start()
+        self._supervisor = supervisor
+        await supervisor.start()
         self.begin()
 
     def begin(self) -> None:
@@ -88,9 +88,9 @@ class ObjectTier(ObjectBooks):
     async def close(self) -> None:
         """See `Tier`."""
         await self.tasks.end()
-        if self._keeper is not None:
-            await self._keeper.stop()
-            self._keeper = None
+        if self._supervisor is not None:
+            await self._supervisor.stop()
+            self._supervisor = None
         self.ended("it is closed")
         await self.catalog.close()
 
@@ -118,7 +118,7 @@ class ObjectTier(ObjectBooks):
                 "stocked": self.stocked,
                 "garbage": self._scan.garbage,
                 "writing_blocks": self._writer.under_way,
-                "restarts": 0 if self._keeper is None else self._keeper.restarts,
+                "restarts": 0 if self._supervisor is None else self._supervisor.restarts,
                 "attempts": said.get("attempts", 0),
                 "faults": said.get("faults", {}),
                 "suspended_s": said.get("suspended_s", 0.0),

@@ -65,7 +65,7 @@ class ObjectWriter:
 
     def mode(self, namespace: NamespaceState) -> WriteMode:
         """Whether blocks of a namespace are written here: `BACK` or `NONE`."""
-        return WriteMode(namespace.settings.write_remote or WriteMode.BACK)
+        return WriteMode(namespace.settings.write_object or WriteMode.BACK)
 
     def _is_worthy(self, block: Block) -> bool:
         table = block.table

@@ -196,26 +196,26 @@ class SsdBooks:
 
     def limit(self, namespace: NamespaceState) -> None:
         """Apply a namespace's quota here."""
-        space = self.space(namespace)
-        if space is not None:
-            size = space.tenant.allocator.size
+        state = self.state_of(namespace)
+        if state is not None:
+            size = state.tenant.allocator.size
             quota = namespace.settings.ssd_quota
-            self.node.quotas.set(space, quota_bytes(quota, size, self._weight))
+            self.node.quotas.set(state, quota_bytes(quota, size, self._weight))
 
     def measure(self, state: NamespaceState, namespace: NamespaceState) -> None:
         """Register the block length of a namespace: its slots are whole pages."""
         for table, spec in zip(state.tables, namespace.parts, strict=True):
             self.nbytes[table] = spec.nbytes
 
-    def space(self, namespace: NamespaceState) -> NamespaceState | None:
+    def state_of(self, namespace: NamespaceState) -> NamespaceState | None:
         """The state here of a namespace in memory; None: nothing is here."""
-        space = self.node.namespaces.by_directory(namespace.directory_digest)
-        return None if space is None or space.retired else space
+        state = self.node.namespaces.by_directory(namespace.directory_digest)
+        return None if state is None or state.retired else state
 
     def table(self, table: PartTable) -> PartTable | None:
         """The state here of a table in memory."""
-        space = self.space(table.namespace)
-        return None if space is None else space.tables[table.part]
+        state = self.state_of(table.namespace)
+        return None if state is None else state.tables[table.part]
 
     def holding(self, table: PartTable) -> list[PartTable]:
         """All tables here that may hold blocks of a table in memory."""
@@ -249,13 +249,13 @@ class SsdBooks:
     def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
         """See `Inventory.masks`: of the parts as memory has them."""
         count, masks = self.node.inventory.masks(digest, keys)
-        space = self.node.namespaces.by_directory(digest)
-        if space is None or count == len(space.parts):
+        state = self.node.namespaces.by_directory(digest)
+        if state is None or count == len(state.parts):
             return count, masks
-        for own in space.tables[: len(space.parts)]:
+        for own in state.tables[: len(state.parts)]:
             bit, others = 1 << own.part, sum(1 << t.part for t in self.all_tables(own)[1:])
             masks = [mask & ~others | bit if mask & others else mask for mask in masks]
-        return len(space.parts), masks
+        return len(state.parts), masks
 
     def takes(self, table: PartTable, n: int) -> int:
         """About how many bytes this many blocks of a table in memory will take here."""
@@ -282,15 +282,15 @@ class SsdBooks:
         Raises `Unavailable` if that cannot be made durable: a later life of this node might take old
         blocks for new ones.
         """
-        space = self.open(namespace)
-        if space is None:
+        state = self.open(namespace)
+        if state is None:
             if self.state is TierState.FAILED:
                 raise Unavailable(
                     f"the disk at {self.path} cannot record the change ({self.error}). Remove it from the "
                     "configuration, or empty its folder"
                 )
             return  # it is too large for this disk, or its epoch is over already
-        for table in space.tables:
+        for table in state.tables:
             if table.part == 0 or table in self.numbers:
                 await self.number(table, namespace)
 
@@ -387,13 +387,13 @@ class SsdBooks:
 
     async def pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> set[bytes]:
         """Pin these blocks, across restarts too: see `Pins.pin`; returns the keys."""
-        space = self.space(namespace)
-        if space is None:
+        state = self.state_of(namespace)
+        if state is None:
             return set()
         keys = split_keys(packed)
-        changed = self.node.pins.check(space, keys, kind)
-        found = self.node.pins.pin(space, keys, kind)
-        base = self.bases[space.tenant.name]
+        changed = self.node.pins.check(state, keys, kind)
+        found = self.node.pins.pin(state, keys, kind)
+        base = self.bases[state.tenant.name]
         slots = array("Q", [base + block.row * block.table.stride for block in changed])
         if slots:
             await self.living_disk().pin(
@@ -416,8 +416,8 @@ class SsdBooks:
         tables = [
             table
             for tenant in self.node.tenants.values()
-            for space in tenant.namespaces.values()
-            for table in space.tables
+            for state in tenant.namespaces.values()
+            for table in state.tables
         ]
         return (
             sum(len(table.blocks) * self.nbytes[table] for table in tables),

@@ -102,8 +102,8 @@ class SsdReader:
         groups, more = node.inventory.walk(cursor, count)
         seen = bad = 0
         for digest, keys in groups:
-            space = node.namespaces.by_directory(digest)
-            for own in [] if space is None else space.tables:
+            state = node.namespaces.by_directory(digest)
+            for own in [] if state is None else state.tables:
                 if self._books.node is not node:
                     raise Unavailable(
                         f"the disk at {self._books.path} is {self._books.state}: {self._books.error}"

@@ -127,8 +127,8 @@ class SsdRestorer:
             or plain_parts(namespace.parts) != [tuple(part) for part in record.parts]
         ):
             return None
-        space = self._books.open(namespace)
-        return None if space is None else space.tables[record.part]
+        state = self._books.open(namespace)
+        return None if state is None else state.tables[record.part]
 
     def _restore_some(self, entries: np.ndarray[Any, Any], tables: Mapping[int, PartTable]) -> None:
         """Turn entries of the index into blocks; the others are forgotten."""
@@ -192,9 +192,9 @@ class SsdRestorer:
             if pinned.any():
                 self._pin_again(table.namespace, list(compress(keys, pinned)), kind)
 
-    def _pin_again(self, space: NamespaceState, keys: Sequence[bytes], kind: str) -> None:
+    def _pin_again(self, state: NamespaceState, keys: Sequence[bytes], kind: str) -> None:
         try:
-            self._books.node.pins.pin(space, keys, kind)
+            self._books.node.pins.pin(state, keys, kind)
         except LimitExceeded as error:
             log.warning(
                 "some pins on the disk at %s were lost: %s",

@@ -62,7 +62,7 @@ class SsdTier:
         self._clock = clock
         self._adopt = adopt
         self._make_rules = make_rules
-        self._keepers: list[WorkerSupervisor[DiskWorkerProxy]] = []
+        self._supervisors: list[WorkerSupervisor[DiskWorkerProxy]] = []
         self._tasks = Tasks()
         self._opened = asyncio.Event()
         self._notify: Callable[[], object] = lambda: None
@@ -118,9 +118,9 @@ class SsdTier:
             device.ended(error)
             self._opened.set()
 
-        keeper = WorkerSupervisor(lambda: DiskWorkerProxy(disk, segments), began, ended, None)
-        self._keepers.append(keeper)
-        await keeper.insist(f"the disk at {disk.path}")
+        supervisor = WorkerSupervisor(lambda: DiskWorkerProxy(disk, segments), began, ended, None)
+        self._supervisors.append(supervisor)
+        await supervisor.insist(f"the disk at {disk.path}")
 
     async def _restore(self, device: SsdDevice, process: DiskWorkerProxy) -> None:
         try:
@@ -146,8 +146,8 @@ class SsdTier:
     async def close(self) -> None:
         """See `Tier`."""
         await self._tasks.end()
-        await asyncio.gather(*[keeper.stop() for keeper in self._keepers])
-        self._keepers.clear()
+        await asyncio.gather(*[supervisor.stop() for supervisor in self._supervisors])
+        self._supervisors.clear()
         for device in self.devices:
             device.ended("it is closed")
 
@@ -274,9 +274,9 @@ class SsdTier:
         digest = namespace.directory_digest
         _, masks = self.masks(digest, list(dict.fromkeys(split_keys(packed))))
         for device in self.devices:
-            space = device.node.namespaces.by_directory(digest)
-            if space is not None:
-                device.node.removal.remove(space, split_keys(packed))
+            state = device.node.namespaces.by_directory(digest)
+            if state is not None:
+                device.node.removal.remove(state, split_keys(packed))
         return len(masks) - masks.count(0)  # parts of a block may be on several disks
 
     def rules(self) -> list[Node]:
@@ -286,9 +286,9 @@ class SsdTier:
     def check_pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> None:
         """Raises what `pin` would raise."""
         for device in self.devices:
-            space = device.space(namespace)
-            if space is not None:
-                device.node.pins.check(space, split_keys(packed), kind)
+            state = device.state_of(namespace)
+            if state is not None:
+                device.node.pins.check(state, split_keys(packed), kind)
 
     async def pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> set[bytes]:
         """See `SsdDevice.pin`."""

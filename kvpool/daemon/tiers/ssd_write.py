@@ -81,16 +81,16 @@ class SsdWriter:
         when cancelled.
         """
         node = self._books.node
-        space = self._books.open(table.namespace)
-        if space is None or not self.may_write():
+        state = self._books.open(table.namespace)
+        if state is None or not self.may_write():
             return 0
-        own = space.tables[table.part]
+        own = state.tables[table.part]
         try:
             number = await self._books.number(own, table.namespace)
         except KvpoolError as error:
             self._failed(str(error))
             return 0
-        if self._books.node is not node or space.retired:
+        if self._books.node is not node or state.retired:
             return 0
         packs = self._packs_for(table)
         missing = blocks
@@ -205,10 +205,10 @@ class SsdWriter:
 
         node: whose slots they are for; if it has ended, nothing is written.
         """
-        space = parts[0].own.namespace
-        if self._books.node is not node or space.retired:
+        state = parts[0].own.namespace
+        if self._books.node is not node or state.retired:
             return 0
-        holder = self._books.holders[space.tenant.name]
+        holder = self._books.holders[state.tenant.name]
         self._make_entries(sum(len(part.blocks) for part in parts))
         writes, here = self._reserve(node, holder, parts)
         if not writes:

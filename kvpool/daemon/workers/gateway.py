@@ -61,15 +61,15 @@ class Gateway:
         if config.http and not config.http_tokens:
             digest = hashlib.sha256(own_token(token_path(config)).encode()).hexdigest()
         self._start = _start_message(config, digest)
-        self._keeper = WorkerSupervisor(lambda: GatewayWorker(self._start), restarts_max=None)
+        self._supervisor = WorkerSupervisor(lambda: GatewayWorker(self._start), restarts_max=None)
 
     async def run(self) -> None:
         """Start it, retrying until it succeeds, without making others wait."""
         if self._config.http or self._config.otlp:
-            await self._keeper.insist("the HTTP gateway")
+            await self._supervisor.insist("the HTTP gateway")
 
     async def stop(self) -> None:
-        await self._keeper.stop()
+        await self._supervisor.stop()
 
 
 def token_path(config: DaemonConfig) -> Path:

@@ -92,7 +92,7 @@ def test_what_is_wrong_is_told(pair):
         (operator_wire.ListBlocks("dram", "x", 10), {"node": "b"}, InvalidRequest, "cursor"),
         (operator_wire.ListBlocks("dram", "", 10, b"n" * 16), {}, InvalidRequest, "not open"),
         (operator_wire.ShowBlocks(b"", bytes(16 * 1025)), {}, LimitExceeded, "1024"),
-        (operator_wire.BeginJob("j", b"{}"), {"node": "b"}, InvalidRequest, "no job"),
+        (operator_wire.BeginJob("j", b"{}"), {"node": "b"}, InvalidRequest, "not a valid job"),
         (
             operator_wire.BeginJob("j", b'{"kind":"evict","keys":["00"]}'),
             {},

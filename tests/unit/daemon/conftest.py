@@ -37,7 +37,7 @@ class Pool:
         )
         self.tenant = self.node.add_tenant("red", 0, slabs * SLAB, SLAB)
         self.holder = self.node.holders.add("red", "engine")
-        self.space = self.open(BASE, parts)
+        self.namespace = self.open(BASE, parts)
         self.tickets = 0
 
     @staticmethod
@@ -49,15 +49,15 @@ class Pool:
 
     def reset(self, fence: int = 0) -> NamespaceState:
         """The namespace goes on in its next epoch; what it was before."""
-        old = self.space
-        self.space = self.node.namespaces.set_epoch(old, old.epoch + 1, fence)
+        old = self.namespace
+        self.namespace = self.node.namespaces.set_epoch(old, old.epoch + 1, fence)
         return old
 
     def reserve(
         self,
         numbers: Iterable[int],
         *,
-        space: NamespaceState | None = None,
+        namespace: NamespaceState | None = None,
         part: int = 0,
         holder: Holder | None = None,
         parent: bytes = b"",
@@ -66,7 +66,7 @@ class Pool:
         packed = self.keys(numbers)
         _, rows = self.node.puts.reserve(
             holder or self.holder,
-            space or self.space,
+            namespace or self.namespace,
             part,
             self.tickets,
             split_keys(packed),
@@ -81,20 +81,22 @@ class Pool:
             return 0
         return self.node.puts.commit(holder, ticket, bytes(16) * len(rows), None, origin)
 
-    def here(self, numbers: Iterable[int], space: NamespaceState | None = None) -> list[int]:
+    def here(self, numbers: Iterable[int], namespace: NamespaceState | None = None) -> list[int]:
         numbers = list(numbers)
-        flags = self.node.leases.contains(space or self.space, 0, split_keys(self.keys(numbers)))
+        flags = self.node.leases.contains(
+            namespace or self.namespace, 0, split_keys(self.keys(numbers))
+        )
         return [n for n, flag in zip(numbers, flags, strict=True) if flag]
 
     def blocks(self, numbers: Iterable[int]) -> list[Block]:
         self.node.settle()
         keys = [n.to_bytes(16, "big") for n in numbers]
-        return [self.space.tables[0].blocks[key] for key in keys]
+        return [self.namespace.tables[0].blocks[key] for key in keys]
 
-    def lease(self, numbers: Iterable[int], space: NamespaceState | None = None) -> Lease:
+    def lease(self, numbers: Iterable[int], namespace: NamespaceState | None = None) -> Lease:
         lease = self.node.leases.acquire(
             self.holder,
-            space or self.space,
+            namespace or self.namespace,
             (0,),
             split_keys(self.keys(numbers)),
             10.0,
@@ -111,10 +113,10 @@ class Pool:
         self.release(self.lease(numbers))
 
     def pin(self, numbers: Iterable[int], kind: str) -> set[bytes]:
-        return self.node.pins.pin(self.space, split_keys(self.keys(numbers)), kind)
+        return self.node.pins.pin(self.namespace, split_keys(self.keys(numbers)), kind)
 
     def demote(self, numbers: Iterable[int]) -> int:
-        return self.node.candidates.demote(self.space, split_keys(self.keys(numbers)))
+        return self.node.candidates.demote(self.namespace, split_keys(self.keys(numbers)))
 
     @property
     def bytes_used(self) -> int:

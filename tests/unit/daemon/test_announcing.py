@@ -30,8 +30,8 @@ def told(pool) -> set[Block]:
     }
 
 
-def masks(pool, numbers, space=None) -> list[int]:
-    digest = (space or pool.space).directory_digest
+def masks(pool, numbers, namespace=None) -> list[int]:
+    digest = (namespace or pool.namespace).directory_digest
     return pool.node.inventory.masks(digest, [n.to_bytes(16, "big") for n in numbers])[1]
 
 
@@ -58,7 +58,7 @@ def test_nothing_is_noted_before_somebody_follows(make_pool) -> None:
     pool.put([2])
     pool.node.settle()
     pool.node.inventory.follow_changes()
-    assert told(pool) == {(pool.space.directory_digest, 2)}
+    assert told(pool) == {(pool.namespace.directory_digest, 2)}
     assert pool.node.inventory.take_changes() == []
 
 
@@ -66,7 +66,7 @@ def test_a_put_is_told_though_the_books_are_behind(make_pool) -> None:
     pool = make_pool()
     pool.node.inventory.follow_changes()
     pool.put([1, 2])
-    assert told(pool) == {(pool.space.directory_digest, n) for n in (1, 2)}
+    assert told(pool) == {(pool.namespace.directory_digest, n) for n in (1, 2)}
 
 
 def test_what_was_not_stored_is_not_told(make_pool) -> None:
@@ -76,7 +76,7 @@ def test_what_was_not_stored_is_not_told(make_pool) -> None:
     pool.node.inventory.follow_changes()
     ticket, _ = pool.reserve([1, 2])
     pool.node.puts.abort(pool.holder, ticket)
-    pool.node.grants.grant(pool.holder, pool.space, 0, 2)
+    pool.node.grants.grant(pool.holder, pool.namespace, 0, 2)
     ticket, _ = pool.reserve([3])
     pool.reset()
     pool.node.puts.commit(pool.holder, ticket, bytes(16))
@@ -98,15 +98,15 @@ def _evict_secondary(pool) -> None:
 
 
 def _move_slab(pool) -> None:
-    pool.put([10], space=pool.open(b"w" * 16, WHOLE))
+    pool.put([10], namespace=pool.open(b"w" * 16, WHOLE))
 
 
 def _remove(pool) -> None:
-    pool.node.removal.remove(pool.space, split_keys(pool.keys([3])))
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys([3])))
 
 
 def _corrupt(pool) -> None:
-    pool.node.removal.drop_corrupt(pool.space, 0, pool.keys([3]))
+    pool.node.removal.drop_corrupt(pool.namespace, 0, pool.keys([3]))
 
 
 def _reclaim(pool) -> None:
@@ -138,7 +138,7 @@ def test_whatever_way_a_block_goes_it_is_told(
     make_pool, way: Callable[..., None], leased: bool
 ) -> None:
     pool = make_pool(slabs=1, soft_pin_share=1.0)
-    old = pool.space
+    old = pool.namespace
     pool.put(range(4))
     pool.node.settle()
     pool.node.inventory.follow_changes()
@@ -162,11 +162,11 @@ def test_masks_have_a_bit_for_each_part(make_pool) -> None:
     pool.put([1, 2, 3])
     pool.put([2, 4], part=1)
     pool.put([3, 4, 5], part=2)
-    digest = pool.space.directory_digest
+    digest = pool.namespace.directory_digest
     keys = [n.to_bytes(16, "big") for n in (5, 1, 2, 3, 4, 9, 1)]
     assert pool.node.inventory.masks(digest, keys) == (3, [4, 1, 3, 5, 6, 0, 1])
     assert pool.node.inventory.masks(digest, []) == (3, [])
-    assert pool.node.inventory.masks(pool.space.digest, keys) == (0, []), (
+    assert pool.node.inventory.masks(pool.namespace.digest, keys) == (0, []), (
         "that is how peers call it"
     )
 
@@ -174,15 +174,15 @@ def test_masks_have_a_bit_for_each_part(make_pool) -> None:
 def test_tenants_and_epochs_have_names_of_their_own(make_pool) -> None:
     pool = make_pool()
     blue = pool.node.add_tenant("blue", 1, 4096, 4096)
-    same = pool.node.namespaces.open(blue, pool.space.base, b"{}", pool.space.parts)
+    same = pool.node.namespaces.open(blue, pool.namespace.base, b"{}", pool.namespace.parts)
     pool.put([1])
     first = pool.reset()
     pool.put([2])
-    base = pool.space.base
+    base = pool.namespace.base
     later = hashlib.sha256(base + (1).to_bytes(8, "big")).digest()[:16]
     for state, tenant, digest, expected in (
         (first, b"red", base, [0, 0]),
-        (pool.space, b"red", later, [0, 1]),
+        (pool.namespace, b"red", later, [0, 1]),
         (same, b"blue", base, [0, 0]),
     ):
         assert state.digest == digest
@@ -203,7 +203,7 @@ def test_whoever_asks_about_all_changes_knows_what_is_here(
     whole = pool.open(b"w" * 16, WHOLE)
     pool.node.inventory.follow_changes()
     directory: dict[Block, int] = {}
-    spaces = [pool.space, whole]
+    namespaces = [pool.namespace, whole]
 
     def replay() -> None:
         for digest, n in told(pool):
@@ -218,29 +218,31 @@ def test_whoever_asks_about_all_changes_knows_what_is_here(
                 origin = Origin(secondary=random.random() < 0.3)
                 pool.put(numbers, part=random.randrange(2), origin=origin)
             case 3:
-                pool.put(numbers[:1], space=whole)
+                pool.put(numbers[:1], namespace=whole)
             case 4:
-                pool.node.removal.remove(pool.space, split_keys(pool.keys(numbers)))
+                pool.node.removal.remove(pool.namespace, split_keys(pool.keys(numbers)))
             case 5:
                 pool.demote(numbers)
             case 6:
                 pool.pin(numbers, random.choice(["soft", "none"]))
             case 7 if random.random() < 0.2:
-                pool.reset(fence=random.randrange(2) * (pool.space.epoch + 1))
-                spaces.append(pool.space)
+                pool.reset(fence=random.randrange(2) * (pool.namespace.epoch + 1))
+                namespaces.append(pool.namespace)
         if random.random() < 0.3:
             replay()
     pool.node.ended_epochs.reclaim(1000)
     replay()
     here = {}
-    for space in (pool.space, whole):
-        for table in space.tables:
-            flags = pool.node.leases.contains(space, table.part, split_keys(pool.keys(range(30))))
+    for namespace in (pool.namespace, whole):
+        for table in namespace.tables:
+            flags = pool.node.leases.contains(
+                namespace, table.part, split_keys(pool.keys(range(30)))
+            )
             for n in range(30):
                 if flags[n]:
-                    block = (space.directory_digest, n)
+                    block = (namespace.directory_digest, n)
                     here[block] = here.get(block, 0) | 1 << table.part
-    assert len(spaces) > 2
+    assert len(namespaces) > 2
     assert {block: mask for block, mask in directory.items() if mask} == here
 
 
@@ -255,9 +257,9 @@ def test_a_walk_meets_each_block_once(make_pool, count: int) -> None:
     pool.put(range(6))
     pool.put([1, 2, 8], part=1)
     pool.put([2, 8, 9], part=2)
-    pool.put([1], space=other, holder=pool.node.holders.add("blue", "engine"))
+    pool.put([1], namespace=other, holder=pool.node.holders.add("blue", "engine"))
     met = walk(pool, count)
-    mine = pool.space.directory_digest
+    mine = pool.namespace.directory_digest
     expected = {(mine, n) for n in (0, 1, 2, 3, 4, 5, 8, 9)} | {(other.directory_digest, 1)}
     assert set(met) == expected
     assert len(met) == len(expected)
@@ -268,21 +270,21 @@ def test_a_walk_meets_only_what_is_found(make_pool) -> None:
     assert walk(pool, 10) == []
     pool.put(range(4))
     pool.lease([0, 1])
-    pool.node.removal.remove(pool.space, split_keys(pool.keys([0])))
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys([0])))
     pool.reserve([7])
-    pool.node.grants.grant(pool.holder, pool.space, 0, 1)
+    pool.node.grants.grant(pool.holder, pool.namespace, 0, 1)
     met = walk(pool, 3)
     assert sorted(n for _, n in met) == [1, 2, 3]
     pool.reset()
     pool.put([9])
-    assert walk(pool, 3) == [(pool.space.directory_digest, 9)]
+    assert walk(pool, 3) == [(pool.namespace.directory_digest, 9)]
 
 
 def test_a_step_of_a_walk_looks_at_no_more_than_asked_for(make_pool) -> None:
     """However empty the slots are: a node with a hundred million of them walks in small steps."""
     pool = make_pool(slabs=16)
     pool.put(range(64))
-    pool.node.removal.remove(pool.space, split_keys(pool.keys(range(63))))
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys(range(63))))
     steps = 0
     cursor: int | None = 0
     while cursor is not None:
@@ -301,16 +303,16 @@ def test_a_walk_meets_what_is_held_throughout_whatever_happens_meanwhile(
     whole = pool.open(b"w" * 16, WHOLE)
     half = pool.open(b"h" * 16, (PartSpec(2048),))
     pool.put(range(12))
-    pool.put([0], space=whole)
-    pool.put([0, 1], space=half)
+    pool.put([0], namespace=whole)
+    pool.put([0, 1], namespace=half)
     kept = 0
 
     def held() -> dict[Block, object]:
         pool.node.settle()
         return {
-            (space.directory_digest, number(key)): block
-            for space in (pool.space, whole, half)
-            for key, block in space.tables[0].blocks.items()
+            (namespace.directory_digest, number(key)): block
+            for namespace in (pool.namespace, whole, half)
+            for key, block in namespace.tables[0].blocks.items()
         }
 
     for _ in range(30):
@@ -321,16 +323,16 @@ def test_a_walk_meets_what_is_held_throughout_whatever_happens_meanwhile(
             groups, cursor = pool.node.inventory.walk(cursor, random.randint(1, 4))
             met |= {(digest, number(key)) for digest, keys in groups for key in keys}
             fresh = random.randrange(1000)
-            some = [n for digest, n in held() if digest == pool.space.directory_digest][:3]
+            some = [n for digest, n in held() if digest == pool.namespace.directory_digest][:3]
             match random.randrange(6):
                 case 0:
                     pool.put([fresh, fresh + 1])
                 case 1:
-                    pool.put([fresh], space=whole)
+                    pool.put([fresh], namespace=whole)
                 case 2:
-                    pool.put([fresh], space=half)
+                    pool.put([fresh], namespace=half)
                 case 3:
-                    pool.node.removal.remove(pool.space, split_keys(pool.keys(some[:1])))
+                    pool.node.removal.remove(pool.namespace, split_keys(pool.keys(some[:1])))
                     pool.put([fresh, *some])
                 case 4:
                     pool.demote(some)
@@ -356,14 +358,14 @@ def test_a_block_whose_first_part_comes_or_goes_is_met_or_told(
     if not first_comes:
         pool.put([1], part=0)
     told(pool)
-    block = (pool.space.directory_digest, 1)
+    block = (pool.namespace.directory_digest, 1)
     groups, cursor = pool.node.inventory.walk(0, 2)
     met = {(digest, number(key)) for digest, keys in groups for key in keys}
     assert block not in met
     if first_comes:
         pool.put([1], part=0)
     else:
-        pool.node.removal.drop_corrupt(pool.space, 0, pool.keys([1]))
+        pool.node.removal.drop_corrupt(pool.namespace, 0, pool.keys([1]))
     while cursor is not None:
         groups, cursor = pool.node.inventory.walk(cursor, 2)
         met |= {(digest, number(key)) for digest, keys in groups for key in keys}
@@ -376,7 +378,7 @@ def test_the_blocks_that_are_here_are_counted_by_parts(make_pool) -> None:
     pool.put([2, 3], part=1)
     assert pool.node.inventory.block_count() == 4, "although the books are behind"
     pool.lease([1])
-    pool.node.removal.remove(pool.space, split_keys(pool.keys([1])))
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys([1])))
     assert pool.node.inventory.block_count() == 3
     pool.reset()
     assert pool.node.inventory.block_count() == 0
@@ -397,5 +399,5 @@ def test_changes_are_told_of_once_until_they_are_taken(make_pool) -> None:
     pool.put(range(6, 8))  # evicts first
     assert len(told) == 2
     assert pool.node.inventory.take_changes()
-    pool.node.removal.remove(pool.space, split_keys(pool.keys([7])))
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys([7])))
     assert len(told) == 3

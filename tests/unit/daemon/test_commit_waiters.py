@@ -134,13 +134,13 @@ def test_as_a_plain_list_would_do_it(steps):
 def test_the_rules_tell_of_what_is_committed(make_pool, how):
     pool = make_pool()
     bell, other = Bell(), Bell()
-    name = pool.space.directory_digest
+    name = pool.namespace.directory_digest
     pool.node.commit_waiters.add("peer", name, keys(5), bell)
     pool.node.commit_waiters.add("peer", name, keys(6), other)
     if how == "store":
-        rows = pool.node.grants.grant(pool.holder, pool.space, 0, 1)
+        rows = pool.node.grants.grant(pool.holder, pool.namespace, 0, 1)
         pool.node.grants.store(
-            pool.holder, pool.space, 0, rows, split_keys(pool.keys([5])), bytes(16)
+            pool.holder, pool.namespace, 0, rows, split_keys(pool.keys([5])), bytes(16)
         )
     else:
         origin = Origin(secondary=how != "commit")
@@ -154,7 +154,7 @@ def test_the_rules_tell_of_what_is_committed(make_pool, how):
 
 def test_each_part_of_a_block_is_news(make_pool):
     pool = make_pool(parts=(PartSpec(1024), PartSpec(1024)))
-    name = pool.space.directory_digest
+    name = pool.namespace.directory_digest
     pool.put([1])
     pool.node.settle()
     bell = Bell()
@@ -169,9 +169,9 @@ def test_what_is_evicted_or_there_already_is_no_news(make_pool):
     pool.put([1])
     pool.node.settle()
     bell = Bell()
-    pool.node.commit_waiters.add("peer", pool.space.directory_digest, keys(1), bell)
+    pool.node.commit_waiters.add("peer", pool.namespace.directory_digest, keys(1), bell)
     pool.put([1])
-    pool.node.removal.remove(pool.space, split_keys(pool.keys([1])))
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys([1])))
     pool.node.settle()
     assert bell.rung == 0
 
@@ -179,6 +179,6 @@ def test_what_is_evicted_or_there_already_is_no_news(make_pool):
 def test_the_end_of_an_epoch_wakes(make_pool):
     pool = make_pool()
     bell = Bell()
-    pool.node.commit_waiters.add("peer", pool.space.directory_digest, keys(1), bell)
+    pool.node.commit_waiters.add("peer", pool.namespace.directory_digest, keys(1), bell)
     pool.reset()
     assert bell.rung == 1

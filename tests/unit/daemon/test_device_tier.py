@@ -108,7 +108,7 @@ class Bench:
         self.node = make_node()
         self.tenant = self.node.add_tenant("default", 0, memory * STRIDE, STRIDE)
         self.holder = self.node.holders.add("default", "engine")
-        self.space = self.node.namespaces.open(self.tenant, BASE, FIELDS, [PartSpec(STRIDE)])
+        self.namespace = self.node.namespaces.open(self.tenant, BASE, FIELDS, [PartSpec(STRIDE)])
         config = DeviceConfig("cpu", device * STRIDE)
         self.tier = DeviceTier(config, self.node, self.loop.time, make_node)
         self.memory: dict[int, int] = {}
@@ -124,13 +124,13 @@ class Bench:
 
     @property
     def table(self) -> Any:
-        return self.space.tables[0]
+        return self.namespace.tables[0]
 
     def put(self, numbers: Iterable[int]) -> None:
         numbers = list(numbers)
         self.tickets += 1
         _, rows = self.node.puts.reserve(
-            self.holder, self.space, 0, self.tickets, split_keys(packed(numbers))
+            self.holder, self.namespace, 0, self.tickets, split_keys(packed(numbers))
         )
         self.memory |= dict(zip(numbers_of(rows), numbers, strict=True))
         sums = b"".join(key(number + 1000) for number in numbers)
@@ -141,7 +141,7 @@ class Bench:
         """As an engine does."""
         lease = self.node.leases.acquire(
             self.holder,
-            self.space,
+            self.namespace,
             [0],
             split_keys(packed(numbers)),
             1.0,
@@ -156,7 +156,7 @@ class Bench:
         """Of an engine that reads the device by itself."""
         now = self.loop.time()
         return self.tier.acquire(
-            self.holder, self.space, [], split_keys(packed(numbers)), lease_s, now
+            self.holder, self.namespace, [], split_keys(packed(numbers)), lease_s, now
         )
 
     def read_where_it_is(self, lease: Lease) -> list[int]:
@@ -186,7 +186,7 @@ class Bench:
         numbers = list(numbers)
         self.tickets += 1
         self.node.puts.reserve(
-            self.holder, self.space, 0, self.tickets, split_keys(packed(numbers))
+            self.holder, self.namespace, 0, self.tickets, split_keys(packed(numbers))
         )
         reservation = self.holder.reservations[self.tickets]
         try:
@@ -211,7 +211,7 @@ def test_what_is_read_goes_up_and_comes_back() -> None:
         bench.read(range(5, 15))
         await bench.settle()
         assert bench.here() == set(range(5, 15))
-        bench.node.removal.give_up(bench.space, [key(n) for n in range(20)])
+        bench.node.removal.give_up(bench.namespace, [key(n) for n in range(20)])
         assert await bench.bring(range(3, 9)) == bytes([ABSENT] * 2 + [PRESENT] * 4)
         bench.put([50])  # settled slots are used again
         await bench.close()
@@ -308,7 +308,7 @@ def test_what_is_removed_while_it_is_copied_does_not_come_back() -> None:
         bench.device.gate.clear()
         bench.read(range(8))
         await bench.settle()
-        bench.node.removal.remove(bench.space, [key(n) for n in range(3)])
+        bench.node.removal.remove(bench.namespace, [key(n) for n in range(3)])
         bench.device.gate.set()
         await bench.settle()
         assert bench.here() == set(range(3, 8))
@@ -342,7 +342,7 @@ def test_a_device_that_dies_under_a_read() -> None:
         bench.put(range(8))
         bench.read(range(8))
         await bench.settle()
-        bench.node.removal.give_up(bench.space, [key(n) for n in range(8)])
+        bench.node.removal.give_up(bench.namespace, [key(n) for n in range(8)])
         bench.device.gate.clear()
         reading = asyncio.ensure_future(bench.bring(range(8)))
         await bench.settle()
@@ -364,7 +364,7 @@ def test_what_is_damaged_is_found_no_more() -> None:
         bench.put(range(6))
         bench.read(range(6))
         await bench.settle()
-        bench.node.removal.give_up(bench.space, [key(n) for n in range(6)])
+        bench.node.removal.give_up(bench.namespace, [key(n) for n in range(6)])
         bench.device.spoilt = {2, 4}
         assert await bench.bring(range(6)) == bytes([1, 1, 2, 1, 2, 1])
         assert bench.here() == {0, 1, 3, 5}
@@ -380,7 +380,7 @@ def test_what_is_being_read_is_not_overwritten() -> None:
         bench.put(range(100))
         bench.read(range(8))
         await bench.settle()
-        bench.node.removal.give_up(bench.space, [key(n) for n in range(8)])
+        bench.node.removal.give_up(bench.namespace, [key(n) for n in range(8)])
         bench.device.gate.clear()
         reading = asyncio.ensure_future(bench.bring(range(8)))
         await asyncio.sleep(0)
@@ -407,8 +407,8 @@ def test_an_ended_epoch_is_not_found_and_its_slots_come_back() -> None:
         bench.device.gate.clear()
         bench.read(range(8, 16))
         await bench.settle()
-        bench.space = bench.node.namespaces.set_epoch(bench.space, 1, 0)
-        bench.tier.enter(bench.space)
+        bench.namespace = bench.node.namespaces.set_epoch(bench.namespace, 1, 0)
+        bench.tier.enter(bench.namespace)
         bench.device.gate.set()
         await asyncio.sleep(device_tier.TIDY_EVERY_S + 0.1)
         assert bench.here() == set()
@@ -435,7 +435,7 @@ def test_changes_are_told_through_lives_of_the_process() -> None:
             return {each for _, keys in bench.tier.take_changes() for each in keys}
 
         assert taken() == {key(n) for n in range(4)}
-        digest = bench.space.directory_digest
+        digest = bench.namespace.directory_digest
         assert bench.tier.masks(digest, [key(1), key(9)]) == (1, [1, 0])
         bench.tier.ended("dead")
         assert taken() == {key(n) for n in range(4)}, "they have gone"
@@ -480,7 +480,7 @@ def test_memory_that_is_full_refuses_and_nothing_is_lost() -> None:
         bench.put(range(20))
         bench.read(range(4))
         await bench.settle()
-        bench.node.removal.give_up(bench.space, [key(n) for n in range(4)])
+        bench.node.removal.give_up(bench.namespace, [key(n) for n in range(4)])
         bench.device.gate.clear()
         reading = asyncio.ensure_future(bench.bring(range(4)))
         await asyncio.sleep(0)
@@ -512,7 +512,7 @@ def test_a_lease_is_on_what_memory_and_device_have_together(
             bench.read(sorted(promoted))
         await bench.settle()
         assert bench.here() == promoted
-        bench.node.removal.give_up(bench.space, [key(n) for n in range(12) if n not in kept])
+        bench.node.removal.give_up(bench.namespace, [key(n) for n in range(12) if n not in kept])
         expected = []
         for number in range(asked):
             if number not in promoted | kept:
@@ -539,7 +539,7 @@ def test_what_is_leased_on_the_device_stays_until_the_lease_ends(end: str) -> No
         bench.put(range(16))
         bench.read(range(16))
         await bench.settle()
-        bench.node.removal.give_up(bench.space, [key(n) for n in range(16)])
+        bench.node.removal.give_up(bench.namespace, [key(n) for n in range(16)])
         lease = bench.lease(range(8))
         assert lease is not None
         rows = bench.read_where_it_is(lease)
@@ -578,7 +578,7 @@ def test_a_lease_outlives_the_life_that_it_is_on() -> None:
         bench.put(range(8))
         bench.read(range(8))
         await bench.settle()
-        bench.node.removal.give_up(bench.space, [key(n) for n in range(8)])
+        bench.node.removal.give_up(bench.namespace, [key(n) for n in range(8)])
         lease = bench.lease(range(8))
         assert lease is not None
         assert lease.beside is not None

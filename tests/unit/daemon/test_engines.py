@@ -86,7 +86,7 @@ class Bench:
     def __init__(self, parts: int = 1, *, directory: bool = True, **settings: Any) -> None:
         self.node = Node(make_policy=lambda capacity: make_policy("lru", capacity))
         self.tenant = self.node.add_tenant("red", 0, 64 * 4096, 4096)
-        self.space = self.open("a", parts)
+        self.namespace = self.open("a", parts)
         self.streams: dict[str, Stream] = {}
         self.fails = ""
         self.begun = 0
@@ -137,33 +137,33 @@ class Bench:
     async def follow(
         self,
         port: int = 1,
-        space: NamespaceState | None = None,
+        namespace: NamespaceState | None = None,
         holder: Holder | None = None,
         groups: Iterable[int] = (0,),
     ) -> tuple[Stream, Holder]:
         holder = holder or self.holder(f"client-{port}")
         endpoint = f"tcp://127.0.0.1:{port}"
         told = client_wire.FollowEvents(0, endpoint, groups=list(groups))
-        assert self.engines.follow(holder, space or self.space, told)
+        assert self.engines.follow(holder, namespace or self.namespace, told)
         await asyncio.sleep(0)
         return self.streams[endpoint], holder
 
-    def saw(self, numbers: Iterable[int], space: NamespaceState | None = None) -> None:
-        self.engines.saw(space or self.space, pack(numbers))
+    def saw(self, numbers: Iterable[int], namespace: NamespaceState | None = None) -> None:
+        self.engines.saw(namespace or self.namespace, pack(numbers))
 
     async def settle(self) -> None:
         await asyncio.sleep(1)
 
-    def held(self, space: NamespaceState | None = None) -> dict[int, int]:
+    def held(self, namespace: NamespaceState | None = None) -> dict[int, int]:
         """What the directory has been told, which must be what a walk finds."""
-        digest = (space or self.space).directory_digest
+        digest = (namespace or self.namespace).directory_digest
         told = self.told.get(digest, {})
         met: dict[bytes, set[bytes]] = {}
         cursor: int | None = 0
         while cursor is not None:
             groups, cursor = self.engines.walk(cursor, 3)
-            for namespace, keys in groups:
-                met.setdefault(namespace, set()).update(keys)
+            for each, keys in groups:
+                met.setdefault(each, set()).update(keys)
         assert met.get(digest, set()) == set(told)
         return {int.from_bytes(each[8:], "big"): mask for each, mask in told.items()}
 
@@ -248,7 +248,7 @@ def test_what_the_pool_has_is_known() -> None:
     async def main() -> None:
         bench = Bench()
         holder = bench.holder("writer")
-        bench.node.puts.reserve(holder, bench.space, 0, 1, split_keys(pack(range(8))))
+        bench.node.puts.reserve(holder, bench.namespace, 0, 1, split_keys(pack(range(8))))
         bench.node.puts.commit(holder, 1, bytes(16 * 8))
         bench.node.puts.reserve(holder, bench.open("b"), 0, 2, split_keys(pack([10])))
         bench.node.puts.commit(holder, 2, bytes(16))
@@ -338,7 +338,7 @@ def test_one_engine_takes_the_place_of_another_of_the_same_client() -> None:
         assert again is two
         await bench.settle()
         assert bench.held() == {2: 1}
-        assert not bench.engines.follow(holder, bench.space, client_wire.FollowEvents(0, ""))
+        assert not bench.engines.follow(holder, bench.namespace, client_wire.FollowEvents(0, ""))
         await bench.settle()
         assert bench.held() == {}
         assert two.ended
@@ -353,8 +353,8 @@ def test_an_engine_that_changes_its_namespace_begins_there_with_nothing() -> Non
         other = bench.open("b")
         stream, holder = await bench.follow()
         stream.stored(range(4))
-        for space in (bench.space, other):
-            bench.saw(range(8), space)
+        for namespace in (bench.namespace, other):
+            bench.saw(range(8), namespace)
         await bench.settle()
         assert bench.held() == dict.fromkeys(range(4), 1)
         same, _ = await bench.follow(1, other, holder)
@@ -376,14 +376,14 @@ def test_a_walk_goes_on_where_a_namespace_has_ended() -> None:
         bench = Bench()
         other = bench.open("b")
         holders = []
-        for port, space in ((1, bench.space), (2, other)):
-            stream, holder = await bench.follow(port, space)
+        for port, namespace in ((1, bench.namespace), (2, other)):
+            stream, holder = await bench.follow(port, namespace)
             holders.append(holder)
             stream.stored(range(10))
-            bench.saw(range(10), space)
+            bench.saw(range(10), namespace)
         await bench.settle()
         (group,), cursor = bench.engines.walk(0, 4)
-        assert group[0] == bench.space.directory_digest
+        assert group[0] == bench.namespace.directory_digest
         assert cursor is not None
         bench.engines.forget(holders[0])
         await bench.settle()
@@ -429,7 +429,7 @@ def test_an_address_that_cannot_be_used_is_told(caplog: pytest.LogCaptureFixture
         (row,) = bench.followed()
         assert row["error"] == "no such device"
         told = client_wire.FollowEvents(0, "tcp://127.0.0.1:1", groups=[0])
-        assert not bench.engines.follow(holder, bench.space, told)
+        assert not bench.engines.follow(holder, bench.namespace, told)
         assert not row["connected"]
         assert "no such device" in caplog.text
         await bench.engines.close()
@@ -441,7 +441,7 @@ def test_an_address_that_cannot_be_used_is_told(caplog: pytest.LogCaptureFixture
 
 
 def next_epoch(bench: Bench, *, fence: bool) -> NamespaceState:
-    old = bench.node.namespaces.living(bench.space)
+    old = bench.node.namespaces.living(bench.namespace)
     epoch = old.epoch + 1
     living = bench.node.namespaces.set_epoch(old, epoch, epoch if fence else 0)
     bench.engines.enter(living)
@@ -462,14 +462,14 @@ def test_engines_go_on_after_a_clear() -> None:
         bench.saw([2000], living)
         stream.stored([2000])
         await bench.settle()
-        assert bench.held(bench.space) == bench.held(between) == {}
+        assert bench.held(bench.namespace) == bench.held(between) == {}
         assert set(bench.held(living)) == {*range(999), 2000}
         assert not bench.followed()[0]["outdated"]
         # Its client repeats itself: that takes nothing away.
         await bench.follow(1, living, holder)
         await bench.settle()
         assert set(bench.held(living)) == {*range(999), 2000}
-        assert bench.engines.masks(bench.space.directory_digest, [key(1)]) == (0, [])
+        assert bench.engines.masks(bench.namespace.directory_digest, [key(1)]) == (0, [])
         await bench.engines.close()
 
     run(main())
@@ -489,7 +489,7 @@ def test_an_engine_counts_no_more_after_a_fence_until_its_own_reset() -> None:
         assert bench.held() == bench.held(living) == {}
         assert [row["outdated"] for row in bench.followed()] == [True, True]
         # One that opened it before, and says so only now.
-        late, _ = await bench.follow(3, bench.space)
+        late, _ = await bench.follow(3, bench.namespace)
         late.stored([0])
         bench.saw([0])
         await bench.settle()
@@ -550,7 +550,7 @@ def test_notes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(bench.held()) == {*range(1000), *range(2000, 2500)}
         assert bench.engines.stats("red")["dropped_keys"] == 1000
         bench.saw(range(1000, 2000))
-        bench.engines.saw(bench.space, b"no keys at all")
+        bench.engines.saw(bench.namespace, b"no keys at all")
         await bench.settle()
         assert set(bench.held()) == set(range(2500))
         await bench.engines.close()
@@ -562,9 +562,9 @@ def test_no_slice_of_the_work_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     look_again = Engines._look_again
 
-    def spy(engines: Engines, space: Any, keys: Any) -> None:
+    def spy(engines: Engines, namespace: Any, keys: Any) -> None:
         sizes.append(len(keys))
-        look_again(engines, space, keys)
+        look_again(engines, namespace, keys)
 
     monkeypatch.setattr(Engines, "_look_again", spy)
 
@@ -590,7 +590,7 @@ def test_nothing_piles_up_where_nobody_is_told() -> None:
         bench.saw(range(10))
         await bench.settle()
         assert bench.engines.take_changes() == []
-        digest = bench.space.directory_digest
+        digest = bench.namespace.directory_digest
         assert bench.engines.masks(digest, [key(1), key(99)]) == (1, [1, 0])
         assert bench.engines.stats("red")["known_blocks"] == 10
         assert bench.engines.stats("blue")["followed"] == []
@@ -604,7 +604,7 @@ def test_without_pyzmq_that_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     engines = Engines(DaemonConfig(socket="/s"), bench.node, (), None, bench.begin)
     told = client_wire.FollowEvents(0, "tcp://127.0.0.1:1", groups=[0])
     for _ in range(3):
-        assert not engines.follow(bench.holder(), bench.space, told)
+        assert not engines.follow(bench.holder(), bench.namespace, told)
     assert caplog.text.count(NO_PYZMQ) == 1
     assert engines.stats("red")["error"] == NO_PYZMQ
     assert not bench.begun
@@ -613,7 +613,7 @@ def test_without_pyzmq_that_is_said_once(caplog: pytest.LogCaptureFixture) -> No
 def test_events_can_be_switched_off() -> None:
     bench = Bench(events=False)
     told = client_wire.FollowEvents(0, "tcp://127.0.0.1:1", groups=[0])
-    assert not bench.engines.follow(bench.holder(), bench.space, told)
+    assert not bench.engines.follow(bench.holder(), bench.namespace, told)
     assert bench.streams == {}
     assert bench.engines.stats("red")["error"] == ""
 
@@ -642,7 +642,7 @@ def test_what_cannot_be_followed_is_refused(wrong: dict[str, Any]) -> None:
     bench = Bench()
     told = {"endpoint": "tcp://127.0.0.1:5557", "groups": [0], **wrong}
     with pytest.raises(InvalidRequest):
-        bench.engines.follow(bench.holder(), bench.space, client_wire.FollowEvents(0, **told))
+        bench.engines.follow(bench.holder(), bench.namespace, client_wire.FollowEvents(0, **told))
     assert bench.followed() == []
 
 
@@ -674,27 +674,27 @@ def test_the_directory_ends_up_with_what_engines_have(
 
     async def main() -> None:
         bench = Bench()
-        spaces = [bench.space, bench.open("b")]
+        namespaces = [bench.namespace, bench.open("b")]
         of = [0, 0, 1]
         holders: list[Holder] = []
         streams: list[Stream] = []
         copies: list[dict[int, int]] = [{}, {}, {}]
         counts = [True] * 3
         seen: list[set[int]] = [set(), set()]
-        every = list(spaces)
-        for port, space in enumerate(of, 1):
-            stream, holder = await bench.follow(port, spaces[space])
+        every = list(namespaces)
+        for port, namespace in enumerate(of, 1):
+            stream, holder = await bench.follow(port, namespaces[namespace])
             streams.append(stream)
             holders.append(holder)
 
-        def advance(space: int, *, fence: bool) -> None:
-            old = spaces[space]
+        def advance(namespace: int, *, fence: bool) -> None:
+            old = namespaces[namespace]
             fences = bench.tenant.fences.get(old.base, 0)
-            spaces[space] = bench.node.namespaces.set_epoch(
+            namespaces[namespace] = bench.node.namespaces.set_epoch(
                 old, old.epoch + 1, old.epoch + 1 if fence else fences
             )
-            bench.engines.enter(spaces[space])
-            every.append(spaces[space])
+            bench.engines.enter(namespaces[namespace])
+            every.append(namespaces[namespace])
 
         for kind, which, numbers in steps:
             if kind == "stored":
@@ -715,7 +715,7 @@ def test_the_directory_ends_up_with_what_engines_have(
                 # Keys are forgotten with the last engine of a namespace.
                 if any(counts[i] for i in range(3) if of[i] == which):
                     seen[which] |= set(numbers)
-                bench.saw(numbers, spaces[which])
+                bench.saw(numbers, namespaces[which])
             elif kind == "cleared-by-operator":
                 advance(which, fence=False)
             elif kind == "settle":
@@ -727,32 +727,34 @@ def test_the_directory_ends_up_with_what_engines_have(
                 await bench.settle()
                 copies[which] = {}
                 counts[which] = False
-                space = of[which]
-                if not any(counts[i] for i in range(3) if of[i] == space):
-                    seen[space] = set()
-                streams[which], holders[which] = await bench.follow(which + 1, spaces[space])
+                namespace = of[which]
+                if not any(counts[i] for i in range(3) if of[i] == namespace):
+                    seen[namespace] = set()
+                streams[which], holders[which] = await bench.follow(
+                    which + 1, namespaces[namespace]
+                )
                 counts[which] = True
             else:
-                space = of[which]
+                namespace = of[which]
                 await bench.settle()
-                advance(space, fence=True)
+                advance(namespace, fence=True)
                 for i in range(3):
-                    if of[i] == space:
+                    if of[i] == namespace:
                         counts[i] = False
                 await bench.settle()
-                seen[space] = set()
+                seen[namespace] = set()
                 copies[which] = {}
-                await bench.follow(which + 1, spaces[space], holders[which])
+                await bench.follow(which + 1, namespaces[namespace], holders[which])
                 counts[which] = True
         await bench.settle()
-        for space in every:
+        for namespace in every:
             expected: dict[int, int] = {}
-            if space in spaces:
-                number = spaces.index(space)
+            if namespace in namespaces:
+                number = namespaces.index(namespace)
                 for i in range(3):
                     if of[i] == number and counts[i]:
                         expected |= {n: 1 for n in copies[i] if n in seen[number]}
-            assert bench.held(space) == expected
+            assert bench.held(namespace) == expected
         await bench.engines.close()
 
     run(main())

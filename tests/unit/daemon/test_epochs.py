@@ -27,15 +27,15 @@ def test_every_lookup_is_a_miss_at_once(make_pool) -> None:
         pool.put(range(4), part=part)
     old = pool.reset()
     keys = split_keys(pool.keys(range(4)))
-    for space in (old, pool.space):
-        assert pool.node.leases.match(space, (), keys) == 0
-        assert pool.node.leases.contains(space, 1, keys) == bytes(4)
+    for namespace in (old, pool.namespace):
+        assert pool.node.leases.match(namespace, (), keys) == 0
+        assert pool.node.leases.contains(namespace, 1, keys) == bytes(4)
         assert pool.node.inventory.masks(
-            space.directory_digest, pool.keys([1, 2])[:16].split()
+            namespace.directory_digest, pool.keys([1, 2])[:16].split()
         ) == (2, [0])
-        assert pool.node.inventory.replicas_wanted(space, keys[:1]) == [0]
+        assert pool.node.inventory.replicas_wanted(namespace, keys[:1]) == [0]
         for parts, scattered in (((), False), ((0,), True)):
-            call = (pool.holder, space, parts, keys, 1.0, 0.0)
+            call = (pool.holder, namespace, parts, keys, 1.0, 0.0)
             assert pool.node.leases.acquire(*call, scattered=scattered) is None
     assert pool.node.inventory.walk(0, 100) == ([], None)
     assert pool.node.inventory.block_count() == 0
@@ -68,11 +68,11 @@ def test_other_namespaces_and_tenants_stay(make_pool) -> None:
     pool = make_pool()
     other = pool.open(b"o" * 16, (PartSpec(1024),))
     blue = pool.node.add_tenant("blue", 1, 4096, 4096)
-    same = pool.node.namespaces.open(blue, pool.space.base, b"{}", pool.space.parts)
+    same = pool.node.namespaces.open(blue, pool.namespace.base, b"{}", pool.namespace.parts)
     writer = pool.node.holders.add("blue", "engine")
     pool.put([1])
-    pool.put([1], space=other)
-    pool.put([1], space=same, holder=writer)
+    pool.put([1], namespace=other)
+    pool.put([1], namespace=same, holder=writer)
     pool.reset(fence=1)
     assert pool.here([1]) == []
     assert pool.here([1], other) == pool.here([1], same) == [1]
@@ -82,9 +82,9 @@ def test_other_namespaces_and_tenants_stay(make_pool) -> None:
 
 def test_it_goes_on_under_another_name_with_the_same_properties(make_pool) -> None:
     pool = make_pool(namespaces_per_tenant=1)
-    pool.space.settings = NamespaceSettings(3, "through", 60.0, "blosc2")
+    pool.namespace.settings = NamespaceSettings(3, "through", 60.0, "blosc2")
     old = pool.reset()
-    new = pool.space
+    new = pool.namespace
     assert pool.node.namespaces.living(old) is pool.node.namespaces.living(new) is new
     assert pool.open(old.base, old.parts) is new
     assert (new.base, new.fields, new.parts) == (old.base, old.fields, old.parts)
@@ -101,14 +101,14 @@ def test_it_goes_on_under_another_name_with_the_same_properties(make_pool) -> No
 
 def test_epochs_do_not_go_back(make_pool) -> None:
     pool = make_pool()
-    third = pool.node.namespaces.set_epoch(pool.space, 3, 0)
-    pool.put([1], space=third)
+    third = pool.node.namespaces.set_epoch(pool.namespace, 3, 0)
+    pool.put([1], namespace=third)
     for epoch in (0, 1, 3):
-        assert pool.node.namespaces.set_epoch(pool.space, epoch, 0) is third
+        assert pool.node.namespaces.set_epoch(pool.namespace, epoch, 0) is third
         assert pool.node.namespaces.set_epoch(third, epoch, 0) is third
     assert pool.here([1], third) == [1]
     assert pool.node.counters.epochs_ended == 1
-    fourth = pool.node.namespaces.set_epoch(pool.space, 4, 0)
+    fourth = pool.node.namespaces.set_epoch(pool.namespace, 4, 0)
     assert (fourth.epoch, pool.here([1], fourth)) == (4, [])
 
 
@@ -133,7 +133,7 @@ def test_who_was_fenced_off_and_who_goes_on(
     make_pool, steps: list[tuple[int, int]], fenced: list[bool]
 ) -> None:
     pool = make_pool()
-    states = [pool.space]
+    states = [pool.namespace]
     for epoch, fence in steps:
         living = pool.node.namespaces.set_epoch(states[-1], epoch, fence)
         if living is not states[-1]:
@@ -151,14 +151,14 @@ def test_who_was_fenced_off_and_who_goes_on(
 def test_a_client_that_was_fenced_off_reads_nothing_and_stores_nothing(make_pool) -> None:
     pool = make_pool()
     pool.put([1])
-    rows = pool.node.grants.grant(pool.holder, pool.space, 0, 2)
-    number = pool.space.number
+    rows = pool.node.grants.grant(pool.holder, pool.namespace, 0, 2)
+    number = pool.namespace.number
     pool.reset(fence=1)
     pool.put([1])
     found = pool.node.namespaces.by_number(pool.tenant, number)
     assert pool.node.leases.match(found, (), split_keys(pool.keys([1]))) == 0
     for write in (
-        lambda: pool.reserve([2], space=found),
+        lambda: pool.reserve([2], namespace=found),
         lambda: pool.node.grants.grant(pool.holder, found, 0, 1),
         lambda: pool.node.grants.store(
             pool.holder, found, 0, rows[:1], split_keys(pool.keys([2])), bytes(16)
@@ -181,30 +181,30 @@ def test_a_client_that_was_fenced_off_reads_nothing_and_stores_nothing(make_pool
 def test_a_fence_reaches_whoever_is_forgotten_by_name(make_pool) -> None:
     """A client opened it long ago; its epoch is not remembered any more when the weights change."""
     pool = make_pool()
-    number = pool.space.number
+    number = pool.namespace.number
     for _ in range(EPOCHS_KEPT + 5):
         pool.reset()
-    assert pool.node.namespaces.by_number(pool.tenant, number) is pool.space
-    pool.reset(fence=pool.space.epoch + 1)
+    assert pool.node.namespaces.by_number(pool.tenant, number) is pool.namespace
+    pool.reset(fence=pool.namespace.epoch + 1)
     found = pool.node.namespaces.by_number(pool.tenant, number)
-    assert found is not pool.space
+    assert found is not pool.namespace
     with pytest.raises(StaleEpoch):
-        pool.reserve([1], space=found)
+        pool.reserve([1], namespace=found)
 
 
 def test_ended_epochs_are_remembered_by_name_for_a_while(make_pool) -> None:
     pool = make_pool()
-    states = [pool.space]
+    states = [pool.namespace]
     for _ in range(EPOCHS_KEPT + 3):
         pool.put([1])
         pool.reset()
-        states.append(pool.space)
+        states.append(pool.namespace)
     known = [pool.node.namespaces.by_directory(state.directory_digest) for state in states]
     assert known == [None] * 3 + states[3:]
     key = pool.keys([1])
     assert pool.node.inventory.masks(states[2].directory_digest, [key]) == (0, [])
     assert pool.node.inventory.masks(states[3].directory_digest, [key]) == (1, [0])
-    assert len(pool.tenant.epochs[pool.space.base]) == EPOCHS_KEPT + 1
+    assert len(pool.tenant.epochs[pool.namespace.base]) == EPOCHS_KEPT + 1
     pool.node.ended_epochs.reclaim(1000)
     assert pool.bytes_used == 0, "what they left is not forgotten"
 
@@ -283,13 +283,13 @@ def test_a_dropped_commit_lets_a_slab_go(make_pool) -> None:
     other = pool.open(b"o" * 16, (PartSpec(1024),))
     whole = pool.open(b"w" * 16, WHOLE)
     writer = pool.node.holders.add("red", "engine")
-    pool.put(range(3), space=other)
+    pool.put(range(3), namespace=other)
     ticket, _ = pool.reserve([1])
     pool.reset()
     with pytest.raises(PoolFull):
-        pool.put([1], space=whole, holder=writer)
+        pool.put([1], namespace=whole, holder=writer)
     assert pool.node.puts.commit(pool.holder, ticket, bytes(16)) == 0
-    assert pool.put([1], space=whole, holder=writer) == 1
+    assert pool.put([1], namespace=whole, holder=writer) == 1
 
 
 @pytest.mark.parametrize("end", ["abort", "death"])
@@ -308,13 +308,13 @@ def test_open_reservations_end_like_others(make_pool, end: str) -> None:
 
 def test_grants_survive(make_pool) -> None:
     pool = make_pool()
-    rows = pool.node.grants.grant(pool.holder, pool.space, 0, 4)
-    number = pool.space.number
+    rows = pool.node.grants.grant(pool.holder, pool.namespace, 0, 4)
+    number = pool.namespace.number
     pool.reset()
     pool.node.ended_epochs.reclaim(10)
-    space = pool.node.namespaces.by_number(pool.tenant, number)
+    namespace = pool.node.namespaces.by_number(pool.tenant, number)
     stored = pool.node.grants.store(
-        pool.holder, space, 0, rows[:3], split_keys(pool.keys([1, 2, 3])), bytes(48)
+        pool.holder, namespace, 0, rows[:3], split_keys(pool.keys([1, 2, 3])), bytes(48)
     )
     assert stored == (3, [])
     assert pool.here([1, 2, 3]) == [1, 2, 3]
@@ -329,7 +329,7 @@ def test_grants_survive(make_pool) -> None:
 def test_slots_of_ended_epochs_go_before_anybody_living(make_pool, policy: str) -> None:
     pool = make_pool(slabs=2, policy=policy)
     other = pool.open(b"o" * 16, (PartSpec(1024),))
-    pool.put(range(10, 14), space=other)  # older, and never read
+    pool.put(range(10, 14), namespace=other)  # older, and never read
     pool.put(range(4))
     pool.read(range(4))
     pool.reset()
@@ -347,16 +347,16 @@ def test_slots_of_ended_epochs_of_another_size_go_too(make_pool, leased: bool) -
     whole = pool.open(b"w" * 16, WHOLE)
     pool.put(range(4))
     pool.put(range(4, 8))
-    pool.put([1], space=whole)
+    pool.put([1], namespace=whole)
     lease = pool.lease([7]) if leased else None
     pool.reset()
-    assert pool.put([2], space=whole) == 1
+    assert pool.put([2], namespace=whole) == 1
     assert pool.here([1, 2], whole) == [1, 2]
     if lease is not None:
         with pytest.raises(PoolFull):
-            pool.put([9], space=pool.open(b"2" * 16, (PartSpec(12 << 10),)))
+            pool.put([9], namespace=pool.open(b"2" * 16, (PartSpec(12 << 10),)))
         pool.release(lease)
-    assert pool.put([3], space=whole) == 1
+    assert pool.put([3], namespace=whole) == 1
 
 
 def test_slots_of_the_size_that_is_needed_are_reclaimed_first(make_pool) -> None:
@@ -400,14 +400,14 @@ def test_all_slots_of_ended_epochs_come_back_and_never_more_than_asked_for(
     window = PartSpec(2000, PartKind.WINDOW, window_blocks=2)
     pool = make_pool(slabs=8, policy=policy, parts=(PartSpec(1024), window))
     blue = pool.node.add_tenant("blue", 1, 4 * 4096, 4096)
-    spaces = [pool.node.namespaces.open(blue, b"n" * 16, b"{}", pool.space.parts)]
+    namespaces = [pool.node.namespaces.open(blue, b"n" * 16, b"{}", pool.namespace.parts)]
     writer = pool.node.holders.add("blue", "engine")
     for _ in range(3):
         pool.put(range(4))
         pool.put(range(2, 4), part=1)
-        pool.put(range(3), space=spaces[-1], holder=writer)
+        pool.put(range(3), namespace=namespaces[-1], holder=writer)
         pool.reset()
-        spaces.append(pool.node.namespaces.set_epoch(spaces[-1], len(spaces), 0))
+        namespaces.append(pool.node.namespaces.set_epoch(namespaces[-1], len(namespaces), 0))
     pool.put([50])
     total = 3 * (4 + 2 + 3)
     went = []
@@ -425,9 +425,9 @@ def test_all_slots_of_ended_epochs_come_back_and_never_more_than_asked_for(
 def test_a_put_reclaims_what_its_own_tenant_left(make_pool) -> None:
     pool = make_pool(slabs=1)
     blue = pool.node.add_tenant("blue", 1, 4096, 4096)
-    same = pool.node.namespaces.open(blue, pool.space.base, b"{}", pool.space.parts)
+    same = pool.node.namespaces.open(blue, pool.namespace.base, b"{}", pool.namespace.parts)
     writer = pool.node.holders.add("blue", "engine")
-    pool.put(range(4), space=same, holder=writer)
+    pool.put(range(4), namespace=same, holder=writer)
     pool.node.namespaces.set_epoch(same, 1, 0)
     pool.put(range(4))
     pool.put(range(4, 8))
@@ -467,7 +467,7 @@ def test_removed_and_corrupt_and_expired_around_the_end(make_pool) -> None:
     pool = make_pool(slabs=2)
     pool.put(range(6))
     lease = pool.lease(range(6))
-    assert pool.node.removal.remove(pool.space, split_keys(pool.keys([0]))) == 1
+    assert pool.node.removal.remove(pool.namespace, split_keys(pool.keys([0]))) == 1
     old = pool.reset()
     assert pool.node.removal.remove(old, split_keys(pool.keys([1]))) == 0
     pool.node.removal.drop_corrupt(old, 0, pool.keys([2]))
@@ -500,7 +500,7 @@ def test_a_number_is_for_its_own_tenant_in_every_epoch(make_pool) -> None:
     pool = make_pool()
     blue = pool.node.add_tenant("blue", 1, 4096, 4096)
     old = pool.reset()
-    for state in (old, pool.space):
+    for state in (old, pool.namespace):
         with pytest.raises(InvalidRequest, match="not open here"):
             pool.node.namespaces.by_number(blue, state.number)
 
@@ -512,12 +512,12 @@ def test_a_put_that_cannot_afford_the_rest_of_an_epoch_takes_what_goes_next(
     monkeypatch.setattr(reclaimer, "RECLAIMED_PER_PUT", -1 << 20)
     pool = make_pool(slabs=6, policy=policy)
     whole = pool.open(b"w" * 16, WHOLE)
-    pool.put([1, 2], space=whole)
+    pool.put([1, 2], namespace=whole)
     for first in range(0, 16, 4):
         pool.put(range(first, first + 4))
     pool.reset()
     pool.put(range(100, 103))  # slots of the old ones, as the policy gives them
-    assert pool.put([3, 4, 5], space=whole) == 3
+    assert pool.put([3, 4, 5], namespace=whole) == 3
     assert set(pool.here(range(1, 6), whole)) >= {3, 4, 5}
     while pool.node.ended_epochs.reclaim(2):
         pass
@@ -536,5 +536,5 @@ def test_a_put_does_not_fail_while_there_is_something_of_an_ended_epoch(
         pool.put(range(8))
         pool.pin(range(2), kind)
         pool.reset()
-        assert pool.put([1], space=whole) == 1
-        pool.put([2], space=whole)
+        assert pool.put([1], namespace=whole) == 1
+        pool.put([2], namespace=whole)

@@ -60,7 +60,7 @@ class Pool:
         )
         self.tenant: Tenant = self.node.add_tenant("red", 0, slabs * slab_bytes, slab_bytes)
         self.holder = self.holder_of("engine")
-        self.space = self.open(b"n" * 16, parts)
+        self.namespace = self.open(b"n" * 16, parts)
         self.tickets = 0
 
     def holder_of(self, instance: str) -> Holder:
@@ -73,7 +73,7 @@ class Pool:
         self,
         numbers: Iterable[int],
         *,
-        space: NamespaceState | None = None,
+        namespace: NamespaceState | None = None,
         part: int = 0,
         holder: Holder | None = None,
         parent: bytes = b"",
@@ -81,7 +81,7 @@ class Pool:
         self.tickets += 1
         _, rows = self.node.puts.reserve(
             holder or self.holder,
-            space or self.space,
+            namespace or self.namespace,
             part,
             self.tickets,
             split_keys(keys(numbers)),
@@ -98,15 +98,15 @@ class Pool:
             where.get("holder") or self.holder, ticket, bytes(16) * granted
         )
 
-    def here(self, numbers: Iterable[int], space: NamespaceState | None = None) -> list[int]:
+    def here(self, numbers: Iterable[int], namespace: NamespaceState | None = None) -> list[int]:
         numbers = list(numbers)
-        flags = self.node.leases.contains(space or self.space, 0, split_keys(keys(numbers)))
+        flags = self.node.leases.contains(namespace or self.namespace, 0, split_keys(keys(numbers)))
         return [n for n, flag in zip(numbers, flags, strict=True) if flag]
 
     def lease(self, numbers: Iterable[int], seconds: float = 10.0, now: float = 0.0, **where: Any):
         return self.node.leases.acquire(
             where.get("holder") or self.holder,
-            where.get("space") or self.space,
+            where.get("namespace") or self.namespace,
             where.get("parts", ()),
             split_keys(keys(numbers)),
             seconds,
@@ -132,12 +132,12 @@ def test_keys_come_in_sixteens() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda p: p.node.puts.reserve(p.holder, p.space, 0, 1, split_keys(b"short")),
-        lambda p: p.node.leases.match(p.space, (), split_keys(b"short")),
-        lambda p: p.node.leases.contains(p.space, 0, split_keys(b"short")),
-        lambda p: p.node.leases.acquire(p.holder, p.space, (), split_keys(b"short"), 1.0, 0.0),
-        lambda p: p.node.removal.remove(p.space, split_keys(b"short")),
-        lambda p: p.node.pins.pin(p.space, split_keys(b"short"), "soft"),
+        lambda p: p.node.puts.reserve(p.holder, p.namespace, 0, 1, split_keys(b"short")),
+        lambda p: p.node.leases.match(p.namespace, (), split_keys(b"short")),
+        lambda p: p.node.leases.contains(p.namespace, 0, split_keys(b"short")),
+        lambda p: p.node.leases.acquire(p.holder, p.namespace, (), split_keys(b"short"), 1.0, 0.0),
+        lambda p: p.node.removal.remove(p.namespace, split_keys(b"short")),
+        lambda p: p.node.pins.pin(p.namespace, split_keys(b"short"), "soft"),
     ],
 )
 def test_keys_of_a_wrong_size_change_nothing(call: Callable[[Pool], object]) -> None:
@@ -154,16 +154,16 @@ def test_keys_of_a_wrong_size_change_nothing(call: Callable[[Pool], object]) -> 
         (lambda p: p.reserve([1], part=1), "part 1: this namespace has parts 0 to 0"),
         (lambda p: p.reserve([1], part=-1), "part -1"),
         (lambda p: p.reserve([]), "at least one key"),
-        (lambda p: p.node.leases.match(p.space, (1,), split_keys(key(1))), "part 1"),
-        (lambda p: p.node.leases.match(p.space, (0, 0), split_keys(key(1))), "named twice"),
-        (lambda p: p.node.leases.contains(p.space, 7, split_keys(key(1))), "part 7"),
-        (lambda p: p.node.removal.drop_corrupt(p.space, 7, key(1)), "part 7"),
+        (lambda p: p.node.leases.match(p.namespace, (1,), split_keys(key(1))), "part 1"),
+        (lambda p: p.node.leases.match(p.namespace, (0, 0), split_keys(key(1))), "named twice"),
+        (lambda p: p.node.leases.contains(p.namespace, 7, split_keys(key(1))), "part 7"),
+        (lambda p: p.node.removal.drop_corrupt(p.namespace, 7, key(1)), "part 7"),
         (lambda p: p.lease([1], parts=(3,)), "part 3"),
         (lambda p: p.lease([1], seconds=0.0), "lease of 0.0 seconds"),
         (lambda p: p.lease([1], seconds=-1.0), "lease of -1.0 seconds"),
         (lambda p: p.lease([1], seconds=float("nan")), "lease of nan seconds"),
         (
-            lambda p: p.node.pins.pin(p.space, split_keys(key(1)), "firm"),
+            lambda p: p.node.pins.pin(p.namespace, split_keys(key(1)), "firm"),
             "soft, hard or none, not 'firm'",
         ),
         (lambda p: p.node.namespaces.by_number(p.tenant, 1), "namespace number 1 is not open"),
@@ -195,11 +195,11 @@ def test_a_scattered_acquire_is_for_one_part() -> None:
 
 def test_a_ticket_is_used_once_at_a_time() -> None:
     pool = Pool()
-    pool.node.puts.reserve(pool.holder, pool.space, 0, 5, split_keys(key(1)))
+    pool.node.puts.reserve(pool.holder, pool.namespace, 0, 5, split_keys(key(1)))
     with pytest.raises(InvalidRequest, match="ticket 5 is in use"):
-        pool.node.puts.reserve(pool.holder, pool.space, 0, 5, split_keys(key(2)))
+        pool.node.puts.reserve(pool.holder, pool.namespace, 0, 5, split_keys(key(2)))
     assert pool.node.puts.commit(pool.holder, 5, bytes(16)) == 1
-    pool.node.puts.reserve(pool.holder, pool.space, 0, 5, split_keys(key(2)))
+    pool.node.puts.reserve(pool.holder, pool.namespace, 0, 5, split_keys(key(2)))
     pool.node.puts.abort(pool.holder, 5)
     assert pool.here([1, 2]) == [1]
 
@@ -207,10 +207,10 @@ def test_a_ticket_is_used_once_at_a_time() -> None:
 def test_tickets_are_of_one_holder() -> None:
     pool = Pool()
     other = pool.holder_of("engine")
-    pool.node.puts.reserve(pool.holder, pool.space, 0, 5, split_keys(key(1)))
+    pool.node.puts.reserve(pool.holder, pool.namespace, 0, 5, split_keys(key(1)))
     with pytest.raises(UnknownReservation, match="reservation 5 is not open"):
         pool.node.puts.commit(other, 5, bytes(16))
-    pool.node.puts.reserve(other, pool.space, 0, 5, split_keys(key(2)))
+    pool.node.puts.reserve(other, pool.namespace, 0, 5, split_keys(key(2)))
     pool.node.puts.abort(other, 5)
     assert pool.node.puts.commit(pool.holder, 5, bytes(16)) == 1
     assert pool.here([1, 2]) == [1]
@@ -258,13 +258,13 @@ def test_a_partial_commit_of_what_is_not_open(indices: list[int], message: str) 
 @pytest.mark.parametrize("length", [31, 33, 40])
 def test_store_checks_lengths_before_it_changes_anything(length: int) -> None:
     pool = Pool(grant_share=1.0)
-    rows = pool.node.grants.grant(pool.holder, pool.space, 0, 2)
+    rows = pool.node.grants.grant(pool.holder, pool.namespace, 0, 2)
     with pytest.raises(InvalidRequest):
         pool.node.grants.store(
-            pool.holder, pool.space, 0, rows, split_keys(keys([1, 2])), bytes(length)
+            pool.holder, pool.namespace, 0, rows, split_keys(keys([1, 2])), bytes(length)
         )
     assert pool.node.grants.store(
-        pool.holder, pool.space, 0, rows, split_keys(keys([1, 2])), bytes(32)
+        pool.holder, pool.namespace, 0, rows, split_keys(keys([1, 2])), bytes(32)
     ) == (
         2,
         [],
@@ -273,8 +273,8 @@ def test_store_checks_lengths_before_it_changes_anything(length: int) -> None:
 
 def test_a_namespace_is_what_it_was_first() -> None:
     pool = Pool(parts=(PartSpec(1024), PartSpec(64)))
-    digest = pool.space.digest
-    assert pool.open(digest, (PartSpec(1024), PartSpec(64))) is pool.space
+    digest = pool.namespace.digest
+    assert pool.open(digest, (PartSpec(1024), PartSpec(64))) is pool.namespace
     with pytest.raises(NamespaceMismatch) as error:
         pool.open(digest, (PartSpec(1024), PartSpec(128)))
     assert digest.hex() in str(error.value)
@@ -292,7 +292,7 @@ def test_no_more_namespaces_than_allowed() -> None:
     pool.open(b"2" * 16, ONE)
     with pytest.raises(LimitExceeded, match="'red' has 2 namespaces, the limit"):
         pool.open(b"3" * 16, ONE)
-    assert pool.open(b"2" * 16, ONE) is not pool.space
+    assert pool.open(b"2" * 16, ONE) is not pool.namespace
 
 
 # ---- limits ------------------------------------------------------------------------------------
@@ -345,16 +345,16 @@ def test_a_lease_is_no_longer_than_allowed() -> None:
 def test_pins_have_a_quota(kind: str, share: str) -> None:
     pool = Pool(slabs=4, **{share: 0.25})
     pool.put(range(8))
-    assert len(pool.node.pins.pin(pool.space, split_keys(keys(range(3))), kind)) == 3
+    assert len(pool.node.pins.pin(pool.namespace, split_keys(keys(range(3))), kind)) == 3
     with pytest.raises(LimitExceeded, match=f"{kind} pins of tenant 'red'"):
-        pool.node.pins.pin(pool.space, split_keys(keys([3, 4])), kind)
-    assert len(pool.node.pins.pin(pool.space, split_keys(keys([0, 1, 3])), kind)) == 3, (
+        pool.node.pins.pin(pool.namespace, split_keys(keys([3, 4])), kind)
+    assert len(pool.node.pins.pin(pool.namespace, split_keys(keys([0, 1, 3])), kind)) == 3, (
         "those pinned already are free"
     )
-    assert len(pool.node.pins.pin(pool.space, split_keys(keys([0])), "none")) == 1
-    assert len(pool.node.pins.pin(pool.space, split_keys(keys([4])), kind)) == 1
-    pool.node.removal.remove(pool.space, split_keys(keys([4])))
-    assert len(pool.node.pins.pin(pool.space, split_keys(keys([5, 99])), kind)) == 1, (
+    assert len(pool.node.pins.pin(pool.namespace, split_keys(keys([0])), "none")) == 1
+    assert len(pool.node.pins.pin(pool.namespace, split_keys(keys([4])), kind)) == 1
+    pool.node.removal.remove(pool.namespace, split_keys(keys([4])))
+    assert len(pool.node.pins.pin(pool.namespace, split_keys(keys([5, 99])), kind)) == 1, (
         "99 is not here"
     )
 
@@ -366,7 +366,7 @@ def test_a_block_is_found_from_commit_on() -> None:
     pool = Pool()
     ticket, _ = pool.reserve([1, 2])
     assert pool.here([1, 2]) == []
-    assert pool.node.leases.match(pool.space, (), split_keys(keys([1, 2]))) == 0
+    assert pool.node.leases.match(pool.namespace, (), split_keys(keys([1, 2]))) == 0
     assert pool.lease([1, 2]) is None
     pool.node.puts.commit(pool.holder, ticket, b"a" * 16 + b"b" * 16)
     assert pool.here([1, 2]) == [1, 2]
@@ -414,7 +414,10 @@ def test_commits_chunk_by_chunk() -> None:
     for i, indices in enumerate(([0, 1], [3, 2], [], [5, 4])):
         sums = b"".join(key(100 + n) for n in indices)
         assert pool.node.puts.commit(pool.holder, ticket, sums, indices) == len(indices)
-        assert pool.node.leases.match(pool.space, (), split_keys(keys(range(6)))) == (2, 4, 4, 6)[i]
+        assert (
+            pool.node.leases.match(pool.namespace, (), split_keys(keys(range(6))))
+            == (2, 4, 4, 6)[i]
+        )
     with pytest.raises(UnknownReservation):
         pool.node.puts.commit(pool.holder, ticket, b"", [])
     lease = pool.lease(range(6))
@@ -441,27 +444,27 @@ def test_what_a_dead_prefill_had_committed_stays() -> None:
     ticket, _ = pool.reserve(range(8))
     pool.node.puts.commit(pool.holder, ticket, bytes(16 * 5), range(5))
     pool.node.holders.died(pool.holder)
-    assert pool.node.leases.match(pool.space, (), split_keys(keys(range(8)))) == 5
+    assert pool.node.leases.match(pool.namespace, (), split_keys(keys(range(8)))) == 5
     assert pool.space_used() == 5 * 1024
 
 
 def test_when_space_is_short_a_prefix_is_granted() -> None:
     pool = Pool(slabs=2)
     pool.put([2])
-    pool.node.pins.pin(pool.space, split_keys(key(2)), "hard")
+    pool.node.pins.pin(pool.namespace, split_keys(key(2)), "hard")
     pool.put(range(10, 14))
     pool.lease(range(10, 14))
     ticket, rows = pool.reserve(range(8))
     assert len(rows) == 4, "of the keys 0 to 3; number 4 is the first that has no slot"
     assert [row == NO_ROW for row in rows] == [False, False, True, False]
     assert pool.node.puts.commit(pool.holder, ticket, bytes(48)) == 3
-    assert pool.node.leases.match(pool.space, (), split_keys(keys(range(8)))) == 4
+    assert pool.node.leases.match(pool.namespace, (), split_keys(keys(range(8)))) == 4
 
 
 def test_a_full_pool_says_what_holds_it() -> None:
     pool = Pool(slabs=1, hard_pin_share=1.0)
     pool.put(range(4))
-    pool.node.pins.pin(pool.space, split_keys(keys([0, 1])), "hard")
+    pool.node.pins.pin(pool.namespace, split_keys(keys([0, 1])), "hard")
     pool.lease([2, 3])
     with pytest.raises(PoolFull) as error:
         pool.put([5])
@@ -481,9 +484,9 @@ def test_a_put_that_fails_evicts_nothing() -> None:
         lease = pool.lease([n])
         stuck.setdefault(lease.parts[0][1][0].row // 2, n)
         pool.node.leases.release(pool.holder, lease.token)
-    pool.node.pins.pin(pool.space, split_keys(keys(stuck.values())), "hard")
+    pool.node.pins.pin(pool.namespace, split_keys(keys(stuck.values())), "hard")
     with pytest.raises(PoolFull):
-        pool.put([1], space=pool.open(b"large" * 3 + b"!", large))
+        pool.put([1], namespace=pool.open(b"large" * 3 + b"!", large))
     assert pool.here(range(8)) == list(range(8))
 
 
@@ -509,7 +512,7 @@ def test_tails_go_before_heads_of_a_chain_put_in_chunks(policy: str) -> None:
     pool.put(range(200, 203))
     pool.put(range(300, 306))
     assert (
-        pool.node.leases.match(pool.space, (), split_keys(keys(range(6))))
+        pool.node.leases.match(pool.namespace, (), split_keys(keys(range(6))))
         == len(pool.here(range(6)))
         > 0
     )
@@ -560,18 +563,18 @@ def test_what_was_read_goes_later() -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_hundred_thousand_puts_into_a_full_pool(policy: str) -> None:
     pool = Pool(slabs=256, parts=(PartSpec(64),), policy=policy)
-    node, holder, space = pool.node, pool.holder, pool.space
+    node, holder, namespace = pool.node, pool.holder, pool.namespace
     slots = 256 * SLAB // 64
     pool.put(range(slots))
     batch = 32
     for n in range(slots, slots + 100_000, batch):
-        _, rows = node.puts.reserve(holder, space, 0, 1, split_keys(keys(range(n, n + batch))))
+        _, rows = node.puts.reserve(holder, namespace, 0, 1, split_keys(keys(range(n, n + batch))))
         assert len(rows) == 4 * batch
         assert node.puts.commit(holder, 1, bytes(16 * batch)) == batch
     assert node.counters.refused_full == 0
     assert node.counters.evicted == 100_000
     node.settle()
-    assert len(space.tables[0].blocks) == slots
+    assert len(namespace.tables[0].blocks) == slots
 
 
 def _work_of_a_put(resident: int) -> tuple[int, int]:
@@ -596,7 +599,7 @@ def _work_of_a_put(resident: int) -> tuple[int, int]:
     previous = sys.gettrace()
     sys.settrace(count)
     try:
-        pool.node.puts.reserve(pool.holder, pool.space, 0, 77, split_keys(work))
+        pool.node.puts.reserve(pool.holder, pool.namespace, 0, 77, split_keys(work))
         pool.node.puts.commit(pool.holder, 77, bytes(16 * 8))
         pool.node.settle()
     finally:
@@ -634,14 +637,14 @@ def test_slabs_move_to_the_class_that_needs_them() -> None:
     pool = Pool(slabs=4)
     large = pool.open(b"l" * 16, (PartSpec(2 * SLAB),))
     pool.put(range(16))
-    assert pool.put([1], space=large) == 1
+    assert pool.put([1], namespace=large) == 1
     assert len(pool.here(range(16))) == 8, "a run of two slabs went, and no more"
-    assert pool.put([2], space=large) == 1
+    assert pool.put([2], namespace=large) == 1
     assert pool.here([1, 2], large) == [2], "neither class is much colder: its own victim goes"
-    pool.lease([2], space=large)
-    assert pool.put([3], space=large) == 1
+    pool.lease([2], namespace=large)
+    assert pool.put([3], namespace=large) == 1
     assert pool.here(range(16)) == []
-    assert pool.put([4], space=large) == 1
+    assert pool.put([4], namespace=large) == 1
     assert pool.here([2, 3, 4], large) == [2, 4]
     assert pool.node.counters.slabs_reclaimed == 4
 
@@ -653,7 +656,7 @@ def test_the_coldest_slab_of_another_class_goes_first() -> None:
     for n in (8, 0, 12):
         pool.node.leases.release(pool.holder, pool.lease(range(n, n + 4)).token)
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
-    pool.put([1], space=whole)
+    pool.put([1], namespace=whole)
     assert pool.here(range(16)) == [n for n in range(16) if not 4 <= n < 8]
 
 
@@ -666,7 +669,7 @@ def test_looking_for_a_slab_does_not_make_blocks_young() -> None:
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
     pool.lease(range(10, 14))
     with pytest.raises(PoolFull):
-        pool.put([1], space=whole)
+        pool.put([1], namespace=whole)
     pool.node.leases.release(pool.holder, lease.token)
     pool.put([20, 21])
     assert pool.here(range(4)) == [0, 1]
@@ -675,8 +678,8 @@ def test_looking_for_a_slab_does_not_make_blocks_young() -> None:
 def test_hard_pins_stay_and_soft_pins_go_last() -> None:
     pool = Pool(slabs=2)
     pool.put(range(8))
-    pool.node.pins.pin(pool.space, split_keys(keys([7])), "hard")
-    pool.node.pins.pin(pool.space, split_keys(keys([6, 5])), "soft")
+    pool.node.pins.pin(pool.namespace, split_keys(keys([7])), "hard")
+    pool.node.pins.pin(pool.namespace, split_keys(keys([6, 5])), "soft")
     pool.put(range(10, 15))
     assert pool.here(range(8)) == [5, 6, 7]
     pool.put(range(20, 26))
@@ -695,9 +698,9 @@ def test_hard_pins_stay_and_soft_pins_go_last() -> None:
 def test_a_slab_of_another_class_goes_before_a_soft_pin() -> None:
     pool = Pool(slabs=2)
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
-    pool.put([1], space=whole)
+    pool.put([1], namespace=whole)
     pool.put(range(4))
-    pool.node.pins.pin(pool.space, split_keys(keys(range(4))), "soft")
+    pool.node.pins.pin(pool.namespace, split_keys(keys(range(4))), "soft")
     pool.put([10, 11])
     assert pool.here(range(4)) == [0, 1, 2, 3]
     assert pool.here([1], whole) == []
@@ -708,8 +711,8 @@ def test_a_put_with_few_own_victims_takes_slabs_before_soft_pins() -> None:
     pool = Pool(slabs=2)
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
     pool.put(range(4))
-    pool.node.pins.pin(pool.space, split_keys(keys(range(2))), "soft")
-    pool.put([1], space=whole)
+    pool.node.pins.pin(pool.namespace, split_keys(keys(range(2))), "soft")
+    pool.put([1], namespace=whole)
     assert pool.put(range(10, 14)) == 4
     assert pool.here(range(2)) == [0, 1]
     assert pool.here([1], whole) == []
@@ -719,10 +722,10 @@ def test_a_put_with_few_own_victims_takes_slabs_before_soft_pins() -> None:
 def test_soft_pins_of_its_own_class_go_before_those_of_another() -> None:
     pool = Pool(slabs=2, soft_pin_share=1.0)
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
-    pool.put([1], space=whole)
+    pool.put([1], namespace=whole)
     pool.put(range(4))
     pool.node.pins.pin(whole, split_keys(key(1)), "soft")
-    pool.node.pins.pin(pool.space, split_keys(keys(range(4))), "soft")
+    pool.node.pins.pin(pool.namespace, split_keys(keys(range(4))), "soft")
     pool.put([10, 11])
     assert pool.here([1], whole) == [1]
     assert pool.here(range(4)) == [2, 3]
@@ -735,8 +738,8 @@ def test_a_pin_that_is_taken_back_holds_nothing() -> None:
     for kind in ("soft", "hard"):
         pool = Pool(slabs=1, hard_pin_share=1.0, soft_pin_share=1.0)
         pool.put(range(4))
-        pool.node.pins.pin(pool.space, split_keys(keys(range(4))), kind)
-        pool.node.pins.pin(pool.space, split_keys(keys(range(4))), "none")
+        pool.node.pins.pin(pool.namespace, split_keys(keys(range(4))), kind)
+        pool.node.pins.pin(pool.namespace, split_keys(keys(range(4))), "none")
         assert pool.tenant.hard_bytes == pool.tenant.soft_bytes == 0
         assert pool.put(range(10, 14)) == 4
 
@@ -744,7 +747,7 @@ def test_a_pin_that_is_taken_back_holds_nothing() -> None:
 def test_a_soft_pin_under_a_lease_stays_while_it_is_read() -> None:
     pool = Pool(slabs=1, soft_pin_share=1.0)
     pool.put(range(4))
-    pool.node.pins.pin(pool.space, split_keys(keys(range(4))), "soft")
+    pool.node.pins.pin(pool.namespace, split_keys(keys(range(4))), "soft")
     lease = pool.lease(range(4))
     with pytest.raises(PoolFull):
         pool.put([10])
@@ -760,20 +763,20 @@ def test_a_slab_that_somebody_writes_to_does_not_move(how: str) -> None:
     if how == "reserve":
         pool.reserve([9])
     else:
-        assert len(pool.node.grants.grant(pool.holder, pool.space, 0, 1)) == 1
+        assert len(pool.node.grants.grant(pool.holder, pool.namespace, 0, 1)) == 1
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
     with pytest.raises(PoolFull):
-        pool.put([1], space=whole, holder=pool.holder_of("engine"))
+        pool.put([1], namespace=whole, holder=pool.holder_of("engine"))
     pool.node.holders.died(pool.holder)
-    assert pool.put([1], space=whole, holder=pool.holder_of("engine")) == 1
+    assert pool.put([1], namespace=whole, holder=pool.holder_of("engine")) == 1
 
 
 def test_evictions_are_counted_once_pinned_or_not() -> None:
     pool = Pool(slabs=2)
     pool.put(range(8))
-    pool.node.pins.pin(pool.space, split_keys(keys([0])), "soft")
+    pool.node.pins.pin(pool.namespace, split_keys(keys([0])), "soft")
     whole = pool.open(b"w" * 16, (PartSpec(SLAB),))
-    assert pool.put([1, 2], space=whole) == 2
+    assert pool.put([1, 2], namespace=whole) == 2
     assert pool.node.counters.evicted == 8
     assert pool.node.counters.evicted_soft_pins == 1
 
@@ -795,7 +798,7 @@ def test_a_removed_block_is_gone_at_once_and_its_slot_after_its_readers() -> Non
     pool = Pool(slabs=1)
     pool.put(range(4))
     lease = pool.lease(range(4))
-    assert pool.node.removal.remove(pool.space, split_keys(keys([0, 1, 9]))) == 2
+    assert pool.node.removal.remove(pool.namespace, split_keys(keys([0, 1, 9]))) == 2
     assert pool.here(range(4)) == [2, 3]
     assert pool.node.leases.join(pool.holder, lease.token, 0.0) is lease, "its readers go on"
     with pytest.raises(PoolFull):
@@ -826,7 +829,9 @@ def test_a_lease_without_a_deadline_lasts_until_its_holder_is_dead() -> None:
     pool = Pool(slabs=1)
     worker = pool.holder_of("transfer worker")
     pool.put(range(4))
-    lease = pool.node.leases.acquire(worker, pool.space, (), split_keys(keys(range(4))), None, 0.0)
+    lease = pool.node.leases.acquire(
+        worker, pool.namespace, (), split_keys(keys(range(4))), None, 0.0
+    )
     assert lease is not None
     assert pool.node.leases.expire(1e12) is None
     with pytest.raises(PoolFull):
@@ -867,7 +872,7 @@ def test_the_dead_take_nothing() -> None:
     for call in (
         lambda: pool.reserve([9], holder=dead),
         lambda: pool.lease([1], holder=dead),
-        lambda: pool.node.grants.grant(dead, pool.space, 0, 1),
+        lambda: pool.node.grants.grant(dead, pool.namespace, 0, 1),
     ):
         with pytest.raises(InvalidRequest, match="process is dead"):
             call()
@@ -903,7 +908,7 @@ def test_a_window_needs_its_last_blocks_only() -> None:
     pool.put(range(8))
     pool.put([2, 3, 4, 6], part=1)
     found = {
-        n: pool.node.leases.match(pool.space, (), split_keys(keys(range(n)))) for n in range(9)
+        n: pool.node.leases.match(pool.namespace, (), split_keys(keys(range(n)))) for n in range(9)
     }
     assert found == {0: 0, 1: 0, 2: 0, 3: 0, 4: 4, 5: 5, 6: 5, 7: 5, 8: 5}
     lease = pool.lease(range(8))
@@ -911,22 +916,22 @@ def test_a_window_needs_its_last_blocks_only() -> None:
     first, blocks = lease.parts[1]
     assert (first, [block.key for block in blocks]) == (3, [key(3), key(4)])
     assert lease.parts[0][0] == 0
-    assert pool.node.leases.match(pool.space, (0,), split_keys(keys(range(8)))) == 8
+    assert pool.node.leases.match(pool.namespace, (0,), split_keys(keys(range(8)))) == 8
 
 
 def test_a_short_prefix_needs_less_than_a_window() -> None:
     pool = Pool(parts=(PartSpec(64, PartKind.WINDOW, window_blocks=4),))
     pool.put([0, 1])
-    assert pool.node.leases.match(pool.space, (), split_keys(keys(range(8)))) == 2
+    assert pool.node.leases.match(pool.namespace, (), split_keys(keys(range(8)))) == 2
 
 
 def test_strides() -> None:
     pool = Pool(parts=(PartSpec(64), PartSpec(128, stride=4)))
     pool.put(range(12))
     pool.put([3, 7], part=1)
-    assert pool.node.leases.match(pool.space, (), split_keys(keys(range(12)))) == 8
-    assert pool.node.leases.match(pool.space, (), split_keys(keys(range(7)))) == 4
-    assert pool.node.leases.match(pool.space, (), split_keys(keys(range(3)))) == 0
+    assert pool.node.leases.match(pool.namespace, (), split_keys(keys(range(12)))) == 8
+    assert pool.node.leases.match(pool.namespace, (), split_keys(keys(range(7)))) == 4
+    assert pool.node.leases.match(pool.namespace, (), split_keys(keys(range(3)))) == 0
     lease = pool.lease(range(12))
     assert [block.key for block in lease.parts[1][1]] == [key(3), key(7)]
 
@@ -952,16 +957,16 @@ def test_remove_takes_all_parts_of_a_block() -> None:
     pool = Pool(parts=(PartSpec(64), PartSpec(128)))
     pool.put([1, 2])
     pool.put([2, 3], part=1)
-    assert pool.node.removal.remove(pool.space, split_keys(keys([1, 2, 3, 4]))) == 3
+    assert pool.node.removal.remove(pool.namespace, split_keys(keys([1, 2, 3, 4]))) == 3
     assert pool.space_used() == 0
 
 
 def test_what_failed_its_checksum_is_not_found_again() -> None:
     pool = Pool()
     pool.put([1, 2, 3])
-    pool.node.removal.drop_corrupt(pool.space, 0, key(2))
-    pool.node.removal.drop_corrupt(pool.space, 0, key(2))
-    assert pool.node.leases.match(pool.space, (), split_keys(keys([1, 2, 3]))) == 1
+    pool.node.removal.drop_corrupt(pool.namespace, 0, key(2))
+    pool.node.removal.drop_corrupt(pool.namespace, 0, key(2))
+    assert pool.node.leases.match(pool.namespace, (), split_keys(keys([1, 2, 3]))) == 1
     assert pool.node.counters.checksum_mismatches == 2
     assert pool.put([2]) == 1
 
@@ -973,12 +978,12 @@ def test_tenants_do_not_see_or_evict_each_other() -> None:
     pool = Pool(slabs=1)
     node = pool.node
     blue = node.add_tenant("blue", 1, SLAB, SLAB)
-    same = node.namespaces.open(blue, pool.space.digest, b"{}", ONE)
-    assert same is not pool.space
+    same = node.namespaces.open(blue, pool.namespace.digest, b"{}", ONE)
+    assert same is not pool.namespace
     pool.put(range(4))
     lease = pool.lease(range(4))
     assert node.leases.match(same, (), split_keys(keys(range(4)))) == 0
-    for tenant, number in ((blue, pool.space.number), (pool.tenant, same.number)):
+    for tenant, number in ((blue, pool.namespace.number), (pool.tenant, same.number)):
         with pytest.raises(InvalidRequest, match="open the namespace first"):
             node.namespaces.by_number(tenant, number)
     spy = node.holders.add("blue", "engine")
@@ -998,7 +1003,7 @@ def test_stats_are_plain_values() -> None:
     assert stats["leases"] == 1
     assert stats["counters"]["committed"] == red["blocks"] == 2
     assert red["space"]["bytes_used"] == 2048
-    assert red["namespaces"][pool.space.digest.hex()] == {
+    assert red["namespaces"][pool.namespace.digest.hex()] == {
         "fields": {},
         "epoch": 0,
         "settings": msgspec.to_builtins(DEFAULT_SETTINGS),

@@ -1441,10 +1441,10 @@ class NodeMachine(RuleBasedStateMachine):
             assert line["blocks"] == sum(c.tenant == tenant for c in self.blocks.values())
             assert line["hard_pinned_bytes"] == self.pinned(tenant, "hard")
             assert line["soft_pinned_bytes"] == self.pinned(tenant, "soft")
-            for name, space in line["namespaces"].items():
+            for name, namespace in line["namespaces"].items():
                 where = (tenant, bytes.fromhex(name))
-                assert space["held_bytes"] == self.quota_held(*where)
-                assert space["quota_bytes"] == self.quotas.get(where, 0)
+                assert namespace["held_bytes"] == self.quota_held(*where)
+                assert namespace["quota_bytes"] == self.quotas.get(where, 0)
         for client in self.clients:
             reserved = sum(c.stride for copies in client.open.values() for c in copies.values())
             assert client.real.reserved_bytes == reserved
@@ -1484,8 +1484,8 @@ class NodeMachine(RuleBasedStateMachine):
                 _, rows = self.node.puts.reserve(writer, fresh, 0, 1, split_keys(key))
                 assert len(rows) == 4
             assert not any(found[0] == tenant for found in self.observed())
-            space = self.node.inventory.stats()["tenants"][tenant]["space"]
-            assert space["bytes_used"] == self.sizes[tenant]
+            namespace = self.node.inventory.stats()["tenants"][tenant]["space"]
+            assert namespace["bytes_used"] == self.sizes[tenant]
 
 
 class Quota:

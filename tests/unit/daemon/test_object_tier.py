@@ -148,7 +148,7 @@ class Bench:
         self.node = Node(make_policy=lambda capacity: make_policy("lru", capacity))
         self.tenant = self.node.add_tenant("default", 0, MEMORY * PAGE, PAGE)
         self.holder = self.node.holders.add("default", "engine")
-        self.space = self.node.namespaces.open(self.tenant, BASE, FIELDS, [PartSpec(PAGE)])
+        self.namespace = self.node.namespaces.open(self.tenant, BASE, FIELDS, [PartSpec(PAGE)])
         self.namespaces: dict[tuple[str, str], Any] = {}
         self.leads = leads
         membership: Any = SimpleNamespace(
@@ -179,7 +179,9 @@ class Bench:
         numbers = list(numbers)
         self.tickets += 1
         packed = b"".join(map(key, numbers))
-        self.node.puts.reserve(self.holder, self.space, 0, self.tickets, split_keys(packed), parent)
+        self.node.puts.reserve(
+            self.holder, self.namespace, 0, self.tickets, split_keys(packed), parent
+        )
         count = len(self.holder.reservations[self.tickets].rows)
         self.node.puts.commit(self.holder, self.tickets, bytes(16 * count), None, origin)
         if read:
@@ -188,7 +190,7 @@ class Bench:
     def read(self, numbers: Iterable[int]) -> None:
         packed = b"".join(map(key, numbers))
         lease = self.node.leases.acquire(
-            self.holder, self.space, [0], split_keys(packed), None, 0.0, scattered=True
+            self.holder, self.namespace, [0], split_keys(packed), None, 0.0, scattered=True
         )
         assert lease is not None
         self.node.leases.release(self.holder, lease.token)
@@ -196,13 +198,13 @@ class Bench:
     async def found(self, numbers: Iterable[int]) -> set[int]:
         """Which of them the tier says it has."""
         listed = list(numbers)
-        masks = await self.tier.where(self.space, self.space.tables, [*map(key, listed)])
+        masks = await self.tier.where(self.namespace, self.namespace.tables, [*map(key, listed)])
         return {number for number in listed if masks.get(key(number))}
 
     async def load(self, numbers: Iterable[int]) -> worker_wire.Pulled:
         listed = list(numbers)
         rows = list(range(len(listed)))
-        return await self.tier.load(self.space.tables[0], [*map(key, listed)], rows, 5.0)
+        return await self.tier.load(self.namespace.tables[0], [*map(key, listed)], rows, 5.0)
 
 
 # ---- what is written -----------------------------------------------------------------------------------
@@ -245,11 +247,11 @@ def test_copies_that_others_keep_and_namespaces_that_do_not_want_it() -> None:
         bench = Bench()
         await bench.begin()
         bench.put(range(60), origin=Origin(secondary=True))
-        bench.space.settings = NamespaceSettings(write_remote="none")
+        bench.namespace.settings = NamespaceSettings(write_object="none")
         bench.put(range(60, 120))
         await asyncio.sleep(2 * AGE_S)
         assert not bench.store.kept
-        bench.space.settings = NamespaceSettings(write_remote="back")
+        bench.namespace.settings = NamespaceSettings(write_object="back")
         await asyncio.sleep(2 * AGE_S)
         assert set(bench.store.written()) and min(bench.store.written()) >= 60
 
@@ -313,7 +315,7 @@ def test_no_more_is_held_than_a_share_of_memory() -> None:
         await asyncio.sleep(AGE_S)
         assert bench.tier.stats()[0]["writing_blocks"] == 0
         assert bench.node.leases.count == 0
-        assert not any(block.leases for block in bench.space.tables[0].blocks.values())
+        assert not any(block.leases for block in bench.namespace.tables[0].blocks.values())
 
     run(main())
 
@@ -372,7 +374,7 @@ def test_without_the_catalog_nothing_is_written_and_nothing_believed() -> None:
         await asyncio.sleep(2 * AGE_S)
         assert not bench.store.kept
         with pytest.raises(Unavailable):
-            await bench.tier.where(bench.space, bench.space.tables, [key(1)])
+            await bench.tier.where(bench.namespace, bench.namespace.tables, [key(1)])
         bench.catalog.away = False
         await asyncio.sleep(2 * AGE_S)
         assert bench.store.written()
@@ -432,7 +434,7 @@ async def listed(bench: Bench, numbers: Iterable[int], pack: bytes = b"pack" * 4
     """Have the catalog say where these are, as this cluster says it."""
     chosen = list(numbers)
     places = b"".join(location(number, pack) for number in chosen)
-    digest = bench.space.directory_digest
+    digest = bench.namespace.directory_digest
     await bench.tier.enlist(digest, 0, [*map(key, chosen)], places, 100.0)
 
 
@@ -484,7 +486,7 @@ def test_entries_that_this_cluster_did_not_make_are_none(change: str) -> None:
     async def main() -> None:
         bench, other = Bench(secret="a" * 16), Bench(secret="b" * 16)
         await bench.begin()
-        digest = bench.space.directory_digest
+        digest = bench.namespace.directory_digest
         maker = other if change == "secret" else bench
         entry = maker.tier.seal(digest, 0, key(1), location(1))
         if change == "location":
@@ -506,7 +508,7 @@ def test_packs_that_made_way_are_found_no_more_but_copies_elsewhere_are() -> Non
         await listed(bench, range(1000, 1004), b"old " * 4)
         await listed(bench, [1003], b"new " * 4)
         gone = b"".join(map(key, range(1000, 1004)))
-        bench.store.made_way = [(bench.space.directory_digest, 0, b"old " * 4, gone)]
+        bench.store.made_way = [(bench.namespace.directory_digest, 0, b"old " * 4, gone)]
         bench.put(range(120))
         await asyncio.sleep(2 * AGE_S)
         assert await bench.found(range(1000, 1004)) == {1003}
@@ -521,7 +523,7 @@ def pack_of(
     bench: Bench, number: int, *, epoch: int = 0, ttl_s: float = 0.0, age_s: float = 1.0
 ) -> Any:
     record = msgspec.msgpack.encode(PackRecord("default", BASE, epoch, ttl_s))
-    return (bench.space.directory_digest, 0, record, age_s, key(number), location(number))
+    return (bench.namespace.directory_digest, 0, record, age_s, key(number), location(number))
 
 
 def test_a_lone_node_lists_all_at_its_start() -> None:
@@ -532,7 +534,7 @@ def test_a_lone_node_lists_all_at_its_start() -> None:
             pack_of(bench, 2, ttl_s=100.0, age_s=50.0),
             pack_of(bench, 3, ttl_s=100.0, age_s=150.0),
             (b"other namespace!", 0, pack_of(bench, 4)[2], 1.0, key(4), location(4)),
-            (bench.space.directory_digest, 0, b"of another version", 1.0, key(5), location(5)),
+            (bench.namespace.directory_digest, 0, b"of another version", 1.0, key(5), location(5)),
         ]
         await bench.begin()
         assert await bench.found(range(10)) == {1, 2}
@@ -578,10 +580,10 @@ def test_objects_of_ended_epochs_are_deleted_by_their_writers_and_by_one_for_all
 ) -> None:
     async def main() -> None:
         bench = Bench(leads=leads)
-        old = bench.space.directory_digest
+        old = bench.namespace.directory_digest
         bench.store.away = True
         await bench.begin()
-        living = bench.node.namespaces.set_epoch(bench.space, 1, 0)
+        living = bench.node.namespaces.set_epoch(bench.namespace, 1, 0)
         bench.tier.enter(living)
         await asyncio.sleep(5)
         bench.store.away = False
@@ -600,7 +602,7 @@ def test_a_scan_finds_garbage_of_epochs_that_others_ended() -> None:
         bench.namespaces["default", BASE.hex()] = SimpleNamespace(epoch=3, settings=settings)
         await bench.begin()
         await asyncio.sleep(10)
-        assert [order.digest for order in bench.store.dropped] == [bench.space.directory_digest]
+        assert [order.digest for order in bench.store.dropped] == [bench.namespace.directory_digest]
         assert await bench.found([1]) == set()
 
     run(main())

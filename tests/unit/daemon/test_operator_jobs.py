@@ -36,9 +36,11 @@ class Jobs:
         work = Work(nothing, nothing, lambda: rules, nothing, nothing, lambda: 0.0)
         self.runner = JobRunner("a", work, self.journal, lambda: 0.0)
 
-    def begin(self, spec: EvictJob, name: str = "j", space: NamespaceState | None = None) -> None:
-        space = space or self.pool.space
-        self.runner.begin(name, spec, [space], space.tenant, "somebody", dry_run=False)
+    def begin(
+        self, spec: EvictJob, name: str = "j", namespace: NamespaceState | None = None
+    ) -> None:
+        namespace = namespace or self.pool.namespace
+        self.runner.begin(name, spec, [namespace], namespace.tenant, "somebody", dry_run=False)
 
     async def ended(self, name: str = "j") -> JobView:
         task = self.runner._jobs[name].task
@@ -101,12 +103,12 @@ def others(pool: Pool) -> list[NamespaceState]:
     """Another tenant's namespaces beside ours, whose blocks are of two sizes."""
     tenant = pool.node.add_tenant("blue", 1, 8 * 4096, 4096)
     holder = pool.node.holders.add("blue", "engine")
-    spaces = []
+    namespaces = []
     for base, spec in ((BASE, QUARTER), (b"m" * 16, PartSpec(2048))):
-        space = pool.node.namespaces.open(tenant, base, b"{}", (spec,))
-        pool.put(range(100, 108), space=space, holder=holder)
-        spaces.append(space)
-    return spaces
+        namespace = pool.node.namespaces.open(tenant, base, b"{}", (spec,))
+        pool.put(range(100, 108), namespace=namespace, holder=holder)
+        namespaces.append(namespace)
+    return namespaces
 
 
 def test_one_tenants_jobs_leave_room_for_anothers(pool: Pool, others: list[NamespaceState]) -> None:
@@ -146,7 +148,7 @@ def test_numbers_of_others_do_not_show(pool: Pool) -> None:
 
     own = len(pool.tenant.classes[1024].by_row)
     assert asyncio.run(story()).total == own
-    page = list_blocks([pool.node], [pool.space], "", 10, 0.0)
+    page = list_blocks([pool.node], [pool.namespace], "", 10, 0.0)
     assert [each["key"] for each in page["blocks"]] == hexed(1, 2)
     assert page["cursor"] is None
 

@@ -74,14 +74,16 @@ class ObjectUsage:
         )
         self.tenant = self.node.add_tenant("red", 0, rows * NBYTES, 4 * NBYTES)
         self.holder = self.node.holders.add("red", "engine")
-        self.space = self.node.namespaces.open(self.tenant, BASE, b"{}", parts)
+        self.namespace = self.node.namespaces.open(self.tenant, BASE, b"{}", parts)
         self._tickets = 0
 
     def put(self, numbers: Sequence[int], parts: Sequence[int] = ()) -> None:
-        for part in parts or range(len(self.space.tables)):
+        for part in parts or range(len(self.namespace.tables)):
             self._tickets += 1
             keys = packed(numbers)
-            self.node.puts.reserve(self.holder, self.space, part, self._tickets, split_keys(keys))
+            self.node.puts.reserve(
+                self.holder, self.namespace, part, self._tickets, split_keys(keys)
+            )
             rows = len(self.holder.reservations[self._tickets].rows)
             self.node.puts.commit(self.holder, self._tickets, bytes(16) * rows)
         self.node.settle()
@@ -90,7 +92,7 @@ class ObjectUsage:
         """Slots to be written."""
         self._tickets += 1
         self.node.puts.reserve(
-            self.holder, self.space, part, self._tickets, split_keys(packed(numbers))
+            self.holder, self.namespace, part, self._tickets, split_keys(packed(numbers))
         )
         return self._tickets
 
@@ -108,7 +110,7 @@ class ObjectUsage:
 
     def here(self, part: int = 0) -> list[int]:
         self.node.settle()
-        return sorted(int.from_bytes(one, "big") for one in self.space.tables[part].blocks)
+        return sorted(int.from_bytes(one, "big") for one in self.namespace.tables[part].blocks)
 
 
 class Owner(ObjectUsage):
@@ -187,7 +189,7 @@ class World:
 
     async def follow(self, n: int, wait_s: float = 10.0, source: str = "") -> int:
         return await self.follows.follow(
-            self.books.space, [], split_keys(packed(range(n))), wait_s, source
+            self.books.namespace, [], split_keys(packed(range(n))), wait_s, source
         )
 
     @property
@@ -245,14 +247,14 @@ class World:
         keys = [order.keys[at : at + 16] for at in range(0, len(order.keys), 16)]
         owner.spans.append((order.start, order.stop, sorted(map(number_of, keys))))
         if order.stop:
-            table = owner.space.tables[order.part]
+            table = owner.namespace.tables[order.part]
             token, rows = owner.node.early_reads.lease(owner.peers, table, keys, order.stop)
             owner.node.leases.release(owner.peers, token)
             return worker_wire.Pulled(
                 bytes(key in rows for key in keys), bytes(16 * len(keys)), 0.0
             )
         owner.node.settle()
-        blocks = owner.space.tables[order.part].blocks
+        blocks = owner.namespace.tables[order.part].blocks
         wrong = owner.lies and order.start
         status = bytes((one in blocks) * (2 if wrong else 1) for one in keys)
         return worker_wire.Pulled(status, bytes(16 * len(keys)), owner.pull_s)
@@ -574,7 +576,7 @@ async def test_an_epoch_that_ends_ends_it() -> None:
     following = begin(world, 5, source="a")
     await asyncio.sleep(0.5)
     began = world.clock()
-    world.books.node.namespaces.set_epoch(world.books.space, 1, 1)
+    world.books.node.namespaces.set_epoch(world.books.namespace, 1, 1)
     assert await following == 0
     assert world.clock() == began
 
@@ -607,7 +609,7 @@ async def test_questions_that_wait_are_so_many_for_each_peer() -> None:
 
 
 def begin_one(world: World, number: int) -> asyncio.Task[int]:
-    work = world.follows.follow(world.books.space, [], split_keys(packed([number])), 5.0, "a")
+    work = world.follows.follow(world.books.namespace, [], split_keys(packed([number])), 5.0, "a")
     return asyncio.get_running_loop().create_task(work)
 
 
@@ -683,7 +685,7 @@ def test_a_writer_that_gives_up_and_another_one_that_goes_on(resumes: str) -> No
         ticket = owner.begin(range(6))
         owner.write(ticket, 500)
         await asyncio.sleep(0.1)
-        assert world.books.space.tables[0].reserved == 6
+        assert world.books.namespace.tables[0].reserved == 6
         owner.node.puts.abort(owner.holder, ticket)
         await asyncio.sleep(0.1)
         ticket = other.begin(range(6))
@@ -730,7 +732,7 @@ def came_early(
     ticket = owner.begin(numbers)
     owner.write(ticket, nbytes)
     batch = world.fetcher.early_pull.told(
-        world.books.space.tables[0],
+        world.books.namespace.tables[0],
         owner.name.encode() * 8,
         owner.holder.reservations[ticket].number,
         list(map(key, numbers)),
@@ -742,11 +744,11 @@ def came_early(
 
 async def acquired(world: World, numbers: Sequence[int]) -> int:
     """What an engine here that follows nothing gets of a prompt."""
-    node, space, keys = world.books.node, world.books.space, packed(numbers)
+    node, namespace, keys = world.books.node, world.books.namespace, packed(numbers)
     await world.fetcher.pull(
-        space, [], split_keys(keys), node.leases.match(space, [], split_keys(keys)), 5.0
+        namespace, [], split_keys(keys), node.leases.match(namespace, [], split_keys(keys)), 5.0
     )
-    return node.leases.match(space, [], split_keys(keys))
+    return node.leases.match(namespace, [], split_keys(keys))
 
 
 @pytest.mark.usefixtures("small")
@@ -836,7 +838,7 @@ def test_another_owner_takes_over_from_one_that_has_gone(*, lives: bool) -> None
             del world.living[b"a" * 8]
         ticket = other.begin(range(4))
         other.write(ticket, 300)
-        table, keys = world.books.space.tables[0], list(map(key, range(4)))
+        table, keys = world.books.namespace.tables[0], list(map(key, range(4)))
         second = world.fetcher.early_pull.told(table, b"b" * 8, 1, keys, 300)
         await asyncio.sleep(0.1)
         assert first.over != lives
@@ -862,7 +864,7 @@ def test_a_pull_from_who_has_not_committed_is_not_waited_for(whose: str) -> None
         owner.pull_s = 0.2  # sooner than it would be given up
         owner.write(ticket, 600)
         world.fetcher.early_pull.told(
-            world.books.space.tables[0], b"a" * 8, 1, list(map(key, range(4))), 600
+            world.books.namespace.tables[0], b"a" * 8, 1, list(map(key, range(4))), 600
         )
         await asyncio.sleep(0.001)
         owner.pull_s = RTT_S
@@ -895,7 +897,7 @@ def test_an_offer_leaves_what_has_come_to_who_waits_for_it() -> None:
         owner.pull_s = 1.0
         books, keys = world.books, list(map(key, range(4)))
         offer = world.fetcher.take(
-            books.space, books.space.tables, keys, b"a" * 8, SECONDARY, wait_s=5.0
+            books.namespace, books.namespace.tables, keys, b"a" * 8, SECONDARY, wait_s=5.0
         )
         offered = asyncio.get_running_loop().create_task(offer)
         await asyncio.sleep(0.5)
@@ -938,18 +940,18 @@ def test_a_follow_that_ends_before_the_commit_leaves_no_slots(how: str) -> None:
         ticket = owner.begin(range(6))
         owner.write(ticket, 500)
         await asyncio.sleep(0.5)
-        assert world.books.space.tables[0].reserved == 6
+        assert world.books.namespace.tables[0].reserved == 6
         owner.pull_s = 0.6
         owner.write(ticket, 600)
         await asyncio.sleep(0.1)
         if how == "cancelled":
             following.cancel()
         elif how == "reset":
-            world.books.node.namespaces.set_epoch(world.books.space, 1, 1)
+            world.books.node.namespaces.set_epoch(world.books.namespace, 1, 1)
         await asyncio.wait([following])
         await asyncio.sleep(1.0)
         assert world.books.bytes_held == 0
-        assert world.books.space.tables[0].reserved == 0
+        assert world.books.namespace.tables[0].reserved == 0
 
     run_it()
 
@@ -1164,7 +1166,7 @@ def test_an_answer_of_what_cannot_be_is_none(run: bytes) -> None:
 
 
 def question(numbers: Sequence[int], known: bytes = b"", wait_s: float = 2.0) -> peer_wire.Await:
-    digest = ObjectUsage(4, FULL).space.digest
+    digest = ObjectUsage(4, FULL).namespace.digest
     return peer_wire.Await(
         "peer", "red", digest, packed(numbers), known or bytes(len(numbers)), wait_s
     )
@@ -1200,8 +1202,8 @@ async def test_a_namespace_that_is_opened_while_a_peer_waits() -> None:
     wanted = peer_wire.Await("peer", "red", other, packed([1]), b"\0", 2.0)
     answer = ask(owner, wanted)
     await asyncio.sleep(0.1)
-    owner.space = owner.node.namespaces.open(owner.tenant, other, b"{}", FULL)
-    assert owner.space.directory_digest == directory_digest("red", other)
+    owner.namespace = owner.node.namespaces.open(owner.tenant, other, b"{}", FULL)
+    assert owner.namespace.directory_digest == directory_digest("red", other)
     owner.put([1])
     assert (await answer).data == b"\1"
 
@@ -1219,7 +1221,7 @@ async def test_where_nothing_new_can_come_nobody_waits() -> None:
     owner.serves = True
     waiting = ask(owner, question([1, 2]))
     await asyncio.sleep(0.1)
-    owner.node.namespaces.set_epoch(owner.space, 1, 1)
+    owner.node.namespaces.set_epoch(owner.namespace, 1, 1)
     assert (await waiting).data == b"\0\0"
     assert (await ask(owner, question([1, 2]))).data == b"\0\0"
     assert world.clock() == pytest.approx(now + 0.2)

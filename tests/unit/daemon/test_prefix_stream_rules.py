@@ -58,7 +58,7 @@ def test_a_chain_against_a_plain_model(make_pool, specs, n, window, steps):
     before = following.WINDOW_KEYS
     following.WINDOW_KEYS = window
     try:
-        chain = Chain(pool.space.tables, [key(index) for index in range(n)])
+        chain = Chain(pool.namespace.tables, [key(index) for index in range(n)])
         assert {
             (table.part, int.from_bytes(one, "big"))
             for table, needed in zip(chain.tables, chain.needed, strict=True)
@@ -107,7 +107,7 @@ def test_a_chain_against_a_plain_model(make_pool, specs, n, window, steps):
                 coming |= told
             if what == "lose":
                 lost = {one for one in coming if one[1] == index}
-                chain.lost([following.Lacking(pool.space.tables[p], key(i)) for p, i in lost])
+                chain.lost([following.Lacking(pool.namespace.tables[p], key(i)) for p, i in lost])
                 coming -= lost
         assert len(seen) == len(set(seen)), "held once"
         assert set(seen) <= here & wanted
@@ -119,7 +119,7 @@ def test_a_chain_against_a_plain_model(make_pool, specs, n, window, steps):
 
 def test_the_window_begins_where_the_slowest_part_is(make_pool):
     pool = make_pool(slabs=40, parts=(PartSpec(1024), PartSpec(1024)))
-    chain = Chain(pool.space.tables, [key(n) for n in range(20)])
+    chain = Chain(pool.namespace.tables, [key(n) for n in range(20)])
     pool.put(range(10))
     pool.put(range(3), part=1)
     pool.node.settle()
@@ -130,7 +130,7 @@ def test_the_window_begins_where_the_slowest_part_is(make_pool):
 
 def test_too_short_for_the_stride_needs_nothing(make_pool):
     pool = make_pool(parts=(PartSpec(1024), PartSpec(1024, stride=4)))
-    chain = Chain(pool.space.tables, [key(n) for n in range(3)])
+    chain = Chain(pool.namespace.tables, [key(n) for n in range(3)])
     assert chain.whole
     assert chain.nbytes == 0
 

@@ -21,13 +21,13 @@ policies = pytest.mark.parametrize("policy", POLICIES)
 
 
 def other_space(pool: Any, name: bytes = b"o") -> NamespaceState:
-    space: NamespaceState = pool.open(name * 16, QUARTER)
-    return space
+    namespace: NamespaceState = pool.open(name * 16, QUARTER)
+    return namespace
 
 
 def held(pool: Any) -> int:
     pool.node.settle()
-    return int(pool.space.held_bytes)
+    return int(pool.namespace.held_bytes)
 
 
 def put_each(pool: Any, numbers: Iterable[int], **where: Any) -> None:
@@ -43,8 +43,8 @@ def test_a_namespace_at_its_quota_gives_up_its_own_coldest(make_pool, policy: st
     """Also when others are colder, and there is room for all."""
     pool = make_pool(slabs=8, policy=policy)
     other = other_space(pool)
-    put_each(pool, range(100, 110), space=other)
-    pool.node.quotas.set(pool.space, 5 * SLOT)
+    put_each(pool, range(100, 110), namespace=other)
+    pool.node.quotas.set(pool.namespace, 5 * SLOT)
     put_each(pool, range(12))
     assert pool.here(range(12)) == [7, 8, 9, 10, 11]
     assert pool.here(range(100, 110), other) == [*range(100, 110)]
@@ -59,13 +59,13 @@ def test_a_namespace_at_its_quota_gives_up_its_own_coldest(make_pool, policy: st
 def test_without_a_quota_and_below_it_the_coldest_of_all_goes(make_pool, policy: str) -> None:
     pool = make_pool(slabs=2, policy=policy)
     other = other_space(pool)
-    pool.node.quotas.set(pool.space, 7 * SLOT)
+    pool.node.quotas.set(pool.namespace, 7 * SLOT)
     put_each(pool, range(4))
-    put_each(pool, range(100, 104), space=other)
+    put_each(pool, range(100, 104), namespace=other)
     put_each(pool, [10, 11])
     assert pool.here(range(4)) == [2, 3]
     assert pool.here(range(100, 104), other) == [100, 101, 102, 103]
-    put_each(pool, [110, 111, 112], space=other)
+    put_each(pool, [110, 111, 112], namespace=other)
     assert pool.here([2, 3, 10, 11]) == [10, 11], "the coldest of all, in a policy of its own"
     assert pool.here([100], other) == []
 
@@ -77,8 +77,8 @@ def test_a_lower_quota_is_reached_bit_by_bit(make_pool, policy: str) -> None:
     other = other_space(pool)
     for number in range(20):
         pool.put([number])
-        pool.put([100 + number], space=other)
-    pool.node.quotas.set(pool.space, 4 * SLOT)
+        pool.put([100 + number], namespace=other)
+    pool.node.quotas.set(pool.namespace, 4 * SLOT)
     assert len(pool.here(range(20))) == 20, "not at once"
     steps = 0
     while pool.node.quotas.tend(3):
@@ -96,7 +96,7 @@ def test_a_put_finds_what_has_not_changed_over_yet(make_pool, policy: str) -> No
     pool = make_pool(slabs=4, policy=policy)
     put_each(pool, range(8))
     pool.read([0])
-    pool.node.quotas.set(pool.space, 6 * SLOT)
+    pool.node.quotas.set(pool.namespace, 6 * SLOT)
     put_each(pool, [20])
     assert len(pool.here([*range(8), 20])) == 6
     assert 20 in pool.here([20])
@@ -105,9 +105,9 @@ def test_a_put_finds_what_has_not_changed_over_yet(make_pool, policy: str) -> No
 
 def test_a_quota_that_is_taken_back(make_pool) -> None:
     pool = make_pool(slabs=2)
-    pool.node.quotas.set(pool.space, 2 * SLOT)
+    pool.node.quotas.set(pool.namespace, 2 * SLOT)
     put_each(pool, range(4))
-    pool.node.quotas.set(pool.space, 0)
+    pool.node.quotas.set(pool.namespace, 0)
     put_each(pool, range(10, 16))
     assert pool.here([*range(4), *range(10, 16)]) == [2, 3, *range(10, 16)]
     assert not pool.node.quotas.tend(100)
@@ -117,7 +117,7 @@ def test_a_quota_that_is_taken_back(make_pool) -> None:
 
 def test_a_put_larger_than_the_quota_gets_what_there_is(make_pool) -> None:
     pool = make_pool(slabs=4)
-    pool.node.quotas.set(pool.space, 3 * SLOT + 500)
+    pool.node.quotas.set(pool.namespace, 3 * SLOT + 500)
     assert pool.put(range(10)) == 3
     assert pool.put(range(20, 30)) == 3
     assert pool.here(range(30)) == [20, 21, 22]
@@ -127,7 +127,7 @@ def test_a_put_larger_than_the_quota_gets_what_there_is(make_pool) -> None:
 def test_what_cannot_go_fills_the_quota_and_only_that_refuses(make_pool, how: str) -> None:
     pool = make_pool(slabs=4, hard_pin_share=1.0)
     other = other_space(pool)
-    pool.node.quotas.set(pool.space, 3 * SLOT)
+    pool.node.quotas.set(pool.namespace, 3 * SLOT)
     if how == "reserved":
         pool.reserve(range(2))
     else:
@@ -141,7 +141,7 @@ def test_what_cannot_go_fills_the_quota_and_only_that_refuses(make_pool, how: st
     ticket, _ = pool.reserve([12])
     with pytest.raises(PoolFull, match="a namespace whose quota here is"):
         pool.put([13])
-    assert pool.put([100], space=other) == 1
+    assert pool.put([100], namespace=other) == 1
     pool.node.puts.abort(pool.holder, ticket)
     assert pool.put([13]) == 1
     if how == "leased":
@@ -151,7 +151,7 @@ def test_what_cannot_go_fills_the_quota_and_only_that_refuses(make_pool, how: st
 
 def test_soft_pins_go_last_and_copies_that_others_keep_first(make_pool) -> None:
     pool = make_pool(slabs=4, soft_pin_share=1.0)
-    pool.node.quotas.set(pool.space, 4 * SLOT)
+    pool.node.quotas.set(pool.namespace, 4 * SLOT)
     put_each(pool, range(4))
     pool.pin([0, 1], "soft")
     pool.demote([3])
@@ -167,7 +167,7 @@ def test_soft_pins_go_last_and_copies_that_others_keep_first(make_pool) -> None:
 
 def test_parts_of_several_sizes_share_a_quota(make_pool) -> None:
     pool = make_pool(slabs=8, parts=(PartSpec(1024), PartSpec(2048)))
-    pool.node.quotas.set(pool.space, 8 * SLOT)
+    pool.node.quotas.set(pool.namespace, 8 * SLOT)
     put_each(pool, range(4))
     put_each(pool, range(2), part=1)
     assert held(pool) == 8 * SLOT
@@ -176,7 +176,7 @@ def test_parts_of_several_sizes_share_a_quota(make_pool) -> None:
     assert held(pool) == 8 * SLOT
     for number in (0, 1, 2, 3):
         pool.pin([number], "none")
-    pool.node.removal.remove(pool.space, split_keys(pool.keys([1, 10])))
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys([1, 10])))
     put_each(pool, range(20, 24))
     assert held(pool) <= 8 * SLOT
 
@@ -186,13 +186,13 @@ def test_granted_slots_count_when_they_are_stored(make_pool) -> None:
     other = other_space(pool)
     granted = pool.node.grants.grant(pool.holder, other, 0, 10)
     assert len(granted) == 10
-    pool.node.quotas.set(pool.space, 4 * SLOT)
+    pool.node.quotas.set(pool.namespace, 4 * SLOT)
     for at, number in enumerate(range(10)):
         key, row = pool.keys([number]), [granted[at]]
-        pool.node.grants.store(pool.holder, pool.space, 0, row, split_keys(key), bytes(16))
+        pool.node.grants.store(pool.holder, pool.namespace, 0, row, split_keys(key), bytes(16))
         assert held(pool) <= 4 * SLOT
     assert pool.here(range(10)) == [6, 7, 8, 9]
-    assert len(pool.node.grants.grant(pool.holder, pool.space, 0, 10)) == 2, (
+    assert len(pool.node.grants.grant(pool.holder, pool.namespace, 0, 10)) == 2, (
         "its share of the quota"
     )
 
@@ -200,29 +200,29 @@ def test_granted_slots_count_when_they_are_stored(make_pool) -> None:
 def test_pins_are_bounded_by_the_quota_too(make_pool) -> None:
     pool = make_pool(slabs=8, hard_pin_share=0.25, soft_pin_share=0.5)
     put_each(pool, range(8))
-    pool.node.quotas.set(pool.space, 8 * SLOT)
+    pool.node.quotas.set(pool.namespace, 8 * SLOT)
     for kind, most in (("hard", 2), ("soft", 4)):
         numbers = range(most) if kind == "hard" else range(2, 2 + most)
         pool.pin(numbers, kind)
         pool.pin(numbers, kind)  # nothing changes
         with pytest.raises(
-            LimitExceeded, match=f"{kind} pins of namespace {pool.space.base.hex()}"
+            LimitExceeded, match=f"{kind} pins of namespace {pool.namespace.base.hex()}"
         ):
             pool.pin([7], kind)
-    pool.node.quotas.set(pool.space, 0)
+    pool.node.quotas.set(pool.namespace, 0)
     pool.pin([7], "hard")
 
 
 def test_a_new_epoch_has_the_quota_and_begins_empty(make_pool) -> None:
     pool = make_pool(slabs=4)
-    pool.node.quotas.set(pool.space, 4 * SLOT)
+    pool.node.quotas.set(pool.namespace, 4 * SLOT)
     put_each(pool, range(4))
     pool.reset()
-    assert (pool.space.quota, held(pool)) == (4 * SLOT, 0)
+    assert (pool.namespace.quota, held(pool)) == (4 * SLOT, 0)
     put_each(pool, range(10, 16))
     assert pool.here(range(10, 16)) == [12, 13, 14, 15]
     _, own = pool.node.candidates.next_victims(pool.tenant, 3)
-    assert (own.place.base, own.held) == (pool.space.base, 4)
+    assert (own.place.base, own.held) == (pool.namespace.base, 4)
     assert pool.node.ended_epochs.reclaim(100) + pool.node.counters.reclaimed_blocks >= 4
     assert pool.bytes_used == 4 * SLOT
 
@@ -234,7 +234,7 @@ def test_what_is_left_of_epochs_before_the_quota(make_pool, policy: str) -> None
     put_each(pool, range(4))
     pool.reset()
     put_each(pool, range(10, 14))
-    pool.node.quotas.set(pool.space, 4 * SLOT)
+    pool.node.quotas.set(pool.namespace, 4 * SLOT)
     put_each(pool, range(20, 24))
     assert pool.here(range(10, 24)) == [20, 21, 22, 23]
     pool.node.quotas.tend(100)
@@ -248,7 +248,7 @@ def test_puts_go_on_while_much_is_left_of_an_epoch(make_pool, policy: str) -> No
     pool = make_pool(slabs=8000, policy=policy)
     quota = 4000
     for epoch in range(2):
-        pool.node.quotas.set(pool.space, quota * SLOT)
+        pool.node.quotas.set(pool.namespace, quota * SLOT)
         for first in range(0, quota, 100):
             numbers = range(epoch * quota + first, epoch * quota + first + 100)
             assert pool.put([*numbers]) == 100
@@ -264,7 +264,7 @@ def test_puts_go_on_while_much_is_left_of_an_epoch(make_pool, policy: str) -> No
 def test_one_large_block_for_very_many_small_ones(make_pool) -> None:
     parts = (PartSpec(2048 * 1024), PartSpec(1024))
     pool = make_pool(slabs=4096, parts=parts)
-    pool.node.quotas.set(pool.space, 4096 * SLOT)
+    pool.node.quotas.set(pool.namespace, 4096 * SLOT)
     for first in range(0, 4096, 512):
         assert pool.put([*range(first, first + 512)], part=1) == 512
     assert pool.put([10_000], part=0) == 1
@@ -274,14 +274,14 @@ def test_one_large_block_for_very_many_small_ones(make_pool) -> None:
 def test_what_goes_next_is_known_also_where_a_quota_decides(make_pool) -> None:
     pool = make_pool(slabs=8)
     other = other_space(pool)
-    put_each(pool, range(100, 108), space=other)
-    pool.node.quotas.set(pool.space, 8 * SLOT)
+    put_each(pool, range(100, 108), namespace=other)
+    pool.node.quotas.set(pool.namespace, 8 * SLOT)
     put_each(pool, range(6))
     whole, own = pool.node.candidates.next_victims(pool.tenant, 3)
     assert (whole.place, whole.held) == ((SLOT, b""), 14)
     assert whole.free == pytest.approx(1 - 14 / 32)
     assert [block.key for block in whole.blocks] == [pool.keys([n]) for n in (100, 101, 102)]
-    assert (own.place, own.held, own.free) == ((SLOT, pool.space.base), 6, 0.25)
+    assert (own.place, own.held, own.free) == ((SLOT, pool.namespace.base), 6, 0.25)
     assert [block.key for block in own.blocks] == [pool.keys([n]) for n in (0, 1, 2)]
 
 
@@ -290,12 +290,12 @@ def test_usage_says_who_has_what(make_pool) -> None:
     other = other_space(pool)
     pool.node.quotas.set(other, 3 * SLOT)
     put_each(pool, range(2))
-    put_each(pool, range(10, 15), space=other)
+    put_each(pool, range(10, 15), namespace=other)
     assert pool.node.inventory.usage(pool.tenant) == {
         "part_bytes": 32 * SLOT,
         "used_bytes": 5 * SLOT,
         "namespaces": {
-            pool.space.base.hex(): {"held_bytes": 2 * SLOT, "quota_bytes": 0},
+            pool.namespace.base.hex(): {"held_bytes": 2 * SLOT, "quota_bytes": 0},
             other.base.hex(): {"held_bytes": 3 * SLOT, "quota_bytes": 3 * SLOT},
         },
     }

@@ -32,7 +32,9 @@ class Life:
         )
         self.tenant = self.node.add_tenant("red", 0, self.size)
         self.holder = self.node.holders.add("red", "")
-        self.space: NamespaceState = self.node.namespaces.open(self.tenant, bytes(16), b"{}", PARTS)
+        self.namespace: NamespaceState = self.node.namespaces.open(
+            self.tenant, bytes(16), b"{}", PARTS
+        )
         self.tickets = 0
 
     def put(self, part: int, numbers: list[int]) -> list[int]:
@@ -41,7 +43,7 @@ class Life:
         packed = b"".join(number.to_bytes(16, "big") for number in numbers)
         try:
             _, rows = self.node.puts.reserve(
-                self.holder, self.space, part, self.tickets, split_keys(packed)
+                self.holder, self.namespace, part, self.tickets, split_keys(packed)
             )
         except PoolFull:
             return []
@@ -57,13 +59,13 @@ class Life:
         self.node.settle()
         return {
             (table.part, key): block.row
-            for table in self.space.tables
+            for table in self.namespace.tables
             for key, block in table.blocks.items()
         }
 
     def check(self) -> None:
         """No two blocks share a byte, all lie inside, and what is in use is what they take."""
-        stride = [table.stride for table in self.space.tables]
+        stride = [table.stride for table in self.namespace.tables]
         held = [
             (row * stride[part], (row + 1) * stride[part])
             for (part, _), row in self.blocks().items()
@@ -83,7 +85,7 @@ class Life:
                 rows = np.array([row for _, row in some], dtype=np.int64)
                 sums = [bytes(16)] * len(some)
                 good = self.node.puts.restore(
-                    self.space, part, keys, [b""] * len(some), range(len(some)), rows, sums
+                    self.namespace, part, keys, [b""] * len(some), range(len(some)), rows, sums
                 )
                 restored |= {(part, key) for key, fine in zip(keys, good, strict=True) if fine}
         self.node.puts.restored()
@@ -104,7 +106,7 @@ def live(life: Life, puts: list[tuple[int, list[int], bool]]) -> None:
     for part, numbers, remove in puts:
         if remove:
             packed = b"".join(number.to_bytes(16, "big") for number in numbers)
-            life.node.removal.remove(life.space, split_keys(packed))
+            life.node.removal.remove(life.namespace, split_keys(packed))
         else:
             life.put(part, numbers)
         life.check()
@@ -161,7 +163,7 @@ def test_entries_that_cannot_all_be_true_never_share_a_byte(
     for part, number, row in wild:
         keys = [number.to_bytes(16, "big")]
         good = life.node.puts.restore(
-            life.space, part, keys, [b""], [0], np.array([row]), [bytes(16)]
+            life.namespace, part, keys, [b""], [0], np.array([row]), [bytes(16)]
         )
         if good[0]:
             claimed.append((part, keys[0], row))
@@ -181,7 +183,7 @@ def test_all_that_is_left_free_can_be_had(
     live(first, before)
     second = Life(pages)
     second.restore(first.blocks(), 1000)
-    for part, table in enumerate(second.space.tables):
+    for part, table in enumerate(second.namespace.tables):
         nbytes = PARTS[part].nbytes
         rows = second.tenant.allocator.alloc(nbytes, 1000)
         others = first.tenant.allocator.alloc(nbytes, 1000)
@@ -195,12 +197,14 @@ def test_of_one_key_the_last_counts_in_a_call_and_the_first_between_calls() -> N
     name = bytes(15) + b"a"
     rows = np.array([3, 5])
     good = life.node.puts.restore(
-        life.space, 0, [name, name], [b"", b""], [0, 1], rows, [bytes(16)] * 2
+        life.namespace, 0, [name, name], [b"", b""], [0, 1], rows, [bytes(16)] * 2
     )
     assert good.tolist() == [False, True]
-    again = life.node.puts.restore(life.space, 0, [name], [b""], [0], np.array([6]), [bytes(16)])
+    again = life.node.puts.restore(
+        life.namespace, 0, [name], [b""], [0], np.array([6]), [bytes(16)]
+    )
     assert again.tolist() == [False]
     life.node.puts.restored()
     assert life.blocks() == {(0, name): 5}
-    assert life.space.tables[0].blocks[name].depth == 1
+    assert life.namespace.tables[0].blocks[name].depth == 1
     life.check()

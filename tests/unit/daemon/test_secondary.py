@@ -108,7 +108,7 @@ def test_another_class_gives_up_a_slab_of_secondary_copies_first(make_pool, poli
         pool.put(range(n, n + 4))
     pool.demote(range(4, 8))
     whole = pool.open(b"w" * 16, WHOLE)
-    pool.put([1], space=whole)
+    pool.put([1], namespace=whole)
     assert pool.here(range(12)) == [0, 1, 2, 3, 8, 9, 10, 11]
     assert pool.node.counters.evicted_secondary == 4
     assert pool.node.counters.slabs_reclaimed == 1
@@ -120,10 +120,10 @@ def test_its_own_secondary_copies_go_before_a_slab_of_another_class(make_pool, p
     pool = make_pool(slabs=2, policy=policy)
     pool.put(range(4))
     whole = pool.open(b"w" * 16, WHOLE)
-    pool.put([1], space=whole, origin=SECOND)
+    pool.put([1], namespace=whole, origin=SECOND)
     for _ in range(20):
         pool.read([3])
-    pool.put([2], space=whole)
+    pool.put([2], namespace=whole)
     assert pool.here([1, 2], whole) == [2]
     assert pool.here(range(4)) == [0, 1, 2, 3]
 
@@ -135,10 +135,10 @@ def test_cold_secondary_copies_of_another_class_go_before_hot_ones_of_its_own(
     pool = make_pool(slabs=2, policy=policy)
     pool.put(range(4), origin=SECOND)
     whole = pool.open(b"w" * 16, WHOLE)
-    pool.put([1], space=whole)
+    pool.put([1], namespace=whole)
     for _ in range(20):
         pool.release(pool.lease([1], whole))
-    pool.put([2], space=whole)
+    pool.put([2], namespace=whole)
     assert pool.here([1, 2], whole) == [1, 2]
     assert pool.here(range(4)) == []
 
@@ -152,7 +152,7 @@ def test_slabs_that_cannot_go_do_not_save_the_others(make_pool, policy: str) -> 
     pool.demote([0, 1])
     pool.lease([2])
     whole = pool.open(b"w" * 16, WHOLE)
-    assert pool.put([1], space=whole) == 1
+    assert pool.put([1], namespace=whole) == 1
     assert pool.here(range(8)) == [0, 1, 2, 3]
 
 
@@ -162,8 +162,8 @@ def test_secondary_copies_are_counted_however_they_are_evicted(make_pool) -> Non
     pool.pin(range(4), "soft")
     pool.put([10])
     assert pool.node.counters.evicted_secondary == pool.node.counters.evicted_soft_pins == 1
-    pool.node.removal.remove(pool.space, split_keys(pool.keys([10])))
-    assert pool.put([1], space=pool.open(b"w" * 16, WHOLE)) == 1
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys([10])))
+    assert pool.put([1], namespace=pool.open(b"w" * 16, WHOLE)) == 1
     assert pool.node.counters.evicted_secondary == pool.node.counters.evicted_soft_pins == 4
 
 
@@ -271,7 +271,7 @@ def test_promoting_what_has_gone_meanwhile_changes_nothing(
     if how == "evicted":
         pool.put(range(10, 14))
     else:
-        pool.node.removal.remove(pool.space, split_keys(pool.keys([1])))
+        pool.node.removal.remove(pool.namespace, split_keys(pool.keys([1])))
     if how == "put again":
         pool.put([1], origin=SECOND)
     pool.node.candidates.promote(old)
@@ -325,10 +325,10 @@ def test_the_coldest_are_such_as_can_be_evicted(make_pool, policy: str) -> None:
     pool.lease([2])
     pool.demote([3, 4])
     pool.lease([4])
-    pool.node.removal.remove(pool.space, split_keys(pool.keys([5])))
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys([5])))
     gone = pool.open(b"o" * 16, (PartSpec(1024),))
-    pool.put([6], space=gone)
-    pool.put([7], space=gone, origin=SECOND)
+    pool.put([6], namespace=gone)
+    pool.put([7], namespace=gone, origin=SECOND)
     pool.node.namespaces.set_epoch(gone, 1, 0)
     assert (
         pool.node.candidates.coldest(pool.tenant, 100) == pool.blocks([9, 8, 7, 6])
@@ -348,7 +348,7 @@ def test_the_coldest_of_all_classes_come_first(make_pool, policy: str) -> None:
     ):
         base = 100 * origin.secondary
         pool.put([base + 1], origin=origin)
-        pool.put([base + 2], space=whole, origin=origin)
+        pool.put([base + 2], namespace=whole, origin=origin)
         pool.put([base + 3], origin=origin)
         found = ask(pool.tenant, 2)
         assert [int.from_bytes(block.key, "big") - base for block in found] == [1, 2]
@@ -378,7 +378,7 @@ def test_what_can_go_without_a_loss(make_pool) -> None:
     secondary.append(pool.node.candidates.secondary_bytes(pool.tenant) // 1024)
     pool.pin([0, 1], "none")
     secondary.append(pool.node.candidates.secondary_bytes(pool.tenant) // 1024)
-    pool.node.removal.remove(pool.space, split_keys(pool.keys([0])))
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys([0])))
     secondary.append(pool.node.candidates.secondary_bytes(pool.tenant) // 1024)
     pool.put(range(20, 25))
     secondary.append(pool.node.candidates.secondary_bytes(pool.tenant) // 1024)
@@ -396,10 +396,10 @@ def test_where_a_block_came_from_stays_with_it(make_pool, how: str) -> None:
     if how == "commit":
         pool.put([1, 2], origin=origin)
     else:
-        rows = pool.node.grants.grant(pool.holder, pool.space, 0, 2)
+        rows = pool.node.grants.grant(pool.holder, pool.namespace, 0, 2)
         packed = pool.keys([1, 2])
         pool.node.grants.store(
-            pool.holder, pool.space, 0, rows, split_keys(packed), bytes(32), origin=origin
+            pool.holder, pool.namespace, 0, rows, split_keys(packed), bytes(32), origin=origin
         )
     pool.put([3])
     assert [(b.secondary, b.hops, b.replicas) for b in pool.blocks([1, 2, 3])] == [
@@ -416,9 +416,9 @@ def test_how_many_copies_are_wanted(make_pool) -> None:
     pool.put([4], part=1, origin=Origin(replicas=4))
     wanted = [n.to_bytes(16, "big") for n in (1, 2, 3, 4)]
     # Nothing has settled since the puts.
-    assert pool.node.inventory.replicas_wanted(pool.space, wanted) == [1, 3, 0, 4]
-    pool.space.settings = NamespaceSettings(replicas=2)
-    assert pool.node.inventory.replicas_wanted(pool.space, wanted) == [2, 3, 0, 4]
+    assert pool.node.inventory.replicas_wanted(pool.namespace, wanted) == [1, 3, 0, 4]
+    pool.namespace.settings = NamespaceSettings(replicas=2)
+    assert pool.node.inventory.replicas_wanted(pool.namespace, wanted) == [2, 3, 0, 4]
 
 
 @policies
@@ -431,11 +431,13 @@ def test_what_was_read_since_it_was_put_is_worth_more(make_pool, policy: str) ->
     pool.put([6], origin=SECOND)
     pool.put([7], origin=SECOND)
     pool.read([1, 7])
-    pool.node.leases.acquire(pool.holder, pool.space, (1,), split_keys(pool.keys([3])), 1.0, 0.0)
+    pool.node.leases.acquire(
+        pool.holder, pool.namespace, (1,), split_keys(pool.keys([3])), 1.0, 0.0
+    )
     keys = [n.to_bytes(16, "big") for n in range(9)]
-    assert pool.node.inventory.select_by_value(pool.space, keys, True) == [
+    assert pool.node.inventory.select_by_value(pool.namespace, keys, True) == [
         keys[n] for n in (1, 3, 7)
     ]
-    assert pool.node.inventory.select_by_value(pool.space, keys, False) == [
+    assert pool.node.inventory.select_by_value(pool.namespace, keys, False) == [
         keys[n] for n in (0, 2, 5, 6)
     ]

@@ -65,8 +65,8 @@ class Bench:
         self.node = make_node()
         self.tenant = self.node.add_tenant("red", 0, 2048 * PAGE, 8 * PAGE)
         self.holder = self.node.holders.add("red", "engine")
-        self.space = self.node.namespaces.open(self.tenant, BASE, FIELDS, parts)
-        self.space.settings = PACKED
+        self.namespace = self.node.namespaces.open(self.tenant, BASE, FIELDS, parts)
+        self.namespace.settings = PACKED
         self.tickets = 0
         self.device = self.new_device()
         self.disk = ScriptedDisk(pages * PAGE)
@@ -75,7 +75,7 @@ class Bench:
         return SsdDevice("/disk", self.pages * PAGE, {"red": 1.0}, make_node, lambda: self.now)
 
     async def adopt(self, _: TableRecord) -> NamespaceState | None:
-        return self.node.namespaces.living(self.space)
+        return self.node.namespaces.living(self.namespace)
 
     async def open(self) -> None:
         await self.device.restore(self.disk, self.adopt)
@@ -90,13 +90,13 @@ class Bench:
         self.tickets += 1
         numbers = list(numbers)
         packed = b"".join(map(key, numbers))
-        self.node.puts.reserve(self.holder, self.space, part, self.tickets, split_keys(packed))
+        self.node.puts.reserve(self.holder, self.namespace, part, self.tickets, split_keys(packed))
         reserved = self.holder.reservations.get(self.tickets)
         if reserved is not None:
             new = [numbers[index] for index in reserved.indices]
             self.node.puts.commit(self.holder, self.tickets, b"".join(map(checksum, new)))
         self.node.settle()
-        return [self.space.tables[part].blocks[key(number)] for number in numbers]
+        return [self.namespace.tables[part].blocks[key(number)] for number in numbers]
 
     async def write(self, sizes: dict[int, int], part: int = 0) -> int:
         """Blocks by numbers, and how many bytes a pack makes of each."""
@@ -104,18 +104,18 @@ class Bench:
         blocks = self.put(sizes, part)
         disk = self.disk
         try:
-            return await self.device.write(self.space.tables[part], blocks, 0)
+            return await self.device.write(self.namespace.tables[part], blocks, 0)
         finally:
             disk.sizes.clear()
 
     async def read(self, numbers: Iterable[int]) -> worker_wire.Pulled:
         keys = [key(number) for number in numbers]
         rows = array("I", range(len(keys))).tobytes()
-        return await self.device.read(self.space.tables[0], keys, 0, rows, 1.0)
+        return await self.device.read(self.namespace.tables[0], keys, 0, rows, 1.0)
 
     def here(self, part: int = 0) -> set[int]:
         self.device.node.settle()
-        tables = self.device.holding(self.space.tables[part])
+        tables = self.device.holding(self.namespace.tables[part])
         found = [int.from_bytes(k, "big") for table in tables for k in table.blocks]
         assert len(found) == len(set(found)), "a block is in two places"
         return set(found)
@@ -128,7 +128,7 @@ class Bench:
                 block.row * table.stride // PAGE,
                 table.stride // PAGE,
             )
-            for table in self.device.holding(self.space.tables[0])
+            for table in self.device.holding(self.namespace.tables[0])
             for block in table.blocks.values()
         }
 
@@ -138,8 +138,8 @@ class Bench:
         taken: set[int] = set()
         offsets: dict[int, bytes] = {}
         used = 0
-        for space in node.tenants["red"].namespaces.values():
-            for table in space.tables:
+        for namespace in node.tenants["red"].namespaces.values():
+            for table in namespace.tables:
                 for block in table.blocks.values():
                     first = block.row * table.stride // PAGE
                     pages = set(range(first, first + table.stride // PAGE))
@@ -204,7 +204,7 @@ def test_where_nothing_is_packed_orders_say_nothing_of_it() -> None:
         assert bench.disk.of_kind("read")[1].lengths == b""
         await bench.read([3, 1])
         assert len(bench.disk.of_kind("read")[2].lengths) == 8
-        bench.space.settings = PLAIN
+        bench.namespace.settings = PLAIN
         await bench.write({4: PAGE})
         assert len(bench.disk.of_kind("pack")) == 2
         assert bench.pages_of()[4][1] == 8
@@ -232,12 +232,12 @@ def test_a_block_that_is_here_is_not_written_in_another_length() -> None:
         await bench.open()
         await bench.write({1: PAGE, 2: NBYTES})
         orders = len(bench.disk.of_kind("write"))
-        bench.space.settings = PLAIN
+        bench.namespace.settings = PLAIN
         blocks = bench.put([1, 2])
-        assert await bench.device.write(bench.space.tables[0], blocks, 0) == 2
-        bench.space.settings = PACKED
+        assert await bench.device.write(bench.namespace.tables[0], blocks, 0) == 2
+        bench.namespace.settings = PACKED
         bench.disk.sizes.append([2 * PAGE])
-        assert await bench.device.write(bench.space.tables[0], bench.put([2, 1]), 0) == 2
+        assert await bench.device.write(bench.namespace.tables[0], bench.put([2, 1]), 0) == 2
         assert len(bench.disk.of_kind("write")) == orders
         assert bench.here() == {1, 2}
         bench.check()
@@ -253,19 +253,19 @@ def test_the_directory_hears_of_parts_whatever_their_slots() -> None:
         await bench.write({2: PAGE, 3: 2 * PAGE}, part=1)
         await bench.write({3: 100, 4: 100}, part=2)
         keys = [key(number) for number in range(1, 6)]
-        digest = bench.space.directory_digest
+        digest = bench.namespace.directory_digest
         assert bench.device.masks(digest, keys) == (3, [0b001, 0b011, 0b111, 0b100, 0])
         assert bench.device.masks(b"?" * 16, keys) == (0, [])
         assert (bench.here(0), bench.here(1), bench.here(2)) == ({1, 2, 3}, {2, 3}, {3, 4})
         groups, more = bench.device.node.inventory.walk(0, 1000)
         assert more is None
         assert sorted(k for _, keys in groups for k in keys) == [key(n) for n in (1, 2, 3, 4)]
-        found = await bench.device.pin(bench.space, key(2) + key(3), "hard")
+        found = await bench.device.pin(bench.namespace, key(2) + key(3), "hard")
         assert found == {key(2), key(3)}
         await bench.restart()
         assert bench.device.masks(digest, keys)[1] == [0b001, 0b011, 0b111, 0b100, 0]
         bench.check()
-        assert bench.device.node.removal.remove(bench.device.space(bench.space), keys) == 4
+        assert bench.device.node.removal.remove(bench.device.state_of(bench.namespace), keys) == 4
         await bench.device.tidy()
         assert not bench.disk.entries
         bench.check()
@@ -278,7 +278,7 @@ def test_packed_blocks_take_the_place_of_whole_ones_and_the_other_way_round() ->
         bench = Bench(pages=64)
         await bench.open()
         for settings_, size, first in ((PLAIN, NBYTES, 0), (PACKED, PAGE, 100), (PLAIN, 0, 200)):
-            bench.space.settings = settings_
+            bench.namespace.settings = settings_
             for number in range(first, first + 64):
                 assert await bench.write({number: size}) == 1
                 assert number in bench.here()
@@ -293,9 +293,9 @@ def test_pins_and_scrubs_of_packed_blocks() -> None:
         bench = Bench(pages=16)
         await bench.open()
         blocks = bench.put([1])
-        bench.node.pins.pin(bench.space, split_keys(key(1)), "hard")
+        bench.node.pins.pin(bench.namespace, split_keys(key(1)), "hard")
         bench.disk.sizes.append([3 * PAGE])
-        await bench.device.write(bench.space.tables[0], blocks, 0)
+        await bench.device.write(bench.namespace.tables[0], blocks, 0)
         await bench.restart()
         for number in range(10, 30):
             await bench.write({number: 2 * PAGE})
@@ -339,11 +339,11 @@ def test_how_much_blocks_will_take_is_told_by_those_that_are_here() -> None:
     async def main() -> None:
         bench = Bench()
         await bench.open()
-        table = bench.space.tables[0]
+        table = bench.namespace.tables[0]
         assert bench.device.takes(table, 3) == 3 * 8 * PAGE
         await bench.write({1: 2 * PAGE, 2: 2 * PAGE, 3: 2 * PAGE, 4: 6 * PAGE})
         assert bench.device.takes(table, 8) == 8 * 3 * PAGE
-        bench.space.settings = PLAIN
+        bench.namespace.settings = PLAIN
         assert bench.device.takes(table, 8) == 8 * 8 * PAGE
 
     run(main())
@@ -473,8 +473,8 @@ def test_what_ends_meanwhile_is_not_written(kind: str, what: str) -> None:
             bench.disk = after
             await bench.open()  # before the order has heard of it
         elif what == "reset":
-            bench.space = bench.node.namespaces.set_epoch(bench.space, 1, 0)
-            bench.device.enter(bench.space)
+            bench.namespace = bench.node.namespaces.set_epoch(bench.namespace, 1, 0)
+            bench.device.enter(bench.namespace)
         else:
             writing.cancel()
         disk.go_on()
@@ -486,7 +486,7 @@ def test_what_ends_meanwhile_is_not_written(kind: str, what: str) -> None:
         bench.device.node.ended_epochs.reclaim(1000)
         await bench.device.tidy()
         bench.check()
-        bench.space.settings = PACKED
+        bench.namespace.settings = PACKED
         assert await bench.write({5: PAGE}) == 1
         bench.check()
 
@@ -535,18 +535,18 @@ def test_whatever_is_written_the_books_are_right(pages: int, steps: list[tuple[s
             if what == "write":
                 sizes = [size for number, size in value.items() if number not in before]
                 bench.disk.sizes.append(sizes)
-                await bench.device.write(bench.space.tables[0], bench.put(value), 0)
+                await bench.device.write(bench.namespace.tables[0], bench.put(value), 0)
                 bench.disk.sizes.clear()
                 assert bench.here() - before <= value.keys()
             elif what == "codec":
-                bench.space.settings = PACKED if value else PLAIN
+                bench.namespace.settings = PACKED if value else PLAIN
             elif what == "read":
                 pulled = await bench.read(value)
                 assert [s == 1 for s in pulled.status] == [number in before for number in value]
             elif what == "remove":
-                space = bench.device.space(bench.space)
-                if space is not None:
-                    bench.device.node.removal.remove(space, list(map(key, value)))
+                namespace = bench.device.state_of(bench.namespace)
+                if namespace is not None:
+                    bench.device.node.removal.remove(namespace, list(map(key, value)))
                     assert bench.here() == before - set(value)
             else:
                 await bench.device.tidy()

@@ -62,7 +62,7 @@ class Bench:
         self.node = make_node()
         self.tenant = self.node.add_tenant("red", 0, 64 * PAGE, PAGE)
         self.holder = self.node.holders.add("red", "engine")
-        self.space = self.node.namespaces.open(self.tenant, BASE, FIELDS, parts)
+        self.namespace = self.node.namespaces.open(self.tenant, BASE, FIELDS, parts)
         self.tickets = 0
         self.changed: list[tuple[NamespaceState, list[bytes]]] = []
         self.device = self.new_device()
@@ -72,7 +72,7 @@ class Bench:
         return SsdDevice("/disk", self.slots * PAGE, {"red": 1.0}, make, lambda: self.now)
 
     async def adopt(self, record: TableRecord) -> NamespaceState | None:
-        return self.node.namespaces.living(self.space) if record.tenant == "red" else None
+        return self.node.namespaces.living(self.namespace) if record.tenant == "red" else None
 
     async def open(self, disk: ScriptedDisk | None = None) -> None:
         self.disk = disk or self.disk
@@ -84,32 +84,32 @@ class Bench:
         await self.open(disk or self.disk.next_life())
 
     def reset(self) -> None:
-        self.space = self.node.namespaces.set_epoch(self.space, self.space.epoch + 1, 0)
-        self.device.enter(self.space)
+        self.namespace = self.node.namespaces.set_epoch(self.namespace, self.namespace.epoch + 1, 0)
+        self.device.enter(self.namespace)
 
     def put(self, numbers: Iterable[int], part: int = 0) -> list[Block]:
         numbers = list(numbers)
         self.tickets += 1
         packed = b"".join(map(key, numbers))
-        self.node.puts.reserve(self.holder, self.space, part, self.tickets, split_keys(packed))
+        self.node.puts.reserve(self.holder, self.namespace, part, self.tickets, split_keys(packed))
         sums = b"".join(map(checksum, numbers))
         self.node.puts.commit(self.holder, self.tickets, sums)
         self.node.settle()
-        blocks = self.space.tables[part].blocks
+        blocks = self.namespace.tables[part].blocks
         return [blocks[key(number)] for number in numbers]
 
     async def write(self, numbers: Iterable[int], part: int = 0) -> int:
         blocks = self.put(numbers, part)
-        return await self.device.write(self.space.tables[part], blocks, 0)
+        return await self.device.write(self.namespace.tables[part], blocks, 0)
 
     async def read(self, numbers: Iterable[int]) -> worker_wire.Pulled:
         keys = [key(number) for number in numbers]
         rows = array("I", range(len(keys))).tobytes()
-        return await self.device.read(self.space.tables[0], keys, 0, rows, 1.0)
+        return await self.device.read(self.namespace.tables[0], keys, 0, rows, 1.0)
 
     def here(self, part: int = 0) -> set[int]:
         self.device.node.settle()
-        table = self.device.table(self.space.tables[part])
+        table = self.device.table(self.namespace.tables[part])
         return set() if table is None else {int.from_bytes(k, "big") for k in table.blocks}
 
     def indexed(self) -> set[int]:
@@ -278,7 +278,7 @@ def test_what_goes_while_the_index_is_read_gives_its_slot_back_once() -> None:
         disk = TwoScans(8 * PAGE, 1 << 20, bench.disk.tables.items(), bench.disk.entries.values())
 
         def drop() -> None:
-            table = bench.device.table(bench.space.tables[0])
+            table = bench.device.table(bench.namespace.tables[0])
             assert table is not None
             bench.device.node.removal.drop_corrupt(table.namespace, 0, key(1))
 
@@ -445,9 +445,9 @@ def test_what_is_removed_while_it_is_written_is_not_found_again() -> None:
         blocks = bench.put([1, 2, 3])
         bench.node.leases.hold(bench.holder, blocks)  # as who has blocks written does
         bench.disk.held.add("write")
-        writing = asyncio.create_task(bench.device.write(bench.space.tables[0], blocks, 0))
+        writing = asyncio.create_task(bench.device.write(bench.namespace.tables[0], blocks, 0))
         await asyncio.sleep(0.1)
-        bench.node.removal.remove(bench.space, split_keys(key(2)))
+        bench.node.removal.remove(bench.namespace, split_keys(key(2)))
         bench.disk.go_on()
         assert await writing == 2
         assert bench.here() == {1, 3}
@@ -562,8 +562,8 @@ def test_pins_beyond_the_quota_of_a_disk_do_not_undo_the_write() -> None:
         await bench.write([5, 6, 7, 8])
         blocks = bench.put([1, 2, 3])
         packed = b"".join(block.key for block in blocks)
-        bench.node.pins.pin(bench.space, split_keys(packed), "hard")
-        assert await bench.device.write(bench.space.tables[0], blocks, 0) == 3
+        bench.node.pins.pin(bench.namespace, split_keys(packed), "hard")
+        assert await bench.device.write(bench.namespace.tables[0], blocks, 0) == 3
         assert bench.device.state is TierState.SERVING
         await bench.device.tidy()
         assert {1, 2, 3} <= bench.indexed()
@@ -577,8 +577,8 @@ def test_pins_outlive_the_node() -> None:
         bench = Bench(slots=3)
         await bench.open()
         blocks = bench.put([1])
-        bench.node.pins.pin(bench.space, split_keys(key(1)), "hard")
-        assert await bench.device.write(bench.space.tables[0], blocks, 0) == 1
+        bench.node.pins.pin(bench.namespace, split_keys(key(1)), "hard")
+        assert await bench.device.write(bench.namespace.tables[0], blocks, 0) == 1
         await bench.restart()
         for number in range(10, 16):
             await bench.write([number])
@@ -597,7 +597,7 @@ def test_deletions_of_an_order_that_was_not_sent_go_with_the_next(kind: str) -> 
         await bench.open()
         await bench.write([1, 2])
         bench.device.node.removal.remove(
-            bench.device.space(bench.space), split_keys(key(1) + key(2))
+            bench.device.state_of(bench.namespace), split_keys(key(1) + key(2))
         )
         gone = set(bench.disk.entries)
         sent, keep = [], bench.disk._forget
@@ -627,7 +627,7 @@ def test_deletions_that_an_index_refused_are_its_own_and_it_is_asked_once_more()
         bench = Bench(slots=1)
         await bench.open()
         await bench.write([1])
-        bench.device.node.removal.remove(bench.device.space(bench.space), split_keys(key(1)))
+        bench.device.node.removal.remove(bench.device.state_of(bench.namespace), split_keys(key(1)))
         bench.disk.held.add("forget")
         bench.disk.failures["forget"] = deque([Unavailable("no deletions today")])
         tidying = asyncio.create_task(bench.device.tidy())
@@ -770,8 +770,8 @@ def test_an_epoch_is_recorded_once_and_known_to_the_next_life() -> None:
         await bench.open()
         await bench.write([1])
         bench.reset()
-        await bench.device.record(bench.space)
-        await bench.device.record(bench.space)
+        await bench.device.record(bench.namespace)
+        await bench.device.record(bench.namespace)
         assert len(bench.disk.of_kind("add_table")) == 2  # one an epoch
         assert not bench.here()
         met = []
@@ -796,9 +796,9 @@ def test_settings_that_change_are_renewed_in_the_index() -> None:
         await bench.write([1])
         await bench.write([2], part=1)
         for settings in (NamespaceSettings(write="none"), NamespaceSettings(ttl_s=60.0)):
-            bench.space.settings = settings
-            await bench.device.record(bench.space)
-            await bench.device.record(bench.space)
+            bench.namespace.settings = settings
+            await bench.device.record(bench.namespace)
+            await bench.device.record(bench.namespace)
         assert len(bench.disk.of_kind("add_table")) == 2 + 2 * 2
         met: list[NamespaceSettings] = []
 
@@ -812,7 +812,7 @@ def test_settings_that_change_are_renewed_in_the_index() -> None:
         assert met == [NamespaceSettings(ttl_s=60.0)] * 2
         assert bench.here() == {1} and bench.here(1) == {2}
         # What nobody asked to be recorded goes with the next write.
-        bench.space.settings = NamespaceSettings(replicas=2)
+        bench.namespace.settings = NamespaceSettings(replicas=2)
         await bench.write([3])
         assert len(bench.disk.of_kind("add_table")) == 1
         await bench.write([4])
@@ -830,7 +830,7 @@ def test_a_table_gets_one_number_whoever_asks_for_it() -> None:
         bench.disk.held.add("add_table")
         first = asyncio.create_task(bench.write([1]))
         await asyncio.sleep(0.1)
-        bench.space.settings = NamespaceSettings(ttl_s=60.0)
+        bench.namespace.settings = NamespaceSettings(ttl_s=60.0)
         second = asyncio.create_task(bench.write([2]))
         await asyncio.sleep(0.1)
         bench.disk.go_on()
@@ -838,8 +838,8 @@ def test_a_table_gets_one_number_whoever_asks_for_it() -> None:
         assert len(bench.disk.tables) == 1
 
         async def adopt(record: TableRecord) -> NamespaceState | None:
-            bench.space.settings = NamespaceSettings(ttl_s=5.0)
-            await bench.device.record(bench.space)
+            bench.namespace.settings = NamespaceSettings(ttl_s=5.0)
+            await bench.device.record(bench.namespace)
             return await bench.adopt(record)
 
         bench.device = bench.new_device()
@@ -848,7 +848,7 @@ def test_a_table_gets_one_number_whoever_asks_for_it() -> None:
         assert bench.here() == {1, 2}
         said = msgspec.msgpack.decode(bench.disk.tables[max(bench.disk.tables)], type=TableRecord)
         assert said.settings == NamespaceSettings(ttl_s=5.0), "what is met first at the next start"
-        bench.space.settings = NamespaceSettings(ttl_s=7.0)
+        bench.namespace.settings = NamespaceSettings(ttl_s=7.0)
         assert await bench.write([3]) == 1
         said = msgspec.msgpack.decode(bench.disk.tables[max(bench.disk.tables)], type=TableRecord)
         assert said.settings == NamespaceSettings(ttl_s=7.0)
@@ -861,6 +861,6 @@ def test_an_epoch_that_cannot_be_recorded_is_an_error_of_the_reset() -> None:
         bench = Bench()
         bench.device.ended("the folder has gone")
         with pytest.raises(Unavailable, match="the folder has gone"):
-            await bench.device.record(bench.space)
+            await bench.device.record(bench.namespace)
 
     run(main())

@@ -66,13 +66,13 @@ class Bench:
         self.node = make_node()
         self.tenant = self.node.add_tenant("default", 0, memory * PAGE, PAGE)
         self.holder = self.node.holders.add("default", "engine")
-        self.space = self.node.namespaces.open(self.tenant, BASE, FIELDS, parts)
+        self.namespace = self.node.namespaces.open(self.tenant, BASE, FIELDS, parts)
         self.tiers = SsdTier(config, self.node, self.loop.time, make_node, self.adopt)
         self.disks = [ScriptedDisk(slots * PAGE) for slots in disks]
         self.tickets = 0
 
     async def adopt(self, _: TableRecord) -> NamespaceState | None:
-        return self.node.namespaces.living(self.space)
+        return self.node.namespaces.living(self.namespace)
 
     async def begin(self) -> None:
         for device, disk in zip(self.tiers.devices, self.disks, strict=True):
@@ -83,20 +83,20 @@ class Bench:
         numbers = list(numbers)
         self.tickets += 1
         packed = b"".join(map(key, numbers))
-        self.node.puts.reserve(self.holder, self.space, part, self.tickets, split_keys(packed))
+        self.node.puts.reserve(self.holder, self.namespace, part, self.tickets, split_keys(packed))
         count = len(self.holder.reservations[self.tickets].rows)
         self.node.puts.commit(self.holder, self.tickets, bytes(16 * count))
         if tell:
-            self.tiers.stored(self.space, part, lambda: split_keys(packed))
+            self.tiers.stored(self.namespace, part, lambda: split_keys(packed))
 
     def in_memory(self) -> set[int]:
         self.node.settle()
-        return {int.from_bytes(k, "big") for k in self.space.tables[0].blocks}
+        return {int.from_bytes(k, "big") for k in self.namespace.tables[0].blocks}
 
     def on_disk(self, device: SsdDevice | None = None, part: int = 0) -> set[int]:
         found: set[int] = set()
         for one in self.tiers.devices if device is None else [device]:
-            table = one.table(self.space.tables[part])
+            table = one.table(self.namespace.tables[part])
             if table is not None:
                 found |= {int.from_bytes(k, "big") for k in table.blocks}
         return found
@@ -169,7 +169,7 @@ def test_what_memory_gave_up_before_its_turn_is_counted() -> None:
         bench = Bench(64, write="through")
         await bench.begin()
         bench.put(range(4))
-        bench.node.removal.remove(bench.space, split_keys(key(1) + key(2)))
+        bench.node.removal.remove(bench.namespace, split_keys(key(1) + key(2)))
         await asyncio.sleep(1)
         assert bench.on_disk() == {0, 3}
         assert bench.tiers.counters["dropped_writes"] == 2
@@ -237,7 +237,7 @@ def test_what_a_quota_pushes_out_of_a_roomy_memory_was_written_before() -> None:
     async def main() -> None:
         bench = Bench(1000, memory=640)
         await bench.begin()
-        bench.node.quotas.set(bench.space, 64 * PAGE)
+        bench.node.quotas.set(bench.namespace, 64 * PAGE)
         for number in range(400):
             bench.put([number])
             await asyncio.sleep(0.02)
@@ -258,8 +258,8 @@ def test_a_quota_is_spread_over_disks_by_size(late: bool) -> None:
         await bench.begin()
 
         def limit() -> None:
-            bench.space.settings = NamespaceSettings(ssd_quota=40 * PAGE)
-            bench.tiers.limit(bench.space)
+            bench.namespace.settings = NamespaceSettings(ssd_quota=40 * PAGE)
+            bench.tiers.limit(bench.namespace)
 
         if not late:
             limit()
@@ -277,8 +277,8 @@ def test_a_quota_is_spread_over_disks_by_size(late: bool) -> None:
         assert [place["namespaces"][BASE.hex()] for place in usage] == [
             {"held_bytes": n * PAGE, "quota_bytes": n * PAGE} for n in (30, 10)
         ]
-        bench.space.settings = NamespaceSettings(ssd_quota=0.5)
-        bench.tiers.limit(bench.space)
+        bench.namespace.settings = NamespaceSettings(ssd_quota=0.5)
+        bench.tiers.limit(bench.namespace)
         halves = [place["namespaces"][BASE.hex()] for place in bench.tiers.usage("default")]
         assert [half["quota_bytes"] for half in halves] == [150 * PAGE, 50 * PAGE]
 
@@ -298,7 +298,7 @@ def test_what_a_full_disk_gives_up_is_not_written_again_and_again() -> None:
         holder, token = bench.holder, []
         for number in (*range(64), *lost):
             lease = bench.node.leases.acquire(
-                holder, bench.space, (), split_keys(key(number)), 10.0, 0.0
+                holder, bench.namespace, (), split_keys(key(number)), 10.0, 0.0
             )
             assert lease is not None
             token.append(lease.token)
@@ -384,11 +384,11 @@ def test_when_the_budget_is_short_what_was_used_again_is_written() -> None:
         before = set(bench.written())
         bench.put(range(100, 104), tell=False)
         lease = bench.node.leases.acquire(
-            bench.holder, bench.space, (), split_keys(key(102)), 10.0, 0.0
+            bench.holder, bench.namespace, (), split_keys(key(102)), 10.0, 0.0
         )
         assert lease is not None
         bench.node.leases.release(bench.holder, lease.token)
-        bench.tiers.stored(bench.space, 0, lambda: [key(n) for n in range(100, 104)])
+        bench.tiers.stored(bench.namespace, 0, lambda: [key(n) for n in range(100, 104)])
         await asyncio.sleep(1)
         assert set(bench.written()) - before == {102}
         assert bench.tiers.counters["once_used_blocks"] == 3
@@ -437,11 +437,11 @@ def test_masks_walk_and_held_are_of_all_disks_together(monkeypatch: pytest.Monke
         bench.put(range(6))
         bench.put(range(3, 9), part=1)
         await asyncio.sleep(3)
-        tiers, space = bench.tiers, bench.space
+        tiers, namespace = bench.tiers, bench.namespace
         keys = [key(number) for number in range(10)]
         want = [(n < 6) + 2 * (3 <= n < 9) for n in range(10)]
         assert all(bench.on_disk(device) for device in tiers.devices)
-        assert tiers.masks(space.directory_digest, keys) == (2, want)
+        assert tiers.masks(namespace.directory_digest, keys) == (2, want)
         assert tiers.masks(bytes(16), keys) == (0, [])
         met: set[bytes] = set()
         cursor: int | None = 0
@@ -449,13 +449,13 @@ def test_masks_walk_and_held_are_of_all_disks_together(monkeypatch: pytest.Monke
         while cursor is not None:
             groups, cursor = tiers.walk(cursor, 2)
             met |= {
-                k for digest, found in groups for k in found if digest == space.directory_digest
+                k for digest, found in groups for k in found if digest == namespace.directory_digest
             }
             steps += 1
         assert met == set(keys[:9])
         assert steps > 2
         for part, numbers in ((0, range(6)), (1, range(3, 9))):
-            held = tiers.held(space.tables[part])
+            held = tiers.held(namespace.tables[part])
             assert {n for n in range(10) if any(key(n) in each for each in held)} == set(numbers)
 
     run(main())
@@ -503,7 +503,7 @@ def test_a_read_is_put_together_from_all_disks_in_the_order_that_was_asked() -> 
         first, second = await _on_two(bench)
         bench.disks[1].statuses["read"] = deque([bytes([BlockStatus.MISMATCH] * len(second))])
         keys = [key(number) for number in (5, 0, 77, 3, 1, 2, 4)]
-        pulled = await bench.tiers.load(bench.space.tables[0], keys, range(10, 17), 1.0)
+        pulled = await bench.tiers.load(bench.namespace.tables[0], keys, range(10, 17), 1.0)
         want = [
             BlockStatus.PRESENT
             if k in first
@@ -526,7 +526,7 @@ def test_a_disk_that_dies_during_a_read_does_not_take_what_others_brought() -> N
         bench = Bench(50, 50, write="through")
         first, second = await _on_two(bench)
         bench.disks[1].held.add("read")
-        table, keys = bench.space.tables[0], [*first, *second]
+        table, keys = bench.namespace.tables[0], [*first, *second]
         reading = asyncio.create_task(bench.tiers.load(table, keys, range(6), 1.0))
         await asyncio.sleep(0.1)
         bench.disks[1].die()
@@ -559,7 +559,7 @@ def test_a_read_that_is_called_off_ends_when_no_disk_writes_to_its_rows_any_more
         first, second = await _on_two(bench)
         for disk in bench.disks:
             disk.held.add("read")
-        table, keys = bench.space.tables[0], [*first, *second]
+        table, keys = bench.namespace.tables[0], [*first, *second]
         reading = asyncio.create_task(bench.tiers.load(table, keys, range(6), 1.0))
         await asyncio.sleep(0.1)
         reading.cancel()
@@ -579,12 +579,12 @@ def test_what_went_is_forgotten_by_and_by_and_epochs_give_their_slots_back() -> 
         await bench.begin()
         bench.put(range(10))
         await asyncio.sleep(2)
-        assert bench.tiers.remove(bench.space, key(1) + key(99)) == 1
+        assert bench.tiers.remove(bench.namespace, key(1) + key(99)) == 1
         await asyncio.sleep(2)
         (disk,), (device,) = bench.disks, bench.tiers.devices
         assert len(disk.entries) == 9
-        bench.space = bench.node.namespaces.set_epoch(bench.space, 1, 0)
-        bench.tiers.enter(bench.space)
+        bench.namespace = bench.node.namespaces.set_epoch(bench.namespace, 1, 0)
+        bench.tiers.enter(bench.namespace)
         assert not bench.on_disk()
         await asyncio.sleep(2)
         assert not disk.entries

@@ -22,13 +22,13 @@ def pool(make_pool):
 
 def open_loan(pool, *numbers, stop=512):
     token, rows = pool.node.early_reads.lease(
-        pool.peers, pool.space.tables[0], keys(*numbers), stop
+        pool.peers, pool.namespace.tables[0], keys(*numbers), stop
     )
     return token, list(rows.values())
 
 
 def told(pool, *numbers):
-    digest = pool.space.directory_digest
+    digest = pool.namespace.directory_digest
     return [tuple(run) for run in pool.node.early_reads.being_written(digest, keys(*numbers))]
 
 
@@ -112,7 +112,7 @@ def test_blocks_that_are_read_since_before_their_commit_do_not_go(pool):
     pool.node.puts.commit(pool.holder, pool.ticket, bytes(32))
     assert pool.here([1, 2]) == [1, 2]
     assert free_slots(pool) == 2
-    pool.node.removal.remove(pool.space, split_keys(pool.keys([1])))
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys([1])))
     assert free_slots(pool) == 2
     pool.node.leases.release(pool.peers, token)
     assert free_slots(pool) == 4
@@ -123,7 +123,7 @@ def test_a_copy_that_came_second_stays_until_it_is_read(pool):
     assert pool.put([1, 2], holder=other) == 2
     token, _ = open_loan(pool, 1)
     assert pool.node.puts.commit(pool.holder, pool.ticket, bytes(32)) == 0
-    pool.node.removal.remove(pool.space, split_keys(pool.keys([1, 2])))
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys([1, 2])))
     assert free_slots(pool) == 2
     pool.node.leases.release(pool.peers, token)
     assert free_slots(pool) == 4
@@ -133,7 +133,7 @@ def test_the_end_of_an_epoch_while_it_is_read(pool):
     token, _ = open_loan(pool, 1, 2)
     old = pool.reset()
     pool.node.early_reads.written(pool.holder, pool.ticket, 1024)
-    assert pool.node.early_reads.being_written(pool.space.directory_digest, keys(1, 2)) == []
+    assert pool.node.early_reads.being_written(pool.namespace.directory_digest, keys(1, 2)) == []
     assert pool.node.puts.commit(pool.holder, pool.ticket, bytes(32)) == 0
     assert not old.tables[0].writing
     assert free_slots(pool) == 2
@@ -176,6 +176,6 @@ def test_a_slab_with_slots_that_are_still_read_is_not_emptied(pool):
     pool.put([7])
     whole_slab = pool.open(b"m" * 16, (PartSpec(4096),))
     with pytest.raises(PoolFull):
-        pool.reserve([8], space=whole_slab)
+        pool.reserve([8], namespace=whole_slab)
     pool.node.leases.release(pool.peers, token)
-    assert len(pool.reserve([8], space=whole_slab)[1]) == 1
+    assert len(pool.reserve([8], namespace=whole_slab)[1]) == 1
