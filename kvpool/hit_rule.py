@@ -1,11 +1,11 @@
-"""The hit rule: which prefix of a chain an engine can use, given who has what. No state, any thread.
+"""The hit rule: which prefix of a chain an engine can use, given the present parts. No state, any thread.
 
-A prefix of n blocks is usable when n is a multiple of every part's stride and each part has what it
-needs of it: parts of kind full all their blocks, parts of kind window the last `window_blocks` of them
-(or all, where the prefix has fewer). `usable` finds the longest one; `needed` names the blocks.
+A prefix of n blocks is usable when n is a multiple of every part's stride and each part has the blocks
+it needs: parts of kind full all their blocks, parts of kind window the last `window_blocks` of them
+(or all, if the prefix has fewer). `usable` finds the longest one; `needed` names the blocks.
 
-The rule asks containers of keys, one a part, and does not care what they are: a node's own tables, or
-`placement.prefix_lookup.somewhere`, which says what exists in the cluster. Both answers come from the same code, so a node
+The rule works on containers of keys, one a part, of any kind: a node's own tables, or
+`placement.prefix_lookup.somewhere`, which covers the cluster. Both answers come from the same code, so a node
 never promises a prefix that it would not accept.
 """
 
@@ -18,7 +18,7 @@ from kvpool.types import PartKind, PartSpec
 
 
 class AnyOf:
-    """The keys that any of some collections has."""
+    """The union of some collections of keys."""
 
     __slots__ = ("_held",)
 
@@ -32,13 +32,13 @@ class AnyOf:
 def usable(
     specs: Sequence[PartSpec], held: Sequence[Container[bytes]], keys: Sequence[bytes]
 ) -> int:
-    """The longest prefix, in blocks, of which every part has what its rule asks for.
+    """The longest prefix, in blocks, for which every part satisfies its rule.
 
-    held[i] says which keys the part of specs[i] has. O(keys x parts); stops at the first gap of a full
-    part. `keys` may be long: what lies behind the gap is not looked at.
+    held[i]: the keys that the part of specs[i] has. O(keys x parts); stops at the first gap of a full
+    part. `keys` may be long: keys after the gap are not examined.
     """
     n = len(keys)
-    uneven = False  # there is a part that not every n suits
+    uneven = False  # some part does not allow every n
     for spec, has in zip(specs, held, strict=True):
         step = spec.stride
         if spec.kind is PartKind.WINDOW:
@@ -52,7 +52,7 @@ def usable(
 
 
 def _fit(specs: Sequence[PartSpec], held: Sequence[Container[bytes]], keys: Sequence[bytes]) -> int:
-    """The longest usable prefix of keys that all full parts have: go down until every part agrees."""
+    """The longest usable prefix of keys that all full parts have: reduce until every part agrees."""
     ends = [_good_ends(spec, has, keys) for spec, has in zip(specs, held, strict=True)]
     n = len(keys)
     while n > 0:
@@ -69,7 +69,7 @@ def _fit(specs: Sequence[PartSpec], held: Sequence[Container[bytes]], keys: Sequ
 def _good_ends(
     spec: PartSpec, has: Container[bytes], keys: Sequence[bytes]
 ) -> Sequence[int] | None:
-    """For each number of this part's blocks, the largest one up to it at which its window is whole.
+    """For each number of this part's blocks, the largest one up to it whose window is complete.
 
     None for full parts: they have all of these keys.
     """

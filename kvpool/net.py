@@ -1,4 +1,4 @@
-"""What the host says of networking: which addresses are loopback, and how many descriptors a process may have.
+"""Host networking: which addresses are loopback, and the limit of descriptors of a process.
 
 Only on loopback may anything listen without credentials.
 """
@@ -10,7 +10,7 @@ import resource
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address in numbers is this machine's own. Other names are not looked up."""
+    """Whether a name or a numeric address is this machine's own. Other names are not resolved."""
     if host == "localhost":
         return True
     try:
@@ -30,6 +30,6 @@ def names_loopback(host: str) -> bool:
 
 
 def raise_descriptor_limit() -> None:
-    """To what the hard limit allows: each client or engine costs some, and soft limits are often low."""
+    """To the hard limit: each client or engine needs some, and soft limits are often low."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,12 +1,12 @@
-"""How fast an engine computes prompts, learnt from its steps. No I/O, no clock.
+"""How fast an engine computes prompts, learned from its steps. No I/O, no clock.
 
 A step that computes `tokens` tokens of prompts takes about
 
     seconds = a + b x tokens + c x attended
 
-where `attended` counts for each token those that it attends to: what is the same for every step, what grows
-with the tokens (the matrices), and what grows with the depth too (attention). None of the three is negative.
-What is asked for is the price of one more block in a step, so `a` is in no answer: a prompt whose blocks
+where `attended` sums for each token those that it attends to: a constant, a part that grows
+with the tokens (the matrices), and one that grows with the depth too (attention). None of the three is negative.
+The result is the price of one more block in a step, so it does not include `a`: a prompt whose blocks
 were all loaded still takes a step.
 """
 
@@ -21,16 +21,17 @@ import numpy.typing as npt
 from kvpool.types import Recompute
 
 KEEP = 0.98
-"""What a step leaves of the weight of all earlier ones: some fifty of them count."""
+"""The factor that a step applies to the weight of all earlier ones: some fifty of them count."""
 STEPS_MIN = 3
-"""Nothing is said before so many steps were seen."""
+"""No estimate before this many steps."""
 REACH = 2.0
-"""Deeper than so many times the deepest token seen, blocks are taken to cost no more."""
+"""Beyond this multiple of the deepest token seen, blocks are assumed to cost no more."""
 PRIOR = 1e-2
-"""Weight of the belief that a and c are 0, in shares of what was measured: what steps that are all alike
-cannot tell apart goes to `b`."""
+"""Weight of the assumption that a and c are 0, relative to the measurements: identical steps
+cannot separate the terms, which then go to `b`.
+"""
 SECONDS_MIN = 1e-6
-"""A clock that has not moved says that it took no longer than that."""
+"""Minimum duration if the clock has not moved."""
 
 _SCALE = np.array([1.0, 1e3, 1e6])  # so that the three columns are of one size
 _COLUMNS = [subset for size in (1, 2, 3) for subset in combinations(range(3), size)]
@@ -38,10 +39,10 @@ _COLUMNS = [subset for size in (1, 2, 3) for subset in combinations(range(3), si
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computes of prompts.
+    """The prompt work of one step.
 
     tokens: of all its requests, decoded ones included. attended: how many tokens the prompts' ones attend
-        to, summed up. deepest: the position that the deepest of these ends at.
+        to, summed up. deepest: the position at which the deepest of these ends.
     """
 
     tokens: int
@@ -52,7 +53,7 @@ class StepWork:
 class PrefillFit:
     """Learns a, b and c by least squares of *relative* errors, with older steps weighing less.
 
-    Relative, since short steps are to count as much as long ones, and since then the one step that takes
+    Relative, because short steps should count as much as long ones, and because then one step that takes
     100 times too long, because something is compiled in it, weighs 10,000 times less than the others. The
     price: with steps that scatter by a share x, the estimate is about x squared too low. Not thread-safe.
     """
@@ -65,7 +66,7 @@ class PrefillFit:
         self._fitted: npt.NDArray[np.float64] | None = None
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """A step took so long."""
+        """A measured step."""
         seconds = max(seconds, SECONDS_MIN)
         row = np.array([1.0, work.tokens, work.attended]) / _SCALE / seconds
         self._squares = self._squares * KEEP + np.outer(row, row)
@@ -76,7 +77,7 @@ class PrefillFit:
 
     @property
     def known(self) -> bool:
-        """Whether enough was seen to say anything."""
+        """Whether there are enough measurements."""
         return self._steps >= STEPS_MIN
 
     @property
@@ -88,7 +89,7 @@ class PrefillFit:
         return a, b, c
 
     def recompute(self, start: int, tokens: int, blocks: int) -> Recompute | None:
-        """The price of so many blocks of so many tokens, the first of which begins at token `start`.
+        """The price of this many blocks of this many tokens, the first of which begins at token `start`.
 
         None: not known yet.
         """
@@ -102,7 +103,7 @@ class PrefillFit:
 
         first, last = block_s(0), block_s(max(0, blocks - 1))
         if not first > 0:
-            return None  # of what was seen nothing depended on the tokens
+            return None  # the measurements did not depend on the tokens
         return Recompute(first, (last - first) / max(1, blocks - 1))
 
     def _solve(self) -> npt.NDArray[np.float64]:

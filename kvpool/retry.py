@@ -1,4 +1,4 @@
-"""How long to leave alone what failed: back-off, and a circuit breaker. No I/O; time and randomness are arguments."""
+"""Delays after failures: back-off, and a circuit breaker. No I/O; time and randomness are arguments."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ DOUBLINGS_MAX = 64  # any wait is at its longest by then; a larger power does no
 
 
 def backoff_s(first_s: float, longest_s: float, failures: int) -> float:
-    """How long to wait after one more failure than these in a row: twice as long each time, up to the longest."""
+    """The wait after one more failure than these in a row: doubled each time, up to the longest."""
     return min(first_s * 2.0 ** min(failures, DOUBLINGS_MAX), longest_s)
 
 
 class Backoff:
-    """Failures in a row, and when to try again. Not thread-safe.
+    """Consecutive failures, and the time of the next attempt. Not thread-safe.
 
-    first_s, longest_s: of the waits. failures: since the last success. retry_at: by the clock of `failed`; 0 while
-    nothing has failed.
+    first_s, longest_s: of the waits. failures: since the last success. retry_at: by the clock of `failed`; 0
+    before the first failure.
     """
 
     __slots__ = ("failures", "first_s", "longest_s", "retry_at")
@@ -29,7 +29,7 @@ class Backoff:
         self.retry_at = 0.0
 
     def failed(self, now: float, *, stretch: float = 1.0) -> float:
-        """Seconds to wait from now on. stretch: the wait times this, to spread many that failed at once."""
+        """Seconds to wait from now on. stretch: factor on the wait, to spread many simultaneous failures."""
         wait_s = backoff_s(self.first_s, self.longest_s, self.failures) * stretch
         self.failures += 1
         self.retry_at = now + wait_s
@@ -41,12 +41,12 @@ class Backoff:
         self.retry_at = 0.0
 
     def due(self, now: float) -> bool:
-        """Whether to try: nothing has failed, or the wait is over."""
+        """Whether to try: no failure, or the wait is over."""
         return now >= self.retry_at
 
 
 class BreakerState(StrEnum):
-    """What a breaker makes of the last requests."""
+    """A breaker's state, from the last requests."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -55,7 +55,7 @@ class BreakerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerRule:
-    """After failures_max failures in a row nothing is asked for backoff_s, twice that the next time, and so on."""
+    """After failures_max failures in a row no requests for backoff_s, twice that the next time, and so on."""
 
     failures_max: int
     backoff_s: float
@@ -63,13 +63,13 @@ class BreakerRule:
 
 
 class Breaker:
-    """Whether somebody is worth asking, by what became of the last requests. Not thread-safe.
+    """Whether to send requests to a server, by the results of the last ones. Not thread-safe.
 
-        closed     asked. After `failures_max` failures in a row: open
-        open       not asked before `retry_at`. The first request after it makes it half-open
+        closed     requests are sent. After `failures_max` failures in a row: open
+        open       no requests before `retry_at`. The first one after it makes it half-open
         half-open  a success closes it, a failure opens it again, for longer
 
-    openings: since the last success; opened: ever.
+    openings: since the last success; opened: in total.
     """
 
     def __init__(self, rule: BreakerRule) -> None:
@@ -88,22 +88,23 @@ class Breaker:
         return self._backoff.retry_at
 
     def allows(self, now: float) -> bool:
-        """Whether to send a request. If so, tell how it ended: while it is half-open, no other is sent."""
+        """Whether to send a request. If so, report its end: while it is half-open, no other is sent."""
         if self.state is BreakerState.OPEN and self._backoff.due(now):
             self.state = BreakerState.HALF_OPEN
             return True
         return self.state is BreakerState.CLOSED
 
     def succeeded(self) -> None:
-        """A request has done well."""
+        """A request has succeeded."""
         self._failures = 0
         self._backoff.succeeded()
         self.state = BreakerState.CLOSED
 
     def failed(self, now: float, *, for_certain: bool = False, stretch: float = 1.0) -> None:
-        """A request has failed. What was sent before it opened tells nothing.
+        """A request has failed. Ignored if it was sent before the breaker opened.
 
-        for_certain: the next one would fail as well, as with refused credentials. stretch: as for `Backoff.failed`.
+        for_certain: the next one would fail as well, as with refused credentials. stretch: as for
+        `Backoff.failed`.
         """
         if self.state is BreakerState.OPEN:
             return
@@ -113,12 +114,12 @@ class Breaker:
             self.open(now, stretch=stretch)
 
     def abandoned(self) -> None:
-        """A request was given up for reasons of the caller's: it says nothing."""
+        """A request was cancelled by the caller: no information."""
         if self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.OPEN
 
     def open(self, now: float, *, stretch: float = 1.0) -> None:
-        """Have nothing asked for a while, longer than the last time."""
+        """Open for a while, longer than the last time."""
         self.state = BreakerState.OPEN
         self._failures = 0
         self.opened += 1

@@ -1,7 +1,7 @@
-"""Frozen values that every layer shares: block keys, namespaces, parts, tiers.
+"""Frozen values shared by every layer: block keys, namespaces, parts, tiers.
 
-Names are those of DESIGN: a *block* is the KV of a fixed number of tokens, a *part* the share of it
-that one rank and one cache group holds, a *namespace* what must agree for bytes to be exchangeable.
+Names as in the glossary: a *block* is the KV of a fixed number of tokens, a *part* the share of it
+that one rank and one cache group holds, a *namespace* the facts that must agree for bytes to be exchangeable.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class BlockStatus(IntEnum):
     PRESENT = 1
     """Written durably; or read into its slot, whole and with the right checksum."""
     MISMATCH = 2
-    """What is there is not the block. The slot holds anything."""
+    """The bytes found are not the block's. The slot holds anything."""
     FAILED = 3
     """An error of the device or the store. Nothing is known of the block, and the slot holds anything."""
     NO_SPACE = 4
@@ -81,10 +81,10 @@ class PartKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """What it takes an engine to compute a run of blocks instead of loading them.
+    """The price for an engine to compute a run of blocks instead of loading them.
 
     block_s: seconds for the first block of the run. growth_s: how many more each block takes than the one
-        before it, since it attends to one block more.
+        before it, because it attends to one block more.
     """
 
     block_s: float
@@ -98,13 +98,13 @@ class Recompute:
             )
 
     def seconds(self, first: int, end: int) -> float:
-        """To compute the blocks `first` to `end` of the run, given those before them."""
+        """Seconds to compute the blocks `first` to `end` of the run, given those before them."""
         return (end - first) * (self.block_s + self.growth_s * (first + end - 1) / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """What is stored under one part number.
+    """The properties of one part number.
 
     nbytes: size of the part of one block.
     window_blocks: for `WINDOW`, how many trailing blocks of the prefix must be present.
@@ -133,17 +133,17 @@ class PartSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """An engine as its plugin announces it, for whoever sends it requests.
+    """An engine as its plugin announces it, for routers.
 
-    url: of its HTTP server, as others reach it. role: `both`, `prefill` or `decode`: what it is to be used for.
-    model: the name that it serves it by.
-    events, replay, topic: where it publishes KV events, as ZeroMQ connects from elsewhere; or empty.
-    groups: the cache groups that must hold a block, so that it counts as held; none: nothing is known of its cache.
-    hash_algorithm, none_hash: how its block hashes are made, in the engine's words, and what their chain begins
-        with, as hex digits. block_tokens: of a block of the chain; block_bytes: of one, all ranks together.
+    url: of its HTTP server, as others reach it. role: `both`, `prefill` or `decode`: its intended use. model: the
+    name that it serves it by. events, replay, topic: ZeroMQ addresses of its KV events, as reached from
+    elsewhere; or empty. groups: the cache groups that must hold a block for it to count as held; none: its cache
+    is unknown. hash_algorithm, none_hash: the algorithm of its block hashes, by the engine's name, and the start
+    of their chain,
+        as hex digits. block_tokens: of a block of the chain; block_bytes: of one, all ranks together.
     capacity_tokens: of its own cache. step_tokens: of a step. max_len: of prompt and answer.
     follows_max: how many prompts it follows at a time while others compute them.
-    tenant, namespace: whose its blocks are, and their namespace's digest as hex digits; filled in by the daemon.
+    tenant, namespace: of its blocks, the namespace's digest as hex digits; filled in by the daemon.
     """
 
     url: str
@@ -166,16 +166,16 @@ class EngineRecord:
 
 
 def plain_parts(parts: Iterable[PartSpec]) -> list[tuple[int, str, int, int]]:
-    """As messages and records carry them: [nbytes, kind, window, stride] each."""
+    """As in messages and records: [nbytes, kind, window, stride] each."""
     return [(part.nbytes, str(part.kind), part.window_blocks, part.stride) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceRecord:
-    """All that must agree for KV bytes to be exchangeable, and the sizes that follow from it.
+    """All facts that must agree for KV bytes to be exchangeable, and the resulting sizes.
 
     fields: JSON-able facts (model, revision, dtypes, layout, platform, hash algorithm and seed, sizes
-        of the parallel groups, codec, tenant, epoch, …). They alone make the digest.
+        of the parallel groups, codec, tenant, epoch, …). Only they determine the digest.
     parts: sizes and hit rules. Not part of the digest: two users whose fields agree and whose parts
         do not have left something out of the fields, and are refused (`NamespaceMismatch`) rather
         than served each other's bytes.
@@ -218,9 +218,9 @@ class NamespaceRecord:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A namespace as a client holds it once `Client.open` has made it known to the daemon.
+    """A namespace as a client holds it once `Client.open` has registered it with the daemon.
 
-    replicas, write, ttl_s, ssd_codec, write_remote: what the client asked for; see `Client.open`.
+    replicas, write, ttl_s, ssd_codec, write_remote: requested by the client; see `Client.open`.
     """
 
     record: NamespaceRecord

@@ -1,1 +1,1 @@
-"""Shared memory between processes of one machine: segments, views of buffers, and whether their owner lives."""
+"""Shared memory between processes of one machine: segments, views of buffers, and liveness of their owner."""

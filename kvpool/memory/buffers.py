@@ -1,6 +1,6 @@
-"""Whatever a caller holds its bytes in, seen as bytes without a copy; and copies in few large calls.
+"""A caller's buffers as bytes without a copy; and copies in few large calls.
 
-One call a batch wherever the shapes allow it: while another thread of the process is busy in Python, each
+One call a batch if the shapes allow it: while another thread of the process runs Python code, each
 call that re-takes the GIL waits a switch interval for it, so a loop over 64 blocks can take 60 times as
 long as one call over all of them.
 """
@@ -26,8 +26,7 @@ IOV_MAX = 1024
 def as_bytes(source: Any, *, writable: bool = False) -> Bytes1D:
     """The bytes of a buffer, numpy array or torch CPU tensor, flat, sharing its memory.
 
-    Raises `InvalidRequest` for what is not contiguous, not in host memory, or not writable though it
-    has to be.
+    Raises `InvalidRequest` unless it is contiguous, in host memory, and writable if required.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(source, torch.Tensor):
@@ -58,7 +57,7 @@ def as_bytes(source: Any, *, writable: bool = False) -> Bytes1D:
 
 
 class Source:
-    """The blocks that a put writes: n rows of `nbytes`, in one piece, one piece each, or many each."""
+    """The blocks that a put writes: n rows of `nbytes`, as one buffer, one each, or several each."""
 
     def __init__(self, blocks: Any, n: int, nbytes: int) -> None:
         """Raises `InvalidRequest` when the sizes are not n times `nbytes`."""
@@ -113,7 +112,7 @@ class Source:
         """Copy the chosen blocks (ascending, at least one) into rows of the segment `table`, whose memfd is `fd`."""
         if self.rows is not None:
             first, count = int(indices[0]), len(indices)
-            # Mostly what is missing is all, or the tail of a prefix: then nothing is gathered first.
+            # Mostly all blocks, or the tail of a prefix, are missing: then nothing is gathered first.
             together = int(indices[-1]) - first + 1 == count
             source = self.rows[first : first + count] if together else self.rows[indices]
             if self.nbytes == table.shape[1]:

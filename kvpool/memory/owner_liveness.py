@@ -1,12 +1,12 @@
-"""How readers of another process's memory learn that it may be gone, before anybody else can have it.
+"""How readers of another process's memory learn that its owner has died, before the memory can be reused.
 
-What a process has of a device is freed by the kernel while the process exits, and a pidfd tells of the exit
-only afterwards: in between somebody else may own the memory. So the owner's main thread holds a robust mutex
-in a page of shared memory. The kernel marks it when that thread exits, before it closes any of the process's
-files, and so before the driver takes back what was allocated through them. Whoever finds the mutex held
-*after* its copy knows that the memory was still the owner's while it copied.
+The kernel frees a process's device memory while the process exits, and a pidfd signals the exit only afterwards:
+in between the memory may already have a new owner. So the owner's main thread holds a robust mutex in a page of
+shared memory. The kernel marks it when that thread exits, before it closes any of the process's files, and so
+before the driver frees memory allocated through them. A reader that finds the mutex held *after* its copy knows
+that the memory still had its owner during the copy.
 
-That is known to readers through a descriptor of the page, which they can map but not write to.
+Readers get a descriptor of the page, which they can map but not write to.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import threading
 from kvpool.errors import SegmentError
 from kvpool.memory.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK
 
-F_SEAL_FUTURE_WRITE = 0x10  # fcntl.h, since Linux 5.1: those who map it from now on cannot write
+F_SEAL_FUTURE_WRITE = 0x10  # fcntl.h, since Linux 5.1: new mappings are read-only
 _PROCESS_SHARED, _ROBUST = 1, 1  # pthread.h
-_OWNER = 0x3FFFFFFF  # of a futex: the thread that holds it; the kernel clears it when that has died
+_OWNER = 0x3FFFFFFF  # of a futex: the holding thread; the kernel clears it when that has died
 _ATTRIBUTE_BYTES = 64  # at least a `pthread_mutexattr_t`
 
 
 class OwnerLiveness:
-    """The page of one life, made before its process serves, by the one who starts it."""
+    """The page of one life, created by the starter of its process, before it serves."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("kvpool-life", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -40,20 +40,20 @@ class OwnerLiveness:
             raise
 
     def end(self) -> None:
-        """The process is dead. The kernel has marked that, but where it had no memory left to do so."""
+        """The process is dead. The kernel has marked that, unless it had no memory left to do so."""
         self._page[:4] = bytes(4)
         self._page.close()
         os.close(self.fd)
 
 
 def begin(fd: int) -> None:
-    """Live, for as long as this thread does: call it from the main one. Takes over the descriptor.
+    """Alive as long as this thread: call it from the main one. Takes over the descriptor.
 
-    Raises `SegmentError` where that cannot be made known.
+    Raises `SegmentError` if the kernel does not support it.
     """
     try:
         page = mmap.mmap(fd, mmap.PAGESIZE)
-        # Mapped until the end, also while the interpreter takes itself apart: the kernel must find the mutex.
+        # Mapped until the end, also during the interpreter's shutdown: the kernel must find the mutex.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(page))
         libc = ctypes.CDLL(None)
         attributes = ctypes.create_string_buffer(_ATTRIBUTE_BYTES)
@@ -77,7 +77,7 @@ def begin(fd: int) -> None:
 
 
 class LifeView:
-    """A life, as a reader sees it. Thread-safe. Takes over the descriptor."""
+    """A life, as seen by a reader. Thread-safe. Takes over the descriptor."""
 
     def __init__(self, fd: int) -> None:
         try:
@@ -89,7 +89,7 @@ class LifeView:
 
     @property
     def alive(self) -> bool:
-        """Whether all memory of the process was its own until now."""
+        """Whether the process has owned its memory until now."""
         return _owner(self._page) != 0
 
 

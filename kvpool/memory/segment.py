@@ -1,6 +1,6 @@
-"""Segments as every process sees them: shared memory, known by descriptor, mapped.
+"""Segments as seen by every process: shared memory, identified by descriptor, mapped.
 
-Making one is the business of a tier (`storage/dram.py`).
+Tiers create them (`storage/dram.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
 class Segment:
     """One contiguous region of shared memory.
 
-    Whoever creates it owns the descriptor; mappings made from it stay valid after `close`, and the
+    The creator owns the descriptor; mappings made from it stay valid after `close`, and the
     memory is freed when the last descriptor and mapping is gone.
     """
 

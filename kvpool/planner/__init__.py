@@ -1,1 +1,1 @@
-"""How many engines of which kind, and how large a pool, a workload needs: found by simulating it."""
+"""Finds how many engines of each role, and how large a pool, a workload needs, by simulation."""

@@ -1,1 +1,1 @@
-"""Certificates: making them, reading them, and the names in them."""
+"""Certificates: creation, reading, and the names in them."""

@@ -1,4 +1,4 @@
-"""What a certificate of ours says about who shows it: kvpool://CLUSTER/ROLE/NAME, a URI among its names."""
+"""The identity in a kvpool certificate: kvpool://CLUSTER/ROLE/NAME, a URI among its names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Self
 
 SCHEME = "kvpool"
-NODE = "node"  # a daemon: may be a peer of the others
-CLIENT = "client"  # anybody else that shows a certificate: to etcd, to Redis, to the HTTP gateway
+NODE = "node"  # a daemon: accepted as a peer
+CLIENT = "client"  # any other holder of a certificate: for etcd, Redis, the HTTP gateway
 ROLES = (NODE, CLIENT)
 _URI = re.compile(
     rf"{SCHEME}://([A-Za-z0-9][A-Za-z0-9._-]{{0,62}})/({'|'.join(ROLES)})/([A-Za-z0-9][A-Za-z0-9._-]{{0,62}})"
@@ -17,7 +17,7 @@ _URI = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class CertificateName:
-    """Who somebody is in a cluster. role: one of `ROLES`."""
+    """An identity in a cluster. role: one of `ROLES`."""
 
     cluster: str
     role: str
@@ -28,6 +28,6 @@ class CertificateName:
 
     @classmethod
     def parse(cls, uri: str) -> Self | None:
-        """None for what is no such name."""
+        """None for other names."""
         match = _URI.fullmatch(uri)
         return None if match is None else cls(match[1], match[2], match[3])

@@ -1,13 +1,13 @@
-"""A small certificate authority in a folder: what `kvpool certs` makes. Needs the extra kvpool[admin].
+"""A small certificate authority in a folder, for `kvpool certs`. Needs the extra kvpool[admin].
 
-    ca.pem, ca.key            the authority; whoever has its key is every node
+    ca.pem, ca.key            the authority; anyone who has its key can be any node
     crl.pem                   which certificates are revoked
     node-NAME.pem, .key       a node's, for both ends of a connection
     client-NAME.pem, .key     a client's
-    issued.jsonl              a line for each that was made: what `revoke` finds by its name
+    issued.jsonl              a line for each certificate: `revoke` finds it by its name
 
 Keys are EC P-256, files of mode 0600, without a password. Nothing here opens a connection; the folder can be kept
-on a machine without a network, which is where the authority's key is best. One user at a time.
+on a machine without a network, which is the best place for the authority's key. One user at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvpool.security.certificate_names import CLIENT, NODE, CertificateName
 AUTHORITY_DAYS = 3650
 DAYS = 365
 DAYS_MAX = 3650
-EARLY = timedelta(minutes=5)  # for machines whose clocks are behind
+EARLY = timedelta(minutes=5)  # for machines whose clocks are slow
 HOSTS_MAX = 64
 _HOST = re.compile(
     r"(?=.{1,253}$)(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*"
@@ -45,7 +45,7 @@ SERIAL_BITS_MAX = 159  # RFC 5280: 20 bytes, not negative
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """What signs, and for which cluster."""
+    """The signing key, and its cluster."""
 
     folder: Path
     cluster: str
@@ -55,7 +55,7 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A certificate that was made, and where it is."""
+    """An issued certificate, and its path."""
 
     name: CertificateName
     serial: int
@@ -66,9 +66,9 @@ class Issued:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What stands in a certificate or in a list of revoked ones. name: of whom; None: not one of ours.
+    """The contents of a certificate or a revocation list. name: of the owner; None: not issued for kvpool.
 
-    revoked: serials and when; None: this is no such list.
+    revoked: serials and times; None: this is not a revocation list.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Shown:
 
 
 def make_authority(folder: Path, cluster: str, now: datetime) -> Authority:
-    """Make an authority, and an empty list of what it has revoked. Raises `ConfigError` where there is one."""
+    """Create an authority, and an empty revocation list. Raises `ConfigError` if there is one."""
     _check_name(CertificateName(cluster, NODE, "any"))
     if (folder / "ca.key").exists() or (folder / "ca.pem").exists():
         raise ConfigError(
@@ -116,7 +116,7 @@ def make_authority(folder: Path, cluster: str, now: datetime) -> Authority:
 
 
 def open_authority(folder: Path) -> Authority:
-    """The one in this folder. Raises `ConfigError`."""
+    """The authority in this folder. Raises `ConfigError`."""
     try:
         certificate = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
         key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
@@ -145,10 +145,10 @@ def issue(
     hosts: Sequence[str] = (),
     days: int = DAYS,
 ) -> Issued:
-    """Make a certificate and its key; those that were made for the same name before are replaced, not revoked.
+    """Issue a certificate and its key; earlier ones for the same name are replaced, not revoked.
 
-    role: `NODE`, good for both ends of a connection, or `CLIENT`. hosts: names and addresses at which others, such
-    as browsers, reach it. Raises `ConfigError` for what cannot be in one, or cannot be written.
+    role: `NODE`, valid for both ends of a connection, or `CLIENT`. hosts: names and addresses that clients, such
+    as browsers, connect to. Raises `ConfigError` for invalid values, or if it cannot be written.
     """
     whose = CertificateName(authority.cluster, role, name)
     _check_name(whose)
@@ -189,7 +189,7 @@ def issue(
         authority.folder / f"{role}-{name}.key",
         ends,
     )
-    # Remembered first: what was made and is not known of could not be revoked by its name.
+    # Recorded first: an unrecorded certificate could not be revoked by its name.
     _remember(authority, made)
     _write(made.key, _pem_of(key), 0o600)
     _write(made.cert, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
@@ -197,9 +197,9 @@ def issue(
 
 
 def revoke(authority: Authority, which: str, now: datetime) -> list[int]:
-    """Revoke all that were made for a name, or one by its serial number in hex; those that were not revoked yet.
+    """Revoke all certificates of a name, or one by its serial number in hex; returns the newly revoked ones.
 
-    Raises `InvalidRequest` for a name that nothing was made for, or both a node's and a client's.
+    Raises `InvalidRequest` for a name without certificates, or that is both a node's and a client's.
     """
     serials = _serials(authority, which)
     crl = _read_revoked(authority)
@@ -211,7 +211,7 @@ def revoke(authority: Authority, which: str, now: datetime) -> list[int]:
 
 
 def look_at(path: Path) -> Shown:
-    """What is in a PEM file: its first certificate, or a list of revoked ones. Raises `ConfigError`."""
+    """The contents of a PEM file: its first certificate, or a revocation list. Raises `ConfigError`."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -340,7 +340,7 @@ def _remembered(authority: Authority) -> list[tuple[int, CertificateName | None]
 
 
 def _serials(authority: Authority, which: str) -> list[int]:
-    """Of what is to be revoked."""
+    """The identity to revoke."""
     made = _remembered(authority)
     named = [(serial, name) for serial, name in made if name is not None and name.name == which]
     roles = {name.role for _, name in named}
@@ -377,7 +377,7 @@ def _read_revoked(
 def _write_revoked(
     authority: Authority, revoked: Sequence[tuple[int, datetime]], now: datetime
 ) -> None:
-    """It is good for as long as the authority is: one that expires would shut all nodes out at once."""
+    """As valid as the authority: an expired list would shut all nodes out at once."""
     builder = (
         x509.CertificateRevocationListBuilder()
         .issuer_name(authority.certificate.subject)
@@ -403,7 +403,7 @@ def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """All of it or nothing, and never readable by more than `mode` says."""
+    """Atomically, and never readable by more than `mode` allows."""
     try:
         fd, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:

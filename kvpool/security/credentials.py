@@ -1,9 +1,9 @@
-"""The certificates by which daemons know each other: read from files, and again when these change.
+"""The certificates by which daemons authenticate each other: read from files, and again when these change.
 
-A peer is known by its certificate, not by its host's name: nodes are reached at addresses that change, through
-address translation and by several network cards, and the same address is another node's tomorrow. So what is
-checked is that the certificate is of our authority, valid now, not revoked, a node's, and of our cluster; and
-that the name in it is the one by which the peer introduces itself.
+A peer is identified by its certificate, not by its host's name: nodes are reached at addresses that change,
+through address translation and by several network cards, and the same address may be another node's tomorrow. So
+the checks are that the certificate is of our authority, valid now, not revoked, a node's, and of our cluster; and
+that the name in it is the one in the peer's handshake.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from kvpool.errors import ConfigError, NotAuthenticated
 from kvpool.security.certificate_names import NODE, CertificateName
 
-LOOK_S = 1.0  # between two looks at the files
+LOOK_S = 1.0  # between two checks of the files
 FLIGHTS_MAX = 8  # of a handshake with ourselves, which takes three
 
 log = logging.getLogger("kvpool.transfer")
@@ -28,8 +28,9 @@ log = logging.getLogger("kvpool.transfer")
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files: our certificate with what leads to the authority, its key, who signs ours and our peers', and
-    which of these are revoked (empty: nobody asks)."""
+    """PEM files: our certificate and its chain, its key, the authority of ours and our peers' certificates, and
+    the revoked ones (empty: not checked).
+    """
 
     cert: str
     key: str
@@ -39,17 +40,17 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """What one reading of the files came to: for connections that we accept, and for those that we make."""
+    """The TLS contexts of one reading of the files: for inbound and for outbound connections."""
 
     listens: ssl.SSLContext
     connects: ssl.SSLContext
 
 
 class Credentials:
-    """Who we are in TLS, and whom we believe. Thread-safe.
+    """Our identity in TLS, and the accepted ones. Thread-safe.
 
-    Files that change are read again, without a restart: what cannot be used is logged once, and the last ones
-    that could be stay in use. Raises `ConfigError` when the first ones cannot.
+    Changed files are read again, without a restart: invalid ones are logged once, and the last valid ones
+    stay in use. Raises `ConfigError` if the first ones are invalid.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class Credentials:
         self._contexts = self._load()
 
     def current(self) -> Contexts:
-        """Those of the files as they are now, or were a moment ago. The same object until they change."""
+        """The contexts for the files as of now, or a moment ago. The same object until they change."""
         with self._lock:
             if self._clock() - self._looked >= LOOK_S:
                 self._looked = self._clock()
                 seen = self._look()
                 if seen != self._seen:
-                    # Remembered before they are read: what changes meanwhile is seen the next time.
+                    # Recorded before they are read: concurrent changes are seen the next time.
                     self._seen = seen
                     self._read_again()
             return self._contexts
@@ -100,7 +101,7 @@ class Credentials:
         contexts = Contexts(
             self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
         )
-        # Nobody resumes a connection, and on an idle one there is nothing to read.
+        # Connections are not resumed, and on an idle one there is nothing to read.
         contexts.listens.num_tickets = 0
         try:
             ours = name_in(_shown_to_ourselves(contexts))
@@ -146,7 +147,7 @@ class Credentials:
 
 
 def name_in(certificate: dict[str, Any] | None) -> CertificateName:
-    """Who a verified certificate is of. Raises `NotAuthenticated` unless it says that once."""
+    """The identity in a verified certificate. Raises `NotAuthenticated` unless it has exactly one."""
     names = (certificate or {}).get("subjectAltName", ())
     uris = [CertificateName.parse(value) for kind, value in names if kind == "URI"]
     ours = [name for name in uris if name is not None]
@@ -159,7 +160,7 @@ def name_in(certificate: dict[str, Any] | None) -> CertificateName:
 
 
 def node_in(certificate: dict[str, Any] | None, cluster: str) -> str:
-    """Which node of our cluster a verified certificate is of. Raises `NotAuthenticated` for all else."""
+    """The node of our cluster in a verified certificate. Raises `NotAuthenticated` for all others."""
     name = name_in(certificate)
     if (name.cluster, name.role) != (cluster, NODE):
         raise NotAuthenticated(
@@ -169,7 +170,8 @@ def node_in(certificate: dict[str, Any] | None, cluster: str) -> str:
 
 
 def _shown_to_ourselves(contexts: Contexts) -> dict[str, Any] | None:
-    """A handshake with ourselves, in memory: whether a peer with the same files would believe us; our certificate.
+    """A handshake with ourselves, in memory: whether a peer with the same files would accept us; returns our
+    certificate.
 
     Raises `ssl.SSLError`.
     """
@@ -182,12 +184,12 @@ def _shown_to_ourselves(contexts: Contexts) -> dict[str, Any] | None:
         try:
             end.do_handshake()
         except ssl.SSLWantReadError:
-            pass  # the other one has to speak
+            pass  # the other side must send
     return far.getpeercert()
 
 
 def _state(path: str) -> tuple[int, int, int] | None:
-    """What changes with a file's contents, as far as can be seen from outside. None: it is not there."""
+    """Changes with a file's contents, as far as visible from outside. None: it is missing."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""How values are spread: counts by bucket, as Prometheus has them. No I/O."""
+"""Distributions of values: counts by bucket, as in Prometheus. No I/O."""
 
 from __future__ import annotations
 

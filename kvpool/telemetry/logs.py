@@ -1,6 +1,6 @@
-"""What processes log: one line a record, on standard error, for people (`text`) or for programs (`json`).
+"""Log format: one line a record, on standard error, for people (`text`) or for programs (`json`).
 
-Fields stand beside the message, so that nobody has to take it apart: `log.warning("...", extra={"peer": name})`.
+Fields are kept beside the message, so that it need not be parsed: `log.warning("...", extra={"peer": name})`.
 A worker process logs as its daemon does, and its lines carry its name.
 """
 
@@ -30,7 +30,7 @@ _PLAIN = re.compile(r"[^\s\"=]+")
 
 
 def setup(level: str, form: str, **fields: str) -> None:
-    """Begin to log, in place of how it was set up before. level: debug, info, warning or error. form: text or json.
+    """Start logging, replacing an earlier setup. level: debug, info, warning or error. form: text or json.
 
     fields: carried by all lines.
     """
@@ -45,19 +45,19 @@ def setup(level: str, form: str, **fields: str) -> None:
 
 
 def set_level(level: str) -> None:
-    """Of our own loggers, also while the process runs. Libraries log warnings at most."""
+    """For kvpool's loggers, also while the process runs. Libraries log warnings at most."""
     logging.getLogger(OURS).setLevel(level.upper())
     logging.getLogger().setLevel(max(logging.getLogger(OURS).level, logging.WARNING))
 
 
 def setup_worker(name: str) -> None:
-    """In a worker process: log as the daemon does that has started it with `inherited`. name: `transfer`."""
+    """In a worker process: log as its daemon, started with `inherited`. name: `transfer`."""
     environ = os.environ
     setup(environ.get(LEVEL_VARIABLE, "warning"), environ.get(FORMAT_VARIABLE, "text"), worker=name)
 
 
 def inherited() -> dict[str, str]:
-    """The environment with which a worker process logs as this one does; empty where nothing was set up."""
+    """The environment with which a worker process logs as this one does; empty if logging was not set up."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, LineFormatter):
             level = logging.getLevelName(logging.getLogger(OURS).level).lower()
@@ -125,7 +125,7 @@ def _without_passwords(text: str) -> str:
 
 
 def _bounded(value: Any) -> Any:
-    """The value; its beginning as text where it is long."""
+    """The value; its beginning as text if it is long."""
     text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
     if len(text) > FIELD_CHARACTERS_MAX:
         value = text[:FIELD_CHARACTERS_MAX]

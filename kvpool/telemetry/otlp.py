@@ -1,7 +1,7 @@
-"""Finished spans, sent to a collector by OTLP over HTTP. Needs the extra kvpool[tracing].
+"""Exports finished spans to a collector by OTLP over HTTP. Needs the extra kvpool[tracing].
 
-The spans are made by `kvpool.telemetry.spans` as plain values; OpenTelemetry's SDK is loaded here only, in processes and
-threads that no request waits for.
+The spans are made by `kvpool.telemetry.spans` as plain values; OpenTelemetry's SDK is loaded here only, in
+processes and threads that no request waits for.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ EVERY_S = 1.0
 EXPORT_S = 3.0
 """The longest that one attempt may take."""
 ATTEMPTS_MAX = 3
-"""So often a batch is sent before it is given up. Meanwhile spans wait where they were made."""
+"""Attempts per batch before it is dropped. Meanwhile spans wait in their buffer."""
 PREFIX = "kvpool."
 TRACES_PATH = "/v1/traces"
 
 
 @dataclass(slots=True)
 class Counts:
-    """Of one exporter. exported, lost: spans. failures: attempts. dropped: spans that were not taken in time."""
+    """For one exporter. exported, lost: spans. failures: attempts. dropped: spans that overflowed the buffer."""
 
     exported: int = 0
     lost: int = 0
@@ -42,7 +42,7 @@ class Exporter:
     """Sends batches of one service. `export` blocks, for `EXPORT_S` at most; one thread at a time."""
 
     def __init__(self, endpoint: str, service: str, instance: str, version: str) -> None:
-        """Raises `ConfigError` where OpenTelemetry is not installed."""
+        """Raises `ConfigError` if OpenTelemetry is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -51,7 +51,7 @@ class Exporter:
                 f"otlp: traces need {error.name}: pip install 'kvpool[tracing]'"
             ) from None
         self.endpoint = endpoint
-        # What it says of each failure is counted here, and said once.
+        # Its own logs are suppressed: failures are counted here, and logged once.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
         self._exporter = OTLPSpanExporter(endpoint=endpoint + TRACES_PATH, timeout=EXPORT_S)
         self._resource = Resource(
@@ -63,14 +63,14 @@ class Exporter:
         )
 
     def export(self, spans: Sequence[Finished]) -> bool:
-        """Whether the collector has taken them."""
+        """Whether the collector has accepted them."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         readable = [_readable(span, self._resource) for span in spans]
         return bool(self._exporter.export(readable) is SpanExportResult.SUCCESS)
 
     def close(self) -> None:
-        """Calls off what is being sent."""
+        """Cancels the export under way."""
         self._exporter.shutdown()
 
 
@@ -83,10 +83,10 @@ async def export_spans(
     counts: Counts,
     every_s: float = EVERY_S,
 ) -> None:
-    """Send on what there is to take, again and again, until this is cancelled.
+    """Export batches periodically, until this is cancelled.
 
-    What cannot be sent is tried again, and given up after `ATTEMPTS_MAX` times. take: raises `KvpoolError` where
-    spans are not to be had at present. An outage is logged once.
+    Failed batches are retried, and dropped after `ATTEMPTS_MAX` attempts. take: raises `KvpoolError` if
+    spans are not available at present. An outage is logged once.
     """
     waiting: Sequence[Finished] = ()
     attempts, well = 0, True

@@ -1,11 +1,12 @@
-"""Spans of traces, recorded as plain values and kept until somebody takes them. No I/O; time and randomness are arguments.
+"""Spans of traces, recorded as plain values and kept until they are taken. No I/O; time and randomness are
+arguments.
 
 A request's trace context (W3C `traceparent`) travels with it, from the router to the engine, from there to the
-daemon, and on to the daemons that it pulls from. A context that is not valid, or not sampled, is none: nothing is
-recorded for it. Work that belongs to a request finds its span by `current`: tasks that are created under a span
-have it, too. Work that goes on when its request has been answered is in no trace.
+daemon, and on to the daemons that it pulls from. Without a valid, sampled context nothing is
+recorded. Work for a request finds its span by `current`: tasks that are created under a span
+inherit it. Work that continues after its request has been answered is in no trace.
 
-Who takes spans sends them on (`kvpool.telemetry.otlp`); where nobody does, none are recorded (`Spans.on`).
+The exporter takes spans (`kvpool.telemetry.otlp`); without one, none are recorded (`Spans.on`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 SPANS_MAX = 4096
-"""Finished spans that are kept; then the oldest go."""
+"""Finished spans that are kept; beyond it the oldest are dropped."""
 TAKE_MAX = 512
 ATTRIBUTES_MAX = 32
 TEXT_CHARACTERS_MAX = 256
@@ -30,7 +31,7 @@ TRACEPARENT_CHARACTERS_MAX = 256
 USUAL_CHARACTERS = 55
 SAMPLED = 1
 EVEN = "02468ace"
-"""Last digits of flags that are not sampled."""
+"""Last digits of flags without sampling."""
 
 SERVER, CLIENT, INTERNAL = "server", "client", "internal"
 
@@ -49,7 +50,7 @@ READ = "kvpool.read"
 LEND = "kvpool.lend"
 
 CALLED_OFF = "called off"
-"""How a span ends whose work was cancelled: `Span.end`."""
+"""Status of a span whose work was cancelled: `Span.end`."""
 
 NAMES = {
     REQUEST: SERVER,
@@ -66,7 +67,7 @@ NAMES = {
     READ: INTERNAL,
     LEND: SERVER,
 }
-"""All spans that there are, and their kinds; docs/tracing.md describes them."""
+"""All span names, and their kinds; docs/tracing.md describes them."""
 
 Value = str | int | float
 RandomBytes = Callable[[int], bytes]
@@ -77,7 +78,7 @@ _TRACEPARENT = re.compile(
 
 
 class Context(NamedTuple):
-    """What a `traceparent` says, in hex digits as there. span: who called."""
+    """The fields of a `traceparent`, in hex digits as there. span: the caller's."""
 
     trace: str
     span: str
@@ -89,7 +90,7 @@ class Context(NamedTuple):
 
 
 def parse(traceparent: str) -> Context | None:
-    """None for what is not valid."""
+    """None if it is invalid."""
     if len(traceparent) > TRACEPARENT_CHARACTERS_MAX:
         return None
     match = _TRACEPARENT.fullmatch(traceparent)
@@ -101,7 +102,7 @@ def parse(traceparent: str) -> Context | None:
 
 
 def identifier(size: int, random: RandomBytes) -> str:
-    """So many random bytes, in hex. Of all zeros is no identifier."""
+    """Random bytes of this size, in hex. All zeros are not a valid identifier."""
     found = random(size)
     while not any(found):
         found = random(size)
@@ -109,7 +110,7 @@ def identifier(size: int, random: RandomBytes) -> str:
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
-    """A span that has ended, as it is sent on. Times are nanoseconds since 1970. error: empty where all went well."""
+    """A finished span, as exported. Times are nanoseconds since 1970. error: empty on success."""
 
     trace: str
     span: str
@@ -122,7 +123,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Some finished spans, oldest first. left: how many more there are. dropped: how many there was no room for, in all."""
+    """Some finished spans, oldest first. left: how many more there are. dropped: overflowed spans, in total."""
 
     spans: list[Finished]
     left: int = 0
@@ -131,7 +132,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """A piece of work under way, until `end`. Belongs to whoever began it; one thread."""
+    """A piece of work under way, until `end`. Belongs to its creator; one thread."""
 
     trace: str
     span: str
@@ -145,7 +146,7 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """For whoever works for this span elsewhere."""
+        """The context for work on this span elsewhere."""
         return f"00-{self.trace}-{self.span}-01"
 
     def set(self, **attributes: Value) -> None:
@@ -158,12 +159,12 @@ class Span:
             self.attributes[name] = int(self.attributes.get(name, 0)) + more
 
     def count_above(self, name: str, more: int) -> None:
-        """Add to an attribute of the span that this one is part of."""
+        """Add to an attribute of the parent span."""
         if self._up is not None:
             self._up.count(name, more)
 
     def child(self, name: str) -> Span | None:
-        """A piece of this one; None once this has ended."""
+        """A child of this one; None once this has ended."""
         return None if self.ended else self._spans.start(self.trace, self.span, name, self)
 
     def end(self, error: str = "", **attributes: Value) -> None:
@@ -177,9 +178,9 @@ class Span:
 
 
 class Spans:
-    """Begins spans, and keeps those that have ended. One thread.
+    """Starts spans, and keeps finished ones. One thread.
 
-    on: whether anybody takes them. wall_ns: nanoseconds since 1970.
+    on: whether they are exported. wall_ns: nanoseconds since 1970.
     """
 
     def __init__(
@@ -201,9 +202,9 @@ class Spans:
         return len(self._finished)
 
     def begin(self, traceparent: str, name: str) -> Span | None:
-        """What is done for a caller; None where the context that came is not valid, or not sampled."""
+        """Work for a caller; None if its context is invalid, or not sampled."""
         if not self.on or (len(traceparent) == USUAL_CHARACTERS and traceparent[-1] in EVEN):
-            return None  # most are turned away here, without being read
+            return None  # most are rejected here, without parsing
         context = parse(traceparent)
         if context is None or not context.sampled:
             return None
@@ -237,7 +238,7 @@ class Spans:
         )
 
     def take(self, count: int) -> Batch:
-        """The oldest ones, `TAKE_MAX` at most; they are not kept any longer."""
+        """The oldest ones, `TAKE_MAX` at most; they are removed."""
         finished = self._finished
         taken = [finished.popleft() for _ in range(min(max(0, count), TAKE_MAX, len(finished)))]
         return Batch(taken, len(finished), self.dropped)
@@ -252,14 +253,14 @@ def current() -> Span | None:
 
 
 def child(name: str) -> Span | None:
-    """A piece of what the running task works for; None where that is not traced."""
+    """A child of the running task's span; None if that is not traced."""
     above = _current.get()
     return None if above is None else above.child(name)
 
 
 @contextmanager
 def working_for(span: Span) -> Iterator[None]:
-    """Have `span` be the current one."""
+    """Make `span` the current one."""
     token = _current.set(span)
     try:
         yield

@@ -1,6 +1,6 @@
-"""What every catalog has to do, as tests: see `kvpool.testing.directory` for how to use a suite.
+"""Requirements of every catalog, as tests: see `kvpool.testing.directory` for how to use a suite.
 
-What it says is checked against a plain dict that the test fills itself.
+Answers are compared with a plain dict that the test fills itself.
 """
 
 from __future__ import annotations

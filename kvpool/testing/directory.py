@@ -1,4 +1,4 @@
-"""What every directory has to do, as tests: for ours and for those of other distributions.
+"""Requirements of every directory, as tests: for kvpool's and for other distributions'.
 
     class TestMine(DirectoryContract):
         @asynccontextmanager
@@ -9,7 +9,7 @@
         async def lose(self, directory):
             await server.empty()
 
-What it says is checked against a plain dict that the test fills itself.
+Answers are compared with a plain dict that the test fills itself.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Holdings = dict[tuple[bytes, bytes], dict[tuple[bytes, int], int]]
 async def holdings(
     directory: Directory, digests: Sequence[bytes], keys: Sequence[bytes], parts: int = PARTS
 ) -> Holdings:
-    """All that it says of these keys, without those of which it says nothing."""
+    """All entries of these keys, without keys that have none."""
     said: Holdings = {}
     for digest in digests:
         found = await directory.locate(digest, parts, keys)

@@ -1,10 +1,10 @@
-"""What every membership has to do, as tests: for ours and for those of other distributions.
+"""Requirements of every membership, as tests: for kvpool's and for other distributions'.
 
     class TestMine(MembershipContract):
         @pytest.fixture
         def backend(self) -> Iterator[Backend]: ...
 
-What members see is checked against what the test itself told the others to do, in a plain model.
+Members' views are compared with a plain model of the commands that the test gave.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ PATIENCE_S = 60.0  # for what should happen within a few seconds; the machine ma
 
 
 class Backend(Protocol):
-    """One fresh cluster, and what goes wrong with it."""
+    """One new cluster, and its faults."""
 
     def member(self, *, secret: bytes = b"", protocol: int = 1) -> Membership:
         """One more member of it, not started. The caller closes it."""
         ...
 
     async def expire(self, node: str) -> None:
-        """End a node's lease behind its back, as if it had been silent."""
+        """End a node's lease without its knowledge, as if it had been silent."""
         ...
 
     async def go_away(self) -> None:
-        """Be out of reach for all members, with everything kept."""
+        """Become unreachable for all members, keeping everything."""
         ...
 
     async def come_back(self) -> None: ...
@@ -462,7 +462,7 @@ class MembershipContract:
 
 
 class Model:
-    """What a cluster has come to, by the commands that were given; random, through random members."""
+    """The expected state of a cluster after the commands; random, through random members."""
 
     def __init__(self, rng: random.Random, members: Sequence[Membership]) -> None:
         self.nodes: dict[str, NodeRecord] = {}

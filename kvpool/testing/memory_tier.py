@@ -1,7 +1,7 @@
 """Tiers that keep blocks in a dict: the ports of `kvpool.storage.base` as runnable documentation.
 
-They are for tests that need a tier and do not care which. Nothing is written in the background: what is to be in
-them is given to `store`.
+For tests that need any tier. Nothing is written in the background: blocks get there
+by `store`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class _Kept(NamedTuple):
 
 
 class _DictTier:
-    """What both kinds have in common.
+    """Common to both kinds.
 
-    segments: the bytes of each tenant's memory, by number. capacity_bytes: the oldest go when there is no room.
+    segments: the bytes of each tenant's memory, by number. capacity_bytes: beyond it the oldest are evicted.
     """
 
     def __init__(self, segments: Mapping[int, memoryview], capacity_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What every tier has to do, as tests: for ours and for those of other distributions.
+"""Requirements of every tier, as tests: for kvpool's and for other distributions'.
 
     class TestMine(TierContract):
         durable = True
@@ -8,7 +8,7 @@
             await tier.start()
             return tier
 
-The bytes are checked against a dict that the test fills itself, never against what the tier or its checksums say.
+The bytes are compared with a dict that the test fills itself, never with the tier's or its checksums' answers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvpool.storage.eviction import make_policy
 from kvpool.types import BlockStatus, NamespaceRecord, PartSpec
 
 CAPACITY_BYTES = 4 << 20
-"""Of the tiers under test, about: what is stored at a time fits, and `MANY` blocks do not."""
+"""Capacity of the tiers under test, about: blocks stored at a time fit, and `MANY` blocks do not."""
 MEMORY_BYTES = 16 << 20
 PARTS = (PartSpec(64 << 10), PartSpec(20_000))  # one of whole pages, one not
 MANY = 160
@@ -65,12 +65,12 @@ def keys_of(numbers: Iterable[int]) -> list[bytes]:
 
 
 def block_of(number: int, part: int) -> bytes:
-    """The bytes of a block, so different from others as real ones."""
+    """The bytes of a block, as different from others as real ones."""
     return np.random.default_rng((number, part)).bytes(PARTS[part].nbytes)
 
 
 class Memory:
-    """The memory of a node, with blocks that are called by numbers: where tiers store from and load to."""
+    """The memory of a node, with blocks identified by numbers: tiers store from and load to it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -87,7 +87,7 @@ class Memory:
 
     @property
     def segments(self) -> dict[int, Segment]:
-        """As workers are told of them."""
+        """As passed to workers."""
         return {0: self.segment}
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Memory:
         return self.namespace.tables[part]
 
     def put(self, numbers: Iterable[int], part: int = 0, *, damaged: bool = False) -> list[Block]:
-        """Have these blocks in memory. damaged: with bytes that are not those of their checksums."""
+        """Put these blocks into memory. damaged: with bytes that do not match their checksums."""
         numbers = list(numbers)
         ticket, table = next(self._tickets), self.table(part)
         self.node.puts.reserve(self.holder, self.namespace, part, ticket, list(keys_of(numbers)))
@@ -124,7 +124,7 @@ class Memory:
     async def load(
         self, tier: AnyTier, numbers: Iterable[int], part: int = 0, *, seconds: float = LOAD_S
     ) -> dict[int, BlockStatus]:
-        """Bring blocks that are not in memory into slots of it, and look at them there; what is said of each."""
+        """Load blocks that are not in memory into its slots, and verify them there; returns the status of each."""
         numbers = list(numbers)
         ticket, table, holder = next(self._tickets), self.table(part), self.holder
         self.node.puts.reserve(holder, self.namespace, part, ticket, list(keys_of(numbers)))
@@ -145,7 +145,7 @@ class Memory:
         return said
 
     def has_no_leases(self) -> bool:
-        """Whether nothing is kept in its slot."""
+        """Whether no block is held in its slot."""
         blocks = [block for table in self.namespace.tables for block in table.blocks.values()]
         return not self.node.leases.count and not any(block.leases for block in blocks)
 
@@ -155,12 +155,12 @@ class Memory:
 
 
 def make_node() -> Node:
-    """Rules with nothing in them, as tiers of slots need them."""
+    """Empty rules, as tiers of slots need them."""
     return Node(make_policy=lambda capacity: make_policy("lru", capacity))
 
 
 async def remove(tier: AnyTier, memory: Memory, numbers: Iterable[int]) -> int:
-    """Have blocks gone everywhere; how many were in the tier."""
+    """Remove blocks everywhere; returns how many were in the tier."""
     numbers = list(numbers)
     memory.remove(numbers)
     packed = b"".join(keys_of(numbers))
@@ -170,7 +170,7 @@ async def remove(tier: AnyTier, memory: Memory, numbers: Iterable[int]) -> int:
 
 
 async def masks_of(tier: AnyTier, memory: Memory, numbers: Iterable[int]) -> dict[int, int]:
-    """Which parts of blocks the tier says it has, without blocks of which it has none."""
+    """Which parts of blocks the tier reports, without blocks of which it has none."""
     numbers = list(numbers)
     keys = keys_of(numbers)
     if isinstance(tier, base.SharedTier):
@@ -197,12 +197,12 @@ Test = Callable[[AnyTier, Memory], Awaitable[None]]
 
 
 class TierContract:
-    """Inherit, and say how to open one. durable: what is in it is there again when it is opened once more."""
+    """Inherit, and implement `open`. durable: its contents survive reopening."""
 
     durable = False
 
     async def open(self, memory: Memory, folder: Path) -> AnyTier:
-        """A tier that takes writes, of about `CAPACITY_BYTES`, with what an earlier one left in this folder."""
+        """A tier that accepts writes, of about `CAPACITY_BYTES`, with an earlier one's contents of this folder."""
         raise NotImplementedError
 
     @pytest.fixture(autouse=True)
@@ -218,7 +218,7 @@ class TierContract:
             await tier.close()
 
     def run(self, test: Test) -> None:
-        """Run a test on a fresh tier, on the event loop that the daemon uses. Nothing may be held at the end."""
+        """Run a test on a new tier, on the daemon's event loop. Nothing may be held at the end."""
 
         async def main() -> None:
             memory = Memory(asyncio.get_running_loop().time)
@@ -234,7 +234,7 @@ class TierContract:
     async def store(
         self, tier: AnyTier, memory: Memory, numbers: Iterable[int], part: int = 0
     ) -> None:
-        """Store blocks, and have memory forget them."""
+        """Store blocks, and remove them from memory."""
         blocks = memory.put(numbers, part)
         assert await tier.store(blocks) == bytes([PRESENT]) * len(blocks)
         memory.remove(numbers)
@@ -294,7 +294,7 @@ class TierContract:
         async def test(tier: AnyTier, memory: Memory) -> None:
             blocks = memory.put(range(4))
             memory.remove([1, 2])
-            memory.put([2])  # another block of this name
+            memory.put([2])  # another block with this key
             assert await tier.store(blocks) == bytes([PRESENT, ABSENT, ABSENT, PRESENT])
             memory.remove(range(4))
             assert await masks_of(tier, memory, range(4)) == {0: 1, 3: 1}
@@ -411,12 +411,14 @@ class TierContract:
         self.run(test)
 
     def test_loads_beside_stores_and_removals_are_right_or_nothing(self) -> None:
-        """Every load checks its bytes; at the end the tier and its books agree."""
+        """Every load verifies its bytes; at the end the tier and its books agree."""
 
         async def test(tier: AnyTier, memory: Memory) -> None:
             rng = random.Random(5)
             numbers = range(12)
-            here = memory.put(range(100, 112))  # beside them, the same ones are stored all the time
+            here = memory.put(
+                range(100, 112)
+            )  # concurrently, the same ones are stored all the time
 
             async def store_and_remove() -> None:
                 for _ in range(10):

@@ -1,11 +1,11 @@
-"""What every transport has to do, as tests: for ours and for those of other distributions.
+"""Requirements of every transport, as tests: for kvpool's and for other distributions'.
 
     class TestMine(TransportContract):
         def url(self) -> str:
             return "mine://somewhere"
 
-The bytes are checked against what the test itself wrote into the owner's segment, never against what
-the transport or its checksums say.
+The bytes are compared with those that the test itself wrote into the owner's segment, never with
+the transport's or its checksums' answers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DIGEST = b"namespace-digest"
 
 
 def asking(url: str, keys: bytes) -> AskPeer:
-    """An order to ask a peer what it has."""
+    """An order to ask a peer for its blocks."""
     return AskPeer(url, Ask("default", DIGEST, [], keys), 30.0)
 
 
@@ -57,7 +57,7 @@ def awaiting(url: str, keys: bytes, wait_s: float = 30.0) -> AskPeer:
 
 
 class ScriptedAnswer:
-    """An answer that a test gives when it likes: an `Owed`."""
+    """An answer given by the test at any time: an `Owed`."""
 
     def __init__(self, closed: threading.Semaphore) -> None:
         self._fd = os.eventfd(0)
@@ -162,7 +162,7 @@ class ScriptedSource:
 
 
 class Side:
-    """One daemon's worth of transport, with memory of its own."""
+    """One daemon's transport, with memory of its own."""
 
     def __init__(
         self,
@@ -216,14 +216,14 @@ def order(
 
 
 class TransportContract:
-    """Inherit, and say what to listen on."""
+    """Inherit, and implement `url`."""
 
     def url(self) -> str:
         """A URL to listen on, a new one at each call."""
         raise NotImplementedError
 
     def owner(self, url: str, **side: object) -> Side:
-        """Whose blocks are pulled; overridden where that is another process."""
+        """The owner of the blocks; overridden if that is another process."""
         return Side(url, **side)  # type: ignore[arg-type]
 
     @contextmanager
@@ -247,7 +247,7 @@ class TransportContract:
     def test_what_is_written_comes_ahead_of_the_commit_and_the_rest_with_it(
         self, nbytes: int
     ) -> None:
-        """In pieces; in the end the whole is verified, or nothing but that is left to be done."""
+        """In pieces; in the end the whole is verified, or only that is left to be done."""
         with self.pair(nbytes) as (owner, reader, url, data):
             keys, rows = [key_of(n) for n in range(16)], [2 * n for n in range(16)]
             reader.bytes[:] = b"\xee" * len(reader.bytes)
@@ -273,7 +273,7 @@ class TransportContract:
             assert owner.source.wait_until_returned()
 
     def test_what_came_before_a_commit_and_was_something_else(self) -> None:
-        """Is found by the checksum, and no fault of the owner's copy: it is not told of it."""
+        """Is found by the checksum, and no fault of the owner's replica: it is not reported."""
         with self.pair(1000) as (owner, reader, url, data):
             keys, rows = [key_of(n) for n in range(16)], list(range(16))
             for n in range(16):
@@ -394,7 +394,7 @@ class TransportContract:
             assert reader.transport.pull(order(url, 4096, keys[:1], [0]), Stop()).status == b"\1"
 
     def test_a_row_that_holds_another_block_by_now(self) -> None:
-        """The rules lend what was there before: its bytes are another block's, of the same length."""
+        """The rules lend an earlier block's slots: their bytes are another block's, of the same length."""
         with self.pair() as (owner, reader, url, data):
             old = owner.source.blocks[key_of(2)]
             owner.source.put(key_of(77), old[0], data[9])
@@ -441,7 +441,7 @@ class TransportContract:
         "stride_and_rows", [(4095, 0), (1, 0), (4096, 1 << 20)], ids=["short", "tiny", "outside"]
     )
     def test_a_loan_of_the_wrong_length_or_place(self, stride_and_rows: tuple[int, int]) -> None:
-        """What the rules lend does not fit what was asked for: nobody's bytes go out, the loan comes back."""
+        """The rules' loan does not match the request: no bytes are sent, the loan is returned."""
         with self.pair() as (owner, reader, url, data):
             right = dict(owner.source.blocks)
             owner.source.stride, further = stride_and_rows

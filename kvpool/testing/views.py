@@ -1,4 +1,4 @@
-"""What the suites of `directory.py` and `catalog.py` have in common: tests that look at one thing from two ends."""
+"""Common to the suites of `directory.py` and `catalog.py`: tests with two views of one object."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Port = TypeVar("Port")
 
 
 class TwoViews(Generic[Port]):
-    """Inherit, and say how to open one."""
+    """Inherit, and implement `views`."""
 
     def views(self) -> AbstractAsyncContextManager[tuple[Port, Port]]:
-        """Two ends of an empty one, closed at the end. They may be the same object."""
+        """Two views of an empty one, closed at the end. They may be the same object."""
         raise NotImplementedError
 
     async def lose(self, view: Port, /) -> None:
-        """Have it lose everything."""
+        """Make it lose everything."""
         raise NotImplementedError
 
     def run(self, test: Callable[[Port, Port], Awaitable[None]]) -> None:
-        """Run a test on fresh views, on the event loop that the daemon uses."""
+        """Run a test on new views, on the daemon's event loop."""
 
         async def main() -> None:
             async with self.views() as (one, other):
