@@ -88,8 +88,8 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0)
 
 
 def settled(client: OperatorClient) -> bool:
-    directory = client.stats()["cluster"]["directory"]
-    return bool(directory["settled"] and not directory["queued"])
+    directory = client.stats().cluster.directory
+    return directory is not None and directory.settled and not directory.queued
 
 
 @contextmanager
@@ -214,7 +214,7 @@ def owner(report: Report) -> None:
 
 def asked(client: OperatorClient) -> dict[str, int]:
     """How many requests each peer has been sent, by incarnation."""
-    return {peer["incarnation"]: peer["asked"] for peer in client.stats()["fetch"]["peers"]}
+    return {peer.incarnation: peer.asked for peer in client.stats().fetch.peers}
 
 
 def replicate(a: LocalNode, b: LocalNode, reads: Reads) -> None:
@@ -579,7 +579,7 @@ def follow(report: Report) -> None:
         at_a, at_b = (stack.enter_context(x.client(timeout_s=WAIT_S)) for x in running.nodes)
         there, here = (open_as(client, "followed", nbytes) for client in (at_a, at_b))
         data = np.zeros((size, nbytes), np.uint8)
-        wait_until(lambda: at_b.stats()["cluster"]["others"] == 1, "they know each other")
+        wait_until(lambda: at_b.stats().cluster.others == 1, "they know each other")
         times: dict[str, list[float]] = {"follow": [], "unnamed": [], "pull": [], "chunk": []}
         put_s = []
 
@@ -631,13 +631,13 @@ def follow(report: Report) -> None:
             pull_of_the_last_chunk=1e3 * median(times["chunk"]),
             put_of_a_chunk=1e3 * median(put_s),
         )
-        follows = at_b.stats()["prefix_streams"]
+        follows = at_b.stats().prefix_streams
         report.row(
             "in all",
-            follows=follows["ended"],
-            questions=follows["questions"],
-            lookups=follows["lookups"],
-            lag_ms=1e3 * follows["lag_s"],
+            follows=follows.ended,
+            questions=follows.questions,
+            lookups=follows.lookups,
+            lag_ms=1e3 * follows.lag_s,
         )
         report.check(
             "follow_vs_pull_end", median(times["follow"]) / median(times["pull"]), at_most=0.2
@@ -669,7 +669,7 @@ def follow_layers(report: Report) -> None:
 
             running = stack.enter_context(cluster(nodes=2, memory="512MiB", advertise=advertised))
             at_a, at_b = (stack.enter_context(x.client(timeout_s=WAIT_S)) for x in running.nodes)
-            wait_until(lambda: at_b.stats()["cluster"]["others"] == 1, "they know each other")
+            wait_until(lambda: at_b.stats().cluster.others == 1, "they know each other")
             taken = follow_by_layers(report, at_a, at_b)
             for how, times in taken.items():
                 report.row(
@@ -678,12 +678,12 @@ def follow_layers(report: Report) -> None:
                     least_ms=1e3 * min(times),
                     most_ms=1e3 * max(times),
                 )
-            follows = at_b.stats()["prefix_streams"]
+            follows = at_b.stats().prefix_streams
             report.row(
                 f"{name}, in all",
-                early_pulls=follows["early_pulls"],
-                early_MiB=follows["early_bytes"] >> 20,
-                questions=follows["questions"],
+                early_pulls=follows.early_pulls,
+                early_MiB=follows.early_bytes >> 20,
+                questions=follows.questions,
             )
             ratio = median(taken["by layers"]) / median(taken["at the commit"])
     report.check("follow_layers_vs_chunk", ratio, at_most=0.3)
@@ -744,7 +744,7 @@ def _copied_more(client: OperatorClient, nbytes: int) -> bool:
 
 def copied(client: OperatorClient) -> int:
     """Bytes that other nodes took from this one."""
-    return int(client.stats()["replication"]["accepted_bytes"])
+    return int(client.stats().replication.accepted_bytes)
 
 
 def waiting(report: Report) -> None:
@@ -800,7 +800,7 @@ def waiting(report: Report) -> None:
                 copied_s += time.perf_counter() - begun
                 copied_bytes += copied(at_a) - before
                 load.communicate("stop\n", timeout=WAIT_S)
-                wait_until(lambda: not at_a.stats()["replication"]["wanted"], "all is copied")
+                wait_until(lambda: not at_a.stats().replication.wanted, "all is copied")
         report.row(
             "4 MiB in blocks of 64 KiB, ms",
             idle_p50=1e3 * median(p50[False]),
@@ -831,9 +831,9 @@ def idle(report: Report) -> None:
             report.row(
                 name,
                 hit_rate=rates[name],
-                forwarded=stats["replication"]["forwarded_blocks"],
-                pulled=stats["counters"]["pulled_blocks"],
-                refused_puts=stats["counters"]["refused_full"],
+                forwarded=stats.replication.forwarded_blocks,
+                pulled=stats.counters.pulled_blocks,
+                refused_puts=stats.counters.refused_full,
             )
     report.check("idle_memory_hit_rate", rates["with two idle nodes"], at_least=0.9)
 

@@ -28,6 +28,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from kvpool.client import Client
+from kvpool.telemetry.node_stats import NodeStats
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -483,7 +484,7 @@ def wait_for_blocks(socket_path: str, committed: int) -> None:
     """Wait until the daemon has committed so many parts of blocks since it started."""
     wait_for_stats(
         socket_path,
-        lambda stats: stats["counters"]["committed"] >= committed,
+        lambda stats: stats.counters.committed >= committed,
         f"the pool did not get {committed} blocks",
     )
 
@@ -492,7 +493,7 @@ def wait_until_announced(socket_path: str) -> None:
     """Wait until the cluster's directory has all that this node holds."""
     wait_for_stats(
         socket_path,
-        lambda stats: stats["cluster"]["directory"]["settled"],
+        lambda stats: stats.cluster.directory is not None and stats.cluster.directory.settled,
         "the directory did not get the node's blocks",
     )
 
@@ -500,18 +501,16 @@ def wait_until_announced(socket_path: str) -> None:
 def counter(socket_path: str, name: str) -> int:
     """One of the daemon's counters."""
     with Client(socket_path) as client:
-        return int(client.stats()["counters"][name])
+        return int(getattr(client.stats().counters, name))
 
 
 def read_from_disk(socket_path: str) -> int:
     """Blocks that the daemon has read from its disks."""
     with Client(socket_path) as client:
-        return sum(int(disk["read_blocks"]) for disk in client.stats()["tiers"]["ssd"])
+        return sum(int(disk.read_blocks) for disk in client.stats().tiers.ssd)
 
 
-def wait_for_stats(
-    socket_path: str, good: Callable[[dict[str, Any]], bool], otherwise: str
-) -> None:
+def wait_for_stats(socket_path: str, good: Callable[[NodeStats], bool], otherwise: str) -> None:
     deadline = time.monotonic() + ANSWER_S
     with Client(socket_path) as client:
         while not good(stats := client.stats()):

@@ -150,7 +150,7 @@ def resume(report: Report, a: Daemon, prefill: EngineProcess, decode: EngineProc
     with Client(a.socket, connect=True) as client:
 
         def committed() -> int:
-            return int(client.stats()["counters"]["committed"])
+            return int(client.stats().counters.committed)
 
         before = committed()
         prefill.begin(asked, NEW_TOKENS)

@@ -314,7 +314,11 @@ class KvpoolRemote(Kvpool):
     def forget_copies(self, names: Any) -> None:
         self._moved += len(self.out)  # what comes next is read from afar
         self._client.remove(self._ns, names)
-        self._wait(lambda: self._client.stats()["cluster"]["directory"]["queued"] == 0)
+        self._wait(self._told)
+
+    def _told(self) -> bool:
+        directory = self._client.stats().cluster.directory
+        return directory is not None and not directory.queued
 
     def _wait(self, known: Callable[[], bool]) -> None:
         """Until the directory knows."""
@@ -327,9 +331,8 @@ class KvpoolRemote(Kvpool):
     def audit(self) -> None:
         if not self._over_nixl:
             return
-        nixl = self._client.stats()["nixl"] or {}
-        fell_back = nixl.get("failed_over", 0) + nixl.get("rested", 0)
-        if fell_back or nixl.get("blocks", 0) < self._moved:
+        nixl = self._client.stats().nixl
+        if nixl is None or nixl.failed_over or nixl.rested or nixl.blocks < self._moved:
             raise RuntimeError(f"not all went over NIXL: {nixl}")
 
     def remove(self, names: Any) -> None:

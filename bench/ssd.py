@@ -311,9 +311,9 @@ def puts(report: Report, folder: Path) -> None:
             for _ in range(count // 3):  # fills memory with its own blocks, and the queue
                 put(mode)
             times = [seconds(lambda: put(mode)) for _ in range(count)]
-            tiers = client.stats()["tiers"]
-            assert mode == "none" or tiers["queued_writes"] > 0, "the disk keeps up with the puts"
-            while client.stats()["tiers"]["queued_writes"]:
+            tiers = client.stats().tiers
+            assert mode == "none" or tiers.queued_writes > 0, "the disk keeps up with the puts"
+            while client.stats().tiers.queued_writes:
                 time.sleep(0.01)
             return median(times)
 
@@ -323,14 +323,14 @@ def puts(report: Report, folder: Path) -> None:
                     taken[mode].append(one(mode))
                 else:
                     one(mode)
-        tiers = client.stats()["tiers"]
+        tiers = client.stats().tiers
     idle, busy = median(taken["none"]), median(taken["through"])
     report.row(
         "put_beside_disk",
         idle_ms=1e3 * idle,
         busy_ms=1e3 * busy,
-        written_mib=tiers["ssd"][0]["written_bytes"] >> 20,
-        dropped=tiers["dropped_writes"],
+        written_mib=tiers.ssd[0].written_bytes >> 20,
+        dropped=tiers.dropped_writes,
     )
     report.check("put_beside_disk", busy / idle, at_most=1.2)
 

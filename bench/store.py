@@ -347,7 +347,7 @@ def full_pools(report: Report, folder: Path) -> None:
             batch = np.zeros((1000, nbytes), dtype=np.uint8)
             for _ in range(blocks // 1000 + 1):
                 client.put(ns, fresh_keys(1000), batch)
-            resident = client.stats()["tenants"]["default"]["blocks"]
+            resident = client.stats().tenants["default"].blocks
             pools.append((client, ns, resident))
         small, large = in_turns(
             400 if report.quick else 2000,

@@ -32,12 +32,12 @@ from __future__ import annotations
 import mmap
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
+from kvpool.telemetry.node_stats import SlabClass, SpaceStats
 
 PAGE = 4096
 SMALL_STEP = 64
@@ -60,22 +60,6 @@ def default_slab_bytes(size: int) -> int:
     """About 256 slabs, each at least 1 MiB; in segments too small for that, at least 8 slabs."""
     wanted = max(PAGE, min(max(size // 256, 1 << 20), size // 8))
     return 1 << (wanted.bit_length() - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class ClassUsage:
-    """Usage of one class. `used + free + lost` is all the space of its extents.
-
-    `bytes_used` counts whole slots; the unused rest of a slot is known to the caller.
-    """
-
-    stride: int
-    extents: int
-    slots_used: int
-    slots_free: int
-    bytes_used: int
-    bytes_free: int
-    bytes_lost: int
 
 
 class _Extent:
@@ -512,7 +496,7 @@ class SlabAllocator:
         cls = self._classes[self.stride_of(nbytes)]
         return cls.slots - cls.used
 
-    def usage(self) -> list[ClassUsage]:
+    def usage(self) -> list[SlabClass]:
         """One line a class, by stride. O(slabs): for metrics, not for the path of a block."""
         lines = []
         for stride, cls in sorted(self._classes.items()):
@@ -523,7 +507,7 @@ class SlabAllocator:
                 for e in extents
             )
             lines.append(
-                ClassUsage(
+                SlabClass(
                     stride=stride,
                     extents=len(extents),
                     slots_used=cls.used,
@@ -535,17 +519,17 @@ class SlabAllocator:
             )
         return lines
 
-    def stats(self) -> dict[str, object]:
-        """The same as plain values, with totals of the segment."""
-        return {
-            "size": self.size,
-            "slab_bytes": self.slab_bytes,
-            "slabs": self.slabs,
-            "slabs_unassigned": len(self._free),
-            "bytes_unassigned": self.bytes_unassigned,
-            "bytes_used": self.bytes_used,
-            "classes": [asdict(line) for line in self.usage()],
-        }
+    def stats(self) -> SpaceStats:
+        """The same, with what the segment has in all."""
+        return SpaceStats(
+            size=self.size,
+            slab_bytes=self.slab_bytes,
+            slabs=self.slabs,
+            slabs_unassigned=len(self._free),
+            bytes_unassigned=self.bytes_unassigned,
+            bytes_used=self.bytes_used,
+            classes=self.usage(),
+        )
 
     @property
     def bytes_unassigned(self) -> int:

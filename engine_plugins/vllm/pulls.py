@@ -212,7 +212,7 @@ class Pulls:
         now = self._clock()
         if now >= self._known_until:
             try:
-                alone = not self._client.stats()["sources"]
+                alone = not self._client.stats().sources
             except KvpoolError:
                 return False  # it is asked again; a pull has its deadline
             self._known_until = now + OTHERS_S

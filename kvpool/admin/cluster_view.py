@@ -15,16 +15,17 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from kvpool.admin.daemon_link import Daemon
-from kvpool.admin.node_stats import Stats, check
 from kvpool.admin.problems import Refused
-from kvpool.errors import KvpoolError
-from kvpool.placement.records import NamespaceEntry, NodeRecord
+from kvpool.errors import KvpoolError, ProtocolError
+from kvpool.placement.records import NamespaceEntry, NamespaceSettings, NodeRecord
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 
 NODE_S = 2.0  # for one node's answer
 VIEW_FRESH_S = 0.25
 STATS_FRESH_S = 1.0
+FOLLOW_S = 0.02  # between two looks at our own node
 TOGETHER_MAX = 64  # nodes that are asked at a time
 
 T = TypeVar("T")
@@ -45,6 +46,13 @@ class View(msgspec.Struct, frozen=True):
     def names(self) -> list[str]:
         """All nodes that can be asked, sorted; a node that is alone is no record's."""
         return sorted({self.node, *(record.node for record in self.nodes)})
+
+    def namespace(self, tenant: str, digest: str) -> NamespaceEntry | None:
+        """What the cluster has agreed on for a namespace."""
+        entries = (
+            each for each in self.namespaces if (each.tenant, each.digest) == (tenant, digest)
+        )
+        return next(entries, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,18 @@ class Fresh(Generic[T]):
         self._began = -math.inf
 
 
+def check(stats: NodeStats) -> None:
+    """Raises `ProtocolError` for what cannot be shown."""
+    try:
+        for tenant in stats.tenants.values():
+            for namespace in tenant.namespaces.values():
+                msgspec.convert(namespace.settings, NamespaceSettings)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(
+            f"the settings of a namespace are of another version: {error}"
+        ) from None
+
+
 def _failed(task: asyncio.Task[Any]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
@@ -107,11 +127,13 @@ class Cluster:
     async def view(self) -> View:
         return await self._view.get()
 
-    async def stats(self) -> Answers[Stats]:
+    async def stats(self) -> Answers[NodeStats]:
         """What `Inspect` says on each node."""
         return await self._stats.get()
 
-    async def consult(self, decide: Callable[[View, Answers[Stats]], T], *, now: bool = False) -> T:
+    async def consult(
+        self, decide: Callable[[View, Answers[NodeStats]], T], *, now: bool = False
+    ) -> T:
         """What follows from what is known; from what is known now, where something is about to be changed.
 
         decide: raises what it refuses with. What it does not find may be new: it is asked once more.
@@ -124,6 +146,22 @@ class Cluster:
                     raise
         view = await self._view.now()
         return decide(view, await self._stats.now())
+
+    async def follow(self, node: str, tenant: str, digest: str) -> None:
+        """A node has changed a namespace: wait until our own node knows, for `NODE_S` at most.
+
+        Without this the answer to a change, made at another node, might show what was before. Raises `KvpoolError`
+        when that node does not answer any more.
+        """
+        if node == (await self.view()).node:
+            return
+        deadline = self.clock() + NODE_S
+        theirs = await self.daemon.json(operator_wire.Cluster(), View, node=node, within_s=NODE_S)
+        changed = theirs.namespace(tenant, digest)
+        while (await self._view.now()).namespace(tenant, digest) != changed:
+            if self.clock() >= deadline:
+                return
+            await asyncio.sleep(FOLLOW_S)
 
     def changed(self) -> None:
         """Somebody has changed something: what was heard before is old."""
@@ -160,16 +198,16 @@ class Cluster:
     async def _ask_view(self) -> View:
         return await self.daemon.json(operator_wire.Cluster(), View)
 
-    async def _ask_stats(self) -> Answers[Stats]:
+    async def _ask_stats(self) -> Answers[NodeStats]:
         view = await self.view()
         return await self.stats_of(view.names())
 
-    async def stats_of(self, nodes: Iterable[str]) -> Answers[Stats]:
+    async def stats_of(self, nodes: Iterable[str]) -> Answers[NodeStats]:
         """What `Inspect` says on each of these now."""
 
-        async def ask(node: str) -> Stats:
+        async def ask(node: str) -> NodeStats:
             stats = await self.daemon.json(
-                operator_wire.Inspect(), dict[str, Any], node=node, within_s=NODE_S
+                operator_wire.Inspect(), NodeStats, node=node, within_s=NODE_S
             )
             check(stats)
             return stats

@@ -6,12 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from kvpool.admin.cluster_view import Answers, Cluster
-from kvpool.admin.node_stats import Stats
-from kvpool.admin.types import History, HotList, HotPrefix, Rates, Sample
+from kvpool.admin.types import History, HotList, Rates, Sample
 from kvpool.errors import KvpoolError
+from kvpool.telemetry.node_stats import HotPrefix, NodeStats, Traffic
 
 EVERY_S = 5.0
 SAMPLES_MAX = 720  # an hour
@@ -56,7 +55,7 @@ class Sampler:
             due = max(due + EVERY_S, clock())
             await asyncio.sleep(due - clock())
 
-    def take(self, answers: Answers[Stats], now: float, at_s: float) -> None:
+    def take(self, answers: Answers[NodeStats], now: float, at_s: float) -> None:
         """Add a sample."""
         counted = {}
         for node, stats in sorted(answers.by_node.items())[:NODES_MAX]:
@@ -98,30 +97,30 @@ class Sampler:
         return HotList("tenant", round(over, 3), items[:limit])
 
 
-def count(stats: Stats, now: float) -> Counted:
+def count(stats: NodeStats, now: float) -> Counted:
     """What `Inspect` says, as far as it is charted."""
-    tenants = stats["tenants"]
-    traffic = {name: tenant["traffic"] for name, tenant in tenants.items()}
-    reads = [each["reads"] for each in traffic.values()]
-    tiers = {"dram": sum(tenant["space"]["bytes_used"] for tenant in tenants.values())}
-    for tier in ("ssd", "device"):
-        if parts := stats["tiers"].get(tier):
-            tiers[tier] = sum(part.get("used_bytes", 0) for part in parts)
+    traffic = {name: tenant.traffic for name, tenant in stats.tenants.items()}
+    reads = [each.reads for each in traffic.values()]
+    tiers = {"dram": sum(tenant.space.bytes_used for tenant in stats.tenants.values())}
+    if disks := stats.tiers.ssd:
+        tiers["ssd"] = sum(disk.used_bytes for disk in disks)
+    if devices := stats.tiers.device:
+        tiers["device"] = sum(device.used_bytes for device in devices)
     return Counted(
         at=now,
-        incarnation=stats["incarnation"],
-        put_bytes=sum(each["put_bytes"] for each in traffic.values()),
+        incarnation=stats.incarnation,
+        put_bytes=sum(each.put_bytes for each in traffic.values()),
         read_bytes=sum(_read(each) for each in traffic.values()),
-        pulled_bytes=stats["counters"]["pulled_bytes"],
-        had=sum(each["local"] + each["fetched"] for each in reads),
-        missed=sum(each["missed"] for each in reads),
+        pulled_bytes=stats.counters.pulled_bytes,
+        had=sum(each.local + each.fetched for each in reads),
+        missed=sum(each.missed for each in reads),
         tiers=tiers,
         tenants={name: _read(each) for name, each in list(traffic.items())[:TENANTS_MAX]},
     )
 
 
-def _read(traffic: dict[str, Any]) -> int:
-    return int(traffic["read_bytes"]) + int(traffic["device_read_bytes"])
+def _read(traffic: Traffic) -> int:
+    return traffic.read_bytes + traffic.device_read_bytes
 
 
 def rates(old: Counted | None, new: Counted) -> Rates:

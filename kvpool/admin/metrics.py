@@ -16,15 +16,24 @@ from functools import lru_cache, partial
 from itertools import accumulate, chain
 from typing import Any
 
+from kvpool.telemetry.histogram import Histogram
+from kvpool.telemetry.node_stats import (
+    DeviceStats,
+    NamespaceStats,
+    NodeStats,
+    PeerWays,
+    SsdStats,
+    TenantStats,
+)
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 NAMESPACES_MAX = 200  # the largest are shown by themselves, the others of a tenant as one
 PEERS_MAX = 256  # those that were asked most are shown by themselves, the others as one
 OTHERS = "others"
 MODEL_CHARACTERS_MAX = 128
 
-Stats = Mapping[str, Any]
 Sample = tuple[tuple[str, ...], Any]
-"""Values of the labels, and a number; of a histogram what `Histogram.stats` gives."""
+"""Values of the labels, and a number or a `Histogram`."""
 
 
 class Kind(StrEnum):
@@ -35,13 +44,9 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"
 
 
-class Missing(KeyError):
-    """A path leads nowhere: the stats are another version's."""
-
-
 @dataclass(frozen=True, slots=True)
 class At:
-    """Reads all values at a path: names, with dots between them.
+    """Reads all values at a path in a `NodeStats`: names, with dots between them.
 
     `*` stands for every entry of a mapping, whose name becomes the next label; `[NAME]` for every element of a list,
     whose NAME does (`[]`: no label). Where None is on the way there is nothing to be read. labels: follow these, the same for all.
@@ -76,7 +81,7 @@ class Metric:
     labels: tuple[str, ...] = ()
 
     def samples(self, view: View) -> dict[tuple[str, ...], Any]:
-        """Raises `Missing`."""
+        """What the sources give."""
         found: dict[tuple[str, ...], Any] = {}
         for labels, value in chain.from_iterable(source(view) for source in self.sources):
             known = found.get(labels)
@@ -92,7 +97,7 @@ class Metric:
 class View:
     """Stats, and what of them is shown by itself."""
 
-    def __init__(self, stats: Stats, namespaces_max: int, peers_max: int) -> None:
+    def __init__(self, stats: NodeStats, namespaces_max: int, peers_max: int) -> None:
         self.stats = stats
         self._namespaces_max = namespaces_max
         self._peers_max = peers_max
@@ -109,20 +114,15 @@ class View:
         """As what a peer is shown, by its name."""
         if self._peers is None:
             asked: dict[str, int] = {}
-            for one in _at(self.stats, "fetch", "peers"):
-                asked[one["node"]] = asked.get(one["node"], 0) + one["asked"]
+            for one in self.stats.fetch.peers:
+                asked[one.node] = asked.get(one.node, 0) + one.asked
             most = sorted(asked, key=lambda node: -asked[node])[: self._peers_max]
             self._peers = {node: node or "gone" for node in most}
         return self._peers.get(name, OTHERS)
 
 
-def _at(value: Any, *steps: str) -> Any:
-    for step in steps:
-        try:
-            value = value[step]
-        except KeyError:
-            raise Missing(".".join(steps)) from None
-    return value
+def _get(value: Any, name: str) -> Any:
+    return value[name] if isinstance(value, Mapping) else getattr(value, name)
 
 
 def _walk(value: Any, steps: Sequence[str], found: tuple[str, ...]) -> Iterator[Sample]:
@@ -135,19 +135,19 @@ def _walk(value: Any, steps: Sequence[str], found: tuple[str, ...]) -> Iterator[
             return
         if step.startswith("["):
             for each in value:
-                label = (str(_at(each, step[1:-1])),) if step != "[]" else ()
+                label = (str(_get(each, step[1:-1])),) if step != "[]" else ()
                 yield from _walk(each, steps[at + 1 :], (*found, *label))
             return
-        value = _at(value, step)
+        value = _get(value, step)
     if value is not None:
         yield found, value
 
 
-def _merged(one: Stats, other: Stats) -> Stats:
-    if one["bounds"] != other["bounds"]:
+def _merged(one: Histogram, other: Histogram) -> Histogram:
+    if one.bounds != other.bounds:
         raise ValueError("histograms of one metric have other bounds")
-    counts = [a + b for a, b in zip(one["counts"], other["counts"], strict=True)]
-    return {"bounds": one["bounds"], "counts": counts, "sum": one["sum"] + other["sum"]}
+    counts = [a + b for a, b in zip(one.counts, other.counts, strict=True)]
+    return Histogram(one.bounds, counts, one.total + other.total)
 
 
 # ---- samples that are computed ----------------------------------------------------------------------------
@@ -155,48 +155,51 @@ def _merged(one: Stats, other: Stats) -> Stats:
 
 def _build(view: View) -> Iterator[Sample]:
     stats = view.stats
-    yield (_at(stats, "node"), _at(stats, "version"), _at(stats, "cluster", "cluster")), 1
+    yield (stats.node, stats.version, stats.cluster.cluster), 1
 
 
-def _dram(name: str, view: View) -> Iterator[Sample]:
+def _dram(read: Callable[[TenantStats], int], view: View) -> Iterator[Sample]:
     """Of all tenants' segments together."""
-    tenants = _at(view.stats, "tenants").values()
-    yield ("", "dram"), sum(_at(one, *name.split(".")) for one in tenants)
+    yield ("", "dram"), sum(map(read, view.stats.tenants.values()))
 
 
 def _gone_below(view: View) -> Iterator[Sample]:
-    for tier in ("ssd", "device"):
-        for place in _at(view.stats, "tiers", tier):
-            for reason, count in _at(place, "gone").items():
-                yield (reason, place["path"], tier), count
+    tiers = view.stats.tiers
+    places: Mapping[str, Sequence[SsdStats | DeviceStats]] = {
+        "ssd": tiers.ssd,
+        "device": tiers.device,
+    }
+    for tier, found in places.items():
+        for place in found:
+            for reason, count in place.gone.items():
+                yield (reason, place.path, tier), count
 
 
-def _spaces(stats: Stats, most: int) -> list[tuple[tuple[str, str, str], Mapping[str, Any]]]:
-    found: list[tuple[int, str, str, Mapping[str, Any], int]] = []
-    usage = _at(stats, "usage")
-    for tenant, books in _at(stats, "tenants").items():
-        disks = [disk["namespaces"] for disk in _at(usage, tenant, "ssd")]
-        for digest, space in _at(books, "namespaces").items():
-            on_disks = sum([disk[digest]["held_bytes"] for disk in disks if digest in disk])
-            found.append((space["held_bytes"] + on_disks, tenant, digest, space, on_disks))
+def _spaces(stats: NodeStats, most: int) -> list[tuple[tuple[str, str, str], Mapping[str, Any]]]:
+    found: list[tuple[int, str, str, NamespaceStats, int]] = []
+    for tenant, books in stats.tenants.items():
+        disks = [disk.namespaces for disk in books.usage.ssd]
+        for digest, space in books.namespaces.items():
+            on_disks = sum([disk[digest].held_bytes for disk in disks if digest in disk])
+            found.append((space.held_bytes + on_disks, tenant, digest, space, on_disks))
     found.sort(key=lambda one: -one[0])
     shown: list[tuple[tuple[str, str, str], Mapping[str, Any]]] = []
     for _, tenant, digest, space, on_disks in found[:most]:
-        model = str(space["fields"].get("model", ""))[:MODEL_CHARACTERS_MAX]
+        model = str(space.fields.get("model", ""))[:MODEL_CHARACTERS_MAX]
         entry = {
-            "dram": space["held_bytes"],
+            "dram": space.held_bytes,
             "ssd": on_disks,
-            "quota": space["quota_bytes"],
-            "blocks": max(space["blocks"], default=0),
-            "epoch": space["epoch"],
+            "quota": space.quota_bytes,
+            "blocks": max(space.blocks, default=0),
+            "epoch": space.epoch,
         }
         shown.append(((tenant, digest, model), entry))
     rest: dict[str, dict[str, int]] = {}
     for _, tenant, _, space, on_disks in found[most:]:
         total = rest.setdefault(tenant, {"dram": 0, "ssd": 0, "blocks": 0})
-        total["dram"] += space["held_bytes"]
+        total["dram"] += space.held_bytes
         total["ssd"] += on_disks
-        total["blocks"] += max(space["blocks"], default=0)
+        total["blocks"] += max(space.blocks, default=0)
     return shown + [((tenant, OTHERS, ""), total) for tenant, total in rest.items()]
 
 
@@ -212,10 +215,10 @@ def _space_in(tier: str) -> Source:
 
 def _peers(name: str, times: float, view: View) -> Iterator[Sample]:
     """Gauges of other nodes, and of other tiers here, of which no two have the same name but for those gone."""
-    for one in _at(view.stats, "fetch", "peers"):
-        shown = view.peer(one["node"])
-        if one["node"] and shown != OTHERS:
-            yield (shown,), _at(one, name) * times
+    for one in view.stats.fetch.peers:
+        shown = view.peer(one.node)
+        if one.node and shown != OTHERS:
+            yield (shown,), getattr(one, name) * times
 
 
 def _suspended(view: View) -> Iterator[Sample]:
@@ -225,9 +228,9 @@ def _suspended(view: View) -> Iterator[Sample]:
 
 def _delivered(outcome: str) -> Source:
     def read(view: View) -> Iterator[Sample]:
-        for name, loads in _at(view.stats, "fetch", "delivered", "peers").items():
+        for name, loads in view.stats.fetch.delivered.peers.items():
             shown = name if name == "gone" else view.peer(name)
-            yield (shown, outcome), _at(loads, outcome)
+            yield (shown, outcome), getattr(loads, outcome)
 
     return read
 
@@ -237,24 +240,24 @@ def _delivered_bytes(view: View) -> Iterator[Sample]:
         yield (name,), nbytes
 
 
-def _named_paths(view: View) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _named_paths(view: View) -> Iterator[tuple[str, PeerWays]]:
     """The ways to each peer, by its name."""
-    names = {one["url"]: one["node"] for one in _at(view.stats, "fetch", "peers") if one["url"]}
-    for url, ways in _at(view.stats, "paths", "peers").items():
+    names = {one.url: one.node for one in view.stats.fetch.peers if one.url}
+    for url, ways in view.stats.paths.peers.items():
         yield view.peer(names.get(url, "")), ways
 
 
 def _pull_seconds(view: View) -> Iterator[Sample]:
     for peer, ways in _named_paths(view):
-        for transport, seconds in _at(ways, "seconds").items():
+        for transport, seconds in ways.seconds.items():
             yield (peer, transport), seconds
 
 
 def _ways(name: str, view: View) -> Iterator[Sample]:
     for peer, ways in _named_paths(view):
-        for way in ways["ways"]:
-            url = OTHERS if peer == OTHERS else way["url"]
-            yield (peer, _at(way, "transport"), url), _at(way, name)
+        for way in ways.ways:
+            url = OTHERS if peer == OTHERS else way.url
+            yield (peer, way.transport, url), getattr(way, name)
 
 
 def _resting(view: View) -> Iterator[Sample]:
@@ -263,21 +266,21 @@ def _resting(view: View) -> Iterator[Sample]:
 
 
 def _engine_count(view: View) -> Iterator[Sample]:
-    for tenant, engines in _at(view.stats, "engines").items():
-        connected = sum(bool(engine["connected"]) for engine in engines["followed"])
+    for tenant, books in view.stats.tenants.items():
+        followed = books.engines.followed
+        connected = sum(engine.connected for engine in followed)
         yield (tenant, "connected"), connected
-        yield (tenant, "not_connected"), len(engines["followed"]) - connected
+        yield (tenant, "not_connected"), len(followed) - connected
 
 
 def _namespace_count(view: View) -> Iterator[Sample]:
-    for tenant, books in _at(view.stats, "tenants").items():
-        yield (tenant,), len(_at(books, "namespaces"))
+    for tenant, books in view.stats.tenants.items():
+        yield (tenant,), len(books.namespaces)
 
 
 def _connected(view: View) -> Iterator[Sample]:
     """Whether the membership answers: a node that is alone has one that always does."""
-    standing = _at(view.stats, "cluster", "standing")
-    yield (), standing == "member"
+    yield (), view.stats.cluster.standing == "member"
 
 
 # ---- the table -------------------------------------------------------------------------------------------
@@ -507,7 +510,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge(
         "tier_capacity_bytes",
         "Capacity of a tier in bytes. The location is a directory, a device or an object store URL, and empty for memory.",
-        partial(_dram, "segment_bytes"),
+        partial(_dram, lambda tenant: tenant.segment_bytes),
         *_disks("segment_bytes", tiers=("ssd", "device")),
         *_disks("size_bytes", tiers=("object",)),
         labels=_PLACE,
@@ -515,14 +518,14 @@ METRICS: tuple[Metric, ...] = (
     _gauge(
         "tier_used_bytes",
         "Bytes of slots in use in a tier.",
-        partial(_dram, "space.bytes_used"),
+        partial(_dram, lambda tenant: tenant.space.bytes_used),
         *_disks("used_bytes"),
         labels=_PLACE,
     ),
     _gauge(
         "tier_parts",
         "Parts of blocks in a tier.",
-        partial(_dram, "blocks"),
+        partial(_dram, lambda tenant: tenant.blocks),
         *_disks("blocks"),
         labels=_PLACE,
     ),
@@ -935,38 +938,19 @@ METRICS: tuple[Metric, ...] = (
     ),
 )
 
-MISSING = Metric(
-    "kvpool_metrics_missing",
-    Kind.GAUGE,
-    "Metrics of this table that the daemon does not provide because it runs another version.",
-    (),
-)
-
-
 # ---- the text --------------------------------------------------------------------------------------------
 
 
 def render(
-    stats: Stats, *, namespaces_max: int = NAMESPACES_MAX, peers_max: int = PEERS_MAX
+    stats: NodeStats, *, namespaces_max: int = NAMESPACES_MAX, peers_max: int = PEERS_MAX
 ) -> bytes:
-    """All metrics in Prometheus' text format 0.0.4. stats: what `Inspect` answers, decoded.
-
-    What the stats do not have, as of a daemon of another version, is left out and counted.
-    """
+    """All metrics in Prometheus' text format 0.0.4. stats: what `Inspect` answers, decoded."""
     view = View(stats, namespaces_max, peers_max)
     lines: list[str] = []
-    missing = 0
     for metric in METRICS:
-        try:
-            samples = metric.samples(view)
-        except Missing:
-            missing += 1
-            continue
-        if samples:
+        if samples := metric.samples(view):
             _head(metric, lines)
             _body(metric, samples, lines)
-    _head(MISSING, lines)
-    lines.append(f"{MISSING.name} {missing}\n")
     return "".join(lines).encode()
 
 
@@ -988,14 +972,14 @@ def _body(metric: Metric, samples: Mapping[tuple[str, ...], Any], lines: list[st
             continue
         before = f"{labels}," if labels else ""
         at_end = f"{{{labels}}}" if labels else ""
-        ends = [_number(bound) for bound in value["bounds"]] + ["+Inf"]
-        counts = list(accumulate(value["counts"]))
+        ends = [_number(bound) for bound in value.bounds] + ["+Inf"]
+        counts = list(accumulate(value.counts))
         lines += [
             f'{name}_bucket{{{before}le="{end}"}} {count}\n'
             for end, count in zip(ends, counts, strict=True)
         ]
         lines.append(
-            f"{name}_sum{at_end} {_number(value['sum'])}\n{name}_count{at_end} {counts[-1]}\n"
+            f"{name}_sum{at_end} {_number(value.total)}\n{name}_count{at_end} {counts[-1]}\n"
         )
 
 
@@ -1013,5 +997,5 @@ def _number(value: float) -> str:
 
 def rows() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     """Name, type, labels and sentence of every metric, as `docs/metrics.md` has them."""
-    for metric in (*METRICS, MISSING):
+    for metric in METRICS:
         yield metric.name, metric.kind.value, metric.labels, metric.help_text

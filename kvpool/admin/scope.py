@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvpool.admin.cluster_view import Answers, View
-from kvpool.admin.node_stats import Stats
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.tokens import Principal
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import DEFAULT_TENANT
 
 
@@ -32,23 +32,23 @@ def chosen_nodes(view: View, names: list[str]) -> list[str]:
     return [check_node(view, name) for name in dict.fromkeys(names)] or view.names()
 
 
-def having(answers: Answers[Stats], tenant: str, digest: str = "") -> list[str]:
+def having(answers: Answers[NodeStats], tenant: str, digest: str = "") -> list[str]:
     """The nodes that have this tenant and, where one is named, its namespace open."""
     found = []
     for node, stats in sorted(answers.by_node.items()):
-        known = stats["tenants"].get(tenant)
-        if known is not None and (not digest or digest in known["namespaces"]):
+        known = stats.tenants.get(tenant)
+        if known is not None and (not digest or digest in known.namespaces):
             found.append(node)
     return found
 
 
-def check_tenant(answers: Answers[Stats], tenant: str) -> None:
+def check_tenant(answers: Answers[NodeStats], tenant: str) -> None:
     """Raises `Refused` when no node that answers has it."""
     if not having(answers, tenant):
         raise not_found(f"there is no tenant {tenant!r}")
 
 
-def check_namespace(view: View, answers: Answers[Stats], tenant: str, digest: str) -> None:
+def check_namespace(view: View, answers: Answers[NodeStats], tenant: str, digest: str) -> None:
     """Raises `Refused` for one that neither the cluster nor a node knows."""
     in_cluster = any(entry.tenant == tenant and entry.digest == digest for entry in view.namespaces)
     if not in_cluster and not having(answers, tenant, digest):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvpool.placement.records import DrainProgress, NamespaceSettings, TransportRecord
+from kvpool.telemetry.node_stats import HotPrefix, SlabClass
 from kvpool.wire.jobs import JobName, JobSpec, JobState, JobView
 
 LIMIT_MAX = 1000
@@ -371,18 +372,6 @@ class NodeDetail(msgspec.Struct, frozen=True):
     sections: dict[str, Any]
 
 
-class SlabClass(msgspec.Struct, frozen=True):
-    """Slots of one size. lost: bytes that blocks leave unused in theirs."""
-
-    stride: int
-    extents: int
-    slots_used: int
-    slots_free: int
-    bytes_used: int
-    bytes_free: int
-    bytes_lost: int
-
-
 class SegmentInfo(msgspec.Struct, frozen=True):
     """A tenant's memory on a node."""
 
@@ -644,18 +633,6 @@ class History(msgspec.Struct, frozen=True):
 
     every_s: float
     samples: list[Sample]
-
-
-class HotPrefix(msgspec.Struct, frozen=True):
-    """Of a prefix: `namespace`, the `key` of its last block, its `blocks`, and about how often it was `reads` in the last
-    ten minutes or twenty. Of a tenant: bytes that it has read a second."""
-
-    tenant: str
-    namespace: str = ""
-    key: str = ""
-    blocks: int = 0
-    reads: float = 0.0
-    read_bytes_s: float = 0.0
 
 
 class HotList(msgspec.Struct, frozen=True):

@@ -124,7 +124,9 @@ def print_json(value: Any) -> None:
     """Print a value as indented JSON."""
     import json
 
-    print(json.dumps(value, indent=2))
+    import msgspec
+
+    print(json.dumps(msgspec.to_builtins(value), indent=2))
 
 
 def exit_status(error: KvpoolError) -> int:

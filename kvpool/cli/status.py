@@ -35,14 +35,13 @@ def status(
     Example: kvpool status --quiet
     """
     from kvpool.cli.render.node import not_serving, show
-    from kvpool.wire import operator as operator_wire
 
     with base.client_of(socket, tenant) as client:
-        stats = client.ask_node(operator_wire.Inspect(), node=node) if node else client.stats()
+        stats = client.inspect(node) if node else client.stats()
         names = {} if as_json or quiet else base.node_names(client)
-    if tenant not in stats["tenants"]:
+    if tenant not in stats.tenants:
         raise InvalidRequest(
-            f"node {stats['node']} has no tenant {tenant}: add it to the node's configuration"
+            f"node {stats.node} has no tenant {tenant}: add it to the node's configuration"
         )
     if as_json:
         base.print_json(stats)

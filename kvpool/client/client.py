@@ -36,6 +36,8 @@ from kvpool.client.slots import Lease, Reservation, lease_of
 from kvpool.config import default_socket_path
 from kvpool.errors import InvalidRequest, PoolFull, SegmentError, StaleEpoch, Unavailable
 from kvpool.memory.buffers import Source, row_checksums
+from kvpool.telemetry import node_stats
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import (
     DEFAULT_TENANT,
     KEY_BYTES,
@@ -650,13 +652,10 @@ class Client:
         with self._connections.request() as connection:
             return json.loads(connection.ask(message, self.timeout_s + RESET_S).data)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> NodeStats:
         """The daemon's counters and this tenant's space. Raises `Unavailable`."""
         with self._connections.request() as connection:
-            found: dict[str, Any] = json.loads(
-                connection.ask(client_wire.Stats(), self.timeout_s).data
-            )
-            return found
+            return node_stats.decode(connection.ask(client_wire.Stats(), self.timeout_s).data)
 
     # ---- inside --------------------------------------------------------------------------------------
 

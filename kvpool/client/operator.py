@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 from kvpool.client.client import RESET_S, Client
+from kvpool.telemetry import node_stats
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import Keys, pack_keys
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
@@ -95,6 +97,11 @@ class OperatorClient(Client):
         found: dict[str, Any] = json.loads(answer.data)
         return found
 
+    def inspect(self, node: str = "") -> NodeStats:
+        """The numbers of a node of the cluster, of all its tenants. Empty: of this one."""
+        answer = self._ask_node(operator_wire.Inspect(), node)
+        return node_stats.decode(answer.data)
+
     def ask_node(
         self,
         message: frame.Message,
@@ -109,8 +116,18 @@ class OperatorClient(Client):
         message: see `kvpool.wire`, "operator → daemon". node: empty for this one. tenant: whose blocks it is
         about; empty for this client's. by: on whose behalf. wait_s: extra time for the answer.
         """
+        answer = self._ask_node(message, node, tenant, by, wait_s)
+        return answer.value if type(answer) is frame.Done else json.loads(answer.data)
+
+    def _ask_node(
+        self,
+        message: frame.Message,
+        node: str,
+        tenant: str = "",
+        by: str = "",
+        wait_s: float = 0.0,
+    ) -> Any:
         payload = frame.encode(message, 0)[frame.HEADER.size :]
         order = operator_wire.OnNode(node, payload, wait_s, tenant, by)
         with self._connections.request() as connection:
-            answer = connection.ask(order, wait_s + self.timeout_s + RESET_S)
-        return answer.value if type(answer) is frame.Done else json.loads(answer.data)
+            return connection.ask(order, wait_s + self.timeout_s + RESET_S)

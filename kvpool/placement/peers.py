@@ -21,10 +21,10 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from kvpool.placement.distance import OLD_S, Distance, Network, distance_between
 from kvpool.placement.peer_estimates import SMALL_BYTES, Link, PeerHealth
+from kvpool.telemetry.node_stats import PeerStats
 
 SUSPECT_S = 3.0
 PROBE_S = 5.0
@@ -262,31 +262,31 @@ class Peers:
         times = HEDGE_TIMES * (latency_s + transfer_s)
         return max(HEDGE_S_MIN, min(times, HEDGE_S_MAX + transfer_s))
 
-    def stats(self, now: float) -> list[dict[str, Any]]:
-        """Plain values, one dict a peer."""
+    def stats(self, now: float) -> list[PeerStats]:
+        """One of each peer, without its node."""
         out = []
         for incarnation, peer in self._peers.items():
             latency_s, per_byte = peer.expected(now)
             out.append(
-                {
-                    "incarnation": incarnation.hex(),
-                    "distance": peer.distance.value,
-                    "latency_ms": latency_s * 1e3,
-                    "bytes_s": 1 / per_byte,
-                    "measured": peer.measured,
-                    "probes": peer.probes,
-                    "probe_failures": peer.probe_failures,
-                    "inflight_bytes": peer.inflight_bytes,
-                    "running": peer.running,
-                    "asked": peer.asked,
-                    "failed": peer.failed,
-                    "slow": peer.slow,
-                    "bytes": peer.bytes_done,
-                    "declined": peer.declined,
-                    "suspended_s": max(0.0, peer.backoff.retry_at - now),
-                    "suspected": bool(peer.suspected_until),
-                    "last_error": peer.last_error,
-                }
+                PeerStats(
+                    incarnation=incarnation.hex(),
+                    distance=peer.distance.value,
+                    latency_ms=latency_s * 1e3,
+                    bytes_s=1 / per_byte,
+                    measured=peer.measured,
+                    probes=peer.probes,
+                    probe_failures=peer.probe_failures,
+                    inflight_bytes=peer.inflight_bytes,
+                    running=peer.running,
+                    asked=peer.asked,
+                    failed=peer.failed,
+                    slow=peer.slow,
+                    bytes=peer.bytes_done,
+                    declined=peer.declined,
+                    suspended_s=max(0.0, peer.backoff.retry_at - now),
+                    suspected=bool(peer.suspected_until),
+                    last_error=peer.last_error,
+                )
             )
         return out
 

@@ -13,7 +13,6 @@ type  message          direction             answer
 78    ReadBlocks       control → disk        Pulled
 79    ForgetSlots      control → disk        Done
 80    ScrubBlocks      control → disk        Written
-81    DiskStats        control → disk        Bytes: a JSON object
 82    PinSlots         control → disk        Done
 83    PackBlocks       control → disk        Packed
 84    Packed           disk → control
@@ -190,12 +189,6 @@ class DropPack(Message, tag=85):
     pack: int
 
 
-class DiskStats(Message, tag=81):
-    """The disk worker's statistics."""
-
-    deadline_s: float
-
-
 class ObjectStart(Message, tag=90):
     """First frame on an object worker's control channel: the place of its objects, and its limits.
 
@@ -287,9 +280,20 @@ class DropPacks(Message, tag=97):
 
 
 class ObjectStats(Message, tag=98):
-    """The object worker's statistics."""
+    """The object worker's statistics: an `ObjectUsage`."""
 
     deadline_s: float
+
+
+class ObjectUsage(msgspec.Struct):
+    """Of this node's own objects, and of requests to the store."""
+
+    packs: int = 0
+    blocks: int = 0
+    used_bytes: int = 0
+    attempts: int = 0
+    faults: dict[str, int] = {}
+    suspended_s: float = 0.0
 
 
 class ForgetBlocks(Message, tag=99):
@@ -321,7 +325,6 @@ DiskMessage = (
     | PackBlocks
     | Packed
     | DropPack
-    | DiskStats
     | StopOrder
     | Done
     | Bytes

@@ -114,7 +114,7 @@ class TestObject(TierContract):
 
         async def serves() -> bool:
             stats = tier.stats()[0]
-            return stats["state"] == ObjectTierState.SERVING and stats["stocked"]
+            return stats.state == ObjectTierState.SERVING and stats.stocked
 
         await until(serves)
         await asyncio.sleep(0)

@@ -20,6 +20,7 @@ from typing import Any, Self
 import pytest
 
 from kvpool.client import Client, OperatorClient
+from kvpool.telemetry.node_stats import NodeStats, TenantStats
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from tests.support.s3 import Proxy
@@ -135,14 +136,13 @@ class Daemon:
         """Code in another process, which ends at the latest with the daemon."""
         return self.stack.enter_context(Script(self.socket, code))
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> NodeStats:
         with Client(self.socket, timeout_s=PATIENCE_S) as client:
             return client.stats()
 
-    def space(self) -> dict[str, Any]:
+    def space(self) -> TenantStats:
         """Of the default tenant."""
-        found: dict[str, Any] = self.stats()["tenants"]["default"]
-        return found
+        return self.stats().tenants["default"]
 
     def end(self) -> None:
         """Whatever state it is in."""

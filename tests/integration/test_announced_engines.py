@@ -64,7 +64,7 @@ def test_a_client_that_is_idle_keeps_its_engine(daemon, client, until):
         )
     )
     assert engine.hear() == "True"
-    until(lambda: daemon.stats()["connections"] == 2)  # this question's own, and the fixture's
+    until(lambda: daemon.stats().connections == 2)  # this question's own, and the fixture's
     assert len(client.engines()) == 1
 
 
@@ -161,6 +161,6 @@ def test_prefixes_count_disks(start, folder, until):
         ns = client.open(RECORD)
         keys = [key(n) for n in range(8)]
         client.put(ns, keys, [bytes(4096)] * 8)
-        until(lambda: client.stats()["tiers"]["ssd"][0]["written_blocks"] == 8)
+        until(lambda: client.stats().tiers.ssd[0].written_blocks == 8)
         client.evict(keys[2:5], tier="dram")
         assert client.prefixes(ns.digest, keys) == {"n": (2, 8)}

@@ -44,7 +44,7 @@ def put(client, ns, *numbers: int) -> int:
 
 
 def used(client) -> int:
-    return client.stats()["tenants"]["default"]["space"]["bytes_used"]
+    return client.stats().tenants["default"].space.bytes_used
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ hear()
     assert used(client) >= before + 100 * 4096
     victim.kill()
     until(lambda: used(client) == before, "the space of a dead client")
-    assert client.stats()["clients"] == 1
+    assert client.stats().clients == 1
     assert put(client, ns, *range(100)) == 100
 
 
@@ -89,7 +89,7 @@ hear()
     victim.kill()
     until(lambda: used(client) == 20 * 4096, "the granted slots of a dead client")
     assert client.get(ns, [key(n) for n in range(20)]) == [block(n) for n in range(20)]
-    assert client.stats()["tenants"]["default"]["granted_bytes"] == 0
+    assert client.stats().tenants["default"].granted_bytes == 0
 
 
 def test_a_reader_killed_under_its_lease(daemon, client, ns, until):
@@ -103,9 +103,9 @@ hear()
 """
     )
     assert victim.hear() == "leased"
-    assert client.stats()["leases"] == 1
+    assert client.stats().leases == 1
     victim.kill()
-    until(lambda: client.stats()["leases"] == 0, "the lease", seconds=PATIENCE_S / 2)
+    until(lambda: client.stats().leases == 0, "the lease", seconds=PATIENCE_S / 2)
 
 
 def test_a_socket_that_closes_frees_nothing_while_its_process_lives(daemon, client, ns, until):
@@ -126,8 +126,8 @@ hear()
 """
     )
     assert victim.hear() == "closed"
-    until(lambda: client.stats()["connections"] == 1, what="the connections of the other one end")
-    assert client.stats()["leases"] == 1
+    until(lambda: client.stats().connections == 1, what="the connections of the other one end")
+    assert client.stats().leases == 1
     held = used(client)
     assert held >= 11 * 4096
     # All the rest of the pool is written again and again: nobody gets the reserved slots.
@@ -140,7 +140,7 @@ hear()
     assert sum(one is not None for one in read) > 4000
     assert all(one is None or one == block(n) for n, one in zip(there, read, strict=True))
     victim.kill()
-    until(lambda: client.stats()["leases"] == 0 and client.stats()["clients"] == 1)
+    until(lambda: client.stats().leases == 0 and client.stats().clients == 1)
 
 
 def test_a_forked_child_is_refused(daemon, client, ns):
@@ -221,7 +221,7 @@ say(str(here.tolist()) + str(out[0].tobytes() == block(4)))
     )
     assert reader.hear() == "copying"
     until(lambda: stopped(reader.pid))
-    until(lambda: client.stats()["leases"] == 0, what="the lease ends by its deadline")
+    until(lambda: client.stats().leases == 0, what="the lease ends by its deadline")
     client.remove(ns, [key(1), key(2), key(3)])
     overwrite(client, ns)
     put(client, ns, 4)
@@ -247,7 +247,7 @@ except LeaseLost:
 """
     )
     assert reader.hear() == "leased"
-    until(lambda: client.stats()["leases"] == 0)
+    until(lambda: client.stats().leases == 0)
     client.remove(ns, [key(1)])
     overwrite(client, ns)
     reader.signal(signal.SIGCONT)
@@ -279,8 +279,8 @@ for wait_s in (0.0, 5.0):
     for answered in (1, 2):
         assert reader.hear() == "asked"
         until(lambda: stopped(reader.pid))
-        until(lambda n=answered: client.stats()["counters"]["acquired"] == n)
-        until(lambda: client.stats()["leases"] == 0)
+        until(lambda n=answered: client.stats().counters.acquired == n)
+        until(lambda: client.stats().leases == 0)
         reader.signal(signal.SIGCONT)
         assert reader.hear() == "False"
 
@@ -396,8 +396,8 @@ def test_a_stopped_daemon(daemon, until):
         client.put(ns, [key(n) for n in range(8)], [block(n) for n in range(8)])
         reserve_only = client.reserve(ns, [key(50)])
         client.abort(reserve_only)
-        until(lambda: observer.stats()["counters"]["aborted"] == 1)
-        before = observer.stats()["tenants"]["default"]
+        until(lambda: observer.stats().counters.aborted == 1)
+        before = observer.stats().tenants["default"]
         daemon.signal(signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(Unavailable):
@@ -417,10 +417,7 @@ def test_a_stopped_daemon(daemon, until):
         daemon.signal(signal.SIGCONT)
         until(lambda: client.match(ns, [key(1)]) == 1, what="it works again")
         until(
-            lambda: (
-                observer.stats()["tenants"]["default"]["space"]["bytes_used"]
-                <= before["space"]["bytes_used"]
-            ),
+            lambda: observer.stats().tenants["default"].space.bytes_used <= before.space.bytes_used,
             what="what the client gave up on comes back",
         )
         assert client.put(ns, [key(n) for n in range(100, 200)], bytes(100 * 4096)) == 100
@@ -470,8 +467,8 @@ def test_a_put_on_a_daemon_that_stops_between_reserve_and_commit(daemon, until, 
 
         def settled() -> bool:
             there = client.match(ns, [key(n) for n in range(8)])
-            space = observer.stats()["tenants"]["default"]["space"]
-            return space["bytes_used"] == there << 20
+            space = observer.stats().tenants["default"].space
+            return space.bytes_used == there << 20
 
         until(settled, what="each slot is either a block or free")
         for one in client.get(ns, [key(n) for n in range(8)]):
@@ -563,7 +560,7 @@ def test_small_puts_on_a_stopped_daemon_leak_nothing(daemon, until):
                     put(client, ns, *range(turn * 100 + 100, turn * 100 + 164))
                 daemon.signal(signal.SIGCONT)
                 until(lambda: client.match(ns, [key(0)]) == 1)
-        until(lambda: observer.stats()["connections"] == 1)
-        mine = observer.stats()["tenants"]["default"]
-        assert mine["granted_bytes"] == 0
-        assert mine["space"]["bytes_used"] == mine["blocks"] * 4096
+        until(lambda: observer.stats().connections == 1)
+        mine = observer.stats().tenants["default"]
+        assert mine.granted_bytes == 0
+        assert mine.space.bytes_used == mine.blocks * 4096

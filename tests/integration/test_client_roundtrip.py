@@ -383,7 +383,7 @@ def test_a_hint_waits_for_no_connection(client, daemon, until):
     ):
         held = busy.reserve(namespace(busy, 4096), keys[:1])
         following = pool.submit(busy.follow, ns, keys[1:], wait_s=20.0)
-        until(lambda: client.stats()["prefix_streams"]["under_way"])
+        until(lambda: client.stats().prefix_streams.under_way)
         busy.written(held, 4096)
         assert not following.done()
         client.put(ns, keys[1:], bytes(4096))
@@ -394,11 +394,11 @@ def test_a_hint_waits_for_no_connection(client, daemon, until):
 def test_what_is_not_committed_is_not_there(client, until):
     ns = namespace(client, 5000)
     keys = fresh_keys(4)
-    used = client.stats()["tenants"]["default"]["space"]["bytes_used"]
+    used = client.stats().tenants["default"].space.bytes_used
     with client.reserve(ns, keys):
-        assert client.stats()["tenants"]["default"]["space"]["bytes_used"] > used
+        assert client.stats().tenants["default"].space.bytes_used > used
     assert client.match(ns, keys) == 0
-    assert client.stats()["tenants"]["default"]["space"]["bytes_used"] == used
+    assert client.stats().tenants["default"].space.bytes_used == used
 
 
 def test_more_than_fits_is_told_and_the_first_are_there(client):

@@ -65,19 +65,19 @@ def test_threads_race_on_the_same_keys(daemon, client, size):
         assert b"".join(client.get(ns, keys)) == data
         client.remove(ns, keys)
     space = daemon.space()
-    assert space["space"]["bytes_used"] == space["granted_bytes"]
+    assert space.space.bytes_used == space.granted_bytes
 
 
 def test_two_reservations_of_one_key(client, ns):
     """Both writers are given a slot, both commits succeed, one copy stays."""
-    before = client.stats()["tenants"]["default"]["space"]["bytes_used"]
+    before = client.stats().tenants["default"].space.bytes_used
     one, two = client.reserve(ns, [key(1)]), client.reserve(ns, [key(1)])
     for reservation in (one, two):
         reservation.slots.view(0)[:] = block(1)
     assert client.commit(two) == 1
     assert client.commit(one) == 0
     assert client.get(ns, [key(1)]) == [block(1)]
-    assert client.stats()["tenants"]["default"]["space"]["bytes_used"] == before + 4096
+    assert client.stats().tenants["default"].space.bytes_used == before + 4096
 
 
 def test_processes_race_on_the_same_keys(daemon, client, ns):
@@ -102,7 +102,7 @@ say(str(new))
         writer.say("go")
     assert sum(int(writer.hear()) for writer in writers) == 201
     assert client.get(ns, [key(n) for n in range(201)]) == [block(n) for n in range(201)]
-    assert client.stats()["tenants"]["default"]["blocks"] == 201
+    assert client.stats().tenants["default"].blocks == 201
 
 
 class Hammer:
@@ -171,15 +171,15 @@ def test_threads_on_one_client_never_read_a_wrong_byte(start):
         together(8, hammer.work)
         assert hammer.done["hits"] > 50
         stats = client.stats()
-        assert stats["counters"]["evicted"] > 0, "the pool was too small"
-        assert stats["leases"] == 0
-        mine = stats["tenants"]["default"]
+        assert stats.counters.evicted > 0, "the pool was too small"
+        assert stats.leases == 0
+        mine = stats.tenants["default"]
         # What is in use are blocks and slots for the next puts, and nothing else.
         blocks = sum(
-            one["blocks"][0] * (-(-one["part_bytes"][0] // 4096) * 4096)
-            for one in mine["namespaces"].values()
+            one.blocks[0] * (-(-one.part_bytes[0] // 4096) * 4096)
+            for one in mine.namespaces.values()
         )
-        assert mine["space"]["bytes_used"] == blocks + mine["granted_bytes"]
+        assert mine.space.bytes_used == blocks + mine.granted_bytes
 
 
 def test_more_threads_than_connections_wait_for_their_turn(daemon, ns):
@@ -193,7 +193,7 @@ def test_more_threads_than_connections_wait_for_their_turn(daemon, ns):
 
         assert together(8, work) == [30] * 8
         assert client.match(mine, [key(n) for n in range(30)]) == 30
-        assert client.stats()["connections"] <= 2 + 1
+        assert client.stats().connections <= 2 + 1
 
 
 def test_closed_clients_say_so(daemon):
@@ -234,13 +234,13 @@ def test_a_worker_joins_its_scheduler_s_lease(daemon, client):
             worker.say(token)
             assert worker.hear() == "2 True"
         lease.release()
-        assert scheduler.stats()["leases"] == 1, "the workers still hold it"
+        assert scheduler.stats().leases == 1, "the workers still hold it"
         client.remove(client.open(RECORD), [key(1), key(2)])
         for worker in workers:
-            assert scheduler.stats()["leases"] == 1
+            assert scheduler.stats().leases == 1
             worker.say()
             assert worker.hear() == "released"
-        assert scheduler.stats()["leases"] == 0
+        assert scheduler.stats().leases == 0
         late = daemon.script(WORKER)
         late.say(token)
         assert late.hear() == "none"
@@ -261,11 +261,11 @@ hear()
     worker.say(token)
     assert worker.hear() == "1 True"
     scheduler.kill()
-    until(lambda: client.stats()["clients"] == 2, what="the scheduler's death is noticed")
-    assert client.stats()["leases"] == 1
+    until(lambda: client.stats().clients == 2, what="the scheduler's death is noticed")
+    assert client.stats().leases == 1
     worker.say()
     assert worker.hear() == "released"
-    assert client.stats()["leases"] == 0
+    assert client.stats().leases == 0
 
 
 def test_another_instance_cannot_join(daemon, client, ns):
@@ -358,11 +358,11 @@ def test_stats_show_one_s_own(two):
     _, red, blue = two
     red.put(red.open(RECORD), [key(1)], block(1))
     stats = blue.stats()
-    assert list(stats["tenants"]) == ["blue"]
-    assert stats["tenants"]["blue"]["blocks"] == 0
-    assert stats["tenants"]["blue"]["namespaces"] == {}
-    assert stats["tenants"]["blue"]["segment_bytes"] == 8 << 20
-    assert red.stats()["tenants"]["red"]["blocks"] == 1
+    assert list(stats.tenants) == ["blue"]
+    assert stats.tenants["blue"].blocks == 0
+    assert stats.tenants["blue"].namespaces == {}
+    assert stats.tenants["blue"].segment_bytes == 8 << 20
+    assert red.stats().tenants["red"].blocks == 1
 
 
 def test_a_full_tenant_takes_nothing_from_another(two):

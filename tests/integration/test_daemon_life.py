@@ -13,6 +13,7 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.errors import Unavailable
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import NamespaceRecord
 from tests.support.waiting import PATIENCE_S
 
@@ -200,12 +201,7 @@ def test_memory_that_makes_no_sense(start, memory):
 def test_a_transfer_worker_that_dies_is_replaced(daemon, client, until):
     [worker] = daemon.family()[1:]
     os.kill(worker, signal.SIGKILL)
-    until(
-        lambda: (
-            [m["alive"] and m["pid"] != worker for m in client.stats()["transfer_workers"]]
-            == [True]
-        )
-    )
+    until(lambda: [m.alive and m.pid != worker for m in client.stats().transfer_workers] == [True])
     assert client.put(client.open(RECORD), [key(1)], b"x" * 4096) == 1
 
 
@@ -257,15 +253,15 @@ def test_more_connections_than_may_be(start, until):
         assert client.match(ns, [key(1)]) == 0, "a daemon that takes no more is a miss"
     held[0].sock.close()
 
-    def stats_at_last() -> dict | None:
+    def stats_at_last() -> NodeStats | None:
         try:
             return daemon.stats()
         except Unavailable:
             return None
 
     stats = until(stats_at_last, what="a place that came free is not given away")
-    assert stats["connections"] <= 4
-    assert stats["refused_connections"] >= 2
+    assert stats.connections <= 4
+    assert stats.refused_connections >= 2
 
 
 def test_out_of_descriptors(daemon, until):
@@ -293,4 +289,4 @@ def test_out_of_descriptors(daemon, until):
                 return False
 
     until(served)
-    assert daemon.stats()["refused_connections"] > 0
+    assert daemon.stats().refused_connections > 0

@@ -133,11 +133,11 @@ def test_client_ids_have_a_size(daemon, client):
 
 
 def test_cut_off_in_the_hello(daemon, until):
-    before = daemon.stats()["refused_connections"]
+    before = daemon.stats().refused_connections
     raw = daemon.raw()
     raw.sock.sendall(b"\x10\x00\x00\x00\x01")
     raw.sock.close()
-    until(lambda: daemon.stats()["refused_connections"] == before + 1)
+    until(lambda: daemon.stats().refused_connections == before + 1)
 
 
 def test_a_connection_that_never_says_hello_is_closed(daemon):
@@ -503,25 +503,25 @@ def test_a_short_lease_ends_in_time_though_a_long_one_was_first(daemon, met, unt
     raw, number = met
     raw.ask(client_wire.Reserve(number, 0, 7, KEY))
     raw.ask(client_wire.Commit(7, SUM))
-    before = daemon.stats()["leases"]
+    before = daemon.stats().leases
     raw.ask(client_wire.Acquire(number, KEY, [], 60.0))
     raw.ask(client_wire.Acquire(number, KEY, [], 0.05))
-    until(lambda: daemon.stats()["leases"] == before + 1)
+    until(lambda: daemon.stats().leases == before + 1)
 
 
 def test_join_with_parts_that_are_not_there_holds_nothing(daemon, met):
     raw, number = met
     raw.ask(client_wire.Reserve(number, 0, 7, KEY))
     raw.ask(client_wire.Commit(7, SUM))
-    before = daemon.stats()["leases"]
+    before = daemon.stats().leases
     token = raw.ask(client_wire.Acquire(number, KEY, [], 60.0)).token
     mate = daemon.raw()
     mate.hello()
     assert mate.ask(client_wire.Join(token, [1])).code == "invalid"
     assert mate.ask(client_wire.Join(token, [0, 0])).code == "invalid"
-    assert daemon.stats()["leases"] == before + 1
+    assert daemon.stats().leases == before + 1
     raw.ask(client_wire.Release([token]))
-    assert daemon.stats()["leases"] == before
+    assert daemon.stats().leases == before
 
 
 # ---- greed ---------------------------------------------------------------------------------------------
@@ -550,7 +550,7 @@ def test_a_client_that_never_reads_its_answers(daemon, met):
             sent += greedy.sock.send(flood[sent:])
     with daemon.client() as client:
         for _ in range(20):
-            assert client.stats()["connections"] >= 3
+            assert client.stats().connections >= 3
     assert resident_bytes(daemon.pid) - before < 64 << 20
     # Whoever reads at last gets all answers, in order.
     greedy.sock.settimeout(PATIENCE_S)
@@ -573,13 +573,13 @@ def test_a_client_that_asks_for_all_at_once_gets_all(met):
 
 def test_many_clients_come_and_go(daemon):
     descriptors = Path(f"/proc/{daemon.pid}/fd")
-    clients, granted = daemon.stats()["clients"], daemon.space()["granted_bytes"]
+    clients, granted = daemon.stats().clients, daemon.space().granted_bytes
     with daemon.client(connect=True):
         before = len(list(descriptors.iterdir()))
         for n in range(100):
             with Client(daemon.socket, connect=True) as other:
                 other.put(other.open(RECORD), [n.to_bytes(16, "big")], os.urandom(4096))
     stats = daemon.stats()
-    assert stats["clients"] <= clients + 1
+    assert stats.clients <= clients + 1
     assert len(list(descriptors.iterdir())) <= before + 4
-    assert daemon.space()["granted_bytes"] == granted
+    assert daemon.space().granted_bytes == granted

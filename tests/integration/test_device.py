@@ -14,6 +14,7 @@ import pytest
 from kvpool.cli.render.tiers import tier_rows
 from kvpool.client import OperatorClient
 from kvpool.errors import LeaseLost, SegmentError
+from kvpool.telemetry.node_stats import DeviceStats
 from kvpool.types import NamespaceRecord
 from kvpool.wire.frame import NO_ROW
 from tests.support.waiting import PATIENCE_S
@@ -70,8 +71,8 @@ class Engine:
         self.client.evict(tier="dram")
 
     @property
-    def device(self) -> dict:
-        (found,) = self.client.stats()["tiers"]["device"]
+    def device(self) -> DeviceStats:
+        (found,) = self.client.stats().tiers.device
         return found
 
 
@@ -86,7 +87,7 @@ def begin(request, start, until) -> Iterator:
         daemon = start("--device", f"{request.param}={size}", *args, name=name, **settings)
         engine = Engine(daemon)
         engines.append(engine)
-        until(lambda: engine.device["state"] == "serving")
+        until(lambda: engine.device.state == "serving")
         return engine
 
     yield one
@@ -103,10 +104,10 @@ def lifted(begin, until) -> Engine:
 
 
 def lift(engine: Engine, numbers: range, until) -> None:
-    goal = engine.device["blocks"] + len(numbers)
+    goal = engine.device.blocks + len(numbers)
     engine.put(numbers)
     assert engine.read(numbers) == set(numbers)
-    until(lambda: engine.device["blocks"] == goal)
+    until(lambda: engine.device.blocks == goal)
 
 
 def device_process(daemon) -> int | None:
@@ -128,14 +129,14 @@ def test_what_was_read_outlives_its_eviction(lifted):
         "a reader that does not wait gets what is in memory"
     )
     assert lifted.read(range(32), PATIENCE_S) == set(range(32))
-    assert lifted.device["read_blocks"] >= 32 - there
+    assert lifted.device.read_blocks >= 32 - there
 
 
 def test_a_prefix_is_leased_whole_whatever_tier_its_blocks_are_in(lifted):
     lifted.client.evict(keys_of(range(0, 32, 2)), tier="dram")
     with lifted.client.acquire(lifted.ns, keys_of(range(32)), wait_s=PATIENCE_S) as lease:
         assert lease.blocks == 32
-    assert lifted.device["read_blocks"] == 16
+    assert lifted.device.read_blocks == 16
     assert lifted.read(range(32)) == set(range(32))
 
 
@@ -150,11 +151,11 @@ def test_what_nobody_read_is_not_copied_up(begin):
 def test_the_coldest_goes_when_the_device_is_full(begin, until):
     engine = begin(size="2MiB")  # 32 blocks
     for at in range(0, 96, 8):
-        written = engine.device["written_blocks"]
+        written = engine.device.written_blocks
         engine.put(range(at, at + 8))
         engine.read(range(at, at + 8))
-        until(lambda written=written: engine.device["written_blocks"] == written + 8)
-    assert engine.device["used_bytes"] <= 2 << 20
+        until(lambda written=written: engine.device.written_blocks == written + 8)
+    assert engine.device.used_bytes <= 2 << 20
     engine.forget_memory()
     found = engine.read(range(96), PATIENCE_S)
     assert 16 <= len(found) <= 32
@@ -170,12 +171,12 @@ def test_what_is_removed_or_evicted_is_gone(lifted):
 def test_a_reset_ends_what_is_on_the_device(lifted, until):
     lifted.client.reset(lifted.ns)
     assert lifted.read(range(32), PATIENCE_S) == set()
-    until(lambda: lifted.device["used_bytes"] == 0)
+    until(lambda: lifted.device.used_bytes == 0)
     lift(lifted, range(8), until)
 
 
 def test_damaged_device_memory_is_a_miss_and_counted(lifted):
-    if lifted.device["path"] != "cpu":
+    if lifted.device.path != "cpu":
         pytest.skip("no other process can write to the device's memory")
     lifted.forget_memory()
     process = Path(f"/proc/{device_process(lifted.daemon)}/fd")
@@ -186,8 +187,8 @@ def test_damaged_device_memory_is_a_miss_and_counted(lifted):
         file.write(b"damage")
     found = lifted.read(range(32), PATIENCE_S)
     assert len(found) == 31
-    assert lifted.device["mismatches"] == 1
-    assert lifted.device["blocks"] == 31
+    assert lifted.device.mismatches == 1
+    assert lifted.device.blocks == 31
 
 
 def test_a_killed_device_process_is_a_miss_and_begins_anew(lifted, until):
@@ -195,8 +196,8 @@ def test_a_killed_device_process_is_a_miss_and_begins_anew(lifted, until):
     first = device_process(lifted.daemon)
     os.kill(first, signal.SIGKILL)
     until(lambda: device_process(lifted.daemon) not in {first, None})
-    until(lambda: lifted.device["state"] == "serving")
-    assert lifted.device["blocks"] == 0
+    until(lambda: lifted.device.state == "serving")
+    assert lifted.device.blocks == 0
     assert lifted.read(range(32), PATIENCE_S) == set()
     lift(lifted, range(32), until)
     lifted.forget_memory()
@@ -236,7 +237,7 @@ def test_tenants_see_nothing_of_each_other(begin, until):
         assert blue.read(range(16), PATIENCE_S) == set()
         assert blue.client.put(blue.ns, keys_of(range(16)), [bytes(NBYTES)] * 16) == 16
         blue.client.get(blue.ns, keys_of(range(16)))
-        until(lambda: red.device["blocks"] == 32)
+        until(lambda: red.device.blocks == 32)
         red.forget_memory()
         blue.forget_memory()
         assert red.read(range(16), PATIENCE_S) == set(range(16))
@@ -248,8 +249,8 @@ def test_tenants_see_nothing_of_each_other(begin, until):
 def test_a_device_that_is_not_there_is_told_and_the_node_serves(start, until):
     engine = Engine(start("--memory", "4MiB", "--device", "cuda:99=64MiB"))
     with engine.client:
-        until(lambda: engine.device["state"] == "failed")
-        assert "cuda:99" in engine.device["error"]
+        until(lambda: engine.device.state == "failed")
+        assert "cuda:99" in engine.device.error
         engine.put(range(8))
         assert engine.read(range(8)) == set(range(8))
 
@@ -326,10 +327,10 @@ def test_an_attached_client_reads_the_device_itself(direct):
         assert lease.blocks == 32
         assert direct_rows(lease) == 32
         assert content(lease) == [block(n) for n in range(32)]
-    assert direct.device["read_blocks"] == 0, "nothing was brought through memory"
+    assert direct.device.read_blocks == 0, "nothing was brought through memory"
     assert direct.in_memory(range(32)) == 0
-    assert direct.device["leased_blocks"] == 32
-    assert direct.device["leased_bytes"] == 32 * NBYTES
+    assert direct.device.leased_blocks == 32
+    assert direct.device.leased_bytes == 32 * NBYTES
     with direct.lease(range(32), wait_s=0.0) as lease:
         assert content(lease) == [block(n) for n in range(32)]
 
@@ -358,7 +359,7 @@ def test_what_is_on_another_node_is_pulled_and_what_is_on_the_device_is_not(begi
             assert (lease.blocks, direct_rows(lease)) == (32, 16)
             assert content(lease) == [block(n) for n in range(32)]
     assert engine.in_memory(range(16)) == 0
-    assert engine.device["read_blocks"] == 0
+    assert engine.device.read_blocks == 0
     engine.close()
 
 
@@ -372,20 +373,20 @@ def test_leased_slots_on_the_device_are_not_used_again(begin, until):
     turn_over(owner, range(100, 164), until)
     assert content(lease) == [block(n) for n in range(16)]
     owner.client.evict(tier="device")
-    assert owner.device["used_bytes"] == 16 * NBYTES, "the slots of what is leased"
+    assert owner.device.used_bytes == 16 * NBYTES, "the slots of what is leased"
     assert content(lease) == [block(n) for n in range(16)]
     lease.release()
-    until(lambda: owner.device["used_bytes"] == 0)
+    until(lambda: owner.device.used_bytes == 0)
     engine.close()
 
 
 def turn_over(engine: Engine, numbers: range, until) -> None:
     """Have as many blocks copied up, eight at a time."""
     for at in range(numbers.start, numbers.stop, 8):
-        written = engine.device["written_blocks"]
+        written = engine.device.written_blocks
         engine.put(range(at, at + 8))
         assert engine.read(range(at, at + 8)) == set(range(at, at + 8))
-        until(lambda written=written: engine.device["written_blocks"] == written + 8)
+        until(lambda written=written: engine.device.written_blocks == written + 8)
 
 
 def test_a_lease_on_the_device_ends_at_its_deadline(begin, until):
@@ -396,7 +397,7 @@ def test_a_lease_on_the_device_ends_at_its_deadline(begin, until):
     lease = engine.lease(range(16), lease_s=2.0)
     assert direct_rows(lease) == 16
     owner.client.evict(tier="device")
-    until(lambda: owner.device["used_bytes"] == 0)
+    until(lambda: owner.device.used_bytes == 0)
     assert not lease.valid
     with pytest.raises(LeaseLost):
         lease.check()
@@ -428,10 +429,10 @@ def test_the_death_of_a_reader_gives_the_device_its_slots_back(begin, until):
             assert int(reader.stdout.readline()) == 16
             turn_over(owner, range(100, 148), until)
             owner.client.evict(tier="device")
-            assert owner.device["used_bytes"] == 16 * NBYTES
+            assert owner.device.used_bytes == 16 * NBYTES
         finally:
             reader.kill()
-    until(lambda: owner.device["used_bytes"] == 0)
+    until(lambda: owner.device.used_bytes == 0)
 
 
 def test_the_death_of_the_device_process_under_a_reader_is_told_by_its_check(direct, until):
@@ -444,7 +445,7 @@ def test_the_death_of_the_device_process_under_a_reader_is_told_by_its_check(dir
         lease.check()
     lease.release()
     until(lambda: device_process(direct.daemon) not in {pid, None})
-    until(lambda: direct.device["state"] == "serving")
+    until(lambda: direct.device.state == "serving")
     assert direct.lease(range(32), wait_s=0.0) is None
     lift(direct, range(32), until)
     direct.forget_memory()
@@ -513,7 +514,7 @@ def test_a_pull_counts_what_is_on_the_device_for_those_who_read_it_there(direct)
     life = direct.memory.life
     pull = direct.client.pull
     assert pull(direct.ns, keys_of(range(32)), wait_s=PATIENCE_S, life=life) == 32
-    assert direct.in_memory(range(32)) == direct.device["read_blocks"] == 0
+    assert direct.in_memory(range(32)) == direct.device.read_blocks == 0
     assert pull(direct.ns, keys_of(range(8)), wait_s=PATIENCE_S, life=life + 1) == 8
     assert direct.in_memory(range(32)) == 8
 

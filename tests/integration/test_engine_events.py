@@ -30,7 +30,7 @@ def test_operators_see_the_engines(start, folder, until):
     engine.say(str(folder / "e"))
     assert engine.hear() == "True"
     assert engine.hear() == "0"
-    until(lambda: daemon.stats()["engines"]["followed"][0]["connected"])
+    until(lambda: daemon.stats().tenants["default"].engines.followed[0].connected)
     row, memory = json.loads(tiers(daemon, "--json"))
     assert (row["tier"], row["where"], row["state"]) == ("gpu", f"ipc://{folder}/e", "followed")
     assert (row["blocks"], row["complete"], row["size_bytes"]) == (0, False, None)
@@ -39,7 +39,7 @@ def test_operators_see_the_engines(start, folder, until):
     assert "at least 0" in shown
     assert "has not been heard of yet" in shown
     engine.kill()
-    until(lambda: not daemon.stats()["engines"]["followed"])
+    until(lambda: not daemon.stats().tenants["default"].engines.followed)
     assert [row["tier"] for row in json.loads(tiers(daemon, "--json"))] == ["dram"]
 
 
@@ -49,10 +49,10 @@ def test_a_client_that_is_idle_is_followed_on(start, folder, until):
     engine = daemon.script(FOLLOW.replace("hear()\n", "client.close(); say('closed'); hear()\n"))
     engine.say(str(folder / "e"))
     assert [engine.hear() for _ in range(3)] == ["True", "0", "closed"]
-    until(lambda: daemon.stats()["connections"] == 1)  # this question's own
-    assert len(daemon.stats()["engines"]["followed"]) == 1
+    until(lambda: daemon.stats().connections == 1)  # this question's own
+    assert len(daemon.stats().tenants["default"].engines.followed) == 1
     engine.kill()
-    until(lambda: not daemon.stats()["engines"]["followed"])
+    until(lambda: not daemon.stats().tenants["default"].engines.followed)
 
 
 def test_a_daemon_without_pyzmq_serves_all_the_same(start, folder):
@@ -63,7 +63,7 @@ def test_a_daemon_without_pyzmq_serves_all_the_same(start, folder):
         engine.say(str(folder / "e"))
         assert engine.hear() == "False"
         assert engine.hear() == "0"
-    assert daemon.stats()["engines"]["error"] == NO_PYZMQ
+    assert daemon.stats().tenants["default"].engines.error == NO_PYZMQ
     assert NO_PYZMQ in " ".join(tiers(daemon).split())
     assert daemon.stop() == 0
     assert daemon.stderr.count(NO_PYZMQ) == 1

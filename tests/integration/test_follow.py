@@ -58,7 +58,7 @@ class Follower:
 def test_alone_it_waits_for_the_nodes_own_engines(daemon, client):
     with daemon.client() as engine:
         follower = Follower(client, range(8), wait_s=PATIENCE_S)
-        until(lambda: engine.stats()["prefix_streams"]["under_way"] == 1)
+        until(lambda: engine.stats().prefix_streams.under_way == 1)
         for n in range(8):
             assert not follower.outcome
             put(engine, [n])
@@ -103,10 +103,10 @@ def test_a_time_and_parts_that_are_none(client):
 def test_a_client_that_closes_gets_its_thread_back(daemon, client):
     with daemon.client() as other:
         follower = Follower(other, range(3), wait_s=PATIENCE_S)
-        until(lambda: client.stats()["prefix_streams"]["under_way"] == 1)
+        until(lambda: client.stats().prefix_streams.under_way == 1)
         other.close()
         assert isinstance(follower.result(), Unavailable)
-        until(lambda: client.stats()["prefix_streams"]["under_way"] == 0)
+        until(lambda: client.stats().prefix_streams.under_way == 0)
         assert isinstance(Follower(other, range(3), wait_s=PATIENCE_S).result(), Unavailable)
 
 
@@ -121,20 +121,20 @@ def test_more_than_a_tenant_may_follow_are_refused(daemon, client):
         number = answer.number
     for n in range(FOLLOWS_MAX):
         raws[n % 2].send(client_wire.Follow(number, b"".join(keys_of([n])), 60.0))
-    until(lambda: client.stats()["prefix_streams"]["under_way"] == FOLLOWS_MAX)
+    until(lambda: client.stats().prefix_streams.under_way == FOLLOWS_MAX)
     with pytest.raises(LimitExceeded):
         client.follow(client.open(RECORD), keys_of([1000]), wait_s=1.0)
     put(client, range(32))
-    until(lambda: client.stats()["prefix_streams"]["under_way"] == FOLLOWS_MAX - 32)
+    until(lambda: client.stats().prefix_streams.under_way == FOLLOWS_MAX - 32)
     raws[0].sock.close()
     raws[1].sock.close()
-    until(lambda: client.stats()["prefix_streams"]["under_way"] == 0)
-    assert client.stats()["prefix_streams"]["waiters"] == 0
+    until(lambda: client.stats().prefix_streams.under_way == 0)
+    assert client.stats().prefix_streams.waiters == 0
 
 
 def test_a_daemon_that_stops_ends_it(daemon, client):
     with daemon.client() as other:
         follower = Follower(other, range(3), wait_s=PATIENCE_S)
-        until(lambda: client.stats()["prefix_streams"]["under_way"] == 1)
+        until(lambda: client.stats().prefix_streams.under_way == 1)
         daemon.stop()
         assert isinstance(follower.result(), Unavailable)

@@ -17,6 +17,7 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.errors import KvpoolError
+from kvpool.telemetry.node_stats import WorkerStats
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import greet
 from kvpool.transfer.stream import Closed, Stream
@@ -55,12 +56,11 @@ class Pair:
     @property
     def address(self) -> tuple[str, int]:
         """Of a itself, without the proxy."""
-        return ("127.0.0.1", int(self.mover_of_a["listening"][0].rpartition(":")[2]))
+        return ("127.0.0.1", int(self.mover_of_a.listening[0].rpartition(":")[2]))
 
     @property
-    def mover_of_a(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.at_a.stats()["transfer_workers"][0]
-        return found
+    def mover_of_a(self) -> WorkerStats:
+        return self.at_a.stats().transfer_workers[0]
 
     def processes(self) -> list[int]:
         return [*self.a.family(), *self.b.family()]
@@ -93,13 +93,11 @@ class Pair:
 
     def check_nothing_is_held(self, in_use: int = 0) -> None:
         """Slots at b, leases and loans at a."""
-        self.until(lambda: self.mover_of_a["loans"] == 0, what="the loans are back")
-        self.until(lambda: self.at_a.stats()["leases"] == 0)
-        self.until(lambda: self.at_b.stats()["transfer_workers"][0]["orders"] == 0)
+        self.until(lambda: self.mover_of_a.loans == 0, what="the loans are back")
+        self.until(lambda: self.at_a.stats().leases == 0)
+        self.until(lambda: self.at_b.stats().transfer_workers[0].orders == 0)
         self.until(
-            lambda: (
-                self.at_b.stats()["tenants"]["default"]["space"]["bytes_used"] == in_use * NBYTES
-            ),
+            lambda: self.at_b.stats().tenants["default"].space.bytes_used == in_use * NBYTES,
             what="the slots of what did not come are back",
         )
 
@@ -188,7 +186,7 @@ def test_a_pull_whose_connection_ends(pair: Pair, way: Way, offset: int, ending:
     at = min(whole, offset if offset >= 0 else whole + offset)
     numbers = pair.put()
     proxy.set(Fault(stop=(way, at), ending=ending))
-    said = pair.at_b.pull(pair.ns_b, keys_of(numbers), wait_s=2.0)
+    said = pair.at_b.pull(pair.ns_b, keys_of(numbers), wait_s=20.0)
     assert proxy.stopped.is_set()
     proxy.set()
     came = pair.here(numbers)

@@ -13,8 +13,8 @@ def test_each_line_is_json_and_tells_the_worker(
 ) -> None:
     daemon = start("--listen", "tcp://127.0.0.1:0", "-v", KVPOOL_LOG_FORMAT="json")
     with daemon.client(connect=True) as client:
-        (worker,) = client.stats()["transfer_workers"]
-    port = int(worker["listening"][0].rpartition(":")[2])
+        (worker,) = client.stats().transfer_workers
+    port = int(worker.listening[0].rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as peer:
         peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
         until(lambda: "a peer was refused" in daemon.log.read_text())

@@ -36,7 +36,7 @@ def begin(request, start, folder, proxy, until):
         )
         client = daemon.client(connect=True)
         stack.append(client)
-        until(lambda: tier(client)["stocked"] and tier(client)["state"] == "serving")
+        until(lambda: tier(client).stocked and tier(client).state == "serving")
         return daemon, client, client.open(RECORD)
 
     yield begin_one
@@ -45,7 +45,7 @@ def begin(request, start, folder, proxy, until):
 
 
 def tier(client):
-    (found,) = client.stats()["tiers"]["object"]
+    (found,) = client.stats().tiers.object
     return found
 
 
@@ -64,9 +64,9 @@ def test_a_daemon_that_was_told_to_stop_finds_all_again_by_a_scan(begin, until):
     assert client.get(ns, KEYS, wait_s=PATIENCE_S) == [block(number) for number in range(BLOCKS)]
     assert client.match(ns, KEYS) == BLOCKS
     found = tier(client)
-    assert found["read_blocks"] == BLOCKS and found["mismatches"] == 0
-    until(lambda: tier(client)["blocks"] == BLOCKS)
-    assert BLOCKS * NBYTES < tier(client)["used_bytes"] < 2 * BLOCKS * NBYTES
+    assert found.read_blocks == BLOCKS and found.mismatches == 0
+    until(lambda: tier(client).blocks == BLOCKS)
+    assert BLOCKS * NBYTES < tier(client).used_bytes < 2 * BLOCKS * NBYTES
 
 
 def test_what_is_removed_or_reset_is_not_found_again(begin, until):
@@ -79,7 +79,7 @@ def test_what_is_removed_or_reset_is_not_found_again(begin, until):
     assert found == [None] * 4 + [block(number) for number in range(4, 8)]
     client.reset(ns)
     assert client.get(ns, KEYS, wait_s=1.0) == [None] * BLOCKS
-    until(lambda: tier(client)["used_bytes"] == 0)
+    until(lambda: tier(client).used_bytes == 0)
     daemon.kill()
     _, client, ns = begin()
     assert client.get(ns, KEYS, wait_s=1.0) == [None] * BLOCKS, "the data_dir knows the epoch"
@@ -125,8 +125,8 @@ def test_a_store_that_is_away_holds_up_no_start(start, folder, until):
         AWS_SECRET_ACCESS_KEY="topsecret",
     )
     with daemon.client(connect=True) as client:
-        until(lambda: tier(client)["state"] == "failing")
-        assert "reached" in tier(client)["error"]
+        until(lambda: tier(client).state == "failing")
+        assert "reached" in tier(client).error
         ns = client.open(RECORD)
         fill(client, ns)
         assert client.get(ns, [key(1000)], wait_s=1.0) == [None]

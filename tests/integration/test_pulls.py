@@ -47,10 +47,10 @@ class Pair:
         return self.at_b.open(RECORD)
 
     def counter(self, client: Client, name: str) -> int:
-        return client.stats()["counters"][name]
+        return getattr(client.stats().counters, name)
 
     def used_at_b(self) -> int:
-        return self.at_b.stats()["tenants"]["default"]["space"]["bytes_used"]
+        return self.at_b.stats().tenants["default"].space.bytes_used
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_an_owner_that_dies_or_hangs_is_a_miss_in_time(pair, how):
     begun = time.monotonic()
     assert pair.at_b.pull(pair.ns_b, keys_of(range(8)), wait_s=2) == 2
     assert time.monotonic() - begun < PATIENCE_S / 2
-    until(lambda: pair.at_b.stats()["fetch"]["peers"][0]["failed"] >= 1)
+    until(lambda: pair.at_b.stats().fetch.peers[0].failed >= 1)
     until(lambda: pair.used_at_b() == used, "the slots for what did not come are back")
     assert pair.at_b.get(pair.ns_b, keys_of(range(3)))[:2] == [block(0), block(1)]
 
@@ -145,7 +145,7 @@ def test_daemons_with_different_secrets_do_not_talk(start):
     with a.client(connect=True) as at_a, b.client(connect=True) as at_b:
         at_a.put(at_a.open(RECORD), key(1), [block(1)])
         assert at_b.pull(at_b.open(RECORD), key(1), wait_s=PATIENCE_S) == 0
-        assert "secret" in at_b.stats()["fetch"]["peers"][0]["last_error"]
+        assert "secret" in at_b.stats().fetch.peers[0].last_error
 
 
 def test_a_peer_with_other_sizes_is_a_miss_and_says_so(pair):
@@ -153,7 +153,7 @@ def test_a_peer_with_other_sizes_is_a_miss_and_says_so(pair):
     other = NamespaceRecord(RECORD.fields, (PartSpec(NBYTES // 2),))
     assert other.digest() == RECORD.digest()
     assert pair.at_b.pull(pair.at_b.open(other), keys_of(range(3)), wait_s=PATIENCE_S) == 0
-    assert str(NBYTES) in pair.at_b.stats()["fetch"]["peers"][0]["last_error"]
+    assert str(NBYTES) in pair.at_b.stats().fetch.peers[0].last_error
 
 
 def test_off_loopback_nothing_listens_without_a_secret(start):

@@ -98,9 +98,9 @@ def test_python_in_documents_runs(
     block: Any, daemon: Any, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVPOOL_SOCKET", daemon.socket)
-    before = daemon.stats()["counters"]
+    before = daemon.stats().counters
     names = run_block(block, given)
-    after = daemon.stats()["counters"]
+    after = daemon.stats().counters
     # What it says happens to its names.
     if "hit" in names:
         assert names["hit"] == len(names["keys"]) and names["out"] == names["blocks"]

@@ -13,8 +13,8 @@ WISH = {"write": "through", "ttl_s": 60.0, "ssd_codec": "blosc2"}
 
 
 def kept(client) -> dict[str, object]:
-    namespaces = client.stats()["tenants"]["default"]["namespaces"]
-    return namespaces[RECORD.digest().hex()]["settings"]
+    namespaces = client.stats().tenants["default"].namespaces
+    return namespaces[RECORD.digest().hex()].settings
 
 
 def back(client) -> bool:

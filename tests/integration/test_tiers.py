@@ -11,6 +11,7 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.errors import LimitExceeded
+from kvpool.telemetry.node_stats import NamespaceUsage
 from kvpool.types import NamespaceRecord
 from tests.support.waiting import PATIENCE_S
 
@@ -64,15 +65,15 @@ class Engine:
 
     @property
     def tiers(self):
-        return self.client.stats()["tiers"]
+        return self.client.stats().tiers
 
     @property
     def disk(self):
-        return self.tiers["ssd"][0]
+        return self.tiers.ssd[0]
 
     @property
     def written(self) -> int:
-        return sum(disk["written_blocks"] for disk in self.tiers["ssd"])
+        return sum(disk.written_blocks for disk in self.tiers.ssd)
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def segment_file(folder: Path) -> Path:
 def test_what_memory_gave_up_is_read_from_disk(written):
     assert written.in_memory(range(200)) <= MEMORY_BLOCKS
     assert written.read(range(200)) == set(range(200))
-    assert written.disk["read_blocks"] >= 200 - MEMORY_BLOCKS
+    assert written.disk.read_blocks >= 200 - MEMORY_BLOCKS
 
 
 def test_a_prefix_is_leased_whole_whatever_tier_its_blocks_are_in(written):
@@ -141,25 +142,25 @@ def test_what_is_written_back_outlives_its_eviction(disked, until):
     for at in range(0, 160, 8):
         engine.put(range(at, at + 8))
         # At the pace of the disk: what comes faster than it writes may be lost to this node.
-        until(lambda: engine.tiers["clean_share"]["default"] >= 1 / 8)
+        until(lambda: engine.tiers.clean_share["default"] >= 1 / 8)
     for at in range(0, 160, 8):
         # Reads take memory too, and what makes way for them is to be written first.
         assert engine.read(range(at, at + 8)) == set(range(at, at + 8))
-        until(lambda: engine.tiers["clean_share"]["default"] >= 1 / 8)
+        until(lambda: engine.tiers.clean_share["default"] >= 1 / 8)
 
 
 def test_nothing_is_written_where_that_is_not_wanted(disked, until):
     engine = disked(mode="none")
     engine.put(range(200))
     until(lambda: engine.in_memory(range(200)) <= MEMORY_BLOCKS)
-    assert engine.disk["written_blocks"] == 0
+    assert engine.disk.written_blocks == 0
 
 
 def test_the_disk_gives_up_its_coldest_when_it_is_full(disked, until):
     engine = disked(size="8MiB")
     engine.put(range(400))
-    until(lambda: not engine.tiers["queued_writes"] and not engine.disk["writing_bytes"])
-    assert engine.disk["used_bytes"] <= engine.disk["segment_bytes"] < 8 << 20
+    until(lambda: not engine.tiers.queued_writes and not engine.disk.writing_bytes)
+    assert engine.disk.used_bytes <= engine.disk.segment_bytes < 8 << 20
     found = engine.read(range(400))
     assert 32 < len(found) < 200
     engine.put(range(400, 408))
@@ -181,7 +182,7 @@ def test_blocks_larger_than_a_staging_buffer(start, folder, until):
         ns = client.open(record)
         blocks = [np.random.default_rng(n).bytes(nbytes) for n in range(4)]
         assert client.put(ns, keys_of(range(4)), blocks) == 4
-        until(lambda: client.stats()["tiers"]["ssd"][0]["written_blocks"] == 4)
+        until(lambda: client.stats().tiers.ssd[0].written_blocks == 4)
         client.evict(tier="dram")
         assert client.get(ns, keys_of(range(4)), wait_s=PATIENCE_S) == blocks
 
@@ -195,7 +196,7 @@ def test_two_disks_share_the_blocks_by_size(start, folder, until):
     engine = Engine(daemon)
     with engine.client:
         write(engine, range(240), until)
-        small, large = (disk["written_bytes"] for disk in engine.tiers["ssd"])
+        small, large = (disk.written_bytes for disk in engine.tiers.ssd)
         assert small / large == pytest.approx(1 / 3, rel=0.35)
         assert engine.read(range(240)) == set(range(240))
 
@@ -209,14 +210,14 @@ def test_a_daemon_that_was_told_to_stop_finds_all_again(disked):
     engine.daemon.stop()
     again = disked(mode="back")
     assert again.read(range(MEMORY_BLOCKS // 2)) == set(range(MEMORY_BLOCKS // 2))
-    assert again.disk["restored_blocks"] == MEMORY_BLOCKS // 2
+    assert again.disk.restored_blocks == MEMORY_BLOCKS // 2
 
 
 def test_a_daemon_that_was_killed_finds_what_was_written(written, disked, until):
     written.daemon.kill()
     again = disked()
-    until(lambda: again.disk["state"] == "serving")
-    assert again.disk["blocks"] == 200
+    until(lambda: again.disk.state == "serving")
+    assert again.disk.blocks == 200
     assert again.read(range(200)) == set(range(200))
     write(again, range(200, 300), until)
     assert again.read(range(300)) == set(range(300))
@@ -229,7 +230,7 @@ def test_kills_under_load_lose_nothing_that_was_safe(disked, until, seed):
     at = 0
     for _ in range(3):
         engine = disked()
-        until(lambda engine=engine: engine.disk["state"] == "serving")
+        until(lambda engine=engine: engine.disk.state == "serving")
         assert engine.read(safe) == safe
         more = 8 * rng.randrange(4, 8)
         write(engine, range(at, at + more), until)
@@ -240,7 +241,7 @@ def test_kills_under_load_lose_nothing_that_was_safe(disked, until, seed):
         at += 32
         engine.daemon.kill()
     engine = disked()
-    until(lambda: engine.disk["state"] == "serving")
+    until(lambda: engine.disk.state == "serving")
     assert engine.read(range(at)) >= safe
 
 
@@ -251,7 +252,7 @@ def test_a_reset_outlives_the_daemon(written, disked, until):
     until(lambda: written.written == 240)
     written.daemon.kill()
     again = disked()
-    until(lambda: again.disk["state"] == "serving")
+    until(lambda: again.disk.state == "serving")
     assert again.read(range(40), version=1) == set(range(40))
     assert again.read(range(40, 200), version=1) == set()
     # The engine of before goes on with the weights that it has.
@@ -262,9 +263,9 @@ def test_a_reset_with_nothing_written_after_it_outlives_the_daemon(written, disk
     written.client.reset(written.ns)
     written.daemon.kill()
     again = disked()
-    until(lambda: again.disk["state"] == "serving")
+    until(lambda: again.disk.state == "serving")
     assert again.read(range(200)) == set()
-    assert again.disk["blocks"] == 0
+    assert again.disk.blocks == 0
 
 
 def test_settings_that_an_operator_changed_outlive_the_daemon(written, disked):
@@ -272,22 +273,22 @@ def test_settings_that_an_operator_changed_outlive_the_daemon(written, disked):
     written.client.configure(RECORD.digest(), write="none", ttl_s=3600.0)
     written.daemon.kill()
     again = disked(mode="through")
-    spaces = again.client.stats()["tenants"]["default"]["namespaces"]
-    settings = spaces[RECORD.digest().hex()]["settings"]
+    spaces = again.client.stats().tenants["default"].namespaces
+    settings = spaces[RECORD.digest().hex()].settings
     assert (settings["write"], settings["ttl_s"]) == ("none", 3600.0)
-    assert again.disk["blocks"] > 0
+    assert again.disk.blocks > 0
 
 
 def test_a_disk_of_another_size_keeps_what_fits(written, disked, until):
     written.daemon.stop()
     smaller = disked(size="10MiB")
-    until(lambda: smaller.disk["state"] == "serving")
+    until(lambda: smaller.disk.state == "serving")
     kept = smaller.read(range(200))
     assert 100 < len(kept) < 200
     smaller.put(range(200, 232))
     smaller.daemon.stop()
     larger = disked(size="128MiB")
-    until(lambda: larger.disk["state"] == "serving")
+    until(lambda: larger.disk.state == "serving")
     assert larger.read(range(200, 232)) == set(range(200, 232))
 
 
@@ -317,12 +318,12 @@ def test_flipped_bits_are_misses_and_counted(written, folder):
     found = written.read(range(200))  # asserts that what is found is right
     assert 0 < len(found) < 200
     missing = 200 - len(found)
-    assert written.disk["mismatches"] == missing
-    assert written.disk["blocks"] == 200 - missing, "what was bad is found no more"
+    assert written.disk.mismatches == missing
+    assert written.disk.blocks == 200 - missing, "what was bad is found no more"
     bad = set(range(200)) - found
     written.client.evict(tier="dram")
     assert written.read(bad) == set()
-    assert written.disk["mismatches"] == missing, "and not read again"
+    assert written.disk.mismatches == missing, "and not read again"
 
 
 def test_a_scrub_finds_what_nobody_has_read(written, folder):
@@ -355,7 +356,7 @@ def test_a_killed_disk_process_costs_nothing_but_time(written, until):
     os.kill(first, signal.SIGKILL)
     written.put(range(200, 216))  # nobody waits for it
     until(lambda: disk_process(written.daemon) not in {first, None})
-    until(lambda: written.disk["state"] == "serving")
+    until(lambda: written.disk.state == "serving")
     assert written.read(range(216)) >= set(range(200))
 
 
@@ -379,16 +380,16 @@ def test_a_disk_that_cannot_be_used_is_told_and_the_node_serves(start, folder):
     with engine.client:
         engine.put(range(8))
         assert engine.read(range(8)) == set(range(8))
-        assert engine.disk["state"] == "failed"
-        assert "disk" in engine.disk["error"]
+        assert engine.disk.state == "failed"
+        assert "disk" in engine.disk.error
 
 
 def test_two_daemons_cannot_have_one_disk(disked, start, folder, until):
     engine = disked()
     other = start("--memory", "4MiB", "--ssd", f"{folder / 'node-disk'}=64MiB", name="other")
     with other.client(connect=True) as client:
-        until(lambda: client.stats()["tiers"]["ssd"][0]["state"] == "failed")
-        assert "another process" in client.stats()["tiers"]["ssd"][0]["error"]
+        until(lambda: client.stats().tiers.ssd[0].state == "failed")
+        assert "another process" in client.stats().tiers.ssd[0].error
     engine.put(range(8))
     assert engine.read(range(8)) == set(range(8))
 
@@ -399,13 +400,13 @@ def test_two_daemons_cannot_have_one_disk(disked, start, folder, until):
 def test_hard_pins_stay_on_disk_and_outlive_the_daemon(disked, until):
     engine = disked(size="8MiB")
     engine.put(range(8))
-    until(lambda: engine.disk["written_blocks"] == 8)
+    until(lambda: engine.disk.written_blocks == 8)
     assert engine.client.pin(engine.ns, keys_of(range(8)), "hard") == 8
     engine.daemon.stop()
     again = disked(size="8MiB")
-    until(lambda: again.disk["state"] == "serving")
+    until(lambda: again.disk.state == "serving")
     again.put(range(100, 400))
-    until(lambda: not again.tiers["queued_writes"] and not again.disk["writing_bytes"])
+    until(lambda: not again.tiers.queued_writes and not again.disk.writing_bytes)
     assert again.read(range(8)) == set(range(8))
     assert again.client.pin(again.ns, keys_of(range(8)), "none") == 8
     with pytest.raises(LimitExceeded, match="the quota is"):
@@ -442,7 +443,7 @@ def test_what_our_disk_has_spoilt_is_pulled_from_a_peer(disked, start, folder, u
         engine.client.evict(tier="dram")
         assert engine.client.pull(engine.ns, keys_of(range(40)), wait_s=PATIENCE_S) == 40
         assert engine.read(range(40)) == set(range(40))
-        assert engine.disk["mismatches"] == 40
+        assert engine.disk.mismatches == 40
 
 
 def test_a_quota_holds_in_every_tier_and_over_restarts(disked, until):
@@ -455,24 +456,25 @@ def test_a_quota_holds_in_every_tier_and_over_restarts(disked, until):
     for at in range(0, 96, 8):
         engine.put(range(at, at + 8))
         until(lambda at=at: engine.written == 16 + at + 8)
-    usage = engine.client.stats()["usage"]
+    usage = engine.client.stats().tenants["default"].usage
     name, others = RECORD.digest().hex(), other.digest.hex()
-    in_memory, on_disk = usage["dram"][0]["namespaces"], usage["ssd"][0]["namespaces"]
-    assert in_memory[name] == {"held_bytes": 1 << 20, "quota_bytes": 1 << 20}
-    assert on_disk[name] == {"held_bytes": 40 * NBYTES, "quota_bytes": 40 * NBYTES}
-    assert in_memory[others] == on_disk[others] == {"held_bytes": 1 << 20, "quota_bytes": 0}
+    in_memory, on_disk = usage.dram[0].namespaces, usage.ssd[0].namespaces
+    assert in_memory[name] == NamespaceUsage(1 << 20, 1 << 20)
+    assert on_disk[name] == NamespaceUsage(40 * NBYTES, 40 * NBYTES)
+    assert in_memory[others] == on_disk[others] == NamespaceUsage(1 << 20, 0)
     assert engine.in_memory(range(96)) == 16
     assert engine.client.contains(other, keys_of(range(16))).all()
     assert engine.read(range(96)) == set(range(56, 96))
     engine.daemon.kill()
     again = disked()
-    until(lambda: again.disk["state"] == "serving")
-    (after,) = again.client.stats()["usage"]["ssd"]
-    assert after["namespaces"][name] == on_disk[name], "the quota and what it left"
+    until(lambda: again.disk.state == "serving")
+    (after,) = again.client.stats().tenants["default"].usage.ssd
+    assert after.namespaces[name] == on_disk[name], "the quota and what it left"
     again.client.configure(RECORD.digest(), ssd_quota=8 * NBYTES)
     until(
         lambda: (
-            again.client.stats()["usage"]["ssd"][0]["namespaces"][name]["held_bytes"] <= 8 * NBYTES
+            again.client.stats().tenants["default"].usage.ssd[0].namespaces[name].held_bytes
+            <= 8 * NBYTES
         )
     )
     assert len(again.read(range(96))) == 8
@@ -493,12 +495,12 @@ def test_tenants_have_their_parts_of_a_disk_and_lose_cleanly_what_moves(start, f
         disk = f"{folder / 'disk'}=32MiB"
         daemon = start("--ssd", disk, "--ssd-write", "through", config=TENANTS.format(red=red))
         clients = {name: daemon.client(tenant=name, connect=True) for name in ("default", "red")}
-        until(lambda: clients["red"].stats()["tiers"]["ssd"][0]["state"] == "serving")
+        until(lambda: clients["red"].stats().tiers.ssd[0].state == "serving")
         return daemon, clients
 
     def part(client) -> int:
-        (found,) = client.stats()["usage"]["ssd"]
-        return found["part_bytes"]
+        (found,) = client.stats().tenants[client.tenant].usage.ssd
+        return found.part_bytes
 
     def on_disk(client) -> int:
         ns = client.open(RECORD)
@@ -507,20 +509,20 @@ def test_tenants_have_their_parts_of_a_disk_and_lose_cleanly_what_moves(start, f
         )
 
     daemon, clients = begin("25%")
-    size = clients["red"].stats()["tiers"]["ssd"][0]["segment_bytes"]
+    size = clients["red"].stats().tiers.ssd[0].segment_bytes
     assert part(clients["red"]) == pytest.approx(size / 4, abs=4096)
     assert part(clients["default"]) == pytest.approx(3 * size / 4, abs=4096)
     for client in clients.values():
         client.put(client.open(RECORD), keys_of(range(40)), [block(n) for n in range(40)])
-    until(lambda: clients["red"].stats()["tiers"]["ssd"][0]["written_blocks"] == 80)
+    until(lambda: clients["red"].stats().tiers.ssd[0].written_blocks == 80)
     for red, kept in (("25%", 40), ("50%", 0)):
         for client in clients.values():
             client.close()
         daemon.stop()
         daemon, clients = begin(red)
         assert [on_disk(clients["default"]), on_disk(clients["red"])] == [40, kept]
-    disk = clients["red"].stats()["tiers"]["ssd"][0]
-    assert disk["dropped_at_restore"] == 40
-    assert (disk["mismatches"], disk["read_errors"]) == (0, 0)
+    disk = clients["red"].stats().tiers.ssd[0]
+    assert disk.dropped_at_restore == 40
+    assert (disk.mismatches, disk.read_errors) == (0, 0)
     for client in clients.values():
         client.close()

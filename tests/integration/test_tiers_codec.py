@@ -61,9 +61,9 @@ class Engine:
         """Put at the pace of the disk: what memory gives up before its turn has come is not written."""
         for at in range(numbers.start, numbers.stop, 32):
             some = range(at, min(at + 32, numbers.stop))
-            goal = self.disk["written_blocks"] + len(some)
+            goal = self.disk.written_blocks + len(some)
             self.put(some)
-            until(lambda goal=goal: self.disk["written_blocks"] == goal)
+            until(lambda goal=goal: self.disk.written_blocks == goal)
 
     def read(self, numbers: Iterable[int]) -> set[int]:
         """Which of them the disk has; each found one is whole and right."""
@@ -80,7 +80,7 @@ class Engine:
 
     @property
     def disk(self):
-        return self.client.stats()["tiers"]["ssd"][0]
+        return self.client.stats().tiers.ssd[0]
 
 
 @pytest.fixture
@@ -103,24 +103,24 @@ def test_what_is_packed_is_read_as_it_was_put_after_a_restart_too(begin, until):
     engine = begin()
     engine.write(range(160), until)
     disk = engine.disk
-    assert disk["unpacked_blocks"] == noisy(range(160))
-    assert disk["packed_blocks"] == 160 - noisy(range(160))
-    assert disk["raw_bytes"] == 160 * NBYTES
-    assert disk["used_bytes"] == disk["stored_bytes"] == disk["written_bytes"]
-    assert 0.75 < disk["stored_bytes"] / disk["raw_bytes"] < 0.85  # a fifth of it is noise
+    assert disk.unpacked_blocks == noisy(range(160))
+    assert disk.packed_blocks == 160 - noisy(range(160))
+    assert disk.raw_bytes == 160 * NBYTES
+    assert disk.used_bytes == disk.stored_bytes == disk.written_bytes
+    assert 0.75 < disk.stored_bytes / disk.raw_bytes < 0.85  # a fifth of it is noise
     out = io.StringIO()
     show_tiers(engine.client.stats(), "default", Console(file=out, width=200))
-    assert f"in {size_text(disk['stored_bytes'])}" in out.getvalue()
+    assert f"in {size_text(disk.stored_bytes)}" in out.getvalue()
     assert engine.read(range(160)) == set(range(160))
-    moved = engine.disk["read_bytes"]
-    assert moved == disk["stored_bytes"]
+    moved = engine.disk.read_bytes
+    assert moved == disk.stored_bytes
     engine.daemon.kill()
     again = begin()
-    until(lambda: again.disk["state"] == "serving")
-    assert again.disk["blocks"] == again.disk["restored_blocks"] == 160
-    assert again.disk["stored_bytes"] == disk["stored_bytes"]
+    until(lambda: again.disk.state == "serving")
+    assert again.disk.blocks == again.disk.restored_blocks == 160
+    assert again.disk.stored_bytes == disk.stored_bytes
     assert again.read(range(160)) == set(range(160))
-    assert again.disk["mismatches"] == 0
+    assert again.disk.mismatches == 0
     assert scrubbed(again.client) == (160, 0)
 
 
@@ -128,19 +128,19 @@ def test_the_codec_may_be_switched_at_any_time(begin, until):
     """Blocks are read as they were written, whatever is written now."""
     engine = begin(codec="")
     engine.write(range(40), until)
-    assert engine.disk["packed_blocks"] == 0
+    assert engine.disk.packed_blocks == 0
     engine.client.configure(RECORD.digest(), ssd_codec="blosc2")
     engine.write(range(40, 80), until)
-    assert engine.disk["packed_blocks"] == 40 - noisy(range(40, 80))
+    assert engine.disk.packed_blocks == 40 - noisy(range(40, 80))
     engine.client.configure(RECORD.digest(), ssd_codec="")
     engine.write(range(80, 120), until)
-    assert engine.disk["packed_blocks"] == 40 - noisy(range(40, 80))
+    assert engine.disk.packed_blocks == 40 - noisy(range(40, 80))
     assert engine.read(range(120)) == set(range(120))
     engine.put(range(120))  # all of it is there
     engine.daemon.stop()
     again = begin(codec="")
-    until(lambda: again.disk["state"] == "serving")
-    assert again.disk["blocks"] == 120
+    until(lambda: again.disk.state == "serving")
+    assert again.disk.blocks == 120
     assert again.read(range(120)) == set(range(120))
 
 
@@ -149,7 +149,7 @@ def test_kills_under_load_lose_nothing_that_was_safe(begin, until):
     at = 0
     for codec in ("blosc2", "", "blosc2"):
         engine = begin(codec=codec)
-        until(lambda engine=engine: engine.disk["state"] == "serving")
+        until(lambda engine=engine: engine.disk.state == "serving")
         engine.client.configure(RECORD.digest(), ssd_codec=codec)
         assert engine.read(safe) == safe
         engine.write(range(at, at + 40), until)
@@ -159,21 +159,21 @@ def test_kills_under_load_lose_nothing_that_was_safe(begin, until):
         at += 72
         engine.daemon.kill()
     engine = begin()
-    until(lambda: engine.disk["state"] == "serving")
+    until(lambda: engine.disk.state == "serving")
     assert engine.read(range(at)) >= safe
-    assert engine.disk["mismatches"] == 0
+    assert engine.disk.mismatches == 0
 
 
 def test_a_disk_that_is_full_of_whole_blocks_takes_packed_ones(begin, until):
     engine = begin(size="8MiB", codec="")
     engine.write(range(160), until)
-    before = engine.disk["blocks"]
+    before = engine.disk.blocks
     assert before < 160
     engine.client.configure(RECORD.digest(), ssd_codec="blosc2")
     engine.write(range(200, 400), until)
     disk = engine.disk
-    assert disk["used_bytes"] <= disk["segment_bytes"]
-    assert disk["blocks"] > before
+    assert disk.used_bytes <= disk.segment_bytes
+    assert disk.blocks > before
     assert len(engine.read(range(200, 400))) > before
 
 
@@ -192,7 +192,7 @@ def test_flipped_bits_are_misses_and_counted(begin, folder, until):
     dice = random.Random(1)
     with (folder / "disk" / "segment").open("r+b") as file:
         for _ in range(1000):
-            at = dice.randrange(engine.disk["segment_bytes"])
+            at = dice.randrange(engine.disk.segment_bytes)
             file.seek(at)
             (byte,) = file.read(1)
             file.seek(at)
@@ -202,9 +202,9 @@ def test_flipped_bits_are_misses_and_counted(begin, folder, until):
     found = engine.read(range(120))  # asserts that what is found is right
     assert 0 < len(found) < 120
     disk = engine.disk
-    assert disk["mismatches"] == 120 - len(found)
-    assert 0 < disk["undecoded_blocks"] < disk["mismatches"]
-    assert disk["blocks"] == len(found), "what was bad is found no more"
+    assert disk.mismatches == 120 - len(found)
+    assert 0 < disk.undecoded_blocks < disk.mismatches
+    assert disk.blocks == len(found), "what was bad is found no more"
     assert scrubbed(engine.client) == (len(found), 0)
 
 
@@ -219,8 +219,8 @@ def test_blocks_of_several_parts_some_larger_than_a_staging_buffer(start, folder
         blocks = [[block(n, size) for n in range(1, 4)] for size in sizes]
         for part, data in enumerate(blocks):
             assert client.put(ns, keys_of(range(1, 4)), data, part=part) == 3
-        until(lambda: client.stats()["tiers"]["ssd"][0]["written_blocks"] == 9)
-        assert client.stats()["tiers"]["ssd"][0]["packed_blocks"] >= 6
+        until(lambda: client.stats().tiers.ssd[0].written_blocks == 9)
+        assert client.stats().tiers.ssd[0].packed_blocks >= 6
         client.evict(tier="dram")
         for part, data in enumerate(blocks):
             assert client.get(ns, keys_of(range(1, 4)), part=part, wait_s=PATIENCE_S) == data

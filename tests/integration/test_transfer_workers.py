@@ -252,7 +252,7 @@ def test_a_silent_peer_costs_its_deadline_and_no_more() -> None:
                 pulled = await reader.workers.pull(order(url, [1, 2], [1, 2], 0.2))
             assert pulled.status == bytes([BlockStatus.LATE]) * 2
             assert pulled.error
-            assert reader.workers.stats()[0]["alive"]
+            assert reader.workers.stats()[0].alive
 
     run(scenario())
 
@@ -268,7 +268,7 @@ def test_cancellation_waits_for_the_transfer_workers_word() -> None:
                 with pytest.raises(asyncio.CancelledError):
                     await task
                 (stats,) = reader.workers.stats()
-                assert (stats["orders"], stats["alive"]) == (0, True)
+                assert (stats.orders, stats.alive) == (0, True)
 
     run(scenario())
 
@@ -277,7 +277,7 @@ def test_a_killed_puller_fails_its_pulls_and_is_replaced() -> None:
     async def scenario() -> None:
         async with daemons({"listen": (LISTEN,)}, {}) as (owner, reader):
             data = owner.put(1, 1)
-            pid = reader.workers.stats()[0]["pid"]
+            pid = reader.workers.stats()[0].pid
             with silent_peer() as (url, asked):
                 task = asyncio.create_task(reader.workers.pull(order(url, [1], [1])))
                 await until_async(asked.is_set)
@@ -285,8 +285,8 @@ def test_a_killed_puller_fails_its_pulls_and_is_replaced() -> None:
                 with pytest.raises(Unavailable, match="ended"):
                     await task
             assert gone(pid)
-            await until_async(lambda: reader.workers.stats()[0]["restarts"] == 1)
-            await until_async(lambda: reader.workers.stats()[0]["alive"])
+            await until_async(lambda: reader.workers.stats()[0].restarts == 1)
+            await until_async(lambda: reader.workers.stats()[0].alive)
             pulled = await reader.workers.pull(order(owner.workers.urls[0], [1], [9]))
             assert (pulled.status, reader.block(9)) == (b"\1", data)
 
@@ -301,8 +301,8 @@ def test_a_killed_owner_returns_its_loans_and_keeps_its_address() -> None:
             for number in range(COUNT):
                 owner.put(number, number)
             (url,) = owner.workers.urls
-            reading = reader.workers.stats()[0]["pid"]
-            serving = owner.workers.stats()[0]["pid"]
+            reading = reader.workers.stats()[0].pid
+            serving = owner.workers.stats()[0].pid
             warm = await reader.workers.pull(order(url, [0], [0]))
             assert warm.status == b"\1"
             # Stopped, so that it neither reads nor sends while the pull is under way.
@@ -310,13 +310,13 @@ def test_a_killed_owner_returns_its_loans_and_keeps_its_address() -> None:
             task = asyncio.create_task(
                 reader.workers.pull(order(url, list(range(COUNT)), list(range(COUNT))))
             )
-            await until_async(lambda: reader.workers.stats()[0]["orders"] == 1)
+            await until_async(lambda: reader.workers.stats()[0].orders == 1)
             os.kill(serving, signal.SIGKILL)
             pulled = await task
             assert BlockStatus.PRESENT not in pulled.status
             assert pulled.error
             assert owner.workers.addresses == [url], "whether it runs at the moment or not"
-            await until_async(lambda: owner.workers.stats()[0]["restarts"] == 1)
+            await until_async(lambda: owner.workers.stats()[0].restarts == 1)
             await until_async(lambda: owner.workers.urls == [url])
             assert not owner.rules.loans
             assert not gone(reading)
@@ -362,11 +362,11 @@ def test_questions_that_wait_end_with_either_transfer_worker() -> None:
             for killed in (owner, reader):
                 asking = asyncio.create_task(reader.workers.ask(await_of(owner.workers.urls[0], 1)))
                 await until_async(lambda: owner.rules.awaiting == 1)
-                os.kill(killed.workers.stats()[0]["pid"], signal.SIGKILL)
+                os.kill(killed.workers.stats()[0].pid, signal.SIGKILL)
                 with pytest.raises(Unavailable):
                     await asking
                 await until_async(lambda: owner.rules.awaiting == 0)
-                await until_async(lambda one=killed: one.workers.stats()[0]["alive"])
+                await until_async(lambda one=killed: one.workers.stats()[0].alive)
 
     run(scenario())
 
@@ -375,7 +375,7 @@ def test_stop_leaves_no_process_behind() -> None:
     async def scenario() -> None:
         with silent_peer() as (url, asked):
             async with daemons({"listen": (LISTEN,), "transfer_workers": 3}) as (daemon,):
-                pids = [each["pid"] for each in daemon.workers.stats()]
+                pids = [each.pid for each in daemon.workers.stats()]
                 task = asyncio.create_task(daemon.workers.pull(order(url, [1], [1])))
                 await until_async(asked.is_set)
             assert all(gone(pid) for pid in pids)
@@ -388,7 +388,7 @@ def test_stop_leaves_no_process_behind() -> None:
 def test_a_transfer_worker_ignores_the_signals_of_its_group() -> None:
     async def scenario() -> None:
         async with daemons({"listen": (LISTEN,)}) as (daemon,):
-            pid = daemon.workers.stats()[0]["pid"]
+            pid = daemon.workers.stats()[0].pid
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 os.kill(pid, number)
             daemon.put(1, 1)
@@ -429,7 +429,7 @@ from kvpool.daemon.workers.transfer_workers import TransferWorkers
 async def main():
     workers = TransferWorkers(DaemonConfig(socket="unused", node="n", listen=("tcp://127.0.0.1:0",)), "1")
     await workers.start(None)
-    print(workers.stats()[0]["pid"], flush=True)
+    print(workers.stats()[0].pid, flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())
 """

@@ -41,13 +41,13 @@ class Pair:
 
     @property
     def remote(self):
-        return self.at_b.stats()["fetch"]
+        return self.at_b.stats().fetch
 
     @property
     def declined(self) -> int:
-        (peer,) = self.remote["peers"]
-        assert peer["declined"] == self.remote["declined"]
-        return peer["declined"]
+        (peer,) = self.remote.peers
+        assert peer.declined == self.remote.declined
+        return peer.declined
 
     def pull(self, end: int, recompute: Recompute | None = None) -> int:
         return self.at_b.pull(self.ns, keys_of(range(end)), wait_s=PATIENCE_S, recompute=recompute)
@@ -88,7 +88,7 @@ def test_a_fast_engine_gets_what_is_here_and_a_slow_one_what_is_there(pair):
 def test_a_little_is_loaded_all_the_same_after_a_while_for_nobody_to_wait_for(pair, until):
     assert pair.pull(40, FAST) == 16
     until(lambda: pair.pull(40, FAST) == 32)
-    assert pair.remote["trials"] == 1
+    assert pair.remote.trials == 1
     assert pair.at_b.get(pair.ns, keys_of(range(40)))[:32] == [block(n) for n in range(32)]
 
 

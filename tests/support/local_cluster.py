@@ -245,7 +245,7 @@ class LocalCluster:
         deadline = time.monotonic() + PATIENCE_S
         for node in self.nodes:
             with node.client(connect=True) as client:
-                while client.stats()["cluster"]["others"] < len(self.nodes) - 1:
+                while client.stats().cluster.others < len(self.nodes) - 1:
                     if time.monotonic() > deadline:
                         raise RuntimeError(f"node {node.name} does not see all others")
                     time.sleep(0.01)

@@ -33,7 +33,6 @@ from kvpool.cli.render.node import _COUNTERS, show
 from kvpool.cli.render.text import duration, period_text, size_text, used_text
 from kvpool.client import OperatorClient
 from kvpool.config import SETTINGS, DeviceConfig, DiskConfig
-from kvpool.daemon.core.counters import Counters
 from kvpool.daemon.server.server import Started
 from kvpool.errors import (
     ClusterUnavailable,
@@ -44,6 +43,8 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.placement.records import DEFAULT_SETTINGS
+from kvpool.telemetry.node_stats import Counters, decode
+from tests.support.stats import node_stats
 
 DIRECTORY = {
     "connected": True,
@@ -64,8 +65,7 @@ STATS: dict[str, Any] = {
     "connections": 12,
     "refused_connections": 0,
     "leases": 3,
-    "counters": dict.fromkeys(Counters.__slots__, 0)
-    | {"committed": 1500, "committed_bytes": 3 << 29, "match_keys": 10, "match_hits": 7},
+    "counters": {"committed": 1500, "committed_bytes": 3 << 29, "match_keys": 10, "match_hits": 7},
     "tenants": {
         "red": {
             "segment_bytes": 4 << 30,
@@ -172,7 +172,7 @@ NAMES = {"b" * 16: "host-8"}
 
 def shown(stats: dict, tenant: str = "red", width: int = 120) -> str:
     out = io.StringIO()
-    show(stats, tenant, NAMES, Console(file=out, width=width, highlight=False))
+    show(node_stats(**stats), tenant, NAMES, Console(file=out, width=width, highlight=False))
     return out.getvalue()
 
 
@@ -339,10 +339,7 @@ def test_a_fresh_daemon_has_little_to_show():
         "space": mine["space"] | {"classes": [], "bytes_used": 0},
     }
     alone = {"cluster": STATS["cluster"] | {"others": 0, "directory": None}}
-    idle = {
-        "fetch": dict.fromkeys(STATS["fetch"], 0) | {"peers": []},
-        "replication": dict.fromkeys(STATS["replication"], 0) | {"repairing": False},
-    }
+    idle = {"fetch": {}, "replication": {}}
     text = shown(STATS | {"tenants": {"red": empty}} | alone | idle)
     for word in ("Namespaces", "Slots", "Peers", "pinned", "Copies", "nodes", "cluster"):
         assert word not in text
@@ -358,7 +355,7 @@ def test_any_width_of_terminal(width):
 
 def test_every_counter_that_is_shown_exists():
     shown_keys = {key for _, entries, _ in _COUNTERS for key, _ in entries}
-    assert shown_keys <= set(Counters.__slots__)
+    assert shown_keys <= set(Counters.__struct_fields__)
 
 
 @pytest.mark.parametrize(
@@ -620,7 +617,7 @@ def test_a_node_that_is_alone():
 
 @pytest.mark.parametrize("width", [60, 80, 300])
 def test_any_width_of_terminal_for_the_cluster(width):
-    rows = namespace_rows(CLUSTER, STATS, "red")
+    rows = namespace_rows(CLUSTER, node_stats(**STATS), "red")
     for text in (printed(show_nodes, CLUSTER, width), printed(show_namespaces, rows, width)):
         assert max(map(len, text.splitlines())) <= width
 
@@ -641,7 +638,7 @@ def test_namespaces_of_the_cluster_and_of_this_node():
     absent = ENTRY | {"digest": "d" * 32, "epoch": 5, "fence": 5}
     known = CLUSTER | {"namespaces": [ENTRY, foreign, absent]}
     stats = STATS | {"tenants": {"red": mine | {"namespaces": here}}}
-    rows = {row["digest"]: row for row in namespace_rows(known, stats, "red")}
+    rows = {row["digest"]: row for row in namespace_rows(known, node_stats(**stats), "red")}
     assert len(rows) == 4
     assert (rows[DIGEST]["blocks"], rows[DIGEST]["bytes"]) == (700, 1400 << 20)
     assert (rows["e" * 32]["blocks"], rows["e" * 32]["bytes"]) == (None, None)
@@ -661,7 +658,9 @@ def test_namespaces_of_the_cluster_and_of_this_node():
 
 def test_settings_are_shown_where_a_namespace_has_them():
     kept = DEFAULTS | {"write": "through", "ttl_s": 43_200.0}
-    rows = namespace_rows(CLUSTER | {"namespaces": [ENTRY | {"settings": kept}]}, STATS, "red")
+    rows = namespace_rows(
+        CLUSTER | {"namespaces": [ENTRY | {"settings": kept}]}, node_stats(**STATS), "red"
+    )
     other = rows[0] | {"digest": "f" * 32, "settings": DEFAULTS}
     text = printed(show_namespaces, [*rows, other], width=200)
     assert f"\n{DIGEST[:12]}  write through, ttl 12h\n" in text
@@ -694,7 +693,9 @@ def test_quotas_are_sizes_or_shares_by_tier():
 def test_no_namespaces():
     nothing = CLUSTER | {"namespaces": []}
     stats = STATS | {"tenants": {"red": STATS["tenants"]["red"] | {"namespaces": {}}}}
-    assert "no engine has opened" in printed(show_namespaces, namespace_rows(nothing, stats, "red"))
+    assert "no engine has opened" in printed(
+        show_namespaces, namespace_rows(nothing, node_stats(**stats), "red")
+    )
 
 
 FOUND = [
@@ -785,7 +786,7 @@ def test_a_tenant_names_its_own_namespaces_only():
     foreign = ENTRY | {"tenant": "blue", "digest": "e" * 32}
     there = ENTRY | {"digest": "d" * 32}
     known = CLUSTER | {"namespaces": [foreign, there]}
-    assert known_digests(known, STATS, "red") == {DIGEST, "d" * 32}
+    assert known_digests(known, node_stats(**STATS), "red") == {DIGEST, "d" * 32}
 
 
 @given(st.binary(min_size=16, max_size=16))
@@ -1071,7 +1072,7 @@ def daemon(monkeypatch):
     double = create_autospec(OperatorClient, instance=True)
     double.__enter__.return_value = double
     double.cluster.return_value = CLUSTER
-    double.stats.return_value = STATS
+    double.stats.return_value = node_stats(**STATS)
     double.clear.return_value = 3
     monkeypatch.setattr(base, "client_of", lambda socket, tenant: double)
     return double
@@ -1103,7 +1104,7 @@ def test_status_names_peers_where_it_may(daemon):
     done = run("status")
     assert done.status == 0
     assert "b" * 16 in done.out
-    assert json.loads(run("status", "--json").out) == STATS
+    assert decode(run("status", "--json").out.encode()) == node_stats(**STATS)
 
 
 def test_quiet_status_says_with_its_exit_status_whether_the_daemon_answers(daemon):

@@ -88,6 +88,7 @@ METHODS = {
         "configure",
         "drain",
         "evict",
+        "inspect",
         "locate",
         "pin_blocks",
         "scrub",

@@ -22,6 +22,7 @@ from kvpool.cli.render.jobs import (
 )
 from kvpool.errors import ClusterUnavailable, InvalidRequest
 from kvpool.wire import operator as operator_wire
+from tests.support.stats import node_stats
 
 
 def view(node: str, state: str = "running", kind: str = "evict", **fields) -> dict:
@@ -41,15 +42,19 @@ class Nodes:
         if isinstance(message, operator_wire.StopJob):
             self.stopped.append(node)
             return 1
-        answers = self.script[node]
-        answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(answer, Exception):
-            raise answer
+        answer = self.inspect(node)
         return (
             [answer]
             if isinstance(message, operator_wire.Jobs) and isinstance(answer, dict)
             else answer
         )
+
+    def inspect(self, node=""):
+        answers = self.script[node]
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def job_on(nodes: Nodes, *names: str, clock=lambda: 0.0) -> Job:
@@ -181,9 +186,9 @@ def test_jobs_of_several_nodes_the_youngest_first():
 
 
 def test_only_nodes_that_have_something_of_it_are_asked():
-    have = {"tenants": {"red": {"namespaces": {"ab": {}}}}}
-    lack = {"tenants": {"red": {"namespaces": {}}}}
-    nodes = Nodes(a=[have], b=[lack], c=[{"tenants": {}}], d=[AWAY])
+    have = node_stats(tenants={"red": {"namespaces": {"ab": {}}}})
+    lack = node_stats(tenants={"red": {}})
+    nodes = Nodes(a=[have], b=[lack], c=[node_stats()], d=[AWAY])
     assert holders(nodes, "abcd", "red", "ab") == (["a"], {"d": "it does not answer"})
     assert holders(nodes, "abc", "red", "") == (["a", "b"], {})
     with pytest.raises(InvalidRequest, match="namespace ff open"):

@@ -3,10 +3,13 @@
 import io
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from kvpool.cli.render.tiers import show_tiers, tier_rows
+from kvpool.telemetry.node_stats import NodeStats, ObjectStats
+from tests.support.stats import node_stats
 
 DISK: dict[str, Any] = {
     "path": "/disk[0]",
@@ -46,19 +49,11 @@ USAGE: dict[str, Any] = {
 }
 
 
-def stats(**disk: Any) -> dict[str, Any]:
-    return {
-        "tenants": {"red": {"segment_bytes": 1, "blocks": 0, "space": {"bytes_used": 0}}},
-        "counters": dict.fromkeys(("leased_bytes", "committed_bytes", "checksum_mismatches"), 0),
-        "engines": {"followed": [], "error": ""},
-        "usage": {"dram": [USAGE], "ssd": [USAGE | {"where": "/disk[0]"}]},
-        "tiers": {
-            "device": [],
-            "object": [],
-            "ssd": [DISK | disk],
-            **dict.fromkeys(("over_budget_blocks", "once_used_blocks", "dropped_writes"), 0),
-        },
-    }
+def stats(**disk: Any) -> NodeStats:
+    usage = {"dram": [USAGE], "ssd": [USAGE | {"where": "/disk[0]"}]}
+    return node_stats(
+        tenants={"red": {"segment_bytes": 1, "usage": usage}}, tiers={"ssd": [DISK | disk]}
+    )
 
 
 def shown(**disk: Any) -> str:
@@ -74,9 +69,10 @@ def test_what_a_tenant_and_its_namespaces_have_is_told() -> None:
         assert ["namespace", "ab" * 6, *tier, "2", "MiB", "5", "MiB"] in lines
         assert ["namespace", "cd" * 6, *tier, "1", "MiB"] in lines
     memory, disk = tier_rows(stats(), "red")
-    assert (memory["usage"], disk["usage"]["where"]) == (USAGE, "/disk[0]")
+    assert msgspec.to_builtins(memory["usage"]) == USAGE
+    assert disk["usage"].where == "/disk[0]"
     closed = stats()
-    closed["usage"]["ssd"] = []
+    closed.tenants["red"].usage.ssd = []
     assert tier_rows(closed, "red")[-1]["usage"] is None
 
 
@@ -108,18 +104,16 @@ def test_what_is_wrong_with_a_codec_is_told() -> None:
 
 def test_object_storage_is_a_tier_and_tells_what_ails_it() -> None:
     said = stats()
-    store = dict.fromkeys(("used_bytes", "blocks", "read_bytes", "written_bytes", "mismatches"), 0)
-    said["tiers"]["object"] = [
-        store
-        | {
-            "path": "s3://bucket/[x]",
-            "state": "failing",
-            "error": "it is away",
-            "size_bytes": 1 << 30,
-            "read_errors": 2,
-            "write_errors": 3,
-            "stale_blocks": 1,
-        }
+    said.tiers.object = [
+        ObjectStats(
+            path="s3://bucket/[x]",
+            state="failing",
+            error="it is away",
+            size_bytes=1 << 30,
+            read_errors=2,
+            write_errors=3,
+            stale_blocks=1,
+        )
     ]
     row = tier_rows(said, "red")[-1]
     assert (row["tier"], row["where"], row["errors"]) == ("object", "s3://bucket/[x]", 5)

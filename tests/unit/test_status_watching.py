@@ -16,7 +16,9 @@ from kvpool.cli.render.naming import block_keys, size
 from kvpool.cli.render.settings import HIDDEN, effective, plain, show
 from kvpool.cli.render.top import Rates, Seen, Sums, fills, rates_between, sums_of, view
 from kvpool.errors import ClusterUnavailable, ConfigError, InvalidRequest, NotAuthenticated
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
+from tests.support.stats import node_stats
 
 
 def printed(print_it, *what) -> str:
@@ -38,8 +40,8 @@ def disk(segment_bytes: int) -> dict:
     return {"used_bytes": 1, "size_bytes": 8, "segment_bytes": segment_bytes}
 
 
-def stats(**fields) -> dict:
-    return {
+def stats(**fields) -> NodeStats:
+    sections = {
         "incarnation": "i",
         "leases": 3,
         "clients": 2,
@@ -47,7 +49,8 @@ def stats(**fields) -> dict:
         "counters": {"pulled_bytes": 9},
         "tiers": {"ssd": [disk(7), disk(0)], "device": []},
         "cluster": {"state": "serving", "standing": "member"},
-    } | fields
+    }
+    return node_stats(**sections | fields)
 
 
 def test_all_tenants_are_summed():
@@ -251,11 +254,12 @@ def test_blocks_and_prefixes_as_tables():
 def test_blocks_of_a_namespace_that_is_not_on_the_node():
     class Two:
         def ask_node(self, message, *, node="", tenant="", by="", wait_s=0.0):
-            if isinstance(message, operator_wire.Cluster):
-                nodes = [{"node": name, "state": "serving"} for name in "ab"]
-                return {"node": "a", "nodes": nodes}
+            assert isinstance(message, operator_wire.Cluster)
+            return {"node": "a", "nodes": [{"node": name, "state": "serving"} for name in "ab"]}
+
+        def inspect(self, node=""):
             spaces = {"ab": {}} if node == "b" else {}
-            return {"node": node or "a", "tenants": {"red": {"namespaces": spaces}}}
+            return node_stats(node=node or "a", tenants={"red": {"namespaces": spaces}})
 
     check_open(Two(), "b", "red", "ab")
     with pytest.raises(InvalidRequest, match=r"node a has nothing of namespace ab; .*: b \("):

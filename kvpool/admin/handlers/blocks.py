@@ -9,7 +9,6 @@ import msgspec
 
 from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View
 from kvpool.admin.handlers.routers import Routers
-from kvpool.admin.node_stats import Stats
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.routing import Call
@@ -30,6 +29,7 @@ from kvpool.admin.types import (
     PrefixOn,
 )
 from kvpool.errors import KvpoolError
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import client as client_wire
 from kvpool.wire import operator as operator_wire
 
@@ -69,10 +69,12 @@ class Blocks:
 
     async def _places(
         self, tenant: str, digest: str, node: str = "", *, now: bool = True
-    ) -> tuple[list[str], View, Answers[Stats]]:
+    ) -> tuple[list[str], View, Answers[NodeStats]]:
         """The nodes that may have blocks of it. Raises `Refused` for what does not exist."""
 
-        def find(view: View, answers: Answers[Stats]) -> tuple[list[str], View, Answers[Stats]]:
+        def find(
+            view: View, answers: Answers[NodeStats]
+        ) -> tuple[list[str], View, Answers[NodeStats]]:
             if digest:
                 check_namespace(view, answers, tenant, digest)
             else:
@@ -116,12 +118,12 @@ class Blocks:
         wanted: BlockPage,
         items: list[BlockInfo],
         failed: dict[str, str],
-        answers: Answers[Stats],
+        answers: Answers[NodeStats],
     ) -> None:
         """What comes next, up to a page."""
         assert walk.place is not None
         node, tier, inner = walk.place
-        if tier == "device" and not answers.by_node[node]["tiers"].get("device"):
+        if tier == "device" and not answers.by_node[node].tiers.device:
             walk.next_tier()
             return
         ask = operator_wire.ListBlocks(

@@ -9,7 +9,6 @@ import msgspec
 
 from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View
 from kvpool.admin.handlers.inventory import Looking
-from kvpool.admin.node_stats import Stats
 from kvpool.admin.paging import page
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.routing import Call
@@ -43,6 +42,7 @@ from kvpool.admin.types import (
     SettingsPatch,
     TenantPage,
 )
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import JobState, JobView, ScrubJob, parse_job
 
@@ -95,6 +95,7 @@ class Changing:
             by=call.by,
             wait_s=CHANGE_S,
         )
+        await self._cluster.follow(node, tenant, wanted.digest)
         self._cluster.changed()
         return ClearInfo(wanted.digest, tenant, epoch)
 
@@ -116,13 +117,14 @@ class Changing:
         await self._cluster.daemon.number(
             message, node=node, tenant=tenant, by=call.by, wait_s=CHANGE_S
         )
+        await self._cluster.follow(node, tenant, wanted.digest)
         self._cluster.changed()
         return await self._looking.namespace(tenant, wanted.digest)
 
     async def _one_that_knows(self, tenant: str, digest: str) -> str:
         """A node for a change of a namespace: our own one, if it has the tenant. Raises `Refused`."""
 
-        def find(view: View, answers: Answers[Stats]) -> str:
+        def find(view: View, answers: Answers[NodeStats]) -> str:
             check_namespace(view, answers, tenant, digest)
             return _best(view, answers, tenant, digest)
 
@@ -180,7 +182,7 @@ class Changing:
         parse_job(raw)  # whether its parts go together
         digest, source = getattr(body.spec, "namespace", ""), getattr(body.spec, "source", "")
 
-        def find(view: View, answers: Answers[Stats]) -> list[str]:
+        def find(view: View, answers: Answers[NodeStats]) -> list[str]:
             if digest:
                 check_namespace(view, answers, tenant, digest)
             else:
@@ -273,7 +275,7 @@ def _merged(views: list[JobView]) -> JobInfo:
     )
 
 
-def _best(view: View, answers: Answers[Stats], tenant: str, digest: str) -> str:
+def _best(view: View, answers: Answers[NodeStats], tenant: str, digest: str) -> str:
     """Where a change is asked for: where the namespace is open, at best on our own node."""
     for nodes in (having(answers, tenant, digest), having(answers, tenant)):
         if nodes:

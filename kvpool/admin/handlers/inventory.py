@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from kvpool.admin.cluster_view import Answers, Cluster, View
-from kvpool.admin.node_stats import Stats
 from kvpool.admin.paging import page
 from kvpool.admin.problems import Refused
 from kvpool.admin.routing import Call
@@ -30,7 +29,6 @@ from kvpool.admin.types import (
     Page,
     SegmentInfo,
     SegmentList,
-    SlabClass,
     Status,
     TenantInfo,
     TenantList,
@@ -39,11 +37,10 @@ from kvpool.admin.types import (
 )
 from kvpool.errors import KvpoolError, ProtocolError
 from kvpool.placement.records import NamespaceSettings, NodeRecord
+from kvpool.telemetry.node_stats import NodeStats
 
 SERVING = "serving"
 STANDINGS = ("member", "away")
-# Of these sections every entry is one tenant's.
-BY_TENANT = ("tenants", "usage", "engines")
 
 
 class Looking:
@@ -113,7 +110,7 @@ class Looking:
         node = check_node(view, wanted.node)
         stats = await self._of(node)
         return NodeDetail(
-            show_node(view, node, call.who), _number(stats, "uptime_s"), _sections(stats, call.who)
+            show_node(view, node, call.who), stats.uptime_s, _sections(stats, call.who)
         )
 
     async def list_segments(self, call: Call, wanted: OfNode) -> SegmentList:
@@ -121,23 +118,23 @@ class Looking:
         node = check_node(await self._cluster.view(), wanted.node)
         stats = await self._of(node)
         items = []
-        for name, tenant in sorted(stats["tenants"].items()):
+        for name, tenant in sorted(stats.tenants.items()):
             if call.who.sees(name):
-                space = tenant["space"]
+                space = tenant.space
                 items.append(
                     SegmentInfo(
                         tenant=name,
-                        size_bytes=space["size"],
-                        used_bytes=space["bytes_used"],
-                        slab_bytes=space["slab_bytes"],
-                        slabs=space["slabs"],
-                        slabs_unassigned=space["slabs_unassigned"],
-                        classes=msgspec.convert(space["classes"], list[SlabClass]),
+                        size_bytes=space.size,
+                        used_bytes=space.bytes_used,
+                        slab_bytes=space.slab_bytes,
+                        slabs=space.slabs,
+                        slabs_unassigned=space.slabs_unassigned,
+                        classes=space.classes,
                     )
                 )
         return SegmentList(items, None)
 
-    async def _of(self, node: str) -> Stats:
+    async def _of(self, node: str) -> NodeStats:
         """A node's own numbers. Raises `Refused` when it does not answer."""
         answers = await self._cluster.stats()
         if node not in answers.by_node:
@@ -164,7 +161,7 @@ class Looking:
     async def namespace(self, tenant: str, digest: str) -> NamespaceInfo:
         """Raises `Refused` when there is none."""
 
-        def find(view: View, answers: Answers[Stats]) -> NamespaceInfo:
+        def find(view: View, answers: Answers[NodeStats]) -> NamespaceInfo:
             check_namespace(view, answers, tenant, digest)
             found = gather_namespaces(view, answers, tenant.__eq__)
             one = next(each for each in found if each.digest == digest)
@@ -207,7 +204,7 @@ def show_node(view: View, name: str, who: Principal) -> Node:
 
 
 def gather_namespaces(
-    view: View, answers: Answers[Stats], seen: Callable[[str], bool]
+    view: View, answers: Answers[NodeStats], seen: Callable[[str], bool]
 ) -> list[NamespaceInfo]:
     """What the cluster has agreed on, and what each node holds of it in memory."""
     found: dict[tuple[str, str], NamespaceInfo] = {}
@@ -224,42 +221,42 @@ def gather_namespaces(
                 nodes={},
             )
     for node, stats in sorted(answers.by_node.items()):
-        for tenant, held in stats["tenants"].items():
-            for digest, each in held["namespaces"].items() if seen(tenant) else ():
+        for tenant, held in stats.tenants.items():
+            for digest, each in held.namespaces.items() if seen(tenant) else ():
                 info = found.get((tenant, digest))
                 if info is None:
                     info = found[tenant, digest] = NamespaceInfo(
                         digest=digest,
                         tenant=tenant,
-                        fields=each["fields"],
-                        epoch=each["epoch"],
+                        fields=each.fields,
+                        epoch=each.epoch,
                         generation=0,
-                        settings=msgspec.convert(each["settings"], NamespaceSettings),
-                        part_bytes=each["part_bytes"],
+                        settings=msgspec.convert(each.settings, NamespaceSettings),
+                        part_bytes=each.part_bytes,
                         nodes={},
                     )
-                info.nodes[node] = HeldOn(each["blocks"], each["held_bytes"], each["quota_bytes"])
+                info.nodes[node] = HeldOn(each.blocks, each.held_bytes, each.quota_bytes)
     return list(found.values())
 
 
-def gather_tenants(answers: Answers[Stats], seen: Callable[[str], bool]) -> list[TenantInfo]:
+def gather_tenants(answers: Answers[NodeStats], seen: Callable[[str], bool]) -> list[TenantInfo]:
     """The tenants that a caller may see, summed over the nodes that answered."""
     totals: dict[str, Counter[str]] = {}
     spaces: dict[str, set[str]] = {}
     for stats in answers.by_node.values():
-        for name, tenant in stats["tenants"].items():
+        for name, tenant in stats.tenants.items():
             if not seen(name):
                 continue
-            disks = stats["usage"][name]["ssd"]
-            spaces.setdefault(name, set()).update(tenant["namespaces"])
+            disks = tenant.usage.ssd
+            spaces.setdefault(name, set()).update(tenant.namespaces)
             totals.setdefault(name, Counter()).update(
-                segment_bytes=tenant["segment_bytes"],
-                used_bytes=tenant["space"]["bytes_used"],
-                ssd_bytes=sum(disk["part_bytes"] for disk in disks),
-                ssd_used_bytes=sum(disk["used_bytes"] for disk in disks),
-                blocks=tenant["blocks"],
-                soft_pinned_bytes=tenant["soft_pinned_bytes"],
-                hard_pinned_bytes=tenant["hard_pinned_bytes"],
+                segment_bytes=tenant.segment_bytes,
+                used_bytes=tenant.space.bytes_used,
+                ssd_bytes=sum(disk.part_bytes for disk in disks),
+                ssd_used_bytes=sum(disk.used_bytes for disk in disks),
+                blocks=tenant.blocks,
+                soft_pinned_bytes=tenant.soft_pinned_bytes,
+                hard_pinned_bytes=tenant.hard_pinned_bytes,
                 nodes=1,
             )
     return [
@@ -281,15 +278,10 @@ def _seen(who: Principal, tenant: str) -> Callable[[str], bool]:
     return tenant_of(who, tenant).__eq__ if tenant else who.sees
 
 
-def _sections(stats: Stats, who: Principal) -> dict[str, Any]:
+def _sections(stats: NodeStats, who: Principal) -> dict[str, Any]:
     """All numbers, or of a tenant's token what names its tenants."""
-    found: dict[str, Any] = {}
-    for name, value in stats.items():
-        if name in BY_TENANT and isinstance(value, Mapping):
-            found[name] = {tenant: each for tenant, each in value.items() if who.sees(tenant)}
-        elif who.whole:
-            found[name] = value
-    return found
+    tenants = {name: each for name, each in stats.tenants.items() if who.sees(name)}
+    return (msgspec.structs.asdict(stats) if who.whole else {}) | {"tenants": tenants}
 
 
 def _fields(text: str) -> dict[str, Any]:
@@ -297,8 +289,3 @@ def _fields(text: str) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise ProtocolError(f"the record of a namespace is not JSON: {error}") from None
-
-
-def _number(stats: Stats, name: str) -> float:
-    value = stats.get(name, 0.0)
-    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -12,7 +12,6 @@ from kvpool.admin import metrics
 from kvpool.admin.cluster_view import Cluster
 from kvpool.admin.event_feed import Events, Heard, Listener, visible
 from kvpool.admin.history import Sampler
-from kvpool.admin.node_stats import Stats
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused
 from kvpool.admin.routing import Call
@@ -23,11 +22,11 @@ from kvpool.admin.types import (
     History,
     HistoryWanted,
     HotList,
-    HotPrefix,
     HotWanted,
     Nothing,
     Page,
 )
+from kvpool.telemetry.node_stats import HotPrefix, NodeStats
 
 AUDIT = "change"
 HEARTBEAT_S = 15.0
@@ -130,12 +129,11 @@ class Watching:
         return response
 
 
-def hottest_prefixes(stats: Iterable[Stats], sees: Callable[[str], bool]) -> list[HotPrefix]:
+def hottest_prefixes(stats: Iterable[NodeStats], sees: Callable[[str], bool]) -> list[HotPrefix]:
     """What each node says of the prefixes that are read most there, all together, the most first."""
     reads: dict[tuple[str, str, str], HotPrefix] = {}
     for each in stats:
-        # A node of an older version does not count them.
-        for heat in msgspec.convert(each.get("hot", []), list[HotPrefix]):
+        for heat in each.hot:
             if sees(heat.tenant):
                 name = (heat.tenant, heat.namespace, heat.key)
                 more = reads[name].reads if name in reads else 0.0

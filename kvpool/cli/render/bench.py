@@ -56,7 +56,7 @@ class Bench:
         self._client = client
         self._clock = clock
         self._block_bytes = block_bytes
-        segment = client.stats()["tenants"][client.tenant]["segment_bytes"]
+        segment = client.stats().tenants[client.tenant].segment_bytes
         count = min(int(min(total_bytes, SHARE_MAX * segment)) // block_bytes, KEYS_MAX)
         if count < 1:
             raise InvalidRequest(

@@ -43,12 +43,12 @@ def show_prefixes(
 def check_open(client: Asks, node: str, tenant: str, digest: str) -> None:
     """Raises `InvalidRequest`, which names the nodes that have the namespace, where this one does not. node: empty for
     the one that is asked."""
-    own = client.ask_node(operator_wire.Inspect(), node=node)
-    if tenant not in own["tenants"] or digest in own["tenants"][tenant]["namespaces"]:
+    own = client.inspect(node)
+    if tenant not in own.tenants or digest in own.tenants[tenant].namespaces:
         return
     having, _ = holders(client, nodes_of(client.ask_node(operator_wire.Cluster())), tenant, digest)
     raise InvalidRequest(
-        f"node {own['node']} has nothing of namespace {digest}; these have it: "
+        f"node {own.node} has nothing of namespace {digest}; these have it: "
         f"{', '.join(having) or 'none that answers'} (--node NAME)"
     )
 

@@ -21,6 +21,7 @@ from kvpool.cli.render.text import (
     used_text,
 )
 from kvpool.errors import ClusterUnavailable, InvalidRequest, Unavailable
+from kvpool.telemetry.node_stats import NamespaceStats, NodeStats
 from kvpool.wire import operator as operator_wire
 
 if TYPE_CHECKING:
@@ -250,14 +251,14 @@ def directory_text(cluster: Mapping[str, Any]) -> Text:
 
 
 def namespace_rows(
-    cluster: Mapping[str, Any], stats: Mapping[str, Any], tenant: str
+    cluster: Mapping[str, Any], stats: NodeStats, tenant: str
 ) -> list[dict[str, Any]]:
     """One dict for each namespace: what the cluster has agreed on, and what this node holds of it.
 
     `agreed` is False for those of which the cluster does not know yet. `blocks` and `bytes` are this
     node's, and None for other tenants, whose pools are not shown to this one.
     """
-    here = stats["tenants"][tenant]["namespaces"]
+    here = stats.tenants[tenant].namespaces
     rows = []
     for entry in cluster["namespaces"]:
         row = {**entry, "fields": json.loads(entry["fields"]), "agreed": True}
@@ -272,11 +273,11 @@ def namespace_rows(
             {
                 "tenant": tenant,
                 "digest": digest,
-                "fields": one["fields"],
-                "parts": [[nbytes] for nbytes in one["part_bytes"]],
-                "epoch": one["epoch"],
+                "fields": one.fields,
+                "parts": [[nbytes] for nbytes in one.part_bytes],
+                "epoch": one.epoch,
                 "fence": 0,
-                "settings": one["settings"],
+                "settings": one.settings,
                 "agreed": False,
                 **_held(one),
             }
@@ -284,12 +285,12 @@ def namespace_rows(
     return rows
 
 
-def _held(one: Mapping[str, Any] | None) -> dict[str, int]:
+def _held(one: NamespaceStats | None) -> dict[str, int]:
     if one is None:
         return {"blocks": 0, "bytes": 0}
-    pairs = zip(one["blocks"], one["part_bytes"], strict=True)
+    pairs = zip(one.blocks, one.part_bytes, strict=True)
     return {
-        "blocks": max(one["blocks"], default=0),
+        "blocks": max(one.blocks, default=0),
         "bytes": sum(n * nbytes for n, nbytes in pairs),
     }
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from kvpool.cli.render.text import count, duration, make_console, make_table, size_text
 from kvpool.errors import InvalidRequest, KvpoolError
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import JobState
@@ -43,7 +44,9 @@ DONE_WORDS = {
 
 
 class Asks(Protocol):
-    """`Client`."""
+    """`OperatorClient`."""
+
+    def inspect(self, node: str = "") -> NodeStats: ...
 
     def ask_node(
         self,
@@ -307,11 +310,11 @@ def holders(
     silent: dict[str, str] = {}
     for node in nodes:
         try:
-            tenants = client.ask_node(operator_wire.Inspect(), node=node)["tenants"]
+            tenants = client.inspect(node).tenants
         except KvpoolError as error:
             silent[node] = str(error)
             continue
-        if tenant in tenants and (not digest or digest in tenants[tenant]["namespaces"]):
+        if tenant in tenants and (not digest or digest in tenants[tenant].namespaces):
             found.append(node)
     if not found and not silent:
         what = f"namespace {digest} open" if digest else f"tenant {tenant}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvpool.config import parse_size
 from kvpool.errors import ConfigError, InvalidRequest
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import KEY_BYTES
 from kvpool.wire.jobs import JOB_KEYS_MAX
 
@@ -99,12 +100,10 @@ def quotas(text: str) -> dict[str, int | float]:
     return found
 
 
-def known_digests(
-    cluster: Mapping[str, Any], stats: Mapping[str, Any], tenant: str
-) -> frozenset[str]:
+def known_digests(cluster: Mapping[str, Any], stats: NodeStats, tenant: str) -> frozenset[str]:
     """The namespaces of a tenant, in hex: those of the cluster, and those that are open on this node."""
     agreed = {entry["digest"] for entry in cluster["namespaces"] if entry["tenant"] == tenant}
-    return frozenset(agreed | stats["tenants"][tenant]["namespaces"].keys())
+    return frozenset(agreed | stats.tenants[tenant].namespaces.keys())
 
 
 def full_digest(text: str, known: Collection[str]) -> bytes:

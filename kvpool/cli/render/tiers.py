@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -19,6 +19,15 @@ from kvpool.cli.render.text import (
     make_table,
     size_text,
     used_text,
+)
+from kvpool.telemetry.node_stats import (
+    EnginesStats,
+    EngineStats,
+    NodeStats,
+    PlaceStats,
+    SsdStats,
+    TiersStats,
+    Usage,
 )
 
 if TYPE_CHECKING:
@@ -41,31 +50,31 @@ _STATES = {
 }
 
 
-def tier_rows(stats: Mapping[str, Any], tenant: str) -> list[dict[str, Any]]:
+def tier_rows(stats: NodeStats, tenant: str) -> list[dict[str, Any]]:
     """One row a segment, the fastest tier first; plain values.
 
     Of an engine's own cache only events are known: how many blocks, or at least how many (`complete`), and
     how long ago it was heard of. `usage`: what the tenant and its namespaces have of memory, or of a disk;
     null while that is not open.
     """
-    on_disks = {place["where"]: place for place in stats["usage"]["ssd"]}
-    mine = stats["tenants"][tenant]
-    counters = stats["counters"]
+    on_disks = {place.where: place for place in stats.tenants[tenant].usage.ssd}
+    mine = stats.tenants[tenant]
+    counters = stats.counters
     unknown = dict.fromkeys(
         ("size_bytes", "used_bytes", "read_bytes", "written_bytes", "damaged", "errors")
     )
     rows = [
         {
             "tier": "gpu",
-            "where": engine["endpoint"],
+            "where": engine.endpoint,
             "state": _engine_state(engine),
-            "error": engine["error"],
+            "error": engine.error,
             **unknown,
-            "blocks": engine["blocks"],
-            "complete": engine["complete"],
-            "age_s": engine["age_s"],
+            "blocks": engine.blocks,
+            "complete": engine.complete,
+            "age_s": engine.age_s,
         }
-        for engine in stats["engines"]["followed"]
+        for engine in mine.engines.followed
     ]
     rows += [
         {
@@ -73,91 +82,67 @@ def tier_rows(stats: Mapping[str, Any], tenant: str) -> list[dict[str, Any]]:
             "where": f"segment of tenant {tenant}",
             "state": "serving",
             "error": "",
-            "size_bytes": mine["segment_bytes"],
-            "used_bytes": mine["space"]["bytes_used"],
-            "blocks": mine["blocks"],
-            "read_bytes": counters["leased_bytes"],
-            "written_bytes": counters["committed_bytes"],
-            "damaged": counters["checksum_mismatches"],
+            "size_bytes": mine.segment_bytes,
+            "used_bytes": mine.space.bytes_used,
+            "blocks": mine.blocks,
+            "read_bytes": counters.leased_bytes,
+            "written_bytes": counters.committed_bytes,
+            "damaged": counters.checksum_mismatches,
             "errors": 0,
-            "usage": stats["usage"]["dram"][0],
+            "usage": next(iter(mine.usage.dram), None),
         }
     ]
+    rows += [_place_row("device", device, device.segment_bytes) for device in stats.tiers.device]
     rows += [
-        {
-            "tier": "device",
-            "where": device["path"],
-            "state": device["state"],
-            "error": device["error"],
-            "size_bytes": device["segment_bytes"] or device["size_bytes"],
-            "used_bytes": device["used_bytes"],
-            "blocks": device["blocks"],
-            "read_bytes": device["read_bytes"],
-            "written_bytes": device["written_bytes"],
-            "damaged": device["mismatches"],
-            "errors": device["read_errors"] + device["write_errors"],
+        _place_row("ssd", disk, disk.segment_bytes)
+        | {
+            "raw_bytes": disk.raw_bytes,
+            "stored_bytes": disk.stored_bytes,
+            "packed_blocks": disk.packed_blocks,
+            "unpacked_blocks": disk.unpacked_blocks,
+            "undecoded_blocks": disk.undecoded_blocks,
+            "usage": on_disks.get(disk.path),
         }
-        for device in stats["tiers"]["device"]
+        for disk in stats.tiers.ssd
     ]
-    rows += [
-        {
-            "tier": "ssd",
-            "where": disk["path"],
-            "state": disk["state"],
-            "error": disk["error"],
-            "size_bytes": disk["segment_bytes"] or disk["size_bytes"],
-            "used_bytes": disk["used_bytes"],
-            "blocks": disk["blocks"],
-            "read_bytes": disk["read_bytes"],
-            "written_bytes": disk["written_bytes"],
-            "damaged": disk["mismatches"],
-            "errors": disk["read_errors"] + disk["write_errors"],
-            "raw_bytes": disk["raw_bytes"],
-            "stored_bytes": disk["stored_bytes"],
-            "packed_blocks": disk["packed_blocks"],
-            "unpacked_blocks": disk["unpacked_blocks"],
-            "undecoded_blocks": disk["undecoded_blocks"],
-            "usage": on_disks.get(disk["path"]),
-        }
-        for disk in stats["tiers"]["ssd"]
-    ]
-    rows += [
-        {
-            "tier": "object",
-            "where": store["path"],
-            "state": store["state"],
-            "error": store["error"],
-            "size_bytes": store["size_bytes"],
-            "used_bytes": store["used_bytes"],
-            "blocks": store["blocks"],
-            "read_bytes": store["read_bytes"],
-            "written_bytes": store["written_bytes"],
-            "damaged": store["mismatches"],
-            "errors": store["read_errors"] + store["write_errors"],
-        }
-        for store in stats["tiers"]["object"]
-    ]
+    rows += [_place_row("object", store, 0) for store in stats.tiers.object]
     return rows
 
 
-def _engine_state(engine: Mapping[str, Any]) -> str:
-    if engine["error"]:
+def _place_row(tier: str, place: PlaceStats, segment_bytes: int) -> dict[str, Any]:
+    return {
+        "tier": tier,
+        "where": place.path,
+        "state": place.state,
+        "error": place.error,
+        "size_bytes": segment_bytes or place.size_bytes,
+        "used_bytes": place.used_bytes,
+        "blocks": place.blocks,
+        "read_bytes": place.read_bytes,
+        "written_bytes": place.written_bytes,
+        "damaged": place.mismatches,
+        "errors": place.read_errors + place.write_errors,
+    }
+
+
+def _engine_state(engine: EngineStats) -> str:
+    if engine.error:
         return "failed"
-    if engine["outdated"]:
+    if engine.outdated:
         return "outdated"
-    return "followed" if engine["connected"] else "silent"
+    return "followed" if engine.connected else "silent"
 
 
-def show_tiers(stats: Mapping[str, Any], tenant: str, console: Console | None = None) -> None:
+def show_tiers(stats: NodeStats, tenant: str, console: Console | None = None) -> None:
     """Print where this node keeps blocks."""
     console = console or make_console()
     console.print(_tiers(tier_rows(stats, tenant)))
     console.print()
-    console.print(_usage(stats["usage"], tenant))
+    console.print(_usage(stats.tenants[tenant].usage, tenant))
     remarks = [
-        *_engine_remarks(stats["engines"]),
-        *_packing(stats["tiers"]["ssd"]),
-        *_remarks(stats["tiers"]),
+        *_engine_remarks(stats.tenants[tenant].engines),
+        *_packing(stats.tiers.ssd),
+        *_remarks(stats.tiers),
     ]
     if remarks:
         console.print()
@@ -190,29 +175,29 @@ def _tiers(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _usage(usage: Mapping[str, Any], tenant: str) -> Table:
+def _usage(usage: Usage, tenant: str) -> Table:
     """What the tenant has of each tier, and its namespaces of that; quotas where there are some."""
     table = make_table("Used", "by", "tier", "where", ">used", ">at most")
-    for tier, places in usage.items():
+    for tier, places in (("dram", usage.dram), ("ssd", usage.ssd)):
         for place in places:
-            where = escape(place["where"])
-            used, most = size_text(place["used_bytes"]), size_text(place["part_bytes"])
+            where = escape(place.where)
+            used, most = size_text(place.used_bytes), size_text(place.part_bytes)
             table.add_row(f"tenant {tenant}", tier, where, used, most)
-            for digest, space in sorted(place["namespaces"].items()):
-                quota = size_text(space["quota_bytes"]) if space["quota_bytes"] else ""
+            for digest, space in sorted(place.namespaces.items()):
+                quota = size_text(space.quota_bytes) if space.quota_bytes else ""
                 name = f"  namespace {digest[:DIGEST_SHOWN]}"
-                table.add_row(name, tier, where, size_text(space["held_bytes"]), quota)
+                table.add_row(name, tier, where, size_text(space.held_bytes), quota)
     return table
 
 
-def _engine_remarks(engines: Mapping[str, Any]) -> Iterator[Text]:
-    if engines["error"]:
-        yield Text(engines["error"], style="yellow")
-    for engine in engines["followed"]:
-        where, age = engine["endpoint"], engine["age_s"]
-        if engine["error"]:
-            yield Text(engine["error"], style="yellow")
-        elif engine["outdated"]:
+def _engine_remarks(engines: EnginesStats) -> Iterator[Text]:
+    if engines.error:
+        yield Text(engines.error, style="yellow")
+    for engine in engines.followed:
+        where, age = engine.endpoint, engine.age_s
+        if engine.error:
+            yield Text(engine.error, style="yellow")
+        elif engine.outdated:
             yield Text(
                 f"{where}: its weights are not those of the namespace any more", style="yellow"
             )
@@ -222,47 +207,45 @@ def _engine_remarks(engines: Mapping[str, Any]) -> Iterator[Text]:
             yield Text(f"{where} was heard of {duration(age)} ago")
 
 
-def _packing(disks: Iterable[Mapping[str, Any]]) -> Iterator[Text]:
+def _packing(disks: Iterable[SsdStats]) -> Iterator[Text]:
     """What codecs make of the blocks on each disk."""
     for disk in disks:
-        where, raw, stored = disk["path"], disk["raw_bytes"], disk["stored_bytes"]
-        if disk["packed_blocks"] or disk["unpacked_blocks"] or stored < raw * SAVED_FROM:
+        where, raw, stored = disk.path, disk.raw_bytes, disk.stored_bytes
+        if disk.packed_blocks or disk.unpacked_blocks or stored < raw * SAVED_FROM:
             yield Text(
                 f"{where} holds {size_text(raw)} of blocks in {size_text(stored)} "
-                f"({raw / max(stored, 1):.2f} to 1); since its start {disk['packed_blocks']:,} were "
-                f"written smaller and {disk['unpacked_blocks']:,} were not worth it"
+                f"({raw / max(stored, 1):.2f} to 1); since its start {disk.packed_blocks:,} were "
+                f"written smaller and {disk.unpacked_blocks:,} were not worth it"
             )
-        if disk["undecoded_blocks"]:
+        if disk.undecoded_blocks:
             yield Text(
-                f"{where}: {count(disk['undecoded_blocks'], 'block')} could not be decoded, "
+                f"{where}: {count(disk.undecoded_blocks, 'block')} could not be decoded, "
                 f"counted as damaged",
                 style="yellow",
             )
-        if disk["codec_error"]:
-            yield Text(f"{where}: {disk['codec_error']}", style="yellow")
+        if disk.codec_error:
+            yield Text(f"{where}: {disk.codec_error}", style="yellow")
 
 
-def _remarks(tiers: Mapping[str, Any]) -> Iterator[Text]:
+def _remarks(tiers: TiersStats) -> Iterator[Text]:
     """What is out of the ordinary."""
-    for device in tiers["device"]:
-        if device["error"]:
-            yield Text(f"{device['path']} is {device['state']}: {device['error']}", style="yellow")
-    for disk in tiers["ssd"]:
-        if disk["error"]:
-            yield Text(f"{disk['path']} is {disk['state']}: {disk['error']}", style="yellow")
-        elif disk["state"] == "serving" and not disk["direct"]:
+    for device in tiers.device:
+        if device.error:
+            yield Text(f"{device.path} is {device.state}: {device.error}", style="yellow")
+    for disk in tiers.ssd:
+        if disk.error:
+            yield Text(f"{disk.path} is {disk.state}: {disk.error}", style="yellow")
+        elif disk.state == "serving" and not disk.direct:
             yield Text(
-                f"{disk['path']} goes through the page cache, which is slower: its file system "
+                f"{disk.path} goes through the page cache, which is slower: its file system "
                 f"knows no O_DIRECT",
                 style="yellow",
             )
-    for store in tiers["object"]:
-        if store["error"]:
-            yield Text(f"{store['path']} is {store['state']}: {store['error']}", style="yellow")
-        if store["stale_blocks"]:
-            yield Text(
-                f"{count(store['stale_blocks'], 'block')} not found in the object named for it"
-            )
+    for store in tiers.object:
+        if store.error:
+            yield Text(f"{store.path} is {store.state}: {store.error}", style="yellow")
+        if store.stale_blocks:
+            yield Text(f"{count(store.stale_blocks, 'block')} not found in the object named for it")
     for key, what in (
         ("over_budget_blocks", "not written: the day's budget (ssd_bytes_per_day) is used up"),
         (
@@ -271,8 +254,8 @@ def _remarks(tiers: Mapping[str, Any]) -> Iterator[Text]:
         ),
         ("dropped_writes", "gone from memory before they could be written"),
     ):
-        if tiers[key]:
-            yield Text(f"{count(tiers[key], 'block')} {what}")
+        if number := getattr(tiers, key):
+            yield Text(f"{count(number, 'block')} {what}")
 
 
 def scrub(client: OperatorClient, console: Console | None = None) -> tuple[int, int]:
@@ -280,7 +263,7 @@ def scrub(client: OperatorClient, console: Console | None = None) -> tuple[int, 
 
     Shows a progress bar where there is a terminal.
     """
-    total = sum(disk["blocks"] for disk in client.stats()["tiers"]["ssd"])
+    total = sum(disk.blocks for disk in client.stats().tiers.ssd)
     seen = bad = 0
     cursor: int | None = 0
     columns = (

@@ -24,6 +24,7 @@ from kvpool.cli.render.jobs import jobs_table, nodes_of
 from kvpool.cli.render.text import count, make_console, make_table, size_text, used_text
 from kvpool.client import OperatorClient
 from kvpool.errors import KvpoolError
+from kvpool.telemetry.node_stats import DeviceStats, NodeStats, SsdStats
 from kvpool.wire import operator as operator_wire
 
 NODES_MAX = 256  # that are looked at, in the order of their names
@@ -57,7 +58,7 @@ class Rates(NamedTuple):
 class Seen:
     """What is known of one node. at_s: when it was told. error: why it is not known better."""
 
-    stats: Mapping[str, Any] | None = None
+    stats: NodeStats | None = None
     jobs: Sequence[Mapping[str, Any]] = ()
     at_s: float = 0.0
     rates: Rates | None = None
@@ -65,16 +66,16 @@ class Seen:
     asked: Answer | None = field(default=None, repr=False)
 
 
-def sums_of(stats: Mapping[str, Any]) -> Sums:
+def sums_of(stats: NodeStats) -> Sums:
     """stats: a node's answer to `kvpool.wire.operator.Inspect`."""
-    traffic = [tenant["traffic"] for tenant in stats["tenants"].values()]
-    reads = [each["reads"] for each in traffic]
-    got = sum(each["local"] + each["fetched"] for each in reads)
+    traffic = [tenant.traffic for tenant in stats.tenants.values()]
+    reads = [each.reads for each in traffic]
+    got = sum(each.local + each.fetched for each in reads)
     return Sums(
-        put_bytes=sum(each["put_bytes"] for each in traffic),
-        read_bytes=sum(each["read_bytes"] + each["device_read_bytes"] for each in traffic),
-        pulled_bytes=stats["counters"]["pulled_bytes"],
-        asked_blocks=got + sum(each["missed"] for each in reads),
+        put_bytes=sum(each.put_bytes for each in traffic),
+        read_bytes=sum(each.read_bytes + each.device_read_bytes for each in traffic),
+        pulled_bytes=stats.counters.pulled_bytes,
+        asked_blocks=got + sum(each.missed for each in reads),
         got_blocks=got,
     )
 
@@ -90,15 +91,18 @@ def rates_between(before: Sums, after: Sums, seconds: float) -> Rates | None:
     )
 
 
-def fills(stats: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+def fills(stats: NodeStats) -> dict[str, tuple[int, int]]:
     """(used, size) of each tier, in bytes, of all tenants."""
-    spaces = [tenant["space"] for tenant in stats["tenants"].values()]
-    found = {"dram": (sum(s["bytes_used"] for s in spaces), sum(s["size"] for s in spaces))}
-    for tier in ("ssd", "device"):
-        places = stats["tiers"][tier]
+    spaces = [tenant.space for tenant in stats.tenants.values()]
+    found = {"dram": (sum(s.bytes_used for s in spaces), sum(s.size for s in spaces))}
+    tiers: dict[str, Sequence[SsdStats | DeviceStats]] = {
+        "ssd": stats.tiers.ssd,
+        "device": stats.tiers.device,
+    }
+    for tier, places in tiers.items():
         if places:
-            used = sum(place["used_bytes"] for place in places)
-            sizes = (place["segment_bytes"] or place["size_bytes"] for place in places)
+            used = sum(place.used_bytes for place in places)
+            sizes = (place.segment_bytes or place.size_bytes for place in places)
             found[tier] = (used, sum(sizes))
     return found
 
@@ -150,7 +154,7 @@ class Watch:
                 seen.error = f"no answer yet ({states.get(name, 'not a member')})"
 
     def _ask(self, name: str) -> tuple[Any, Any, float]:
-        stats = self._client.ask_node(operator_wire.Inspect(), node=name)
+        stats = self._client.inspect(name)
         return stats, self._client.ask_node(operator_wire.Jobs(), node=name), self._clock()
 
 
@@ -164,7 +168,7 @@ def _take(seen: Seen) -> None:
         seen.error = str(error)
         return
     seen.rates = None
-    if seen.stats is not None and seen.stats["incarnation"] == stats["incarnation"]:
+    if seen.stats is not None and seen.stats.incarnation == stats.incarnation:
         seen.rates = rates_between(sums_of(seen.stats), sums_of(stats), at_s - seen.at_s)
     seen.stats, seen.jobs, seen.at_s, seen.error = stats, jobs, at_s, ""
 
@@ -176,16 +180,16 @@ def plain(watch: Watch) -> dict[str, Any]:
         row: dict[str, Any] = {"node": name, "error": seen.error}
         if seen.stats is not None:
             row |= {
-                "state": seen.stats["cluster"]["state"],
-                "standing": seen.stats["cluster"]["standing"],
+                "state": seen.stats.cluster.state,
+                "standing": seen.stats.cluster.standing,
                 "tiers": {
                     tier: {"used_bytes": used, "size_bytes": size}
                     for tier, (used, size) in fills(seen.stats).items()
                 },
                 "rates": seen.rates._asdict() if seen.rates is not None else None,
                 "totals": sums_of(seen.stats)._asdict(),
-                "leases": seen.stats["leases"],
-                "clients": seen.stats["clients"],
+                "leases": seen.stats.leases,
+                "clients": seen.stats.clients,
                 "jobs": [job for job in seen.jobs if job["state"] == "running"],
             }
         rows.append(row)
@@ -237,7 +241,7 @@ def _row(name: str, seen: Seen, tiers: Sequence[str]) -> list[str | Text]:
     if seen.stats is None:
         unknown: list[str | Text] = [escape(name), Text("unknown", style="bold red")]
         return [*unknown, *[""] * (len(tiers) + 6), Text(seen.error, style="yellow")]
-    state, space = seen.stats["cluster"]["state"], fills(seen.stats)
+    state, space = seen.stats.cluster.state, fills(seen.stats)
     rates = seen.rates
     hits = "" if rates is None or rates.hit_rate is None else f"{rates.hit_rate:.0%}"
     return [
@@ -246,8 +250,8 @@ def _row(name: str, seen: Seen, tiers: Sequence[str]) -> list[str | Text]:
         *(used_text(*space[tier]) if tier in space else "" for tier in tiers),
         *([""] * 3 if rates is None else [f"{size_text(rate)}/s" for rate in rates[:3]]),
         hits,
-        f"{seen.stats['leases']:,}",
-        f"{seen.stats['clients']:,}",
+        f"{seen.stats.leases:,}",
+        f"{seen.stats.clients:,}",
         Text(seen.error, style="yellow"),
     ]
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from kvpool import __version__
 from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.host_topology import HostTopology
@@ -21,8 +23,8 @@ from kvpool.daemon.cluster.local_node import Holdings, LocalNode
 from kvpool.daemon.cluster.namespaces import Namespaces
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.fetch.ports import LivingNode
-from kvpool.daemon.telemetry.tasks import Tasks
 from kvpool.errors import (
     ConfigError,
     Unavailable,
@@ -45,6 +47,7 @@ from kvpool.placement.records import (
     new_incarnation,
     plain,
 )
+from kvpool.telemetry.node_stats import AnnouncerStats, ClusterStats
 from kvpool.wire import frame
 
 log = logging.getLogger("kvpool.daemon")
@@ -432,19 +435,19 @@ class ClusterMember:
 
     # ---- the operator's view -------------------------------------------------------------------------
 
-    def summary(self) -> dict[str, Any]:
+    def stats(self) -> ClusterStats:
         """Values visible to every tenant."""
-        return {
-            "cluster": self.config.cluster,
-            "standing": self.membership.standing(self._clock()).value,
-            "state": str(self.state),
-            "incarnation": self.incarnation,
-            "others": len(self._living),
-            "directory": self._announcing(),
-            "drain": None if self.progress is None else plain(self.progress),
-            "leases_lost": self.lost,
-            "swept": self.swept,
-        }
+        return ClusterStats(
+            cluster=self.config.cluster,
+            standing=self.membership.standing(self._clock()).value,
+            state=str(self.state),
+            incarnation=self.incarnation,
+            others=len(self._living),
+            directory=self._announcing(),
+            drain=None if self.progress is None else plain(self.progress),
+            leases_lost=self.lost,
+            swept=self.swept,
+        )
 
     def describe(self) -> dict[str, Any]:
         """Plain values: the cluster as seen by this node."""
@@ -460,19 +463,24 @@ class ClusterMember:
             "drains": sorted(self._view.drains),
             "namespaces": [plain(entry) for _, entry in sorted(self._view.namespaces.items())],
             "links": [plain(link) for link in self.links()],
-            "directory": self._announcing(),
+            "directory": msgspec.to_builtins(self._announcing()),
             "leases_lost": self.lost,
             "swept": self.swept,
         }
 
-    def _announcing(self) -> dict[str, Any] | None:
+    def _announcing(self) -> AnnouncerStats | None:
         """The announcer's statistics, once it knows all blocks."""
         self._announce()
         every = [announcer.stats() for announcer in self.announcers.values()]
         if not every:
             return None
         worst = {"connected": min, "settled": min, "lag_s": max}
-        return {name: worst.get(name, sum)(stats[name] for stats in every) for name in every[0]}
+        return AnnouncerStats(
+            **{
+                name: worst.get(name, sum)(getattr(stats, name) for stats in every)
+                for name in AnnouncerStats.__struct_fields__
+            }
+        )
 
 
 def _reached_otherwise(old: NodeRecord, new: NodeRecord) -> bool:

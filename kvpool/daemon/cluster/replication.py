@@ -17,7 +17,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
-from typing import Any
 
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.core.blocks import Block, NamespaceState, Origin, PartTable, Tenant
@@ -29,6 +28,7 @@ from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
 from kvpool.placement.directory.base import Entry
 from kvpool.placement.records import NodeState
 from kvpool.placement.replica_targets import Pace, accept_forward, choose_targets, responsible
+from kvpool.telemetry.node_stats import ReplicationStats
 from kvpool.types import plain_parts, split_keys
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
@@ -82,30 +82,17 @@ class Replication:
         self._repair_due = 0.0
         self._refused: dict[tuple[bytes, str], float] = {}
         self._audited_at = 0.0
-        self.counters = {
-            "offered_blocks": 0,
-            "accepted_blocks": 0,
-            "accepted_bytes": 0,
-            "taken_blocks": 0,
-            "refused_offers": 0,
-            "forwarded_blocks": 0,
-            "replicated_blocks": 0,
-            "repairs": 0,
-            "dropped_wishes": 0,
-            "promoted": 0,
-        }
+        self._stats = ReplicationStats()
 
     def set_bandwidth(self, bytes_s: int) -> None:
         """How much copying may take from now on, in and out each."""
         for pace in (self._pace_in, self._pace_out):
             pace.change(bytes_s)
 
-    def stats(self) -> dict[str, Any]:
-        return {
-            **self.counters,
-            "wanted": len(self._wanted),
-            "repairing": self._repair_from is not None,
-        }
+    def stats(self) -> ReplicationStats:
+        """Counters, with what is lacking now."""
+        self._stats.wanted, self._stats.repairing = len(self._wanted), self._repair_from is not None
+        return self._stats
 
     # ---- offering ------------------------------------------------------------------------------------
 
@@ -141,7 +128,7 @@ class Replication:
         )
         nbytes = len(keys) * block_bytes(namespace, mask)
         await asyncio.sleep(self._pace_out.delay(nbytes, self._clock()))
-        self.counters["offered_blocks"] += len(keys)
+        self._stats.offered_blocks += len(keys)
         try:
             answer = await self._transport.ask(worker_wire.AskPeer(target.url, offer, OFFER_S))
         except KvpoolError as error:
@@ -155,8 +142,8 @@ class Replication:
         if not isinstance(answer, frame.Bytes) or len(answer.data) != len(keys):
             return []
         accepted = [key for key, taken in zip(keys, answer.data, strict=True) if taken]
-        self.counters["accepted_blocks"] += len(accepted)
-        self.counters["accepted_bytes"] += len(accepted) * block_bytes(namespace, mask)
+        self._stats.accepted_blocks += len(accepted)
+        self._stats.accepted_bytes += len(accepted) * block_bytes(namespace, mask)
         return accepted
 
     def by_offer(
@@ -201,7 +188,7 @@ class Replication:
             raise InvalidRequest("the offer names parts that its namespace does not have")
         tables = [table for table in namespace.tables if mask >> table.part & 1]
         if not self._wants(tenant, offer, len(keys) * block_bytes(namespace, mask)):
-            self.counters["refused_offers"] += 1
+            self._stats.refused_offers += 1
             return nothing
         nbytes = sum(t.stride for t in tables for key in keys if key not in t.blocks)
         wait_s = self._pace_in.delay(nbytes, self._clock())
@@ -241,7 +228,7 @@ class Replication:
             have.append(whole)
             if whole:
                 self.node.candidates.promote(found)
-        self.counters["taken_blocks"] += sum(have)
+        self._stats.taken_blocks += sum(have)
         return frame.Bytes(bytes(have))
 
     # ---- replication ---------------------------------------------------------------------------------
@@ -254,7 +241,7 @@ class Replication:
         self._replicas_known = True
         for key in keys:
             if len(self._wanted) >= WANTED_MAX:
-                self.counters["dropped_wishes"] += 1
+                self._stats.dropped_wishes += 1
                 self._repair_due = min(self._repair_due, self._clock() + AUDIT_EVERY_S)
                 return
             self._wanted[namespace, key] = (wanted, 0)
@@ -313,7 +300,7 @@ class Replication:
                 holders = _who_holds(entries, mask) | {own}
                 if len(holders) < n and responsible(holders, key) == own:
                     self._wanted[namespace, key] = (n, 0)
-                    self.counters["repairs"] += 1
+                    self._stats.repairs += 1
         await asyncio.sleep(0)
 
     async def _copy_some(self) -> bool:
@@ -362,7 +349,7 @@ class Replication:
             for accepted in answers:
                 for key in accepted:
                     made[key] += 1
-            self.counters["replicated_blocks"] += sum(made.values())
+            self._stats.replicated_blocks += sum(made.values())
             # With too few nodes, retrying does not help: a repair follows when one joins.
             short += [key for key, n in made.items() if n < min(missing, len(targets))]
         return short
@@ -458,7 +445,7 @@ class Replication:
             if len(self._refused) > len(self.cluster.living) * len(self.node.tenants):
                 self._refused = {key: until for key, until in self._refused.items() if until > now}
             self._refused[targets[0].record.incarnation_bytes, tenant] = now + REFUSED_S
-        self.counters["forwarded_blocks"] += len(accepted)
+        self._stats.forwarded_blocks += len(accepted)
         self.node.candidates.demote(namespace, accepted)
         return len(accepted)
 
@@ -480,7 +467,7 @@ class Replication:
                     for block, entries in zip(blocks, located, strict=True)
                     if not any(entry.mask >> block.table.part & 1 for entry in entries)
                 ]
-                self.counters["promoted"] += len(last)
+                self._stats.promoted += len(last)
                 self.node.candidates.promote(last)
 
 

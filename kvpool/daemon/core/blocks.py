@@ -11,11 +11,11 @@ from typing import NamedTuple
 import msgspec
 
 from kvpool.daemon.core.quota_eviction import QuotaEviction
-from kvpool.daemon.telemetry.traffic import Traffic
 from kvpool.errors import InvalidRequest, StaleEpoch, UnknownReservation
 from kvpool.placement.records import DEFAULT_SETTINGS, epoch_digest
 from kvpool.storage.eviction import EvictionPolicy, Lru
 from kvpool.storage.slab import SlabAllocator
+from kvpool.telemetry.node_stats import Traffic
 from kvpool.types import PartSpec
 
 PIN_NONE, PIN_SOFT, PIN_HARD = 0, 1, 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable, Tenant
-from kvpool.daemon.core.counters import Counters
 from kvpool.daemon.core.slots import Slots
+from kvpool.telemetry.node_stats import Counters
 
 RECLAIMED_PER_PUT = 1024  # blocks: about 4 ms
 GARBAGE_BLOCKS = 500  # freed in one go beside requests: about a millisecond

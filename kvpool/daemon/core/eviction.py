@@ -9,9 +9,9 @@ from typing import Any
 
 from kvpool.daemon.core.blocks import Block, SlotClass, Tenant
 from kvpool.daemon.core.change_feed import Change, ChangeFeed
-from kvpool.daemon.core.counters import Counters
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.quota_eviction import QuotaEviction
+from kvpool.telemetry.node_stats import Counters
 
 EVICT_TOGETHER = 64  # of one size, before choosing again the size with the coldest
 VICTIMS_MAX = 4096  # batches of evicted blocks whose age was not requested yet

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvpool.daemon.core.blocks import Holder, Tenant
-from kvpool.daemon.core.counters import Counters
 from kvpool.daemon.core.grants import Grants
 from kvpool.daemon.core.leases import Leases
 from kvpool.daemon.core.puts import Puts
 from kvpool.errors import InvalidRequest
+from kvpool.telemetry.node_stats import Counters
 
 
 class Holders:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
 from kvpool.daemon.core.blocks import Block, NamespaceState, Tenant
 from kvpool.daemon.core.candidates import Candidates
 from kvpool.daemon.core.change_feed import Change, ChangeFeed
-from kvpool.daemon.core.counters import Counters
 from kvpool.daemon.core.leases import Leases
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.namespaces import Namespaces
 from kvpool.daemon.core.slots import Slots
+from kvpool.telemetry.node_stats import (
+    Counters,
+    NamespaceStats,
+    NamespaceUsage,
+    PlaceUsage,
+    TenantStats,
+    Usage,
+)
 
 _WALK_ROWS = 1 << 40  # more than a class can have
 
@@ -166,58 +172,51 @@ class Inventory:
 
     # ---- the operator's view ------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
-        """Plain values: counters, and per tenant space, leases and namespaces."""
+    def tenant_stats(self, tenant: Tenant) -> TenantStats:
+        """What a tenant has in memory. `engines` and the usage of disks are others' to set."""
         self._ledger.settle()
-        return {
-            "counters": {name: getattr(self._counters, name) for name in Counters.__slots__},
-            "leases": self._leases.count,
-            "gone": self._counters.gone(),
-            "tenants": {
-                tenant.name: {
-                    "segment_bytes": tenant.allocator.size,
-                    "blocks": sum(
-                        len(table.blocks)
-                        for namespace in tenant.namespaces.values()
-                        for table in namespace.tables
-                    ),
-                    "secondary_bytes": self._candidates.secondary_bytes(tenant),
-                    "granted_bytes": tenant.granted_bytes,
-                    "hard_pinned_bytes": tenant.hard_bytes,
-                    "soft_pinned_bytes": tenant.soft_bytes,
-                    "traffic": tenant.traffic.stats(),
-                    "space": tenant.allocator.stats(),
-                    "namespaces": {
-                        namespace.base.hex(): {
-                            "fields": msgspec.json.decode(namespace.fields),
-                            "epoch": namespace.epoch,
-                            "settings": msgspec.to_builtins(namespace.settings),
-                            "held_bytes": namespace.held_bytes,
-                            "quota_bytes": namespace.quota,
-                            "blocks": [len(table.blocks) for table in namespace.tables],
-                            "part_bytes": [spec.nbytes for spec in namespace.parts],
-                        }
-                        for namespace in tenant.namespaces.values()
-                    },
-                }
-                for tenant in self._tenants.values()
-            },
-        }
-
-    def usage(self, tenant: Tenant) -> dict[str, Any]:
-        """Usage of a tenant and each of its namespaces in this tier; plain values, quota 0 for none."""
-        self._ledger.settle()
-        return {
-            "part_bytes": tenant.allocator.size,
-            "used_bytes": tenant.allocator.bytes_used,
-            "namespaces": {
-                namespace.base.hex(): {
-                    "held_bytes": namespace.held_bytes,
-                    "quota_bytes": namespace.quota,
-                }
+        return TenantStats(
+            segment_bytes=tenant.allocator.size,
+            blocks=sum(
+                len(table.blocks)
+                for namespace in tenant.namespaces.values()
+                for table in namespace.tables
+            ),
+            secondary_bytes=self._candidates.secondary_bytes(tenant),
+            granted_bytes=tenant.granted_bytes,
+            hard_pinned_bytes=tenant.hard_bytes,
+            soft_pinned_bytes=tenant.soft_bytes,
+            traffic=tenant.traffic,
+            space=tenant.allocator.stats(),
+            namespaces={
+                namespace.base.hex(): NamespaceStats(
+                    fields=msgspec.json.decode(namespace.fields),
+                    epoch=namespace.epoch,
+                    settings=msgspec.to_builtins(namespace.settings),
+                    held_bytes=namespace.held_bytes,
+                    quota_bytes=namespace.quota,
+                    blocks=[len(table.blocks) for table in namespace.tables],
+                    part_bytes=[spec.nbytes for spec in namespace.parts],
+                )
                 for namespace in tenant.namespaces.values()
             },
-        }
+            usage=Usage(dram=[self.usage(tenant)]),
+        )
+
+    def usage(self, tenant: Tenant, where: str = "") -> PlaceUsage:
+        """What a tenant and each of its namespaces have of this tier."""
+        self._ledger.settle()
+        return PlaceUsage(
+            where=where,
+            part_bytes=tenant.allocator.size,
+            used_bytes=tenant.allocator.bytes_used,
+            namespaces={
+                namespace.base.hex(): NamespaceUsage(
+                    held_bytes=namespace.held_bytes, quota_bytes=namespace.quota
+                )
+                for namespace in tenant.namespaces.values()
+            },
+        )
 
 
 def _is_first_part(block: Block) -> bool:

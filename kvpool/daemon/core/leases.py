@@ -6,12 +6,12 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 from kvpool.daemon.core.blocks import Block, Holder, Lease, NamespaceState, PartTable, Tenant
-from kvpool.daemon.core.counters import Counters
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.slots import Slots
 from kvpool.errors import InvalidRequest, LimitExceeded
 from kvpool.hit_rule import first_needed, needed, usable
+from kvpool.telemetry.node_stats import Counters
 
 _SWEEP_FROM = 64  # deadlines of leases, some of them already released
 

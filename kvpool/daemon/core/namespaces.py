@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable, Tenant
 from kvpool.daemon.core.commit_waiters import CommitWaiters
-from kvpool.daemon.core.counters import Counters
 from kvpool.daemon.core.ended_epochs import EndedEpochs
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.quotas import Quotas
 from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch
+from kvpool.telemetry.node_stats import Counters
 from kvpool.types import PartSpec
 
 EPOCHS_KEPT = 64  # ended epochs of a namespace that are remembered by name

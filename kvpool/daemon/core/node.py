@@ -37,7 +37,6 @@ from kvpool.daemon.core.blocks import Tenant
 from kvpool.daemon.core.candidates import Candidates
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.commit_waiters import CommitWaiters
-from kvpool.daemon.core.counters import Counters
 from kvpool.daemon.core.early_reads import EarlyReads
 from kvpool.daemon.core.ended_epochs import EndedEpochs
 from kvpool.daemon.core.eviction import Eviction
@@ -58,6 +57,7 @@ from kvpool.daemon.core.slots import Slots
 from kvpool.errors import InvalidRequest
 from kvpool.storage.eviction import EvictionPolicy
 from kvpool.storage.slab import SlabAllocator
+from kvpool.telemetry.node_stats import Counters
 
 
 class Node:

@@ -7,7 +7,6 @@ from typing import Any
 
 from kvpool.daemon.core.blocks import PIN_NONE, PIN_SOFT, Block, PartTable, SlotClass, Tenant
 from kvpool.daemon.core.change_feed import ChangeFeed
-from kvpool.daemon.core.counters import Counters
 from kvpool.daemon.core.ended_epochs import RECLAIMED_PER_PUT, EndedEpochs
 from kvpool.daemon.core.eviction import Eviction
 from kvpool.daemon.core.ledger import Ledger
@@ -15,6 +14,7 @@ from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.quotas import Quotas
 from kvpool.daemon.core.slots import Slots
 from kvpool.storage.slab import SlabAllocator
+from kvpool.telemetry.node_stats import Counters
 
 
 class Reclaimer:

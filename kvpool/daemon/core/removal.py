@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool.daemon.core.blocks import PIN_HARD, PIN_NONE, NamespaceState
-from kvpool.daemon.core.counters import Counters
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.slots import Slots
+from kvpool.telemetry.node_stats import Counters
 
 
 class Removal:

@@ -42,7 +42,7 @@ class Delivery:
         self._transfers = transfers
         self._peers = peers
         self._clock = clock
-        self.counters = {"joined": 0}  # parts already on their way for another request
+        self._stats = transfers.stats
 
     async def bring(
         self,
@@ -60,7 +60,7 @@ class Delivery:
         for request in requests:
             under_way = self._transfers.of(request.table)
             if under_way:
-                self.counters["joined"] += sum(map(under_way.__contains__, request.keys))
+                self._stats.joined += sum(map(under_way.__contains__, request.keys))
         while True:
             self._node.settle()
             arrived, requests = _arrivals(requests)

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 from kvpool.daemon.core.blocks import Holder, PartTable, Reservation
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.fetch.ports import ClusterView, PeerTransport, node_name
 from kvpool.daemon.fetch.pull_orders import pull_order
-from kvpool.daemon.telemetry.tasks import crash_if_failed
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
 from kvpool.placement.peers import Peers
+from kvpool.telemetry.node_stats import PrefixStreamStats
 from kvpool.telemetry.spans import CALLED_OFF, TRANSFER, Span, current, working_for
 from kvpool.types import BlockStatus
 
@@ -82,11 +83,7 @@ class EarlyPull:
         ] = {}  # by key, while it can be taken over
         self._pulling: dict[Batch, None] = {}
         self._waiting: dict[Batch, None] = {}
-        self.counters = {
-            "early_pulls": 0,
-            "early_bytes": 0,
-            "early_wrong": 0,  # blocks that were committed with other bytes than those pulled before
-        }
+        self.stats = PrefixStreamStats()
 
     # ---- for follows -----------------------------------------------------------------------------------
 
@@ -190,7 +187,7 @@ class EarlyPull:
     def landed(self, batch: Batch, *, wrong: int) -> None:
         """A transfer has finished with these slots. wrong: blocks whose beginning was different."""
         batch.transfers -= 1
-        self.counters["early_wrong"] += wrong
+        self.stats.early_wrong += wrong
         if wrong:
             batch.over = True
             self._forget(batch, batch.position)
@@ -250,7 +247,7 @@ class EarlyPull:
         stop = min(told, start + max(1, EARLY_BYTES // len(reservation.keys)))
         nbytes = (stop - start) * len(reservation.keys)
         batch.told = start
-        self.counters["early_pulls"] += 1
+        self.stats.early_pulls += 1
         peers.started(batch.owner, nbytes, self._clock())
         span = None if batch.span is None else batch.span.child(TRANSFER)
         try:
@@ -287,7 +284,7 @@ class EarlyPull:
         came = (stop - start) * pulled.status.count(BlockStatus.PRESENT)
         if span is not None:
             span.end(pulled.error, bytes=came)
-        self.counters["early_bytes"] += came
+        self.stats.early_bytes += came
         self._node.counters.pulled_bytes += came
         now = self._clock()
         if pulled.error:

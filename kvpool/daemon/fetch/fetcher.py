@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from kvpool.daemon.core.blocks import NamespaceState, Origin, PartTable
 from kvpool.daemon.core.node import Node
@@ -52,6 +51,7 @@ from kvpool.hit_rule import AnyOf, needed, usable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peer_selection import Candidate
 from kvpool.placement.peers import HEDGE_TIMES, TRIAL_S, Peers
+from kvpool.telemetry.node_stats import FetchStats
 from kvpool.types import Recompute
 
 ROUNDS_MAX = 8  # shorter and shorter prefixes, if the directory was wrong
@@ -79,7 +79,10 @@ class BlockFetcher:
             self._local[DEVICE] = device
         self._cluster = cluster
         self._clock = clock
-        self.locator = Locator(transport, cluster, self._local, objects, peers, clock)
+        self._stats = FetchStats()
+        self.locator = Locator(
+            *(transport, cluster, self._local, objects, peers, clock), self._stats
+        )
         self.early_pull = EarlyPull(node, transport, cluster, peers, clock)
         self.transfers = Transfers(
             node,
@@ -91,38 +94,31 @@ class BlockFetcher:
             self.early_pull,
             peers,
             clock,
+            self._stats,
         )
         self._delivery = Delivery(node, self.locator, self.transfers, peers, clock)
-        self.delivered = self.transfers.delivered
-        self.counters = {
-            "declined": 0,  # parts that are computed sooner than they would arrive
-            "trials": 0,  # transfers nevertheless made to measure their source's speed
-        }
 
     @property
     def active(self) -> bool:
         """Whether there is anything to fetch from."""
         return self.locator.has_sources
 
-    def stats(self) -> dict[str, Any]:
-        """Counters and estimates as plain values, for operators."""
+    def waited(self, seconds: float) -> None:
+        """A read or pull waited so long."""
+        self._stats.delivered.waits.add(seconds)
+
+    def stats(self) -> FetchStats:
+        """Counters and estimates, with what is known of each source now."""
         peers = self.peers.stats(self._clock())
         for peer in peers:
-            incarnation = bytes.fromhex(peer["incarnation"])
-            other = self._cluster.living.get(incarnation)
-            peer["node"] = "" if other is None else other.record.node
-            peer["url"] = "" if other is None else other.url
+            incarnation = bytes.fromhex(peer.incarnation)
+            if other := self._cluster.living.get(incarnation):
+                peer.node, peer.url = other.record.node, other.url
             if incarnation in NOT_NODES:
-                peer["node"], peer["incarnation"] = NOT_NODES[incarnation], ""
-        return {
-            **self.locator.stats(),
-            **self._delivery.counters,
-            **self.transfers.counters,
-            **self.counters,
-            "transfers": len(self.transfers),
-            "peers": peers,
-            "delivered": self.delivered.stats(),
-        }
+                peer.node, peer.incarnation = NOT_NODES[incarnation], ""
+        self.locator.set_gauges()
+        self._stats.transfers, self._stats.peers = len(self.transfers), peers
+        return self._stats
 
     def close(self) -> None:
         """Cancel all transfers. They end on their own, soon."""
@@ -388,14 +384,14 @@ class BlockFetcher:
         """Count the declined blocks, and start a trial of sources that are due one. Not awaited."""
         now = self._clock()
         for source, parts in declined.items():
-            self.counters["declined"] += len(parts)
+            self._stats.declined += len(parts)
             self.peers.declined(source, len(parts))
             if not self.peers.begin_trial(source, now):
                 continue
             table = parts[0][0]
             most = max(1, TRIAL_BYTES // table.spec.nbytes)
             keys = [key for other, key in parts[:most] if other is table]
-            self.counters["trials"] += self.transfers.begin(
+            self._stats.trials += self.transfers.begin(
                 table, source, keys, now + TRIAL_S, SECONDARY, background=False
             )
 

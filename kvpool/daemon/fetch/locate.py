@@ -23,6 +23,7 @@ from kvpool.placement.directory_memory import NegativeMemory, Remembered
 from kvpool.placement.peer_selection import Candidate
 from kvpool.placement.peers import Peers
 from kvpool.placement.prefix_lookup import somewhere
+from kvpool.telemetry.node_stats import FetchStats
 from kvpool.telemetry.spans import LOOKUP, child, current, working_for
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
@@ -49,6 +50,7 @@ class Locator:
         objects: SharedTier,
         peers: Peers,
         clock: Callable[[], float],
+        stats: FetchStats,
     ) -> None:
         self._transport = transport
         self._cluster = cluster
@@ -58,7 +60,7 @@ class Locator:
         self._clock = clock
         self._negative = NegativeMemory(NEGATIVE_MAX, NEGATIVE_S)
         self._remembered = Remembered(REMEMBERED_MAX)
-        self.counters = {"lookups": 0, "lookups_failed": 0, "lookups_remembered": 0}
+        self._stats = stats
 
     @property
     def elsewhere(self) -> bool:
@@ -70,12 +72,9 @@ class Locator:
         """Whether there is anything to fetch from."""
         return any(tier.serving for tier in self._local.values()) or self.elsewhere
 
-    def stats(self) -> dict[str, int]:
-        return {
-            **self.counters,
-            "negative": len(self._negative),
-            "remembered": len(self._remembered),
-        }
+    def set_gauges(self) -> None:
+        """How much is remembered now."""
+        self._stats.negative, self._stats.remembered = len(self._negative), len(self._remembered)
 
     def lives(self, source: bytes) -> bool:
         """Whether a source can be asked."""
@@ -122,7 +121,7 @@ class Locator:
                         found = await self.replicas(namespace, chunk)
                         located.update(zip(chunk, found, strict=True))
             except (Unavailable, TimeoutError):
-                self.counters["lookups_failed"] += 1
+                self._stats.lookups_failed += 1
         merge(located, await self.in_objects(namespace, tables, missing, deadline, prefix=False))
         return located
 
@@ -173,7 +172,7 @@ class Locator:
             async with asyncio.timeout((deadline - self._clock()) * LOOKUP_SHARE):
                 masks = await self._objects.where(namespace, lacking, keys, prefix=prefix)
         except (Unavailable, TimeoutError):
-            self.counters["lookups_failed"] += 1
+            self._stats.lookups_failed += 1
             return {}
         return _entries(masks, OBJECT, TIERS["object"])
 
@@ -235,18 +234,18 @@ class Locator:
             async with asyncio.timeout(wait_s):
                 for at in range(first, len(keys), LOOKUP_KEYS):
                     chunk = keys[at : at + LOOKUP_KEYS]
-                    self.counters["lookups"] += 1
+                    self._stats.lookups += 1
                     found = await self.replicas(namespace, chunk)
                     located.update(zip(chunk, found, strict=True))
                     if not found[-1] and not _in_memory(tables, chunk[-1]):
                         break
         except (Unavailable, TimeoutError):
-            self.counters["lookups_failed"] += 1
+            self._stats.lookups_failed += 1
             if (span := current()) is not None:
                 span.set(remembered=1)
             rest = [key for key in keys[first:] if key not in located]
             remembered = self._remembered.recall(namespace.directory_digest, rest)
-            self.counters["lookups_remembered"] += any(remembered)
+            self._stats.lookups_remembered += any(remembered)
             living = self._living_only(namespace, rest, remembered, engines=False)
             located.update(zip(rest, living, strict=True))
         return located

@@ -17,15 +17,16 @@ from kvpool.daemon.core.commit_waiters import CommitWaiter
 from kvpool.daemon.core.early_reads import Writing
 from kvpool.daemon.core.masks import pack_masks, unpack_masks, width_for
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.fetch.early_pull import Batch
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.locate import ASKED_MAX
 from kvpool.daemon.fetch.plan import FetchRequest
 from kvpool.daemon.fetch.ports import NOT_NODES, ClusterView, PeerTransport
 from kvpool.daemon.fetch.prefix_stream_rules import Chain, Course, Lacking
-from kvpool.daemon.telemetry.tasks import crash_if_failed
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.placement.directory.base import TIERS, Entry
+from kvpool.telemetry.node_stats import PrefixStreamStats
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
@@ -87,28 +88,15 @@ class PrefixStreams:
         self._held: Counter[str] = Counter()  # bytes, by tenant
         self._asking: Counter[bytes] = Counter()  # waiting requests, by incarnation
         self._ending: set[asyncio.Task[Any]] = set()
-        self.lag_s = 0.0
-        self.counters = {
-            "ended": 0,
-            "whole": 0,  # of these: all wanted blocks arrived in time
-            "blocks": 0,  # parts of blocks that arrived in streams
-            "questions": 0,
-            "questions_failed": 0,
-            "lookups": 0,
-            "not_held": 0,  # streams that were too large to be held until they end
-        }
+        self._stats = fetcher.early_pull.stats
 
-    def stats(self) -> dict[str, Any]:
-        """Plain values. waiters: requests that wait here, for peers' streams and this node's. lag_s: from the
-        report of a commit until the blocks are here; recent ones. early_*: before their commit.
-        """
-        return {
-            **self.counters,
-            **self.fetcher.early_pull.counters,
-            "under_way": len(self._running),
-            "waiters": len(self.node.commit_waiters),
-            "lag_s": self.lag_s,
-        }
+    def stats(self) -> PrefixStreamStats:
+        """Counters, with what is under way now."""
+        self._stats.under_way, self._stats.waiters = (
+            len(self._running),
+            len(self.node.commit_waiters),
+        )
+        return self._stats
 
     async def follow(
         self,
@@ -148,7 +136,7 @@ class PrefixStreams:
         tenant = namespace.tenant
         nbytes = chain.nbytes
         holds = self._held[tenant.name] + nbytes <= tenant.allocator.size * HELD_SHARE
-        self.counters["not_held"] += not holds
+        self._stats.not_held += not holds
         if chain.uneven:
             wait_s = deadline - self.clock()
             deadline -= min(LAST_SHARE * wait_s, LAST_S_MAX)
@@ -163,8 +151,8 @@ class PrefixStreams:
             del self._running[one]
             self._of_tenant[tenant.name] -= 1
             self._held[tenant.name] -= nbytes * holds
-            self.counters["ended"] += 1
-            self.counters["whole"] += chain.whole
+            self._stats.ended += 1
+            self._stats.whole += chain.whole
 
     async def close(self) -> None:
         """Wait for the remaining tasks of ended streams."""
@@ -180,10 +168,12 @@ class PrefixStreams:
         task.add_done_callback(_expect_refusals)
 
     def arrived(self, blocks: int, lag_s: float | None) -> None:
-        self.counters["blocks"] += blocks
+        self._stats.blocks += blocks
         if lag_s is not None:
-            self.lag_s = (
-                lag_s if not self.lag_s else self.lag_s * LAG_DECAY + lag_s * (1 - LAG_DECAY)
+            self._stats.lag_s = (
+                lag_s
+                if not self._stats.lag_s
+                else self._stats.lag_s * LAG_DECAY + lag_s * (1 - LAG_DECAY)
             )
 
     def begin_question(
@@ -256,7 +246,7 @@ class PrefixStreams:
             raise Unavailable("the node has left")
         peers = self.fetcher.peers
         asked_at = self.clock()
-        self.counters["questions"] += 1
+        self._stats.questions += 1
         peers.started(incarnation, 0, asked_at)
         try:
             order = worker_wire.AskPeer(
@@ -272,7 +262,7 @@ class PrefixStreams:
             peers.stopped(incarnation, 0)
             raise
         except KvpoolError as error:
-            self.counters["questions_failed"] += 1
+            self._stats.questions_failed += 1
             peers.failed(incarnation, self.clock(), error=error, asked=0)
             raise
         except asyncio.CancelledError:
@@ -288,7 +278,7 @@ class PrefixStreams:
         self, namespace: NamespaceState, chain: Chain, window: Sequence[bytes]
     ) -> Mapping[bytes, Sequence[Entry]]:
         """Other nodes' blocks of a window: from the directory, or without one, from peers."""
-        self.counters["lookups"] += 1
+        self._stats.lookups += 1
         located = dict(await self.fetcher.locate(namespace, chain.tables, window, LOOK_S))
         if self.cluster.directory is None:
             known = chain.known(window, len(namespace.tables))

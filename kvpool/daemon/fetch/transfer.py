@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvpool.daemon.core.blocks import OWN, Holder, Origin, PartTable
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.core.tier import LocalTier, SharedTier
 from kvpool.daemon.fetch.early_pull import REST_S, Batch, EarlyPull
 from kvpool.daemon.fetch.locate import Locator
@@ -27,10 +28,9 @@ from kvpool.daemon.fetch.ports import (
     node_name,
 )
 from kvpool.daemon.fetch.pull_orders import pull_order
-from kvpool.daemon.telemetry.tasks import crash_if_failed
-from kvpool.daemon.telemetry.traffic import Delivered, Loads
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
 from kvpool.placement.peers import Peers
+from kvpool.telemetry.node_stats import FetchStats, Loads
 from kvpool.telemetry.spans import CALLED_OFF, READ, TRANSFER, Span, child, working_for
 from kvpool.types import BlockStatus, split_keys
 from kvpool.wire import worker as worker_wire
@@ -99,6 +99,7 @@ class Transfers:
         early_pull: EarlyPull,
         peers: Peers,
         clock: Callable[[], float],
+        stats: FetchStats,
     ) -> None:
         self._node = node
         self._transport = transport
@@ -112,14 +113,8 @@ class Transfers:
         self._of_keys: dict[PartTable, dict[bytes, tuple[Transfer, ...]]] = {}
         self._under_way: dict[Transfer, None] = {}
         self._tickets = 0
-        self.delivered = Delivered()
-        self.counters = {
-            "hedges": 0,  # parts that a second source was asked for as well
-            "cancelled": 0,  # transfers that lost against a hedge
-            "absent": 0,
-            "mismatches": 0,
-            "failed_transfers": 0,
-        }
+        self.stats = stats
+        self._delivered = stats.delivered
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -144,7 +139,7 @@ class Transfers:
                 continue
             if all(map(transfer.table.blocks.__contains__, transfer.keys)):
                 transfer.task.cancel()
-                self.counters["cancelled"] += 1
+                self.stats.cancelled += 1
 
     def begin(
         self,
@@ -206,7 +201,7 @@ class Transfers:
         else:
             for key in keys:
                 others = of_keys.get(key, ())
-                self.counters["hedges"] += bool(others)
+                self.stats.hedges += bool(others)
                 of_keys[key] = (*others, transfer)
         run = self._run if batch is None else self._run_on
         transfer.task = asyncio.get_running_loop().create_task(
@@ -391,9 +386,9 @@ class Transfers:
     def _count(self, transfer: Transfer, loads: Loads) -> None:
         """Count the outcome of a transfer, by source and tenant."""
         tier = TIER_OF.get(transfer.source, PEER)
-        transfer.table.namespace.tenant.traffic.loaded(tier, loads)
+        transfer.table.namespace.tenant.traffic.loads.setdefault(tier, Loads()).add(loads)
         if tier == PEER:
-            self.delivered.delivered(node_name(self._cluster, transfer.source), loads)
+            self._delivered.from_peer(node_name(self._cluster, transfer.source), loads)
 
     def _learn(self, transfer: Transfer, slots: _Slots, pulled: worker_wire.Pulled) -> None:
         """Count a transfer that has ended on its own, and update its source's estimates."""
@@ -415,16 +410,16 @@ class Transfers:
         counters.pulled_blocks += came
         counters.pulled_bytes += came * each
         counters.checksum_mismatches += mismatches
-        self.counters["mismatches"] += mismatches
-        self.counters["absent"] += absent
+        self.stats.mismatches += mismatches
+        self.stats.absent += absent
         nbytes = len(keys) * each
         failed = len(keys) - came - absent - mismatches
         self._count(transfer, Loads(came, absent, mismatches, failed, nbytes=came * each))
         tier = TIER_OF.get(source, PEER)
         if came and not transfer.background:
-            self.delivered.took(tier, pulled.seconds)
+            self._delivered.took(tier, pulled.seconds)
             if came == len(keys) and not slots.have:
-                self.delivered.foreseen(tier, transfer.expected_s, pulled.seconds)
+                self._delivered.foreseen(tier, transfer.expected_s, pulled.seconds)
         if pulled.error:
             # After an error, up to one block's worth of bytes may have arrived in part.
             arrived = (came + 1) * each
@@ -438,7 +433,7 @@ class Transfers:
     def _failed(
         self, transfer: Transfer, nbytes: int, error: str, at_most: int = 0, seconds: float = 0.0
     ) -> None:
-        self.counters["failed_transfers"] += 1
+        self.stats.failed_transfers += 1
         if transfer.background:
             self._peers.stopped(transfer.source, nbytes)
             return

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 from dataclasses import dataclass
-from typing import Any
 
 from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.telemetry.node_stats import HotPrefix
 from kvpool.types import KEY_BYTES
 
 KEPT_MAX = 2048
@@ -67,8 +67,8 @@ class HotPrefixes:
             await asyncio.sleep(FADE_S)
             self.fade(FADE_S)
 
-    def hottest(self) -> list[dict[str, Any]]:
-        """Plain values, the most read first. reads: about those of the last one or two `HALF_S`."""
+    def hottest(self) -> list[HotPrefix]:
+        """The most read first. reads: about those of the last one or two `HALF_S`."""
         counts = self._counts
         told = set()
         for (namespace, _), known in counts.items():
@@ -81,12 +81,12 @@ class HotPrefixes:
             key=lambda one: one[1].reads,
         )
         return [
-            {
-                "tenant": namespace.tenant.name,
-                "namespace": namespace.base.hex(),
-                "key": key.hex(),
-                "blocks": known.depth,
-                "reads": round(known.reads, 1),
-            }
+            HotPrefix(
+                namespace.tenant.name,
+                namespace.base.hex(),
+                key.hex(),
+                known.depth,
+                round(known.reads, 1),
+            )
             for (namespace, key), known in shown
         ]

@@ -16,10 +16,10 @@ import msgspec
 
 from kvpool.daemon.core.blocks import PIN_HARD, Block, NamespaceState, Tenant
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.listing import part_bytes
-from kvpool.daemon.telemetry.tasks import crash_if_failed
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded
 from kvpool.wire.jobs import EvictJob, JobSpec, JobState, JobView, ScrubJob, WarmJob

@@ -26,10 +26,10 @@ from kvpool.daemon.fetch.ports import NOT_NODES, OBJECT
 from kvpool.daemon.ops.event_log import AUDIT, EventLog
 from kvpool.daemon.ops.jobs import JobRunner, Work
 from kvpool.daemon.ops.listing import list_blocks, show_blocks
-from kvpool.daemon.ops.node_stats import NodeStats
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
 from kvpool.daemon.ops.runtime_settings import changed, describe
+from kvpool.daemon.ops.stats_gatherer import StatsGatherer
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
 from kvpool.daemon.tiers.object_tier import ObjectTier
@@ -104,7 +104,7 @@ class Operators:
         engines: Engines,
         transport: Asks,
         journal: EventLog,
-        stats: NodeStats,
+        stats: StatsGatherer,
         spans: Spans,
         clock: Callable[[], float],
     ) -> None:

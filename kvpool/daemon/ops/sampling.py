@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from kvpool.daemon.core.node import Node
 from kvpool.telemetry.histogram import AGES_S, Histogram
+from kvpool.telemetry.node_stats import SampledStats
 
 LOOK_S = 1.0
 
@@ -24,8 +24,7 @@ class Sampler:
     ) -> None:
         self._rules = rules
         self._clock = clock
-        self._evicted: dict[str, Histogram] = {}
-        self._late = Histogram()
+        self._stats = SampledStats()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -33,21 +32,18 @@ class Sampler:
             due = self._clock() + LOOK_S
             await asyncio.sleep(LOOK_S)
             now = self._clock()
-            self._late.add(max(0.0, now - due))
+            self._stats.late_s.add(max(0.0, now - due))
             self.look(now)
 
     def look(self, now: float) -> None:
         """Record evictions since the last call."""
         for tier, node in self._rules():
-            seen = self._evicted.setdefault(tier, Histogram(AGES_S))
+            seen = self._stats.evicted_age_s.setdefault(tier, Histogram(AGES_S))
             for used, blocks in node.eviction.take_victims():
                 seen.add(node.idle_age.age_s(used, now), blocks)
 
-    def stats(self) -> dict[str, Any]:
-        """Plain values. evicted_age_s: by tier, since their last use. late_s: how late this process woke up."""
+    def stats(self) -> SampledStats:
+        """What was sampled so far, of every tier."""
         for tier, _ in self._rules():
-            self._evicted.setdefault(tier, Histogram(AGES_S))
-        return {
-            "evicted_age_s": {tier: seen.stats() for tier, seen in self._evicted.items()},
-            "late_s": self._late.stats(),
-        }
+            self._stats.evicted_age_s.setdefault(tier, Histogram(AGES_S))
+        return self._stats

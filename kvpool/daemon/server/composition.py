@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.draining import Drainer
@@ -33,9 +33,9 @@ from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.fetch.probing import Prober
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
-from kvpool.daemon.ops.node_stats import ConnectionCounts, NodeStats
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.sampling import Sampler
+from kvpool.daemon.ops.stats_gatherer import ConnectionCounts, StatsGatherer, TransferStats
 from kvpool.daemon.server.connections import ClientConnections
 from kvpool.daemon.server.local_node import DaemonNode
 from kvpool.daemon.server.requests import ClientRequests
@@ -60,19 +60,13 @@ from kvpool.telemetry.spans import Spans
 log = logging.getLogger("kvpool.daemon")
 
 
-class Transport(PeerTransport, Protocol):
+class Transport(PeerTransport, TransferStats, Protocol):
     """Moves bytes and requests between nodes: `TransferWorkers`, or a simulation of them."""
 
     @property
     def idle(self) -> bool: ...
 
     def path_to(self, url: str) -> str: ...
-
-    def stats(self) -> list[dict[str, Any]]: ...
-
-    def nixl_stats(self) -> dict[str, Any] | None: ...
-
-    def path_stats(self) -> Mapping[str, Any]: ...
 
 
 T = TypeVar("T", bound=Transport)
@@ -184,7 +178,7 @@ def compose(
     hot_prefixes = HotPrefixes()
     spans = Spans(clocks.wall_ns, secrets.token_bytes, on=bool(config.otlp))
     counts = ConnectionCounts()
-    stats = NodeStats(
+    stats = StatsGatherer(
         config.node,
         node,
         cluster,

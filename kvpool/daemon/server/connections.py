@@ -15,10 +15,10 @@ from typing import Any, cast
 from kvpool.daemon.cluster.engine_registry import EngineRegistry
 from kvpool.daemon.core.blocks import Holder
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.ops.node_stats import ConnectionCounts
+from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.ops.operators import Operators
+from kvpool.daemon.ops.stats_gatherer import ConnectionCounts
 from kvpool.daemon.server.requests import ClientRequests
-from kvpool.daemon.telemetry.tasks import Tasks
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
 from kvpool.daemon.workers.processes import peer_pid, peer_pidfd, peer_uid

@@ -19,10 +19,10 @@ from kvpool.daemon.core.requests import parse_parts, parse_wish, rows
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
-from kvpool.daemon.ops.node_stats import NodeStats
 from kvpool.daemon.ops.operators import KEYS_BYTES_MAX, Operators, asking_others
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
+from kvpool.daemon.ops.stats_gatherer import StatsGatherer
 from kvpool.daemon.server.answers import describe_lease
 from kvpool.daemon.server.tracing import TRACED, traced
 from kvpool.daemon.tiers.device_tier import DeviceTier
@@ -40,7 +40,7 @@ from kvpool.placement.records import (
     NodeState,
 )
 from kvpool.telemetry.spans import Spans
-from kvpool.types import KEY_BYTES, Recompute, split_keys
+from kvpool.types import Recompute, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
@@ -73,7 +73,7 @@ class ClientRequests:
         engines: Engines,
         registry: EngineRegistry,
         operators: Operators,
-        stats: NodeStats,
+        stats: StatsGatherer,
         hot_prefixes: HotPrefixes,
         spans: Spans,
         clock: Callable[[], float],
@@ -309,17 +309,13 @@ class ClientRequests:
                 now,
                 scattered=m.scattered,
             )
-        reads = holder.tenant.traffic.reads
-        reads.requests += 1
-        reads.asked += len(keys)
+        traffic = holder.tenant.traffic
+        traffic.reads.add(len(keys), 0 if lease is None else lease.blocks, here)
         if lease is None:
             return _NOTHING_LEASED
-        reads.got += lease.blocks
-        reads.nbytes += counters.leased_bytes - before
-        if here < lease.blocks:
-            reads.fetched += lease.blocks - here
+        traffic.read_bytes += counters.leased_bytes - before
         if lease.beside is not None:
-            holder.tenant.traffic.device_read_bytes += lease.beside.nbytes
+            traffic.device_read_bytes += lease.beside.nbytes
         if lease.deadline is not None:
             self._expire_by(lease.deadline, now)
         if self._device is not None:
@@ -350,7 +346,7 @@ class ClientRequests:
                 _recompute(m),
                 direct=self._direct(m) is not None,
             )
-        self._fetcher.delivered.waits.add(self._clock() - asked_at)
+        self._fetcher.waited(self._clock() - asked_at)
         return self._acquire_now(holder, namespace, m, keys, asked_at, here)
 
     def _join(self, holder: Holder, m: client_wire.Join) -> client_wire.Leased:
@@ -377,13 +373,9 @@ class ClientRequests:
             self._node.leases.release(holder, token)
 
     def _match(self, holder: Holder, m: client_wire.Match) -> frame.Done:
-        found = self._node.leases.match(
-            self._namespace(holder, m.ns, m.keys), m.parts, split_keys(m.keys)
-        )
-        matches = holder.tenant.traffic.matches
-        matches.requests += 1
-        matches.asked += len(m.keys) // KEY_BYTES
-        matches.got += found
+        keys = split_keys(m.keys)
+        found = self._node.leases.match(self._namespace(holder, m.ns, m.keys), m.parts, keys)
+        holder.tenant.traffic.matches.add(len(keys), found, found)
         return frame.Done(found)
 
     def _contains(self, holder: Holder, m: client_wire.Contains) -> frame.Bytes:
@@ -429,8 +421,8 @@ class ClientRequests:
         asked_at = self._clock()
         await self._fetcher.pull(namespace, [], keys, here, wait_s, _recompute(m), direct=direct)
         found = self._fetcher.match(namespace, [], keys, direct=direct)
-        holder.tenant.traffic.pulls.waited(len(keys), found, here)
-        self._fetcher.delivered.waits.add(self._clock() - asked_at)
+        holder.tenant.traffic.pulls.add(len(keys), found, here)
+        self._fetcher.waited(self._clock() - asked_at)
         return frame.Done(found)
 
     async def _follow(self, holder: Holder, m: client_wire.Follow) -> frame.Done:

@@ -28,9 +28,9 @@ from kvpool.daemon.cluster.host_topology import HostTopology, look_around
 from kvpool.daemon.cluster.joining import open_directory, open_membership
 from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memory_rules
 from kvpool.daemon.server.connections import ClientConnections
-from kvpool.daemon.telemetry.tasks import Tasks
 from kvpool.daemon.tiers.device_tier import check_environment
 from kvpool.daemon.workers.gateway import Gateway
 from kvpool.daemon.workers.transfer_workers import TransferWorkers

@@ -27,6 +27,7 @@ from kvpool.errors import (
     LimitExceeded,
 )
 from kvpool.storage.base import Occupancy
+from kvpool.telemetry.node_stats import DeviceStats
 from kvpool.types import PartSpec, split_keys
 
 log = logging.getLogger("kvpool.daemon")
@@ -62,18 +63,7 @@ class DeviceBooks:
         self.holders: dict[str, Holder] = {}  # of the device
         self._notify: Callable[[], object] = lambda: None
         self._following = False
-        self.counters = {
-            "written_blocks": 0,
-            "written_bytes": 0,
-            "read_blocks": 0,
-            "read_bytes": 0,
-            "leased_blocks": 0,
-            "leased_bytes": 0,
-            "mismatches": 0,
-            "read_errors": 0,
-            "write_errors": 0,
-            "not_queued_blocks": 0,
-        }
+        self.counted = DeviceStats()
 
     def divide(self) -> None:
         """Give tenants parts in proportion to their memory."""

@@ -18,7 +18,7 @@ from kvpool.daemon.core.blocks import (
     Origin,
 )
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.telemetry.tasks import Tasks
+from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.tiers.device_books import DeviceBooks
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.tiers.write_orders import (
@@ -69,7 +69,7 @@ class DevicePromotion:
             return
         for _, blocks in lease.parts.values():
             if self._queued + len(blocks) > QUEUED_MAX:
-                self._books.counters["not_queued_blocks"] += len(blocks)
+                self._books.counted.not_queued_blocks += len(blocks)
             elif blocks:
                 self._queue.append(blocks)
                 self._queued += len(blocks)
@@ -149,10 +149,10 @@ class DevicePromotion:
                     Origin(depths=[block.depth for _, block in kept]),
                 )
                 rules.settle()
-                self._books.counters["written_blocks"] += new
-                self._books.counters["written_bytes"] += new * table.stride
+                self._books.counted.written_blocks += new
+                self._books.counted.written_bytes += new * table.stride
         except KvpoolError as error:
-            self._books.counters["write_errors"] += 1
+            self._books.counted.write_errors += 1
             log.warning("blocks were not copied to %s: %s", self._books.config.device, error)
         finally:
             rules.puts.abort(holder, ticket)

@@ -18,7 +18,6 @@ import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
 
 from kvpool.config import DeviceConfig
 from kvpool.daemon.core.blocks import (
@@ -31,7 +30,7 @@ from kvpool.daemon.core.blocks import (
     Tenant,
 )
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.telemetry.tasks import Tasks
+from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.tiers.device_books import DeviceBooks
 from kvpool.daemon.tiers.device_promote import DevicePromotion
 from kvpool.daemon.tiers.write_orders import (
@@ -48,6 +47,7 @@ from kvpool.errors import (
 from kvpool.hit_rule import AnyOf, first_needed, needed, usable
 from kvpool.memory.segment import Segment
 from kvpool.placement.records import TierRecord
+from kvpool.telemetry.node_stats import DeviceStats
 from kvpool.types import BlockStatus
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
@@ -181,8 +181,8 @@ class DeviceTier(DeviceBooks):
             raise
         nbytes = sum(block.table.spec.nbytes for _, blocks in chosen.values() for block in blocks)
         lease.beside = Beside(life, here, lambda: rules.leases.release(own, direct.token), nbytes)
-        self.counters["leased_blocks"] += sum(len(blocks) for _, blocks in chosen.values())
-        self.counters["leased_bytes"] += nbytes
+        self.counted.leased_blocks += sum(len(blocks) for _, blocks in chosen.values())
+        self.counted.leased_bytes += nbytes
         return lease
 
     async def load(
@@ -215,7 +215,7 @@ class DeviceTier(DeviceBooks):
                 )
             )
         except KvpoolError:
-            self.counters["read_errors"] += 1
+            self.counted.read_errors += 1
             raise
         finally:
             rules.leases.release(holder, lease.token)
@@ -226,9 +226,9 @@ class DeviceTier(DeviceBooks):
             elif one == BlockStatus.MISMATCH:
                 rules.removal.drop_corrupt(own.namespace, own.part, block.key)
         came = pulled.status.count(BlockStatus.PRESENT)
-        self.counters["read_blocks"] += came
-        self.counters["read_bytes"] += came * table.spec.nbytes
-        self.counters["mismatches"] += pulled.status.count(BlockStatus.MISMATCH)
+        self.counted.read_blocks += came
+        self.counted.read_bytes += came * table.spec.nbytes
+        self.counted.mismatches += pulled.status.count(BlockStatus.MISMATCH)
         return worker_wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
 
     def record(self) -> TierRecord:
@@ -236,17 +236,13 @@ class DeviceTier(DeviceBooks):
         size, used, _ = self.occupancy()
         return TierRecord("device", size, used)
 
-    def stats(self) -> dict[str, Any]:
-        """Plain values, with the same names as for disks."""
-        return {
-            "path": self.config.device,
-            "state": str(self.state),
-            "error": self.error,
-            "size_bytes": self.config.size,
-            "segment_bytes": sum(self.sizes.values()),
-            "used_bytes": self.used_bytes,
-            "blocks": self.rules.inventory.block_count(),
-            "queued_blocks": self._promotion.queued,
-            "gone": self.rules.counters.gone(),
-            **self.counters,
-        }
+    def stats(self) -> DeviceStats:
+        """Counters, with how it is now."""
+        stats = self.counted
+        stats.path, stats.size_bytes = self.config.device, self.config.size
+        stats.state, stats.error = str(self.state), self.error
+        stats.segment_bytes, stats.used_bytes = sum(self.sizes.values()), self.used_bytes
+        stats.blocks = self.rules.inventory.block_count()
+        stats.queued_blocks = self._promotion.queued
+        stats.gone = self.rules.counters.gone()
+        return stats

@@ -19,17 +19,18 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvpool.config import DaemonConfig
 from kvpool.daemon.core.blocks import Holder, NamespaceState
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import check_events
-from kvpool.daemon.telemetry.tasks import Tasks, crash_if_failed
+from kvpool.daemon.core.tasks import Tasks, crash_if_failed
 from kvpool.errors import ConfigError, LimitExceeded
 from kvpool.placement.directory.announcement_queue import Held
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks, SeenKeys, short_hash
+from kvpool.telemetry.node_stats import EnginesStats, EngineStats
 from kvpool.types import KEY_BYTES
 from kvpool.wire import client as client_wire
 
@@ -102,18 +103,18 @@ class _Engine:
         feed = self.feed
         return None if feed is None else feed.blocks
 
-    def stats(self) -> dict[str, Any]:
-        feed = self.feed
-        nothing = {"connected": False, "age_s": None, "blocks": 0, "complete": False, "gaps": 0}
-        nothing |= {"unreadable": 0, "refused_blocks": 0}
-        known = nothing if feed is None else feed.stats()
-        return {
-            "endpoint": self.endpoint,
-            "namespace": self.opened.base.hex(),
-            "outdated": self.space is None,
-            "error": self.error,
-            **{name: known[name] for name in nothing},
-        }
+    def stats(self) -> EngineStats:
+        stats = EngineStats(
+            endpoint=self.endpoint,
+            namespace=self.opened.base.hex(),
+            outdated=self.space is None,
+            error=self.error,
+        )
+        if self.feed is not None:
+            known = self.feed.stats()
+            for name in known.keys() & set(stats.__struct_fields__):
+                setattr(stats, name, known[name])
+        return stats
 
 
 class _Space:
@@ -506,17 +507,17 @@ class Engines:
 
     # ---- the operator's view -----------------------------------------------------------------------
 
-    def stats(self, tenant: str) -> dict[str, Any]:
-        """Plain values: the engines of one tenant. known_blocks: those whose key is known."""
+    def stats(self, tenant: str) -> EnginesStats:
+        """The engines of one tenant."""
         spaces = [one for one in self._spaces.values() if one.namespace.tenant.name == tenant]
-        return {
-            "error": NO_PYZMQ if self._config.events and self._subscribe is None else "",
-            "seen_keys": sum(len(space.seen) for space in spaces),
-            "known_blocks": sum(len(space.held) for space in spaces),
-            "dropped_keys": self.dropped_keys,
-            "followed": [
+        return EnginesStats(
+            error=NO_PYZMQ if self._config.events and self._subscribe is None else "",
+            seen_keys=sum(len(space.seen) for space in spaces),
+            known_blocks=sum(len(space.held) for space in spaces),
+            dropped_keys=self.dropped_keys,
+            followed=[
                 engine.stats()
                 for engine in self._engines.values()
                 if engine.holder.tenant.name == tenant
             ],
-        }
+        )

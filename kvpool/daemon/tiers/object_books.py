@@ -13,13 +13,12 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 
 from kvpool.config import DaemonConfig
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.telemetry.tasks import Tasks
+from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.tiers.tier_state import ObjectTierState
 from kvpool.daemon.workers.object_proxy import ObjectStorage
 from kvpool.errors import Unavailable
@@ -28,6 +27,8 @@ from kvpool.placement.directory.base import BATCH_MAX
 from kvpool.placement.membership.base import Membership
 from kvpool.retry import Backoff
 from kvpool.storage.object.packs import LOCATION
+from kvpool.telemetry.node_stats import ObjectStats
+from kvpool.wire import storage as storage_wire
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -68,30 +69,25 @@ class ObjectBooks:
         self.tasks = Tasks()
         self.stocked = False  # this node's earlier packs are known, and their size counts
         self.retry = Backoff(*RETRY_S)
-        self.said: dict[str, Any] = {}
         self._seal_key = hashlib.sha256(
             b"kvpool catalog\0" + config.cluster_secret.encode()
         ).digest()
-        self.counters = {
-            "written_blocks": 0,
-            "written_bytes": 0,
-            "read_blocks": 0,
-            "read_bytes": 0,
-            "known_blocks": 0,  # not written, because they were there already
-            "stale_blocks": 0,  # whose object was gone
-            "mismatches": 0,
-            "read_errors": 0,
-            "write_errors": 0,
-            "no_space_blocks": 0,
-            "unlisted_blocks": 0,  # written, while the catalog did not answer
-            "lookups_failed": 0,
-            "dropped_packs": 0,
-        }
+        self.counted = ObjectStats(path=config.object_store, size_bytes=config.object_bytes_max)
 
     def ended(self, error: str) -> None:
         """The process is dead, or cannot be started."""
-        self.storage, self.said = None, {}
+        self.storage = None
+        self.forget_usage()
         self.state, self.error = ObjectTierState.FAILED, error
+
+    def forget_usage(self) -> None:
+        """What the process counts is not known."""
+        self.tell_usage(storage_wire.ObjectUsage())
+
+    def tell_usage(self, usage: storage_wire.ObjectUsage) -> None:
+        """What the process counts."""
+        for name in usage.__struct_fields__:
+            setattr(self.counted, name, getattr(usage, name))
 
     @property
     def serving(self) -> bool:
@@ -138,7 +134,7 @@ class ObjectBooks:
         try:
             await self.drop(digest, part, keys, packs)
         except Unavailable:
-            self.counters["lookups_failed"] += 1
+            self.counted.lookups_failed += 1
 
     async def drop(
         self, digest: bytes, part: int, keys: Sequence[bytes], packs: Sequence[bytes]

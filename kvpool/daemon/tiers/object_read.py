@@ -143,8 +143,8 @@ class ObjectReader:
 
     def _count_read(self, pulled: worker_wire.Pulled, nbytes: int) -> None:
         came = pulled.status.count(BlockStatus.PRESENT)
-        self._books.counters["read_blocks"] += came
-        self._books.counters["read_bytes"] += came * nbytes
-        self._books.counters["stale_blocks"] += pulled.status.count(BlockStatus.ABSENT)
-        self._books.counters["mismatches"] += pulled.status.count(BlockStatus.MISMATCH)
-        self._books.counters["read_errors"] += pulled.status.count(BlockStatus.FAILED)
+        self._books.counted.read_blocks += came
+        self._books.counted.read_bytes += came * nbytes
+        self._books.counted.stale_blocks += pulled.status.count(BlockStatus.ABSENT)
+        self._books.counted.mismatches += pulled.status.count(BlockStatus.MISMATCH)
+        self._books.counted.read_errors += pulled.status.count(BlockStatus.FAILED)

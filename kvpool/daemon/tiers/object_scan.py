@@ -89,9 +89,7 @@ class ObjectScan:
                 for pack in packs:
                     await self._enter(*pack)
             except Unavailable:
-                self._books.counters["lookups_failed"] += (
-                    1  # of the catalog; renewed when it answers
-                )
+                self._books.counted.lookups_failed += 1  # of the catalog; renewed when it answers
                 return
             first = False
             await asyncio.sleep(
@@ -104,7 +102,7 @@ class ObjectScan:
             try:
                 await self._books.catalog.completed(SCAN_S if seen_by_all else SCAN_ALONE_S)
             except Unavailable:
-                self._books.counters["lookups_failed"] += 1
+                self._books.counted.lookups_failed += 1
 
     async def _must_scan(self) -> bool:
         if self._books.clock() < self._scan_at:
@@ -154,9 +152,9 @@ class ObjectScan:
             storage = self._books.storage
             if storage is not None:
                 try:
-                    said = msgspec.json.decode(await storage.stats())
+                    usage = await storage.usage()
                 except KvpoolError:
-                    said = {}
+                    usage = storage_wire.ObjectUsage()
                 if self._books.storage is storage:
-                    self._books.said = said
+                    self._books.tell_usage(usage)
             await asyncio.sleep(LISTEN_S)

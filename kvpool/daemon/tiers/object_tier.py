@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from kvpool.config import DaemonConfig
 from kvpool.daemon.core.node import Node
@@ -26,6 +25,7 @@ from kvpool.memory.segment import Segment
 from kvpool.placement.catalog.base import Catalog
 from kvpool.placement.membership.base import Membership
 from kvpool.storage.base import Occupancy
+from kvpool.telemetry.node_stats import ObjectStats
 from kvpool.wire import storage as storage_wire
 
 log = logging.getLogger("kvpool.daemon")
@@ -81,7 +81,8 @@ class ObjectTier(ObjectBooks):
 
     def serve(self, storage: ObjectStorage) -> None:
         """A new life of the process serves."""
-        self.storage, self.stocked, self.said = storage, False, {}
+        self.storage, self.stocked = storage, False
+        self.forget_usage()
         self.state, self.error = ObjectTierState.OPENING, ""
         self.retry.retry_at = 0.0
 
@@ -96,35 +97,16 @@ class ObjectTier(ObjectBooks):
 
     def occupancy(self) -> Occupancy:
         """See `Tier`: of this node's own objects, a second ago."""
-        said = self.said
-        return Occupancy(
-            self.config.object_bytes_max, said.get("used_bytes", 0), said.get("blocks", 0)
-        )
+        stats = self.counted
+        return Occupancy(self.config.object_bytes_max, stats.used_bytes, stats.blocks)
 
-    def stats(self) -> list[dict[str, Any]]:
-        """Plain values; empty without object storage. Usage counts this node's objects only."""
-        if not self.config.object_store:
-            return []
-        said = self.said
-        return [
-            {
-                "path": self.config.object_store,
-                "state": str(self.state),
-                "error": self.error,
-                "size_bytes": self.config.object_bytes_max,
-                "used_bytes": said.get("used_bytes", 0),
-                "blocks": said.get("blocks", 0),
-                "packs": said.get("packs", 0),
-                "stocked": self.stocked,
-                "garbage": self._scan.garbage,
-                "writing_blocks": self._writer.under_way,
-                "restarts": 0 if self._supervisor is None else self._supervisor.restarts,
-                "attempts": said.get("attempts", 0),
-                "faults": said.get("faults", {}),
-                "suspended_s": said.get("suspended_s", 0.0),
-                **self.counters,
-            }
-        ]
+    def stats(self) -> list[ObjectStats]:
+        """Counters, with how it is now; empty without object storage."""
+        stats = self.counted
+        stats.state, stats.error, stats.stocked = str(self.state), self.error, self.stocked
+        stats.garbage, stats.writing_blocks = self._scan.garbage, self._writer.under_way
+        stats.restarts = 0 if self._supervisor is None else self._supervisor.restarts
+        return [stats] if self.config.object_store else []
 
 
 def folder_url(config: DaemonConfig) -> str:

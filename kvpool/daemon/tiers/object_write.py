@@ -161,7 +161,7 @@ class ObjectWriter:
         try:
             found = await self._books.find(table.namespace.directory_digest, table.part, keys)
         except Unavailable:
-            self._books.counters["lookups_failed"] += 1
+            self._books.counted.lookups_failed += 1
             return []
         lacking = []
         for block, tick, location in zip(blocks, ticks, found, strict=True):
@@ -170,7 +170,7 @@ class ObjectWriter:
             else:
                 block.kept = tick
                 said[block] = BlockStatus.PRESENT
-                self._books.counters["known_blocks"] += 1
+                self._books.counted.known_blocks += 1
         return lacking
 
     async def _note_put(
@@ -191,11 +191,11 @@ class ObjectWriter:
         for at, status in enumerate(kept.status):
             if status in {BlockStatus.PRESENT, BlockStatus.NO_SPACE}:
                 blocks[at].kept = ticks[at]
-        self._books.counters["written_blocks"] += len(done)
-        self._books.counters["written_bytes"] += len(done) * table.spec.nbytes
-        self._books.counters["no_space_blocks"] += kept.status.count(BlockStatus.NO_SPACE)
+        self._books.counted.written_blocks += len(done)
+        self._books.counted.written_bytes += len(done) * table.spec.nbytes
+        self._books.counted.no_space_blocks += kept.status.count(BlockStatus.NO_SPACE)
         failed = kept.status.count(BlockStatus.FAILED)
-        self._books.counters["write_errors"] += failed
+        self._books.counted.write_errors += failed
         if failed:
             self._books.failed(f"{failed} blocks could not be written")
         elif done:
@@ -213,12 +213,12 @@ class ObjectWriter:
                 gone_keys = [blocks[at].key for at in gone]
                 await self._books.unlist(namespace.directory_digest, table.part, gone_keys, packs)
         except Unavailable:
-            self._books.counters["unlisted_blocks"] += len(keys)
+            self._books.counted.unlisted_blocks += len(keys)
             self._books.stocked = False  # they are listed when this node scans its own again
 
     async def _made_way(self, kept: storage_wire.ObjectsPut) -> None:
         """Remove the entries of deleted packs."""
-        self._books.counters["dropped_packs"] += len(kept.dropped)
+        self._books.counted.dropped_packs += len(kept.dropped)
         for digest, part, pack, packed in kept.dropped:
             gone = split_keys(packed)
             await self._books.unlist(digest, part, gone, [pack] * len(gone))

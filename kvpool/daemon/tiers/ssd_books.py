@@ -34,6 +34,7 @@ from kvpool.errors import (
 )
 from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, quota_bytes
 from kvpool.storage.slab import CLASSES_MAX, PAGE, SlabAllocator
+from kvpool.telemetry.node_stats import SsdStats
 from kvpool.types import BlockStatus, PartSpec, plain_parts, split_keys
 from kvpool.wire import storage as storage_wire
 
@@ -109,22 +110,7 @@ class SsdBooks:
         self.shorter: dict[PartTable, dict[int, PartTable]] = {}  # by length, beside a part's own
         self.codecs: Sequence[str] = ()  # that the process can use
         self.codec_error = ""  # why blocks are not packed although a namespace has a codec
-        self.written_bytes = 0
-        self.writing_bytes = 0
-        self.counters = {
-            "written_blocks": 0,
-            "read_blocks": 0,
-            "read_bytes": 0,
-            "write_errors": 0,
-            "read_errors": 0,
-            "mismatches": 0,
-            "restored_blocks": 0,
-            "dropped_at_restore": 0,
-            "scrubbed_blocks": 0,
-            "packed_blocks": 0,  # of those written
-            "unpacked_blocks": 0,  # written uncompressed although their namespace has a codec
-            "undecoded_blocks": 0,  # of the mismatches: could not be unpacked to the original bytes
-        }
+        self.counted = SsdStats(path=path, size_bytes=size)
 
     def forget_all(self) -> None:
         self.disk = None
@@ -364,10 +350,10 @@ class SsdBooks:
             if s in {BlockStatus.MISMATCH, BlockStatus.FAILED}
         ]
         mismatches = status.count(BlockStatus.MISMATCH)
-        self.counters["mismatches"] += mismatches
-        self.counters["read_errors"] += len(bad) - mismatches
+        self.counted.mismatches += mismatches
+        self.counted.read_errors += len(bad) - mismatches
         for block, one in zip(blocks, status, strict=True):
-            self.counters["undecoded_blocks"] += one == BlockStatus.MISMATCH and self.is_shorter(
+            self.counted.undecoded_blocks += one == BlockStatus.MISMATCH and self.is_shorter(
                 block.table
             )
         if self.node is node:

@@ -18,7 +18,7 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable, Tenant
 from kvpool.daemon.core.candidates import Place
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.telemetry.tasks import Tasks
+from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.tiers.ssd_device import SsdDevice, device_of
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.tiers.write_orders import (
@@ -27,6 +27,7 @@ from kvpool.daemon.tiers.write_orders import (
     WriteOrders,
 )
 from kvpool.storage.stack import Budget, Watermarks, WriteMode
+from kvpool.telemetry.node_stats import TiersStats
 from kvpool.types import BlockStatus
 
 log = logging.getLogger("kvpool.daemon")
@@ -64,11 +65,7 @@ class SsdDemotion:
         self._pressed = False
         self._watermarks: dict[tuple[str, Place], Watermarks] = {}
         self.budget = Budget(config.ssd_bytes_per_day, clock())
-        self.counters = {
-            "dropped_writes": 0,  # not queued, or gone when their turn came
-            "over_budget_blocks": 0,
-            "once_used_blocks": 0,  # not written, because the budget is short and they were not read again
-        }
+        self.counted = TiersStats()
 
     @property
     def queued(self) -> int:
@@ -105,7 +102,7 @@ class SsdDemotion:
         queue = self._queue
         for key in keys():
             if len(queue) >= QUEUE_MAX:
-                self.counters["dropped_writes"] += 1
+                self.counted.dropped_writes += 1
             else:
                 queue[table, key] = None
         self._awake.set()
@@ -139,7 +136,7 @@ class SsdDemotion:
             del self._queue[first, key]
             block = first.blocks.get(key)
             if block is None:
-                self.counters["dropped_writes"] += 1
+                self.counted.dropped_writes += 1
             else:
                 blocks.append(block)
         return blocks
@@ -162,14 +159,14 @@ class SsdDemotion:
         blocks = [block for block in blocks if self._is_dirty(block)]
         if self.budget.scarce(now):
             used_again = [block for block in blocks if block.used > block.put]
-            self.counters["once_used_blocks"] += len(blocks) - len(used_again)
+            self.counted.once_used_blocks += len(blocks) - len(used_again)
             blocks = used_again
         device = self._emptiest()
         if not blocks or device is None:
             return None
         table = blocks[0].table
         if not self.budget.spend(device.takes(table, len(blocks)), now):
-            self.counters["over_budget_blocks"] += len(blocks)
+            self.counted.over_budget_blocks += len(blocks)
             return None
         return Order(blocks, partial(self._write, device))
 
@@ -200,7 +197,11 @@ class SsdDemotion:
     def _emptiest(self) -> SsdDevice | None:
         """The disk to write to next: each gets its share by its size."""
         able = [device for device in self.devices if device.may_write()]
-        return min(able, key=lambda s: (s.written_bytes + s.writing_bytes) / s.size, default=None)
+        return min(
+            able,
+            key=lambda s: (s.counted.written_bytes + s.counted.writing_bytes) / s.size,
+            default=None,
+        )
 
     async def write_ahead(self) -> None:
         """Have the cold end of each segment on disk before it is evicted."""

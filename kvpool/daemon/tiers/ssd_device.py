@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from kvpool.daemon.core.blocks import PartTable
 from kvpool.daemon.core.node import Node
@@ -16,6 +15,7 @@ from kvpool.daemon.tiers.ssd_read import SsdReader
 from kvpool.daemon.tiers.ssd_restore import SsdRestorer
 from kvpool.daemon.tiers.ssd_write import SsdWriter
 from kvpool.daemon.tiers.tier_state import TierState
+from kvpool.telemetry.node_stats import SsdStats
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -44,28 +44,17 @@ class SsdDevice(SsdBooks):
         self.forget_all()
         self.state, self.error = TierState.FAILED, error
 
-    def stats(self) -> dict[str, Any]:
-        """Plain values."""
-        disk = self.disk
-        raw_bytes, stored_bytes = self.sizes()
-        return {
-            "path": self.path,
-            "state": str(self.state),
-            "error": self.error,
-            "size_bytes": self.size,
-            "segment_bytes": self.segment_bytes,
-            "entries_max": 0 if disk is None else disk.ready.entries_max,
-            "direct": disk is not None and disk.ready.direct,
-            "used_bytes": self.used_bytes,
-            "blocks": self.node.inventory.block_count(),
-            "raw_bytes": raw_bytes,
-            "stored_bytes": stored_bytes,
-            "codec_error": self.codec_error,
-            "writing_bytes": self.writing_bytes,
-            "written_bytes": self.written_bytes,
-            "gone": self.node.counters.gone(),
-            **self.counters,
-        }
+    def stats(self) -> SsdStats:
+        """Counters, with how it is now."""
+        stats, disk = self.counted, self.disk
+        stats.state, stats.error, stats.codec_error = str(self.state), self.error, self.codec_error
+        stats.segment_bytes, stats.used_bytes = self.segment_bytes, self.used_bytes
+        stats.entries_max = 0 if disk is None else disk.ready.entries_max
+        stats.direct = disk is not None and disk.ready.direct
+        stats.blocks = self.node.inventory.block_count()
+        stats.raw_bytes, stats.stored_bytes = self.sizes()
+        stats.gone = self.node.counters.gone()
+        return stats
 
 
 def device_of(devices: Sequence[SsdDevice], table: PartTable, key: bytes) -> SsdDevice | None:

@@ -88,8 +88,8 @@ class SsdReader:
             for block, one in zip(blocks, pulled.status, strict=True)
             if one == BlockStatus.PRESENT
         ]
-        self._books.counters["read_blocks"] += len(came)
-        self._books.counters["read_bytes"] += sum(block.table.spec.nbytes for block in came)
+        self._books.counted.read_blocks += len(came)
+        self._books.counted.read_bytes += sum(block.table.spec.nbytes for block in came)
         self._books.drop_bad(node, blocks, pulled.status)
         return worker_wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
 
@@ -112,7 +112,7 @@ class SsdReader:
                 if lease is not None:
                     bad += await self._scrub_some(node, own, lease)
                     seen += lease.blocks
-        self._books.counters["scrubbed_blocks"] += seen
+        self._books.counted.scrubbed_blocks += seen
         return seen, bad, more
 
     async def _scrub_some(self, node: Node, own: PartTable, lease: Lease) -> int:

@@ -141,8 +141,8 @@ class SsdRestorer:
             for own, at in self._by_slot(table, entries[numbered]):
                 self._restore_table(own, entries, numbered[at], good)
         self._books.given_up.extend(entries["offset"][~good].tolist())
-        self._books.counters["restored_blocks"] += int(good.sum())
-        self._books.counters["dropped_at_restore"] += int((~good).sum())
+        self._books.counted.restored_blocks += int(good.sum())
+        self._books.counted.dropped_at_restore += int((~good).sum())
 
     def _by_slot(
         self, table: PartTable, part: np.ndarray[Any, Any]

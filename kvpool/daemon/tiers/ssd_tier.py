@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Container, Sequence
-from typing import Any
 
 from kvpool.config import DaemonConfig, DiskConfig
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.telemetry.tasks import Tasks, crash_if_failed
+from kvpool.daemon.core.tasks import Tasks, crash_if_failed
 from kvpool.daemon.tiers.ssd_books import TableRecord
 from kvpool.daemon.tiers.ssd_demote import SsdDemotion
 from kvpool.daemon.tiers.ssd_device import SsdDevice, device_of
@@ -32,6 +31,7 @@ from kvpool.errors import KvpoolError, Unavailable
 from kvpool.memory.segment import Segment
 from kvpool.placement.records import TierRecord
 from kvpool.storage.base import Occupancy
+from kvpool.telemetry.node_stats import PlaceUsage, TiersStats
 from kvpool.types import split_keys
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
@@ -77,7 +77,8 @@ class SsdTier:
         ]
         demotion = self._demotion = SsdDemotion(config, node, clock, self.devices, self._tasks)
         self.mode, self.stored, self.store = demotion.mode, demotion.stored, demotion.store
-        self.flush, self.budget, self.counters = demotion.flush, demotion.budget, demotion.counters
+        self.flush, self.budget, self.counted = demotion.flush, demotion.budget, demotion.counted
+        self.clean_share = demotion.clean_share
 
     def _make_device_rules(self) -> Node:
         node = self._make_rules()
@@ -321,28 +322,19 @@ class SsdTier:
         size, used, _ = self.occupancy()
         return [TierRecord("ssd", size, used)]
 
-    def usage(self, tenant: str) -> list[dict[str, Any]]:
+    def usage(self, tenant: str) -> list[PlaceUsage]:
         """A tenant's usage of each disk: see `Inventory.usage`; empty while a disk is not open."""
         found = [
             (device.path, device.node, device.node.tenants.get(tenant)) for device in self.devices
         ]
-        return [
-            {"where": path, **node.inventory.usage(part)}
-            for path, node, part in found
-            if part is not None
-        ]
+        return [node.inventory.usage(part, path) for path, node, part in found if part is not None]
 
-    def stats(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            **self.counters,
-            "queued_writes": self._demotion.queued,
-            "clean_share": {
-                tenant.name: self._demotion.clean_share(tenant)
-                for tenant in self.node.tenants.values()
-            },
-            "budget_bytes_per_day": self.budget.bytes_a_day,
-            "budget_left_bytes": self.budget.left_bytes(self._clock()),
-            "budget_refused_bytes": self.budget.refused_bytes,
-            "ssd": [device.stats() for device in self.devices],
-        }
+    def stats(self) -> TiersStats:
+        """Counters, with how much is queued, and may be written, now. `object`, `device` and `clean_share` are others' to set."""
+        stats, budget = self.counted, self.budget
+        stats.queued_writes = self._demotion.queued
+        stats.budget_bytes_per_day = budget.bytes_a_day
+        stats.budget_left_bytes = budget.left_bytes(self._clock())
+        stats.budget_refused_bytes = budget.refused_bytes
+        stats.ssd = [device.stats() for device in self.devices]
+        return stats

@@ -141,7 +141,7 @@ class SsdWriter:
         if whole:
             part = _Part(own, whole, [block.row for block in whole])
             written = await self._store(node, table, number, [part], segment)
-            self._books.counters["unpacked_blocks"] += written
+            self._books.counted.unpacked_blocks += written
             done += written
         return done
 
@@ -156,7 +156,7 @@ class SsdWriter:
     ) -> tuple[list[Block], list[_Part]]:
         """The blocks to write uncompressed, and those in the pack, by their tables."""
         nbytes = len(blocks) * own.stride
-        self._books.writing_bytes += nbytes
+        self._books.counted.writing_bytes += nbytes
         try:
             packed = await disk.pack(
                 storage_wire.PackBlocks(
@@ -174,7 +174,7 @@ class SsdWriter:
                 self._books.cannot_pack(str(error))
             return list(blocks), []
         finally:
-            self._books.writing_bytes -= nbytes
+            self._books.counted.writing_bytes -= nbytes
         whole: list[Block] = []
         by_length: dict[int, list[int]] = {}
         if self._books.disk is disk and not own.namespace.retired:
@@ -216,7 +216,7 @@ class SsdWriter:
         forget = self._books.take_given_up()
         nbytes = sum(write.nbytes for write in writes)
         chosen = [block for write in writes for block in write.blocks]
-        self._books.writing_bytes += nbytes
+        self._books.counted.writing_bytes += nbytes
         self._writing_blocks += len(chosen)
         try:
             written = await self._books.living_disk().write(
@@ -246,7 +246,7 @@ class SsdWriter:
                 self._failed(str(error))
             return 0
         finally:
-            self._books.writing_bytes -= nbytes
+            self._books.counted.writing_bytes -= nbytes
             self._writing_blocks -= len(chosen)
             if self._books.node is node:
                 for write in writes:
@@ -314,14 +314,14 @@ class SsdWriter:
             if done:
                 depths = [chosen[index].depth for index in done]
                 node.puts.commit(holder, write.ticket, checksums, indices, Origin(depths=depths))
-            self._books.written_bytes += len(done) * own.stride
-            self._books.counters["packed_blocks"] += len(done) * self._books.is_shorter(own)
+            self._books.counted.written_bytes += len(done) * own.stride
+            self._books.counted.packed_blocks += len(done) * self._books.is_shorter(own)
             total += len(done)
         node.settle()
-        self._books.counters["written_blocks"] += total
+        self._books.counted.written_blocks += total
         if failed:
             self._books.refused = True
-            self._books.counters["write_errors"] += failed
+            self._books.counted.write_errors += failed
             self._failed(f"{failed} blocks could not be written")
         elif self._books.state is TierState.READ_ONLY:
             self._books.state, self._books.error = TierState.SERVING, ""

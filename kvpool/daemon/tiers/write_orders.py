@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvpool.daemon.core.blocks import Block, Holder, PartTable
 from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.telemetry.tasks import Tasks
+from kvpool.daemon.core.tasks import Tasks
 
 EMPTY_KEY = bytes(16)
 

@@ -47,8 +47,6 @@ class Disk(Protocol):
 
     async def scrub(self, order: storage_wire.ScrubBlocks) -> storage_wire.Written: ...
 
-    async def stats(self) -> bytes: ...
-
 
 class DiskWorkerProxy(Worker):
     """The real one."""
@@ -104,7 +102,3 @@ class DiskWorkerProxy(Worker):
 
     async def scrub(self, order: storage_wire.ScrubBlocks) -> storage_wire.Written:
         return await self.expect(storage_wire.Written, order, order.deadline_s)
-
-    async def stats(self) -> bytes:
-        answer = await self.expect(frame.Bytes, storage_wire.DiskStats(START_S), START_S)
-        return bytes(answer.data)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -94,8 +93,6 @@ class DiskWorker(WorkerProcess):
                 )
             case storage_wire.ScrubBlocks():
                 self._writes.add(request, message.deadline_s, lambda *_: self._scrub(message))
-            case storage_wire.DiskStats():
-                self.answer(request, self._describe)
             case worker_wire.StopOrder():
                 self._reads.stop(message.request)
             case _:
@@ -231,9 +228,6 @@ class DiskWorker(WorkerProcess):
             )
         )
         return storage_wire.Written(status.tobytes(), time.monotonic() - started)
-
-    def _describe(self) -> frame.Message:
-        return frame.Bytes(msgspec.json.encode(self._store.stats()))
 
 
 def _digests(packed: bytes) -> npt.NDArray[np.uint8]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import msgspec
+
 from kvpool.daemon.workers.supervisor import START_S, Worker
 from kvpool.memory.segment import Segment
 from kvpool.wire import frame
@@ -33,7 +35,7 @@ class ObjectStorage(Protocol):
 
     async def forget(self, order: storage_wire.ForgetBlocks) -> storage_wire.ObjectsPut: ...
 
-    async def stats(self) -> bytes: ...
+    async def usage(self) -> storage_wire.ObjectUsage: ...
 
 
 class ObjectWorkerProxy(Worker):
@@ -74,6 +76,6 @@ class ObjectWorkerProxy(Worker):
     async def forget(self, order: storage_wire.ForgetBlocks) -> storage_wire.ObjectsPut:
         return await self.expect(storage_wire.ObjectsPut, order, order.deadline_s)
 
-    async def stats(self) -> bytes:
+    async def usage(self) -> storage_wire.ObjectUsage:
         answer = await self.expect(frame.Bytes, storage_wire.ObjectStats(START_S), START_S)
-        return bytes(answer.data)
+        return msgspec.json.decode(answer.data, type=storage_wire.ObjectUsage)

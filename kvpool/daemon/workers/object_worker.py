@@ -10,7 +10,6 @@ for the rest.
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import time
 from collections.abc import Iterator
@@ -183,13 +182,11 @@ class ObjectWorker(WorkerProcess):
 
     def _describe(self) -> frame.Message:
         stats, usage = self._store.stats(), self._store.usage()
-        described = {
-            **dataclasses.asdict(stats),
-            "packs": usage.packs,
-            "blocks": usage.blocks,
-            "used_bytes": usage.bytes,
-        }
-        return frame.Bytes(msgspec.json.encode(described))
+        found = storage_wire.ObjectUsage(
+            *(usage.packs, usage.blocks, usage.bytes),
+            *(stats.attempts, dict(stats.faults), stats.suspended_s),
+        )
+        return frame.Bytes(msgspec.json.encode(found))
 
 
 def _pieces(tables: Iterator[PackTable]) -> Iterator[Piece]:

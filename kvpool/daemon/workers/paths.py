@@ -16,7 +16,6 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -24,6 +23,7 @@ from kvpool.errors import Declined, KvpoolError, LimitExceeded, Unavailable
 from kvpool.placement.nic_pairs import Route, Way
 from kvpool.retry import backoff_s
 from kvpool.telemetry.histogram import Histogram
+from kvpool.telemetry.node_stats import NixlStats, PathsStats, PeerWays, WayStats
 from kvpool.telemetry.spans import current
 from kvpool.transfer import scheme_of
 from kvpool.transfer.addresses import split_source
@@ -281,6 +281,29 @@ class Peer:
             if state.group[0] == scheme and now < state.until
         }
 
+    def stats(self, now: float) -> PeerWays:
+        """For operators."""
+        return PeerWays(
+            usual=self.usual[0],
+            bytes_s=self.speed,
+            seconds=self.seconds,
+            others={
+                f"{scheme} {rank}": {"bytes_s": seen.speed, "gain": seen.gain}
+                for (scheme, rank), seen in self.others.items()
+            },
+            ways=[
+                WayStats(
+                    url=way,
+                    transport=state.group[0],
+                    pulls=state.pulls,
+                    bytes=state.nbytes,
+                    rests_s=max(0.0, state.until - now),
+                    reason=state.reason if now < state.until else "",
+                )
+                for way, state in self.ways.items()
+            ],
+        )
+
 
 class Paths:
     """Pulls and questions, each by the way that is best for its peer at the time.
@@ -308,17 +331,8 @@ class Paths:
         self._first = first
         self._ours: Counter[str] = Counter()
         self._peers: OrderedDict[str, Peer] = OrderedDict()
-        self.counters = {
-            "pulls": 0,
-            "blocks": 0,
-            "bytes": 0,
-            "failed_over": 0,
-            "failed_over_blocks": 0,
-            "rested": 0,
-            "slower": 0,
-        }
+        self._nixl = NixlStats()
         self.changed_card = 0
-        self.last_error = ""
 
     def path(self, url: str) -> str:
         """By which way a peer is pulled from at present, mostly."""
@@ -480,9 +494,9 @@ class Paths:
         if came and not (order.background or order.start):
             peer.seconds.setdefault(state.group[0], Histogram()).add(pulled.seconds)
         if nixl:
-            self.counters["pulls"] += 1
-            self.counters["blocks"] += came
-            self.counters["bytes"] += came * each
+            self._nixl.pulls += 1
+            self._nixl.blocks += came
+            self._nixl.bytes += came * each
         if pulled.refused:
             peer.well(url)
             return pulled
@@ -503,64 +517,39 @@ class Paths:
 
     def _failed(self, peer: Peer, url: str, reason: str) -> None:
         if scheme_of(url) == NIXL:
-            self.last_error = f"{url}: {reason}"
+            self._nixl.last_error = f"{url}: {reason}"
         peer.failed(url, reason, self._clock())
 
     def _note_choice(self, peer: Peer, way: WayState, now: float) -> None:
         """Count why a pull does not go over NIXL where the peer has it."""
         if peer.groups[0][0] == NIXL and way.group[0] != NIXL:
-            reason = "rested" if peer.resting(NIXL, now) else "slower"
-            self.counters[reason] += 1
+            rested = bool(peer.resting(NIXL, now))
+            self._nixl.rested += rested
+            self._nixl.slower += not rested
 
     def _note_failure(self, way: WayState, blocks: int) -> None:
         """Count that another way has to bring what this one did not."""
         if way.group[0] == NIXL:
-            self.counters["failed_over"] += 1
-            self.counters["failed_over_blocks"] += blocks
+            self._nixl.failed_over += 1
+            self._nixl.failed_over_blocks += blocks
         else:
             self.changed_card += 1
 
-    def stats(self) -> dict[str, Any]:
-        """For `kvpool stats`: each peer by the URL that it is known by."""
+    def stats(self) -> PathsStats:
+        """Each peer by the URL that it is known by."""
         self._forget_gone()
         now = self._clock()
-        return {
-            "changed_card": self.changed_card,
-            "peers": {
-                url: {
-                    "usual": peer.usual[0],
-                    "bytes_s": peer.speed,
-                    "seconds": {scheme: seen.stats() for scheme, seen in peer.seconds.items()},
-                    "others": {
-                        f"{scheme} {rank}": {"bytes_s": seen.speed, "gain": seen.gain}
-                        for (scheme, rank), seen in peer.others.items()
-                    },
-                    "ways": [
-                        {
-                            "url": way,
-                            "transport": state.group[0],
-                            "pulls": state.pulls,
-                            "bytes": state.nbytes,
-                            "rests_s": max(0.0, state.until - now),
-                            "reason": state.reason if now < state.until else "",
-                        }
-                        for way, state in peer.ways.items()
-                    ],
-                }
-                for url, peer in self._peers.items()
-            },
-        }
+        return PathsStats(
+            changed_card=self.changed_card,
+            peers={url: peer.stats(now) for url, peer in self._peers.items()},
+        )
 
-    def nixl_stats(self) -> dict[str, Any]:
-        """For `kvpool stats`. rested: pulls that went over TCP since the last one over NIXL had failed; slower:
-        since NIXL is slower there."""
+    def nixl_stats(self) -> NixlStats:
+        """Counters, with what rests now."""
         now = self._clock()
         resting = [peer.resting(NIXL, now) for peer in self._peers.values()]
-        return {
-            **self.counters,
-            "resting": {url: reason for one in resting for url, reason in one.items()},
-            "last_error": self.last_error,
-        }
+        self._nixl.resting = {url: reason for one in resting for url, reason in one.items()}
+        return self._nixl
 
 
 def _scheme(way: Way) -> str:

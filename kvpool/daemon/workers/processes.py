@@ -7,9 +7,9 @@ import os
 import socket
 import struct
 from pathlib import Path
-from typing import Any
 
 from kvpool.errors import LimitExceeded
+from kvpool.telemetry.node_stats import ProcessStats
 
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 _UCRED = struct.Struct("3i")
@@ -60,7 +60,7 @@ def _raise_unless_gone(error: OSError) -> None:
         raise error
 
 
-def family() -> list[dict[str, Any]]:
+def family() -> list[ProcessStats]:
     """Resource usage of this process (`control`) and its children, by module. A few reads each.
 
     resident_bytes: including shared memory such as segments; private_bytes: without.
@@ -79,14 +79,14 @@ def family() -> list[dict[str, Any]]:
     return found
 
 
-def _usage(pid: int, kind: str) -> dict[str, Any]:
+def _usage(pid: int, kind: str) -> ProcessStats:
     # The name, in parentheses, may have spaces.
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
-    return {
-        "kind": kind,
-        "pid": pid,
-        "cpu_s": (int(words[11]) + int(words[12])) / _TICKS_S,
-        "resident_bytes": int(resident) * _PAGE,
-        "private_bytes": (int(resident) - int(shared)) * _PAGE,
-    }
+    return ProcessStats(
+        kind=kind,
+        pid=pid,
+        cpu_s=(int(words[11]) + int(words[12])) / _TICKS_S,
+        resident_bytes=int(resident) * _PAGE,
+        private_bytes=(int(resident) - int(shared)) * _PAGE,
+    )

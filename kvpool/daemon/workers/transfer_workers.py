@@ -16,6 +16,7 @@ from kvpool.daemon.workers.supervisor import RESTARTS_MAX, START_S, Worker, Work
 from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
 from kvpool.memory.segment import Segment
 from kvpool.placement.nic_pairs import Route
+from kvpool.telemetry.node_stats import NixlStats, PathsStats, WorkerStats
 from kvpool.transfer import scheme_of
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
@@ -371,24 +372,24 @@ class TransferWorkers:
         """The way by which a peer is pulled from at present, mostly."""
         return self.paths.path(url)
 
-    def path_stats(self) -> dict[str, Any]:
+    def path_stats(self) -> PathsStats:
         """What is known of the ways to each peer."""
         return self.paths.stats()
 
-    def nixl_stats(self) -> dict[str, Any] | None:
+    def nixl_stats(self) -> NixlStats | None:
         """None where this node has no NIXL."""
         return None if self._nixl_keeper is None else self.paths.nixl_stats()
 
-    def stats(self) -> list[dict[str, Any]]:
+    def stats(self) -> list[WorkerStats]:
         return [
-            {
-                "pid": keeper.worker.pid if keeper.worker is not None else None,
-                "alive": keeper.alive,
-                "restarts": keeper.restarts,
-                "orders": keeper.worker.busy if keeper.worker is not None else 0,
-                "loans": keeper.worker.lending if keeper.worker is not None else 0,
-                "listening": keeper.worker.urls if keeper.worker is not None else [],
-            }
+            WorkerStats(
+                pid=keeper.worker.pid if keeper.worker is not None else None,
+                alive=keeper.alive,
+                restarts=keeper.restarts,
+                orders=keeper.worker.busy if keeper.worker is not None else 0,
+                loans=keeper.worker.lending if keeper.worker is not None else 0,
+                listening=keeper.worker.urls if keeper.worker is not None else [],
+            )
             for keeper in self._all
         ]
 

@@ -6,10 +6,11 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvpool.placement.key_groups import TAGS, tag_of
 from kvpool.retry import Backoff
+from kvpool.telemetry.node_stats import AnnouncerStats
 
 BACKOFF_S, BACKOFF_S_MAX = 0.1, 2.0
 SORT_KEYS = 1024  # at a time, before other tasks have their turn
@@ -313,8 +314,8 @@ class AnnouncementQueue:
         """Keys found by a walk that can be sent soon: without those of groups that are given up."""
         return sum(group.repairing for group in self.groups if not group.given_up)
 
-    def stats(self, now: float, under_way: Iterable[Batch], *, walking: bool) -> dict[str, Any]:
-        """Plain values; see `Announcer.stats`. under_way: taken, and neither sent nor put back."""
+    def stats(self, now: float, under_way: Iterable[Batch], *, walking: bool) -> AnnouncerStats:
+        """What is queued. under_way: taken, and neither sent nor put back."""
         batches = list(under_way)
         urgent = [batch for batch in batches if batch.urgent]
         times = [group.since for group in self.groups if group.since is not None]
@@ -325,13 +326,13 @@ class AnnouncementQueue:
         repairing = sum(group.repairing for group in self.groups)
         repairing += sum(batch.size for batch in batches if not batch.urgent)
         stale = sum(group.stale for group in self.groups)
-        return {
-            "settled": not (queued or repairing or stale or walking or self.overflowed),
-            "queued": queued,
-            "lag_s": max(0.0, now - min(times)) if times else 0.0,
-            "repairing": repairing,
-            "stale_groups": stale,
-            "blocked_groups": sum(group.blocked for group in self.groups),
-            "announced": sum(len(keys) for g in self.groups for keys in g.published.values()),
-            "overflows": self.overflows,
-        }
+        return AnnouncerStats(
+            settled=not (queued or repairing or stale or walking or self.overflowed),
+            queued=queued,
+            lag_s=max(0.0, now - min(times)) if times else 0.0,
+            repairing=repairing,
+            stale_groups=stale,
+            blocked_groups=sum(group.blocked for group in self.groups),
+            announced=sum(len(keys) for g in self.groups for keys in g.published.values()),
+            overflows=self.overflows,
+        )

@@ -30,13 +30,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from kvpool.errors import Unavailable
 from kvpool.placement.directory.announcement_queue import AnnouncementQueue, Batch, Group, Held
 from kvpool.placement.directory.announcer_state import AnnouncerState, Lane, wait_for
 from kvpool.placement.directory.base import BATCH_MAX, TIERS, Directory
 from kvpool.placement.directory.repairs import Repairs
+from kvpool.telemetry.node_stats import AnnouncerStats
 
 LANES = 4  # calls under way for groups that work
 TRIALS = 2  # and for blocked ones
@@ -143,23 +143,15 @@ class Announcer:
             self._last_incarnation = incarnation
         self._state.act_as(incarnation)
 
-    def stats(self) -> dict[str, Any]:
-        """Plain values. lag_s: age of the oldest change that is not published, in seconds.
-
-        repairing: keys found by a walk and not sent. announced: keys that the directory may have from this node.
-        settled: as far as is known, nothing is left to do.
-        """
+    def stats(self) -> AnnouncerStats:
+        """How much is published, and how much is not yet."""
         state, repairs = self._state, self._repairs
-        return {
-            "connected": state.connected,
-            **self._queue.stats(state.clock(), self._sending, walking=repairs.walking),
-            "published": self._published,
-            "withdrawn": self._withdrawn,
-            "retracted": self._retracted,
-            "retracts_dropped": self._retracts_dropped,
-            "failures": state.failures,
-            "rounds": repairs.rounds,
-        }
+        stats = self._queue.stats(state.clock(), self._sending, walking=repairs.walking)
+        stats.connected = state.connected
+        stats.published, stats.withdrawn = self._published, self._withdrawn
+        stats.retracted, stats.retracts_dropped = self._retracted, self._retracts_dropped
+        stats.failures, stats.rounds = state.failures, repairs.rounds
+        return stats
 
     async def run(self) -> None:
         """Until cancelled. Unsent keys stay queued; it may run again."""

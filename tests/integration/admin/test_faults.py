@@ -84,7 +84,7 @@ def test_an_address_in_use_is_said_and_tried_again(start, until, folder):
         daemon = start("--http", f"127.0.0.1:{port}")
         until(lambda: f"cannot listen on 127.0.0.1:{port}" in daemon.stderr)
         with daemon.client(connect=True) as client:
-            assert client.stats()["node"], "it is a daemon all the same"
+            assert client.stats().node, "it is a daemon all the same"
     Gate(port, (daemon.folder / "http.token").read_text().strip()).wait()
 
 

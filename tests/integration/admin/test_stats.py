@@ -2,18 +2,21 @@
 
 import asyncio
 import copy
+import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
-from kvpool.admin.cluster_view import Answers, Cluster, View
+from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View, check
 from kvpool.admin.handlers.inventory import Looking, gather_namespaces, gather_tenants
 from kvpool.admin.handlers.monitoring import hottest_prefixes
 from kvpool.admin.history import count
-from kvpool.admin.node_stats import check
 from kvpool.admin.scope import having
 from kvpool.admin.types import OfNode
 from kvpool.errors import ProtocolError
+from kvpool.placement.records import NamespaceEntry, NamespaceSettings
+from kvpool.telemetry.node_stats import decode
 from kvpool.types import NamespaceRecord
 from kvpool.wire import operator as operator_wire
 
@@ -31,7 +34,7 @@ def stats(start, folder):
         namespace = client.open(RECORD)
         client.put(namespace, keys, [bytes(4096)] * 8)
         client.acquire(namespace, keys).release()
-        return client.ask_node(operator_wire.Inspect())
+        return msgspec.to_builtins(client.inspect())
 
 
 def wrongs(stats):
@@ -79,19 +82,24 @@ async def show(stats):
     having(answers, "default", RECORD.digest().hex())
 
 
+def read(stats):
+    known = decode(msgspec.json.encode(stats))
+    check(known)
+    return known
+
+
 def test_what_passes_can_be_shown(stats):
-    check(stats)
-    asyncio.run(show(stats))
+    asyncio.run(show(read(stats)))
     passed = refused = 0
     for path, changed in wrongs(stats):
         try:
-            check(changed)
+            known = read(changed)
         except ProtocolError:
             refused += 1
         else:
             passed += 1
             try:
-                asyncio.run(show(changed))
+                asyncio.run(show(known))
             except Exception as error:
                 raise AssertionError(f"wrong at {path}") from error
     assert passed > 100 and refused > 100
@@ -101,12 +109,59 @@ def test_a_node_with_wrong_numbers_is_named_and_the_others_are_shown(stats):
     async def answer(message, kind, **more):
         if isinstance(message, operator_wire.Cluster):
             return VIEW
-        return stats if more["node"] == "a" else {**stats, "tenants": 7}
+        numbers = stats if more["node"] == "a" else {**stats, "tenants": 7}
+        try:
+            return msgspec.convert(numbers, kind)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(str(error)) from None
 
     async def ask():
         cluster = Cluster(SimpleNamespace(json=answer), clock=lambda: 0.0)
         return await cluster.stats_of(["a", "b"])
 
     found = asyncio.run(ask())
-    assert found.by_node == {"a": stats}
+    assert found.by_node == {"a": read(stats)}
     assert set(found.unreachable) == {"b"} and "tenants" in found.unreachable["b"]
+
+
+def test_a_change_at_another_node_is_waited_for():
+    """Our own node hears of it a moment later."""
+
+    def view(node, replicas):
+        settings = NamespaceSettings(replicas=replicas)
+        entry = NamespaceEntry("red", "ab" * 16, "{}", (), settings=settings)
+        return msgspec.structs.replace(VIEW, node=node, namespaces=(entry,))
+
+    looks = []
+
+    async def answer(message, kind, node="a", **more):
+        if node == "b":
+            return view("b", 3)
+        looks.append(node)
+        return view("a", 3 if len(looks) > 3 else 2)
+
+    async def scenario():
+        cluster = Cluster(SimpleNamespace(json=answer), clock=time.monotonic)
+        await cluster.follow("b", "red", "ab" * 16)
+        return (await cluster.view()).namespace("red", "ab" * 16)
+
+    assert asyncio.run(scenario()).settings.replicas == 3
+    assert len(looks) == 4
+
+
+def test_a_change_that_is_never_heard_of_is_not_waited_for_longer_than_an_answer():
+    now = [0.0]
+
+    async def answer(message, kind, node="a", **more):
+        now[0] += 0.5
+        return msgspec.structs.replace(VIEW, node=node) if node == "a" else theirs
+
+    entry = NamespaceEntry("red", "ab" * 16, "{}", ())
+    theirs = msgspec.structs.replace(VIEW, node="b", namespaces=(entry,))
+
+    async def scenario():
+        cluster = Cluster(SimpleNamespace(json=answer), clock=lambda: now[0])
+        await cluster.follow("b", "red", "ab" * 16)
+
+    asyncio.run(scenario())
+    assert NODE_S <= now[0] <= NODE_S + 2.0

@@ -22,6 +22,7 @@ import pytest
 
 from kvpool.client import Lease
 from kvpool.errors import KvpoolError, LeaseLost
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
 from tests.support.local_cluster import LocalCluster, LocalNode
 from tests.support.servers.etcd import Etcd
@@ -154,39 +155,35 @@ class Seat:
         return [counts.get(key(number).hex(), 0) for number in listed]
 
     @property
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> NodeStats:
         return self.client.stats()
 
     @property
     def settings(self) -> dict[str, Any]:
         """Of the namespace, as this node follows them."""
-        mine = self.stats["tenants"]["default"]["namespaces"][self.ns.digest.hex()]
-        found: dict[str, Any] = mine["settings"]
-        return found
+        mine = self.stats.tenants["default"].namespaces[self.ns.digest.hex()]
+        return mine.settings
 
     def counter(self, name: str) -> int:
         """Of the node's rules, or of its pulls, or of its copies."""
         stats = self.stats
-        return next(
-            int(stats[group][name])
-            for group in ("counters", "fetch", "replication")
-            if name in stats[group]
-        )
+        branches = (stats.counters, stats.fetch, stats.replication)
+        return next(getattr(one, name) for one in branches if hasattr(one, name))
 
     @property
     def announced(self) -> bool:
         """Whether the directory has been told of all that changed here so far."""
-        return self.stats["cluster"]["directory"]["queued"] == 0
+        return self.stats.cluster.directory.queued == 0
 
     @property
     def incarnation(self) -> str:
         """As which the node is a member now."""
-        found: str = self.stats["cluster"]["incarnation"]
+        found: str = self.stats.cluster.incarnation
         return found
 
     @property
     def standing(self) -> str:
-        found: str = self.stats["cluster"]["standing"]
+        found: str = self.stats.cluster.standing
         return found
 
     @property

@@ -111,8 +111,8 @@ def test_a_node_of_another_cluster_at_the_same_servers_sees_and_gets_nothing(
     assert stranger.members.keys() == {"a"}
     assert stranger.members["a"]["incarnation"] != a.incarnation
     assert stranger.read(some, wait_s=2) == 0
-    peers = stranger.stats["fetch"]["peers"]
-    assert not any(peer["bytes"] for peer in peers)
+    peers = stranger.stats.fetch.peers
+    assert not any(peer.bytes for peer in peers)
 
 
 @pytest.mark.parametrize(

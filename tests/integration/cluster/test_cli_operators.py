@@ -58,7 +58,7 @@ def test_status_of_any_node_and_what_its_exit_status_says(pair, numbers, kvpool,
     quiet = kvpool(a.node, "status", "--quiet")
     assert (quiet.status, quiet.out, quiet.err) == (0, "", "")
     assert kvpool(a.node, "drain", "b").status == 0
-    until(lambda: b.stats["cluster"]["state"] == "gone")
+    until(lambda: b.stats.cluster.state == "gone")
     done = kvpool(b.node, "status", "--quiet")
     assert (done.status, done.out, done.err) == (1, "", "")
     done = kvpool(b.node, "status")
@@ -427,7 +427,7 @@ def test_disks_are_scrubbed_on_any_node(start_cluster, numbers, kvpool, until):
     a, b = world.seats()
     some = numbers(40)
     b.put(some)
-    until(lambda: sum(disk["blocks"] for disk in b.stats["tiers"]["ssd"]) == 40)
+    until(lambda: sum(disk.blocks for disk in b.stats.tiers.ssd) == 40)
     assert kvpool.json(a.node, "scrub") == {"seen": 0, "bad": 0}
     done = kvpool(b.node, "scrub")
     assert (done.status, done.out) == (0, "40 blocks seen, 0 bad and dropped\n")
@@ -486,7 +486,7 @@ def test_bench_leaves_nothing_behind(pair, numbers, kvpool):
     found = kvpool.json(a.node, "bench", "--block-size", "16KiB", "--size", "2MiB")
     assert [row["what"] for row in found["measured"]] == ["memcpy", "put", "match", "get"]
     assert all(row["blocks"] == 128 and row["seconds"] > 0 for row in found["measured"])
-    assert a.stats["tenants"]["default"]["blocks"] == a.here(some) == 5
+    assert a.stats.tenants["default"].blocks == a.here(some) == 5
     done = kvpool(a.node, "bench", "--size", "1MiB")
     assert done.out.startswith("16 blocks of 64 KiB, the best of 3\n")
     done = kvpool(a.node, "bench", "--block-size", "32MiB")

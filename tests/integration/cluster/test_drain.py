@@ -201,10 +201,10 @@ def test_a_rolling_restart_of_all_nodes_under_load_costs_no_wrong_read_and_no_wr
 def on_disk_only(seat, some, until) -> None:
     """Have all of the blocks on the node's disk, and none in memory. At the pace of the disk."""
     for at in range(0, len(some), 50):
-        written = seat.stats["tiers"]["ssd"][0]["written_blocks"] + len(some[at : at + 50])
+        written = seat.stats.tiers.ssd[0].written_blocks + len(some[at : at + 50])
         seat.put(some[at : at + 50])
         until(
-            lambda written=written: seat.stats["tiers"]["ssd"][0]["written_blocks"] == written,
+            lambda written=written: seat.stats.tiers.ssd[0].written_blocks == written,
             "written through",
         )
     seat.client.evict(tier="dram")
@@ -228,7 +228,7 @@ def test_what_is_only_on_a_drained_nodes_disk_goes_elsewhere_too(start_cluster, 
     assert progress["state"] == "gone"
     assert b.counter("taken_blocks") == 100, "sole copies, and no others"
     world.node("a").stop()
-    until(lambda: b.stats["tiers"]["queued_writes"] == 0)
+    until(lambda: b.stats.tiers.queued_writes == 0)
     assert b.read(sole) == 100
 
 
@@ -243,7 +243,7 @@ def test_a_drain_does_not_wait_for_disks_longer_than_it_may(start_cluster, numbe
     some = numbers(50)
     on_disk_only(a, some, until)
     a.put(numbers(1))
-    until(lambda: a.stats["tiers"]["ssd"][0]["written_blocks"] == 51)
+    until(lambda: a.stats.tiers.ssd[0].written_blocks == 51)
     seen = []
 
     def watched() -> bool:

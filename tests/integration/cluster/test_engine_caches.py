@@ -101,7 +101,7 @@ def test_an_engines_cache_is_known_elsewhere_until_the_engine_is_killed(
     assert second.does("stop") == "False"
     until(lambda: in_engines(b, some) == {})
     assert {node for node, _ in tiers(b, some[:1])[some[0]]} == {"a", "b"}
-    assert a.stats["engines"]["followed"] == []
+    assert a.stats.tenants["default"].engines.followed == []
 
 
 def test_a_daemon_that_starts_again_is_told_again(

@@ -83,11 +83,11 @@ def test_an_operators_clear_needs_nobody_to_do_anything(shared, numbers, until):
 def test_slots_of_an_ended_epoch_come_back(shared, numbers, until):
     a, _, _ = shared.seats(record("garbage"))
     a.put(numbers(200))
-    full = a.stats["tenants"]["default"]["space"]["bytes_used"]
+    full = a.stats.tenants["default"].space.bytes_used
     reclaimed = a.counter("reclaimed_blocks")
     a.client.reset(a.ns)
     until(lambda: a.counter("reclaimed_blocks") >= reclaimed + 200)
-    assert a.stats["tenants"]["default"]["space"]["bytes_used"] <= full - 200 * (32 << 10)
+    assert a.stats.tenants["default"].space.bytes_used <= full - 200 * (32 << 10)
 
 
 def test_two_engines_that_reset_at_once_begin_one_epoch(shared, numbers):

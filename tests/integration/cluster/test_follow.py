@@ -64,7 +64,7 @@ def follow():
 
 
 def under_way(seat) -> int:
-    return seat.stats["prefix_streams"]["under_way"]
+    return seat.stats.prefix_streams.under_way
 
 
 @pytest.mark.parametrize("source", ["a", "", "c", "nobody"])
@@ -72,7 +72,7 @@ def test_each_block_comes_when_it_is_committed(shared, numbers, until, follow, s
     """Also where the client is wrong about the node, or knows none."""
     a, b, _ = shared.seats()
     some = numbers(24)
-    before = b.stats["prefix_streams"]
+    before = b.stats.prefix_streams
     following = follow(b, some, source=source)
     until(lambda: under_way(b) == 1)
     for at, n in enumerate(some):
@@ -81,10 +81,10 @@ def test_each_block_comes_when_it_is_committed(shared, numbers, until, follow, s
         until(lambda upto=some[: at + 1]: b.here(upto) == len(upto), f"block {at}")
     assert following.result() == len(some)
     assert b.read(some, wait_s=0) == len(some)
-    after = b.stats["prefix_streams"]
-    assert after["blocks"] - before["blocks"] >= len(some) - 1
-    assert (after["ended"], after["whole"]) == (before["ended"] + 1, before["whole"] + 1)
-    assert after["under_way"] == 0 and b.stats["leases"] == 0
+    after = b.stats.prefix_streams
+    assert after.blocks - before.blocks >= len(some) - 1
+    assert (after.ended, after.whole) == (before.ended + 1, before.whole + 1)
+    assert after.under_way == 0 and b.stats.leases == 0
 
 
 def test_what_is_there_already_comes_too_and_from_whom_it_is(shared, numbers, until, follow):
@@ -149,18 +149,18 @@ def test_what_has_come_by_the_deadline(shared, numbers, until, follow):
     until(lambda: a.announced)
     assert follow(b, some, wait_s=4.0).result() == 4
     assert b.read(some, wait_s=0) == 4
-    assert b.stats["leases"] == 0
+    assert b.stats.leases == 0
 
 
 def test_a_client_that_closes_calls_it_off_on_both_nodes(shared, numbers, until, follow):
     a, b, _ = shared.seats()
     following = follow(b, numbers(10), source="a")
-    until(lambda: a.stats["prefix_streams"]["waiters"] == 1)
+    until(lambda: a.stats.prefix_streams.waiters == 1)
     following.client.close()
     with pytest.raises(Unavailable):
         following.result()
     until(lambda: under_way(b) == 0)
-    until(lambda: a.stats["prefix_streams"]["waiters"] == 0)
+    until(lambda: a.stats.prefix_streams.waiters == 0)
 
 
 def test_more_follows_than_questions_may_wait(shared, numbers, until, follow):
@@ -168,12 +168,12 @@ def test_more_follows_than_questions_may_wait(shared, numbers, until, follow):
     prompts = [numbers(3) for _ in range(40)]
     follows = [follow(b, some, source="a") for some in prompts]
     until(lambda: under_way(b) == 40)
-    until(lambda: a.stats["prefix_streams"]["waiters"] == 32, "as many as one node may have")
+    until(lambda: a.stats.prefix_streams.waiters == 32, "as many as one node may have")
     assert b.read(numbers(1), wait_s=0.2) == 0
     for some in prompts:
         a.put(some)
     assert [one.result() for one in follows] == [3] * 40
-    until(lambda: a.stats["prefix_streams"]["waiters"] == 0)
+    until(lambda: a.stats.prefix_streams.waiters == 0)
 
 
 def test_a_reset_ends_it(shared, numbers, until, follow):
@@ -234,10 +234,10 @@ def test_an_owner_that_is_drained_gives_what_it_has(start_cluster, numbers, unti
     a.put(some[:5])
     lease = a.client.acquire(a.ns, [some[0].to_bytes(16, "big")], lease_s=60)
     following = follow(b, some, source="a")
-    until(lambda: a.stats["prefix_streams"]["waiters"] == 1)
+    until(lambda: a.stats.prefix_streams.waiters == 1)
     b.client.drain("a")
-    until(lambda: a.stats["cluster"]["state"] == "draining")
-    until(lambda: a.stats["prefix_streams"]["waiters"] == 0)
+    until(lambda: a.stats.cluster.state == "draining")
+    until(lambda: a.stats.prefix_streams.waiters == 0)
     b.put(some[5:])
     assert following.result() == 10
     lease.release()
@@ -289,13 +289,13 @@ class Writing:
 
 
 def early(seat) -> int:
-    return seat.stats["prefix_streams"]["early_bytes"]
+    return seat.stats.prefix_streams.early_bytes
 
 
 def no_slot_is_left(seat) -> bool:
     """At a node that only pulls: what was reserved is a block, or was given back."""
-    found = seat.stats["counters"]
-    return found["reserved"] == sum(found[it] for it in ("committed", "aborted", "duplicates"))
+    found = seat.stats.counters
+    return found.reserved == found.committed + found.aborted + found.duplicates
 
 
 def test_layers_come_while_the_next_ones_are_computed(shared, numbers, until, follow):
@@ -315,7 +315,7 @@ def test_layers_come_while_the_next_ones_are_computed(shared, numbers, until, fo
     assert following.result() == len(some)
     assert b.read(some, wait_s=0) == len(some)
     until(lambda: no_slot_is_left(b))
-    until(lambda: a.stats["leases"] == b.stats["leases"] == 0)
+    until(lambda: a.stats.leases == b.stats.leases == 0)
 
 
 @pytest.mark.parametrize("source", ["a", ""])
@@ -323,21 +323,21 @@ def test_what_changes_after_it_was_called_written(shared, numbers, until, follow
     """Is found out by the checksum: nobody reads a block that is half of the one and half of the other."""
     a, b, _ = shared.seats()
     some = numbers(32)
-    before = b.stats["prefix_streams"]
+    before = b.stats.prefix_streams
     a.put(some[:1])
     following = follow(b, some, source=source)
     until(lambda: b.here(some) == 1)
     writing = Writing(a, some[1:])
     writing.write(NBYTES // 2, np.zeros_like(writing.data))
-    until(lambda: early(b) > before["early_bytes"])
+    until(lambda: early(b) > before.early_bytes)
     writing.at = 0
     writing.write(NBYTES)
     writing.commit()
     assert following.result() == len(some)
     assert b.read(some, wait_s=0) == len(some)
-    after = b.stats["prefix_streams"]
-    assert after["early_wrong"] - before["early_wrong"] == len(some) - 1
-    assert a.stats["counters"]["checksum_mismatches"] == 0
+    after = b.stats.prefix_streams
+    assert after.early_wrong - before.early_wrong == len(some) - 1
+    assert a.stats.counters.checksum_mismatches == 0
     until(lambda: no_slot_is_left(b))
 
 
@@ -353,7 +353,7 @@ def test_a_writer_that_is_killed_and_another_one_that_writes_the_same(
         assert writer.stdout.readline() == b"written\n"
         until(lambda: early(b) - before == len(some) * NBYTES)
         writer.kill()
-    until(lambda: a.stats["counters"]["dead_holders"] > 0)
+    until(lambda: a.stats.counters.dead_holders > 0)
     assert b.here(some) == 0
     writing = Writing(a, some)
     writing.write(NBYTES // 2)
@@ -379,7 +379,7 @@ def test_a_follow_that_ends_before_the_commit(shared, numbers, until, follow):
     writing.commit()
     until(lambda: a.announced)
     assert b.read(some) == len(some)
-    until(lambda: a.stats["leases"] == 0)
+    until(lambda: a.stats.leases == 0)
 
 
 def test_an_owner_that_is_killed_with_half_of_it_written(start_cluster, numbers, until, follow):

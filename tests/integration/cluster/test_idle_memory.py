@@ -22,8 +22,8 @@ def at_a_pace(seat, until):
     """Waits until the next put would evict nothing but what others keep: forwarding keeps up."""
 
     def room() -> bool:
-        tenant = seat.stats["tenants"]["default"]
-        free = MEMORY - tenant["space"]["bytes_used"] + tenant["secondary_bytes"]
+        tenant = seat.stats.tenants["default"]
+        free = MEMORY - tenant.space.bytes_used + tenant.secondary_bytes
         return free >= 2 * 8 * BLOCK
 
     return lambda: until(room, "others take what does not fit")
@@ -69,7 +69,7 @@ def test_what_was_forwarded_outlives_the_node_that_it_came_from(start_cluster, n
     count = ONE_NODE + ONE_NODE // 2
     some = numbers(count)
     fill(a, some, at_a_pace(a, until))
-    until(lambda: a.stats["replication"]["forwarded_blocks"] >= ONE_NODE // 2 - 64)
+    until(lambda: a.stats.replication.forwarded_blocks >= ONE_NODE // 2 - 64)
     until(lambda: a.announced and b.announced)
     kept = b.here(some)
     assert kept >= ONE_NODE // 2 - 64
@@ -83,7 +83,7 @@ def test_nothing_is_forwarded_where_that_is_switched_off(start_cluster, numbers)
     a, b = world.seats()
     fill(a, numbers(ONE_NODE * 2))
     assert a.counter("forwarded_blocks") == 0
-    assert b.stats["tenants"]["default"]["blocks"] == 0
+    assert b.stats.tenants["default"].blocks == 0
 
 
 def test_full_nodes_do_not_pass_their_blocks_to_and_fro(start_cluster, numbers, until):

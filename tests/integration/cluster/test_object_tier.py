@@ -79,14 +79,14 @@ def fetch(seat, listed, wait_s=PATIENCE_S):
 
 
 def tier(seat):
-    (found,) = seat.stats["tiers"]["object"]
+    (found,) = seat.stats.tiers.object
     return found
 
 
 def found_failing(seat, listed):
     """Whether the node knows that the store fails. It learns that from reads which come as far as the store."""
     assert fetch(seat, listed, SHORT_S) == 0
-    return tier(seat)["state"] == "failing"
+    return tier(seat).state == "failing"
 
 
 def objects(proxy):
@@ -113,8 +113,8 @@ def test_the_blocks_of_a_node_that_was_killed_come_from_object_storage(world, st
     bereave(world, b, until)
     assert b.match(listed) == 0
     assert fetch(b, listed) == len(listed)
-    assert tier(b)["read_blocks"] == len(listed)
-    sources = {peer["node"]: peer["bytes"] for peer in b.stats["fetch"]["peers"]}
+    assert tier(b).read_blocks == len(listed)
+    sources = {peer.node: peer.bytes for peer in b.stats.fetch.peers}
     assert sources["object storage"] == len(listed) * NBYTES
 
 
@@ -129,7 +129,7 @@ def test_a_prefix_is_leased_across_memory_and_object_storage(world, stored, unti
 def test_a_living_peer_is_asked_before_object_storage(stored):
     _, b, listed = stored
     assert fetch(b, listed) == len(listed)
-    assert tier(b)["read_blocks"] == 0
+    assert tier(b).read_blocks == 0
 
 
 def test_faults_are_misses_in_time_and_the_node_serves_on(world, stored, until, proxy, numbers):
@@ -145,13 +145,13 @@ def test_faults_are_misses_in_time_and_the_node_serves_on(world, stored, until, 
         assert fetch(b, some, SHORT_S) == 0
         assert time.monotonic() - begun < PATIENCE_S, "by its deadline, on a busy machine too"
         until(lambda some=some: found_failing(b, some))
-        assert tier(b)["error"]
+        assert tier(b).error
         fresh = list(numbers(4))
         assert b.put(fresh) == 4 and b.read(fresh) == 4
         if answer.hold is not None:
             answer.hold.set()
         proxy.rule = lambda *_: NOTHING
-        until(lambda: tier(b)["state"] == "serving")
+        until(lambda: tier(b).state == "serving")
         until(lambda some=some: fetch(b, some) == 2, "nothing was lost for good")
 
 
@@ -163,14 +163,14 @@ def test_wrong_bytes_and_missing_objects_are_misses_and_not_found_again(
     wrong, missing = listed[:2], listed[2:]
     proxy.rule = every("GET", Answer(flip=17))
     assert fetch(b, wrong) < 2, "a bit of one block was turned over, or of both"
-    assert tier(b)["mismatches"] >= 1
+    assert tier(b).mismatches >= 1
     proxy.rule = lambda *_: NOTHING
     bucket, paths = objects(proxy)
     obstore.delete(bucket, paths)
     assert fetch(b, missing) == 0
-    assert tier(b)["stale_blocks"] == len(missing)
+    assert tier(b).stale_blocks == len(missing)
     until(lambda: kept(b, missing) == [])
-    assert tier(b)["state"] == "serving", "the store did nothing wrong"
+    assert tier(b).state == "serving", "the store did nothing wrong"
 
 
 def test_a_store_that_went_and_came_back(world, stored, until, proxy, numbers):
@@ -181,7 +181,7 @@ def test_a_store_that_went_and_came_back(world, stored, until, proxy, numbers):
     fresh = list(numbers(4))
     assert b.put(fresh) == 4 and b.read(fresh) == 4
     proxy.come_up()
-    until(lambda: tier(b)["state"] == "serving")
+    until(lambda: tier(b).state == "serving")
     until(lambda: fetch(b, listed) == len(listed))
 
 
@@ -194,7 +194,7 @@ def test_a_store_process_that_dies_is_started_again(world, stored, until):
         if b"kvpool.daemon.workers.object_worker" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
     os.kill(pid, signal.SIGKILL)
-    until(lambda: tier(b)["restarts"] == 1 and tier(b)["state"] == "serving")
+    until(lambda: tier(b).restarts == 1 and tier(b).state == "serving")
     assert fetch(b, listed) == len(listed)
 
 

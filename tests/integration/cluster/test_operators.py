@@ -69,10 +69,10 @@ def test_another_node_is_asked_through_ones_own(pair, numbers):
     some = numbers(20)
     b.put(some)
     for node, held in (("a", 0), ("b", 20)):
-        stats = a.client.ask_node(operator_wire.Inspect(), node=node)
-        assert stats["node"] == node
-        assert stats["tenants"]["default"]["blocks"] == held
-    assert a.client.ask_node(operator_wire.Inspect())["node"] == "a"
+        stats = a.client.inspect(node)
+        assert stats.node == node
+        assert stats.tenants["default"].blocks == held
+    assert a.client.inspect().node == "a"
     assert a.client.ask_node(operator_wire.Cluster(), node="b")["node"] == "b"
 
 
@@ -338,8 +338,8 @@ def test_a_node_that_is_gone(pair):
     with pytest.raises(
         (InvalidRequest, ClusterUnavailable), match=r"called 'b'|reached|ended|closed"
     ):
-        a.client.ask_node(operator_wire.Inspect(), node="b")
-    assert a.client.ask_node(operator_wire.Inspect())["node"] == "a"
+        a.client.inspect("b")
+    assert a.client.inspect().node == "a"
 
 
 def test_settings_that_may_change(pair):

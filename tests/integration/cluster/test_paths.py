@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvpool.placement.peer_estimates import Link
+from kvpool.telemetry.node_stats import WayStats
 from tests.support.proxy import BOTH, Fault, Proxy
 from tests.support.servers.etcd import free_port
 from tests.support.waiting import PATIENCE_S
@@ -30,9 +31,9 @@ def cards(start_cluster):
         yield first, second, *world.seats()
 
 
-def ways(seat, first) -> dict[str, dict]:
+def ways(seat, first) -> dict[str, WayStats]:
     """From b to a: by URL."""
-    return {way["url"]: way for way in seat.stats["paths"]["peers"][first.url]["ways"]}
+    return {way.url: way for way in seat.stats.paths.peers[first.url].ways}
 
 
 def link(seat) -> dict:
@@ -71,18 +72,18 @@ def test_what_one_card_cannot_bring_the_other_one_does(cards, numbers, until):
     silent.set(SILENT)
     assert move(30) == 30
     seen = ways(b, first)
-    assert seen[card]["rests_s"] > 0
-    assert seen[other]["pulls"] >= 1
-    assert b.stats["paths"]["changed_card"] >= 1
-    peer = next(p for p in b.stats["fetch"]["peers"] if p["node"] == "a")
-    assert peer["suspended_s"] == 0, "the node is well"
+    assert seen[card].rests_s > 0
+    assert seen[other].pulls >= 1
+    assert b.stats.paths.changed_card >= 1
+    peer = next(p for p in b.stats.fetch.peers if p.node == "a")
+    assert peer.suspended_s == 0, "the node is well"
     silent.set()
 
     # Questions and pulls from then on go by the other one at once, until the first one is tried again.
     def by_that_card() -> bool:
-        before = ways(b, first)[card]["pulls"]
+        before = ways(b, first)[card].pulls
         assert move(5) == 5
-        return ways(b, first)[card]["pulls"] > before
+        return ways(b, first)[card].pulls > before
 
     until(by_that_card, seconds=2 * PATIENCE_S)
 
@@ -118,16 +119,15 @@ def test_nodes_that_nothing_is_pulled_from_are_asked_how_long_an_answer_takes(st
     a, b = world.seats()
     for seat in (a, b):
         until(lambda seat=seat: link(seat)["latency_age_s"] is not None)
-        (peer,) = (p for p in seat.stats["fetch"]["peers"] if p["node"])
-        assert peer["probes"] >= 1
-        assert (peer["asked"], peer["failed"]) == (0, 0)
+        (peer,) = (p for p in seat.stats.fetch.peers if p.node)
+        assert peer.probes >= 1
+        assert (peer.asked, peer.failed) == (0, 0)
         assert link(seat)["bytes_age_s"] is None
     # One that stops answering is counted, and nothing else.
     world.node("b").kill()
     until(
         lambda: (
-            not a.client.cluster()["links"]
-            or any(p["probe_failures"] for p in a.stats["fetch"]["peers"])
+            not a.client.cluster()["links"] or any(p.probe_failures for p in a.stats.fetch.peers)
         )
     )
-    assert all(p["suspended_s"] == 0 for p in a.stats["fetch"]["peers"])
+    assert all(p.suspended_s == 0 for p in a.stats.fetch.peers)

@@ -13,8 +13,8 @@ SILENT = Fault(silent=True, hold=BOTH)
 
 def asked(seat, other) -> int:
     """How many requests this node has sent to the other one."""
-    peers = seat.stats["fetch"]["peers"]
-    return next((p["asked"] for p in peers if p["incarnation"] == other.incarnation), 0)
+    peers = seat.stats.fetch.peers
+    return next((p.asked for p in peers if p.incarnation == other.incarnation), 0)
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def test_a_prefix_whose_blocks_are_spread_over_three_nodes_is_read_on_a_fourth(
     until(lambda: all(seat.announced for seat in seats))
     reader = seats[3]
     assert reader.read(some) == 60
-    asked = {p["incarnation"]: p["asked"] for p in reader.stats["fetch"]["peers"]}
+    asked = {p.incarnation: p.asked for p in reader.stats.fetch.peers}
     assert all(asked[seat.incarnation] for seat in seats[:3])
 
 
@@ -102,7 +102,7 @@ def test_several_peers_share_the_work_of_one_prefix(shared, numbers, until):
 
     def delivered() -> list[int]:
         """Bytes that c has had from a and b."""
-        had = {p["incarnation"]: p["bytes"] for p in c.stats["fetch"]["peers"]}
+        had = {p.incarnation: p.bytes for p in c.stats.fetch.peers}
         return [had.get(seat.incarnation, 0) for seat in (a, b)]
 
     def shares() -> list[int]:

@@ -32,7 +32,7 @@ def world(lasting, until):
     for _, remedy in WRONG.values():
         redis.command(*remedy)
     seats = [lasting.seat(node.name) for node in lasting.nodes]
-    until(lambda: all(s.stats["cluster"]["directory"]["settled"] for s in seats))
+    until(lambda: all(s.stats.cluster.directory.settled for s in seats))
 
 
 def away(world, how: str) -> None:
@@ -144,7 +144,7 @@ def test_a_redis_that_talks_nonsense_costs_hits_and_nothing_else(
         assert a.put(new) == 20
         assert b.read(some, wait_s=1) in {0, 20}
         assert a.read(new) == 20
-        until(lambda: not a.stats["cluster"]["directory"]["connected"])
+        until(lambda: not a.stats.cluster.directory.connected)
         proxy.set()
         until(lambda: b.read(new, wait_s=2) == 20, "it talks sense again")
         assert b.read(some) == 20

@@ -49,7 +49,7 @@ def test_a_put_asks_for_no_more_copies_than_the_cluster_makes(start_cluster, num
     a.put(some)
     a.put(more, replicas=3)
     until(lambda: a.replicas(some) == a.replicas(more) == [2] * 10, what="two replicas of each")
-    until(lambda: a.stats["replication"]["wanted"] == 0)
+    until(lambda: a.stats.replication.wanted == 0)
     assert a.replicas(some) == a.replicas(more) == [2] * 10
     with pytest.raises(LimitExceeded, match="replicas_max"):
         c.client.configure(c.ns.digest, replicas=3)

@@ -148,7 +148,7 @@ def move(source, target, numbers, count: int = 20) -> None:
 
 
 def errors(seat) -> str:
-    return " ".join(peer["last_error"] for peer in seat.stats["fetch"]["peers"])
+    return " ".join(peer.last_error for peer in seat.stats.fetch.peers)
 
 
 # ---- what goes well ------------------------------------------------------------------------------------

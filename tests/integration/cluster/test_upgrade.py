@@ -11,7 +11,6 @@ import pytest
 
 from kvpool.errors import InvalidRequest, Unavailable
 from kvpool.wire import frame
-from kvpool.wire import operator as operator_wire
 from tests.integration.cluster.conftest import Load
 from tests.support.waiting import PATIENCE_S
 
@@ -123,11 +122,9 @@ def test_node_by_node_and_back(start_cluster, as_before, numbers, until):
             for name, protocol in mixed.items():
                 if protocol == old:
                     with pytest.raises(InvalidRequest, match="upgrade it"):
-                        writer.client.ask_node(operator_wire.Inspect(), node=name)
+                        writer.client.inspect(name)
                 else:
-                    assert (
-                        writer.client.ask_node(operator_wire.Inspect(), node=name)["node"] == name
-                    )
+                    assert writer.client.inspect(name).node == name
         assert set(protocols(seats[0]).values()) == {old if to_old else new}
 
 

@@ -88,11 +88,11 @@ class Daemon:
         self.process.wait()
 
     def counters(self) -> dict[str, int]:
-        counters: dict[str, int] = self.client.stats()["counters"]
+        counters: dict[str, int] = self.client.stats().counters
         return counters
 
     def leases(self) -> int:
-        return int(self.client.stats()["leases"])
+        return int(self.client.stats().leases)
 
 
 @contextmanager
@@ -145,7 +145,7 @@ class Node(Daemon):
 
     def settled(self) -> bool:
         """Whether the cluster's directory knows all that the node holds."""
-        return bool(self.client.stats()["cluster"]["directory"]["settled"])
+        return bool(self.client.stats().cluster.directory.settled)
 
 
 def runs(pid: int) -> bool:
@@ -271,7 +271,8 @@ def run_engine(
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_module_path=options.pop("kv_connector_module_path", None),
-            kv_connector_extra_config={"socket": path, **(extra or {})},
+            # The default is for schedulers that have a core: a busy machine would make a miss of every lookup.
+            kv_connector_extra_config={"socket": path, "lookup_timeout_s": 5.0, **(extra or {})},
         )
     defaults = {
         "dtype": "bfloat16",

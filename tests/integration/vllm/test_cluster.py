@@ -130,7 +130,7 @@ class Killer:
     def __init__(self, engine: Any, puller: Any, owners: list[Any]) -> None:
         self.killed: list[Any] = []
         self._puller = puller
-        self._owners = {owner.client.stats()["cluster"]["incarnation"]: owner for owner in owners}
+        self._owners = {owner.client.stats().cluster.incarnation: owner for owner in owners}
         self._workers = {owner.pid: owner.workers for owner in owners}
         self._pulls = engine.connector._scheduler._pulls
         self._ended = self._pulls.ended
@@ -152,9 +152,9 @@ class Killer:
 
     def _look(self, pull: Any) -> bool:
         """In the place of the engine's question whether the pull has ended."""
-        for peer in self._puller.client.stats()["fetch"]["peers"]:
-            owner = self._owners.get(peer["incarnation"])  # none for one that is dead already
-            if peer["running"] and owner is not None and not self.killed:
+        for peer in self._puller.client.stats().fetch.peers:
+            owner = self._owners.get(peer.incarnation)  # none for one that is dead already
+            if peer.running and owner is not None and not self.killed:
                 self.killed.append(owner)
                 owner.kill()
                 for worker in self._workers[owner.pid]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvpool.telemetry.node_stats import DeviceStats
+
 Oracle = Callable[..., list[list[int]]]
 
 DEVICE = ("--device", "cpu=16MiB")
@@ -24,8 +26,8 @@ def expected(oracle: Oracle, asked: list[list[int]]) -> list[list[int]]:
     return oracle("llama", asked)
 
 
-def device(daemon: Any) -> dict[str, Any]:
-    (found,) = daemon.client.stats()["tiers"]["device"]
+def device(daemon: Any) -> DeviceStats:
+    (found,) = daemon.client.stats().tiers.device
     return found
 
 
@@ -34,7 +36,7 @@ def run_daemon(kit: Any, folder: Path, socket: str | None = None) -> Iterator[An
     """A daemon whose device memory serves."""
     folder.mkdir()
     with kit.run_daemon(folder, socket=socket, more=DEVICE) as daemon:
-        kit.until(lambda: device(daemon)["state"] == "serving", "the device memory serves")
+        kit.until(lambda: device(daemon).state == "serving", "the device memory serves")
         yield daemon
 
 
@@ -48,7 +50,7 @@ def lift(kit: Any, engine: Any, daemon: Any, asked: list[list[int]]) -> None:
     for _ in range(2):  # the first time they are computed, the second time they are read
         engine.generate(asked)
         engine.forget()
-    kit.until(lambda: device(daemon)["blocks"] >= blocks, "what was read is on the device")
+    kit.until(lambda: device(daemon).blocks >= blocks, "what was read is on the device")
     kit.until(lambda: daemon.leases() == 0, "nothing is held")
     daemon.client.evict(tier="dram")
 
@@ -92,8 +94,8 @@ def reads_it_there(
     assert engine.metric("device_bytes") * engine.metric("loaded_blocks") == (
         engine.metric("loaded_bytes") * loaded
     )
-    assert device(daemon)["read_blocks"] == 0, "nothing was brought through memory"
-    assert device(daemon)["leased_blocks"] >= loaded
+    assert device(daemon).read_blocks == 0, "nothing was brought through memory"
+    assert device(daemon).leased_blocks >= loaded
     assert engine.metric("failed_loads") == 0
     engine.forget()
 
@@ -108,7 +110,7 @@ def a_block_that_is_given_up_while_it_is_read(
 
     def evict_first(group: Any, slots: Any, pages: Any, ready: Any) -> None:
         daemon.client.evict(tier="device")
-        held.append(device(daemon)["used_bytes"])
+        held.append(device(daemon).used_bytes)
         type(half)._copy_group(half, group, slots, pages, ready)
 
     half._copy_group = evict_first
@@ -120,7 +122,7 @@ def a_block_that_is_given_up_while_it_is_read(
     assert held[0] > 0
     engine.forget()
     daemon.client.evict(tier="device")
-    kit.until(lambda: device(daemon)["used_bytes"] == 0, "what was held came back")
+    kit.until(lambda: device(daemon).used_bytes == 0, "what was held came back")
 
 
 def a_daemon_that_dies_under_a_load(
@@ -166,7 +168,7 @@ def the_next_daemon_is_attached_to(
         assert [output.tokens for output in engine.generate(asked)] == expected
         engine.forget()
         attached = engine.connector._scheduler._life
-        return bool(attached) and device(daemon)["blocks"] >= blocks_of(kit, asked)
+        return bool(attached) and device(daemon).blocks >= blocks_of(kit, asked)
 
     kit.until(used, "attached, saved anew, read, copied up: when the back-offs are over")
     daemon.client.evict(tier="dram")
@@ -187,4 +189,4 @@ def test_an_engine_that_is_told_not_to_reads_through_memory(
         engine.generate(asked)
         assert engine.metric("loaded_blocks") > before
         assert engine.metric("device_blocks") == 0
-        assert device(daemon)["read_blocks"] > 0
+        assert device(daemon).read_blocks > 0

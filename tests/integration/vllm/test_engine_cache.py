@@ -56,9 +56,9 @@ def test_other_nodes_know_what_is_in_an_engines_prefix_cache(
             ever = set(has)
             assert len(has) >= 24
             kit.until(lambda: in_engines(b, ever) == has, "b knows all that the engine has")
-            (row,) = a.client.stats()["engines"]["followed"]
-            assert row["complete"]
-            assert row["blocks"] == sum(has.values())
+            (row,) = a.client.stats().tenants["default"].engines.followed
+            assert row.complete
+            assert row.blocks == sum(has.values())
 
             # Its blocks are in the pool still, and in its cache no more.
             engine.forget()
@@ -86,4 +86,4 @@ def test_other_nodes_know_what_is_in_an_engines_prefix_cache(
             kit.until(lambda: in_engines(b, ever) == has, "b knows what there is in the new epoch")
 
         kit.until(lambda: in_engines(b, ever) == {}, "the engine has ended")
-        assert a.client.stats()["engines"]["followed"] == []
+        assert a.client.stats().tenants["default"].engines.followed == []

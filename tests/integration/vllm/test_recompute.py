@@ -23,7 +23,7 @@ def publish(kit: Any, engine: Any, node: Any) -> None:
 
 
 def remote(node: Any) -> dict[str, int]:
-    found: dict[str, int] = node.client.stats()["fetch"]
+    found: dict[str, int] = node.client.stats().fetch
     return found
 
 

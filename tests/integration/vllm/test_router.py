@@ -26,7 +26,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 60.0
-PROMPT_TOKENS, LONG_TOKENS, NEW = 600, 3600, 16
+PROMPT_TOKENS, LONG_TOKENS, NEW, LONG_NEW = 600, 3600, 16, 400
 # On a busy machine, computing so short a prompt may be sooner than bringing it: then it would be computed.
 LOADING = {"pull_wait_s": 10.0, "lookup_timeout_s": 5.0, "prefill_tokens_per_s": 1.0}
 
@@ -95,11 +95,11 @@ def served(kit: Any, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def ask_whole(url: str, asked: list[int]) -> Any:
-    """An answer that is not streamed: until all of it is there, the client has nothing of it."""
+    """An answer that is not streamed, and long: until all of it is there, the client has nothing of it."""
     body = {
         "model": BENCH.SERVED_NAME,
         "prompt": asked,
-        "max_tokens": NEW,
+        "max_tokens": LONG_NEW,
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
@@ -171,7 +171,7 @@ def test_a_server_killed_in_mid_prompt_loses_no_request(served: Served) -> None:
         answers = [each.result(2 * PATIENCE_S) for each in asking]
         survivor = served.servers["b"].url
         for asked, answer in zip(prompts, answers, strict=True):
-            assert BENCH.ask(survivor, asked, NEW).same(answer)
+            assert BENCH.ask(survivor, asked, LONG_NEW).same(answer)
 
 
 def test_a_server_killed_in_mid_stream_is_a_clear_error(served: Served) -> None:

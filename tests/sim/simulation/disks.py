@@ -582,8 +582,8 @@ def unsettled(device: SsdDevice, media: DurableMedia) -> str:
     node = device.node
     if device.state in {TierState.OPENING, TierState.FAILED}:
         return f"is {device.state}: {device.error}"
-    if device.writing_bytes or node.leases.count:
-        return f"is at {device.writing_bytes} bytes of writes and {node.leases.count} reads"
+    if device.counted.writing_bytes or node.leases.count:
+        return f"is at {device.counted.writing_bytes} bytes of writes and {node.leases.count} reads"
     if node.ended_epochs or device.given_up:
         return f"is to forget {len(device.given_up)} slots"
     for tenant in node.tenants.values():

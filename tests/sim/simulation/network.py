@@ -16,6 +16,7 @@ from xxhash import xxh3_128_digest
 from kvpool.daemon.workers.transfer_workers import Rules
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.placement.membership.base import Standing
+from kvpool.telemetry.node_stats import PathsStats, WorkerStats
 from kvpool.types import CHECKSUM_BYTES, BlockStatus, split_keys
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
@@ -105,14 +106,14 @@ class PeerTransport:
     def path_to(self, url: str) -> str:
         return url
 
-    def path_stats(self) -> dict[str, Any]:
-        return {}
+    def path_stats(self) -> PathsStats:
+        return PathsStats()
 
     def nixl_stats(self) -> None:
         return None
 
-    def stats(self) -> list[dict[str, Any]]:
-        return [{"orders": len(self._running), "loans": len(self._loans)}]
+    def stats(self) -> list[WorkerStats]:
+        return [WorkerStats(None, True, 0, len(self._running), len(self._loans), [])]
 
     async def stop(self) -> None:
         self.die()

@@ -480,10 +480,10 @@ class World:
                 peer = life.server.daemon.fetcher.peers.get(incarnation)
                 if peer is not None and (peer.suspended(now) or peer.suspected(now)):
                     return f"{life.name} avoids {self.name_of(incarnation)}"
-            if life.server.daemon.fetcher.stats()["transfers"]:
+            if life.server.daemon.fetcher.stats().transfers:
                 return f"{life.name} has transfers under way"  # from before, stalled until they end
             stats = life.server.daemon.replication.stats()
-            if stats["wanted"] or stats["repairing"]:
+            if stats.wanted or stats.repairing:
                 return f"{life.name} makes copies"
             epoch = self._epoch()
             if life.epoch_in_view() != epoch:
@@ -594,7 +594,7 @@ class World:
                         f"({len(wrong)} such differences)"
                     )
             for announcer in cluster.announcers.values():
-                if not announcer.stats()["settled"]:
+                if not announcer.stats().settled:
                     return f"{life.name} has something to announce"
         return ""
 
@@ -820,7 +820,7 @@ class World:
             blocks = sum(
                 table.stride * (len(table.blocks) + len(table.garbage)) for table in tables
             )
-            if node.commit_waiters or life.server.daemon.streams.stats()["under_way"]:
+            if node.commit_waiters or life.server.daemon.streams.stats().under_way:
                 return f"{life.name} has follows of nobody"
             if any(table.writing or table.reserved for table in tables):
                 return f"{life.name} has reservations of nobody"

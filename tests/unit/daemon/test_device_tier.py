@@ -226,7 +226,7 @@ def test_a_copy_is_made_once() -> None:
         for _ in range(5):
             bench.read(range(4))
             await bench.settle()
-        assert bench.tier.counters["written_blocks"] == 4
+        assert bench.tier.counted.written_blocks == 4
         await bench.close()
 
     run(work())
@@ -267,11 +267,11 @@ def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         await bench.settle()
         for _ in range(5):
             bench.read(range(10))
-        assert bench.tier.stats()["queued_blocks"] == 20
-        assert bench.tier.counters["not_queued_blocks"] == 30
+        assert bench.tier.stats().queued_blocks == 20
+        assert bench.tier.counted.not_queued_blocks == 30
         bench.device.gate.set()
         await bench.settle()
-        assert bench.tier.stats()["queued_blocks"] == 0
+        assert bench.tier.stats().queued_blocks == 0
         assert bench.here() == set(range(10))
         await bench.close()
 
@@ -326,7 +326,7 @@ def test_a_copy_that_fails_gives_its_slots_back() -> None:
             bench.read(range(8))
             await bench.settle()
         assert bench.tier.used_bytes == 0
-        assert bench.tier.counters["write_errors"] == bench.device.orders > 0
+        assert bench.tier.counted.write_errors == bench.device.orders > 0
         bench.device.error = None
         bench.read(range(8, 16))
         await bench.settle()
@@ -368,7 +368,7 @@ def test_what_is_damaged_is_found_no_more() -> None:
         bench.device.spoilt = {2, 4}
         assert await bench.bring(range(6)) == bytes([1, 1, 2, 1, 2, 1])
         assert bench.here() == {0, 1, 3, 5}
-        assert bench.tier.counters["mismatches"] == 2
+        assert bench.tier.counted.mismatches == 2
         await bench.close()
 
     run(work())
@@ -557,8 +557,8 @@ def test_what_is_leased_on_the_device_stays_until_the_lease_ends(end: str) -> No
         assert bench.tier.rules.leases.count == 0
         await turn_over(bench, range(200, 232))
         assert bench.here().isdisjoint(range(8))
-        assert bench.tier.counters["leased_blocks"] == 8
-        assert bench.tier.counters["leased_bytes"] == 8 * STRIDE
+        assert bench.tier.counted.leased_blocks == 8
+        assert bench.tier.counted.leased_bytes == 8 * STRIDE
         await bench.close()
 
     run(work())

@@ -20,6 +20,7 @@ from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks
 from kvpool.storage.eviction import make_policy
+from kvpool.telemetry.node_stats import EngineStats
 from kvpool.types import PartSpec, split_keys
 from kvpool.wire import client as client_wire
 from tests.sim.simulation.loop import run_alone
@@ -167,9 +168,8 @@ class Bench:
         assert met.get(digest, set()) == set(told)
         return {int.from_bytes(each[8:], "big"): mask for each, mask in told.items()}
 
-    def followed(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.engines.stats("red")["followed"]
-        return rows
+    def followed(self) -> list[EngineStats]:
+        return self.engines.stats("red").followed
 
 
 # ---- events and keys -----------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_a_block_is_here_while_any_engine_has_it() -> None:
         await bench.settle()
         assert bench.held() == {}
         assert bench.followed() == []
-        assert bench.engines.stats("red")["seen_keys"] == 0
+        assert bench.engines.stats("red").seen_keys == 0
         # Another life, of which nothing is known yet.
         three, _ = await bench.follow(1)
         three.stored([5])
@@ -427,10 +427,10 @@ def test_an_address_that_cannot_be_used_is_told(caplog: pytest.LogCaptureFixture
         _, holder = await bench.follow()
         await bench.settle()
         (row,) = bench.followed()
-        assert row["error"] == "no such device"
+        assert row.error == "no such device"
         told = client_wire.FollowEvents(0, "tcp://127.0.0.1:1", groups=[0])
         assert not bench.engines.follow(holder, bench.namespace, told)
-        assert not row["connected"]
+        assert not row.connected
         assert "no such device" in caplog.text
         await bench.engines.close()
 
@@ -464,7 +464,7 @@ def test_engines_go_on_after_a_clear() -> None:
         await bench.settle()
         assert bench.held(bench.namespace) == bench.held(between) == {}
         assert set(bench.held(living)) == {*range(999), 2000}
-        assert not bench.followed()[0]["outdated"]
+        assert not bench.followed()[0].outdated
         # Its client repeats itself: that takes nothing away.
         await bench.follow(1, living, holder)
         await bench.settle()
@@ -487,14 +487,14 @@ def test_an_engine_counts_no_more_after_a_fence_until_its_own_reset() -> None:
         living = next_epoch(bench, fence=True)
         await bench.settle()
         assert bench.held() == bench.held(living) == {}
-        assert [row["outdated"] for row in bench.followed()] == [True, True]
+        assert [row.outdated for row in bench.followed()] == [True, True]
         # One that opened it before, and says so only now.
         late, _ = await bench.follow(3, bench.namespace)
         late.stored([0])
         bench.saw([0])
         await bench.settle()
         assert bench.held() == bench.held(living) == {}
-        assert bench.followed()[2]["outdated"]
+        assert bench.followed()[2].outdated
         one.stored([4])  # with weights of before
         # Its reset, with an empty cache.
         same, _ = await bench.follow(1, living, first)
@@ -507,7 +507,7 @@ def test_an_engine_counts_no_more_after_a_fence_until_its_own_reset() -> None:
         one.stored([5])
         await bench.settle()
         assert bench.held(living) == {5: 1}
-        assert {row["endpoint"]: row["outdated"] for row in bench.followed()} == {
+        assert {row.endpoint: row.outdated for row in bench.followed()} == {
             "tcp://127.0.0.1:1": False,
             "tcp://127.0.0.1:2": True,
             "tcp://127.0.0.1:3": True,
@@ -548,7 +548,7 @@ def test_notes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.saw(range(2000, 2500))
         await bench.settle()
         assert set(bench.held()) == {*range(1000), *range(2000, 2500)}
-        assert bench.engines.stats("red")["dropped_keys"] == 1000
+        assert bench.engines.stats("red").dropped_keys == 1000
         bench.saw(range(1000, 2000))
         bench.engines.saw(bench.namespace, b"no keys at all")
         await bench.settle()
@@ -592,8 +592,8 @@ def test_nothing_piles_up_where_nobody_is_told() -> None:
         assert bench.engines.take_changes() == []
         digest = bench.namespace.directory_digest
         assert bench.engines.masks(digest, [key(1), key(99)]) == (1, [1, 0])
-        assert bench.engines.stats("red")["known_blocks"] == 10
-        assert bench.engines.stats("blue")["followed"] == []
+        assert bench.engines.stats("red").known_blocks == 10
+        assert bench.engines.stats("blue").followed == []
         await bench.engines.close()
 
     run(main())
@@ -606,7 +606,7 @@ def test_without_pyzmq_that_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     for _ in range(3):
         assert not engines.follow(bench.holder(), bench.namespace, told)
     assert caplog.text.count(NO_PYZMQ) == 1
-    assert engines.stats("red")["error"] == NO_PYZMQ
+    assert engines.stats("red").error == NO_PYZMQ
     assert not bench.begun
 
 
@@ -615,7 +615,7 @@ def test_events_can_be_switched_off() -> None:
     told = client_wire.FollowEvents(0, "tcp://127.0.0.1:1", groups=[0])
     assert not bench.engines.follow(bench.holder(), bench.namespace, told)
     assert bench.streams == {}
-    assert bench.engines.stats("red")["error"] == ""
+    assert bench.engines.stats("red").error == ""
 
 
 @pytest.mark.parametrize(

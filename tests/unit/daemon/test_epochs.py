@@ -40,7 +40,7 @@ def test_every_lookup_is_a_miss_at_once(make_pool) -> None:
     assert pool.node.inventory.walk(0, 100) == ([], None)
     assert pool.node.inventory.block_count() == 0
     assert pool.node.candidates.coldest(pool.tenant, 100) == []
-    assert pool.node.inventory.stats()["tenants"]["red"]["blocks"] == 0
+    assert pool.node.inventory.tenant_stats(pool.node.tenants["red"]).blocks == 0
     assert pool.bytes_used == 8 * 1024, "nothing has been given back yet"
 
 

@@ -4,7 +4,7 @@ from kvpool.daemon.ops.hot_prefixes import HALF_S, KEPT_MAX, SHOWN_MAX, HotPrefi
 
 
 def shown(heat):
-    return [(int(each["key"], 16), each["blocks"], each["reads"]) for each in heat.hottest()]
+    return [(int(each.key, 16), each.blocks, each.reads) for each in heat.hottest()]
 
 
 def test_what_prompts_share_is_told_once_and_what_they_do_not_each_by_itself(make_pool):
@@ -18,8 +18,8 @@ def test_what_prompts_share_is_told_once_and_what_they_do_not_each_by_itself(mak
     (first, *rest) = shown(heat)
     assert first == (8, 8, 10.0)
     assert sorted(rest) == [(100 * prompt + 107, 16, 1.0) for prompt in range(10)]
-    assert heat.hottest()[0]["tenant"] == "red"
-    assert heat.hottest()[0]["namespace"] == pool.namespace.base.hex()
+    assert heat.hottest()[0].tenant == "red"
+    assert heat.hottest()[0].namespace == pool.namespace.base.hex()
 
 
 def test_only_what_was_leased_counts(make_pool):

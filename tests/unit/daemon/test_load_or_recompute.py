@@ -186,7 +186,7 @@ def test_a_source_is_used_where_it_is_faster_than_the_engine(engine: str, where:
         world.measure(where)
         assert await world.pull(40, recompute) == expected
         assert world.loaded(where) == expected
-        assert world.declined(where) == 40 - expected == world.fetcher.counters["declined"]
+        assert world.declined(where) == 40 - expected == world.fetcher.stats().declined
 
     run(main)
 
@@ -197,7 +197,7 @@ def test_all_is_loaded_for_an_engine_of_unknown_speed() -> None:
         world.source(SLOW, 1.0, range(40))
         world.measure(SLOW)
         assert await world.pull(40) == 40
-        assert world.fetcher.counters["declined"] == 0
+        assert world.fetcher.stats().declined == 0
 
     run(main)
 
@@ -263,7 +263,7 @@ def test_peers_are_asked_where_the_disk_is_slower_than_the_engine() -> None:
         world.measure(LOCAL, FAST)
         assert await world.pull(40, price(100 * MIB)) == 40
         assert (world.loaded(LOCAL), world.loaded(FAST)) == (0, 40)
-        assert world.fetcher.counters["declined"] == 0
+        assert world.fetcher.stats().declined == 0
 
     run(main)
 
@@ -353,7 +353,7 @@ def test_a_source_that_got_faster_is_found_out() -> None:
             tried = world.asked[before:]
             assert [blocks * NBYTES for _, blocks in tried] == [TRIAL_BYTES]
         assert loaded == 300
-        assert 1 < world.fetcher.counters["trials"] < 8
+        assert 1 < world.fetcher.stats().trials < 8
 
     run(main)
 
@@ -368,7 +368,7 @@ def test_there_is_one_trial_at_a_time() -> None:
             world.now += TRIAL_S
             assert await world.pull(300, price(100 * MIB)) == 0
             await world.moved.wait()
-        assert world.fetcher.counters["trials"] == len(world.asked) == 1
+        assert world.fetcher.stats().trials == len(world.asked) == 1
         world.gate.set()
         await world.settle()
 
@@ -384,7 +384,7 @@ def test_a_source_that_stays_slow_costs_a_trial_now_and_then() -> None:
             world.now += TRIAL_S / 10
             await world.pull(300, price(100 * MIB))
             await world.settle()
-        assert 8 <= world.fetcher.counters["trials"] <= 10
+        assert 8 <= world.fetcher.stats().trials <= 10
         assert world.loaded(SLOW) * NBYTES <= 10 * TRIAL_BYTES
 
     run(main)

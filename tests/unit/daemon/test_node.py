@@ -27,6 +27,7 @@ from kvpool.errors import (
 )
 from kvpool.placement.records import DEFAULT_SETTINGS
 from kvpool.storage.eviction import POLICIES, make_policy
+from kvpool.telemetry.node_stats import NamespaceStats
 from kvpool.types import PartKind, PartSpec, split_keys
 from kvpool.wire.frame import NO_ROW
 
@@ -994,24 +995,23 @@ def test_tenants_do_not_see_or_evict_each_other() -> None:
     assert pool.here(range(4)) == [0, 1, 2, 3]
 
 
-def test_stats_are_plain_values() -> None:
+def test_stats_tell_what_a_tenant_has() -> None:
     pool = Pool()
     pool.put([1, 2])
     pool.lease([1])
-    stats = pool.node.inventory.stats()
-    red = stats["tenants"]["red"]
-    assert stats["leases"] == 1
-    assert stats["counters"]["committed"] == red["blocks"] == 2
-    assert red["space"]["bytes_used"] == 2048
-    assert red["namespaces"][pool.namespace.digest.hex()] == {
-        "fields": {},
-        "epoch": 0,
-        "settings": msgspec.to_builtins(DEFAULT_SETTINGS),
-        "held_bytes": 2048,
-        "quota_bytes": 0,
-        "blocks": [2],
-        "part_bytes": [1024],
-    }
+    red = pool.node.inventory.tenant_stats(pool.node.tenants["red"])
+    assert pool.node.leases.count == 1
+    assert pool.node.counters.committed == red.blocks == 2
+    assert red.space.bytes_used == 2048
+    assert red.namespaces[pool.namespace.digest.hex()] == NamespaceStats(
+        fields={},
+        epoch=0,
+        settings=msgspec.to_builtins(DEFAULT_SETTINGS),
+        held_bytes=2048,
+        quota_bytes=0,
+        blocks=[2],
+        part_bytes=[1024],
+    )
 
 
 # ---- held in place -------------------------------------------------------------------------------

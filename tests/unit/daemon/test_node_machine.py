@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -1426,25 +1427,24 @@ class NodeMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_sums_are_right(self) -> None:
-        stats = self.node.inventory.stats()
-        counters = stats["counters"]
-        for name in counters:
+        self.node.settle()
+        for name, count in msgspec.structs.asdict(self.node.counters).items():
             if name in self.totals:
-                assert counters[name] == self.totals[name], name
+                assert count == self.totals[name], name
         assert self.totals["committed"] == (
             len(self.blocks) + self.totals["evicted"] + self.totals["dropped"]
         )
-        assert stats["leases"] == len(self.loans) + len(self.early)
+        assert self.node.leases.count == len(self.loans) + len(self.early)
         for tenant in TENANTS:
-            line = stats["tenants"][tenant]
-            assert line["space"]["bytes_used"] == sum(c.stride for c in self.copies(tenant))
-            assert line["blocks"] == sum(c.tenant == tenant for c in self.blocks.values())
-            assert line["hard_pinned_bytes"] == self.pinned(tenant, "hard")
-            assert line["soft_pinned_bytes"] == self.pinned(tenant, "soft")
-            for name, namespace in line["namespaces"].items():
+            line = self.node.inventory.tenant_stats(self.tenants[tenant])
+            assert line.space.bytes_used == sum(c.stride for c in self.copies(tenant))
+            assert line.blocks == sum(c.tenant == tenant for c in self.blocks.values())
+            assert line.hard_pinned_bytes == self.pinned(tenant, "hard")
+            assert line.soft_pinned_bytes == self.pinned(tenant, "soft")
+            for name, namespace in line.namespaces.items():
                 where = (tenant, bytes.fromhex(name))
-                assert namespace["held_bytes"] == self.quota_held(*where)
-                assert namespace["quota_bytes"] == self.quotas.get(where, 0)
+                assert namespace.held_bytes == self.quota_held(*where)
+                assert namespace.quota_bytes == self.quotas.get(where, 0)
         for client in self.clients:
             reserved = sum(c.stride for copies in client.open.values() for c in copies.values())
             assert client.real.reserved_bytes == reserved
@@ -1463,11 +1463,10 @@ class NodeMachine(RuleBasedStateMachine):
         self.every_block_can_be_evicted()
 
     def the_sums_are_right_after_all_died(self) -> None:
-        stats = self.node.inventory.stats()
-        assert stats["leases"] == 0
+        assert self.node.leases.count == 0
         for tenant in TENANTS:
             used = sum(c.stride for c in self.copies(tenant))
-            assert stats["tenants"][tenant]["space"]["bytes_used"] == used
+            assert self.tenants[tenant].allocator.bytes_used == used
 
     def every_block_can_be_evicted(self) -> None:
         everything = b"".join(KEYS)
@@ -1484,8 +1483,7 @@ class NodeMachine(RuleBasedStateMachine):
                 _, rows = self.node.puts.reserve(writer, fresh, 0, 1, split_keys(key))
                 assert len(rows) == 4
             assert not any(found[0] == tenant for found in self.observed())
-            namespace = self.node.inventory.stats()["tenants"][tenant]["space"]
-            assert namespace["bytes_used"] == self.sizes[tenant]
+            assert self.tenants[tenant].allocator.bytes_used == self.sizes[tenant]
 
 
 class Quota:

@@ -110,8 +110,8 @@ class ScriptedStore:
         self._come()
         self.dropped.append(order)
 
-    async def stats(self) -> bytes:
-        return b"{}"
+    async def usage(self) -> storage_wire.ObjectUsage:
+        return storage_wire.ObjectUsage()
 
     def written(self) -> list[int]:
         return [number for order in self.kept for number in numbers_of(order.keys)]
@@ -223,7 +223,7 @@ def test_what_memory_gives_up_next_is_written_if_it_was_read_again() -> None:
         assert max(written) < 60, "only the cold end"
         assert len(bench.store.written()) == len(written), "each once"
         assert await bench.found(range(120)) == written
-        assert bench.tier.stats()[0]["written_blocks"] == len(written)
+        assert bench.tier.stats()[0].written_blocks == len(written)
 
     run(main())
 
@@ -269,10 +269,10 @@ def test_what_is_there_already_is_not_written_and_not_asked_for_again() -> None:
         other.put(range(120))
         await asyncio.sleep(2 * AGE_S)
         assert bench.store.written() and not other.store.kept
-        known = other.tier.counters["known_blocks"]
+        known = other.tier.counted.known_blocks
         assert known == len(bench.store.written())
         await asyncio.sleep(2 * AGE_S)
-        assert other.tier.counters["known_blocks"] == known
+        assert other.tier.counted.known_blocks == known
 
     run(main())
 
@@ -308,12 +308,12 @@ def test_no_more_is_held_than_a_share_of_memory() -> None:
         await bench.begin()
         bench.put(range(124))
         await asyncio.sleep(2 * AGE_S)
-        held = bench.tier.stats()[0]["writing_blocks"]
+        held = bench.tier.stats()[0].writing_blocks
         assert 0 < held <= MEMORY // 16
         bench.put(range(200, 300), read=False)  # a put finds room beside them
         gate.set()
         await asyncio.sleep(AGE_S)
-        assert bench.tier.stats()[0]["writing_blocks"] == 0
+        assert bench.tier.stats()[0].writing_blocks == 0
         assert bench.node.leases.count == 0
         assert not any(block.leases for block in bench.namespace.tables[0].blocks.values())
 
@@ -331,7 +331,7 @@ def test_a_store_that_fails_is_left_alone_and_tried_again() -> None:
         bench.put(range(120))
         await asyncio.sleep(2 * AGE_S)
         (said,) = bench.tier.stats()
-        assert said["state"] == "failing" and "reached" in said["error"]
+        assert said.state == "failing" and "reached" in said.error
         await asyncio.sleep(280)
         assert bench.store.checks < 30, "ever less often"
         tries = len(bench.store.kept)
@@ -339,7 +339,7 @@ def test_a_store_that_fails_is_left_alone_and_tried_again() -> None:
         assert not await bench.found(range(120))
         bench.store.away = False
         await asyncio.sleep(RETRY_S[1] + 2 * AGE_S)
-        assert bench.tier.stats()[0]["state"] == "serving"
+        assert bench.tier.stats()[0].state == "serving"
         assert await bench.found(range(120))
 
     run(main())
@@ -400,8 +400,8 @@ def test_what_could_not_be_listed_is_listed_by_the_next_look_at_ones_own() -> No
         bench.put(range(120))
         await asyncio.sleep(2 * AGE_S)
         (said,) = bench.tier.stats()
-        assert said["unlisted_blocks"] and not said["stocked"]
-        assert said["state"] == "serving", "it did nothing wrong"
+        assert said.unlisted_blocks and not said.stocked
+        assert said.state == "serving", "it did nothing wrong"
         numbers = bench.store.written()
         bench.store.put = put
         bench.catalog.away = False
@@ -422,7 +422,7 @@ def test_the_end_of_the_process_is_the_end_of_reads() -> None:
         assert await bench.found(range(4)) == set()
         with pytest.raises(Unavailable):
             await bench.load([1])
-        assert bench.tier.stats()[0]["state"] == "failed"
+        assert bench.tier.stats()[0].state == "failed"
 
     run(main())
 
@@ -476,7 +476,7 @@ def test_stale_and_damaged_ones_are_found_no_more_and_late_ones_still_are() -> N
         await asyncio.sleep(1)
         assert await bench.found(range(4)) == {0, 3}
         (said,) = bench.tier.stats()
-        assert (said["stale_blocks"], said["mismatches"], said["read_errors"]) == (1, 1, 1)
+        assert (said.stale_blocks, said.mismatches, said.read_errors) == (1, 1, 1)
 
     run(main())
 
@@ -569,7 +569,7 @@ def test_nothing_is_written_before_it_is_known_what_is_there() -> None:
         bench.put(range(120))
         await asyncio.sleep(2 * AGE_S)
         assert not bench.store.kept
-        assert bench.tier.stats()[0]["state"] == "failing"
+        assert bench.tier.stats()[0].state == "failing"
 
     run(main())
 
@@ -589,7 +589,7 @@ def test_objects_of_ended_epochs_are_deleted_by_their_writers_and_by_one_for_all
         bench.store.away = False
         await asyncio.sleep(2 * RETRY_S[1])
         assert [(order.digest, order.own) for order in bench.store.dropped] == [(old, not leads)]
-        assert not bench.tier.stats()[0]["garbage"]
+        assert not bench.tier.stats()[0].garbage
 
     run(main())
 

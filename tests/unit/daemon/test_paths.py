@@ -127,7 +127,7 @@ def test_a_peer_without_nixl_is_pulled_from_over_tcp() -> None:
     assert both.pull().status == bytes([BlockStatus.PRESENT]) * 4
     assert (both.nixl.orders, len(both.tcp.orders)) == ([], 1)
     seen = both.path.nixl_stats()
-    assert seen["pulls"] == seen["failed_over"] == seen["slower"] == seen["rested"] == 0
+    assert seen.pulls == seen.failed_over == seen.slower == seen.rested == 0
 
 
 def test_nixl_alone_where_it_works() -> None:
@@ -144,8 +144,8 @@ def test_nixl_alone_where_it_works() -> None:
     (asked,) = both.nixl.orders
     assert (asked.url, asked.deadline_s) == (NIXL, 4.0)
     seen = both.path.nixl_stats()
-    assert (seen["pulls"], seen["blocks"], seen["bytes"]) == (1, 3, 3 * NBYTES)
-    assert (seen["failed_over"], seen["last_error"], seen["resting"]) == (0, "", {})
+    assert (seen.pulls, seen.blocks, seen.bytes) == (1, 3, 3 * NBYTES)
+    assert (seen.failed_over, seen.last_error, seen.resting) == (0, "", {})
 
 
 statuses = st.lists(
@@ -196,8 +196,8 @@ def test_what_nixl_has_not_brought_right_is_asked_of_tcp_and_nothing_else(
         assert list(array("I", asked.rows)) == [7 * n + 3 for n in left]
         assert asked.deadline_s == 7.5
     seen = both.path.nixl_stats()
-    assert (seen["failed_over"], seen["failed_over_blocks"]) == (bool(left), len(left))
-    assert (NIXL in seen["resting"]) == (NIXL in seen["last_error"]) == failed
+    assert (seen.failed_over, seen.failed_over_blocks) == (bool(left), len(left))
+    assert (NIXL in seen.resting) == (NIXL in seen.last_error) == failed
 
 
 def test_a_peer_that_fails_rests_longer_and_longer_and_is_never_given_up() -> None:
@@ -209,7 +209,7 @@ def test_a_peer_that_fails_rests_longer_and_longer_and_is_never_given_up() -> No
         begun, tried = both.clock.now, len(both.nixl.orders)
         while True:
             both.clock.now += REST_S / 2
-            if NIXL not in both.path.nixl_stats()["resting"]:
+            if NIXL not in both.path.nixl_stats().resting:
                 break
             both.pull()
         assert len(both.nixl.orders) == tried
@@ -230,7 +230,7 @@ def test_one_success_and_all_is_forgotten() -> None:
     both.nixl.error = Unavailable("died")
     both.pull()
     both.pull()
-    assert both.path.nixl_stats()["rested"] == 1
+    assert both.path.nixl_stats().rested == 1
     both.clock.now += REST_S
     asked = len(both.nixl.orders)
     both.pull()
@@ -360,8 +360,8 @@ class Host:
         return asyncio.run(self.paths.ask(AskPeer(TCP, question, deadline_s, **settings))).value
 
     def resting(self) -> list[str]:
-        ways = self.paths.stats()["peers"][TCP]["ways"]
-        return [way["url"] for way in ways if way["rests_s"]]
+        ways = self.paths.stats().peers[TCP].ways
+        return [way.url for way in ways if way.rests_s]
 
     def went_by(self) -> list[str]:
         urls, self.orders = [order.url for order in self.orders], []
@@ -416,12 +416,12 @@ def test_a_card_that_failed_rests_and_is_used_again() -> None:
     assert host.went_by() == [A, B]
     host.pull()
     assert host.went_by() == [B]
-    peer = host.paths.stats()["peers"][TCP]
-    assert [(w["reason"], w["rests_s"] > 0) for w in peer["ways"]] == [
+    peer = host.paths.stats().peers[TCP]
+    assert [(w.reason, w.rests_s > 0) for w in peer.ways] == [
         ("no route to host", True),
         ("", False),
     ]
-    assert host.paths.stats()["changed_card"] == 1
+    assert host.paths.stats().changed_card == 1
     host.errors.clear()
     host.clock.now += REST_S
     host.pull()
@@ -437,7 +437,7 @@ def test_an_operators_choice_holds_whatever_is_faster_and_the_other_is_for_when_
     host.bytes_s = {chosen: 1e8, other: 1e9}
     host.pull_often(10 * EXPLORE_EVERY)
     assert set(host.went_by()) == {chosen}
-    assert host.paths.nixl_stats()["slower"] == 0
+    assert host.paths.nixl_stats().slower == 0
     if first == "nixl":
         for _ in range(5):
             host.errors[NIXL] = Unavailable("gone")
@@ -643,10 +643,10 @@ def test_a_question_leaves_time_for_the_next_card_but_a_peer_may_wait_as_asked()
 def test_members_that_have_gone_are_forgotten() -> None:
     host = Host(Way(A, 0), Way(B, 0))
     host.pull()
-    assert set(host.paths.stats()["peers"]) == {TCP}
+    assert set(host.paths.stats().peers) == {TCP}
     host.gone = True
     asyncio.run(host.paths.pull(replace(order(1), url="tcp://stranger:1")))
-    assert set(host.paths.stats()["peers"]) == {"tcp://stranger:1"}
+    assert set(host.paths.stats().peers) == {"tcp://stranger:1"}
 
 
 def test_what_fails_when_it_is_tried_is_tried_less_and_less_often_for_a_short_time() -> None:
@@ -692,12 +692,12 @@ def test_the_way_that_is_clearly_faster_becomes_the_rule(nixl: float, tcp: float
     usual = max(set(went), key=went.count)
     if tcp > 1.11 * nixl:
         assert usual == A
-        assert host.paths.nixl_stats()["slower"] > 0
+        assert host.paths.nixl_stats().slower > 0
     if tcp < 1.09 * nixl:
         assert usual == NIXL
     assert went.count(usual) >= EXPLORE_EVERY - 2
     assert host.paths.path(TCP) == usual
-    assert host.paths.stats()["peers"][TCP]["usual"] == ("nixl" if usual == NIXL else "tcp")
+    assert host.paths.stats().peers[TCP].usual == ("nixl" if usual == NIXL else "tcp")
 
 
 def test_what_changes_is_found_again() -> None:
@@ -727,7 +727,7 @@ def test_small_pulls_and_background_ones_try_nothing_and_tell_nothing() -> None:
     for _ in range(2 * EXPLORE_EVERY):
         host.pull(LARGE, background=True)
     assert set(host.went_by()) == {NIXL}
-    assert host.paths.stats()["peers"][TCP]["bytes_s"] == 0
+    assert host.paths.stats().peers[TCP].bytes_s == 0
 
 
 def test_pulls_of_what_is_here_in_part_try_nothing_and_tell_nothing() -> None:
@@ -736,14 +736,14 @@ def test_pulls_of_what_is_here_in_part_try_nothing_and_tell_nothing() -> None:
     host.bytes_s = {NIXL: 1e7, A: 1e10}
     for _ in range(2 * EXPLORE_EVERY):
         host.pull(2 * LARGE, start=LARGE)
-    assert host.paths.stats()["peers"][TCP]["bytes_s"] == 0
+    assert host.paths.stats().peers[TCP].bytes_s == 0
     host.pull_often(EXPLORE_EVERY - 1)
-    speed = host.paths.stats()["peers"][TCP]["bytes_s"]
+    speed = host.paths.stats().peers[TCP].bytes_s
     host.bytes_s[NIXL] = 1e6
     for _ in range(2 * EXPLORE_EVERY):
         host.pull(2 * LARGE, start=LARGE)
     assert set(host.went_by()) == {NIXL}
-    assert host.paths.stats()["peers"][TCP]["bytes_s"] == speed
+    assert host.paths.stats().peers[TCP].bytes_s == speed
 
 
 def test_a_way_that_rests_is_not_explored_and_counts_as_no_reason_to_change_the_rule() -> None:
@@ -799,7 +799,7 @@ def test_peers_are_bounded() -> None:
             host.paths.path(f"tcp://y:{number}")
 
     asyncio.run(pull_from_all())
-    assert len(host.paths.stats()["peers"]) == PEERS_MAX
+    assert len(host.paths.stats().peers) == PEERS_MAX
 
 
 def test_a_better_way_that_comes_is_used_unless_another_one_was_found_to_be_faster() -> None:

@@ -277,7 +277,7 @@ async def gathered(world: World, work: Coroutine[Any, Any, int]) -> int:
     await world.follows.close()
     assert world.leases == 0
     assert len(world.books.node.commit_waiters) == 0
-    assert world.follows.stats()["under_way"] == 0
+    assert world.follows.stats().under_way == 0
     return found
 
 
@@ -549,7 +549,7 @@ async def test_a_prompt_that_is_too_much_to_be_held_holds_nothing() -> None:
     await world.until_here(10)
     assert world.leases == 0
     assert await following == 10
-    assert world.follows.stats()["not_held"] == 1
+    assert world.follows.stats().not_held == 1
 
 
 @scenario
@@ -635,7 +635,7 @@ def test_what_is_written_comes_before_its_commit_and_is_found_after_it() -> None
             owner.write(ticket, nbytes)
             await asyncio.sleep(0.1)
             assert world.books.here() == []
-            assert world.follows.stats()["early_bytes"] == 8 * nbytes
+            assert world.follows.stats().early_bytes == 8 * nbytes
         owner.commit(ticket)
         assert await following == 8
         everything = list(range(8))
@@ -647,7 +647,7 @@ def test_what_is_written_comes_before_its_commit_and_is_found_after_it() -> None
         ]
         assert world.books.here() == everything
         stats = world.follows.stats()
-        assert (stats["early_pulls"], stats["early_wrong"]) == (3, 0)
+        assert (stats.early_pulls, stats.early_wrong) == (3, 0)
 
     run_it()
 
@@ -718,9 +718,9 @@ def test_bytes_that_are_not_those_that_were_committed_are_pulled_again() -> None
         assert await following == 4
         assert world.clock() - committed < 0.1
         assert [span[:2] for span in owner.spans] == [(0, 1000), (1000, 0), (0, 0)]
-        assert world.follows.stats()["early_wrong"] == 4
+        assert world.follows.stats().early_wrong == 4
         peers = world.peers.stats(world.clock())
-        assert [peer["failed"] for peer in peers] == [0], "the owner is not to blame"
+        assert [peer.failed for peer in peers] == [0], "the owner is not to blame"
 
     run_it()
 
@@ -770,8 +770,8 @@ def test_bytes_that_were_wrong_cost_an_acquire_no_blocks() -> None:
             (0, 1000, [0, 1, 2, 3]),
             (1000, 0, [0, 1, 2, 3]),
         ]
-        assert world.fetcher.early_pull.counters["early_wrong"] == 4
-        assert world.fetcher.transfers.counters["mismatches"] == 0
+        assert world.fetcher.early_pull.stats.early_wrong == 4
+        assert world.fetcher.transfers.stats.mismatches == 0
         assert batch.over
         assert world.books.bytes_held == 5 * NBYTES
 
@@ -990,7 +990,7 @@ def test_parts_and_chunks_come_each_when_it_is_written() -> None:
                 owner.commit(ticket)
                 await asyncio.sleep(0.1)
         assert await following == 6
-        assert world.follows.stats()["early_bytes"] == 2 * 6 * 900
+        assert world.follows.stats().early_bytes == 2 * 6 * 900
         assert sorted(span[:2] for span in owner.spans) == [(0, 900)] * 4 + [(900, 0)] * 4
 
     run_it()
@@ -1059,11 +1059,11 @@ def test_a_beginning_that_was_not_there_any_more_is_none() -> None:
         ticket = owner.begin(range(4))
         owner.write(ticket, 400)
         await asyncio.sleep(0.03)
-        assert world.follows.stats()["early_pulls"] == 1
+        assert world.follows.stats().early_pulls == 1
         owner.commit(ticket)
         assert await following == 4
         assert [span[:2] for span in owner.spans] == [(0, 400), (0, 0)]
-        assert world.follows.stats()["early_bytes"] == 0
+        assert world.follows.stats().early_bytes == 0
 
     run_it()
 
@@ -1159,8 +1159,8 @@ def test_an_answer_of_what_cannot_be_is_none(run: bytes) -> None:
         owner.answer = answer
         assert await begin(world, 4, wait_s=1.0, source="a") == 0
         stats = world.follows.stats()
-        assert stats["questions_failed"] == stats["questions"] > 0
-        assert stats["early_pulls"] == 0
+        assert stats.questions_failed == stats.questions > 0
+        assert stats.early_pulls == 0
 
     run_it()
 

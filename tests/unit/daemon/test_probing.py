@@ -76,10 +76,10 @@ def test_none_is_only_counted(error: Exception) -> None:
     world = World(2)
     world.errors["tcp://n:1"] = error
     world.round()
-    said = {one["incarnation"]: one for one in world.peers.stats(world.now)}
-    assert said[world.names[0].hex()]["probe_failures"] == 1
-    assert said[world.names[0].hex()]["suspended_s"] == 0
-    assert said[world.names[1].hex()]["probes"] == 1
+    said = {one.incarnation: one for one in world.peers.stats(world.now)}
+    assert said[world.names[0].hex()].probe_failures == 1
+    assert said[world.names[0].hex()].suspended_s == 0
+    assert said[world.names[1].hex()].probes == 1
     assert world.round() == [], "no sooner than the others"
 
 

@@ -11,6 +11,7 @@ import pytest
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull
 from kvpool.placement.records import DEFAULT_SETTINGS, SettingsChange, quota_bytes
+from kvpool.telemetry.node_stats import NamespaceUsage, PlaceUsage
 from kvpool.types import PartSpec, split_keys
 
 QUARTER = (PartSpec(1024),)
@@ -291,14 +292,15 @@ def test_usage_says_who_has_what(make_pool) -> None:
     pool.node.quotas.set(other, 3 * SLOT)
     put_each(pool, range(2))
     put_each(pool, range(10, 15), namespace=other)
-    assert pool.node.inventory.usage(pool.tenant) == {
-        "part_bytes": 32 * SLOT,
-        "used_bytes": 5 * SLOT,
-        "namespaces": {
-            pool.namespace.base.hex(): {"held_bytes": 2 * SLOT, "quota_bytes": 0},
-            other.base.hex(): {"held_bytes": 3 * SLOT, "quota_bytes": 3 * SLOT},
+    assert pool.node.inventory.usage(pool.tenant) == PlaceUsage(
+        where="",
+        part_bytes=32 * SLOT,
+        used_bytes=5 * SLOT,
+        namespaces={
+            pool.namespace.base.hex(): NamespaceUsage(held_bytes=2 * SLOT, quota_bytes=0),
+            other.base.hex(): NamespaceUsage(held_bytes=3 * SLOT, quota_bytes=3 * SLOT),
         },
-    }
+    )
 
 
 # ---- settings --------------------------------------------------------------------------------------

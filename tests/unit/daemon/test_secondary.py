@@ -383,7 +383,7 @@ def test_what_can_go_without_a_loss(make_pool) -> None:
     pool.put(range(20, 25))
     secondary.append(pool.node.candidates.secondary_bytes(pool.tenant) // 1024)
     assert secondary == [4, 2, 4, 3, 2]
-    assert pool.node.inventory.stats()["tenants"]["red"]["secondary_bytes"] == 2 * 1024
+    assert pool.node.inventory.tenant_stats(pool.node.tenants["red"]).secondary_bytes == 2 * 1024
 
 
 # ---- what is known of a copy ----------------------------------------------------------------------

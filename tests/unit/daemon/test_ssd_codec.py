@@ -149,8 +149,10 @@ class Bench:
                     offsets[first * PAGE] = block.key
         assert offsets == {at: entry["key"].tobytes() for at, entry in self.disk.entries.items()}
         stats = self.device.stats()
-        assert stats["used_bytes"] == stats["stored_bytes"] == used
-        assert not node.leases.count and not self.device.writing_bytes and not self.disk.packs
+        assert stats.used_bytes == stats.stored_bytes == used
+        assert (
+            not node.leases.count and not self.device.counted.writing_bytes and not self.disk.packs
+        )
 
 
 # ---- down and up ---------------------------------------------------------------------------------------
@@ -170,15 +172,15 @@ def test_each_block_gets_the_slot_that_it_fits_and_is_found_again() -> None:
         rows = memoryview(packed.rows).cast("I").tolist()
         assert sorted(rows) == [0, 1, 2, 4, 5]  # of the pack
         assert whole.keys == key(4)
-        counters = bench.device.counters
-        assert (counters["packed_blocks"], counters["unpacked_blocks"]) == (5, 1)
+        counters = bench.device.counted
+        assert (counters.packed_blocks, counters.unpacked_blocks) == (5, 1)
         before = bench.pages_of()
         await bench.restart()
         assert bench.pages_of() == before
         bench.check()
         stats = bench.device.stats()
-        assert stats["raw_bytes"] == 6 * NBYTES
-        assert stats["stored_bytes"] == (1 + 1 + 2 + 8 + 7 + 5) * PAGE
+        assert stats.raw_bytes == 6 * NBYTES
+        assert stats.stored_bytes == (1 + 1 + 2 + 8 + 7 + 5) * PAGE
         pulled = await bench.read([5, 9, 4, 1])
         assert pulled.status == bytes([1, 0, 1, 1])
         assert pulled.checksums == checksum(5) + bytes(16) + checksum(4) + checksum(1)
@@ -186,7 +188,7 @@ def test_each_block_gets_the_slot_that_it_fits_and_is_found_again() -> None:
         assert memoryview(order.lengths).cast("I").tolist() == [7 * PAGE, 8 * PAGE, PAGE]
         assert [at // PAGE for at in slots_of(order.slots)] == [before[n][0] for n in (5, 4, 1)]
         assert memoryview(order.rows).cast("I").tolist() == [0, 2, 3]
-        assert bench.device.counters["read_bytes"] == 16 * PAGE
+        assert bench.device.counted.read_bytes == 16 * PAGE
         bench.check()
 
     run(main())
@@ -308,8 +310,8 @@ def test_pins_and_scrubs_of_packed_blocks() -> None:
         assert (seen, bad, more) == (before, 1, None)
         lengths = {bytes(order.lengths[:4]) for order in bench.disk.of_kind("scrub")}
         assert lengths == {np.uint32(n * PAGE).tobytes() for n in (2, 3)}
-        assert bench.device.counters["undecoded_blocks"] == 1
-        assert bench.device.counters["mismatches"] == 1
+        assert bench.device.counted.undecoded_blocks == 1
+        assert bench.device.counted.mismatches == 1
         await bench.device.tidy()
         bench.check()
 
@@ -327,8 +329,8 @@ def test_what_does_not_decode_is_a_mismatch_of_its_own_kind() -> None:
         pulled = await bench.read([1, 2, 3])
         assert pulled.status == bytes([2, 2, 1])
         assert bench.here() == {3}
-        counters = bench.device.counters
-        assert (counters["mismatches"], counters["undecoded_blocks"]) == (2, 1)
+        counters = bench.device.counted
+        assert (counters.mismatches, counters.undecoded_blocks) == (2, 1)
         await bench.device.tidy()
         bench.check()
 
@@ -364,7 +366,7 @@ def test_entries_that_cannot_be_read_are_forgotten(stored: int, codec: int) -> N
         entry["stored"], entry["codec"] = stored, codec
         await bench.restart()
         assert bench.here() == {2, 3}
-        assert bench.device.counters["dropped_at_restore"] == 1
+        assert bench.device.counted.dropped_at_restore == 1
         bench.check()
 
     run(main())
@@ -380,10 +382,10 @@ def test_a_process_without_the_codec_writes_blocks_as_they_are_and_says_so() -> 
         bench.device = bench.new_device()
         await bench.open()
         assert bench.here() == {2}  # the other one could not be read
-        assert not bench.device.stats()["codec_error"]
+        assert not bench.device.stats().codec_error
         assert await bench.write({3: PAGE}) == 1
         assert bench.pages_of()[3][1] == 8
-        assert "pip install blosc2" in bench.device.stats()["codec_error"]
+        assert "pip install blosc2" in bench.device.stats().codec_error
         assert not bench.disk.of_kind("pack")
         bench.check()
 
@@ -400,12 +402,12 @@ def test_a_codec_that_turns_out_not_to_work_is_tried_once() -> None:
         assert len(bench.disk.of_kind("pack")) == 1
         assert {pages for _, pages in bench.pages_of().values()} == {8}
         assert bench.device.state is TierState.SERVING
-        assert "it cannot be imported" in bench.device.stats()["codec_error"]
+        assert "it cannot be imported" in bench.device.stats().codec_error
         bench.check()
         await bench.restart()  # it may have been installed
         assert await bench.write({4: PAGE}) == 1
         assert bench.pages_of()[4][1] == 1
-        assert not bench.device.stats()["codec_error"]
+        assert not bench.device.stats().codec_error
 
     run(main())
 
@@ -446,10 +448,8 @@ def test_only_what_the_disk_says_is_safe_is_found() -> None:
         )
         assert await bench.write({1: PAGE, 2: PAGE, 3: 2 * PAGE, 4: 2 * PAGE}) == 2
         assert bench.here() == {1, 4}
-        assert (
-            bench.device.counters["packed_blocks"] == bench.device.counters["written_blocks"] == 2
-        )
-        assert bench.device.counters["write_errors"] == 2
+        assert bench.device.counted.packed_blocks == bench.device.counted.written_blocks == 2
+        assert bench.device.counted.write_errors == 2
         await bench.device.tidy()
         bench.check()
 

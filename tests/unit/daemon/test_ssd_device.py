@@ -129,7 +129,7 @@ class Bench:
             blocks == known
             and self.device.used_bytes == len(blocks) * PAGE
             and not node.leases.count
-            and not self.device.writing_bytes
+            and not self.device.counted.writing_bytes
         )
 
 
@@ -145,7 +145,7 @@ def test_what_was_written_is_found_again() -> None:
         await bench.restart()
         assert (bench.here(0), bench.here(1)) == ({0, 1, 2}, {2, 3, 4})
         assert bench.device.state is TierState.SERVING
-        assert bench.device.counters["restored_blocks"] == 6
+        assert bench.device.counted.restored_blocks == 6
         assert bench.agrees()
         pulled = await bench.read([1, 4])
         assert pulled.status == bytes([BlockStatus.PRESENT, BlockStatus.ABSENT])
@@ -171,7 +171,7 @@ def test_nothing_of_an_older_epoch_or_a_foreign_tenant_is_restored() -> None:
         bench.disk.entries[7 * PAGE] = entry
         await bench.restart()
         assert bench.here() == bench.indexed() == {2, 3}
-        assert bench.device.counters["dropped_at_restore"] >= 1
+        assert bench.device.counted.dropped_at_restore >= 1
         assert bench.agrees()
         assert len(bench.disk.tables) == 1  # of the living epoch
         kinds = [kind for kind, _ in bench.disk.orders]
@@ -310,7 +310,7 @@ def test_a_codec_that_turns_out_not_to_work_reads_and_packs_nothing() -> None:
             entry["codec"] = int(entry["key"][-1] == 2)
         await bench.restart(disk)
         assert bench.here() == {0, 1, 3}
-        assert "it does not work" in bench.device.stats()["codec_error"]
+        assert "it does not work" in bench.device.stats().codec_error
         assert bench.agrees()
 
     run(main())
@@ -369,8 +369,8 @@ def test_only_what_the_disk_says_is_safe_is_found(bad: int) -> None:
         )
         assert await bench.write([1, 2, 3]) == 2
         assert bench.here() == {1, 3}
-        assert bench.device.counters["written_blocks"] == 2
-        assert bench.device.counters["write_errors"] == 1
+        assert bench.device.counted.written_blocks == 2
+        assert bench.device.counted.write_errors == 1
         await bench.device.tidy()
         assert bench.agrees()
 
@@ -516,11 +516,11 @@ def test_a_process_that_dies_during_a_write_leaves_nothing_in_the_next_ones_book
         before, after = bench.disk, bench.disk.next_life()
         bench.device.ended("killed")
         await bench.open(after)  # before the order has heard of it
-        written = bench.device.counters["written_blocks"]
+        written = bench.device.counted.written_blocks
         before.go_on()  # the answer was on its way
         assert await writing == 0
         assert bench.here() == {9}
-        assert bench.device.counters["written_blocks"] == written
+        assert bench.device.counted.written_blocks == written
         assert bench.device.state is TierState.SERVING
         assert not after.of_kind("write")
         assert bench.agrees()
@@ -677,8 +677,8 @@ def test_what_is_broken_is_found_no_more_and_what_came_late_is() -> None:
             ]
         )
         assert bench.here() == {1, 4}
-        counters = bench.device.counters
-        assert (counters["mismatches"], counters["read_errors"], counters["read_blocks"]) == (
+        counters = bench.device.counted
+        assert (counters.mismatches, counters.read_errors, counters.read_blocks) == (
             1,
             1,
             1,

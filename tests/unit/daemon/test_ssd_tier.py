@@ -20,6 +20,7 @@ from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import PoolFull
 from kvpool.placement.records import NamespaceSettings
 from kvpool.storage.eviction import make_policy
+from kvpool.telemetry.node_stats import NamespaceUsage
 from kvpool.types import BlockStatus, PartSpec, split_keys
 from kvpool.wire import frame
 from kvpool.wire import storage as storage_wire
@@ -135,10 +136,10 @@ def test_the_queue_is_bounded_and_says_what_it_dropped(monkeypatch: pytest.Monke
         bench = Bench(32, write="through")
         await bench.begin()
         bench.put(range(8))
-        assert bench.tiers.stats()["queued_writes"] == 5
+        assert bench.tiers.stats().queued_writes == 5
         await asyncio.sleep(1)
         assert bench.on_disk() == set(range(5))
-        assert bench.tiers.counters["dropped_writes"] == 3
+        assert bench.tiers.counted.dropped_writes == 3
 
     run(main())
 
@@ -172,7 +173,7 @@ def test_what_memory_gave_up_before_its_turn_is_counted() -> None:
         bench.node.removal.remove(bench.namespace, split_keys(key(1) + key(2)))
         await asyncio.sleep(1)
         assert bench.on_disk() == {0, 3}
-        assert bench.tiers.counters["dropped_writes"] == 2
+        assert bench.tiers.counted.dropped_writes == 2
 
     run(main())
 
@@ -273,14 +274,14 @@ def test_a_quota_is_spread_over_disks_by_size(late: bool) -> None:
         large, small = bench.tiers.devices
         assert (len(bench.on_disk(large)), len(bench.on_disk(small))) == (30, 10)
         usage = bench.tiers.usage("default")
-        assert [place["where"] for place in usage] == ["/0", "/1"]
-        assert [place["namespaces"][BASE.hex()] for place in usage] == [
-            {"held_bytes": n * PAGE, "quota_bytes": n * PAGE} for n in (30, 10)
+        assert [place.where for place in usage] == ["/0", "/1"]
+        assert [place.namespaces[BASE.hex()] for place in usage] == [
+            NamespaceUsage(n * PAGE, n * PAGE) for n in (30, 10)
         ]
         bench.namespace.settings = NamespaceSettings(ssd_quota=0.5)
         bench.tiers.limit(bench.namespace)
-        halves = [place["namespaces"][BASE.hex()] for place in bench.tiers.usage("default")]
-        assert [half["quota_bytes"] for half in halves] == [150 * PAGE, 50 * PAGE]
+        halves = [place.namespaces[BASE.hex()] for place in bench.tiers.usage("default")]
+        assert [half.quota_bytes for half in halves] == [150 * PAGE, 50 * PAGE]
 
     run(main())
 
@@ -366,11 +367,11 @@ def test_a_day_of_writes_takes_no_more_than_its_budget() -> None:
         hours = 600 * 6 / 3600
         assert len(bench.written()) <= pages_an_hour * (1 + hours) + 1
         assert len(bench.written()) >= pages_an_hour * 0.75
-        counters = bench.tiers.counters
-        assert counters["over_budget_blocks"] + counters["once_used_blocks"] > 0
-        assert len(bench.written()) + counters["over_budget_blocks"] + counters[
-            "once_used_blocks"
-        ] == len(set(range(600)))
+        counters = bench.tiers.counted
+        assert counters.over_budget_blocks + counters.once_used_blocks > 0
+        assert len(
+            bench.written()
+        ) + counters.over_budget_blocks + counters.once_used_blocks == len(set(range(600)))
 
     run(main())
 
@@ -391,7 +392,7 @@ def test_when_the_budget_is_short_what_was_used_again_is_written() -> None:
         bench.tiers.stored(bench.namespace, 0, lambda: [key(n) for n in range(100, 104)])
         await asyncio.sleep(1)
         assert set(bench.written()) - before == {102}
-        assert bench.tiers.counters["once_used_blocks"] == 3
+        assert bench.tiers.counted.once_used_blocks == 3
 
     run(main())
 
@@ -423,7 +424,7 @@ def test_a_disk_that_fails_leaves_its_share_to_the_others() -> None:
             bench.put([number])
             await asyncio.sleep(0.2)
         assert len(bench.on_disk()) >= 8
-        assert bench.tiers.devices[1].counters["written_blocks"] >= 8
+        assert bench.tiers.devices[1].counted.written_blocks >= 8
 
     run(main())
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvpool.daemon.core.limits import Limits
@@ -66,9 +67,9 @@ class World:
 
     def loads(self) -> dict[str, int]:
         """The tenant's, which are the peer's as well."""
-        tenant = self.tenant.traffic.stats()["loads"]["peer"]
-        assert self.fetcher.delivered.stats()["peers"] == {"b": tenant}
-        return {name: count for name, count in tenant.items() if count}
+        tenant = self.tenant.traffic.loads["peer"]
+        assert self.fetcher.stats().delivered.peers == {"b": tenant}
+        return {name: count for name, count in msgspec.structs.asdict(tenant).items() if count}
 
 
 def answers(
@@ -110,8 +111,8 @@ def test_a_transfer_that_raises_has_failed() -> None:
     world = World(fail)
     world.read(5)
     assert world.loads() == {"failed": 5}
-    delivered = world.fetcher.delivered.stats()
-    assert delivered["seconds"] == delivered["ratios"] == {}
+    delivered = world.fetcher.stats().delivered
+    assert delivered.seconds == delivered.ratios == {}
 
 
 def test_what_was_called_off_is_told_from_what_failed() -> None:
@@ -145,17 +146,17 @@ def test_what_was_expected_is_compared_with_what_was_seen(times: float) -> None:
     expected_s = latency_s + 8 * NBYTES * per_byte
     world.answer = answers(*[BlockStatus.PRESENT] * 8, seconds=times * expected_s)
     world.read(8)
-    delivered = world.fetcher.delivered.stats()
-    assert delivered["expected_s"]["peer"] == pytest.approx(expected_s)
-    assert delivered["seen_s"]["peer"] == pytest.approx(times * expected_s)
-    ratios = delivered["ratios"]["peer"]
-    (bucket,) = [index for index, count in enumerate(ratios["counts"]) if count]
+    delivered = world.fetcher.stats().delivered
+    assert delivered.expected_s["peer"] == pytest.approx(expected_s)
+    assert delivered.seen_s["peer"] == pytest.approx(times * expected_s)
+    ratios = delivered.ratios["peer"]
+    (bucket,) = [index for index, count in enumerate(ratios.counts) if count]
     assert RATIOS[bucket - 1] * 0.999 <= times <= RATIOS[bucket] * 1.001
 
 
 def test_half_a_transfer_says_nothing_of_the_estimate() -> None:
     world = World(answers(BlockStatus.PRESENT, BlockStatus.ABSENT))
     world.read(2)
-    delivered = world.fetcher.delivered.stats()
-    assert delivered["ratios"] == {}
-    assert sum(delivered["seconds"]["peer"]["counts"]) == 1
+    delivered = world.fetcher.stats().delivered
+    assert delivered.ratios == {}
+    assert sum(delivered.seconds["peer"].counts) == 1

@@ -26,6 +26,7 @@ from kvpool.errors import (
     StaleEpoch,
     Unavailable,
 )
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import (
     KEY_BYTES,
     EngineRecord,
@@ -36,6 +37,7 @@ from kvpool.types import (
     pack_keys,
 )
 from kvpool.wire.frame import NO_ROW
+from tests.support.stats import node_stats
 
 
 class FakeDevice:
@@ -162,8 +164,8 @@ class FakePool:
             raise StaleEpoch("others have changed their weights more often")
         self.rows = {name: row for name, row in self.rows.items() if name[0] != ns.digest}
 
-    def stats(self) -> dict[str, Any]:
-        return {"sources": bool(self.others)}
+    def stats(self) -> NodeStats:
+        return node_stats(sources=bool(self.others))
 
     def lift(self, ns: Namespace, part: int, keys: Any) -> None:
         """Move what is in memory to the device."""

@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.engine_plugins.vllm.pulls import OTHERS_S, Pulls
 from kvpool.errors import NamespaceMismatch
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import NamespaceRecord, PartSpec
 from tests.support.waiting import PATIENCE_S
 
@@ -53,7 +54,7 @@ def count_stats(pool: Any) -> list[int]:
     asked = []
     stats = pool.stats
 
-    def count() -> Any:
+    def count() -> NodeStats:
         asked.append(1)
         return stats()
 

@@ -223,7 +223,7 @@ class Bench:
         return self.now() - began
 
     async def settled(self, seconds: float = 600.0) -> float:
-        return await self.until(lambda: self.announcer.stats()["settled"], seconds)
+        return await self.until(lambda: self.announcer.stats().settled, seconds)
 
     async def right(self, incarnation: bytes = US) -> None:
         """The directory says of us what is held, of every key there ever was."""
@@ -243,7 +243,7 @@ def test_changes_are_published_soon_and_in_few_calls() -> None:
             await b.settled()
             b.put(A, map(key_of, range(1000)), 0b101)
             b.put(B, map(key_of, range(10)))
-            assert await b.until(lambda: not b.announcer.stats()["queued"]) < 0.1
+            assert await b.until(lambda: not b.announcer.stats().queued) < 0.1
             await b.right()
             assert len(b.directory.tries) <= 2 * LANES
             b.evict(A, map(key_of, range(500)))
@@ -251,8 +251,8 @@ def test_changes_are_published_soon_and_in_few_calls() -> None:
             await b.settled()
             await b.right()
             stats = b.announcer.stats()
-            assert stats["withdrawn"] == 500 and stats["announced"] == 510
-            assert stats["lag_s"] == 0 and stats["connected"]
+            assert stats.withdrawn == 500 and stats.announced == 510
+            assert stats.lag_s == 0 and stats.connected
 
     virtually(main)
 
@@ -300,11 +300,11 @@ def test_lag_is_the_age_of_the_oldest_unpublished_change() -> None:
             for _ in range(50):
                 await asyncio.sleep(1)
                 b.put(A, [key_of(random.Random(3).randrange(1000))])
-            assert b.announcer.stats()["lag_s"] == pytest.approx(50, abs=1e-6)
-            assert not b.announcer.stats()["connected"]
+            assert b.announcer.stats().lag_s == pytest.approx(50, abs=1e-6)
+            assert not b.announcer.stats().connected
             b.directory.down = set()
             await b.settled()
-            assert b.announcer.stats()["lag_s"] == 0
+            assert b.announcer.stats().lag_s == 0
 
     virtually(main)
 
@@ -329,8 +329,8 @@ def test_silent_until_told_who_it_is_and_again_when_told_so() -> None:
             await b.settled()
             await b.right(THEM)
             stats = b.announcer.stats()
-            assert stats["announced"] == 15
-            assert stats["withdrawn"] == 0, "the former life's entries go with that life"
+            assert stats.announced == 15
+            assert stats.withdrawn == 0, "the former life's entries go with that life"
 
     virtually(main)
 
@@ -362,8 +362,8 @@ def test_blocks_of_a_namespace_that_is_gone_are_withdrawn() -> None:
             b.announcer.changed(A, map(key_of, range(200)))
             await b.settled()
             await b.right()
-            assert b.announcer.stats()["announced"] == 0
-            assert b.announcer.stats()["withdrawn"] == 100
+            assert b.announcer.stats().announced == 0
+            assert b.announcer.stats().withdrawn == 100
 
     virtually(main)
 
@@ -386,7 +386,7 @@ def test_while_the_directory_is_away_it_is_asked_now_and_then_and_nothing_is_los
             tries = b.directory.tries
             late = [keys for at, keys in tries if at > tries[0][0] + 60]
             assert len(late) <= 240 * TAGS / 2 + TAGS and max(late) <= 128
-            assert b.announcer.stats()["queued"] >= 36_000 - 1
+            assert b.announcer.stats().queued >= 36_000 - 1
             b.directory.down = set()
             assert await b.settled() < 0.5, "as soon as it is seen to be back"
             await b.right()
@@ -424,7 +424,7 @@ def test_single_failures_neither_repeat_a_walk_for_ever_nor_lose_anything() -> N
             b.directory.fail_chance = 0.02
             b.announcer.act_as(US)
             await b.settled(120)
-            assert b.announcer.stats()["failures"] > 5
+            assert b.announcer.stats().failures > 5
             b.directory.fail_chance = 0.0
             await b.right()
             assert sum(b.directory.sent.values()) < 5 * 30_000
@@ -443,9 +443,9 @@ def test_an_overflow_loses_neither_what_came_nor_what_went() -> None:
             for at in range(0, 1500, 100):
                 b.evict(A, map(key_of, range(at, at + 100)))
                 b.put(B, map(key_of, range(at, at + 100)))
-            assert b.announcer.stats()["overflows"] > 0
+            assert b.announcer.stats().overflows > 0
             await asyncio.sleep(30)
-            assert b.announcer.stats()["queued"] <= 500
+            assert b.announcer.stats().queued <= 500
             b.directory.down = set()
             await b.settled(60)
             await b.right()
@@ -463,7 +463,7 @@ def test_what_was_cancelled_under_way_is_sent_by_the_next_run() -> None:
             b.put(A, map(key_of, range(100)))
             await b.until(lambda: b.directory.under_way)
         b.directory.delay_s = 0.0
-        assert b.announcer.stats()["queued"] == 100
+        assert b.announcer.stats().queued == 100
         async with b:
             await b.settled()
             await b.right()
@@ -542,7 +542,7 @@ def test_changes_go_before_repairs() -> None:
             b.put(B, map(key_of, range(64)))
             took = await b.until(lambda: all(b.directory.sent[key_of(i)] for i in range(64)))
             assert took < 0.1
-            assert not b.announcer.stats()["settled"]
+            assert not b.announcer.stats().settled
             await b.settled()
             await b.right()
 
@@ -556,8 +556,8 @@ def test_a_walk_waits_for_what_it_has_found_to_be_sent() -> None:
             b.directory.delay_s = 0.1
             b.announcer.act_as(US)
             highest = 0
-            while not b.announcer.stats()["settled"]:
-                highest = max(highest, b.announcer.stats()["repairing"])
+            while not b.announcer.stats().settled:
+                highest = max(highest, b.announcer.stats().repairing)
                 await asyncio.sleep(0.01)
             assert REPAIRS_MAX / 2 < highest <= REPAIRS_MAX + WALK_KEYS + LANES * 1024
             await b.right()
@@ -574,7 +574,7 @@ def test_groups_that_a_walk_had_to_leave_out_are_walked_when_they_are_back() -> 
             b.directory.delay_s, b.directory.down = 0.01, {3, 4}
             b.announcer.act_as(US)
             whole = 40_000 // TAGS * (TAGS - 2)
-            await b.until(lambda: b.announcer.stats()["published"] >= whole, 60)
+            await b.until(lambda: b.announcer.stats().published >= whole, 60)
             b.directory.tries.clear()
             await asyncio.sleep(60)
             assert len(b.directory.tries) <= 2 * 31, "one try in two seconds for each of them"
@@ -595,7 +595,7 @@ def test_no_namespace_waits_for_another_one() -> None:
             await asyncio.sleep(0.1)
             b.put(B, [key_of(70_000)])
             assert await b.until(lambda: b.directory.sent[key_of(70_000)]) < 1.0
-            assert b.announcer.stats()["queued"] > 10_000
+            assert b.announcer.stats().queued > 10_000
 
     virtually(main)
 
@@ -612,7 +612,7 @@ def test_repairs_are_not_starved_by_changes() -> None:
                 number += 4000
                 assert number < 2_000_000
                 await asyncio.sleep(0.01)
-            assert b.announcer.stats()["queued"] > 4000
+            assert b.announcer.stats().queued > 4000
 
     virtually(main)
 
@@ -647,7 +647,7 @@ def test_wrong_hints_are_withdrawn_and_our_own_are_looked_at() -> None:
             await b.directory.publish(A, PARTS, THEM, DRAM, keys, [1] * 5)
             b.announcer.retract(A, PARTS, THEM, DRAM, keys[:3])
             b.announcer.retract(A, PARTS, US, DRAM, keys[:3])
-            await b.until(lambda: b.announcer.stats()["retracted"] == 3)
+            await b.until(lambda: b.announcer.stats().retracted == 3)
             await b.settled()
             assert await b.directory.of(THEM, A, keys) == {keys[3]: 1, keys[4]: 1}
             await b.right()
@@ -681,11 +681,11 @@ def test_retracts_are_bounded_and_dropped_while_the_directory_is_away() -> None:
             b.announcer.act_as(US)
             await b.settled()
             b.announcer.retract(A, PARTS, THEM, DRAM, map(key_of, range(RETRACTS_MAX + 10)))
-            assert b.announcer.stats()["retracts_dropped"] == 10
-            await b.until(lambda: b.announcer.stats()["retracted"] == RETRACTS_MAX)
+            assert b.announcer.stats().retracts_dropped == 10
+            await b.until(lambda: b.announcer.stats().retracted == RETRACTS_MAX)
             b.directory.down = set(range(TAGS))
             b.announcer.retract(A, PARTS, THEM, DRAM, [key_of(1)])
-            await b.until(lambda: b.announcer.stats()["retracts_dropped"] == 11)
+            await b.until(lambda: b.announcer.stats().retracts_dropped == 11)
 
     virtually(main)
 

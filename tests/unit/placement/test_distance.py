@@ -320,7 +320,7 @@ def test_a_probe_tells_of_latency_and_of_nothing_else() -> None:
     assert peers.link(P, "n", 3.0).latency_age_s == 2.0
     assert peers.link(P, "n", 3.0).bytes_age_s is None
     said = peers.stats(1.0)[0]
-    assert (said["asked"], said["failed"], said["probes"]) == (0, 0, 30)
+    assert (said.asked, said.failed, said.probes) == (0, 0, 30)
 
 
 def test_a_probe_makes_no_old_bandwidth_young() -> None:
@@ -335,13 +335,12 @@ def test_a_probe_makes_no_old_bandwidth_young() -> None:
 def test_a_probe_that_fails_changes_nothing_but_its_counter() -> None:
     peers = peers_at(Distance.RACK, Distance.RACK)
     measure(peers, P, 0.001, 1e9, 1.0)
-    (before,) = (one for one in peers.stats(1.0) if one["incarnation"] == P.hex())
+    (before,) = (one for one in peers.stats(1.0) if one.incarnation == P.hex())
     for _ in range(50):
         peers.probe_failed(P)
-    (after,) = (one for one in peers.stats(1.0) if one["incarnation"] == P.hex())
-    assert after.pop("probe_failures") == 50
-    before.pop("probe_failures")
-    assert after == before
+    (after,) = (one for one in peers.stats(1.0) if one.incarnation == P.hex())
+    assert after.probe_failures == 50
+    assert after == msgspec.structs.replace(before, probe_failures=50)
     assert {chosen(peers, [P, Q], MIB, 1.0) for _ in range(50)} == {P, Q}
 
 

@@ -446,8 +446,8 @@ def test_many_requests_that_break_at_once_are_one_failure() -> None:
     for _ in range(100):
         peers.failed(P, 1.0, error="connection reset", asked=MIB)
     assert usable(peers, 1.0 + BACKOFF_S) == "probation"
-    assert peers.stats(1.0)[0]["inflight_bytes"] == 0
-    assert peers.stats(1.0)[0]["last_error"] == "connection reset"
+    assert peers.stats(1.0)[0].inflight_bytes == 0
+    assert peers.stats(1.0)[0].last_error == "connection reset"
 
 
 def test_a_probe_that_never_ends_is_not_waited_for_for_ever() -> None:
@@ -501,8 +501,8 @@ def test_estimates_follow_what_is_measured() -> None:
     for latency_s, bytes_s in ((0.002, 2e9), (0.02, 1e8), (0.001, 5e9)):
         teach(peers, P, latency_s=latency_s, bytes_s=bytes_s, now=0.0)
         said = peers.stats(0.0)[0]
-        assert said["latency_ms"] == pytest.approx(1000 * latency_s, rel=0.05)
-        assert said["bytes_s"] == pytest.approx(bytes_s, rel=0.1)
+        assert said.latency_ms == pytest.approx(1000 * latency_s, rel=0.05)
+        assert said.bytes_s == pytest.approx(bytes_s, rel=0.1)
 
 
 def test_a_large_transfer_that_is_quick_tells_of_latency_too() -> None:
@@ -510,7 +510,7 @@ def test_a_large_transfer_that_is_quick_tells_of_latency_too() -> None:
     peers.finished(P, 1000, 0.3, 0.0)
     for _ in range(30):
         peers.finished(P, 64 * MIB, 0.07, 0.0)
-    assert peers.stats(0.0)[0]["latency_ms"] < 80
+    assert peers.stats(0.0)[0].latency_ms < 80
 
 
 @pytest.mark.parametrize(
@@ -550,8 +550,8 @@ def test_peers_are_bounded_and_ends_without_a_start_are_harmless() -> None:
     peers.gone(P)
     peers.stopped(P, MIB)
     peers.failed(P, 0.0, error="late")
-    said = {one["incarnation"]: one for one in peers.stats(0.0)}
-    assert said[P.hex()]["inflight_bytes"] == said[P.hex()]["running"] == 0
+    said = {one.incarnation: one for one in peers.stats(0.0)}
+    assert said[P.hex()].inflight_bytes == said[P.hex()].running == 0
 
 
 def test_when_nothing_runs_nothing_is_in_flight_whatever_was_said_of_sizes() -> None:
@@ -561,7 +561,7 @@ def test_when_nothing_runs_nothing_is_in_flight_whatever_was_said_of_sizes() -> 
     peers.finished(P, 40, 0.1, 0.0)
     peers.failed(P, 0.0, error="x")
     peers.finished(P, 0, 0.1, 0.0)
-    assert peers.stats(0.0)[0]["inflight_bytes"] == 0
+    assert peers.stats(0.0)[0].inflight_bytes == 0
 
 
 @given(
@@ -588,7 +588,7 @@ def test_what_is_in_flight_is_what_was_asked_and_has_not_ended(
         else:
             peers.stopped(P, asked)
         said = peers.stats(0.0)[0]
-        assert (said["inflight_bytes"], said["running"]) == (sum(running), len(running))
+        assert (said.inflight_bytes, said.running) == (sum(running), len(running))
 
 
 # ---- what is remembered ------------------------------------------------------------------------------

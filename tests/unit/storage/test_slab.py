@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -273,12 +272,12 @@ def test_costs_do_not_depend_on_the_size_of_the_segment() -> None:
     assert time.process_time() - began < 1.0
 
 
-def test_stats_are_plain_values() -> None:
+def test_stats_tell_of_each_class() -> None:
     slab = SlabAllocator(8 * MIB)
     slab.alloc(12 * KIB, 2)
-    stats: dict[str, Any] = slab.stats()
-    assert stats["bytes_used"] == 24 * KIB
-    (line,) = stats["classes"]
-    assert line["stride"] == 12 * KIB
-    assert line["slots_used"] == 2
-    assert line["bytes_lost"] == MIB - (MIB // (12 * KIB)) * 12 * KIB
+    stats = slab.stats()
+    assert stats.bytes_used == 24 * KIB
+    (line,) = stats.classes
+    assert line.stride == 12 * KIB
+    assert line.slots_used == 2
+    assert line.bytes_lost == MIB - (MIB // (12 * KIB)) * 12 * KIB

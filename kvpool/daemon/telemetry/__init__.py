@@ -1,1 +1,0 @@
-"""Counters of one node and its background tasks."""

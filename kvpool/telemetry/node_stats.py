@@ -1,0 +1,614 @@
+"""The numbers of a node, as one typed tree: its parts count in it, clients and operators are sent it as JSON.
+
+Totals are counted since the daemon started. A part of the daemon owns its branch, adds to the totals as things
+happen, and sets the gauges (numbers that fall too) when it is asked. `kvpool.admin.metrics` says each one in words.
+What a node of another version does not send reads as 0 or empty; what only it knows is left out.
+
+Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvpool.errors import ProtocolError
+from kvpool.telemetry.histogram import RATIOS, Histogram
+
+PEERS_MAX = 256  # that are counted by name
+OTHERS = "others"
+
+
+class Branch(msgspec.Struct):
+    """Base of all branches."""
+
+
+# ---- memory -----------------------------------------------------------------------------------------------
+
+
+class Counters(Branch):
+    """What happened to blocks in memory."""
+
+    reserved: int = 0
+    committed: int = 0
+    committed_bytes: int = 0
+    duplicates: int = 0
+    aborted: int = 0
+    acquired: int = 0
+    acquire_misses: int = 0
+    leased_blocks: int = 0
+    leased_bytes: int = 0
+    leases_expired: int = 0
+    evicted: int = 0
+    evicted_by_quota: int = 0  # of these: their namespace had more than its own
+    evicted_soft_pins: int = 0  # of these
+    evicted_secondary: int = 0  # of these: replicas that others keep
+    slabs_reclaimed: int = 0
+    removed: int = 0
+    refused_full: int = 0
+    match_calls: int = 0
+    match_keys: int = 0
+    match_hits: int = 0
+    dead_holders: int = 0  # of those that held something
+    checksum_mismatches: int = 0
+    pulled_blocks: int = 0
+    pulled_bytes: int = 0
+    lent_blocks: int = 0
+    lent_bytes: int = 0
+    epochs_ended: int = 0
+    reclaimed_blocks: int = 0  # of ended epochs
+    # Parts of blocks:
+    removed_parts: int = 0  # by clients
+    given_up_parts: int = 0  # by operators
+    unused_parts: int = 0  # for longer than their namespace's time to live
+    corrupt_parts: int = 0
+
+    def gone(self) -> dict[str, int]:
+        """Parts of blocks that are not here any more, by reason."""
+        return {
+            "full": self.evicted - self.evicted_by_quota,
+            "quota": self.evicted_by_quota,
+            "ttl": self.unused_parts,
+            "operator": self.given_up_parts,
+            "removed": self.removed_parts,
+            "corrupt": self.corrupt_parts,
+            "epoch": self.reclaimed_blocks,
+        }
+
+
+class SlabClass(msgspec.Struct, frozen=True):
+    """Slots of one size, `stride` bytes each. bytes_lost: of its slabs, too little for a slot."""
+
+    stride: int = 0
+    extents: int = 0
+    slots_used: int = 0
+    slots_free: int = 0
+    bytes_used: int = 0
+    bytes_free: int = 0
+    bytes_lost: int = 0
+
+
+class SpaceStats(Branch):
+    """How a segment is divided. slabs_unassigned, bytes_unassigned: not given to any slot size."""
+
+    size: int = 0
+    slab_bytes: int = 0
+    slabs: int = 0
+    slabs_unassigned: int = 0
+    bytes_unassigned: int = 0
+    bytes_used: int = 0
+    classes: list[SlabClass] = []
+
+
+class Asked(Branch):
+    """Blocks that clients asked for in so many requests.
+
+    local: could be used at once. fetched: after a wait for other tiers and nodes. missed: could not be used. = msgspec.field(default_factory=could be used at once. fetched: after a wait for other tiers and nodes. missed: could not be used.)
+    """
+
+    requests: int = 0
+    local: int = 0
+    fetched: int = 0
+    missed: int = 0
+
+    def add(self, asked: int, got: int, here: int) -> None:
+        """A request for `asked` blocks that `got` so many, `here` of them without its wait."""
+        fetched = max(0, got - here)
+        self.requests += 1
+        self.local += got - fetched
+        self.fetched += fetched
+        self.missed += asked - got
+
+
+class Loads(Branch):
+    """Parts of blocks that a source was asked for, by outcome.
+
+    nbytes: of those loaded. absent: the source did not have them any more. mismatched: wrong checksum. cancelled: a = msgspec.field(default_factory=of those loaded. absent: the source did not have them any more. mismatched: wrong checksum. cancelled: a)
+    hedge was faster, or nobody wanted them any more.
+    """
+
+    loaded: int = 0
+    absent: int = 0
+    mismatched: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    nbytes: int = 0
+
+    def add(self, other: Loads) -> None:
+        self.loaded += other.loaded
+        self.absent += other.absent
+        self.mismatched += other.mismatched
+        self.failed += other.failed
+        self.cancelled += other.cancelled
+        self.nbytes += other.nbytes
+
+
+class Traffic(Branch):
+    """What the clients of one tenant put, asked for and got; counted once a request or transfer, never once a block.
+
+    put_parts, put_bytes: new ones. matches, reads, pulls: the requests of these names. read_bytes: leased to clients
+    in memory; device_read_bytes: in spare device memory. loads: into memory, by the tier they came from.
+    """
+
+    put_parts: int = 0
+    put_bytes: int = 0
+    matches: Asked = msgspec.field(default_factory=Asked)
+    reads: Asked = msgspec.field(default_factory=Asked)
+    pulls: Asked = msgspec.field(default_factory=Asked)
+    read_bytes: int = 0
+    device_read_bytes: int = 0
+    loads: dict[str, Loads] = {}
+
+
+class NamespaceStats(Branch):
+    """A namespace in memory. blocks, part_bytes: of each part. quota_bytes: 0 for none. settings: as in etcd."""
+
+    fields: dict[str, Any] = {}
+    epoch: int = 0
+    settings: dict[str, Any] = {}
+    held_bytes: int = 0
+    quota_bytes: int = 0
+    blocks: list[int] = []
+    part_bytes: list[int] = []
+
+
+class NamespaceUsage(Branch):
+    """What a namespace has of a place. quota_bytes: 0 for none."""
+
+    held_bytes: int = 0
+    quota_bytes: int = 0
+
+
+class PlaceUsage(Branch):
+    """What a tenant has of memory or a disk. where: its directory; empty for memory. part_bytes: what it may use."""
+
+    where: str = ""
+    part_bytes: int = 0
+    used_bytes: int = 0
+    namespaces: dict[str, NamespaceUsage] = {}
+
+
+class Usage(Branch):
+    """What a tenant has of each tier. A disk that is not open is left out."""
+
+    dram: list[PlaceUsage] = []
+    ssd: list[PlaceUsage] = []
+
+
+class EngineStats(Branch):
+    """An engine's own cache, as its KV events tell. age_s: since the last event. outdated: of an ended epoch."""
+
+    endpoint: str = ""
+    namespace: str = ""
+    outdated: bool = False
+    error: str = ""
+    connected: bool = False
+    age_s: float | None = None
+    blocks: int = 0
+    complete: bool = False
+    gaps: int = 0
+    unreadable: int = 0
+    refused_blocks: int = 0
+
+
+class EnginesStats(Branch):
+    """The engines of a tenant that announce KV events. known_blocks: those whose key is known."""
+
+    error: str = ""
+    seen_keys: int = 0
+    known_blocks: int = 0
+    dropped_keys: int = 0
+    followed: list[EngineStats] = []
+
+
+class TenantStats(Branch):
+    """A tenant's memory, with what it has of each tier. namespaces: by digest, in hex."""
+
+    segment_bytes: int = 0
+    blocks: int = 0
+    secondary_bytes: int = 0
+    granted_bytes: int = 0
+    hard_pinned_bytes: int = 0
+    soft_pinned_bytes: int = 0
+    traffic: Traffic = msgspec.field(default_factory=Traffic)
+    space: SpaceStats = msgspec.field(default_factory=SpaceStats)
+    namespaces: dict[str, NamespaceStats] = {}
+    usage: Usage = msgspec.field(default_factory=Usage)
+    engines: EnginesStats = msgspec.field(default_factory=EnginesStats)
+
+
+class HotPrefix(msgspec.Struct, frozen=True):
+    """Of a prefix: `namespace`, the `key` of its last block, its `blocks`, and about how often it was `reads` in the last
+    ten minutes or twenty. Of a tenant: bytes that it has read a second."""
+
+    tenant: str = ""
+    namespace: str = ""
+    key: str = ""
+    blocks: int = 0
+    reads: float = 0.0
+    read_bytes_s: float = 0.0
+
+
+# ---- other tiers ------------------------------------------------------------------------------------------
+
+
+class PlaceStats(Branch):
+    """A place below memory. path: a directory, a device or a URL. blocks: parts of blocks, here as in all names below."""
+
+    path: str = ""
+    state: str = ""
+    error: str = ""
+    size_bytes: int = 0
+    used_bytes: int = 0
+    blocks: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
+    mismatches: int = 0
+    read_errors: int = 0
+    write_errors: int = 0
+
+
+class SsdStats(PlaceStats):
+    """An SSD. segment_bytes: of its slots; 0 while it is not open. entries_max: of its index."""
+
+    segment_bytes: int = 0
+    entries_max: int = 0
+    direct: bool = False
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    codec_error: str = ""
+    writing_bytes: int = 0
+    gone: dict[str, int] = {}
+    restored_blocks: int = 0
+    dropped_at_restore: int = 0
+    scrubbed_blocks: int = 0
+    packed_blocks: int = 0  # of those written
+    unpacked_blocks: int = 0  # written as they are although their namespace has a codec
+    undecoded_blocks: int = 0  # of the mismatches: did not become again what was packed
+
+
+class DeviceStats(PlaceStats):
+    """Spare device memory. segment_bytes: of its slots."""
+
+    segment_bytes: int = 0
+    queued_blocks: int = 0
+    not_queued_blocks: int = 0
+    leased_blocks: int = 0
+    leased_bytes: int = 0
+    gone: dict[str, int] = {}
+
+
+class ObjectStats(PlaceStats):
+    """Object storage. used_bytes, blocks, packs: of this node's own objects, a second ago.
+
+    stocked: objects of former lives of this node are known. garbage: ended epochs whose objects are still there. = msgspec.field(default_factory=objects of former lives of this node are known. garbage: ended epochs whose objects are still there.)
+    attempts, faults, suspended_s: of requests to the store.
+    """
+
+    packs: int = 0
+    stocked: bool = False
+    garbage: int = 0
+    writing_blocks: int = 0
+    restarts: int = 0
+    attempts: int = 0
+    faults: dict[str, int] = {}
+    suspended_s: float = 0.0
+    known_blocks: int = 0  # not written, since they were there already
+    stale_blocks: int = 0  # whose object was gone
+    no_space_blocks: int = 0
+    unlisted_blocks: int = 0  # written, while the catalog did not answer
+    lookups_failed: int = 0
+    dropped_packs: int = 0
+
+
+class TiersStats(Branch):
+    """The tiers below memory. clean_share: by tenant, the part of its memory that is free or on SSD, of the target."""
+
+    dropped_writes: int = 0  # not queued, or not there any more when their turn came
+    over_budget_blocks: int = 0
+    once_used_blocks: int = 0  # not written, since the budget is short and nobody read them again
+    queued_writes: int = 0
+    clean_share: dict[str, float] = {}
+    budget_bytes_per_day: int = 0
+    budget_left_bytes: float = 0.0
+    budget_refused_bytes: int = 0
+    ssd: list[SsdStats] = []
+    object: list[ObjectStats] = []
+    device: list[DeviceStats] = []
+
+
+# ---- other nodes ------------------------------------------------------------------------------------------
+
+
+class PeerStats(Branch):
+    """A source of blocks, as fetches know it: a peer, or another tier here (then without incarnation)."""
+
+    incarnation: str = ""
+    distance: str = ""
+    latency_ms: float = 0.0
+    bytes_s: float = 0.0
+    measured: bool = False
+    probes: int = 0
+    probe_failures: int = 0
+    inflight_bytes: int = 0
+    running: int = 0
+    asked: int = 0
+    failed: int = 0
+    slow: int = 0
+    bytes: int = 0
+    declined: int = 0
+    suspended_s: float = 0.0
+    suspected: bool = False
+    last_error: str = ""
+    node: str = ""
+    url: str = ""
+
+
+class DeliveredStats(Branch):
+    """What other tiers and nodes delivered: by peer; and by tier how fast, and against what was estimated.
+
+    waits: seconds that reads and pulls waited. = msgspec.field(default_factory=seconds that reads and pulls waited.)
+    """
+
+    peers: dict[str, Loads] = {}
+    seconds: dict[str, Histogram] = {}
+    ratios: dict[str, Histogram] = {}
+    expected_s: dict[str, float] = {}
+    seen_s: dict[str, float] = {}
+    waits: Histogram = msgspec.field(default_factory=Histogram)
+
+    def from_peer(self, node: str, loads: Loads) -> None:
+        """A transfer from another node ended. Those that were asked longest ago are counted together."""
+        known = self.peers.pop(node, None)
+        if known is None:
+            known = Loads()
+            while len(self.peers) >= PEERS_MAX:
+                oldest = next(name for name in self.peers if name != OTHERS)
+                gone = self.peers.pop(oldest)
+                self.peers.setdefault(OTHERS, Loads()).add(gone)
+        self.peers[node] = known
+        known.add(loads)
+
+    def took(self, tier: str, seconds: float) -> None:
+        """A transfer that loaded something took so long."""
+        self.seconds.setdefault(tier, Histogram()).add(seconds)
+
+    def foreseen(self, tier: str, expected_s: float, seen_s: float) -> None:
+        """A transfer that loaded all it was to was expected to take so long, and took so long."""
+        if expected_s > 0 and seen_s > 0:
+            self.ratios.setdefault(tier, Histogram(RATIOS)).add(seen_s / expected_s)
+            self.expected_s[tier] = self.expected_s.get(tier, 0.0) + expected_s
+            self.seen_s[tier] = self.seen_s.get(tier, 0.0) + seen_s
+
+
+class FetchStats(Branch):
+    """Fetches. transfers, negative, remembered, peers: now."""
+
+    lookups: int = 0
+    lookups_failed: int = 0
+    lookups_remembered: int = 0
+    joined: int = 0  # parts that were on their way for somebody else
+    hedges: int = 0  # parts that a second source was asked for as well
+    cancelled: int = 0  # transfers that a hedge was faster than
+    absent: int = 0
+    mismatches: int = 0
+    failed_transfers: int = 0
+    declined: int = 0  # parts that are computed sooner than they come
+    trials: int = 0  # transfers all the same, to learn how fast their source is
+    transfers: int = 0
+    negative: int = 0
+    remembered: int = 0
+    peers: list[PeerStats] = []
+    delivered: DeliveredStats = msgspec.field(default_factory=DeliveredStats)
+
+
+class PrefixStreamStats(Branch):
+    """Prefix streams. lag_s: from the notice of a commit to the arrival of its blocks, a moving average.
+
+    waiters: questions that wait here, of peers' streams and our own. early_*: ahead of the commit. = msgspec.field(default_factory=questions that wait here, of peers' streams and our own. early_*: ahead of the commit.)
+    """
+
+    ended: int = 0
+    whole: int = 0  # of these: all that was wanted came in time
+    blocks: int = 0  # parts of blocks that came while they were followed
+    questions: int = 0
+    questions_failed: int = 0
+    lookups: int = 0
+    not_held: int = 0  # streams that were too much to be held until they end
+    early_pulls: int = 0
+    early_bytes: int = 0
+    early_wrong: int = 0  # blocks that were committed with other bytes than had come of them before
+    under_way: int = 0
+    waiters: int = 0
+    lag_s: float = 0.0
+
+
+class ReplicationStats(Branch):
+    """Replication and offloading. wanted: blocks with too few replicas now."""
+
+    offered_blocks: int = 0
+    accepted_blocks: int = 0
+    accepted_bytes: int = 0
+    taken_blocks: int = 0
+    refused_offers: int = 0
+    forwarded_blocks: int = 0
+    replicated_blocks: int = 0
+    repairs: int = 0
+    dropped_wishes: int = 0
+    promoted: int = 0
+    wanted: int = 0
+    repairing: bool = False
+
+
+class WorkerStats(Branch):
+    """A transfer worker."""
+
+    pid: int | None = None
+    alive: bool = False
+    restarts: int = 0
+    orders: int = 0
+    loans: int = 0
+    listening: list[str] = []
+
+
+class NixlStats(Branch):
+    """Pulls over NIXL. rested: pulls that went over TCP soon after a failure; slower: since NIXL is slower there."""
+
+    pulls: int = 0
+    blocks: int = 0
+    bytes: int = 0
+    failed_over: int = 0
+    failed_over_blocks: int = 0
+    rested: int = 0
+    slower: int = 0
+    resting: dict[str, str] = {}
+    last_error: str = ""
+
+
+class AnnouncerStats(Branch):
+    """What the directory is told. lag_s: age of the oldest change that is not published, in seconds.
+
+    repairing: keys found by a walk and not sent. announced: keys that the directory may have from us. settled: = msgspec.field(default_factory=keys found by a walk and not sent. announced: keys that the directory may have from us. settled:)
+    nothing is left to do, as far as is known.
+    """
+
+    connected: bool = False
+    settled: bool = False
+    queued: int = 0
+    lag_s: float = 0.0
+    repairing: int = 0
+    stale_groups: int = 0
+    blocked_groups: int = 0
+    announced: int = 0
+    overflows: int = 0
+    published: int = 0
+    withdrawn: int = 0
+    retracted: int = 0
+    retracts_dropped: int = 0
+    failures: int = 0
+    rounds: int = 0
+
+
+class ClusterStats(Branch):
+    """How a node stands in its cluster. others: nodes to fetch from. directory: None without one.
+
+    drain: a `DrainProgress`, None without a drain. swept: entries of dead nodes that it dropped from the directory. = msgspec.field(default_factory=a `DrainProgress`, None without a drain. swept: entries of dead nodes that it dropped from the directory.)
+    """
+
+    cluster: str = ""
+    standing: str = ""
+    state: str = ""
+    incarnation: str = ""
+    others: int = 0
+    directory: AnnouncerStats | None = None
+    drain: dict[str, Any] | None = None
+    leases_lost: int = 0
+    swept: int = 0
+
+
+# ---- the process ------------------------------------------------------------------------------------------
+
+
+class ProcessStats(Branch):
+    """A process of the daemon. resident_bytes: with shared segments; private_bytes: without."""
+
+    kind: str = ""
+    pid: int = 0
+    cpu_s: float = 0.0
+    resident_bytes: int = 0
+    private_bytes: int = 0
+
+
+class SampledStats(Branch):
+    """evicted_age_s: by tier, since the last use. late_s: how late the control process woke up."""
+
+    evicted_age_s: dict[str, Histogram] = {}
+    late_s: Histogram = msgspec.field(default_factory=Histogram)
+
+
+class WayStats(Branch):
+    """A way to a peer. rests_s: not used for so long, and why."""
+
+    url: str = ""
+    transport: str = ""
+    pulls: int = 0
+    bytes: int = 0
+    rests_s: float = 0.0
+    reason: str = ""
+
+
+class PeerWays(Branch):
+    """The ways to a peer. usual: the transport that is used as a rule. seconds: of pulls, by transport."""
+
+    usual: str = ""
+    bytes_s: float = 0.0
+    seconds: dict[str, Histogram] = {}
+    others: dict[str, dict[str, float | None]] = {}
+    ways: list[WayStats] = []
+
+
+class PathsStats(Branch):
+    """The ways to peers, by the URL of each. changed_card: transfers that went on over another network card."""
+
+    changed_card: int = 0
+    peers: dict[str, PeerWays] = {}
+
+
+class NodeStats(Branch):
+    """A node. tenants: by name. sources: whether there is anything to fetch from. hot: operators only."""
+
+    node: str = ""
+    incarnation: str = ""
+    version: str = ""
+    uptime_s: float = 0.0
+    clients: int = 0
+    connections: int = 0
+    refused_connections: int = 0
+    counters: Counters = msgspec.field(default_factory=Counters)
+    gone: dict[str, int] = {}
+    leases: int = 0
+    expired: int = 0
+    tenants: dict[str, TenantStats] = {}
+    tiers: TiersStats = msgspec.field(default_factory=TiersStats)
+    fetch: FetchStats = msgspec.field(default_factory=FetchStats)
+    sources: bool = False
+    prefix_streams: PrefixStreamStats = msgspec.field(default_factory=PrefixStreamStats)
+    replication: ReplicationStats = msgspec.field(default_factory=ReplicationStats)
+    transfer_workers: list[WorkerStats] = []
+    nixl: NixlStats | None = None
+    paths: PathsStats = msgspec.field(default_factory=PathsStats)
+    cluster: ClusterStats = msgspec.field(default_factory=ClusterStats)
+    sampled: SampledStats = msgspec.field(default_factory=SampledStats)
+    processes: list[ProcessStats] = []
+    hot: list[HotPrefix] = []
+
+
+def decode(data: bytes) -> NodeStats:
+    """From JSON. Raises `ProtocolError` for what is out of order."""
+    try:
+        return msgspec.json.decode(data, type=NodeStats)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"the statistics of a node are out of order: {error}") from None
