@@ -1,7 +1,7 @@
-"""One rank's hold on the daemon's spare device memory, through the lives of the process that owns it.
+"""One rank's attachment to the daemon's spare device memory, across restarts of the process that owns it.
 
-Mapping it takes a round trip and the driver's time, so a thread does it beside the engine's steps. While there
-is none the rank reads through memory, as it does where the daemon has none.
+Mapping takes a round trip and the driver's time, so a thread does it beside the engine's steps. Without
+a mapping the rank reads through host memory, as if the daemon had no device memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvpool.vllm")
 
 REFUSED_S = 600.0
-"""The pause after memory that is there could not be mapped: mostly it is another device's, and stays so."""
+"""The pause after device memory could not be mapped: mostly it is another device's, permanently."""
 
 
 class Attachment:
     """For the engine's thread of one rank.
 
-    attach: maps the memory; None where there is none now. Raises `KvpoolError` where there is some that this
+    attach: maps the memory; None if there is none now. Raises `KvpoolError` if there is some that this
         rank cannot map. Runs in `thread`, one at a time.
     """
 
@@ -51,9 +51,9 @@ class Attachment:
         return 0 if self.memory is None else self.memory.life
 
     def look(self) -> DeviceMemory | None:
-        """Take what was mapped since, and try anew where it is time to. Asked at every step.
+        """Use a finished mapping, and try again when it is time to. Called at every step.
 
-        Memory whose owner has died is given back, to be closed when nobody reads there any more.
+        Memory whose owner has died is returned, to be closed when nobody reads there any more.
         """
         ended = None
         if self.memory is not None and not self.memory.alive:
@@ -67,7 +67,7 @@ class Attachment:
         return ended
 
     def begin(self) -> None:
-        """Try for the first time, and wait for the end of that."""
+        """Try for the first time, and wait for the result."""
         self.look()
         assert self._trying is not None
         wait([self._trying])
@@ -84,12 +84,12 @@ class Attachment:
                 error,
             )
             return None
-        # Memory that ends as soon as it is mapped is none either: it is not to be tried at every step.
+        # Memory that ends as soon as it is mapped counts as none: it must not be tried at every step.
         self._quiet.note(now, failed=memory is None or not memory.alive)
         return memory
 
     def close(self) -> None:
-        """Let go of it. Nobody reads there any more."""
+        """Unmap it. Nobody reads there any more."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self._trying is not None and not self._trying.cancelled():
             self.memory = self._outcome(self._trying)

@@ -1,8 +1,8 @@
-"""KV quantised on its way to the pool, and back: one byte an element, one scale a head.
+"""Quantisation of KV on its way to the pool, and back: one byte an element, one scale a head.
 
 Encoding happens on the engine's device before the copy to the pool, decoding after the copy from
-it, so both halve what crosses the bus, the network and the pool's memory. What engines read back is
-not what was computed: the codec is part of the namespace, so that engines without it, or with
+it, so both halve the bytes on the bus, the network and in the pool's memory. Decoded KV differs from
+computed KV: the codec is part of the namespace, so that engines without it, or with
 another one, never see it.
 
 A part is the records of its layers, one after the other. A record of a layer with E elements a
@@ -12,12 +12,12 @@ block and H heads (of this rank):
            | payload ... | zeros  | scales, H x 2 ...         |
              E bytes               float32, little-endian: K and V of head 0, of head 1, ...
 
-The payload's elements lie in the order in which the engine has them in memory. `int8`: x = q *
+The payload's elements are in the order of the engine's memory. `int8`: x = q *
 scale, q from -127 to 127, rounded to even. `fp8`: x = q * scale, q in float8 e4m3 without
 infinities, up to 448. The scale is the largest magnitude of that head in that block, layer and half
-(K or V) through 127 or 448, and at least the smallest normal float32, so that heads of zeros stay
-zeros. A head with an infinity or a NaN has the scale NaN: all of it reads back as NaN, nothing of
-other heads, other layers or its other half does. CODEC_VERSION (config.py) changes with any of
+(K or V) divided by 127 or 448, and at least the smallest normal float32, so that heads of zeros stay
+zeros. A head with an infinity or a NaN has the scale NaN: all of it reads back as NaN, but no
+other head, other layer or its other half does. CODEC_VERSION (config.py) changes with any of
 this.
 
 A decoded head without those is encoded as the same bytes again: its largest element is restored
@@ -47,7 +47,7 @@ CHUNK_BYTES = 8 << 20
 """KV encoded at a time. Working memory on the device is about six times that, for each thread."""
 
 SAMPLE_EVERY = 64
-"""One block of so many is decoded again at once, to measure what it lost."""
+"""One block of this many is decoded again at once, to measure its error."""
 
 KINDS = {Codec.INT8: (torch.int8, 127.0), Codec.FP8: (torch.float8_e4m3fn, 448.0)}
 """The payload's dtype, and the magnitude that a head's largest element gets in it."""
@@ -162,7 +162,7 @@ class CodecPages:
         self._bands: list[_Band] = []
         self._encoded: Pages | None = None
 
-    @torch.inference_mode()  # threads of the engine are in it or not: working memory must not mind
+    @torch.inference_mode()  # the engine's threads may or may not be in it: working memory must work with both
     def to_slots(self, blocks: Index, slots: SlotTable, rows: Index, ready: Any = None) -> None:
         pages = self._prepared()
         with self._module.stream(self._stream):

@@ -28,7 +28,7 @@ class LoadMode(StrEnum):
 
 
 class EngineRole(StrEnum):
-    """What routers use the engine for. Whether it loads and saves is vLLM's `kv_role`."""
+    """The role announced to routers. Whether the engine loads and saves is vLLM's `kv_role`."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -36,7 +36,7 @@ class EngineRole(StrEnum):
 
 
 class Codec(StrEnum):
-    """How blocks are kept in the pool: as they are, or in half the bytes with a loss."""
+    """How blocks are kept in the pool: unchanged, or quantised to half the bytes."""
 
     NONE = "none"
     FP8 = "fp8"

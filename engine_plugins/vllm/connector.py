@@ -74,14 +74,14 @@ class KvpoolHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class KvpoolMetadata(KVConnectorMetadata):
-    """Tells the workers what to do in a step."""
+    """Orders to the workers for one step."""
 
     plan: StepPlan = field(default_factory=StepPlan)
 
 
 @dataclass
 class KvpoolWorkerMetadata(KVConnectorWorkerMetadata):
-    """Tells the scheduler what a worker has finished."""
+    """A worker's finished work, for the scheduler."""
 
     done: StepDone
 
@@ -91,10 +91,10 @@ class KvpoolWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 def can_go_back(vllm_config: Any) -> bool:
-    """Whether the engine computes anew, and right, what it has computed on top of a load that failed.
+    """Whether the engine recomputes correctly everything that it has computed on top of a failed load.
 
-    Of a step that begins before that is known, vLLM keeps the tokens; and its second model runner goes on at the
-    position where the request was.
+    vLLM keeps the tokens of a step that begins before the failure is known; and its second model runner continues
+    at the position where the request was.
     """
     return vllm_config.max_concurrent_batches == 1 and not vllm_config.use_v2_model_runner
 
@@ -116,7 +116,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._by_version = namespace.check_hashes(
             vllm_config.cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
         )
-        # Of a window, the blocks before the first that failed may never have been there.
+        # With a window, the blocks before the first failed one may never have been there.
         full = [rule.kind is PartKind.FULL for rule in self._rules]
         self._block_errors = len(kv_cache_config.kv_cache_groups) == 1 and full == [True]
         goes_back = can_go_back(vllm_config)
@@ -201,7 +201,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is lost costs a later hit, nothing else."""
+        """A lost save costs a later hit, nothing else."""
         return False
 
     # --- start-up: ranks report, the scheduler half learns the namespace --------------------------
@@ -270,7 +270,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
         module = torch.get_device_module(device)
         parallel = self._vllm_config.parallel_config
-        # Ranks of one pipeline stage go in step: one of them measures for all.
+        # Ranks of one pipeline stage run in step: one of them measures for all.
         first = parallel.rank % (parallel.world_size // parallel.pipeline_parallel_size) == 0
 
         def record_ready() -> Any:
@@ -284,7 +284,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             if not on_host:
                 module.set_device(device)
 
-        # Mapping the segment takes longer than any load: not in the first one.
+        # Mapping the segment takes longer than any load: do it before the first one.
         self._client.warm()
         attachment = None
         if self._config.attach_device and self._kv_transfer_config.is_kv_consumer:
@@ -315,7 +315,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     def _learn(self, reports: Sequence[RankReport]) -> None:
         """Collect the ranks' reports; when all are there, the namespace is known.
 
-        Later ones tell of the device memory that the ranks are attached to.
+        Later ones report the device memory that the ranks are attached to.
         """
         scheduler = self._scheduler
         assert scheduler is not None
@@ -402,7 +402,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker, once a step ----------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The first of all that vLLM calls in a step, ahead of its forward pass."""
+        """The first call of vLLM in a step, ahead of its forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.begin_step(self._get_connector_metadata().plan)
@@ -472,7 +472,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _none_hash(algorithm: str) -> bytes:
-    """What chains of block hashes begin with; vLLM computes it only after it has made the connector."""
+    """The start of chains of block hashes; vLLM computes it only after it has created the connector."""
     hash_of = get_hash_fn_by_name(algorithm)
     return bytes(hash_of(kv_cache_utils.resolve_none_hash_seed(hash_of)))
 

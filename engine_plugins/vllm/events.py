@@ -1,4 +1,4 @@
-"""Where an engine publishes the KV events of its own cache, as the daemon of its node is told.
+"""Where an engine publishes the KV events of its own cache, as reported to the daemon of its node.
 
 Takes vLLM's configuration without importing vLLM.
 """
@@ -30,14 +30,14 @@ class Publisher:
 
 
 def publisher(config: Any, rank: int) -> Publisher | None:
-    """What vLLM's `kv_events_config` means for the engine of one data-parallel rank.
+    """The meaning of vLLM's `kv_events_config` for the engine of one data-parallel rank.
 
-    None where nothing is published, or not so that the daemon could follow it; the latter is logged.
+    None if nothing is published, or not in a way that the daemon could follow; the latter is logged.
     """
     if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
         return None
     endpoint = _local(config.endpoint, rank)
-    # vLLM connects to an address without a wildcard: somebody else is to listen there.
+    # vLLM connects to an address without a wildcard: another process must listen there.
     if endpoint is None or not ("*" in config.endpoint or endpoint.startswith("ipc://")):
         log.warning(
             "the daemon cannot read the KV events at %s, so other nodes do not learn which blocks are in this "

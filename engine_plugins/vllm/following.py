@@ -1,9 +1,9 @@
-"""What a request may say of its prompt: that another engine computes it now, which is worth waiting for.
+"""A request's hint about its prompt: another engine is computing it now, and waiting is worth it.
 
     kv_transfer_params={"kvpool": {"follow_s": 30, "source": "node-a"}}
 
-The engine that decodes gets the request while the other one still computes the prompt, and its node brings
-the blocks one by one as they are committed there: at the end only the last ones are still to come.
+The decode engine gets the request while the other one still computes the prompt, and its node pulls
+the blocks one by one as they are committed there, so that at the end only the last ones are missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What must agree for an engine's KV bytes to be exchangeable, and refusals where nothing could.
+"""The facts that must agree for an engine's KV bytes to be exchangeable, and refusals if they cannot.
 
-The engine's block hashes name tokens (and LoRA, salt, images), never the model or how its bytes lie
-in memory; the namespace adds the rest. Part number: `rank * stored groups + position of the group`.
+The engine's block hashes name tokens (and LoRA, salt, images), never the model or its memory
+layout; the namespace adds the rest. Part number: `rank * stored groups + position of the group`.
 Takes vLLM's objects without importing vLLM, so that it is tested without it.
 """
 

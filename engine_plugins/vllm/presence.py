@@ -1,7 +1,7 @@
-"""Where this engine takes requests: what routers are told through the daemon, and told again.
+"""Announces this engine's address to routers through the daemon, periodically.
 
-A daemon that was started anew knows of no engine until it hears from it, and an engine that nobody knows of gets
-no request in which it would be heard from. So a thread says it every few seconds.
+A restarted daemon knows no engines until they announce themselves, and an engine that is not announced gets
+no requests. So a thread repeats the announcement every few seconds.
 
 Takes vLLM's configuration without importing vLLM.
 """
@@ -34,9 +34,9 @@ def engine_record(
     none_hash: bytes,
     blocks: int,
 ) -> EngineRecord | None:
-    """What routers are told of an engine; None: it has no URL, and they are told nothing.
+    """The announcement of this engine for routers; None: it has no URL, and is not announced.
 
-    hash_tokens: of a block of the chain. none_hash: what the chain begins with. blocks: of the engine's cache.
+    hash_tokens: of a block of the chain. none_hash: the start of the chain. blocks: of the engine's cache.
     """
     if not config.url:
         return None

@@ -1,9 +1,10 @@
-"""Blocks that are not in this node's memory: the daemon is asked to bring them while the engine goes on with its steps.
+"""Pulls of blocks that are not in this node's memory: the daemon brings them while the engine continues its
+steps.
 
-The scheduling thread waits for no network. It hands the keys of a prompt to one of a few threads, which
-ask over a client of their own, and looks at every step whether the answer is there. That answer is only
-a count: the lease is taken by the scheduling thread's own client, so that what is loaded is of the epoch
-which that client is in.
+The scheduling thread waits for no network. It passes the keys of a prompt to one of a few threads, which
+ask over a client of their own, and checks at every step whether the answer is there. That answer is only
+a count: the lease is taken by the scheduling thread's own client, so that loaded blocks are of the epoch
+of that client.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
     from kvpool.client import Client
 
 OTHERS_S = 5.0
-"""How long a node that was alone is taken to be alone: requests ask no round trip for nothing."""
+"""How long a lone node is assumed to stay alone: requests then skip a useless round trip."""
 FOLLOW_TURN_S = 5.0
-"""How long a daemon is asked to follow a prompt at a time: then it is seen whether the request still waits."""
+"""How long a daemon is asked to follow a prompt at a time: then it is checked whether the request still waits."""
 GIVES_UP_S = 1.0
-"""A daemon that gives up sooner than this, and than it was asked to, has a reason, and is not asked again."""
+"""A daemon that ends sooner than this, and than requested, has a reason, and is not asked again."""
 IDLE_S = 0.001
 """How long a step in which nothing runs waits for a pull, so that the engine does not spin."""
 FOLLOW_IDLE_S = 0.005
-"""The same where all that it waits for is computed elsewhere, which takes longer. New requests wait as long."""
+"""The same if everything that it waits for is computed elsewhere, which takes longer. New requests wait as long."""
 
 
 @dataclass(eq=False)
@@ -116,7 +117,7 @@ class Pulls:
         return pull
 
     def ended(self, pull: Pull) -> bool:
-        """Whether the answer is there, or its time is over. Asked at every step of the request's wait."""
+        """Whether the answer is there, or its time is over. Called at every step of the request's wait."""
         now = self._clock()
         self._ask(pull, now)
         answered = pull.future is not None and pull.future.done()
@@ -129,9 +130,9 @@ class Pulls:
         return pull.future.result()
 
     def note(self, pull: Pull, gained: int) -> float:
-        """Learn from an ended pull: requests do not wait long for nothing one by one.
+        """Learn from an ended pull, so that requests do not repeatedly wait in vain.
 
-        The time that it took; not what the engine took to ask about it.
+        Uses the time of the pull, not of the engine's polling.
         """
         answered = pull.answered
         taken = pull.wait_s if answered is None else min(answered - pull.begun, pull.wait_s)
@@ -149,7 +150,7 @@ class Pulls:
             wait([future for _, future in asked], seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Call off what is followed, wait for what runs (each has a deadline), drop what waits."""
+        """Cancel follows, wait for running pulls (each has a deadline), drop waiting ones."""
         self._client.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
 

@@ -1,14 +1,14 @@
 """Scheduler half: what to load, save and pin, and for how long to hold the pool's blocks.
 
 Runs on the engine's scheduling thread only, where every wait stalls all requests: it looks up once a
-request, with a short deadline, and once more when other nodes were asked for the rest (`pulls.py`). A
-lookup takes the lease at once, so that what was promised to the scheduler is still there when the
-workers copy it; a lookup that waits for allocation longer than half its lease is repeated. Whatever
-way a request goes, its lease is released: when all ranks ended the load, when the request ends before
+request, with a short deadline, and once more after other nodes were asked for the rest (`pulls.py`). A
+lookup takes the lease at once, so that the blocks promised to the scheduler are still there when the
+workers copy them; a lookup that waits for allocation longer than half its lease is repeated. However
+a request ends, its lease is released: when all ranks ended the load, when the request ends before
 one, or when the engine computes it after all.
 
-The engine's weights are what the namespace's epoch stands for. A reset moves both on; when another
-engine's reset has moved the namespace, this one is shut out until its own.
+The namespace's epoch stands for the engine's weights. A reset advances both; when another
+engine's reset has advanced the namespace, this one is fenced out until its own.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Lookup:
 
 @dataclass
 class RequestState:
-    """What the scheduler half knows of one live request.
+    """The scheduler half's state of one live request.
 
-    pull: other nodes are asked for what the lookup lacks. pulled: preemptions when they were; a
-        request waits for them once, and once more each time it starts anew.
-    limit: chain index from which on nothing is loaded any more, since a load from there failed.
-        An engine asks again after a failed load; without this it would fail for ever.
-    following: the prompt is being computed elsewhere. Once: what a preempted request lacks is pulled.
-    local: chain index up to which the engine itself had blocks at the last question.
+    pull: other nodes are asked for blocks missing in the lookup. pulled: preemptions when they were; a
+        request waits for them once, and once more each time it starts again.
+    limit: chain index from which nothing is loaded any more, because a load from there failed.
+        An engine asks again after a failed load; without this it would fail forever.
+    following: the prompt is being computed elsewhere. Once: a preempted request's missing blocks are pulled.
+    local: chain index up to which the engine itself had blocks at the last lookup.
     saved: chain index up to which blocks were offered to the pool, loaded from it, or dropped.
     trace: the W3C `traceparent` that the engine got with it, or empty.
     """
@@ -240,7 +240,7 @@ class SchedulerHalf:
             self._presence.begin()
 
     def _announce(self) -> None:
-        """Have routers told of this engine, in the namespace that it is in. In the thread of `Presence`."""
+        """Announce this engine to routers, in its current namespace. In the thread of `Presence`."""
         namespace, record = self._namespace, self._engine.record
         assert namespace is not None and record is not None  # noqa: PT018  (the thread begins with both)
         self._client.announce_engine(namespace, replace(record, block_bytes=self._block_bytes))
@@ -253,7 +253,7 @@ class SchedulerHalf:
             log.warning("this engine stays announced to routers until its process ends: %s", error)
 
     def _tell_events(self, namespace: Namespace, events: Publisher) -> None:
-        """Have the daemon follow what the engine tells of its own cache. The client repeats that itself."""
+        """Have the daemon follow this engine's KV events. The client repeats that itself."""
         groups = part_groups(self._engine.rules, self._engine.ranks)
         try:
             self._client.follow_events(
@@ -390,10 +390,10 @@ class SchedulerHalf:
                 trace=trace,
             )
         except KvpoolError:
-            # Refused, for want of quota say: the request computes, and the count shows it.
+            # Refused, for example by a quota: the request computes, and the count shows it.
             self.counters.add(failed_lookups=1)
-        # A lookup that used up its deadline met a daemon that hangs: it is left alone for a while,
-        # so that requests do not pay for it one by one.
+        # A lookup that used up its deadline met a hanging daemon: it is not asked for a while,
+        # so that requests do not each pay for it.
         now = self._clock()
         late = now - begun >= 0.9 * self._config.lookup_timeout_s
         self._quiet.note(now, failed=lease is None and late)
@@ -405,7 +405,7 @@ class SchedulerHalf:
         """Have what the lookup lacks brought here, unless it is too little to wait for."""
         if self._pulls is None or state.pulled == lookup.preemptions:
             return
-        # The block of a prompt's last token is computed in part anyhow.
+        # The block of a prompt's last token is computed in part anyway.
         worth = min(self._end(state), (state.request.num_tokens - 1) // self._engine.hash_tokens)
         if worth - lookup.end < self._config.min_load_blocks or self._quiet.holds(self._clock()):
             return

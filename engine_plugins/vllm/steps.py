@@ -1,7 +1,7 @@
-"""How long a step's forward pass takes, measured where it runs.
+"""Measures the duration of a step's forward pass, where it runs.
 
-The scheduler cannot tell: with asynchronous scheduling it plans a step while the one before still runs, and on an
-accelerator a worker's own clock sees only how long it takes to submit one.
+The scheduler cannot measure it: with asynchronous scheduling it plans a step while the previous one still runs,
+and on an accelerator a worker's own clock shows only how long submitting takes.
 """
 
 from __future__ import annotations

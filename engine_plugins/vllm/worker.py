@@ -52,7 +52,7 @@ class LoadResults:
 
 
 class Saved(Enum):
-    """How a save ended. OUTDATED: another engine has reset the namespace since it was opened."""
+    """The result of a save. OUTDATED: another engine has reset the namespace since it was opened."""
 
     ALL = "all"
     FAILED = "failed"
@@ -174,7 +174,7 @@ class WorkerHalf:
         return LoadResults(finished, failed, blocks)
 
     def take_done(self) -> StepDone | None:
-        """What the scheduler half must hear of, or None."""
+        """A report for the scheduler half, or None."""
         # Leases of synchronous loads, given back when no token waits for it.
         while self._read:
             self._client.release(self._read.pop())

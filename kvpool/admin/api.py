@@ -1,11 +1,11 @@
-"""The application: every request's way in and out. What it asks for is a handler's business.
+"""The application: the path of every request and its answer. Handlers do the work.
 
 guard        host, origin, token, rate         guard.py
 role         of the route                      routes.py
 parameters   and body, as structs              routing.py, types.py
-key          of a change, if one came          idempotency.py
-handler      its answer, or an error           looking.py and others
-problem      of what went wrong                problems.py
+key          of a change, if given             idempotency.py
+handler      its answer, or an error           handlers/
+problem      for errors                        problems.py
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Api:
-    """Builds the application. peer_uid: whose a connection of a unix socket is; None: it is none."""
+    """Builds the application. peer_uid: the user of a unix socket's connection; None: not a unix socket."""
 
     def __init__(
         self,
@@ -138,14 +138,14 @@ class Api:
                 del self._of_token[who.name]
 
     async def _take(self, route: Route, request: web.Request, who: Principal) -> web.StreamResponse:
-        """A request of somebody who may."""
+        """A request that has passed the guard."""
         call = Call(who, request[_IDENT], request, lambda: self._guard.admits_still(who))
         params = parse_params(route, request.match_info, cast(Any, request.query))
         raw = b""
         if route.body is not None:
             raw = await _body(request)
         elif request.can_read_body:
-            # Not waited for: of what needs no token, anybody could keep all the places so.
+            # Not waited for: otherwise requests without a token could occupy all places.
             raise Refused(
                 400, "invalid", "this request must not have a body", {"Connection": "close"}
             )

@@ -1,4 +1,4 @@
-"""Who gets in: tokens, peers of unix sockets, hosts and origins, and how often somebody may be wrong. No I/O."""
+"""Access control: tokens, peers of unix sockets, hosts and origins, and limits of failed attempts. No I/O."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HOST = re.compile(r"[A-Za-z0-9._\[\]:-]{0,255}")
 class Guard:
     """Decides about requests before anything is done for them. Event loop only.
 
-    rate: requests a second of each token. uid: of the daemon, whose processes a unix socket lets in, as root's.
+    rate: requests a second of each token. uid: of the daemon, whose processes a unix socket accepts, like root's.
     """
 
     def __init__(self, tokens: Tokens, rate: float, uid: int, clock: Callable[[], float]) -> None:
@@ -53,13 +53,13 @@ class Guard:
         return who
 
     def admits_still(self, who: Principal) -> bool:
-        """Whether somebody who was let in would be now: tokens are taken back."""
+        """Whether an accepted principal still would be: tokens can be removed."""
         return who is LOCAL or self._tokens.has(who)
 
     def _by_token(self, address: str, authorization: str) -> Principal:
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
-        # A token that was right from there is not shut out by others who guess.
+        # A token that was valid from an address is not blocked by failed attempts of others there.
         place = (address, digest_of(token[:TOKEN_CHARACTERS_MAX]))
         if place not in self._known and self._wrong.empty(address):
             raise _too_many("failed authentication attempts", self._wrong_s)
@@ -83,10 +83,10 @@ class Guard:
 
 
 def check_host(host: str, origin: str, *, loopback: bool) -> None:
-    """No page of another site asks here, by whatever name it has come. Raises `Refused`.
+    """Refuse web pages of other sites, under any host name. Raises `Refused`.
 
-    loopback: only this machine can have asked, by a name that leads nowhere else. Who sends no Origin is no browser's
-    page, or one that may read nothing.
+    loopback: only this machine can have sent it, by a name that leads nowhere else. Without an Origin it is not
+    from a web page, or from one that cannot read the answer.
     """
     if not _HOST.fullmatch(host):
         raise Refused(400, "invalid", "the Host header is not a valid host name")

@@ -1,4 +1,4 @@
-"""How the last hour was: what each node did, a sample every few seconds, in this process's memory."""
+"""The last hour: each node's activity, a sample every few seconds, in this process's memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Sampler:
         self._heat.append((at_s, seconds, heat))
 
     def history(self, seconds: float) -> History:
-        """The samples of the last so many seconds."""
+        """The samples of the last given seconds."""
         oldest = self._wall() - seconds
         return History(EVERY_S, [sample for sample in self._samples if sample.at_s >= oldest])
 

@@ -1,4 +1,4 @@
-"""Changes that are asked for twice are made once: answers by the key that came with the request. No I/O."""
+"""Repeated changes are made once: answers by the request's idempotency key. No I/O."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Entry:
 class Remembered:
     """Answers to the last changes, bounded in number, bytes and time. Event loop only.
 
-    What has failed for now (5xx, 429) is not remembered: the same request may be made again.
+    Temporary failures (5xx, 429) are not remembered: the same request may be made again.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -66,7 +66,7 @@ class Remembered:
                 raise Refused(
                     429, "limit", "too many changes are in progress", {"Retry-After": "1"}
                 )
-            # A client that leaves takes nothing back.
+            # A client's disconnect cancels no change.
             task = asyncio.get_running_loop().create_task(self._make(name, make))
             entry = self._entries[name] = _Entry(digest, self._clock(), task)
         elif entry.body != digest:

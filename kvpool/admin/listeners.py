@@ -1,4 +1,4 @@
-"""Where the gateway listens: addresses, TLS, limits on connections."""
+"""The gateway's listeners: addresses, TLS, limits on connections."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Listeners:
         return protocol
 
     async def tend(self) -> None:
-        """Take new certificates when the files change, until cancelled."""
+        """Load new certificates when the files change, until cancelled."""
         seen = self._look()
         while self._tls is not None:
             await asyncio.sleep(TLS_LOOK_S)
@@ -140,7 +140,7 @@ class Listeners:
 
 
 class NotOurs(logging.Filter):
-    """Leaves out what clients do wrong: it is told to them, and may hold their tokens."""
+    """Omits clients' errors: these are in their answers, and may contain their tokens."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -174,7 +174,7 @@ def _no_password() -> str:
 
 
 def _bind(path: Path, mode: int) -> socket.socket:
-    """A unix socket; one of a dead owner makes way. Raises `OSError`."""
+    """A unix socket; one of a dead owner is replaced. Raises `OSError`."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists() and stat.S_ISSOCK(path.lstat().st_mode) and not _answers(path):
         path.unlink()

@@ -1,4 +1,4 @@
-"""OpenAPI 3.1 of the table of routes, from the very structs that requests are checked with. No I/O."""
+"""OpenAPI 3.1 of the table of routes, from the structs that validate requests. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of lists: cursors that nobody has to understand. No I/O."""
+"""Pages of lists, with opaque cursors. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong, as HTTP says it: one place that gives kvpool's errors their status."""
+"""Errors as HTTP problems: the one place that gives kvpool's errors their status."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Refused(Exception):
 
 
 def not_found(what: str) -> Refused:
-    """For what is not there, and for what is another tenant's: nobody can tell which."""
+    """For missing objects, and for other tenants': indistinguishable."""
     return Refused(404, "not_found", what)
 
 

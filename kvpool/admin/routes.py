@@ -1,4 +1,4 @@
-"""The table of all routes: what each is called, takes and gives, and who may use it. `openapi.py` describes it."""
+"""The table of all routes: names, parameters, answers, and required roles. `openapi.py` describes it."""
 
 from __future__ import annotations
 

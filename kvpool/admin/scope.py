@@ -1,4 +1,4 @@
-"""What a request is about, as far as whoever asks may know of it. What is another's is not there. No I/O."""
+"""The scope of a request, as visible to its token. Other tenants' objects appear missing. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon's spans, taken from it and sent on to a collector."""
+"""Takes the daemon's spans and exports them to a collector."""
 
 from __future__ import annotations
 

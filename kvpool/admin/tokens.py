@@ -1,4 +1,4 @@
-"""Who may ask: tokens, their roles and tenants, and how often. No I/O but the reading of one file.
+"""Tokens, their roles and tenants, and rate limits. No I/O except reading one file.
 
     [[token]]
     name = "ci"
@@ -6,7 +6,7 @@
     role = "operator"
     tenants = ["*"]
 
-The file has no secret in it: whoever reads it learns the digests of tokens that were made at random.
+The file contains no secrets: only the digests of random tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvpool.errors import ConfigError
 ROLES: tuple[Role, ...] = ("viewer", "operator", "admin")
 ALL = "*"
 LOCAL_NAME = "local"
-"""The name of whoever needs no token, and of the one that the daemon makes."""
+"""The name of a principal without token, and of the daemon's own token."""
 TOKENS_MAX = 1000
 FILE_BYTES_MAX = 1 << 20
 TOKEN_BYTES = 32
@@ -58,7 +58,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Whoever asks. tenants: None: all. digest: of the token; empty: it took none."""
+    """The principal of a request. tenants: None: all. digest: of the token; empty: none was needed."""
 
     name: str
     role: Role
@@ -85,8 +85,8 @@ def digest_of(token: str) -> bytes:
 class Tokens:
     """Principals by the digests of their tokens. Event loop only.
 
-    file: re-read when it changes; one that cannot be used leaves things as they are, and is logged. digest: of the
-    daemon's own token, hex, if any. Raises `ConfigError` when the file cannot be used at first.
+    file: re-read when it changes; an invalid one is logged, and the previous tokens stay. digest: of the
+    daemon's own token, hex, if any. Raises `ConfigError` if the file is invalid at first.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Tokens:
         self._known = self._load()
 
     def find(self, token: str) -> Principal | None:
-        """Compared as digests, all of them: how long that takes tells nothing of any."""
+        """Compares all digests, so that the timing reveals nothing about any."""
         self._refresh()
         asked = digest_of(token)
         found = None
@@ -184,9 +184,9 @@ def read_tokens(path: Path) -> list[TokenEntry]:
 
 
 def add_token(path: Path, name: str, role: str, tenants: list[str]) -> str:
-    """Make a token, and append its entry to the file, which is made with mode 0600. The token.
+    """Create a token, and append its entry to the file, which is created with mode 0600. Returns the token.
 
-    The file is replaced at once: whoever reads it meanwhile sees the old one or the new one. Raises `ConfigError`.
+    The file is replaced atomically. Raises `ConfigError`.
     """
     old = read_tokens(path) if path.exists() else []
     token = secrets.token_urlsafe(TOKEN_BYTES)
@@ -228,7 +228,7 @@ def add_token(path: Path, name: str, role: str, tenants: list[str]) -> str:
 
 
 class Bucket:
-    """So many at once, and `rate` a second after that."""
+    """A token bucket: a burst of this many, and `rate` a second after that."""
 
     __slots__ = ("_at", "_left")
 
@@ -243,7 +243,7 @@ class Bucket:
         return self._left
 
     def take(self, rate: float, most: float, now: float) -> float:
-        """Take one. 0: it was there; else the seconds until there is one."""
+        """Take one. 0: available; else the seconds until one is."""
         left = self.left(rate, most, now)
         if left >= 1:
             self._left -= 1
@@ -252,7 +252,7 @@ class Bucket:
 
 
 class Rates:
-    """Buckets by name, of bounded number: the longest unused make way."""
+    """Buckets by name, of bounded number: the longest unused are dropped."""
 
     def __init__(self, rate: float, most: float, clock: Callable[[], float], names: int) -> None:
         self._rate = rate

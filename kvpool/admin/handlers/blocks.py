@@ -146,7 +146,7 @@ class Blocks:
     # ---- one block ---------------------------------------------------------------------------------
 
     async def get_block(self, call: Call, wanted: OfBlock) -> BlockDetail:
-        """Where a block is, and what each node knows of it."""
+        """Where a block is, and its state on each node."""
         tenant = tenant_of(call.who, wanted.tenant)
         nodes, view, answers = await self._places(tenant, wanted.namespace)
         key, digest = bytes.fromhex(wanted.key), bytes.fromhex(wanted.namespace)
@@ -174,7 +174,7 @@ class Blocks:
         key: bytes,
         unreachable: dict[str, str],
     ) -> list[Located]:
-        """By the directory, as this node sees it, or one that has the namespace open."""
+        """From the directory, as seen by this node, or one that has the namespace open."""
         if not nodes:
             return []
         node = view.node if view.node in nodes else nodes[0]
@@ -234,7 +234,7 @@ class Blocks:
     # ---- pins --------------------------------------------------------------------------------------
 
     async def pin(self, call: Call, wanted: OfTenant, body: PinRequest) -> PinInfo:
-        """Keep blocks where they are, or no longer."""
+        """Set or remove pins of blocks."""
         tenant = tenant_of(call.who, wanted.tenant)
         nodes, _, answers = await self._places(tenant, body.namespace, body.node)
         keys = b"".join(dict.fromkeys(map(bytes.fromhex, body.keys)))
@@ -253,7 +253,7 @@ class Blocks:
 
 
 class _Walk:
-    """Where a list stands: a node, a tier of it, a place there. What is left behind is not met again."""
+    """A position in a list: a node, a tier of it, a place there. Earlier positions are not visited again."""
 
     def __init__(self, nodes: Sequence[str], tiers: Sequence[str], cursor: str) -> None:
         self._nodes = sorted(nodes)

@@ -1,4 +1,4 @@
-"""What operators change: drains, namespaces; and jobs, which take longer."""
+"""Operators' changes: drains, namespaces, settings, and jobs."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ class Changing:
     # ---- nodes -------------------------------------------------------------------------------------
 
     async def drain_node(self, call: Call, wanted: OfNode) -> DrainInfo:
-        """Have a node copy what only it has elsewhere, and leave."""
+        """Drain a node: copy its sole replicas elsewhere, and take it out of the cluster."""
         return await self._drain(call, wanted.node, wanted_so=True)
 
     async def undrain_node(self, call: Call, wanted: OfNode) -> DrainInfo:
-        """Call that off."""
+        """Cancel a drain."""
         return await self._drain(call, wanted.node, wanted_so=False)
 
     async def _drain(self, call: Call, node: str, *, wanted_so: bool) -> DrainInfo:
         known = await self._cluster.view()
-        # One that was drained has left, and is brought back by calling that off.
+        # A drained node has left, and is brought back by cancelling the drain.
         if wanted_so or node not in known.drains:
             check_node(known, node)
         await self._cluster.daemon.number(
@@ -85,7 +85,7 @@ class Changing:
     async def clear_namespace(
         self, call: Call, wanted: OfNamespace, body: ClearRequest
     ) -> ClearInfo:
-        """Begin a new epoch: none of its blocks is found any more."""
+        """Start a new epoch of a namespace: all its blocks become misses."""
         tenant = tenant_of(call.who, wanted.tenant)
         node = await self._one_that_knows(tenant, wanted.digest)
         epoch = await self._cluster.daemon.number(
@@ -142,7 +142,7 @@ class Changing:
         return SettingList(node, items)
 
     async def change_config(self, call: Call, _: Nothing, body: ConfigPatch) -> SettingsChanged:
-        """Change settings while daemons run. What is to outlive them belongs into their files."""
+        """Change settings while daemons run. Permanent changes belong into their files."""
         nodes = chosen_nodes(await self._cluster.view(), [body.node] if body.node else [])
         message = operator_wire.ChangeSettings(msgspec.json.encode(body.changes))
         daemon = self._cluster.daemon
@@ -150,7 +150,7 @@ class Changing:
         async def ask(node: str) -> int:
             return await daemon.number(message, node=node, by=call.by, within_s=NODE_S)
 
-        # What one node does not take is told before the others have made it.
+        # A setting that one node rejects is reported before the others have changed it.
         first = await self._cluster.ask_each(nodes[:1], ask)
         if not first.by_node:
             raise Refused(409, "conflict", "; ".join(first.unreachable.values()))
@@ -174,7 +174,7 @@ class Changing:
         return JobList(items, after, answers.unreachable)
 
     async def begin_job(self, call: Call, wanted: OfTenant, body: JobRequest) -> JobInfo:
-        """Have nodes give blocks up, bring them, or compare them with their checksums."""
+        """Start a job: evict, warm, move or scrub blocks, on nodes."""
         tenant = tenant_of(call.who, wanted.tenant)
         if isinstance(body.spec, ScrubJob):
             whole_only(call.who)
@@ -207,11 +207,11 @@ class Changing:
         return msgspec.structs.replace(merged, unreachable=begun.unreachable)
 
     async def get_job(self, call: Call, wanted: OfJob) -> JobInfo:
-        """How far a job has come, on all its nodes."""
+        """A job's progress, on all its nodes."""
         return await self._job(call, wanted.job)
 
     async def stop_job(self, call: Call, wanted: OfJob) -> JobInfo:
-        """Stop a job, on all its nodes. What it has done stays done."""
+        """Stop a job, on all its nodes. Work already done is kept."""
         job = await self._job(call, wanted.job)
         if any(view.kind == "scrub" for view in job.nodes):
             whole_only(call.who)
@@ -276,7 +276,7 @@ def _merged(views: list[JobView]) -> JobInfo:
 
 
 def _best(view: View, answers: Answers[NodeStats], tenant: str, digest: str) -> str:
-    """Where a change is asked for: where the namespace is open, at best on our own node."""
+    """The node for a change: one that has the namespace open, preferably the local one."""
     for nodes in (having(answers, tenant, digest), having(answers, tenant)):
         if nodes:
             return view.node if view.node in nodes else nodes[0]
@@ -284,5 +284,5 @@ def _best(view: View, answers: Answers[NodeStats], tenant: str, digest: str) -> 
 
 
 def _quota(value: float) -> int | float:
-    """Bytes are whole numbers above 1, a share is up to 1; what is neither is for the daemon to refuse."""
+    """Bytes are whole numbers above 1, a share is up to 1; the daemon refuses others."""
     return int(value) if value == 0 or (value > 1 and value.is_integer()) else value

@@ -1,4 +1,4 @@
-"""What there is: cluster, nodes, segments, namespaces, tenants. Reads only."""
+"""Inventory: cluster, nodes, segments, namespaces, tenants. Reads only."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Looking:
     # ---- the gateway itself ------------------------------------------------------------------------
 
     async def get_health(self, _call: Call, _: Nothing) -> Status:
-        """Whether this process lives."""
+        """Whether this process is alive."""
         return Status("ok")
 
     async def get_readiness(self, _call: Call, _: Nothing) -> Status:
@@ -70,7 +70,7 @@ class Looking:
         return Status("ok")
 
     async def get_me(self, call: Call, _: Nothing) -> Me:
-        """Who the token is, and what it may do."""
+        """The token's name, role and tenants."""
         who = call.who
         return Me(who.name, who.role, [ALL] if who.tenants is None else sorted(who.tenants))
 
@@ -105,7 +105,7 @@ class Looking:
         return NodeList(items, after)
 
     async def get_node(self, call: Call, wanted: OfNode) -> NodeDetail:
-        """One node, and its own numbers."""
+        """One node, and its statistics."""
         view = await self._cluster.view()
         node = check_node(view, wanted.node)
         stats = await self._of(node)
@@ -135,7 +135,7 @@ class Looking:
         return SegmentList(items, None)
 
     async def _of(self, node: str) -> NodeStats:
-        """A node's own numbers. Raises `Refused` when it does not answer."""
+        """A node's statistics. Raises `Refused` when it does not answer."""
         answers = await self._cluster.stats()
         if node not in answers.by_node:
             why = answers.unreachable.get(node, "it has left")
@@ -145,7 +145,7 @@ class Looking:
     # ---- namespaces and tenants --------------------------------------------------------------------
 
     async def list_namespaces(self, call: Call, wanted: TenantPage) -> NamespaceList:
-        """Namespaces that the cluster knows, or a node has open."""
+        """Namespaces known in the cluster, or open on a node."""
         view, answers = await self._cluster.view(), await self._cluster.stats()
         found = gather_namespaces(view, answers, _seen(call.who, wanted.tenant))
         items, after = page(
@@ -170,7 +170,7 @@ class Looking:
         return await self._cluster.consult(find)
 
     async def list_tenants(self, call: Call, wanted: TenantPage) -> TenantList:
-        """Tenants, with what they have on all nodes together."""
+        """Tenants, with their usage on all nodes together."""
         answers = await self._cluster.stats()
         found = gather_tenants(answers, _seen(call.who, wanted.tenant))
         items, after = page(found, lambda each: each.tenant, wanted.limit, wanted.cursor)
@@ -274,12 +274,12 @@ def gather_tenants(answers: Answers[NodeStats], seen: Callable[[str], bool]) -> 
 
 
 def _seen(who: Principal, tenant: str) -> Callable[[str], bool]:
-    """Of which tenants is shown. Raises `Refused`."""
+    """The tenants to show. Raises `Refused`."""
     return tenant_of(who, tenant).__eq__ if tenant else who.sees
 
 
 def _sections(stats: NodeStats, who: Principal) -> dict[str, Any]:
-    """All numbers, or of a tenant's token what names its tenants."""
+    """All statistics, or for a token with limited tenants those of its tenants."""
     tenants = {name: each for name, each in stats.tenants.items() if who.sees(name)}
     return (msgspec.structs.asdict(stats) if who.whole else {}) | {"tenants": tenants}
 

@@ -1,4 +1,4 @@
-"""What happens and has happened: events, audit, history, metrics."""
+"""Events, audit, history, metrics."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Watching:
         self._sampler = sampler
 
     async def get_metrics(self, _call: Call, _: Nothing) -> web.Response:
-        """This node's numbers, in Prometheus' text format."""
+        """This node's metrics, in Prometheus' text format."""
         view, answers = await self._cluster.view(), await self._cluster.stats()
         stats = answers.by_node.get(view.node)
         if stats is None:
@@ -57,11 +57,11 @@ class Watching:
         )
 
     async def get_history(self, _call: Call, wanted: HistoryWanted) -> History:
-        """Samples of what nodes did, for charts."""
+        """Samples of the nodes' activity, for charts."""
         return self._sampler.history(wanted.seconds)
 
     async def get_hot(self, call: Call, wanted: HotWanted) -> HotList:
-        """What has been read most lately: which prefixes, or by which tenants."""
+        """The most read prefixes, or the tenants that read most, recently."""
         if wanted.by == "tenant":
             return self._sampler.hot(wanted.seconds, wanted.limit, call.who.sees)
         answers = await self._cluster.stats()
@@ -69,7 +69,7 @@ class Watching:
         return HotList("prefix", 0.0, found[: wanted.limit], answers.unreachable)
 
     async def list_audit(self, call: Call, wanted: Page) -> AuditList:
-        """Who has changed what, newest first: as far as nodes remember it."""
+        """Operators' changes, newest first: as far as nodes remember them."""
         before = unpack_cursor(wanted.cursor, tuple[int])[0] if wanted.cursor else 0
 
         def keep(event: EventInfo) -> bool:
@@ -81,10 +81,10 @@ class Watching:
         return AuditList([heard.event for heard in some], after, dict(self._events.unreachable))
 
     async def stream_events(self, call: Call, wanted: EventsWanted) -> web.StreamResponse:
-        """What happens, as it happens: server-sent events.
+        """Events as they happen: server-sent events.
 
-        Each has `event: KIND`, `id: NODE:NUMBER` and an `EventInfo` as data. `Last-Event-ID` goes on after that one;
-        what may be missing, or come twice, after a loss is told by `event: gap`.
+        Each has `event: KIND`, `id: NODE:NUMBER` and an `EventInfo` as data. `Last-Event-ID` continues after that
+        one; after a loss, `event: gap` marks events that may be missing or repeated.
         """
         last_seen = call.http.headers.get(LAST_EVENT_ID, "")
         if len(last_seen) > LAST_EVENT_ID_MAX:
@@ -130,7 +130,7 @@ class Watching:
 
 
 def hottest_prefixes(stats: Iterable[NodeStats], sees: Callable[[str], bool]) -> list[HotPrefix]:
-    """What each node says of the prefixes that are read most there, all together, the most first."""
+    """Each node's most read prefixes, merged, the most first."""
     reads: dict[tuple[str, str, str], HotPrefix] = {}
     for each in stats:
         for heat in each.hot:

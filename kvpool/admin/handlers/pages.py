@@ -1,4 +1,4 @@
-"""The dashboard's files, and the description of the interface."""
+"""The dashboard's files, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Pages:
         self._document = b"{}"
 
     def describe(self, table: Sequence[Route]) -> None:
-        """Of what `/openapi.json` is to tell."""
+        """The description for `/openapi.json`."""
         self._document = msgspec.json.encode(describe(table))
 
     async def get_openapi(self, _call: Call, _: Nothing) -> web.Response:
@@ -58,7 +58,7 @@ class Pages:
         return web.Response(body=self._document, content_type="application/json")
 
     async def redirect_ui(self, _call: Call, _: Nothing) -> web.Response:
-        """The dashboard is at /ui/."""
+        """Redirects to the dashboard at /ui/."""
         return web.Response(status=308, headers={"Location": "/ui/"})
 
     async def get_ui(self, _call: Call, wanted: OfFile) -> web.Response:

@@ -1,4 +1,4 @@
-"""Engines, and what routers know: which requests went where, and why."""
+"""Engines, and routers' data: where requests went, and why."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ ANSWER_BYTES_MAX = 4 << 20
 
 
 class NotThere(InvalidRequest):
-    """A router knows no such thing."""
+    """The router does not know it."""
 
     code = "not_there"
 
 
 class Routers:
-    """Handlers, see `routes.py`; and questions to routers. Event loop only; `close` ends it."""
+    """Handlers, see `routes.py`; and requests to routers. Event loop only; `close` ends it."""
 
     def __init__(self, cluster: Cluster, urls: list[str], token: str) -> None:
         self._cluster = cluster
@@ -102,11 +102,11 @@ class Routers:
         return EngineList(items, after, told.unreachable)
 
     async def drain_engine(self, call: Call, wanted: OfEngine) -> EngineDrain:
-        """Have routers give an engine no new requests."""
+        """Drain an engine: routers give it no new requests."""
         return await self._drain(wanted.name, draining=True)
 
     async def undrain_engine(self, call: Call, wanted: OfEngine) -> EngineDrain:
-        """Have them give it requests again."""
+        """Cancel an engine's drain."""
         return await self._drain(wanted.name, draining=False)
 
     async def _drain(self, name: str, *, draining: bool) -> EngineDrain:
@@ -119,7 +119,7 @@ class Routers:
     async def weigh_engine(
         self, _call: Call, wanted: OfEngine, body: WeightRequest
     ) -> EngineWeight:
-        """Have routers give an engine only a share of what it could get."""
+        """Limit an engine to a share of its possible requests."""
         path = f"/engines/{quote(wanted.name, safe='')}/weight"
         told = await self._each(
             lambda url: self._ask(url, "PUT", path, {"weight": body.weight}), absent=NotThere
@@ -133,7 +133,7 @@ class Routers:
     # ---- requests ----------------------------------------------------------------------------------
 
     async def get_request(self, call: Call, wanted: OfRequest) -> Explained:
-        """What became of a request, and why."""
+        """How a request was routed, and why."""
         path = f"/explain/{quote(wanted.id, safe='')}"
         told = await self._each(lambda url: self._get(url, path), absent=NotThere)
         for router, account in sorted(told.by_node.items()):
@@ -152,8 +152,8 @@ class Routers:
         return Explained(router, answer)
 
     async def lookup(self, call: Call, body: LookupRequest) -> LookupInfo:
-        """How much of a prompt each engine's node holds, by a router, which alone knows how it is hashed."""
-        whole_only(call.who)  # it tells what is cached, whoever has sent it
+        """How much of a prompt each engine's node holds, from a router, which alone knows its hashes."""
+        whole_only(call.who)  # it reveals what is cached, by any sender
         asked: dict[str, Any] = {"model": body.model, "max_tokens": 1}
         if body.messages:
             asked["messages"] = body.messages

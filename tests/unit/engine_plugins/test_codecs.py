@@ -470,7 +470,7 @@ def test_layouts_that_are_known() -> None:
     ("tensor", "backend", "says"),
     [
         (torch.zeros(4, 2, 3, 8), "MAMBA", "MAMBA.*set codec to none"),
-        (torch.zeros(4, 2, 3, 8), "FLASH_ATTN_DIFFKV", "not known"),
+        (torch.zeros(4, 2, 3, 8), "FLASH_ATTN_DIFFKV", "is unknown"),
         (torch.zeros(4, 2, 3, 7), CONTENT, "cannot be told apart"),
         (torch.zeros(4, 2, 8, 3).transpose(2, 3), CONTENT, "cannot be told apart"),
         (torch.zeros(4, 3, 2, 8).transpose(1, 2), HALVES, "cannot be told apart"),
