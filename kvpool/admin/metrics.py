@@ -740,7 +740,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _counter(
         "path_failovers",
-        "Transfers that continued over another network card.",
+        "Transfers that continued over another path, those of `nixl_failovers` not counted.",
         "paths.changed_card",
     ),
     _counter(

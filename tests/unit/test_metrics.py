@@ -309,8 +309,7 @@ def test_what_few_nodes_have_is_read_where_it_is_told() -> None:
     """Spare device memory, RDMA and a drain: by what their owners say, without them."""
     rules = Node(make_policy=lambda capacity: make_policy("lru", capacity))
     device = DeviceTier(DeviceConfig("cpu", 1 << 20), rules, lambda: 0.0, lambda: rules)
-    never: Any = None
-    nixl = Paths({}, never, lambda _: None, lambda: 0.0, random.Random(1)).nixl_stats()
+    nixl = Paths(lambda _: None, random.Random(1), nixl=True).nixl_stats(0.0)
     progress = DrainProgress(blocks=3, blocks_total=9, copied=2, failed=1, left=4, copied_bytes=77)
     told = stats(tiers={"device": [device.stats()]}, nixl=nixl, cluster={"drain": plain(progress)})
     samples = parsed(render(told))
