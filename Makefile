@@ -16,7 +16,7 @@ cluster: venv ## three daemons, an etcd and a Redis on this machine, until Ctrl-
 test: venv vllm-venv ## every test, in both environments (ARGS="..." goes to pytest)
 	@scripts/test $(ARGS)
 
-coverage: venv ## how much of the product the unit and contract tests run
+coverage: venv ## how much of the product the unit and contract tests run, with a floor
 	@scripts/coverage $(ARGS)
 
 sim: venv ## ten thousand seeds of a simulated cluster with faults
