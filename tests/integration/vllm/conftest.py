@@ -36,6 +36,7 @@ os.environ.update(
 os.environ.pop("PYTHONHASHSEED", None)
 
 from kvpool.client import OperatorClient
+from kvpool.telemetry.node_stats import Counters
 
 with warnings.catch_warnings():
     # vLLM and torch warn of their own deprecations as they are imported.
@@ -87,9 +88,8 @@ class Daemon:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def counters(self) -> dict[str, int]:
-        counters: dict[str, int] = self.client.stats().counters
-        return counters
+    def counters(self) -> Counters:
+        return self.client.stats().counters
 
     def leases(self) -> int:
         return int(self.client.stats().leases)

@@ -78,7 +78,7 @@ def test_blocks_cross_nodes_and_resets_end_them_everywhere(
         assert engine.metric("pulls") == len(asked)
         assert engine.metric("late_pulls") == 0
         whole = sum(len(each) // kit.BLOCK for each in asked)
-        assert engine.metric("pulled_blocks") == b.counters()["pulled_blocks"] == whole
+        assert engine.metric("pulled_blocks") == b.counters().pulled_blocks == whole
         # They are here now: no others are asked.
         engine.forget()
         assert [output.cached for output in engine.generate(asked)] == hits
@@ -104,13 +104,13 @@ def test_blocks_cross_nodes_and_resets_end_them_everywhere(
         other = b.client.open(record)
         b.client.reset(other)
         kit.until(lambda: a.client.match(a.client.open(record), keys) == 0, "a has the new epoch")
-        committed = a.counters()["committed"]
+        committed = a.counters().committed
         for _ in range(2):
             outputs = engine.generate(asked)
             assert [output.tokens for output in outputs] == expected
             assert [output.cached for output in outputs] == [0, 0, 0]
             engine.forget()
-        assert a.counters()["committed"] == committed
+        assert a.counters().committed == committed
         assert engine.metric("shut_out") == 1
         assert engine.metric("failed_saves") > 0
         # Its own reset leads to where the other is.

@@ -94,13 +94,13 @@ def assert_near(loaded: KV, computed: KV, codec: str) -> float:
 def test_what_is_loaded_is_near_what_was_computed(
     kit: Any, llama: Path, daemon: Any, asked: list[list[int]], codec: str
 ) -> None:
-    before = daemon.counters()["committed"]
+    before = daemon.counters().committed
     extra = {"codec": codec}
     with kit.run_engine(llama, daemon, extra) as engine:
         assert [output.cached for output in engine.generate(asked)] == [0, 0, 0]
         engine.assert_nothing_held(daemon)
         blocks = sum((len(each) + kit.NEW - 1) // kit.BLOCK for each in asked)
-        assert daemon.counters()["committed"] == before + blocks
+        assert daemon.counters().committed == before + blocks
         (part,) = engine.connector._scheduler._namespace.parts
         # Four layers: a byte an element, and a scale for K and V of each head.
         assert part.nbytes == 4 * (HEADS * 2 * kit.BLOCK * SIZE + HEADS * 2 * 4)

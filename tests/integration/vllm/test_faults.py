@@ -214,12 +214,12 @@ def test_a_reset_hides_what_was_saved(
     """Last, since the engine's blocks of before are gone."""
     engine.drain()
     assert engine.llm.reset_prefix_cache(reset_connector=True)
-    committed = daemon.counters()["committed"]
+    committed = daemon.counters().committed
     outputs = engine.generate(asked)
     assert [output.tokens for output in outputs] == expected
     assert [output.cached for output in outputs] == [0, 0, 0]
     engine.forget()
-    assert daemon.counters()["committed"] > committed
+    assert daemon.counters().committed > committed
     outputs = engine.generate(asked)
     assert [output.tokens for output in outputs] == expected
     assert all(output.cached for output in outputs)

@@ -51,4 +51,4 @@ def test_preempted_requests_say_the_same(
         assert [output.tokens for output in again] == expected
         assert engine.metric("loads") > 0
         engine.assert_nothing_held(daemon)
-        assert daemon.counters()["duplicates"] == 0
+        assert daemon.counters().duplicates == 0

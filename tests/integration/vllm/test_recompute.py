@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool.prefill_cost import PrefillFit, StepWork
+from kvpool.telemetry.node_stats import FetchStats
 
 Oracle = Callable[..., list[list[int]]]
 PATIENT = {"pull_wait_s": 10.0, "lookup_timeout_s": 5.0}
@@ -22,9 +23,8 @@ def publish(kit: Any, engine: Any, node: Any) -> None:
     kit.until(node.settled, "the directory knows what the node holds")
 
 
-def remote(node: Any) -> dict[str, int]:
-    found: dict[str, int] = node.client.stats().fetch
-    return found
+def remote(node: Any) -> FetchStats:
+    return node.client.stats().fetch
 
 
 def test_what_an_engine_computes_sooner_is_not_pulled(
@@ -47,7 +47,7 @@ def test_what_an_engine_computes_sooner_is_not_pulled(
             assert engine.metric("pulls") == 1
             assert engine.metric("pulled_blocks") == engine.metric("late_pulls") == 0
             assert engine.metric("prefill_tokens") == 0, "it was told"
-            assert remote(b)["declined"] == whole
+            assert remote(b).declined == whole
             engine.drain()
         assert b.client.evict(tier="dram") > 0
         slow = {**PATIENT, "prefill_tokens_per_s": SLOW}
@@ -56,7 +56,7 @@ def test_what_an_engine_computes_sooner_is_not_pulled(
             assert [output.tokens for output in outputs] == expected
             assert [output.cached for output in outputs] == [hit]
             assert engine.metric("pulled_blocks") == whole
-            assert remote(b)["declined"] == whole
+            assert remote(b).declined == whole
             engine.assert_nothing_held(b)
 
 

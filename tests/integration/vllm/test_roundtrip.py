@@ -29,14 +29,14 @@ def saved(
         assert engine.metric("pulls") == engine.metric("pull_wait_seconds") == 0
         engine.assert_nothing_held(daemon)
         blocks = sum((len(each) + kit.NEW - 1) // kit.BLOCK for each in asked)
-        assert daemon.counters()["committed"] == blocks
+        assert daemon.counters().committed == blocks
         assert engine.metric("saved_blocks") == blocks
         # Again, from its own prefix cache: nothing is loaded, nothing is stored twice.
         again = engine.generate(asked)
         assert [output.tokens for output in again] == expected
         engine.assert_nothing_held(daemon)
-        assert daemon.counters()["committed"] == blocks
-        assert daemon.counters()["duplicates"] == 0
+        assert daemon.counters().committed == blocks
+        assert daemon.counters().duplicates == 0
     return expected
 
 
@@ -44,7 +44,7 @@ def saved(
 def test_a_fresh_engine_loads_what_another_saved(
     kit: Any, llama: Path, daemon: Any, saved: list[list[int]], asked: list[list[int]], mode: str
 ) -> None:
-    before = daemon.counters()["committed"]
+    before = daemon.counters().committed
     with kit.run_engine(llama, daemon, {"load_mode": mode}) as engine:
         if mode == "async":
             # One by one: which loads end in time for one step is chance, and what is computed together with
@@ -65,7 +65,7 @@ def test_a_fresh_engine_loads_what_another_saved(
         assert engine.metric("failed_loads") == 0
         part = engine.connector._scheduler._namespace.parts[0]
         assert engine.metric("loaded_bytes") == blocks * part.nbytes
-    assert daemon.counters()["committed"] == before
+    assert daemon.counters().committed == before
 
 
 def test_generated_blocks_are_there_for_the_next_turn(

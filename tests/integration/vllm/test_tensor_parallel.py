@@ -22,7 +22,7 @@ def test_two_ranks_save_and_load(kit: Any, llama: Path, daemon: Any) -> None:
         assert [output.cached for output in outputs] == [0, 0]
         engine.assert_nothing_held(daemon)
         blocks = sum((len(each) + NEW - 1) // kit.BLOCK for each in asked)
-        assert daemon.counters()["committed"] == 2 * blocks
+        assert daemon.counters().committed == 2 * blocks
     with kit.run_engine(llama, daemon, **options) as engine:
         outputs = engine.generate(asked, NEW)
         assert [output.tokens for output in outputs] == expected
