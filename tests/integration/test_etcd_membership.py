@@ -278,7 +278,7 @@ def test_a_name_that_is_taken_over_while_its_owner_is_still_joining(
                 await go.wait()
                 return answer
 
-            late._client.txn = slow
+            late._client.txn = slow  # type: ignore[assignment]
             joining = asyncio.create_task(late.join(record("p", 1111)))
             await written.wait()
             await other.join(new := record("p", 1111))

@@ -505,8 +505,8 @@ def test_setup_makes_what_nodes_take(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     mask = os.umask(0)
     try:
-        for folder in ("a", "b"):
-            (tmp_path / "nodes" / folder).mkdir()
+        for node in ("a", "b"):
+            (tmp_path / "nodes" / node).mkdir()
         setup.main(["a", "b"])
         first = (tmp_path / "nodes" / "a" / "node.pem").read_bytes()
         setup.main(["a", "b"])

@@ -747,14 +747,14 @@ def test_the_directory_ends_up_with_what_engines_have(
                 await bench.follow(which + 1, namespaces[namespace], holders[which])
                 counts[which] = True
         await bench.settle()
-        for namespace in every:
+        for state in every:
             expected: dict[int, int] = {}
-            if namespace in namespaces:
-                number = namespaces.index(namespace)
+            if state in namespaces:
+                number = namespaces.index(state)
                 for i in range(3):
                     if of[i] == number and counts[i]:
                         expected |= {n: 1 for n in copies[i] if n in seen[number]}
-            assert bench.held(namespace) == expected
+            assert bench.held(state) == expected
         await bench.engines.close()
 
     run(main())

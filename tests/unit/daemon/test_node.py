@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -540,7 +540,7 @@ def test_an_endless_chain_of_ancestors_costs_a_put_no_more() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(policy, name)
 
-        def refresh(self, entries: list[Any]) -> None:
+        def refresh(self, entries: Sequence[Any]) -> None:
             asked.append(len(entries))
             refresh(entries)
 

@@ -1319,13 +1319,13 @@ class NodeMachine(RuleBasedStateMachine):
         }
         held = self.held()
         unsaid = {(digest_of(c.tenant, c.namespace, c.epoch), c.key) for c in self.garbage}
-        for digest, keys in told.items():
+        for digest, found in told.items():
             living = self.node.namespaces.by_directory(digest)
             assert living is not None
             if living.retired:
-                assert {(digest, key) for key in keys} <= unsaid, "not withdrawn"
+                assert {(digest, key) for key in found} <= unsaid, "not withdrawn"
             else:
-                assert keys == held.pop(digest, {})
+                assert found == held.pop(digest, {})
         assert not held, "never told of"
         assert self.node.inventory.take_changes() == []
 

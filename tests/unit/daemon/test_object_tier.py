@@ -635,7 +635,7 @@ def test_a_flush_ends_by_its_time() -> None:
             await asyncio.sleep(1e6)
             raise AssertionError
 
-        bench.store.put = never
+        bench.store.put = never  # type: ignore[assignment]
         await bench.begin()
         bench.put(range(40))
         begun = bench.loop.time()

@@ -370,7 +370,7 @@ class Host:
         asyncio.run(pull_all())
 
     def ask(self, deadline_s: float = 8.0, wait_s: float | None = None, **settings) -> int:
-        question = Ask("default", b"d" * 16, [], b"")
+        question: Ask | Await = Ask("default", b"d" * 16, [], b"")
         if wait_s is not None:
             question = Await("b", "default", b"d" * 16, b"", b"", wait_s)
         return asyncio.run(self.workers.ask(AskPeer(TCP, question, deadline_s, **settings))).value

@@ -160,7 +160,7 @@ def test_a_late_lease_is_a_failed_load(pool: Any, stored: list[Rank], block_erro
         copy(*arguments)
         lease.deadline = pool.clock() - 1
 
-    pages.from_slots = slow
+    pages.from_slots = slow  # type: ignore[assignment]
     results = reader.step(load(lease.token))
     assert results.finished == {"r"}
     if block_errors:
@@ -308,7 +308,7 @@ def test_device_memory_that_dies_under_a_load_fails_all_of_it(
         device.alive = False
         copy(*arguments)
 
-    pages.from_slots = die
+    pages.from_slots = die  # type: ignore[assignment]
     results = reader.step(load(lease.token))
     if block_errors:
         assert results.failed_blocks == {1, 6, 7, 8, 9}
@@ -379,7 +379,7 @@ def test_device_memory_is_closed_behind_the_loads_that_read_it(
         seen.append(device.closed)
         copy(*arguments)
 
-    pages.from_slots = slow
+    pages.from_slots = slow  # type: ignore[assignment]
     reader.half.start_loads(load(lease.token))
     assert begun.wait(PATIENCE_S)
     device.alive = False

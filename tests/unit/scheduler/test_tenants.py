@@ -1,6 +1,6 @@
 """Tenants share the engines by their weights, nobody starves, and one alone notices nothing."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from random import Random
 
 import hypothesis.strategies as st
@@ -104,7 +104,8 @@ def test_nobody_stays_behind_for_longer_than_others_take_to_catch_up(
 ) -> None:
     """Against sums that are kept whole: what each used, each second worth less by the time since."""
     charges = Charges(TenantRule(slack_s=slack_s, window_s=window_s))
-    now, used = 0.0, Counter[str]()
+    now = 0.0
+    used: dict[str, float] = defaultdict(float)
     for tenant, seconds in past:
         now += seconds
         for name in used:

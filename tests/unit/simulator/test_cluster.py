@@ -85,9 +85,9 @@ def test_in_the_end_the_index_says_what_is_there(policy: str, ssd_tokens: int) -
             for tier, held in tiers.items():
                 expected = held.prefix(request.keys) if held.capacity else 0
                 assert lengths.get(f"{tier}:{name}", 0) == expected
-    held = {name: {*n.dram.held, *n.ssd.held} for name, n in simulation._nodes.items()}
+    stored = {name: {*n.dram.held, *n.ssd.held} for name, n in simulation._nodes.items()}
     for key in {key for request in REQUESTS for key in request.keys}:
-        bits = sum(n.bit for name, n in simulation._nodes.items() if key in held[name])
+        bits = sum(n.bit for name, n in simulation._nodes.items() if key in stored[name])
         assert simulation._held.get(key, 0) == bits
 
 

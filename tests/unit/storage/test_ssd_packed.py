@@ -242,7 +242,7 @@ def test_rot_is_a_mismatch_and_never_a_crash(shared, data):
     stored, length = int(held.stored[0]), int(held.lengths[0])
     slot = slot_of(shared, 0, length)
     how = data.draw(st.sampled_from(["flip", "behind", "noise", "zero", "other", "forged"]))
-    wrong = True
+    wrong: bool | None = True
     if how == "flip":
         bit = data.draw(st.integers(0, stored * 8 - 1))
         slot[bit // 8] ^= 1 << bit % 8
