@@ -634,6 +634,7 @@ def test_a_process_stopped_past_its_lease_is_unsure_at_its_first_look(
         async with Members(etcd.url, cluster) as members:
             watcher = await members.start()
             await until(lambda: process.said()[-1:] == ["member"], "the process joins")
+            await until(lambda: "p" in watcher.view.nodes, "the watcher hears of it")
             first = watcher.view.nodes["p"].incarnation
             process.process.send_signal(signal.SIGSTOP)
             await until(lambda: not watcher.view.nodes, "its lease ends")

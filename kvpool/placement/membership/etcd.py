@@ -18,7 +18,6 @@ import msgspec
 
 from kvpool.errors import (
     ConfigError,
-    InvalidRequest,
     KvpoolError,
     ProtocolError,
     Unavailable,
@@ -38,10 +37,8 @@ from kvpool.placement.etcd.client import (
 from kvpool.placement.etcd.settings import EtcdSettings
 from kvpool.placement.etcd.watch import Follower
 from kvpool.placement.membership.admission import (
-    bumped,
     check_config,
     check_parts,
-    configured,
     incarnation_taken,
     name_taken,
     same_address,
@@ -50,6 +47,7 @@ from kvpool.placement.membership.admission import (
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.etcd_lease import LeaseWatch
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths, decode_node
+from kvpool.placement.membership.etcd_records import SharedRecords
 from kvpool.placement.records import (
     ClusterConfig,
     NamespaceEntry,
@@ -57,7 +55,6 @@ from kvpool.placement.records import (
     NodeState,
     SettingsChange,
     View,
-    decode_record,
     encode_record,
 )
 
@@ -70,7 +67,6 @@ CLASH_S = 3.0  # longer than its lease, for the record of a dead owner to go
 CLASH_PAUSE_S = 0.3
 RETRY_S = 0.5  # between attempts to renew, while they fail
 GRACE_S = 3.0  # longer than a lease, for nodes to return after an outage of etcd
-CHANGES_MAX = 10  # attempts to change a record that others change at the same time
 USE_S = 5.0  # a node's use of its tiers is written at most that often,
 SMALL_USE_S = 60.0  # and that often, when it has changed by less than
 SMALL_USE = 1 / 64  # of the tier
@@ -118,6 +114,9 @@ class EtcdMembership:
         self._own_config = ClusterConfig(
             cluster=cluster, secret_proof=secret_proof(secret, cluster)
         )
+        self._shared = SharedRecords(
+            self._client, self._mirror, self._paths, self._own_config, self._told
+        )
         self._protocol = protocol
         self._ttl_s = ttl_s
         self._clock = clock
@@ -159,7 +158,8 @@ class EtcdMembership:
 
     async def start(self) -> None:
         await self._follower.read(START_S)
-        await self._agree()
+        await self._shared.agree(START_S)
+        check_config(self._shared.config, self._own_config, self._protocol)
         self._spawn(self._follower.run(), "follow")
 
     def watch(self, changed: Callable[[], None]) -> None:
@@ -167,29 +167,6 @@ class EtcdMembership:
 
     def on_lost(self, lost: Callable[[], None]) -> None:
         self._lost_watchers.append(lost)
-
-    async def _agree(self) -> None:
-        """Write the cluster's configuration if there is none, and check whether this node fits into it."""
-        key = self._paths.config
-        if self.view.config is None:
-            ours = encode_record(self._own_config)
-            answer = await self._client.txn(
-                [absent(key)], [put(key, ours)], [read(key)], "founding the cluster", START_S
-            )
-            stored = ours
-            if not answer.succeeded and (kv := found(answer, 0)) is not None:
-                stored = kv.value
-            try:
-                decode_record(stored, ClusterConfig, key.decode())
-            except ProtocolError as error:
-                raise ConfigError(
-                    f"etcd's record of the cluster cannot be read: {error}. "
-                    "If no node of a newer version wrote it, delete it and start again"
-                ) from None
-            self._told(self._mirror.wrote(answer.header.revision, {key: stored}))
-        config = self.view.config
-        assert config is not None
-        check_config(config, self._own_config, self._protocol)
 
     # ---- what the watch says (`Sink`) -----------------------------------------------------------------
 
@@ -254,25 +231,11 @@ class EtcdMembership:
         """Etcd has lost its data: restore the cluster's epochs from this node."""
         log.warning("etcd has lost records of this cluster: they are restored")
         try:
-            await self._client.txn(
-                [absent(self._paths.config)],
-                [put(self._paths.config, encode_record(self.view.config or self._own_config))],
-                [],
-                "putting the cluster's configuration back",
-            )
-            for entry in self._mirror.unsaved:
-                await self._raise_epoch(entry)
+            await self._shared.save_again()
         except KvpoolError as error:
             log.warning(
                 "not all records could be restored, the next full read tries again: %s", error
             )
-
-    async def _raise_epoch(self, entry: NamespaceEntry) -> None:
-        def change(stored: NamespaceEntry) -> NamespaceEntry:
-            return stored if stored.epoch >= entry.epoch else entry
-
-        await self._create_or_read(entry)
-        await self._change(entry.tenant, entry.digest, change, "putting an epoch back")
 
     # ---- this node ------------------------------------------------------------------------------------
 
@@ -492,7 +455,7 @@ class EtcdMembership:
             stored = known  # while etcd is unavailable, known values stay
         else:
             try:
-                stored = await self._create_or_read(entry)
+                stored = await self._shared.create_or_read(entry)
             except Unavailable:
                 if known is None:
                     raise
@@ -500,83 +463,16 @@ class EtcdMembership:
         check_parts(stored, entry)
         return stored
 
-    async def _create_or_read(self, entry: NamespaceEntry) -> NamespaceEntry:
-        """As stored, after storing it if necessary."""
-        key = self._paths.namespace(entry.tenant, entry.digest)
-        value = encode_record(entry)
-        answer = await self._client.txn(
-            [absent(key)], [put(key, value)], [read(key)], f"registering namespace {entry.digest}"
-        )
-        if not answer.succeeded:
-            kv = found(answer, 0)
-            assert kv is not None  # it is not absent, in the same transaction
-            return self._take_namespace(kv.value, entry.tenant, entry.digest, 0)
-        return self._take_namespace(value, entry.tenant, entry.digest, answer.header.revision)
-
-    def _take_namespace(
-        self, value: bytes, tenant: str, digest: str, revision: int
-    ) -> NamespaceEntry:
-        """Decode the stored value; put it into the view if it was written just now, at `revision`."""
-        key = self._paths.namespace(tenant, digest)
-        try:
-            entry = decode_record(value, NamespaceEntry, key.decode())
-        except ProtocolError as error:
-            raise Unavailable(
-                f"{error}. If no node of a newer version wrote it, delete it from etcd"
-            ) from None
-        self._told(self._mirror.wrote(revision, {key: value}))
-        return entry
-
     async def bump_epoch(
         self, tenant: str, digest: str, expected: int, *, fence: bool
     ) -> NamespaceEntry:
-        def change(entry: NamespaceEntry) -> NamespaceEntry:
-            return bumped(entry, expected, fence=fence)
-
-        return await self._change(tenant, digest, change, "beginning a new epoch")
+        return await self._shared.bump_epoch(tenant, digest, expected, fence=fence)
 
     async def configure(self, tenant: str, digest: str, change: SettingsChange) -> NamespaceEntry:
-        def apply(entry: NamespaceEntry) -> NamespaceEntry:
-            return configured(entry, change)
-
-        return await self._change(tenant, digest, apply, "changing settings")
-
-    async def _change(
-        self,
-        tenant: str,
-        digest: str,
-        change: Callable[[NamespaceEntry], NamespaceEntry],
-        what: str,
-    ) -> NamespaceEntry:
-        """Read, change, and write if nobody else has written meanwhile; else repeat."""
-        key = self._paths.namespace(tenant, digest)
-        for _ in range(CHANGES_MAX):
-            kv = found(await self._client.txn([], [read(key)], [], what), 0)
-            if kv is None:
-                raise InvalidRequest(
-                    f"{what}: the cluster knows no namespace {digest} of tenant {tenant!r}"
-                )
-            entry = self._take_namespace(kv.value, tenant, digest, 0)
-            changed = change(entry)
-            if changed == entry:
-                return entry
-            value = encode_record(changed)
-            answer = await self._client.txn(
-                [unchanged(key, kv.mod_revision)], [put(key, value)], [], what
-            )
-            if answer.succeeded:
-                return self._take_namespace(value, tenant, digest, answer.header.revision)
-        raise Unavailable(f"{what}: other nodes kept changing namespace {digest} at the same time")
+        return await self._shared.configure(tenant, digest, change)
 
     async def set_drain(self, node: str, wanted: bool) -> None:
-        key = self._paths.drain(node)
-        write = put(key, b"") if wanted else delete(key)
-        answer = await self._client.txn([], [write], [], f"the drain of {node!r}")
-        revision = answer.header.revision
-        if wanted:
-            self._told(self._mirror.wrote(revision, {key: b""}))
-        else:
-            self._told(self._mirror.wrote(revision, {}, [key]))
+        await self._shared.set_drain(node, wanted)
 
     # ---- the end --------------------------------------------------------------------------------------
 
