@@ -17,7 +17,7 @@ class Backoff:
     """Consecutive failures, and the time of the next attempt. Not thread-safe.
 
     first_s, longest_s: of the waits. failures: since the last success. retry_at: by the clock of `failed`; 0
-    before the first failure.
+    while nothing has failed since the last success.
     """
 
     __slots__ = ("failures", "first_s", "longest_s", "retry_at")

@@ -135,15 +135,21 @@ class PartSpec:
 class EngineRecord:
     """An engine as its plugin announces it, for routers.
 
-    url: of its HTTP server, as others reach it. role: `both`, `prefill` or `decode`: its intended use. model: the
-    name that it serves it by. events, replay, topic: ZeroMQ addresses of its KV events, as reached from
-    elsewhere; or empty. groups: the cache groups that must hold a block for it to count as held; none: its cache
-    is unknown. hash_algorithm, none_hash: the algorithm of its block hashes, by the engine's name, and the start
-    of their chain,
-        as hex digits. block_tokens: of a block of the chain; block_bytes: of one, all ranks together.
-    capacity_tokens: of its own cache. step_tokens: of a step. max_len: of prompt and answer.
+    url: of its HTTP server, as others reach it.
+    role: `both`, `prefill` or `decode`: its intended use.
+    model: the name that it serves it by.
+    events, replay, topic: ZeroMQ addresses of its KV events, as reached from elsewhere, and their topic; or empty.
+    groups: the cache groups that must hold a block for it to count as held; none: its cache is unknown.
+    hash_algorithm: of its block hashes, by the engine's name.
+    none_hash: the start of their chain, as hex digits.
+    block_tokens: of a block of the chain.
+    block_bytes: of one, all ranks together.
+    capacity_tokens: of its own cache.
+    step_tokens: of a step.
+    max_len: of prompt and answer.
     follows_max: how many prompts it follows at a time while others compute them.
-    tenant, namespace: of its blocks, the namespace's digest as hex digits; filled in by the daemon.
+    tenant: owner of its blocks; filled in by the daemon.
+    namespace: their namespace's digest, as hex digits; filled in by the daemon.
     """
 
     url: str

@@ -166,7 +166,7 @@ def read_tokens(path: Path) -> list[TokenEntry]:
     except OSError as error:
         raise ConfigError(f"http_tokens: cannot read {path}: {error.strerror}") from None
     if stat.S_IMODE(mode) & 0o077:
-        raise ConfigError(f"http_tokens: other users can read {path}: chmod 600 {path}")
+        raise ConfigError(f"http_tokens: other users can access {path}: chmod 600 {path}")
     if len(raw) > FILE_BYTES_MAX:
         raise ConfigError(f"http_tokens: {path} has more than {FILE_BYTES_MAX} bytes")
     try:

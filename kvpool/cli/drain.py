@@ -26,7 +26,7 @@ def drain(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Copy the blocks that only this node holds to others, and take it out of the cluster.
+    """Copy the blocks that only NODE holds to other nodes, and take it out of the cluster.
 
     Exit status 1 if blocks were left behind, or the drain did not end in time.
 
@@ -41,15 +41,15 @@ def drain(
                 return
             client.drain(node)
         if not wait:
-            text = f"{node} will be drained; `kvpool nodes` shows how far it has come"
+            text = f"{node} will be drained; `kvpool nodes` shows its progress"
             _say(text, node, as_json=as_json)
             return
         try:
             text, good = carry_out(client, node, timeout_s)
         except KeyboardInterrupt:
             base.complain(
-                f"the drain of {node} goes on: `kvpool drain {node}` shows it again, and "
-                f"`kvpool drain {node} --cancel` calls it off"
+                f"the drain of {node} continues: `kvpool drain {node}` shows it again, and "
+                f"`kvpool drain {node} --cancel` cancels it"
             )
             raise typer.Exit(EXIT_INTERRUPTED) from None
     if not good:

@@ -96,7 +96,7 @@ def _interrupted(job: Job) -> None:
         told = job.stop()
         base.complain(f"job {job.name} is stopped on {', '.join(told) or 'no node: it has ended'}")
     else:
-        base.complain(f"job {job.name} goes on: {hint}")
+        base.complain(f"job {job.name} continues: {hint}")
     raise typer.Exit(EXIT_INTERRUPTED)
 
 

@@ -18,7 +18,10 @@ PinNode = Annotated[
         "--node", help="On this node; may be repeated. Default: the local one.", metavar="NAME"
     ),
 ]
-OfNamespace = Annotated[str | None, typer.Option(help="Only in this tier.", metavar="DIGEST")]
+OfNamespace = Annotated[
+    str | None,
+    typer.Option(help="Only in this namespace: its first hex digits.", metavar="DIGEST"),
+]
 
 
 @app.command(rich_help_panel=OPERATORS)

@@ -41,7 +41,7 @@ def status(
         names = {} if as_json or quiet else base.node_names(client)
     if tenant not in stats.tenants:
         raise InvalidRequest(
-            f"node {stats.node} has no tenant {tenant}: add it to the node's configuration"
+            f"node {stats.node} has no tenant {tenant}: check --tenant; the node's configuration lists its tenants"
         )
     if as_json:
         base.print_json(stats)

@@ -233,15 +233,14 @@ class Client:
 
         parts: which must be usable; default: all of the namespace's. A prefix is usable when full
             parts have all its blocks and window parts their last ones.
-        lease_s: how long; the daemon may grant less (see `Lease.deadline`). wait_s: how long to wait for blocks
-        that are not in memory here, but on disks or other nodes. recompute: the price of computing the keys'
-        blocks instead. Blocks that take longer to bring are not waited
-            for. None: bring all.
+        lease_s: how long; the daemon may grant less (see `Lease.deadline`).
+        wait_s: how long to wait for blocks that are not in memory here, but on disks or other nodes.
+        recompute: the price of computing the keys' blocks instead. Blocks that take longer to bring are not
+            waited for. None: bring all.
         device: of `attach_device`: blocks there are leased there (`Slots.device_rows`), and not brought
             into memory. Once its process has died the lease is on memory only.
         life: the same for a caller that is not attached, on behalf of processes that will `join` the lease and
-        are
-            all attached: their `DeviceMemory.life`. The slots there are theirs to read.
+            are all attached: their `DeviceMemory.life`. The slots there are theirs to read.
         trace: the W3C `traceparent` of the request; the daemon's spans belong to it.
         """
         packed = pack_keys(keys)
@@ -522,8 +521,8 @@ class Client:
         parts: Sequence[int] | None = None,
         trace: str = "",
     ) -> int:
-        """Bring a prompt's blocks here while another node's engine computes them; returns how many are usable
-        then.
+        """Bring a prompt's blocks here while another node's engine computes them; returns how many are then
+        usable.
 
         Returns when all of the prompt is here, or after `wait_s` (the daemon's `lease_s_max` at most) with
         the blocks that have arrived: a lost node is not an error. Arrived blocks are held until it returns,
@@ -532,8 +531,8 @@ class Client:
 
         source: the name of the node where the prompt is computed; without it the directory is asked for
             its beginning. parts: only these; None: all. trace: as for `acquire`.
-        Raises `Unavailable` when the daemon is unreachable, or cancelled, and `LimitExceeded` for too
-        many concurrent streams.
+        Raises `Unavailable` when the daemon is unreachable, or if it was cancelled, and `LimitExceeded` for
+        too many concurrent streams.
         """
         packed = pack_keys(keys)
         if not packed:

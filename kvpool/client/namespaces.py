@@ -12,9 +12,9 @@ from kvpool.wire import client as client_wire
 class OpenNamespaces:
     """Registers namespaces with each daemon that answers. Thread-safe.
 
-    generations: of weights, by namespace digest. events, engine: of the namespace whose engine publishes events,
-    or accepts requests: its digest, and the message
-        for the daemon once it has numbered the namespace.
+    generations: of weights, by namespace digest.
+    events, engine: of the namespace whose engine publishes events, or accepts requests: its digest, and the
+        message for the daemon once it has numbered the namespace.
     """
 
     def __init__(self, timeout_s: float) -> None:

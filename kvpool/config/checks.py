@@ -95,4 +95,6 @@ def _check_readable(name: str, path: str, *, secret: bool) -> None:
     except OSError as error:
         raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from None
     if secret and mode & 0o007:
-        raise ConfigError(f"{name}: every user of this machine can read {path}: chmod 600 {path}")
+        raise ConfigError(
+            f"{name}: other users can access {path}: chmod 600 {path}, or 640 if its group may read it"
+        )

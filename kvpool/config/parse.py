@@ -115,7 +115,9 @@ def word(value: object, where: str) -> str:
     """A name. Raises `ConfigError`."""
     found = text(value, where)
     if not _NAME.fullmatch(found):
-        raise ConfigError(f"{where} = {found!r}: must be 1 to 63 letters, digits and ._-")
+        raise ConfigError(
+            f"{where} = {found!r}: must be 1 to 63 letters, digits and ._-, beginning with a letter or digit"
+        )
     return found
 
 
@@ -234,7 +236,7 @@ def otlp_endpoint(value: object, where: str) -> str:
         good = False
     if found and (not good or parts.username or parts.query or parts.fragment):
         raise ConfigError(
-            f"{where} = {found!r}: must be the URL of an OTLP collector over HTTP, such as http://127.0.0.1:4318"
+            f"{where} = {found!r}: must be the URL of a collector that accepts OTLP over HTTP, such as http://127.0.0.1:4318"
         )
     return found.rstrip("/")
 

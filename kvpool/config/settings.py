@@ -90,8 +90,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         kind(parse=parse.rails, metavar="NAME"),
         setting(
-            "A network name for each of `listen`; `-`: none. Network cards with the same name reach each other "
-            "([several cards](cluster.md#several-network-cards); `--rail a --rail b`, `KVPOOL_RAILS=a,b`).",
+            "A name for the network of each `listen`'s card; cards with the same name reach each other directly; "
+            "`-`: none ([several cards](cluster.md#several-network-cards); `--rail a --rail b`, `KVPOOL_RAILS=a,b`).",
             option="--rail",
             panel=CLUSTER,
         ),
@@ -237,7 +237,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     directory_timeout_s: Annotated[
         Seconds,
         setting(
-            "The longest that a lookup waits for Redis. Without an answer in time the lookup is a miss.",
+            "The longest that a lookup waits for Redis. Blocks without an answer in time are misses.",
             panel=LIMITS,
         ),
     ] = 0.5
@@ -444,7 +444,13 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         setting("One line of text per record, or one [JSON object](operations.md#logs) per line."),
     ] = "text"
     clients_max: Annotated[
-        int, setting("The most open connections of clients.", panel=LIMITS, ge=1, le=1 << 16)
+        int,
+        setting(
+            "The most open connections of clients, and the most clients that are connected or hold slots.",
+            panel=LIMITS,
+            ge=1,
+            le=1 << 16,
+        ),
     ] = 1024
     peers_max: Annotated[
         int,
@@ -499,7 +505,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         if left < -1e-9 or (others and left < 1e-9):
             raise ConfigError(
                 f"tenants' parts of the disks (ssd) are {1 - left:.0%} of them, and {others} more tenants have no "
-                "part set: reduce them"
+                "part set: reduce the parts that are set"
             )
         return {tenant.name: shares.get(tenant.name, left / max(1, others)) for tenant in tenants}
 

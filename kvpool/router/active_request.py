@@ -84,7 +84,7 @@ class ActiveRequest:
         self.account = account
         self.retries = 0
         self.ordered = False
-        self._outstanding: list[Call] = []  # engines whose orders the scheduler counts as open
+        self._outstanding: list[Call] = []  # calls whose orders the scheduler counts as open
         self._complete = False  # whether the client has its complete answer
         self._caller = caller
         self._orders = orders

@@ -310,7 +310,7 @@ class Api:
         try:
             weight = msgspec.json.decode(await self._body(request), type=_Weight).weight
         except msgspec.DecodeError as error:
-            raise BadRequest(400, f"the body must be {{'weight': 0.5}}: {error}") from None
+            raise BadRequest(400, f'the body must be {{"weight": 0.5}}: {error}') from None
         self._roster.weigh(request.match_info["name"], weight)
         return _json({"engines": self._roster.engines()})
 

@@ -464,7 +464,7 @@ def _secret_file(path: str, name: str) -> str:
     try:
         with open(path, "rb") as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
-                raise ConfigError(f"{name}: other users can read {path}: chmod 600 {path}")
+                raise ConfigError(f"{name}: other users can access {path}: chmod 600 {path}")
             text = file.read(SECRET_FILE_BYTES_MAX).decode().strip()
     except OSError as error:
         raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from None

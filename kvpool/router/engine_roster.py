@@ -224,9 +224,9 @@ class EngineRoster:
             if engine.name not in self._drains:
                 roles |= engine.role
         if Role.DECODE not in roles:
-            return "no engine that decodes is there"
+            return "no decode engine is available"
         if Role.PREFILL not in roles:
-            return "no engine that computes prompts is there"
+            return "no prefill engine is available"
         return ""
 
     def refresh_metrics(self) -> None:

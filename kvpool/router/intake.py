@@ -77,7 +77,7 @@ class Intake:
         config = self._config
         models = self._roster.models()
         if not models:
-            raise Rejected(503, "there is no engine", "no_engine", config.probe_s)
+            raise Rejected(503, "no engine is available", "no_engine", config.probe_s)
         body = limited(parse(incoming.kind, incoming.raw, models), incoming.priority_max)
         account.model = body.model
         prompt: Prompt | None = None
@@ -155,6 +155,6 @@ class Intake:
         found = self._roster.passing(model)
         if not found:
             raise Rejected(
-                503, f"there is no engine for {model}", "no_engine", self._config.probe_s
+                503, f"no engine is available for {model}", "no_engine", self._config.probe_s
             )
         return found[0]

@@ -19,8 +19,8 @@ KEYS_MAX = 1 << 20
 """Keys of one namespace; some 300 bytes each, and as much again for each node that has it."""
 
 RECENT = 4
-"""A key that is reported again keeps its place in the order, unless this fraction of all were reported since.
-That is cheap.
+"""A key that is reported again keeps its place in the order, unless one in this many of all keys was reported
+since. That is cheap.
 """
 
 Holders = tuple[str, ...]
@@ -154,7 +154,7 @@ class PoolViews:
         return self._views.get(namespace)
 
     def keep(self, specs: Iterable[EngineSpec]) -> None:
-        """Set the index's holders: the nodes of these engines and others with their namespaces' blocks."""
+        """Set the index's holders to exactly: the nodes of these engines, and others with their namespaces' blocks."""
         wanted: dict[bytes, set[str]] = {}
         for spec in specs:
             nodes = wanted.setdefault(spec.namespace, set())

@@ -216,10 +216,10 @@ class Serving:
         self._admit()
         models = self._roster.models()
         if not models:
-            raise Rejected(503, "there is no engine", "no_engine", self._config.probe_s)
+            raise Rejected(503, "no engine is available", "no_engine", self._config.probe_s)
         model = parse(Kind.COMPLETIONS, raw, models).model
         found = self._roster.passing(model)
-        said = f"no engine for {model} is there"
+        said = f"no engine is available for {model}"
         self._in_flight += 1
         try:
             for spec in found[: self._config.retries_max + 1]:

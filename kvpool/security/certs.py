@@ -273,7 +273,8 @@ def _shown_certificate(certificate: x509.Certificate) -> Shown:
 def _check_name(name: CertificateName) -> None:
     if CertificateName.parse(str(name)) != name:
         raise InvalidRequest(
-            f"{name}: the names of clusters, nodes and clients must be 1 to 63 letters, digits and ._-"
+            f"{name}: the names of clusters, nodes and clients must be 1 to 63 letters, digits and ._-, beginning with "
+            "a letter or digit"
         )
 
 

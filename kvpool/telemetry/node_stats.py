@@ -41,9 +41,9 @@ class Counters(Branch):
     leased_bytes: int = 0
     leases_expired: int = 0
     evicted: int = 0
-    evicted_by_quota: int = 0  # of these: their namespace had more than its own
+    evicted_by_quota: int = 0  # of these: because their namespace exceeded its quota
     evicted_soft_pins: int = 0  # of these
-    evicted_secondary: int = 0  # of these: replicas that others keep
+    evicted_secondary: int = 0  # of these: secondary replicas
     slabs_reclaimed: int = 0
     removed: int = 0
     refused_full: int = 0
@@ -61,7 +61,7 @@ class Counters(Branch):
     # Parts of blocks:
     removed_parts: int = 0  # by clients
     given_up_parts: int = 0  # by operators
-    unused_parts: int = 0  # for longer than their namespace's time to live
+    unused_parts: int = 0  # unused for longer than their namespace's time to live
     corrupt_parts: int = 0
 
     def gone(self) -> dict[str, int]:
@@ -104,7 +104,7 @@ class SpaceStats(Branch):
 class Asked(Branch):
     """Blocks that clients asked for in so many requests.
 
-    local: could be used at once. fetched: after a wait for other tiers and nodes. missed: could not be used. = msgspec.field(default_factory=could be used at once. fetched: after a wait for other tiers and nodes. missed: could not be used.)
+    local: could be used at once. fetched: after a wait for other tiers and nodes. missed: could not be used.
     """
 
     requests: int = 0
@@ -113,7 +113,7 @@ class Asked(Branch):
     missed: int = 0
 
     def add(self, asked: int, got: int, here: int) -> None:
-        """A request for `asked` blocks that `got` so many, `here` of them without its wait."""
+        """Count a request for `asked` blocks that `got` some, `here` of them without its wait."""
         fetched = max(0, got - here)
         self.requests += 1
         self.local += got - fetched
@@ -124,8 +124,8 @@ class Asked(Branch):
 class Loads(Branch):
     """Parts of blocks that a source was asked for, by outcome.
 
-    nbytes: of those loaded. absent: the source did not have them any more. mismatched: wrong checksum. cancelled: a = msgspec.field(default_factory=of those loaded. absent: the source did not have them any more. mismatched: wrong checksum. cancelled: a)
-    hedge was faster, or nobody wanted them any more.
+    nbytes: of those loaded. absent: no longer at the source. mismatched: wrong checksum. cancelled:
+    a hedge was faster, or nothing waited for them any longer.
     """
 
     loaded: int = 0
@@ -286,8 +286,8 @@ class SsdStats(PlaceStats):
     dropped_at_restore: int = 0
     scrubbed_blocks: int = 0
     packed_blocks: int = 0  # of those written
-    unpacked_blocks: int = 0  # written as they are although their namespace has a codec
-    undecoded_blocks: int = 0  # of the mismatches: did not become again what was packed
+    unpacked_blocks: int = 0  # written uncompressed although their namespace has a codec
+    undecoded_blocks: int = 0  # of the mismatches: could not be unpacked to the original bytes
 
 
 class DeviceStats(PlaceStats):
@@ -304,7 +304,7 @@ class DeviceStats(PlaceStats):
 class ObjectStats(PlaceStats):
     """Object storage. used_bytes, blocks, packs: of this node's own objects, a second ago.
 
-    stocked: objects of former lives of this node are known. garbage: ended epochs whose objects are still there. = msgspec.field(default_factory=objects of former lives of this node are known. garbage: ended epochs whose objects are still there.)
+    stocked: objects of former lives of this node are known. garbage: ended epochs whose objects are still there.
     attempts, faults, suspended_s: of requests to the store.
     """
 
@@ -316,7 +316,7 @@ class ObjectStats(PlaceStats):
     attempts: int = 0
     faults: dict[str, int] = {}
     suspended_s: float = 0.0
-    known_blocks: int = 0  # not written, since they were there already
+    known_blocks: int = 0  # not written, because they were there already
     stale_blocks: int = 0  # whose object was gone
     no_space_blocks: int = 0
     unlisted_blocks: int = 0  # written, while the catalog did not answer
@@ -327,9 +327,9 @@ class ObjectStats(PlaceStats):
 class TiersStats(Branch):
     """The tiers below memory. clean_share: by tenant, the part of its memory that is free or on SSD, of the target."""
 
-    dropped_writes: int = 0  # not queued, or not there any more when their turn came
+    dropped_writes: int = 0  # not queued, or gone when their turn came
     over_budget_blocks: int = 0
-    once_used_blocks: int = 0  # not written, since the budget is short and nobody read them again
+    once_used_blocks: int = 0  # not written: the budget is short, and they were not read again
     queued_writes: int = 0
     clean_share: dict[str, float] = {}
     budget_bytes_per_day: int = 0
@@ -370,7 +370,7 @@ class PeerStats(Branch):
 class DeliveredStats(Branch):
     """What other tiers and nodes delivered: by peer; and by tier how fast, and against what was estimated.
 
-    waits: seconds that reads and pulls waited. = msgspec.field(default_factory=seconds that reads and pulls waited.)
+    waits: seconds that reads and pulls waited.
     """
 
     peers: dict[str, Loads] = {}
@@ -381,7 +381,7 @@ class DeliveredStats(Branch):
     waits: Histogram = msgspec.field(default_factory=Histogram)
 
     def from_peer(self, node: str, loads: Loads) -> None:
-        """A transfer from another node ended. Those that were asked longest ago are counted together."""
+        """A transfer from another node ended. The nodes that were asked longest ago are counted together."""
         known = self.peers.pop(node, None)
         if known is None:
             known = Loads()
@@ -393,11 +393,11 @@ class DeliveredStats(Branch):
         known.add(loads)
 
     def took(self, tier: str, seconds: float) -> None:
-        """A transfer that loaded something took so long."""
+        """Count the time of a transfer that loaded something."""
         self.seconds.setdefault(tier, Histogram()).add(seconds)
 
     def foreseen(self, tier: str, expected_s: float, seen_s: float) -> None:
-        """A transfer that loaded all it was to was expected to take so long, and took so long."""
+        """Count the expected and the actual time of a transfer that loaded all that it was to load."""
         if expected_s > 0 and seen_s > 0:
             self.ratios.setdefault(tier, Histogram(RATIOS)).add(seen_s / expected_s)
             self.expected_s[tier] = self.expected_s.get(tier, 0.0) + expected_s
@@ -410,14 +410,14 @@ class FetchStats(Branch):
     lookups: int = 0
     lookups_failed: int = 0
     lookups_remembered: int = 0
-    joined: int = 0  # parts that were on their way for somebody else
+    joined: int = 0  # parts already on their way for another request
     hedges: int = 0  # parts that a second source was asked for as well
-    cancelled: int = 0  # transfers that a hedge was faster than
+    cancelled: int = 0  # transfers that lost against a hedge
     absent: int = 0
     mismatches: int = 0
     failed_transfers: int = 0
-    declined: int = 0  # parts that are computed sooner than they come
-    trials: int = 0  # transfers all the same, to learn how fast their source is
+    declined: int = 0  # parts that are computed sooner than they would arrive
+    trials: int = 0  # transfers nevertheless made to measure their source's speed
     transfers: int = 0
     negative: int = 0
     remembered: int = 0
@@ -428,19 +428,19 @@ class FetchStats(Branch):
 class PrefixStreamStats(Branch):
     """Prefix streams. lag_s: from the notice of a commit to the arrival of its blocks, a moving average.
 
-    waiters: questions that wait here, of peers' streams and our own. early_*: ahead of the commit. = msgspec.field(default_factory=questions that wait here, of peers' streams and our own. early_*: ahead of the commit.)
+    waiters: questions that wait here, of peers' streams and our own. early_*: ahead of the commit.
     """
 
     ended: int = 0
-    whole: int = 0  # of these: all that was wanted came in time
-    blocks: int = 0  # parts of blocks that came while they were followed
+    whole: int = 0  # of these: all wanted blocks arrived in time
+    blocks: int = 0  # parts of blocks that arrived in streams
     questions: int = 0
     questions_failed: int = 0
     lookups: int = 0
-    not_held: int = 0  # streams that were too much to be held until they end
+    not_held: int = 0  # streams that were too large to be held until they end
     early_pulls: int = 0
     early_bytes: int = 0
-    early_wrong: int = 0  # blocks that were committed with other bytes than had come of them before
+    early_wrong: int = 0  # blocks that were committed with other bytes than those pulled before
     under_way: int = 0
     waiters: int = 0
     lag_s: float = 0.0
@@ -490,7 +490,7 @@ class NixlStats(Branch):
 class AnnouncerStats(Branch):
     """What the directory is told. lag_s: age of the oldest change that is not published, in seconds.
 
-    repairing: keys found by a walk and not sent. announced: keys that the directory may have from us. settled: = msgspec.field(default_factory=keys found by a walk and not sent. announced: keys that the directory may have from us. settled:)
+    repairing: keys found by a walk and not sent. announced: keys that the directory may have from us. settled:
     nothing is left to do, as far as is known.
     """
 
@@ -514,7 +514,7 @@ class AnnouncerStats(Branch):
 class ClusterStats(Branch):
     """How a node stands in its cluster. others: nodes to fetch from. directory: None without one.
 
-    drain: a `DrainProgress`, None without a drain. swept: entries of dead nodes that it dropped from the directory. = msgspec.field(default_factory=a `DrainProgress`, None without a drain. swept: entries of dead nodes that it dropped from the directory.)
+    drain: a `DrainProgress`, None without a drain. swept: entries of dead nodes that it dropped from the directory.
     """
 
     cluster: str = ""
@@ -549,7 +549,10 @@ class SampledStats(Branch):
 
 
 class WayStats(Branch):
-    """A way to a peer. bytes_s: of its last large pulls; 0: of none. rests_s: not used for so long, and why."""
+    """A way to a peer.
+
+    bytes_s: of its last large pulls; 0: of none. rests_s: seconds for which it is not used; reason: why.
+    """
 
     url: str = ""
     transport: str = ""
@@ -604,8 +607,8 @@ class NodeStats(Branch):
 
 
 def decode(data: bytes) -> NodeStats:
-    """From JSON. Raises `ProtocolError` for what is out of order."""
+    """From JSON. Raises `ProtocolError` if it is invalid."""
     try:
         return msgspec.json.decode(data, type=NodeStats)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"the statistics of a node are out of order: {error}") from None
+        raise ProtocolError(f"the statistics of a node cannot be decoded: {error}") from None

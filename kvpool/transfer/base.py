@@ -300,7 +300,11 @@ def blocks_in(order: PullBlocks, nbytes: int) -> int:
 
 
 def check_loan(lent: Loan, request: OpenLoan, memory: Memory) -> tuple[bytes, bytes]:
-    """(present, rows of the present ones) of a valid loan; else raises `InvalidRequest`."""
+    """(present, rows of the present ones) of a valid loan; else raises `InvalidRequest`.
+
+    The rules are this node's own and trusted; this catches a disagreement between processes before it becomes
+    another block's bytes on the network.
+    """
     count = len(request.keys) // KEY_BYTES
     if len(lent.rows) != 4 * count:
         raise InvalidRequest(f"{len(lent.rows) // 4} rows were loaned for {count} keys")

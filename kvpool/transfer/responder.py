@@ -123,7 +123,7 @@ class Conversation:
         stream = self._stream
         if isinstance(question, Operate) and question.node != stream.peer_node:
             raise ProtocolError(
-                "a peer asks on behalf of another node"
+                "a peer asks in the name of another node"
             )  # which the audit log would record
         stream.deadline = Deadline(min(question.wait_s, AWAIT_S_MAX) + AWAIT_LATE_S)
         try:
@@ -152,7 +152,7 @@ class Conversation:
             sent.digest,
             sent.part,
         ):
-            raise ProtocolError("a Corrupt must follow a Fetch")
+            raise ProtocolError("a Corrupt does not match the connection's last Fetch")
         if len(report.keys) % KEY_BYTES or not set(split_keys(report.keys)).issubset(
             split_keys(sent.keys)
         ):

@@ -23,7 +23,7 @@ WAKE_BYTES = 1 << 20  # wait for this much of the expected bytes
 CALL_BYTES = 1 << 20  # moved by one call: on many kernels nothing else runs on its core meanwhile
 LINGER_S = 1.0  # for a refused peer to read why
 LINGER_BYTES = 64 << 10
-TLS_HANDSHAKE = b"\x16\x03"  # the first byte of a TLS peer
+TLS_HANDSHAKE = b"\x16\x03"  # the first bytes a TLS peer sends
 _TIMEVAL = struct.Struct("@ll")
 _LINGER = struct.Struct("@ii")
 
@@ -167,7 +167,7 @@ class Stream:
         if fd in ready:
             return
         if ready:
-            raise Closed("the peer disconnected before its answer")
+            raise Closed("the peer disconnected, or sent something, before it was answered")
         raise Unavailable(f"there was no answer for the peer within {self.deadline.seconds:g} s")
 
     def _receive_some(self, buffers: Sequence[memoryview]) -> int:

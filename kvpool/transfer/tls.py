@@ -179,7 +179,7 @@ class TlsStream(Stream):
 
     def wait_beside(self, fd: int) -> None:
         if self._heard():
-            raise Closed("the peer disconnected before its answer")
+            raise Closed("the peer disconnected, or sent something, before it was answered")
         super().wait_beside(fd)
 
     def readable(self) -> bool:

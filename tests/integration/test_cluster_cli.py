@@ -383,7 +383,7 @@ def test_an_interrupted_wait_leaves_the_drain_going(cluster, at_a, kvpool, until
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (130, "")
-    assert "the drain of a goes on" in err
+    assert "the drain of a continues" in err
     described = kvpool.json(b, "nodes")
     assert described["drains"] == ["a"]
     assert nodes_by_name(described)["a"]["state"] == "draining"

@@ -324,7 +324,7 @@ def test_what_operators_ask_comes_in_the_name_of_the_node_that_asks(pair: Pair) 
         assert isinstance(answer, frame.Bytes) is done, (name, answer)
         if not done:
             assert isinstance(answer, frame.Error)
-            assert "on behalf of another node" in answer.message
+            assert "in the name of another node" in answer.message
     pair.check_nobody_died()
 
 

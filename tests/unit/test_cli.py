@@ -900,9 +900,9 @@ def test_a_daemon_that_stays_away_ends_the_wait():
         ("drained", {"failed": 3}, False, "3 blocks that only it holds found no other place"),
         ("vanished", {}, False, "not seen to finish its drain (450 of 1,000 blocks looked at"),
         ("absent", None, True, "It stays out until"),
-        ("recalled", {}, False, "was called off by somebody else"),
+        ("recalled", {}, False, "was cancelled by another operator"),
         ("late", {}, False, "not drained after 60 s"),
-        ("late", None, False, "it goes on"),
+        ("late", None, False, "it continues"),
     ],
 )
 def test_what_is_said_of_the_end(how, progress, good, words):
@@ -1275,7 +1275,7 @@ def test_an_interrupted_wait_leaves_the_drain_going(daemon):
     daemon.cluster.side_effect = [draining(), KeyboardInterrupt]
     done = run("drain", "host-2")
     assert done.status == base.EXIT_INTERRUPTED
-    assert "the drain of host-2 goes on" in done.err.splitlines()[-1]
+    assert "the drain of host-2 continues" in done.err.splitlines()[-1]
     daemon.drain.assert_called_once_with("host-2")
 
 

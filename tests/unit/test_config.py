@@ -513,7 +513,10 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
         ('log_level = "loud"', "debug, info, warning, error"),
         ('log_format = "xml"', "text, json"),
         *[
-            (f"otlp = {wrong!r}", "OTLP collector over HTTP, such as http://127.0.0.1:4318")
+            (
+                f"otlp = {wrong!r}",
+                "collector that accepts OTLP over HTTP, such as http://127.0.0.1:4318",
+            )
             for wrong in (
                 "collector:4318",
                 "grpc://a:4317",
@@ -655,7 +658,7 @@ def test_files_of_tls_that_cannot_be_read(tls_files, name):
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o666])
 def test_a_key_that_every_user_can_open(tls_files, mode):
     os.chmod(tls_files["tls_key"], mode)
-    with pytest.raises(ConfigError, match=r"tls_key: every user of this machine.*chmod 600"):
+    with pytest.raises(ConfigError, match=r"tls_key: other users can access.*chmod 600"):
         load(flags=tls_files, environ={})
     os.chmod(tls_files["tls_key"], 0o640)  # a group of those who may
     assert load(flags=tls_files, environ={}).tls_key == tls_files["tls_key"]

@@ -252,7 +252,7 @@ def _checked(url: str, status: int, raw: bytes) -> dict[str, Any]:
             f"router {url} rejects this gateway's token: set router_token (KVPOOL_ROUTER_TOKEN)"
         )
     if status == 404:
-        raise NotThere(f"router {url} does not know it")
+        raise NotThere(f"router {url} does not know this request or engine")
     try:
         found = msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.DecodeError:

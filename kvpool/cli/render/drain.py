@@ -94,11 +94,11 @@ def verdict(node: str, ended: Ended, timeout_s: float) -> tuple[str, bool]:
     so_far = f" ({drain_text(progress)})" if progress is not None else ""
     if ended.how == "late":
         return (
-            f"{node} is not drained after {timeout_s:g} s{so_far}; it goes on. "
-            f"`kvpool drain {node}` shows it again, `kvpool drain {node} --cancel` calls it off"
+            f"{node} is not drained after {timeout_s:g} s{so_far}; it continues. "
+            f"`kvpool drain {node}` shows it again, `kvpool drain {node} --cancel` cancels it"
         ), False
     if ended.how == "recalled":
-        return f"the drain of {node} was called off by somebody else{so_far}", False
+        return f"the drain of {node} was cancelled by another operator{so_far}", False
     if ended.how == "vanished":
         return (
             f"{node} has left the cluster and was not seen to finish its drain{so_far}: where it was "

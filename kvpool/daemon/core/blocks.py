@@ -361,7 +361,7 @@ class Holder:
     tenant: Tenant
     instance: str
     name: str = ""
-    operator: bool = False  # may inspect and change other tenants' blocks
+    operator: bool = False  # may inspect and change more than its tenant's own
     uid: int = -1  # the user of the process, from the kernel; -1: not checked
     reservations: dict[int, Reservation] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.commit_waiters import CommitWaiters
 from kvpool.types import split_keys
 
-_PUT, _READ, _LEASED = range(3)  # the table of a note
+_PUT, _READ, _LEASED = range(3)  # the kind of a note
 ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put after them
 
 

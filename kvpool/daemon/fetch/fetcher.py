@@ -4,12 +4,10 @@ The path of a fetch, and the module of each step:
 
 1. Locate (`locate.py`): which blocks of the prefix the lower tiers here have; for the rest, the directory (or
    without one, each peer) and the catalog of object storage are asked. The hit rule over all of it gives the
-   prefix
-   that is available.
+   prefix that is available.
 2. Plan (`plan.py`, `load_or_recompute.py`): if the engine states how fast it computes, blocks that it would
-   compute
-   sooner than they arrive are left out. Each missing part is assigned to the source that should deliver it
-   soonest.
+   compute sooner than they arrive are left out. Each missing part is assigned to the source that should
+   deliver it soonest.
 3. Transfer (`delivery.py`, `transfer.py`): several sources work in parallel. A part that is already on its way
    is awaited, not fetched twice. A slow source is hedged. Blocks that a source lacks are remembered
    for a while, and requested from the next one.

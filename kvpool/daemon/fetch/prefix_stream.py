@@ -118,7 +118,7 @@ class PrefixStreams:
         if len(self._running) >= FOLLOWS_MAX or self._of_tenant[tenant] >= FOLLOWS_PER_TENANT_MAX:
             raise LimitExceeded(
                 f"{len(self._running)} prompts are being streamed to this node, {self._of_tenant[tenant]} of them "
-                f"for tenant {tenant!r}, the limit"
+                f"for tenant {tenant!r}; the limits are {FOLLOWS_MAX} per node and {FOLLOWS_PER_TENANT_MAX} per tenant"
             )
         deadline = self.clock() + wait_s
         chain = Chain(namespace.tables_of(parts), keys)

@@ -385,7 +385,7 @@ class Work:
     async def _scrub(self, job: Job) -> None:
         if job.dry_run:
             raise InvalidRequest(
-                "a scrub has no dry run: it only reads, and drops only damaged blocks"
+                "a scrub has no dry run: it changes nothing except dropping damaged blocks"
             )
         job.total = sum(node.inventory.block_count() for node in self._rules().get("ssd", []))
         cursor: int | None = 0

@@ -503,7 +503,9 @@ class Operators:
         try:
             found = msgspec.json.decode(answer.data, type=_Listed)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"node {node} could not list its blocks: {error}") from None
+            raise ProtocolError(
+                f"the list of blocks from node {node} cannot be decoded: {error}"
+            ) from None
         after = found.cursor
         if after is not None:
             after = f"{tier}:{after}"

@@ -212,7 +212,7 @@ class ClientConnections:
             return handle
         if len(self._clients) >= self._operators.config.clients_max:
             raise LimitExceeded(
-                f"{len(self._clients)} clients are connected, the limit (clients_max)"
+                f"{len(self._clients)} clients are connected or hold slots, the limit (clients_max)"
             )
         pidfd = peer_pidfd(sock)
         if pidfd is None:

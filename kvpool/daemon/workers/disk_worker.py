@@ -146,7 +146,7 @@ class DiskWorker(WorkerProcess):
 
     def _wait(self, after: int) -> frame.Message:
         if not self._store.wait(after):
-            raise Unavailable("the index of the disk is read-only")
+            raise Unavailable("the index of the disk did not accept the changes")
         return frame.Done()
 
     def _pack(self, order: storage_wire.PackBlocks) -> frame.Message:

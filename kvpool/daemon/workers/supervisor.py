@@ -196,7 +196,7 @@ class Worker(ABC):
         """
         if self.busy >= OUTSTANDING_MAX:
             raise LimitExceeded(
-                f"{OUTSTANDING_MAX} orders of one {self.kind} are in progress, the limit"
+                f"{OUTSTANDING_MAX} orders of one {self.kind} worker are in progress, the limit"
             )
         return await self._ask(message, deadline_s + GRACE_S)
 

@@ -175,7 +175,9 @@ class Jobs:
                 self._queued.remove(request)
                 del self._stops[request]
         if queued:
-            self._control.send(frame.error_message(Unavailable("it was called off")), request)
+            self._control.send(
+                frame.error_message(Unavailable("the request was cancelled")), request
+            )
         elif stop is not None:
             stop.set()
 

@@ -8,9 +8,8 @@ Contract, for every backend (`kvpool.testing.directory` tests it):
 - Entries do not expire, and are not removed when a node dies: readers ignore incarnations
   that are not known to live, and have them swept gradually (`sweep`).
 - All may be lost at any time. Each key belongs to one of `tags` groups (`key_groups.tag_of`), and each group has
-  a
-  mark that is lost with it: a node that published a key under another mark than the present one publishes it
-  again.
+  a mark that is lost with it: a node that published a key under another mark than the present one publishes
+  it again.
 
 One event loop; no method blocks it for longer than the work on one batch takes. Every wait has a
 deadline, and ends with `Unavailable`; a failed publish may have been done in part.

@@ -57,8 +57,8 @@ def name_taken(old: NodeRecord) -> ConfigError:
 def incarnation_taken(record: NodeRecord, other: str) -> ConfigError:
     """The error for an incarnation of another node."""
     return ConfigError(
-        f"incarnation {record.incarnation} of node {record.node!r} is in use by node {other!r}: two daemons were "
-        "started from one saved state; start this one from an empty state"
+        f"incarnation {record.incarnation} of node {record.node!r} is in use by node {other!r}: two daemons run "
+        "from one snapshot; restart this one"
     )
 
 

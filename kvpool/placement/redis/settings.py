@@ -103,7 +103,9 @@ def parse_url(
     kinds = {kind.value: kind for kind in RedisKind}
     kind = kinds.get(scheme.replace("rediss", "redis", 1))
     if kind is None or parts.query or parts.fragment:
-        raise ConfigError(f"the directory's URL has the scheme {scheme!r}; it must be {FORMS}")
+        raise ConfigError(
+            f"the directory's URL is invalid (scheme {scheme!r}, or a query or fragment); it must be {FORMS}"
+        )
     if (tls_ca or tls_cert or tls_key) and not tls:
         raise ConfigError(f"TLS files with {kind.value}://, which is not encrypted: write rediss")
     if tls_key and not tls_cert:

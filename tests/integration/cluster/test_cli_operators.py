@@ -345,7 +345,7 @@ def test_an_interrupted_wait_leaves_the_job_going(long_job, kvpool, until):
         return name, err
 
     name, err = until(interrupted)
-    assert f"job {name} goes on: `kvpool jobs show {name}`" in err
+    assert f"job {name} continues: `kvpool jobs show {name}`" in err
     assert "Traceback" not in err
     (view,) = kvpool.json(long_job.node, "jobs", "show", name)["jobs"]
     assert view["state"] in {"running", "done"}

@@ -43,7 +43,7 @@ def test_it_serves_without_an_engine_and_ends_when_it_is_told() -> None:
         assert ready
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(f"{ready[1]}/health", timeout=PATIENCE_S)
-        assert caught.value.code == 503 and b"no engine" in caught.value.read()
+        assert caught.value.code == 503 and b"no decode engine" in caught.value.read()
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
 

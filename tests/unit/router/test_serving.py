@@ -566,7 +566,7 @@ def test_without_engines_there_is_nobody_to_ask() -> None:
 
 def test_without_an_engine_that_decodes_too() -> None:
     async def work(bench: Bench) -> None:
-        assert "decodes" in bench.serving.well
+        assert "no decode engine" in bench.serving.well
         with pytest.raises(Rejected) as caught:
             await ask(bench, STREAM)
         assert (caught.value.status, caught.value.why) == (503, "no_engine")
