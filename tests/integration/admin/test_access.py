@@ -174,7 +174,7 @@ def test_lists_show_a_tenant_its_own(gate, blues, until):
     assert [each["tenant"] for each in red.get("/v1/tenants")["items"]] == ["red"]
     assert {each["tenant"] for each in red.get("/v1/nodes/a/segments")["items"]} == {"red"}
     one = red.get("/v1/nodes/a")
-    assert set(one["sections"]) == {"tenants", "usage", "engines"}
+    assert set(one["sections"]) == {"tenants"}
     assert all(set(section) == {"red"} for section in one["sections"].values())
     assert one["node"]["tiers"] == [] and red.get("/v1/cluster")["tiers"] == []
     body = {"spec": {"kind": "evict", "keys": ["0" * 32]}}

@@ -10,6 +10,7 @@ from kvpool.errors import ConfigError
 from tests.integration.admin.ui_browser import PATIENCE_MS, Tab
 from tests.integration.admin.ui_server import DIGESTS, HOSTILE, UI, job, node, problem, ui_server
 from tests.support.servers.chromium import chromium
+from tests.support.waiting import until
 
 VIEWER, OPERATOR, ADMIN = "v" * 20, "o" * 20, "a" * 20
 SPACE = f"namespaces/default/{DIGESTS[0]}"
@@ -206,6 +207,7 @@ def test_a_node_that_is_no_member(tab, server):
     expect(page.get_by_role("alert")).to_have_count(0)
     server.answers["nodes"] = everybody
     page.get_by_role("button", name="Take the drain back").click()
+    until(lambda: server.changes, "the page asks for it")
     assert server.changes == [("DELETE", "nodes/b/drain", None)]
     expect(page.get_by_text("400 of 1,000 blocks")).to_be_visible()
     tab.go("nodes/z")

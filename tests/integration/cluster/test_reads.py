@@ -117,8 +117,9 @@ def test_several_peers_share_the_work_of_one_prefix(shared, numbers, until):
             seat.client.remove(seat.ns, [n.to_bytes(16, "big") for n in some])
         return [after - at for after, at in zip(delivered(), before, strict=True)]
 
-    # On a busy machine one of them may happen to be so slow that the other one does better alone.
-    until(lambda: min(shares()) >= 4 * nbytes, "both deliver a good part of one prefix")
+    # On a busy machine one of them may happen to be so slow that the other one does better alone. How much each
+    # delivers is in the tests of the rules (test_peer_selection.py).
+    until(lambda: min(shares()) >= nbytes, "both deliver blocks of one prefix")
 
 
 def test_what_twenty_clients_want_at_once_is_transferred_once(shared, numbers, until):
