@@ -472,10 +472,12 @@ def test_by_keyboard_alone(tab, server):
     assert tab.focused() == "a"
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="a", exact=True)).to_be_visible()
+    expect(page.get_by_role("button", name="Drain…")).to_be_visible()
     for _ in range(10):
         if tab.focused() == "Drain…":
             break
         page.keyboard.press("Tab")
+    assert tab.focused() == "Drain…"
     page.keyboard.press("Enter")
     dialog = page.get_by_role("dialog")
     expect(dialog).to_be_visible()
