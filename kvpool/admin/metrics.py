@@ -740,7 +740,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _counter(
         "path_failovers",
-        "Transfers that continued over another path, those of `nixl_failovers` not counted.",
+        "Transfers that continued over another network card.",
         "paths.changed_card",
     ),
     _counter(

@@ -107,8 +107,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     pull_over: Annotated[
         Literal["auto", "nixl", "tcp"],
         setting(
-            "The transport for pulls from peers that offer several. `auto`: `nixl`, unless it is much slower than "
-            "another one. If it fails, the others are used.",
+            "The transport for pulls from peers that offer several. `auto`: the faster one for each pair. If it "
+            "fails, the other one is used.",
             panel=CLUSTER,
         ),
     ] = "auto"

@@ -475,7 +475,7 @@ class WorkerStats(Branch):
 
 
 class NixlStats(Branch):
-    """Pulls over NIXL. rested: pulls that went over TCP since NIXL had failed, or was slow."""
+    """Pulls over NIXL. rested: pulls that went over TCP soon after a failure; slower: since NIXL is slower there."""
 
     pulls: int = 0
     blocks: int = 0
@@ -483,6 +483,7 @@ class NixlStats(Branch):
     failed_over: int = 0
     failed_over_blocks: int = 0
     rested: int = 0
+    slower: int = 0
     resting: dict[str, str] = {}
     last_error: str = ""
 
@@ -549,24 +550,23 @@ class SampledStats(Branch):
 
 
 class WayStats(Branch):
-    """A way to a peer.
-
-    bytes_s: of its last large pulls; 0: of none. rests_s: seconds for which it is not used; reason: why.
-    """
+    """A way to a peer. rests_s: seconds for which it is not used; reason: why."""
 
     url: str = ""
     transport: str = ""
     pulls: int = 0
     bytes: int = 0
-    bytes_s: float = 0.0
     rests_s: float = 0.0
     reason: str = ""
 
 
 class PeerWays(Branch):
-    """The ways to a peer. seconds: of pulls, by transport."""
+    """The ways to a peer. usual: the transport that is used as a rule. seconds: of pulls, by transport."""
 
+    usual: str = ""
+    bytes_s: float = 0.0
     seconds: dict[str, Histogram] = {}
+    others: dict[str, dict[str, float | None]] = {}
     ways: list[WayStats] = []
 
 

@@ -19,7 +19,7 @@ import uvloop
 from xxhash import xxh3_128_digest
 
 from kvpool.config import DaemonConfig
-from kvpool.daemon.workers.transfer_workers import transfer_workers
+from kvpool.daemon.workers.transfer_workers import TransferWorkers
 from kvpool.errors import ConfigError, InvalidRequest, KvpoolError, Unavailable
 from kvpool.storage.dram import DramSegment
 from kvpool.testing.transport import key_of
@@ -106,7 +106,7 @@ class Daemon:
         self.bytes = self.segment.map()
         self.rules = Rules()
         config = DaemonConfig(socket="unused", node=name, **settings)
-        self.workers = transfer_workers(config, f"{name}-1")
+        self.workers = TransferWorkers(config, f"{name}-1")
 
     def put(self, number: int, row: int) -> bytes:
         data = random.Random(number).randbytes(NBYTES)
@@ -123,12 +123,12 @@ async def daemons(*settings: dict[str, Any]) -> AsyncIterator[list[Daemon]]:
     made = [Daemon(f"node{number}", **each) for number, each in enumerate(settings)]
     try:
         for daemon in made:
-            await daemon.workers.pool.start(daemon.rules)
-            await daemon.workers.pool.attach_segment(0, daemon.segment)
+            await daemon.workers.start(daemon.rules)
+            await daemon.workers.attach_segment(0, daemon.segment)
         yield made
     finally:
         for daemon in made:
-            await daemon.workers.pool.stop()
+            await daemon.workers.stop()
             daemon.segment.close()
 
 
@@ -194,12 +194,12 @@ def test_blocks_travel_from_daemon_to_daemon() -> None:
         async with daemons({"listen": (LISTEN,)}, {"transfer_workers": 2}) as (owner, reader):
             data = [owner.put(number, 2 * number) for number in range(COUNT)]
             keys, rows = [*range(COUNT), 999], list(range(50, 50 + COUNT + 1))
-            pulled = await reader.workers.pull(order(owner.workers.pool.urls[0], keys, rows))
+            pulled = await reader.workers.pull(order(owner.workers.urls[0], keys, rows))
             assert pulled.error == ""
             assert pulled.status == b"\1" * COUNT + b"\0"
             assert [reader.block(row) for row in rows[:-1]] == data
             question = peer_wire.Ask("default", b"d" * 16, [], key_of(1) * 7)
-            asked = worker_wire.AskPeer(owner.workers.pool.urls[0], question, 30.0)
+            asked = worker_wire.AskPeer(owner.workers.urls[0], question, 30.0)
             assert await reader.workers.ask(asked) == frame.Done(7)
             await owner.rules.returned.wait()
 
@@ -213,7 +213,7 @@ def test_a_flipped_byte_is_reported_to_its_owner() -> None:
                 owner.put(number, number)
             owner.bytes[2 * NBYTES + 77] ^= 4
             pulled = await reader.workers.pull(
-                order(owner.workers.pool.urls[0], [0, 1, 2, 3], [4, 5, 6, 7])
+                order(owner.workers.urls[0], [0, 1, 2, 3], [4, 5, 6, 7])
             )
             assert list(pulled.status) == [
                 BlockStatus.PRESENT,
@@ -230,7 +230,7 @@ def test_a_flipped_byte_is_reported_to_its_owner() -> None:
 def test_the_owners_refusal_and_broken_orders() -> None:
     async def scenario() -> None:
         async with daemons({"listen": (LISTEN,)}, {}) as (owner, reader):
-            url = owner.workers.pool.urls[0]
+            url = owner.workers.urls[0]
             owner.rules.error = InvalidRequest("other sizes here")
             pulled = await reader.workers.pull(order(url, [1], [1]))
             assert (pulled.status, "other sizes" in pulled.error) == (
@@ -287,7 +287,7 @@ def test_a_killed_puller_fails_its_pulls_and_is_replaced() -> None:
             assert gone(pid)
             await until_async(lambda: reader.workers.stats()[0].restarts == 1)
             await until_async(lambda: reader.workers.stats()[0].alive)
-            pulled = await reader.workers.pull(order(owner.workers.pool.urls[0], [1], [9]))
+            pulled = await reader.workers.pull(order(owner.workers.urls[0], [1], [9]))
             assert (pulled.status, reader.block(9)) == (b"\1", data)
 
     run(scenario())
@@ -300,7 +300,7 @@ def test_a_killed_owner_returns_its_loans_and_keeps_its_address() -> None:
         async with daemons({"listen": (LISTEN,)}, {}) as (owner, reader):
             for number in range(COUNT):
                 owner.put(number, number)
-            (url,) = owner.workers.pool.urls
+            (url,) = owner.workers.urls
             reading = reader.workers.stats()[0].pid
             serving = owner.workers.stats()[0].pid
             warm = await reader.workers.pull(order(url, [0], [0]))
@@ -315,9 +315,9 @@ def test_a_killed_owner_returns_its_loans_and_keeps_its_address() -> None:
             pulled = await task
             assert BlockStatus.PRESENT not in pulled.status
             assert pulled.error
-            assert owner.workers.pool.addresses == [url], "whether it runs at the moment or not"
+            assert owner.workers.addresses == [url], "whether it runs at the moment or not"
             await until_async(lambda: owner.workers.stats()[0].restarts == 1)
-            await until_async(lambda: owner.workers.pool.urls == [url])
+            await until_async(lambda: owner.workers.urls == [url])
             assert not owner.rules.loans
             assert not gone(reading)
             pulled = await reader.workers.pull(order(url, list(range(COUNT)), list(range(COUNT))))
@@ -337,7 +337,7 @@ def test_questions_that_wait_keep_nothing_from_going_on() -> None:
     async def scenario() -> None:
         async with daemons({"listen": (LISTEN,)}, {}) as (owner, reader):
             data = owner.put(7, 3)
-            url = owner.workers.pool.urls[0]
+            url = owner.workers.urls[0]
             asking = [asyncio.create_task(reader.workers.ask(await_of(url, n))) for n in range(40)]
             await until_async(lambda: owner.rules.awaiting == 40)
             async with asyncio.timeout(PATIENCE_S):
@@ -360,9 +360,7 @@ def test_questions_that_wait_end_with_either_transfer_worker() -> None:
     async def scenario() -> None:
         async with daemons({"listen": (LISTEN,)}, {}) as (owner, reader):
             for killed in (owner, reader):
-                asking = asyncio.create_task(
-                    reader.workers.ask(await_of(owner.workers.pool.urls[0], 1))
-                )
+                asking = asyncio.create_task(reader.workers.ask(await_of(owner.workers.urls[0], 1)))
                 await until_async(lambda: owner.rules.awaiting == 1)
                 os.kill(killed.workers.stats()[0].pid, signal.SIGKILL)
                 with pytest.raises(Unavailable):
@@ -394,7 +392,7 @@ def test_a_transfer_worker_ignores_the_signals_of_its_group() -> None:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 os.kill(pid, number)
             daemon.put(1, 1)
-            pulled = await daemon.workers.pull(order(daemon.workers.pool.urls[0], [1], [2]))
+            pulled = await daemon.workers.pull(order(daemon.workers.urls[0], [1], [2]))
             assert pulled.status == b"\1"
 
     run(scenario())
@@ -413,10 +411,10 @@ def test_what_cannot_be_listened_on_is_told_at_the_start(url: str, reason: str) 
         daemon = Daemon("node", listen=(LISTEN, url), transfer_workers=2)
         try:
             with pytest.raises(ConfigError, match=reason):
-                await daemon.workers.pool.start(daemon.rules)
+                await daemon.workers.start(daemon.rules)
             assert daemon.workers.stats() == []
         finally:
-            await daemon.workers.pool.stop()
+            await daemon.workers.stop()
             daemon.segment.close()
 
     run(scenario())
@@ -427,10 +425,10 @@ def test_a_transfer_worker_ends_with_its_control_process() -> None:
     program = """
 import asyncio, sys
 from kvpool.config import DaemonConfig
-from kvpool.daemon.workers.transfer_workers import transfer_workers
+from kvpool.daemon.workers.transfer_workers import TransferWorkers
 async def main():
-    workers = transfer_workers(DaemonConfig(socket="unused", node="n", listen=("tcp://127.0.0.1:0",)), "1")
-    await workers.pool.start(None)
+    workers = TransferWorkers(DaemonConfig(socket="unused", node="n", listen=("tcp://127.0.0.1:0",)), "1")
+    await workers.start(None)
     print(workers.stats()[0].pid, flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())

@@ -237,8 +237,14 @@ def test_what_went_over_nixl_and_what_had_to_go_over_tcp():
     assert "over TCP" not in quiet
     failed = {"failed_over": 2, "failed_over_blocks": 50, "rested": 4}
     loud = shown(STATS | {"nixl": nixl | failed | {"last_error": "nixl://b:2: it [broke]"}})
-    assert "2 pulls, 50 blocks, 4 pulls while it rested" in line_with(loud, "continued over TCP")
+    assert "2 pulls, 50 blocks, 4 pulls soon after" in line_with(loud, "continued over TCP")
     assert "it [broke]" in line_with(loud, "last reason")
+
+
+def test_what_went_over_tcp_since_that_is_faster():
+    nixl = {"pulls": 7, "blocks": 300, "bytes": 3 << 30, "slower": 5, "last_error": ""}
+    text = shown(STATS | {"nixl": nixl})
+    assert "5 pulls" in line_with(text, "sent over TCP")
 
 
 def test_ways_to_peers_where_there_are_several():
@@ -246,7 +252,7 @@ def test_ways_to_peers_where_there_are_several():
         return {"url": url, "pulls": 3, "bytes": 1 << 20, "rests_s": 0.0, "reason": ""} | more
 
     rests = way("tcp://10.1.0.2:1", rests_s=1.5, reason="no route [at all]")
-    one = {"ways": [way("tcp://10.0.0.2:1")]}
+    one = {"usual": "tcp", "bytes_s": 1e9, "others": {}, "ways": [way("tcp://10.0.0.2:1")]}
     paths = {"changed_card": 0, "peers": {"tcp://10.0.0.2:1": one}}
     assert "Ways to peers" not in shown(STATS | {"paths": paths})
     two = one | {"ways": [*one["ways"], rests]}

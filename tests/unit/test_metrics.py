@@ -4,7 +4,8 @@ import random
 import re
 import runpy
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from kvpool.admin.metrics import (
     OUTCOMES,
     STANDINGS,
     STORE_STATES,
+    At,
     Kind,
     render,
     rows,
@@ -150,6 +152,31 @@ def test_every_metric_is_well_named_and_says_what_it_is() -> None:
         assert not metric.name.endswith(("_bucket", "_sum", "_count", "_created", "_info_total"))
         assert metric.help_text.endswith(".") and "|" not in metric.help_text
         assert "le" not in metric.labels and len(set(metric.labels)) == len(metric.labels)
+
+
+def test_every_path_leads_to_a_number_of_the_tree() -> None:
+    for metric in METRICS:
+        for source in metric.sources:
+            if isinstance(source, At):
+                kind = leads_to(NodeStats, source.path.split("."))
+                assert kind in (int, float, bool, str, Histogram), (metric.name, source.path, kind)
+
+
+def leads_to(kind: Any, steps: list[str]) -> Any:
+    """The type that a path ends at; what is in plain values, as a drain's progress, is not known."""
+    for step in steps:
+        if get_origin(kind) in (Union, UnionType):
+            (kind,) = (one for one in get_args(kind) if one is not type(None))
+        if kind is Any or (get_origin(kind) is dict and get_args(kind)[1] is Any):
+            return int
+        if step == "*":
+            kind = get_args(kind)[1]
+        elif step.startswith("["):
+            (kind,) = get_args(kind)
+            assert step == "[]" or step[1:-1] in get_type_hints(kind)
+        else:
+            kind = get_type_hints(kind)[step]
+    return kind
 
 
 def test_the_states_are_those_that_there_are() -> None:
@@ -309,7 +336,8 @@ def test_what_few_nodes_have_is_read_where_it_is_told() -> None:
     """Spare device memory, RDMA and a drain: by what their owners say, without them."""
     rules = Node(make_policy=lambda capacity: make_policy("lru", capacity))
     device = DeviceTier(DeviceConfig("cpu", 1 << 20), rules, lambda: 0.0, lambda: rules)
-    nixl = Paths(lambda _: None, random.Random(1), nixl=True).nixl_stats(0.0)
+    never: Any = None
+    nixl = Paths({}, never, lambda _: None, lambda: 0.0, random.Random(1)).nixl_stats()
     progress = DrainProgress(blocks=3, blocks_total=9, copied=2, failed=1, left=4, copied_bytes=77)
     told = stats(tiers={"device": [device.stats()]}, nixl=nixl, cluster={"drain": plain(progress)})
     samples = parsed(render(told))

@@ -28,7 +28,7 @@ STYLES = {OK: "green", NOTE: "yellow", BAD: "red"}
 NIXL_PACKAGE = "nixl-cu12"
 SECTOR = 4096
 PORT_STATE_ACTIVE = "4: ACTIVE"
-NOT_BY_NIXL = "NIXL has failed or was slow lately (kvpool status), or pull_over says tcp"
+NOT_BY_NIXL = "NIXL has failed lately, or is slower (kvpool status)"
 
 
 @dataclass(frozen=True, slots=True)

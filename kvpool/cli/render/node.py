@@ -128,10 +128,11 @@ _NIXL: Entries = (
         (
             ("failed_over", "pulls"),
             ("failed_over_blocks", "blocks"),
-            ("rested", "pulls while it rested"),
+            ("rested", "pulls soon after a failure"),
         ),
         True,
     ),
+    ("sent over TCP, which is faster there", (("slower", "pulls"),), True),
 )
 
 _REPLICATION: Entries = (
@@ -349,12 +350,13 @@ def _ways(paths: PathsStats) -> Table | None:
     several = {url: peer for url, peer in sorted(paths.peers.items()) if len(peer.ways) > 1}
     if not several:
         return None
-    table = make_table("Ways to peers", "peer", "way", ">pulls", ">bytes", "")
+    table = make_table("Ways to peers", "peer", "as a rule", "way", ">pulls", ">bytes", "")
     for url, peer in several.items():
         for at, way in enumerate(peer.ways):
             rests = f"rests for {way.rests_s:.1f} s: {way.reason}" if way.reason else ""
             table.add_row(
                 "" if at else escape(url),
+                "" if at else peer.usual,
                 escape(way.url),
                 f"{way.pulls:,}",
                 size_text(way.bytes),

@@ -246,7 +246,10 @@ class Operators:
         return _json(self.cluster.describe())
 
     async def _inspect(self, _tenant: Tenant, _by: str, _m: operator_wire.Inspect) -> frame.Bytes:
-        return _json(self._stats.all())
+        stats = self._stats.all()
+        # Gateways of the version before look for it beside the tenants.
+        usage = {name: tenant.usage for name, tenant in stats.tenants.items()}
+        return _json({**msgspec.structs.asdict(stats), "usage": usage})
 
     async def _locate(self, tenant: Tenant, _by: str, m: operator_wire.Locate) -> frame.Bytes:
         keys = _keys(m.keys, LOCATE_KEYS_MAX)

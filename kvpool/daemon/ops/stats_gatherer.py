@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from kvpool import __version__
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication
@@ -100,10 +102,13 @@ class StatsGatherer:
 
     def _of(self, tenants: Collection[Tenant], hot: list[HotPrefix]) -> NodeStats:
         self._node.settle()
-        tiers = self._ssd.stats()
-        tiers.object = self._objects.stats()
-        tiers.device = [] if self._device is None else [self._device.stats()]
-        tiers.clean_share = {tenant.name: self._ssd.clean_share(tenant) for tenant in tenants}
+        # Of others' objects, as answers to two tenants may lie side by side.
+        tiers = msgspec.structs.replace(
+            self._ssd.stats(),
+            object=self._objects.stats(),
+            device=[] if self._device is None else [self._device.stats()],
+            clean_share={tenant.name: self._ssd.clean_share(tenant) for tenant in tenants},
+        )
         return NodeStats(
             node=self._name,
             incarnation=self._node.incarnation,

@@ -33,7 +33,7 @@ from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memor
 from kvpool.daemon.server.connections import ClientConnections
 from kvpool.daemon.tiers.device_tier import check_environment
 from kvpool.daemon.workers.gateway import Gateway
-from kvpool.daemon.workers.transfer_workers import TransferWorkers, transfer_workers
+from kvpool.daemon.workers.transfer_workers import TransferWorkers
 from kvpool.errors import (
     AlreadyRunning,
     ConfigError,
@@ -93,22 +93,22 @@ class Server:
                 open_membership(self.config, time.monotonic),
                 await open_directory(self.config),
                 self.segments,
-                lambda route: transfer_workers(self.config, self.node.incarnation, route),
+                lambda route: TransferWorkers(self.config, self.node.incarnation, route),
                 look_around() if self.config.join else HostTopology(),
                 random.Random(self.node.incarnation),
                 Clocks(),
             )
-            stack.push_async_callback(daemon.transport.pool.stop)
+            stack.push_async_callback(daemon.transport.stop)
             stack.push_async_callback(close, daemon)
-            await daemon.transport.pool.start(daemon.peer_service)
+            await daemon.transport.start(daemon.peer_service)
             segments = dict(enumerate(self.segments.values()))
             for segment_id, segment in segments.items():
-                await daemon.transport.pool.attach_segment(segment_id, segment)
+                await daemon.transport.attach_segment(segment_id, segment)
             gateway = Gateway(self.config)
             stack.push_async_callback(gateway.stop)
             tasks = Tasks()
             stack.push_async_callback(tasks.end)
-            await enter_cluster(daemon, daemon.transport.pool.addresses, tasks)
+            await enter_cluster(daemon, daemon.transport.addresses, tasks)
             if daemon.device is not None:
                 daemon.device.start(segments)
             await daemon.objects.start(segments)
@@ -123,7 +123,7 @@ class Server:
                     Started(
                         self.config,
                         sum(segment.size for segment in segments.values()),
-                        daemon.transport.pool.urls,
+                        daemon.transport.urls,
                         daemon.cluster.incarnation,
                         len(daemon.cluster.living),
                     )

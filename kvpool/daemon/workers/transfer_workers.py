@@ -1,242 +1,401 @@
-"""How this node pulls from peers and asks them: by the paths that `paths.py` gives, one after the other.
+"""The control process's side of its transfer workers: what they are told, what they ask, what they borrowed.
 
-What one path did not bring the next one does, over TCP at last. What a peer refuses it refuses by all paths. The bytes
-are moved by processes: `transfer_pool.py`. Event loop only.
+Event loop only. When a transfer worker dies, what it had borrowed is given back.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
-import time
-from array import array
-from collections.abc import Callable, Sequence
-
-import msgspec
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 from kvpool.config import DaemonConfig
-from kvpool.daemon.workers.paths import DEADLINE_SHARE, Paths, PeerPath, PeerPaths
-from kvpool.daemon.workers.transfer_pool import TransferPool
-from kvpool.errors import Declined, KvpoolError, LimitExceeded, Unavailable
+from kvpool.daemon.workers.paths import Paths
+from kvpool.daemon.workers.supervisor import RESTARTS_MAX, START_S, Worker, WorkerSupervisor
+from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
+from kvpool.memory.segment import Segment
 from kvpool.placement.nic_pairs import Route
-from kvpool.placement.records import NIXL as NIXL_URL
 from kvpool.telemetry.node_stats import NixlStats, PathsStats, WorkerStats
-from kvpool.telemetry.spans import current
-from kvpool.transfer.base import span_of
-from kvpool.types import CHECKSUM_BYTES, BlockStatus, split_keys
+from kvpool.transfer import scheme_of
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 
-FETCHED_AGAIN = {BlockStatus.LATE, BlockStatus.MISMATCH}
+INFLIGHT_BYTES_MAX = 1 << 30  # lent to peers at a time, by one transfer worker
+OFFERS_MAX = 32  # taken up at a time, through one transfer worker
+WAITS_MAX = 64  # questions to peers that wait, at a time, by one transfer worker
+
+
+class Rules(Protocol):
+    """What transfer workers ask of the rules. Called on the event loop; quick."""
+
+    def open_loan(
+        self, request: worker_wire.OpenLoan
+    ) -> worker_wire.Loan | Coroutine[Any, Any, worker_wire.Loan]:
+        """Lease what is here of these blocks until `give_back`. Raises `KvpoolError`.
+
+        A coroutine where that takes a while; it ends by the request's deadline.
+        """
+        ...
+
+    def give_back(self, token: str) -> None:
+        """Nothing reads this loan any more."""
+        ...
+
+    def asked(self, question: peer_wire.Ask) -> frame.Done:
+        """How many blocks of the prefix could be lent. Raises `KvpoolError`."""
+        ...
+
+    def offered(self, offer: peer_wire.Offer) -> Coroutine[Any, Any, frame.Bytes]:
+        """Take what is wanted of the offered blocks. Ends by the offer's deadline. Raises `KvpoolError`."""
+        ...
+
+    def answer_later(self, question: peer_wire.Await) -> Coroutine[Any, Any, frame.Bytes]:
+        """What is in memory of some blocks, once there is news. Raises `KvpoolError`."""
+        ...
+
+    def operated(self, order: peer_wire.Operate) -> Coroutine[Any, Any, frame.Bytes]:
+        """The answer to what an operator of another node wants. Raises `KvpoolError`."""
+        ...
+
+    def corrupt(self, report: peer_wire.Corrupt) -> None:
+        """A peer got these blocks from here, and they did not match their checksums."""
+        ...
+
+
+class TransferWorkerProxy(Worker):
+    """One life of a transfer worker. listen: the URLs that it serves."""
+
+    module = "kvpool.daemon.workers.transfer_worker"
+    kind = "transfer"
+    decode = worker_wire.decode_transfer
+
+    def __init__(self, workers: TransferWorkers, listen: list[str]) -> None:
+        super().__init__()
+        self._workers = workers
+        self._listen = listen
+        self._loans: set[str] = set()
+        self._taking: set[asyncio.Task[None]] = set()
+        self._lending: set[asyncio.Task[None]] = set()
+        self._awaiting: set[asyncio.Task[None]] = set()
+        self._awaited: dict[
+            int, asyncio.Task[None]
+        ] = {}  # of these, by the transfer worker's request
+        self.urls: list[str] = []
+
+    @property
+    def lending(self) -> int:
+        return len(self._loans)
+
+    async def _prepare(self) -> None:
+        config = self._workers.config
+        for segment_id, segment in self._workers.segments.items():
+            await self.attach(segment_id, segment)
+        ready = await self._ask(
+            worker_wire.TransferStart(
+                cluster=config.cluster,
+                node=config.node,
+                incarnation=self._workers.incarnation,
+                secret=config.cluster_secret,
+                listen=self._listen,
+                connections_max=config.peers_max,
+                inflight_bytes_max=INFLIGHT_BYTES_MAX,
+                waits_max=WAITS_MAX,
+                tls_cert=config.tls_cert,
+                tls_key=config.tls_key,
+                tls_ca=config.tls_ca,
+                tls_crl=config.tls_crl,
+                plaintext=config.plaintext,
+            ),
+            START_S,
+        )
+        self.urls = ready.listening
+
+    def _received(self, request: int, message: Any) -> None:
+        match message:
+            case peer_wire.Ask():
+                self._channel.send(self._asked(message), request)
+            case worker_wire.OpenLoan():
+                self._lend(message, request)
+            case peer_wire.Offer():
+                if len(self._taking) < OFFERS_MAX:
+                    self._later(self._workers.source.offered(message), request, self._taking)
+                else:
+                    full = LimitExceeded(f"{OFFERS_MAX} offers are being taken up here already")
+                    self._channel.send(frame.error_message(full), request)
+            case peer_wire.Await() | peer_wire.Operate():
+                source = self._workers.source
+                work = (
+                    source.answer_later(message)
+                    if isinstance(message, peer_wire.Await)
+                    else source.operated(message)
+                )
+                task = self._later(work, request, self._awaiting)
+                self._awaited[request] = task
+                task.add_done_callback(lambda _: self._awaited.pop(request, None))
+            case worker_wire.StopOrder():
+                if message.request in self._awaited:
+                    self._awaited[message.request].cancel()
+            case worker_wire.Return():
+                if message.token in self._loans:
+                    self._loans.remove(message.token)
+                    self._workers.source.give_back(message.token)
+            case peer_wire.Corrupt():
+                self._workers.source.corrupt(message)
+            case _:
+                super()._received(request, message)
+
+    def _asked(self, question: peer_wire.Ask) -> frame.Message:
+        try:
+            return self._workers.source.asked(question)
+        except KvpoolError as error:
+            return frame.error_message(error)
+
+    def _lend(self, message: worker_wire.OpenLoan, request: int) -> None:
+        try:
+            found = self._workers.source.open_loan(message)
+        except KvpoolError as error:
+            self._channel.send(frame.error_message(error), request)
+            return
+        if isinstance(found, worker_wire.Loan):
+            self._lent(found, request)
+        else:
+            self._later(found, request, self._lending)
+
+    def _lent(self, lent: worker_wire.Loan, request: int) -> None:
+        if lent.token:
+            self._loans.add(lent.token)
+        self._channel.send(lent, request)
+
+    def _later(
+        self,
+        work: Coroutine[Any, Any, worker_wire.Loan | frame.Bytes],
+        request: int,
+        tasks: set[asyncio.Task[None]],
+    ) -> asyncio.Task[None]:
+        """Send what this comes to, if the transfer worker lives then."""
+        task = self._loop.create_task(self._answer(work, request))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # it may be cancelled before it begins
+        return task
+
+    async def _answer(
+        self, work: Coroutine[Any, Any, worker_wire.Loan | frame.Bytes], request: int
+    ) -> None:
+        try:
+            answer = await work
+        except KvpoolError as error:
+            self._channel.send(frame.error_message(error), request)
+            return
+        if isinstance(answer, worker_wire.Loan):
+            self._lent(answer, request)
+        else:
+            self._channel.send(answer, request)
+
+    def on_worker_exit(self) -> None:
+        for token in self._loans:
+            self._workers.source.give_back(token)
+        self._loans.clear()
+        for task in (*self._taking, *self._lending, *self._awaiting):
+            task.cancel()
 
 
 class TransferWorkers:
-    """Pulls and questions, each by the paths to its peer."""
+    """All transfer workers of a daemon.
 
-    def __init__(self, pool: TransferPool, paths: Paths, clock: Callable[[], float]) -> None:
-        self.pool = pool
-        self._paths = paths
-        self._clock = clock
+    The URLs that peers pull from are shared out among them; orders go to the one with the fewest.
+    route: all ways to a peer, by the URL that it is known by.
+    """
 
-    async def pull(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled:
-        """Have blocks fetched. Afterwards nothing writes to the rows, as with `TransferPool.send`.
-
-        Raises what that raises by the last path, unless something has come by another one, and `InvalidRequest` for
-        an order that can never work.
-        """
-        started = self._clock()
-        peer = self._paths.peer(order.url)
-        count = len(order.rows) // 4
-        # How long a pull gave way, or hashed what was here already, says nothing of a path.
-        tells = not (order.background or order.start)
-        paths, tried_s = peer.for_pull(started, count * span_of(order)[1] if tells else 0)
-        self._paths.chosen(peer, paths[0], started)
-        whole: worker_wire.Pulled | None = None
-        left: Sequence[int] = range(count)
-        part = order
-        for at, path in enumerate(paths):
-            last = at + 1 == len(paths)
-            if order.trace and (span := current()) is not None:
-                span.set(path=path.transport)
-                span.count("tries", 1)
-            try:
-                came = await self._pull_by(
-                    peer, path, part, last=last, tried_s=0.0 if at else tried_s
-                )
-            except KvpoolError as error:
-                if whole is None or set(whole.status) == {BlockStatus.LATE}:
-                    raise
-                return msgspec.structs.replace(whole, error=str(error))
-            whole = came if whole is None else _merged(whole, left, came)
-            if last or not came.error or came.refused:
-                break
-            left = [i for i, status in enumerate(whole.status) if status in FETCHED_AGAIN]
-            if not left:
-                return msgspec.structs.replace(whole, error="")
-            seconds = self._clock() - started
-            if seconds >= order.deadline_s:
-                break
-            self._paths.failed_over(path, len(left))
-            part = _cut(order, left, seconds)
-        assert whole is not None, "there is always one path"
-        return whole
-
-    async def _pull_by(
+    def __init__(
         self,
-        peer: PeerPaths,
-        path: PeerPath,
-        order: worker_wire.PullBlocks,
-        *,
-        last: bool,
-        tried_s: float,
-    ) -> worker_wire.Pulled:
-        """What came by one path. `error` says why not all did; the last path may raise.
+        config: DaemonConfig,
+        incarnation: str,
+        route: Callable[[str], Route | None] = lambda _: None,
+    ) -> None:
+        self.config = config
+        self.incarnation = incarnation
+        self.segments: dict[int, Segment] = {}
+        self._route = route
+        self._source: Rules  # from `start` on
+        self._keepers: list[WorkerSupervisor[TransferWorkerProxy]] = []
+        self._nixl_keeper: WorkerSupervisor[TransferWorkerProxy] | None = None
+        # Of each transfer worker which of `listen`, and where that was last.
+        self._listening: list[
+            tuple[WorkerSupervisor[TransferWorkerProxy], list[int], list[str]]
+        ] = []
+        self._paths: Paths | None = None
 
-        tried_s: for so long it is tried at most; 0: it is the one to use.
-        """
-        count = len(order.rows) // 4
-        _, each = span_of(order)
-        seconds = path.attempt_s(count * each, order.deadline_s, last=last)
-        seconds = min(seconds, tried_s or seconds)
-        started, before = self._clock(), path.nbytes
+    @property
+    def source(self) -> Rules:
+        """Answers what peers ask."""
+        return self._source
 
-        def failed(reason: str) -> None:
-            now = self._clock()
-            # What gives way to others is not broken for being late.
-            if not (order.background and now - started >= seconds):
-                self._paths.failed(path, reason, now)
-
-        peer.begin(path, count * each, started)
-        try:
-            pulled = await self.pool.send(
-                msgspec.structs.replace(order, url=path.url, deadline_s=seconds)
+    @property
+    def urls(self) -> list[str]:
+        """Where peers can pull from, with the ports that were really taken, in the order of `listen`."""
+        return [
+            url
+            for _, url in sorted(
+                (index, url)
+                for keeper, indices, _ in self._listening
+                if keeper.worker is not None and keeper.worker.alive
+                for index, url in zip(indices, keeper.worker.urls, strict=True)
             )
-        except KvpoolError as error:
-            broken = path.shortcut or isinstance(error, Unavailable)
-            # What is too much for our own transfer worker for NIXL may not be for the others.
-            if broken and not isinstance(error, LimitExceeded):
-                failed(str(error))
-            if last or not broken:
-                raise
-            nothing = bytes([BlockStatus.LATE]) * count, bytes(CHECKSUM_BYTES * count)
-            return worker_wire.Pulled(*nothing, self._clock() - started, str(error))
-        finally:
-            peer.end(path, count * each)
-        assert isinstance(pulled, worker_wire.Pulled)
-        blocks = pulled.status.count(BlockStatus.PRESENT)
-        tells = not (order.background or order.start)
-        self._paths.came(peer, path, blocks, blocks * each, pulled.seconds if tells else None)
-        error_text = pulled.error
-        wrong = pulled.status.count(BlockStatus.MISMATCH)
-        if wrong and path.shortcut and not (error_text or last or order.start):
-            # The owner's copy may be broken, or this path. TCP tells: it is the owner's then as well. (Where some
-            # came before it was committed, that may be what is wrong.)
-            error_text = f"{wrong} blocks do not match their checksums"
-        if error_text and not pulled.refused:
-            failed(error_text)
-            return msgspec.structs.replace(pulled, error=error_text)
-        if pulled.refused or not tells:
-            path.well()
-        else:
-            peer.measured(path, path.nbytes - before, pulled.seconds, self._clock())
-        return pulled
+        ]
 
-    async def ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes:
-        """A peer's answer to a question. Raises as `pull`, and what the peer reports."""
-        started = self._clock()
-        paths = self._paths.peer(order.url).for_ask(started)
-        for path in paths:
-            last = path is paths[-1]
-            left_s = order.deadline_s - (self._clock() - started)
-            if not last:
-                # A card that swallows all leaves time for the next one, but a peer may wait as it was asked to.
-                asks = order.question
-                waits_s = (
-                    asks.wait_s if isinstance(asks, (peer_wire.Await, peer_wire.Operate)) else 0.0
-                )
-                left_s = min(left_s, waits_s + max(0.0, left_s - waits_s) * DEADLINE_SHARE)
-            try:
-                answer = await self.pool.send(
-                    msgspec.structs.replace(order, url=path.url, deadline_s=left_s)
-                )
-            except Declined:
-                path.well()
-                raise
-            except Unavailable as error:
-                now = self._clock()
-                if not order.background:
-                    path.failed(str(error), now)
-                if last or now - started >= order.deadline_s:
-                    raise
-            else:
-                path.well()
-                assert isinstance(answer, (frame.Done, frame.Bytes))
-                return answer
-        raise AssertionError("there is always one path")
-
-    # ---- for the rest of the daemon ------------------------------------------------------------------
+    @property
+    def addresses(self) -> list[str]:
+        """The same, with those of transfer workers that have died and are being started again."""
+        return [
+            url
+            for _, url in sorted(
+                (index, url)
+                for _, indices, listen in self._listening
+                for index, url in zip(indices, listen, strict=True)
+            )
+        ]
 
     @property
     def idle(self) -> bool:
         """Whether a question now would wait for nothing but its answer."""
-        return self.pool.idle
+        return any(worker.busy == 0 for worker in self._running(self._keepers))
+
+    @property
+    def paths(self) -> Paths:
+        """By which way each peer is pulled from."""
+        assert self._paths is not None, "start first"
+        return self._paths
+
+    async def start(self, source: Rules) -> None:
+        """Start all of them. source: answers what peers ask of this node.
+
+        Raises `ConfigError` for a URL that cannot be served; then none runs."""
+        self._source = source
+        count = self.config.transfer_workers
+        pulls = {"tcp": self._pull_by_tcp}
+        nixl = [at for at, url in enumerate(self.config.listen) if scheme_of(url) == "nixl"]
+        others = [at for at in range(len(self.config.listen)) if at not in nixl]
+        for number in range(count):
+            keeper = self._keeper(others[number::count], RESTARTS_MAX)
+            await self._start(keeper)
+            self._keepers.append(keeper)
+        if nixl:
+            # It ends itself when a peer is lost in the middle of a read, however often that happens.
+            self._nixl_keeper = self._keeper(nixl, None)
+            await self._start(self._nixl_keeper)
+            pulls["nixl"] = self._pull_by_nixl
+        clock = asyncio.get_running_loop().time
+        first = "" if self.config.pull_over == "auto" else self.config.pull_over
+        rng = random.Random(self.incarnation)
+        self._paths = Paths(pulls, self._ask, self._route, clock, rng, first)
+
+    async def _start(self, keeper: WorkerSupervisor[TransferWorkerProxy]) -> None:
+        try:
+            await keeper.start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    def _keeper(
+        self, indices: list[int], restarts_max: int | None
+    ) -> WorkerSupervisor[TransferWorkerProxy]:
+        listen = [self.config.listen[index] for index in indices]
+
+        def began(worker: TransferWorkerProxy) -> None:
+            # A later one takes the ports that this one was given, which peers know by now.
+            listen[:] = worker.urls or listen
+
+        keeper = WorkerSupervisor(
+            lambda: TransferWorkerProxy(self, listen), began, restarts_max=restarts_max
+        )
+        self._listening.append((keeper, indices, listen))
+        return keeper
+
+    async def attach_segment(self, segment_id: int, segment: Segment) -> None:
+        """Have all transfer workers map a segment, later ones too. It must stay open until `stop`."""
+        self.segments[segment_id] = segment
+        for worker in self._running(self._all):
+            await worker.attach(segment_id, segment)
+
+    async def pull(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled:
+        """Have blocks fetched. See `TransferWorkerProxy.order`: afterwards nothing writes to the rows.
+
+        Raises `Unavailable` when no transfer worker runs or the one that did it died, `LimitExceeded` when too
+        much is under way, and `InvalidRequest` for an order that can never work.
+        """
+        return await self.paths.pull(order)
+
+    async def _pull_by_tcp(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled:
+        return await self._pull_by(self._least_busy(), order)
+
+    async def _pull_by_nixl(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled:
+        worker = self._nixl_keeper.worker if self._nixl_keeper is not None else None
+        if worker is None or not worker.alive:
+            raise Unavailable("the transfer worker for NIXL is not running")
+        return await self._pull_by(worker, order)
+
+    @staticmethod
+    async def _pull_by(
+        worker: TransferWorkerProxy, order: worker_wire.PullBlocks
+    ) -> worker_wire.Pulled:
+        pulled = await worker.order(order, order.deadline_s)
+        assert isinstance(pulled, worker_wire.Pulled)
+        return pulled
+
+    async def ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes:
+        """A peer's answer to a question. Raises as `pull`, and what the peer reports."""
+        return await self.paths.ask(order)
+
+    async def _ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes:
+        answer = await self._least_busy().order(order, order.deadline_s)
+        assert isinstance(answer, (frame.Done, frame.Bytes))
+        return answer
+
+    @property
+    def _all(self) -> list[WorkerSupervisor[TransferWorkerProxy]]:
+        return [*self._keepers, *([self._nixl_keeper] if self._nixl_keeper is not None else [])]
+
+    @staticmethod
+    def _running(keepers: list[WorkerSupervisor[TransferWorkerProxy]]) -> list[TransferWorkerProxy]:
+        return [k.worker for k in keepers if k.worker is not None and k.worker.alive]
+
+    def _least_busy(self) -> TransferWorkerProxy:
+        running = self._running(self._keepers)
+        if not running:
+            raise Unavailable("no transfer worker is running")
+        return min(running, key=lambda worker: worker.busy)
 
     def path_to(self, url: str) -> str:
-        """The URL by which a peer is pulled from at present."""
-        return self._paths.path_to(url, self._clock())
-
-    def stats(self) -> list[WorkerStats]:
-        return self.pool.stats()
+        """The way by which a peer is pulled from at present, mostly."""
+        return self.paths.path(url)
 
     def path_stats(self) -> PathsStats:
-        """What is known of the paths to each peer."""
-        return self._paths.stats(self._clock())
+        """What is known of the ways to each peer."""
+        return self.paths.stats()
 
     def nixl_stats(self) -> NixlStats | None:
         """None where this node has no NIXL."""
-        return self._paths.nixl_stats(self._clock()) if self._paths.nixl else None
+        return None if self._nixl_keeper is None else self.paths.nixl_stats()
 
-
-def transfer_workers(
-    config: DaemonConfig,
-    incarnation: str,
-    route: Callable[[str], Route | None] = lambda _: None,
-) -> TransferWorkers:
-    """Those of a daemon; nothing runs yet. route: all ways to a peer, by the URL that it is known by."""
-    nixl = any(url.startswith(NIXL_URL) for url in config.listen)
-    first = "" if config.pull_over == "auto" else config.pull_over
-    paths = Paths(route, random.Random(incarnation), nixl=nixl, first=first)
-    return TransferWorkers(TransferPool(config, incarnation), paths, time.monotonic)
-
-
-def _cut(
-    order: worker_wire.PullBlocks, indices: Sequence[int], seconds: float
-) -> worker_wire.PullBlocks:
-    """The order for these blocks alone, in the time that is left."""
-    keys = split_keys(order.keys)
-    rows = array("I", order.rows)
-    return msgspec.structs.replace(
-        order,
-        keys=b"".join([keys[index] for index in indices]),
-        rows=array("I", [rows[index] for index in indices]).tobytes(),
-        deadline_s=order.deadline_s - seconds,
-    )
-
-
-def _merged(
-    first: worker_wire.Pulled, indices: Sequence[int], second: worker_wire.Pulled
-) -> worker_wire.Pulled:
-    """What two attempts have brought; the second one was for these blocks."""
-    status, checksums = bytearray(first.status), bytearray(first.checksums)
-    for at, index in enumerate(indices):
-        status[index] = second.status[at]
-        checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES] = second.checksums[
-            at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES
+    def stats(self) -> list[WorkerStats]:
+        return [
+            WorkerStats(
+                pid=keeper.worker.pid if keeper.worker is not None else None,
+                alive=keeper.alive,
+                restarts=keeper.restarts,
+                orders=keeper.worker.busy if keeper.worker is not None else 0,
+                loans=keeper.worker.lending if keeper.worker is not None else 0,
+                listening=keeper.worker.urls if keeper.worker is not None else [],
+            )
+            for keeper in self._all
         ]
-    return worker_wire.Pulled(
-        bytes(status),
-        bytes(checksums),
-        first.seconds + second.seconds,
-        second.error,
-        second.refused,
-    )
+
+    async def stop(self) -> None:
+        """End all transfer workers and wait for their death. Idempotent."""
+        await asyncio.gather(*[keeper.stop() for keeper in self._all])
+        self._keepers.clear()
+        self._listening.clear()
+        self._nixl_keeper = None

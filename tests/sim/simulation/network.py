@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_128_digest
 
-from kvpool.daemon.workers.transfer_proxy import Rules
+from kvpool.daemon.workers.transfer_workers import Rules
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.placement.membership.base import Standing
 from kvpool.telemetry.node_stats import PathsStats, WorkerStats
