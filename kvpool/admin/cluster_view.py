@@ -158,7 +158,9 @@ class Cluster:
         """
         deadline = self.clock() + NODE_S
         try:
-            while node != (await self._view.now()).node:
+            if node == (await self.view()).node:
+                return
+            while True:
                 theirs = await self.daemon.json(
                     operator_wire.Cluster(), View, node=node, within_s=NODE_S
                 )

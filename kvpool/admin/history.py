@@ -102,10 +102,9 @@ def count(stats: NodeStats, now: float) -> Counted:
     traffic = {name: tenant.traffic for name, tenant in stats.tenants.items()}
     reads = [each.reads for each in traffic.values()]
     tiers = {"dram": sum(tenant.space.bytes_used for tenant in stats.tenants.values())}
-    if disks := stats.tiers.ssd:
-        tiers["ssd"] = sum(disk.used_bytes for disk in disks)
-    if devices := stats.tiers.device:
-        tiers["device"] = sum(device.used_bytes for device in devices)
+    for tier, places in stats.tiers.places().items():
+        if places:
+            tiers[tier] = sum(place.used_bytes for place in places)
     return Counted(
         at=now,
         incarnation=stats.incarnation,

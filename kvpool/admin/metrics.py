@@ -18,11 +18,9 @@ from typing import Any
 
 from kvpool.telemetry.histogram import Histogram
 from kvpool.telemetry.node_stats import (
-    DeviceStats,
     NamespaceStats,
     NodeStats,
     PeerWays,
-    SsdStats,
     TenantStats,
 )
 
@@ -164,13 +162,8 @@ def _dram(read: Callable[[TenantStats], int], view: View) -> Iterator[Sample]:
 
 
 def _gone_below(view: View) -> Iterator[Sample]:
-    tiers = view.stats.tiers
-    places: Mapping[str, Sequence[SsdStats | DeviceStats]] = {
-        "ssd": tiers.ssd,
-        "device": tiers.device,
-    }
-    for tier, found in places.items():
-        for place in found:
+    for tier, places in view.stats.tiers.places().items():
+        for place in places:
             for reason, count in place.gone.items():
                 yield (reason, place.path, tier), count
 

@@ -9,6 +9,7 @@ Not thread-safe.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -338,6 +339,10 @@ class TiersStats(Branch):
     ssd: list[SsdStats] = []
     object: list[ObjectStats] = []
     device: list[DeviceStats] = []
+
+    def places(self) -> dict[str, Sequence[SsdStats | DeviceStats]]:
+        """The places on this node, by tier."""
+        return {"ssd": self.ssd, "device": self.device}
 
 
 # ---- other nodes ------------------------------------------------------------------------------------------

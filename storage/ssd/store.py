@@ -51,8 +51,8 @@ from kvpool.types import BlockStatus
 __all__ = [
     "ENTRY",
     "ReadBatch",
-    "SsdStats",
     "SsdStore",
+    "SsdStoreStats",
     "WriteBatch",
     "slot_bytes",
 ]
@@ -125,7 +125,7 @@ class ReadBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class SsdStats:
+class SsdStoreStats:
     """Counts since `open`, in blocks unless the name says otherwise. Bytes are those of the disk.
 
     index_lost: the index was damaged and the store began empty. index_errors: failed
@@ -292,10 +292,10 @@ class SsdStore:
         """Keep a small item durably: up to 16 names of up to 256 bytes, values of up to 4 KiB."""
         self._index.set_item(name, value)
 
-    def stats(self) -> SsdStats:
+    def stats(self) -> SsdStoreStats:
         with self._calls:
             counts = dict(self._counts)
-        return SsdStats(
+        return SsdStoreStats(
             segment_bytes=self.segment_bytes,
             direct=self.direct,
             entries=self._index.count(),

@@ -18,7 +18,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 from kvpool.errors import ConfigError
@@ -80,12 +79,7 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from kvpool.cli.render.jobs import jobs_table, nodes_of
 from kvpool.cli.render.text import count, make_console, make_table, size_text, used_text
 from kvpool.client import OperatorClient
 from kvpool.errors import KvpoolError
-from kvpool.telemetry.node_stats import DeviceStats, NodeStats, SsdStats
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
 
 NODES_MAX = 256  # that are looked at, in the order of their names
@@ -95,11 +95,7 @@ def fills(stats: NodeStats) -> dict[str, tuple[int, int]]:
     """(used, size) of each tier, in bytes, of all tenants."""
     spaces = [tenant.space for tenant in stats.tenants.values()]
     found = {"dram": (sum(s.bytes_used for s in spaces), sum(s.size for s in spaces))}
-    tiers: dict[str, Sequence[SsdStats | DeviceStats]] = {
-        "ssd": stats.tiers.ssd,
-        "device": stats.tiers.device,
-    }
-    for tier, places in tiers.items():
+    for tier, places in stats.tiers.places().items():
         if places:
             used = sum(place.used_bytes for place in places)
             sizes = (place.segment_bytes or place.size_bytes for place in places)

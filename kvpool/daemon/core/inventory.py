@@ -9,12 +9,10 @@ import msgspec
 from kvpool.daemon.core.blocks import Block, NamespaceState, Tenant
 from kvpool.daemon.core.candidates import Candidates
 from kvpool.daemon.core.change_feed import Change, ChangeFeed
-from kvpool.daemon.core.leases import Leases
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.namespaces import Namespaces
 from kvpool.daemon.core.slots import Slots
 from kvpool.telemetry.node_stats import (
-    Counters,
     NamespaceStats,
     NamespaceUsage,
     PlaceUsage,
@@ -32,21 +30,17 @@ class Inventory:
         self,
         tenants: Mapping[str, Tenant],
         namespaces: Namespaces,
-        leases: Leases,
         candidates: Candidates,
         ledger: Ledger,
         slots: Slots,
         changes: ChangeFeed,
-        counters: Counters,
     ) -> None:
         self._tenants = tenants
         self._namespaces = namespaces
-        self._leases = leases
         self._candidates = candidates
         self._ledger = ledger
         self._slots = slots
         self._changes = changes
-        self._counters = counters
 
     # ---- what the announcer hears -------------------------------------------------------------------
 

@@ -104,8 +104,8 @@ class Node:
         self.removal = Removal(ledger, slots, counters)
         self.pins = Pins(limits, ledger, slots)
         self.inventory = Inventory(
-            *(tenants, self.namespaces, self.leases, self.candidates),
-            *(ledger, slots, changes, counters),
+            *(tenants, self.namespaces, self.candidates),
+            *(ledger, slots, changes),
         )
 
     def add_tenant(

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -253,15 +252,10 @@ class World(LocalCluster):
         super().__init__(folder, **settings)
         self._seats: list[Seat] = []
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for seat in self._seats:
             seat.close()
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
     def seat(self, name: str, record: NamespaceRecord = PLAIN, **settings: Any) -> Seat:
         """A new client at a node; closed with the cluster."""
