@@ -92,14 +92,16 @@ class Speeds:
 class Entry:
     """What a tier would know of a block, as far as a policy cares."""
 
-    __slots__ = ("block", "depth", "freq", "ident", "queue")
+    __slots__ = ("block", "depth", "freq", "ident", "newer", "older", "queue")
 
     def __init__(self, block: int, depth: int = 0) -> None:
         self.block = block
         self.depth = depth
-        self.ident = block.to_bytes(16, "little")
+        self.ident = (block + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
         self.freq = 0
         self.queue = 0
+        self.older: Any = None
+        self.newer: Any = None
 
 
 class Lfu:

@@ -11,7 +11,7 @@ never promises a prefix that it would not accept.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import takewhile
 
 from kvpool.types import PartKind, PartSpec
@@ -34,7 +34,7 @@ def usable(
 ) -> int:
     """The longest prefix, in blocks, for which every part satisfies its rule.
 
-    held[i]: the keys that the part of specs[i] has. O(keys x parts); stops at the first gap of a full
+    held[i]: the keys that the part of specs[i] has; if it has a method `prefix_length`, that is used. O(keys x parts); stops at the first gap of a full
     part. `keys` may be long: keys after the gap are not examined.
     """
     n = len(keys)
@@ -44,11 +44,17 @@ def usable(
         if spec.kind is PartKind.WINDOW:
             uneven = True
         elif step == 1:
-            n = len(list(takewhile(has.__contains__, keys[:n])))
+            n = _leading(has, keys[:n])
         else:
             uneven = True
-            n = step * len(list(takewhile(has.__contains__, keys[step - 1 : n : step])))
+            n = step * _leading(has, keys[step - 1 : n : step])
     return _fit(specs, held, keys[:n]) if uneven and n else n
+
+
+def _leading(has: Container[bytes], keys: Sequence[bytes]) -> int:
+    """How many of the keys it has before the first that it lacks."""
+    faster: Callable[[Sequence[bytes]], int] | None = getattr(has, "prefix_length", None)
+    return len(list(takewhile(has.__contains__, keys))) if faster is None else faster(keys)
 
 
 def _fit(specs: Sequence[PartSpec], held: Sequence[Container[bytes]], keys: Sequence[bytes]) -> int:

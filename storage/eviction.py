@@ -15,25 +15,23 @@ must go before its head. Callers pass every batch head first, and policies queue
 
 Names for the configuration: `a2q` (`DEFAULT_POLICY`), `lru`, `s3fifo`; see `bench/eviction.py`.
 
-Entries are keys of dictionaries here: their class must hash by identity (`eq=False`), both for
-speed and because an entry changes while it is held. Nothing here is thread-safe; the process that
-decides has one thread.
+Nothing here is thread-safe; the process that decides has one thread.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
 from kvpool.errors import ConfigError
+from kvpool.storage.eviction_queue import EvictionQueue, Ghosts
 
 DEFAULT_POLICY = "a2q"
 
 GHOSTS_MAX = 1 << 20
-"""Idents that one policy remembers at most, whatever its capacity: about 200 bytes each."""
+"""Idents that one policy remembers at most, whatever its capacity: 18 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +63,20 @@ class Costs:
 
 
 class Evictable(Protocol):
-    """A policy's view of a block part. The policy owns `freq` and `queue`; nobody else writes them.
+    """A policy's view of a block part. The policy owns `freq`, `queue`, `older` and `newer`; nobody else writes them.
 
-    Both are 0 in a new entry. depth: blocks before it in its chain; 0 for the first, or if unknown.
+    The first two are 0 in a new entry. depth: blocks before it in its chain; 0 for the first, or if unknown.
     Read only by a policy that was given costs.
     """
 
     @property
-    def ident(self) -> Hashable:
-        """Unique for (namespace, part, key). Ghost lists keep it after the entry is gone: bytes."""
+    def ident(self) -> int:
+        """64 bits for (namespace, part, key), spread evenly: it is remembered after the entry is gone."""
 
     freq: int
     queue: int  # 0: no policy holds the entry
+    older: Any
+    newer: Any
     depth: int
 
 
@@ -116,6 +116,9 @@ class EvictionPolicy(Protocol):
     def pop(self) -> Evictable | None:
         """The next victim, no longer held; its ident is remembered. None if nothing is held."""
 
+    def take(self, n: int) -> Sequence[Evictable]:
+        """The next n victims at once: those of n calls of `pop`, in about that order."""
+
     def peek(self) -> Evictable | None:
         """The entry that `pop` would return, still held. In `S3Fifo` only the first candidate."""
 
@@ -126,8 +129,6 @@ class EvictionPolicy(Protocol):
         """The tier now holds this many entries. Evicts nothing; ghosts shrink with later pops."""
 
     def __len__(self) -> int: ...
-
-    def __contains__(self, entry: Evictable) -> bool: ...
 
 
 def make_policy(name: str, capacity: int, costs: Costs | None = None) -> EvictionPolicy:
@@ -151,29 +152,6 @@ def _held_already(entry: Evictable) -> AssertionError:
     return AssertionError(f"the eviction policy already holds {entry.ident!r}")
 
 
-# An OrderedDict is a linked list in C with a dictionary over it: append, drop from anywhere,
-# move to the end and pop the oldest are all O(1), and so is next(iter(...)), which in a plain dict
-# walks over the holes that earlier pops left.
-
-
-def _oldest(queue: OrderedDict[Any, None]) -> Any:
-    return next(iter(queue), None)
-
-
-def _put_first(queue: OrderedDict[Any, None], entry: Any) -> None:
-    queue[entry] = None
-    queue.move_to_end(entry, last=False)
-
-
-def _remember(ghosts: OrderedDict[Hashable, int], ident: Hashable, number: int, limit: int) -> None:
-    """Add a ghost. Drops two at most, so that after a `resize` no single pop pays for all."""
-    ghosts[ident] = number
-    if len(ghosts) > limit:
-        ghosts.popitem(last=False)
-        if len(ghosts) > limit:
-            ghosts.popitem(last=False)
-
-
 class Lru:
     """Least recently used: the baseline. It does not use `freq`."""
 
@@ -181,57 +159,55 @@ class Lru:
 
     def __init__(self, capacity: int, costs: Costs | None = None) -> None:
         _checked(capacity)
-        self._queue: OrderedDict[Any, None] = OrderedDict()
+        self._queue = EvictionQueue()
 
     def insert(self, entries: Sequence[Any]) -> None:
-        queue = self._queue
-        for entry in reversed(entries):
+        for entry in entries:
             if entry.queue:
                 raise _held_already(entry)
             entry.queue = 1
-            queue[entry] = None
+        self._queue.append(entries[::-1])
 
     def put_back(self, entries: Sequence[Any]) -> None:
         for entry in entries:
             if entry.queue:
                 raise _held_already(entry)
             entry.queue = 1
-            _put_first(self._queue, entry)
+            self._queue.put_first(entry)
 
     def touch(self, entries: Sequence[Any]) -> None:
-        move = self._queue.move_to_end
-        for entry in reversed(entries):
-            if entry.queue:
-                move(entry)
+        self._queue.renew([entry for entry in reversed(entries) if entry.queue])
 
     refresh = touch
 
     def discard(self, entry: Any) -> None:
         if entry.queue:
-            del self._queue[entry]
+            self._queue.remove(entry)
             entry.queue = 0
 
     def pop(self) -> Any:
-        if not self._queue:
-            return None
-        entry, _ = self._queue.popitem(last=False)
-        entry.queue = 0
+        entry = self._queue.pop()
+        if entry is not None:
+            entry.queue = 0
         return entry
 
+    def take(self, n: int) -> list[Any]:
+        entries = self._queue.take(n)
+        for entry in entries:
+            entry.queue = 0
+        return entries
+
     def peek(self) -> Any:
-        return _oldest(self._queue)
+        return self._queue.peek()
 
     def coldest(self, n: int) -> list[Any]:
-        return list(islice(self._queue, n))
+        return self._queue.oldest(n)
 
     def resize(self, capacity: int) -> None:
         _checked(capacity)
 
     def __len__(self) -> int:
         return len(self._queue)
-
-    def __contains__(self, entry: Any) -> bool:
-        return entry in self._queue
 
 
 class S3Fifo:
@@ -249,44 +225,51 @@ class S3Fifo:
     does not send it back, and _KNOWN for one that was held before, whose ghost proves nothing.
     """
 
-    __slots__ = ("_ghosts", "_ghosts_max", "_main", "_small")
+    __slots__ = ("_evicted", "_ghosts", "_ghosts_max", "_main", "_small")
 
     _READS, _IN_MAIN, _KNOWN = 3, 4, 8
     _SMALL_SHARE = 0.1
     _SMALL, _MAIN = 1, 2
 
     def __init__(self, capacity: int, costs: Costs | None = None) -> None:
-        self._small: OrderedDict[Any, None] = OrderedDict()
-        self._main: OrderedDict[Any, None] = OrderedDict()
-        self._ghosts: OrderedDict[Hashable, int] = OrderedDict()
-        self._ghosts_max = 0
-        self.resize(capacity)
+        self._small = EvictionQueue()
+        self._main = EvictionQueue()
+        self._evicted = 0  # from small: their numbers
+        self._ghosts_max = min(GHOSTS_MAX, _checked(capacity))
+        self._ghosts = Ghosts(self._ghosts_max)
 
     def resize(self, capacity: int) -> None:
         self._ghosts_max = min(GHOSTS_MAX, _checked(capacity))
+        self._ghosts.resize(self._ghosts_max)
 
     def insert(self, entries: Sequence[Any]) -> None:
-        small, main, was_evicted = self._small, self._main, self._ghosts.pop
-        for entry in reversed(entries):
+        small: list[Any] = []
+        main: list[Any] = []
+        forgotten = self._evicted - self._ghosts_max
+        newest_last = entries[::-1]
+        ghosts = self._ghosts.take([entry.ident for entry in newest_last])
+        for position, entry in enumerate(newest_last):
             if entry.queue:
                 raise _held_already(entry)
-            came_back = was_evicted(entry.ident, 0)
             if not entry.freq & self._KNOWN:
+                came_back = position in ghosts and ghosts[position][1] > forgotten
                 entry.freq = self._KNOWN | self._IN_MAIN if came_back else self._KNOWN
             if entry.freq & self._IN_MAIN:
-                main[entry] = None
+                main.append(entry)
                 entry.queue = self._MAIN
             else:
-                small[entry] = None
+                small.append(entry)
                 entry.queue = self._SMALL
+        self._small.append(small)
+        self._main.append(main)
 
     def put_back(self, entries: Sequence[Any]) -> None:
         for entry in entries:
             if entry.queue:
                 raise _held_already(entry)
-            self._ghosts.pop(entry.ident, None)
+            self._ghosts.take([entry.ident])
             entry.queue = self._MAIN if entry.freq & self._IN_MAIN else self._SMALL
-            _put_first(self._main if entry.queue == self._MAIN else self._small, entry)
+            (self._main if entry.queue == self._MAIN else self._small).put_first(entry)
 
     def touch(self, entries: Sequence[Any]) -> None:
         for entry in entries:
@@ -294,13 +277,13 @@ class S3Fifo:
                 entry.freq += 1
 
     def refresh(self, entries: Sequence[Any]) -> None:
-        for entry in reversed(entries):
-            if entry.queue:
-                (self._small if entry.queue == self._SMALL else self._main).move_to_end(entry)
+        found = entries[::-1]
+        self._small.renew([entry for entry in found if entry.queue == self._SMALL])
+        self._main.renew([entry for entry in found if entry.queue == self._MAIN])
 
     def discard(self, entry: Any) -> None:
         if entry.queue:
-            del (self._small if entry.queue == self._SMALL else self._main)[entry]
+            (self._small if entry.queue == self._SMALL else self._main).remove(entry)
             entry.queue = 0
 
     def _from_small(self) -> bool:
@@ -310,37 +293,38 @@ class S3Fifo:
     def pop(self) -> Any:
         small, main = self._small, self._main
         while self._from_small():
-            entry, _ = small.popitem(last=False)
+            entry = small.pop()
             if entry.freq & self._READS:
-                main[entry] = None
+                main.append([entry])
                 entry.freq = self._KNOWN | self._IN_MAIN
                 entry.queue = self._MAIN
             else:
                 entry.queue = 0
-                _remember(self._ghosts, entry.ident, 1, self._ghosts_max)
+                self._evicted += 1
+                self._ghosts.remember([entry.ident], 0, self._evicted)
                 return entry
         while main:
-            entry, _ = main.popitem(last=False)
+            entry = main.pop()
             if entry.freq & self._READS:
                 entry.freq -= 1
-                main[entry] = None
+                main.append([entry])
             else:
                 entry.queue = 0
                 return entry
         return None
 
+    def take(self, n: int) -> list[Any]:
+        return list(islice(iter(self.pop, None), n))
+
     def peek(self) -> Any:
         """The entry that `pop` examines first; it is spared if it was read since."""
-        return _oldest(self._small if self._from_small() else self._main)
+        return (self._small if self._from_small() else self._main).peek()
 
     def coldest(self, n: int) -> list[Any]:
-        return list(islice(self._small if self._from_small() else self._main, n))
+        return (self._small if self._from_small() else self._main).oldest(n)
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
-
-    def __contains__(self, entry: Any) -> bool:
-        return entry in self._small or entry in self._main
 
 
 class Adaptive2Q:
@@ -378,14 +362,13 @@ class Adaptive2Q:
 
     __slots__ = (
         "_costs",
+        "_ghosts",
         "_inserted",
         "_probation",
         "_probation_evicted",
-        "_probation_ghosts",
         "_probation_ghosts_max",
         "_proven",
         "_proven_evicted",
-        "_proven_ghosts",
         "_proven_ghosts_max",
         "_share",
     )
@@ -404,62 +387,70 @@ class Adaptive2Q:
 
     def __init__(self, capacity: int, costs: Costs | None = None) -> None:
         self._costs = costs
-        self._probation: OrderedDict[Any, None] = OrderedDict()
-        self._proven: OrderedDict[Any, None] = OrderedDict()
-        self._probation_ghosts: OrderedDict[Hashable, int] = OrderedDict()
-        self._proven_ghosts: OrderedDict[Hashable, int] = OrderedDict()
+        self._probation = EvictionQueue()
+        self._proven = EvictionQueue()
         # Evictions are numbered from 1, so that 0 can mean "no ghost".
         self._inserted = self._probation_evicted = self._proven_evicted = 0
         self._share = self._START
         self._probation_ghosts_max = self._proven_ghosts_max = 0
+        self._ghosts = Ghosts(1)
         self.resize(capacity)
 
     def resize(self, capacity: int) -> None:
         self._probation_ghosts_max = min(3 * _checked(capacity), GHOSTS_MAX * 3 // 4)
         self._proven_ghosts_max = min(capacity, GHOSTS_MAX // 4)
+        self._ghosts.resize(self._probation_ghosts_max + self._proven_ghosts_max)
 
     def insert(self, entries: Sequence[Any]) -> None:
-        probation, proven = self._probation, self._proven
-        was_probation, was_proven = self._probation_ghosts.pop, self._proven_ghosts.pop
+        on_probation: list[Any] = []
+        proven: list[Any] = []
+        held = len(self)
         self._inserted += len(entries)
-        for entry in reversed(entries):
+        newest_last = entries[::-1]
+        ghosts = self._ghosts.take([entry.ident for entry in newest_last])
+        for position, entry in enumerate(newest_last):
             if entry.queue:
                 raise _held_already(entry)
-            ident = entry.ident
-            since_probation = was_probation(ident, 0)
-            since_proven = 0 if since_probation else was_proven(ident, 0)
             if not entry.freq:
-                if since_probation:
+                entry.freq = self._inserted
+                if position in ghosts and self._came_back(entry, ghosts[position], held + position):
                     entry.freq = self._PROVEN
-                    self._learn(self._probation_evicted - since_probation, 1, entry)
-                elif since_proven:
-                    entry.freq = self._PROVEN
-                    self._learn(self._proven_evicted - since_proven, -1, entry)
-                else:
-                    entry.freq = self._inserted
             if entry.freq == self._PROVEN:
-                proven[entry] = None
+                proven.append(entry)
                 entry.queue = self._AMONG_PROVEN
             else:
-                probation[entry] = None
+                on_probation.append(entry)
                 entry.queue = self._ON_PROBATION
+        self._probation.append(on_probation)
+        if proven:
+            self._proven.append(proven)
+
+    def _came_back(self, entry: Any, ghost: tuple[int, int], held: int) -> bool:
+        """Whether an entry with this ghost counts as one that came back."""
+        among_proven, number = ghost
+        if among_proven:
+            since, most, direction = self._proven_evicted - number, self._proven_ghosts_max, -1
+        else:
+            since, most, direction = self._probation_evicted - number, self._probation_ghosts_max, 1
+        if since >= most:
+            return False
+        self._learn(since, direction, entry, held)
+        return True
 
     def put_back(self, entries: Sequence[Any]) -> None:
         for entry in entries:
             if entry.queue:
                 raise _held_already(entry)
+            self._ghosts.take([entry.ident])
             if entry.freq == self._PROVEN:
-                self._proven_ghosts.pop(entry.ident, None)
                 entry.queue = self._AMONG_PROVEN
-                _put_first(self._proven, entry)
+                self._proven.put_first(entry)
             else:
-                self._probation_ghosts.pop(entry.ident, None)
                 entry.queue = self._ON_PROBATION
-                _put_first(self._probation, entry)
+                self._probation.put_first(entry)
 
-    def _learn(self, evictions_since: int, direction: int, entry: Any) -> None:
+    def _learn(self, evictions_since: int, direction: int, entry: Any, held: int) -> None:
         """An entry came back: would a little more room for its queue have kept it?"""
-        held = len(self)
         if held and evictions_since < self._SOON * held:
             step = min(self._STEP * self._weight(entry) / held, self._STEP_MAX)
             share = self._share + direction * step
@@ -475,34 +466,38 @@ class Adaptive2Q:
         return lost / unit if unit else float(lost > 0)
 
     def touch(self, entries: Sequence[Any]) -> None:
-        probation, proven = self._probation, self._proven
         # Insertions up to here are too recent for a read to prove anything.
-        settled = self._inserted - self._CORRELATED * (len(probation) + len(proven))
+        settled = self._inserted - self._CORRELATED * len(self)
+        on_probation: list[Any] = []
+        proven: list[Any] = []
+        newly = 0
         for entry in reversed(entries):
             queue = entry.queue
             if queue == 2:  # _AMONG_PROVEN, inlined: this is the hottest line
-                proven.move_to_end(entry)
+                proven.append(entry)
             elif queue:
                 if entry.freq < settled:
-                    del probation[entry]
-                    proven[entry] = None
                     entry.queue = self._AMONG_PROVEN
                     entry.freq = self._PROVEN
+                    proven.append(entry)
+                    newly += 1
                 else:
-                    probation.move_to_end(entry)
+                    on_probation.append(entry)
             elif 0 < entry.freq < settled:
                 entry.freq = self._PROVEN
+        if newly:
+            self._probation.lend(self._proven, newly)
+        self._proven.renew(proven)
+        self._probation.renew(on_probation)
 
     def refresh(self, entries: Sequence[Any]) -> None:
-        for entry in reversed(entries):
-            if entry.queue == self._AMONG_PROVEN:
-                self._proven.move_to_end(entry)
-            elif entry.queue:
-                self._probation.move_to_end(entry)
+        found = entries[::-1]
+        self._proven.renew([entry for entry in found if entry.queue == self._AMONG_PROVEN])
+        self._probation.renew([entry for entry in found if entry.queue == self._ON_PROBATION])
 
     def discard(self, entry: Any) -> None:
         if entry.queue:
-            del (self._proven if entry.queue == self._AMONG_PROVEN else self._probation)[entry]
+            (self._proven if entry.queue == self._AMONG_PROVEN else self._probation).remove(entry)
             entry.queue = 0
 
     def _from_probation(self) -> bool:
@@ -510,30 +505,40 @@ class Adaptive2Q:
         return probation > self._share * (probation + len(self._proven))
 
     def pop(self) -> Any:
-        if self._from_probation():
-            entry, _ = self._probation.popitem(last=False)
-            self._probation_evicted = number = self._probation_evicted + 1
-            _remember(self._probation_ghosts, entry.ident, number, self._probation_ghosts_max)
-        elif self._proven:
-            entry, _ = self._proven.popitem(last=False)
-            self._proven_evicted = number = self._proven_evicted + 1
-            _remember(self._proven_ghosts, entry.ident, number, self._proven_ghosts_max)
-        else:
-            return None
-        entry.queue = 0
-        return entry
+        return next(iter(self.take(1)), None)
+
+    def take(self, n: int) -> list[Any]:
+        probation, proven, share = len(self._probation), len(self._proven), self._share
+        before = probation
+        for _ in range(min(n, probation + proven)):
+            if probation > share * (probation + proven):
+                probation -= 1
+            else:
+                proven -= 1
+        on_probation = self._probation.take(before - probation)
+        among_proven = self._proven.take(len(self._proven) - proven)
+        ghosts = self._ghosts
+        if on_probation:
+            first = self._probation_evicted + 1
+            ghosts.remember([entry.ident for entry in on_probation], 0, first)
+            self._probation_evicted += len(on_probation)
+        if among_proven:
+            first = self._proven_evicted + 1
+            ghosts.remember([entry.ident for entry in among_proven], 1, first)
+            self._proven_evicted += len(among_proven)
+        victims = on_probation + among_proven
+        for entry in victims:
+            entry.queue = 0
+        return victims
 
     def peek(self) -> Any:
-        return _oldest(self._probation if self._from_probation() else self._proven)
+        return (self._probation if self._from_probation() else self._proven).peek()
 
     def coldest(self, n: int) -> list[Any]:
-        return list(islice(self._probation if self._from_probation() else self._proven, n))
+        return (self._probation if self._from_probation() else self._proven).oldest(n)
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._proven)
-
-    def __contains__(self, entry: Any) -> bool:
-        return entry in self._probation or entry in self._proven
 
 
 POLICIES: dict[str, Callable[[int, Costs | None], EvictionPolicy]] = {

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from kvpool.storage.eviction import Costs, EvictionPolicy, Lru, make_policy
+
+SPREAD = 0x9E3779B97F4A7C15  # 2^64 by the golden ratio: makes numbers in a row evenly spread ones
 
 
 class Block:
     """A block in a tier, as its eviction policy knows it."""
 
-    __slots__ = ("copy", "depth", "freq", "ident", "queue")
+    __slots__ = ("copy", "depth", "freq", "ident", "key", "newer", "older", "queue")
 
     def __init__(self, key: Hashable, depth: int, *, copy: bool) -> None:
-        self.ident = key
+        self.key = key
+        self.ident = hash(key) * SPREAD & (1 << 64) - 1
         self.depth = depth
         self.copy = copy
         self.freq = 0
         self.queue = 0
+        self.older: Any = None
+        self.newer: Any = None
 
 
 class Tier:
@@ -61,8 +67,8 @@ class Tier:
         evicted: list[tuple[Hashable, int]] = []
         for _ in range(len(held) + len(new) - self.capacity):
             victim: Block = self._copies.pop() or self._policy.pop()  # type: ignore[assignment]
-            del held[victim.ident]
-            evicted.append((victim.ident, victim.depth))
+            del held[victim.key]
+            evicted.append((victim.key, victim.depth))
         (self._copies if copy else self._policy).insert(new)
-        held.update((block.ident, block) for block in new)
-        return [block.ident for block in new], evicted
+        held.update((block.key, block) for block in new)
+        return [block.key for block in new], evicted

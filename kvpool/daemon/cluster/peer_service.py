@@ -10,7 +10,14 @@ from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvpool.daemon.core.blocks import Holder, NamespaceState, PartTable, directory_digest
+from kvpool.daemon.core.blocks import (
+    Block,
+    Holder,
+    NamespaceState,
+    PartTable,
+    checksums_of,
+    directory_digest,
+)
 from kvpool.daemon.core.early_reads import Writing
 from kvpool.daemon.core.masks import pack_masks, unpack_masks, width_of
 from kvpool.daemon.core.node import Node
@@ -261,13 +268,13 @@ class PeerService:
         _, blocks = lease.parts[request.part]
         found = {block.key: block for block in blocks}
         rows = absent
-        checksums = []
+        present: list[Block] = []
         missing = []
         for index, key in enumerate(keys):
             block = found.get(key)
             if block is not None:
                 rows[index] = block.row
-                checksums.append(block.checksum)
+                present.append(block)
             else:
                 missing.append(key)
         if missing:
@@ -275,7 +282,7 @@ class PeerService:
         self.node.counters.lent_blocks += len(blocks)
         self.node.counters.lent_bytes += len(blocks) * table.spec.nbytes
         return worker_wire.Loan(
-            lease.token, tenant.segment, table.stride, rows.tobytes(), b"".join(checksums)
+            lease.token, tenant.segment, table.stride, rows.tobytes(), checksums_of(present)
         )
 
     def give_back(self, token: str) -> None:

@@ -6,10 +6,14 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
+from kvpool.daemon.core.block_index import BlockIndex, RowIndex
+from kvpool.daemon.core.checksums import Checksums
 from kvpool.daemon.core.quota_eviction import QuotaEviction
 from kvpool.errors import InvalidRequest, StaleEpoch, UnknownReservation
 from kvpool.placement.records import DEFAULT_SETTINGS, epoch_digest
@@ -22,6 +26,18 @@ PIN_NONE, PIN_SOFT, PIN_HARD = 0, 1, 2
 PIN_KINDS = {"none": PIN_NONE, "soft": PIN_SOFT, "hard": PIN_HARD}
 
 
+class Origin(NamedTuple):
+    """Properties of new blocks apart from their bytes: see `Block`. depths: of each; empty: they follow from the parents."""
+
+    secondary: bool = False
+    hops: int = 0
+    replicas: int = 0
+    depths: Sequence[int] = ()
+
+
+OWN = Origin()
+
+
 class Block(msgspec.Struct, gc=False, eq=False):
     """One committed part of a block. Compared by identity.
 
@@ -32,7 +48,6 @@ class Block(msgspec.Struct, gc=False, eq=False):
     table: PartTable
     key: bytes
     row: int
-    checksum: bytes
     parent: bytes  # the key before it in the prefix chain, or empty
     depth: int  # blocks before it in its chain, counting those that were here when it arrived
     put: int  # the node's tick at that time
@@ -40,21 +55,41 @@ class Block(msgspec.Struct, gc=False, eq=False):
     # Used only by the eviction policy:
     freq: int = 0
     queue: int = 0
+    older: Any = None
+    newer: Any = None
     # Used only by the node:
     leases: int = 0
-    secondary: bool = False  # other nodes keep a replica: this one goes first
-    hops: int = 0  # how often it was forwarded to a node with room
+    origin: Origin = OWN
     written: int = -1  # `used` when it was last written to a disk
     kept: int = -1  # `used` when it was last found in object storage, or written there
-    replicas: int = 0  # wanted in the cluster; 0: the namespace's setting
     pin: int = PIN_NONE
     parked: int = -1  # came up as a victim while leased, and is in no policy: `used` at that time
     gone: bool = False  # removed while leased: no longer in its table ("evicting")
 
     @property
-    def ident(self) -> bytes:
-        """The policy's ghost entry for it."""
-        return self.key + self.table.tag
+    def ident(self) -> int:
+        """See `Evictable`. The same in every process, unlike Python's own hash."""
+        return xxh3_64_intdigest(self.key, self.table.number)
+
+    @property
+    def checksum(self) -> bytes:
+        """Of its bytes. For several blocks `checksums_of` is faster."""
+        return self.table.slots.checksums.get([self.row])
+
+    @property
+    def secondary(self) -> bool:
+        """Other nodes keep a replica: this one goes first."""
+        return self.origin.secondary
+
+    @property
+    def hops(self) -> int:
+        """How often it was forwarded to a node with room."""
+        return self.origin.hops
+
+    @property
+    def replicas(self) -> int:
+        """Wanted in the cluster; 0: the namespace's setting."""
+        return self.origin.replicas
 
     @property
     def base(self) -> bytes:
@@ -66,21 +101,10 @@ class Block(msgspec.Struct, gc=False, eq=False):
         return self.table.blocks.get(self.key) is self
 
 
-class Origin(NamedTuple):
-    """Properties of new blocks apart from their bytes: fields of `Block`."""
-
-    secondary: bool = False
-    hops: int = 0
-    replicas: int = 0
-    depths: Sequence[int] = ()
-
-
-OWN = Origin()
-
-
 class PartTable:
     """The committed blocks of one part of one namespace.
 
+    slots: those of its stride; set with its first block.
     garbage: the former `blocks` of an ended epoch: cannot be found, not freed yet.
     hard_bytes, soft_bytes: of both, under a pin.
     soft: evictable soft pins among them, oldest first.
@@ -93,13 +117,14 @@ class PartTable:
         "garbage",
         "hard_bytes",
         "namespace",
+        "number",
         "part",
         "reserved",
+        "slots",
         "soft",
         "soft_bytes",
         "spec",
         "stride",
-        "tag",
         "writing",
     )
 
@@ -109,19 +134,20 @@ class PartTable:
         self.namespace = namespace
         self.part = part
         self.spec = spec
-        self.tag = number.to_bytes(4, "little")  # unique among the node's tables
+        self.number = number  # unique among the node's tables
         self.stride = stride
-        self.blocks: dict[bytes, Block] = {}
-        self.garbage: dict[bytes, Block] = {}
+        self.slots: SlotClass
+        self.blocks: BlockIndex[Block] = BlockIndex()
+        self.garbage: BlockIndex[Block] = BlockIndex()
         self.hard_bytes = 0
         self.soft_bytes = 0
         self.soft: OrderedDict[Block, None] = OrderedDict()
         self.reserved = 0
         self.writing: dict[bytes, tuple[Reservation, int]] = {}
 
-    def forget(self, block: Block) -> None:
-        """Take a block out, whether its epoch has ended or not."""
-        del (self.garbage if self.namespace.retired else self.blocks)[block.key]
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Take blocks out, whether their epoch has ended or not."""
+        (self.garbage if self.namespace.retired else self.blocks).remove(keys)
 
 
 class NamespaceState:
@@ -217,9 +243,9 @@ class SlotClass:
     the policy's victims; soft pins last. Each list of blocks is of one table.
     """
 
-    __slots__ = ("by_row", "policy", "secondary", "soft", "stride", "stuck_at")
+    __slots__ = ("by_row", "checksums", "policy", "secondary", "soft", "stride", "stuck_at")
 
-    def __init__(self, stride: int, policy: EvictionPolicy) -> None:
+    def __init__(self, stride: int, rows: int, policy: EvictionPolicy) -> None:
         self.stride = stride
         self.policy = policy
         self.secondary: EvictionPolicy = Lru(1)  # its capacity bounds nothing
@@ -227,13 +253,9 @@ class SlotClass:
         self.stuck_at: dict[
             bool, int
         ] = {}  # `Slots.releases` when no other class could give a slab
-        self.by_row: list[Block | None] = []  # needed to empty a slab without a scan of all blocks
-
-    def reach(self, row: int) -> None:
-        """Rows up to this one are about to be used."""
-        by_row = self.by_row
-        if row >= len(by_row):
-            by_row.extend([None] * (row + 1 - len(by_row)))
+        # Needed to empty a slab without a scan of all blocks.
+        self.by_row: RowIndex[Block] = RowIndex()
+        self.checksums = Checksums(rows)
 
     def divide(
         self,
@@ -402,6 +424,7 @@ class Reservation:
     number: int = 0
     readers: dict[str, Lease] = field(default_factory=dict)  # by token
     orphans: list[int] = field(default_factory=list)
+    added: int = -1  # `BlockIndex.added` of the table when these keys were not there, and differed from one another
 
     @property
     def open_rows(self) -> list[int]:
@@ -471,6 +494,14 @@ class Lease:
             block.leases += 1
         _, held = self.parts.setdefault(table.part, (0, []))
         held += blocks
+
+
+def checksums_of(blocks: Sequence[Block]) -> bytes:
+    """The checksums of blocks, packed in their order."""
+    return b"".join(
+        slots.checksums.get([block.row for block in some])
+        for slots, some in groupby(blocks, key=lambda block: block.table.slots)
+    )
 
 
 def directory_digest(tenant: str, digest: bytes) -> bytes:

@@ -134,7 +134,7 @@ class Candidates:
             candidate = block.pin == PIN_NONE and block.parked < 0
             if candidate:
                 slot_class.discard(block)
-            block.secondary = secondary
+            block.origin = block.origin._replace(secondary=secondary)
             if candidate:
                 slot_class.insert([block])
 

@@ -36,13 +36,6 @@ class ChangeFeed:
                 self._notify()
             self._changed.append((namespace, keys))
 
-    def tell_all(self, changes: Sequence[Change]) -> None:
-        """The same for several, if the caller has checked that somebody follows."""
-        if changes:
-            if not self._changed:
-                self._notify()
-            self._changed += changes
-
     def take(self) -> list[Change]:
         """Changes since the last call; some blocks several times."""
         changed = self._changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvpool.daemon.core.block_index import BlockIndex
 from kvpool.daemon.core.blocks import NamespaceState, PartTable, Tenant
 from kvpool.daemon.core.slots import Slots
 from kvpool.telemetry.node_stats import Counters
@@ -27,7 +28,7 @@ class EndedEpochs:
     def add(self, tables: Iterable[PartTable]) -> None:
         """The epoch of these has ended: their blocks are no longer found."""
         for table in tables:
-            table.garbage, table.blocks = table.blocks, {}
+            table.garbage, table.blocks = table.blocks, BlockIndex()
             if table.garbage:
                 self._tables[table] = None
 
@@ -49,12 +50,11 @@ class EndedEpochs:
             if tenant is not None and table.namespace.tenant is not tenant:
                 continue
             while table.garbage and gone < n:
-                # From the end: a dict that is emptied from its beginning is searched longer each time.
-                self._slots.part_with(table.garbage.popitem()[1])
+                self._slots.part_with(table.garbage.pop_any())
                 gone += 1
             if table.garbage:
                 break
-            table.garbage = {}  # the emptied dict keeps its memory
+            table.garbage = BlockIndex()  # the emptied one keeps its memory
             del self._tables[table]
         self._counters.reclaimed_blocks += gone
         return gone

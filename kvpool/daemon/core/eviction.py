@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from kvpool.daemon.core.blocks import Block, SlotClass, Tenant
-from kvpool.daemon.core.change_feed import Change, ChangeFeed
+from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.quota_eviction import QuotaEviction
 from kvpool.telemetry.node_stats import Counters
 
 EVICT_TOGETHER = 64  # of one size, before choosing again the size with the coldest
 VICTIMS_MAX = 4096  # batches of evicted blocks whose age was not requested yet
+
+_table = attrgetter("table")
 
 
 class Eviction:
@@ -33,39 +37,44 @@ class Eviction:
         self._counters = counters
         self._victims: list[tuple[int, int]] = []  # see `take_victims`
 
-    def evict(self, tenant: Tenant, slot_class: SlotClass, pop: Callable[[], Any], n: int) -> int:
-        """Evict up to n of a policy's next victims; returns how many. Leased ones are set aside."""
+    def evict(
+        self,
+        tenant: Tenant,
+        slot_class: SlotClass,
+        take: Callable[[int], Sequence[Any]],
+        n: int,
+    ) -> int:
+        """Evict up to n of a policy's next victims; returns how many. Leased ones are set aside.
+
+        take: see `EvictionPolicy.take`.
+        """
         rows: list[int] = []
-        by_row = slot_class.by_row
-        followed = self._changes.followed
-        changes: list[Change] = []
-        while len(rows) < n:
-            block: Any = pop()
-            if block is None:
-                break
-            if block.leases:
-                block.parked = block.used
-                continue
-            table = block.table
-            table.forget(block)
-            if followed:
-                changes.append((table.namespace, (block.key,)))
-            row = block.row
-            by_row[row] = None
-            rows.append(row)
-        self._changes.tell_all(changes)
+        last_use = 0
+        while len(rows) < n and (victims := take(n - len(rows))):
+            for block in victims:
+                if block.leases:
+                    block.parked = block.used
+            going = [block for block in victims if not block.leases]
+            for table, some in groupby(going, key=_table):
+                keys = [block.key for block in some]
+                table.forget(keys)
+                self._changes.tell(table.namespace, keys)
+            if going:
+                rows += [block.row for block in going]
+                last_use = going[-1].used
         self._counters.evicted += len(rows)
         if rows:
+            slot_class.by_row.clear(rows)
             tenant.allocator.free(slot_class.stride, rows)
-            if block is not None and len(self._victims) < VICTIMS_MAX:
-                self._victims.append((block.used, len(rows)))
+            if len(self._victims) < VICTIMS_MAX:
+                self._victims.append((last_use, len(rows)))
         return len(rows)
 
     def evict_part(
         self, tenant: Tenant, slot_class: SlotClass, order: QuotaEviction, base: bytes, n: int
     ) -> int:
         """The same for a namespace with a quota, from one of the class's orders."""
-        evicted = self.evict(tenant, slot_class, partial(order.pop_of, base), n)
+        evicted = self.evict(tenant, slot_class, partial(order.take_of, base), n)
         if order is slot_class.secondary:
             self._counters.evicted_secondary += evicted
         return evicted
@@ -83,9 +92,9 @@ class Eviction:
                 continue
             table = block.table
             table.soft_bytes -= table.stride
-            table.forget(block)
+            table.forget([block.key])
             self._changes.tell(table.namespace, (block.key,))
-            slot_class.by_row[block.row] = None
+            slot_class.by_row.clear([block.row])
             rows.append(block.row)
             self._counters.evicted_secondary += block.secondary
         self._counters.evicted += len(rows)
@@ -109,7 +118,7 @@ class Eviction:
                 break
             _, _, tenant, slot_class = min(coldest, key=lambda each: each[:2])
             gone += self.evict(
-                tenant, slot_class, slot_class.policy.pop, min(n - gone, EVICT_TOGETHER)
+                tenant, slot_class, slot_class.policy.take, min(n - gone, EVICT_TOGETHER)
             )
         return gone
 
@@ -119,7 +128,7 @@ class Eviction:
         gone = nbytes = 0
         for slot_class in tenant.classes.values():
             for policy in (slot_class.secondary, slot_class.policy):
-                went = self.evict(tenant, slot_class, policy.pop, n - gone)
+                went = self.evict(tenant, slot_class, policy.take, n - gone)
                 gone += went
                 nbytes += went * slot_class.stride
                 if gone == n:

@@ -83,7 +83,7 @@ class Grants:
         unused: list[int] = []
         parents: Sequence[bytes] = (parent, *keys[:-1])
         blocks = table.blocks
-        if not blocks.keys().isdisjoint(keys) or len(set(keys)) != len(keys):
+        if not blocks.isdisjoint(keys) or len(set(keys)) != len(keys):
             keys, parents, rows, checksums, unused = self._puts.only_new(
                 table, keys, parents, rows, checksums
             )

@@ -75,12 +75,14 @@ class Inventory:
         if namespace is None:
             return 0, []
         first, *others = namespace.tables
-        masks = list(map(int, map(first.blocks.__contains__, keys)))
+        masks = list(map(int, first.blocks.present(keys)))
         for table in others:
             bit = 1 << table.part
             here = table.blocks
             if here:
-                masks = [m | bit if key in here else m for m, key in zip(masks, keys, strict=True)]
+                masks = [
+                    m | bit if has else m for m, has in zip(masks, here.present(keys), strict=True)
+                ]
         return len(namespace.tables), masks
 
     def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
@@ -115,8 +117,8 @@ class Inventory:
             end = min(len(by_row), row + left)
             found += [
                 block
-                for block in by_row[row:end]
-                if block is not None and block.is_here() and _is_first_part(block)
+                for block in by_row.between(row, end)
+                if block.is_here() and _is_first_part(block)
             ]
             left -= end - row
             if end < len(by_row):

@@ -50,7 +50,7 @@ class Leases:
     def contains(self, namespace: NamespaceState, part: int, keys: Sequence[bytes]) -> bytes:
         """One byte a key, 1 where the part of the block is here."""
         self._ledger.settle()
-        return bytes(map(namespace.table(part).blocks.__contains__, keys))
+        return bytes(namespace.table(part).blocks.present(keys))
 
     def acquire(
         self,
@@ -77,8 +77,7 @@ class Leases:
         if scattered:
             if len(tables) != 1:
                 raise InvalidRequest("a scattered acquire must name exactly one part")
-            get = tables[0].blocks.get
-            found = [block for key in keys if (block := get(key))]
+            found = [block for block in tables[0].blocks.found(keys) if block is not None]
             n = len(found)
             held[tables[0].part] = (0, found)
         else:
@@ -86,8 +85,7 @@ class Leases:
             for table in tables:
                 spec = table.spec
                 first = first_needed(spec, n) - spec.stride + 1
-                blocks = table.blocks
-                held[table.part] = (first, [blocks[key] for key in needed(spec, keys[:n])])
+                held[table.part] = (first, table.blocks.all_of(needed(spec, keys[:n])))
         if n == 0:
             self._counters.acquire_misses += 1
             return None

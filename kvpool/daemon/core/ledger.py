@@ -13,7 +13,6 @@ from typing import Any
 from kvpool.daemon.core.blocks import OWN, Block, Origin, PartTable, SlotClass
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.commit_waiters import CommitWaiters
-from kvpool.types import split_keys
 
 _PUT, _READ, _LEASED = range(3)  # the kind of a note
 ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put after them
@@ -92,19 +91,19 @@ class Ledger:
         origin: Origin,
     ) -> None:
         """Enter new blocks into their table. Uses C loops: it runs for every put."""
-        sums = split_keys(checksums)
         ticks = repeat(tick)
         depths = origin.depths or self._depths(table, keys, parents)
-        new = list(map(Block, repeat(table), keys, rows, sums, parents, depths, ticks, ticks))
-        table.blocks.update(zip(keys, new, strict=True))
-        by_row = slot_class.by_row
-        for row, block in zip(rows, new, strict=True):
-            by_row[row] = block
+        table.slots = slot_class
+        new = list(map(Block, repeat(table), keys, rows, parents, depths, ticks, ticks))
+        table.blocks.add(keys, new)
+        slot_class.by_row.put(rows, new)
+        slot_class.checksums.set(rows, checksums)
         if origin[:3] == OWN[:3]:
             slot_class.policy.insert(new)
         else:
+            kept = origin._replace(depths=())
             for block in new:
-                block.secondary, block.hops, block.replicas = origin[:3]
+                block.origin = kept
             slot_class.insert(new)
         self._refresh_ancestors(slot_class, new)
         self._changes.tell(table.namespace, keys)

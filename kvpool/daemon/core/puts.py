@@ -76,11 +76,12 @@ class Puts:
         stride = table.stride
         blocks = table.blocks
         wanted: Sequence[int]
-        if blocks.keys().isdisjoint(keys):
+        if blocks.isdisjoint(keys):
             wanted = range(len(keys))
         else:
-            self._ledger.read([block for key in keys if (block := blocks.get(key))])
-            wanted = [i for i, key in enumerate(keys) if key not in blocks]
+            here = blocks.found(keys)
+            self._ledger.read([block for block in here if block is not None])
+            wanted = [i for i, block in enumerate(here) if block is None]
             if not wanted:
                 return stride, array("I", [NO_ROW]).tobytes() * len(keys)
         bound = int(holder.tenant.allocator.size * self._limits.reserved_share_per_holder)
@@ -114,6 +115,8 @@ class Puts:
             chain = (parent, *keys)
             parents = [chain[index] for index in wanted]
             reserved = Reservation(table, wanted, [keys[index] for index in wanted], parents, rows)
+        if len(set(reserved.keys)) == len(reserved.keys):
+            reserved.added = blocks.added
         holder.reservations[ticket] = reserved
         holder.reserved_bytes += stride * len(rows)
         table.reserved += len(rows)
@@ -168,7 +171,9 @@ class Puts:
             self._slots.free_reserved(reservation, rows)
             self._counters.aborted += len(rows)
             return 0
-        if not table.blocks.keys().isdisjoint(keys) or len(set(keys)) != len(keys):
+        if reservation.added != table.blocks.added and (
+            len(set(keys)) != len(keys) or not table.blocks.isdisjoint(keys)
+        ):
             keys, parents, rows, checksums, surplus = self.only_new(
                 table, keys, parents, rows, checksums
             )
@@ -177,7 +182,7 @@ class Puts:
         self.publish(table, keys, parents, rows, checksums, origin)
         if reservation.readers and keys:
             self._ledger.settle()
-            blocks = [table.blocks[key] for key in keys]
+            blocks = table.blocks.all_of(keys)
             for lease in reservation.readers.values():
                 lease.read_on(table, blocks)
         return len(rows)
@@ -211,7 +216,7 @@ class Puts:
     ) -> tuple[Sequence[bytes], Sequence[bytes], Sequence[int], bytes, list[int]]:
         """The same without blocks that are here or named twice, and the rows that are left over."""
         blocks = table.blocks
-        here = [block for key in keys if (block := blocks.get(key))]
+        here = [block for block in blocks.found(keys) if block is not None]
         if here:
             self._ledger.read(here)
         first: dict[bytes, int] = {}
@@ -271,7 +276,6 @@ class Puts:
         if good.any():
             slot_class = self._slots.class_of(tenant, stride)
             taken = rows[good].tolist()
-            slot_class.reach(max(taken))
             self._ledger.tick += 1
             self._ledger.enter(
                 slot_class,

@@ -9,7 +9,7 @@ Each list of blocks is of one table, as in `SlotClass`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import merge
 from itertools import islice
@@ -42,8 +42,9 @@ class QuotaEviction:
         self._common = common
         self._make_policy = make_policy
         self._parts: dict[bytes, EvictionPolicy] = {}  # by the digest that a namespace is opened by
-        # Blocks that were here before, least recently used last: they move over a few at a time.
-        self._moving: dict[bytes, deque[Used]] = {}
+        # Blocks that were here before and are still in the common policy, least recently used last: they move over
+        # a few at a time.
+        self._moving: dict[bytes, OrderedDict[Used, None]] = {}
 
     def divide(self, base: bytes, capacity: int, blocks: Iterable[Used]) -> None:
         """Give a namespace a policy of its own, or change its capacity.
@@ -57,40 +58,44 @@ class QuotaEviction:
             return
         self._parts[base] = self._make_policy(capacity)
         # Of blocks used together, the tail of the chain goes first, as in every policy.
-        self._moving[base] = deque(sorted(blocks, key=lambda block: (-block.used, block.depth)))
+        held = [block for block in blocks if block.queue]
+        held.sort(key=lambda block: (-block.used, block.depth))
+        self._moving[base] = OrderedDict.fromkeys(held)
 
     def part(self, base: bytes) -> EvictionPolicy:
         """The separate policy of a namespace, with the blocks moved over so far."""
         return self._parts[base]
 
-    def pop_of(self, base: bytes) -> Any:
-        """The next victim among such a namespace's blocks, removed from the policy; None if there is none."""
+    def take_of(self, base: bytes, n: int) -> Sequence[Any]:
+        """The next n victims among such a namespace's blocks, removed from the policy."""
         moving = self._moving.get(base)
-        while moving:
-            block = moving.pop()
-            if block in self._common:
-                self._common.discard(block)
-                return block
-        return self._parts[base].pop()
+        if not moving:
+            return self._parts[base].take(n)
+        victims = [moving.popitem()[0] for _ in range(min(n, len(moving)))]
+        for block in victims:
+            self._common.discard(block)
+        return victims
 
     def move(self, base: bytes, n: int) -> int:
         """Move up to n of the older blocks over; returns how many were examined."""
         moving = self._moving.get(base)
         if moving is None:
             return 0
-        looked_at = [moving.popleft() for _ in range(min(n, len(moving)))]
+        youngest = [moving.popitem(last=False)[0] for _ in range(min(n, len(moving)))]
         if not moving:
             del self._moving[base]
+        for block in youngest:
+            self._common.discard(block)
         # The youngest first, each batch before the previous one: so the order is preserved.
-        self._parts[base].put_back(self._take(looked_at))
-        return len(looked_at)
+        self._parts[base].put_back(youngest)
+        return len(youngest)
 
-    def _take(self, blocks: Iterable[Used]) -> list[Used]:
-        """The blocks that have not moved over, removed from the common policy."""
-        common = self._common
-        late = [block for block in dict.fromkeys(blocks) if block in common]
+    def _take(self, blocks: Iterable[Used], moving: OrderedDict[Used, None]) -> list[Used]:
+        """Those of the blocks that have not moved over, removed from the common policy."""
+        late = [block for block in dict.fromkeys(blocks) if block in moving]
         for block in late:
-            common.discard(block)
+            del moving[block]
+            self._common.discard(block)
         return late
 
     def _policy_of(self, blocks: Sequence[Used]) -> EvictionPolicy:
@@ -98,8 +103,9 @@ class QuotaEviction:
         part = self._parts.get(base)
         if part is None:
             return self._common
-        if base in self._moving:
-            part.insert(self._take(blocks))
+        moving = self._moving.get(base)
+        if moving is not None:
+            part.insert(self._take(blocks, moving))
         return part
 
     # ---- the policy ----------------------------------------------------------------------------------
@@ -133,7 +139,13 @@ class QuotaEviction:
         return found
 
     def pop(self) -> Any:
-        return self._next().pop()
+        block: Any = self._next().pop()
+        if block is not None and self._moving and (moving := self._moving.get(block.base)):
+            moving.pop(block, None)
+        return block
+
+    def take(self, n: int) -> list[Any]:
+        return list(islice(iter(self.pop, None), n))
 
     def peek(self) -> Any:
         return self._next().peek()
@@ -148,6 +160,3 @@ class QuotaEviction:
 
     def __len__(self) -> int:
         return len(self._common) + sum(map(len, self._parts.values()))
-
-    def __contains__(self, entry: Any) -> bool:
-        return entry in self._common or any(entry in part for part in self._parts.values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from kvpool.daemon.core.blocks import PIN_NONE, PIN_SOFT, Block, PartTable, SlotClass, Tenant
@@ -53,8 +55,6 @@ class Reclaimer:
         self._ended_left = RECLAIMED_PER_PUT + 4 * n
         while len(rows) < n and self._reclaim(tenant, slot_class, n - len(rows)):
             rows += allocator.alloc(stride, n - len(rows))
-        if rows:
-            slot_class.reach(max(rows))
         return rows
 
     def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int) -> bool:
@@ -70,14 +70,14 @@ class Reclaimer:
             self._ended_left -= gone
             if gone:
                 return True
-        evicted = self._eviction.evict(tenant, slot_class, slot_class.secondary.pop, n)
+        evicted = self._eviction.evict(tenant, slot_class, slot_class.secondary.take, n)
         if evicted:
             self._counters.evicted_secondary += evicted
             return True
         several = len(tenant.classes) > 1
         if several and self._steal_colder_slab(tenant, slot_class):
             return True
-        if self._eviction.evict(tenant, slot_class, slot_class.policy.pop, n):
+        if self._eviction.evict(tenant, slot_class, slot_class.policy.take, n):
             return True
         if several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=True):
             return True
@@ -175,13 +175,8 @@ class Reclaimer:
 
     @staticmethod
     def _held_in(donor: SlotClass, allocator: SlabAllocator, slab: int) -> list[Block]:
-        by_row = donor.by_row
         rows = allocator.rows_in_slab(slab)
-        return [
-            block
-            for row in range(rows.start, min(rows.stop, len(by_row)))
-            if (block := by_row[row]) is not None
-        ]
+        return donor.by_row.between(rows.start, rows.stop)
 
     def _empty_slab(self, tenant: Tenant, donor: SlotClass, slab: int) -> None:
         """Evict all blocks of a slab, none of which is leased or reserved, and free it for any class."""
@@ -190,11 +185,14 @@ class Reclaimer:
         self._counters.evicted_soft_pins += sum(block.pin == PIN_SOFT for block in held)
         self._counters.evicted_secondary += sum(block.secondary for block in held)
         for block in held:
-            block.table.forget(block)
-            self._changes.tell(block.table.namespace, (block.key,))
             self._slots.take_out(block)
-            donor.by_row[block.row] = None
-        allocator.free(donor.stride, [block.row for block in held])
+        for table, some in groupby(held, key=attrgetter("table")):
+            keys = [block.key for block in some]
+            table.forget(keys)
+            self._changes.tell(table.namespace, keys)
+        rows = [block.row for block in held]
+        donor.by_row.clear(rows)
+        allocator.free(donor.stride, rows)
         allocator.reclaim_slab(slab)
         self._counters.evicted += len(held)
         self._counters.slabs_reclaimed += 1

@@ -40,8 +40,10 @@ class Slots:
         """The tenant's slots of this stride; created if there are none yet."""
         slot_class = tenant.classes.get(stride)
         if slot_class is None:
-            policy = self.make_policy(tenant.allocator.capacity(stride))
-            slot_class = tenant.classes[stride] = SlotClass(stride, policy)
+            allocator = tenant.allocator
+            policy = self.make_policy(allocator.capacity(stride))
+            slot_class = SlotClass(stride, allocator.size // stride, policy)
+            tenant.classes[stride] = slot_class
             self.classes.append(slot_class)
         return slot_class
 
@@ -103,7 +105,7 @@ class Slots:
                 if block.leases:
                     block.gone = True
                 else:
-                    slot_class.by_row[block.row] = None
+                    slot_class.by_row.clear([block.row])
                     rows.append(block.row)
             tenant.allocator.free(table.stride, rows)
             self._changes.tell(table.namespace, [block.key for block in some])
@@ -120,7 +122,7 @@ class Slots:
     def free(self, block: Block) -> None:
         table = block.table
         tenant = table.namespace.tenant
-        tenant.classes[table.stride].by_row[block.row] = None
+        tenant.classes[table.stride].by_row.clear([block.row])
         tenant.allocator.free(table.stride, [block.row])
 
     def free_reserved(self, reservation: Reservation, rows: Sequence[int]) -> None:

@@ -170,7 +170,7 @@ def _arrivals(
     left: list[FetchRequest] = []
     for request in requests:
         here = request.table.blocks
-        if not here.keys().isdisjoint(request.keys):
+        if not here.isdisjoint(request.keys):
             came = arrived.setdefault(request.table, [])
             came += filter(here.__contains__, request.keys)
             request.keys = lacking(here, request.keys)

@@ -137,7 +137,7 @@ class Transfers:
         for transfer in transfers:
             if transfer.task.done() or transfer.task.cancelling():
                 continue
-            if all(map(transfer.table.blocks.__contains__, transfer.keys)):
+            if all(transfer.table.blocks.present(transfer.keys)):
                 transfer.task.cancel()
                 self.stats.cancelled += 1
 

@@ -9,9 +9,10 @@ Event loop only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from kvpool.config import DeviceConfig
+from kvpool.daemon.core.block_index import BlockIndex
 from kvpool.daemon.core.blocks import (
     Block,
     Holder,
@@ -132,10 +133,10 @@ class DeviceBooks:
         if epochs is not None:
             self.rules.namespaces.set_epoch(epochs[-1], namespace.epoch, 0, namespace.generation)
 
-    def promoted(self, table: PartTable) -> Mapping[bytes, Block]:
+    def promoted(self, table: PartTable) -> BlockIndex[Block]:
         """The keys here of a table in memory, after `settle`."""
         own = self.table(table)
-        return own.blocks if own is not None and own.stride == table.stride else {}
+        return own.blocks if own is not None and own.stride == table.stride else BlockIndex()
 
     @property
     def serving(self) -> bool:

@@ -16,6 +16,7 @@ from kvpool.daemon.core.blocks import (
     Lease,
     NamespaceState,
     Origin,
+    checksums_of,
 )
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
@@ -144,7 +145,7 @@ class DevicePromotion:
                 new = rules.puts.commit(
                     holder,
                     ticket,
-                    b"".join([block.checksum for _, block in kept]),
+                    checksums_of([block for _, block in kept]),
                     [index for index, _ in kept],
                     Origin(depths=[block.depth for _, block in kept]),
                 )

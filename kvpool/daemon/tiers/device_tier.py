@@ -28,6 +28,7 @@ from kvpool.daemon.core.blocks import (
     NamespaceState,
     PartTable,
     Tenant,
+    checksums_of,
 )
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
@@ -48,7 +49,7 @@ from kvpool.hit_rule import AnyOf, first_needed, needed, usable
 from kvpool.memory.segment import Segment
 from kvpool.placement.records import TierRecord
 from kvpool.telemetry.node_stats import DeviceStats
-from kvpool.types import BlockStatus
+from kvpool.types import BlockStatus, split_keys
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
 
@@ -202,6 +203,7 @@ class DeviceTier(DeviceBooks):
         found = {block.key: block for block in lease.parts[own.part][1]}
         at = [index for index, key in enumerate(keys) if key in found]
         blocks = [found[keys[index]] for index in at]
+        packed = checksums_of(blocks)
         try:
             pulled = await process.demote(
                 worker_wire.DemoteBlocks(
@@ -210,7 +212,7 @@ class DeviceTier(DeviceBooks):
                     nbytes=table.spec.nbytes,
                     rows=frame.pack_rows([rows[index] for index in at]),
                     device_rows=array("I", [block.row for block in blocks]).tobytes(),
-                    checksums=b"".join([block.checksum for block in blocks]),
+                    checksums=packed,
                     deadline_s=seconds,
                 )
             )
@@ -219,10 +221,11 @@ class DeviceTier(DeviceBooks):
             raise
         finally:
             rules.leases.release(holder, lease.token)
-        for index, block, one in zip(at, blocks, pulled.status, strict=True):
+        sums = split_keys(packed)
+        for index, block, checksum, one in zip(at, blocks, sums, pulled.status, strict=True):
             status[index] = one
             if one == BlockStatus.PRESENT:
-                checksums[index] = block.checksum
+                checksums[index] = checksum
             elif one == BlockStatus.MISMATCH:
                 rules.removal.drop_corrupt(own.namespace, own.part, block.key)
         came = pulled.status.count(BlockStatus.PRESENT)

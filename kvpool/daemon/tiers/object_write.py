@@ -22,6 +22,7 @@ from kvpool.daemon.core.blocks import (
     NamespaceState,
     PartTable,
     Tenant,
+    checksums_of,
 )
 from kvpool.daemon.tiers.object_books import ENTRY_S, LOCATION_BYTES, ObjectBooks, PackRecord
 from kvpool.daemon.tiers.write_orders import EMPTY_KEY, Order, WriteLimits, WriteOrders
@@ -289,7 +290,7 @@ def _order(table: PartTable, blocks: Sequence[Block]) -> storage_wire.PutObjects
         keys=b"".join([block.key for block in blocks]),
         parents=b"".join([block.parent or EMPTY_KEY for block in blocks]),
         depths=array("I", [block.depth for block in blocks]).tobytes(),
-        checksums=b"".join([block.checksum for block in blocks]),
+        checksums=checksums_of(blocks),
         segment=namespace.tenant.segment,
         stride=table.stride,
         rows=frame.pack_rows([block.row for block in blocks]),

@@ -9,14 +9,14 @@ import logging
 from array import array
 from collections.abc import Sequence
 
-from kvpool.daemon.core.blocks import Lease, PartTable
+from kvpool.daemon.core.blocks import Lease, PartTable, checksums_of
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers.ssd_books import SsdBooks
 from kvpool.daemon.tiers.write_orders import EMPTY_KEY
 from kvpool.errors import (
     Unavailable,
 )
-from kvpool.types import BlockStatus
+from kvpool.types import BlockStatus, split_keys
 from kvpool.wire import frame
 from kvpool.wire import storage as storage_wire
 from kvpool.wire import worker as worker_wire
@@ -62,11 +62,12 @@ class SsdReader:
         at = [index for index, key in enumerate(keys) if key in found]
         blocks = [found[keys[index]] for index in at]
         numbers = array("I", rows)
+        packed = checksums_of(blocks)
         try:
             pulled = await self._books.living_disk().read(
                 storage_wire.ReadBlocks(
                     nbytes=table.spec.nbytes,
-                    checksums=b"".join([block.checksum for block in blocks]),
+                    checksums=packed,
                     slots=self._books.slots(blocks),
                     segment=segment,
                     stride=table.stride,
@@ -79,10 +80,11 @@ class SsdReader:
             for lease in leases:
                 self._books.release(node, own, lease)
         present = int(BlockStatus.PRESENT)
-        for index, found_status in zip(at, pulled.status.translate(_AS_PULLED), strict=True):
-            status[index] = found_status
-            if found_status == present:
-                checksums[index] = found[keys[index]].checksum
+        statuses = pulled.status.translate(_AS_PULLED)
+        for index, checksum, one in zip(at, split_keys(packed), statuses, strict=True):
+            status[index] = one
+            if one == present:
+                checksums[index] = checksum
         came = [
             block
             for block, one in zip(blocks, pulled.status, strict=True)
@@ -121,7 +123,7 @@ class SsdReader:
             written = await self._books.living_disk().scrub(
                 storage_wire.ScrubBlocks(
                     nbytes=self._books.nbytes[own],
-                    checksums=b"".join([block.checksum for block in blocks]),
+                    checksums=checksums_of(blocks),
                     slots=self._books.slots(blocks),
                     deadline_s=SCRUB_S,
                     lengths=self._books.lengths(blocks),

@@ -10,7 +10,15 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvpool.daemon.core.blocks import PIN_KINDS, Block, Holder, NamespaceState, Origin, PartTable
+from kvpool.daemon.core.blocks import (
+    PIN_KINDS,
+    Block,
+    Holder,
+    NamespaceState,
+    Origin,
+    PartTable,
+    checksums_of,
+)
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers.ssd_books import SsdBooks
 from kvpool.daemon.tiers.tier_state import TierState
@@ -226,7 +234,7 @@ class SsdWriter:
                     keys=b"".join([block.key for block in chosen]),
                     parents=b"".join([block.parent or EMPTY_KEY for block in chosen]),
                     depths=array("I", [block.depth for block in chosen]).tobytes(),
-                    checksums=b"".join([block.checksum for block in chosen]),
+                    checksums=checksums_of(chosen),
                     slots=b"".join([self._books.offsets(w.own, w.slots) for w in writes]),
                     segment=segment,
                     stride=table.stride,
@@ -310,7 +318,7 @@ class SsdWriter:
             # Blocks removed meanwhile must not be found again.
             done = [index for index in good if not chosen[index].gone]
             indices = [reservation.indices[index] for index in done]
-            checksums = b"".join([chosen[index].checksum for index in done])
+            checksums = checksums_of([chosen[index] for index in done])
             if done:
                 depths = [chosen[index].depth for index in done]
                 node.puts.commit(holder, write.ticket, checksums, indices, Origin(depths=depths))

@@ -531,9 +531,9 @@ class World:
         for life in lives:
             for namespace in life.server.node.tenants[DEFAULT_TENANT].namespaces.values():
                 for table in namespace.tables:
-                    for key, block in table.blocks.items():
+                    for block in table.blocks.values():
                         copy = (life, block.secondary and block.pin == PIN_NONE)
-                        holders.setdefault((table.part, key), []).append(copy)
+                        holders.setdefault((table.part, block.key), []).append(copy)
             for name, mask in self._held_below(life).items():
                 for part in range(len(self.record.parts)):
                     if mask >> part & 1:

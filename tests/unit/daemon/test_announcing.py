@@ -310,9 +310,9 @@ def test_a_walk_meets_what_is_held_throughout_whatever_happens_meanwhile(
     def held() -> dict[Block, object]:
         pool.node.settle()
         return {
-            (namespace.directory_digest, number(key)): block
+            (namespace.directory_digest, number(block.key)): block
             for namespace in (pool.namespace, whole, half)
-            for key, block in namespace.tables[0].blocks.items()
+            for block in namespace.tables[0].blocks.values()
         }
 
     for _ in range(30):

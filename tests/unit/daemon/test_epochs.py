@@ -457,7 +457,9 @@ def test_an_emptied_table_keeps_no_memory(make_pool) -> None:
     pool.put(range(4096))
     old = pool.reset()
     pool.node.ended_epochs.reclaim(5000)
-    assert sys.getsizeof(old.tables[0].garbage) <= sys.getsizeof({})
+    emptied = old.tables[0].garbage
+    assert len(emptied) == 0
+    assert all(sys.getsizeof(piece) <= sys.getsizeof({}) for piece in emptied._pieces)
 
 
 # ---- what else may happen to its blocks ---------------------------------------------------------------

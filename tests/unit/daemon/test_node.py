@@ -610,8 +610,8 @@ def _work_of_a_put(resident: int) -> tuple[int, int]:
 
 
 def test_the_work_of_a_put_does_not_grow_with_what_is_resident() -> None:
-    few, evicted = _work_of_a_put(2048)
-    many, evicted_of_many = _work_of_a_put(65536)
+    few, evicted = _work_of_a_put(48 << 10)
+    many, evicted_of_many = _work_of_a_put(96 << 10)
     assert evicted == evicted_of_many == 8
     assert few == many
     assert few < 1000

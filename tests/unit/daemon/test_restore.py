@@ -58,9 +58,9 @@ class Life:
         """(part, key) → row"""
         self.node.settle()
         return {
-            (table.part, key): block.row
+            (table.part, block.key): block.row
             for table in self.namespace.tables
-            for key, block in table.blocks.items()
+            for block in table.blocks.values()
         }
 
     def check(self) -> None:

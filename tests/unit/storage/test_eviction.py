@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvpool.errors import ConfigError
 from kvpool.storage import eviction
 from kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, Adaptive2Q, Costs, make_policy
+from kvpool.storage.eviction_queue import EvictionQueue, Ghosts
 
 NAMES = sorted(POLICIES)
 CAPACITY = 12
@@ -26,9 +27,11 @@ class Entry:
     def __init__(self, block: int, depth: int = 0) -> None:
         self.block = block
         self.depth = depth
-        self.ident = b"%d" % block
+        self.ident = (block + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
         self.freq = 0
         self.queue = 0
+        self.older: Any = None
+        self.newer: Any = None
 
     def __repr__(self) -> str:
         return f"<{self.block}>"
@@ -75,18 +78,18 @@ class ModelS3Fifo:
     def __init__(self, capacity: int) -> None:
         self.small: list[int] = []
         self.main: list[int] = []
-        self.ghosts: list[int] = []
+        self.ghosts: dict[int, int] = {}  # the number of its eviction
+        self.evictions = 0
         self.reads: dict[int, int] = {}
         self.belongs_to_main: set[int] = set()
         self.capacity = capacity
 
     def insert(self, blocks: list[int]) -> None:
         for block in reversed(blocks):
-            if block in self.ghosts:
-                self.ghosts.remove(block)
-                # It never left if its reads are known, that is if it was popped under a lease.
-                if block not in self.reads:
-                    self.belongs_to_main.add(block)
+            known = self.evictions - self.ghosts.pop(block, -99) < self.capacity
+            # It never left if its reads are known, that is if it was popped under a lease.
+            if known and block not in self.reads:
+                self.belongs_to_main.add(block)
             self.reads.setdefault(block, 0)
             (self.main if block in self.belongs_to_main else self.small).append(block)
 
@@ -116,7 +119,8 @@ class ModelS3Fifo:
                     self.belongs_to_main.add(block)
                     self.main.append(block)
                     continue
-                self.ghosts = [*self.ghosts, block][-self.capacity :]
+                self.evictions += 1
+                self.ghosts[block] = self.evictions
             else:
                 block = self.main.pop(0)
                 if self.reads[block]:
@@ -200,8 +204,9 @@ class ModelAdaptive2Q:
         self.evicted[name].append(block)
         ghosts = self.ghosts[name]
         ghosts[block] = len(self.evicted[name])
-        while len(ghosts) > (3 * self.capacity if from_probation else self.capacity):
-            del ghosts[min(ghosts, key=lambda b: ghosts[b])]
+        most = 3 * self.capacity if from_probation else self.capacity
+        for old in [b for b, at in ghosts.items() if len(self.evicted[name]) - at >= most]:
+            del ghosts[old]
         return block
 
     def gone(self, block: int) -> None:
@@ -284,7 +289,7 @@ def run_beside_model(
         assert (entry and entry.block) == expected
         if entry is None:
             return None
-        assert entry is known[entry.block] and entry.queue == 0 and entry not in policy
+        assert entry is known[entry.block] and entry.queue == 0
         if name != "s3fifo":
             assert peeked is entry
         return int(entry.block)
@@ -314,7 +319,7 @@ def run_beside_model(
                     policy.discard(known[block])
                     model.discard(block)
                     policy.discard(known[block])  # of what is not held: nothing
-                    assert known[block] not in policy
+                    assert not known[block].queue
                     if step == "lease":
                         leased.append(block)
                     else:
@@ -330,7 +335,36 @@ def run_beside_model(
                 gone(victim)
         assert len(policy) == len(known) - len(leased)
         for block, entry in known.items():
-            assert (entry in policy) == (block not in leased) == bool(entry.queue)
+            assert bool(entry.queue) == (block not in leased)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None)
+@given(steps=steps, n=st.integers(1, 8))
+def test_victims_taken_at_once_are_those_of_as_many_pops(
+    name: str, steps: list[tuple[str, list[int]]], n: int
+) -> None:
+    known: list[dict[int, Entry]] = [{}, {}]
+    policies: list[Any] = [make_policy(name, CAPACITY) for _ in known]
+    for step, named in steps:
+        victims: list[list[int]] = []
+        for policy, held in zip(policies, known, strict=True):
+            if step == "put":
+                new = {block: Entry(block) for block in named if block not in held}
+                held.update(new)
+                policy.insert([*new.values()])
+            elif step == "touch":
+                policy.touch([held[block] for block in named if block in held])
+            elif policy is policies[0]:
+                victims.append([entry.block for entry in policy.take(n)])
+            else:
+                popped = [policy.pop() for _ in range(min(n, len(policy)))]
+                victims.append([entry.block for entry in popped])
+        if victims:
+            assert sorted(victims[0]) == sorted(victims[1])
+            for held in known:
+                for block in victims[0]:
+                    assert held.pop(block).queue == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -416,7 +450,7 @@ def test_what_is_put_back_goes_as_if_it_had_stayed(
         if put_back:
             popped = [entry for _ in range(n) if (entry := policy.pop()) is not None]
             policy.put_back(popped[::-1])
-            assert all(entry in policy for entry in popped)
+            assert all(entry.queue for entry in popped)
         orders.append(drain(policy))
     assert orders[0] == orders[1]
 
@@ -458,7 +492,7 @@ def test_a_scan_does_not_push_out_what_is_proven() -> None:
         while len(policy) > 90:
             policy.pop()
         policy.insert(entries(*range(start, start + 10)))
-    assert all(entry in policy for entry in hot)
+    assert all(entry.queue for entry in hot)
 
 
 def test_a_read_right_after_the_insert_proves_nothing() -> None:
@@ -498,7 +532,7 @@ def test_popped_under_a_lease_it_comes_back_as_if_it_had_never_left() -> None:
     policy.insert([leased])
     assert leased.queue == Adaptive2Q._ON_PROBATION
     assert policy._share == share
-    assert not policy._probation_ghosts
+    assert policy._ghosts.take([leased.ident]) == {}
 
 
 def test_the_share_follows_the_load() -> None:
@@ -563,31 +597,89 @@ def test_costs_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
         Costs(**(right | wrong))
 
 
-@pytest.mark.parametrize("name", ["a2q", "s3fifo"])
-def test_ghosts_are_bounded_and_shrink_with_the_capacity(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ghosts(policy: Any) -> int:
-        lists = (getattr(policy, n, ()) for n in ("_ghosts", "_probation_ghosts", "_proven_ghosts"))
-        return sum(map(len, lists))
+def remembered(policy: Any, blocks: range) -> int:
+    """How many of these evicted blocks the policy knows when they come back."""
+    back = entries(*blocks)
+    policy.insert(back)
+    known = {"Adaptive2Q": Adaptive2Q._AMONG_PROVEN, "S3Fifo": eviction.S3Fifo._MAIN}
+    return sum(entry.queue == known[type(policy).__name__] for entry in back)
 
+
+def stream(policy: Any, blocks: range, held: int) -> None:
+    for start in range(blocks.start, blocks.stop, 10):
+        policy.insert(entries(*range(start, start + 10)))
+        while len(policy) > held:
+            policy.pop()
+
+
+@pytest.mark.parametrize(("name", "reach"), [("a2q", 3), ("s3fifo", 1)])
+def test_evictions_are_remembered_for_as_long_as_the_capacity_says(name: str, reach: int) -> None:
     policy: Any = make_policy(name, 50)
-    for start in range(0, 1_000, 10):
-        policy.insert(entries(*range(start, start + 10)))
-        while len(policy) > 50:
-            policy.pop()
-    most = {"a2q": 3 * 50, "s3fifo": 50}[name]
-    assert ghosts(policy) == most
+    stream(policy, range(1_000), 50)
     policy.resize(10)
-    for start in range(2_000, 3_000, 10):
-        policy.insert(entries(*range(start, start + 10)))
-        while len(policy) > 10:
-            policy.pop()
-    assert ghosts(policy) == most // 5
-    monkeypatch.setattr(eviction, "GHOSTS_MAX", 16)
-    capped: Any = make_policy(name, 50)
-    for start in range(0, 1_000, 10):
-        capped.insert(entries(*range(start, start + 10)))
-        while len(capped) > 50:
-            capped.pop()
-    assert ghosts(capped) <= 16
+    stream(policy, range(2_000, 3_000), 10)
+    assert remembered(policy, range(2_990 - 10 * reach, 2_990)) == 10 * reach
+    assert remembered(policy, range(2_000, 2_990 - 10 * reach)) == 0
+
+
+def test_few_evictions_are_forgotten_early_and_hardly_any_taken_for_another() -> None:
+    """As many as its size, of idents at random: the rule says about one in a hundred."""
+    chance = random.Random(11)
+    idents = [chance.getrandbits(64) for _ in range(40_000)]
+    ghosts = Ghosts(20_000)
+    for number in range(1, 20_000, 4):
+        ghosts.remember(idents[number - 1 : number + 3], number >> 2 & 1, number)
+    assert not ghosts.take(idents[20_000:])
+    found = ghosts.take(idents[:20_000])
+    assert all(ghost == (at >> 2 & 1, at + 1) for at, ghost in found.items())
+    assert len(found) > 19_600
+    assert not ghosts.take(idents), "each is given once"
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["append", "first", "remove", "renew", "pop", "take", "move over"]),
+            st.lists(st.integers(0, 9), max_size=6, unique=True),
+        ),
+        max_size=60,
+    )
+)
+def test_queues_against_lists(steps: list[tuple[str, list[int]]]) -> None:
+    known = entries(*range(10))
+    queues, models = (EvictionQueue(), EvictionQueue()), ([], [])  # type: ignore[var-annotated]
+    for number, (step, named) in enumerate(steps):
+        at = number % 2
+        queue, model, other = queues[at], models[at], models[1 - at]
+        free = [block for block in named if block not in model and block not in other]
+        held = [block for block in named if block in model]
+        if step == "append":
+            queue.append([known[block] for block in free])
+            model += free
+        elif step == "first":
+            for block in free:
+                queue.put_first(known[block])
+                model.insert(0, block)
+        elif step == "remove":
+            for block in held:
+                queue.remove(known[block])
+                model.remove(block)
+        elif step == "renew":
+            queue.renew([known[block] for block in held])
+            model[:] = [block for block in model if block not in held] + held
+        elif step == "move over":
+            queues[1 - at].renew([known[block] for block in held])
+            queue.lend(queues[1 - at], len(held))
+            model[:] = [block for block in model if block not in held]
+            other += held
+        elif step == "take":
+            taken = queue.take(len(named))
+            assert [entry.block for entry in taken] == model[: len(named)]
+            del model[: len(named)]
+        else:
+            popped = queue.pop()
+            assert (None if popped is None else popped.block) == (model.pop(0) if model else None)
+        for each, expected in zip(queues, models, strict=True):
+            assert [entry.block for entry in each.oldest(20)] == expected
+            assert len(each) == len(expected)
+            assert each.peek() is (known[expected[0]] if expected else None)

@@ -19,13 +19,15 @@ pytestmark = pytest.mark.skipif(
 
 
 class Entry:
-    __slots__ = ("block", "freq", "ident", "queue")
+    __slots__ = ("block", "freq", "ident", "newer", "older", "queue")
 
     def __init__(self, block: int) -> None:
         self.block = block
-        self.ident = block.to_bytes(16, "little")
+        self.ident = (block + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
         self.freq = 0
         self.queue = 0
+        self.older: Any = None
+        self.newer: Any = None
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,29 @@
+"""The checksums of all blocks of a size, by the rows of their slots."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvpool.types import CHECKSUM_BYTES
+
+
+class Checksums:
+    """One for each row. Memory is used for those that were ever set. Not thread-safe."""
+
+    __slots__ = ("_all", "_memory")
+
+    def __init__(self, rows: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self._memory = mmap.mmap(-1, CHECKSUM_BYTES * rows, flags=flags)
+        self._all = np.frombuffer(self._memory, dtype=f"V{CHECKSUM_BYTES}")
+
+    def set(self, rows: Sequence[int], packed: bytes) -> None:
+        """Set those of these rows."""
+        self._all[rows] = np.frombuffer(packed, dtype=self._all.dtype)
+
+    def get(self, rows: Sequence[int]) -> bytes:
+        """Those of these rows, packed."""
+        return self._all[rows].tobytes() if len(rows) else b""

@@ -1,0 +1,107 @@
+"""The indices of blocks against plain dictionaries and lists."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool.daemon.core import block_index
+from kvpool.daemon.core.block_index import BlockIndex, RowIndex
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["add", "drop"]), st.sets(st.integers(0, 300), max_size=40)),
+    max_size=40,
+)
+
+
+def key(number: int) -> bytes:
+    return b"%016d" % number
+
+
+@pytest.mark.parametrize("split_at", [4, 32, 1000])
+@settings(deadline=None)
+@given(steps=STEPS, asked=st.lists(st.integers(0, 300), max_size=30))
+def test_an_index_is_a_dictionary(
+    split_at: int, steps: list[tuple[str, set[int]]], asked: list[int]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_index, "SPLIT_AT", split_at)
+        patch.setattr(block_index, "CHECKED_EVERY", 1)
+        index: BlockIndex[int] = BlockIndex()
+        model: dict[bytes, int] = {}
+        for step, numbers in steps:
+            if step == "add":
+                new = [key(number) for number in numbers if key(number) not in model]
+                values = [int(one) for one in new]
+                index.add(new, values)
+                model.update(zip(new, values, strict=True))
+            else:
+                for number in numbers:
+                    if key(number) in model:
+                        del index[key(number)]
+                        del model[key(number)]
+            assert len(index) == len(model)
+        keys = [key(number) for number in asked]
+        here = [one in model for one in keys]
+        assert index.present(keys) == [one in index for one in keys] == here
+        assert index.found(keys) == [index.get(one) for one in keys] == list(map(model.get, keys))
+        assert index.isdisjoint(keys) is not any(here)
+        assert index.prefix_length(keys) == len(list(itertools.takewhile(bool, here)))
+        those = [one for one in keys if one in model]
+        assert index.all_of(those) == [index[one] for one in those] == [model[k] for k in those]
+        assert sorted(index.values()) == sorted(model.values())
+        assert sorted(index) == sorted(model)
+        with pytest.raises(KeyError):
+            del index[b"absent"]
+        assert sorted(index.pop_any() for _ in range(len(model))) == sorted(model.values())
+        assert len(index) == 0
+
+
+def test_no_piece_of_an_index_becomes_large() -> None:
+    """Python copies a dictionary that grows: nobody waits for more than this many blocks."""
+    index: BlockIndex[int] = BlockIndex()
+    rng = random.Random(3)
+    resident: list[bytes] = []
+    largest = 0
+    for start in range(0, 200_000, 64):
+        new = [key(number) for number in range(start, start + 64)]
+        index.add(new, range(start, start + 64))
+        resident += new
+        if len(resident) > 100_000:
+            for _ in range(64):
+                at = rng.randrange(len(resident))
+                resident[at], resident[-1] = resident[-1], resident[at]
+                del index[resident.pop()]
+        largest = max(largest, *map(len, index._pieces))
+    assert largest < 1.5 * block_index.SPLIT_AT
+    assert len(index) == len(resident)
+    assert all(index.present(resident))
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.booleans(), st.sets(st.integers(0, 20_000), min_size=1, max_size=20)),
+        max_size=20,
+    ),
+    ends=st.lists(st.tuples(st.integers(0, 20_100), st.integers(0, 20_100)), max_size=8),
+)
+def test_rows_are_a_list(steps: list[tuple[bool, set[int]]], ends: list[tuple[int, int]]) -> None:
+    rows: RowIndex[int] = RowIndex()
+    model: dict[int, int] = {}
+    highest = -1
+    for put, chosen in steps:
+        if put:
+            rows.put(sorted(chosen), sorted(chosen))
+            model.update((row, row) for row in chosen)
+            highest = max(highest, *chosen)
+        else:
+            for row in chosen & model.keys():
+                rows.clear([row])
+                del model[row]
+    assert len(rows) == highest + 1
+    for first, end in [*ends, (0, 30_000)]:
+        assert rows.between(first, end) == [row for row in sorted(model) if first <= row < end]
