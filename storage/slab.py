@@ -57,15 +57,39 @@ def natural_stride(nbytes: int) -> int:
 
 
 def default_slab_bytes(size: int) -> int:
-    """About 256 slabs, each at least 1 MiB; in segments too small for that, at least 8 slabs."""
-    wanted = max(PAGE, min(max(size // 256, 1 << 20), size // 8))
+    """At least 256 slabs of 1 to 16 MiB, but at most 16,384; in segments too small for that, at least 8 slabs.
+
+    Small ones, since a slab that moves to another class is emptied in one step.
+    """
+    wanted = min(max(size // 256, 1 << 20), 16 << 20)
+    wanted = max(PAGE, min(max(wanted, size // 8192), size // 8))
     return 1 << (wanted.bit_length() - 1)
 
 
-class _Extent:
-    """The rows of one class in a run of slabs."""
+def _ignore(row: int) -> None:
+    pass
 
-    __slots__ = ("end", "first", "index", "owner", "slab", "slabs")
+
+class _Extent:
+    """The rows of one class in a run of slabs.
+
+    free: a stack of rows that were handed out before. fresh: rows that never were, used when it is empty: so an
+    extent needs no list of all its rows, and adjacent ones are given out together. unlisted: `free` is yet to be
+    found in the flags of the class.
+    """
+
+    __slots__ = (
+        "end",
+        "first",
+        "free",
+        "fresh",
+        "index",
+        "owner",
+        "slab",
+        "slabs",
+        "unlisted",
+        "used",
+    )
 
     def __init__(self, owner: _Class, index: int, first: int, end: int, slabs: int) -> None:
         self.owner = owner
@@ -74,35 +98,40 @@ class _Extent:
         self.slabs = slabs
         self.first = first
         self.end = end
+        self.used = 0
+        self.free: list[int] = []
+        self.fresh = range(0)
+        self.unlisted = False
 
-    @property
-    def used(self) -> int:
-        return self.owner.used_in[self.index]
+    def take(self, n: int) -> list[int]:
+        """Up to n of its rows; none: it is exhausted."""
+        if self.unlisted:
+            self.unlisted = False
+            busy = np.frombuffer(self.owner.busy, dtype=np.uint8)[self.first : self.end]
+            self.free = (np.flatnonzero(busy == 0)[::-1] + self.first).tolist()
+        if self.free:
+            rows = self.free[: -n - 1 : -1]
+            del self.free[-n:]
+            return rows
+        rows = list(self.fresh[:n])
+        self.fresh = self.fresh[n:]
+        return rows
 
 
 class _Class:
-    """The slots of one stride.
-
-    `free` is a stack of rows that were handed out before; rows `fresh`, of the newest extent, never
-    were and are used when it is empty, and a new extent when these are gone too. So an extent needs no
-    list of its rows, and adjacent rows are given out together. When an extent leaves the class, its
-    rows stay in `free` and are recognised when they come up: `used_in` of their extent is -1. No
-    row is in `free` twice, because an extent is only taken while `free` is empty.
-    """
+    """The slots of one stride. open: its extents that may have free rows; those freed last at the end."""
 
     __slots__ = (
         "busy",
         "capacity",
         "extent_bytes",
         "extents",
-        "free",
-        "fresh",
+        "open",
         "slots",
         "span",
         "starved_at",
         "stride",
         "used",
-        "used_in",
     )
 
     def __init__(self, stride: int, size: int, span: int, extent_bytes: int, capacity: int) -> None:
@@ -111,12 +140,10 @@ class _Class:
         self.extent_bytes = extent_bytes
         self.capacity = capacity
         self.extents: dict[int, _Extent] = {}
-        self.used_in = [-1] * -(-size // extent_bytes)  # by extent; -1: not of this class
         # A byte a row, 1 if in use. Not a bytearray: pages of this one exist once written.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self.busy = mmap.mmap(-1, size // stride, flags=flags)
-        self.free: list[int] = []
-        self.fresh = range(0)
+        self.open: OrderedDict[_Extent, None] = OrderedDict()
         self.slots = 0
         self.used = 0
         self.starved_at = -1
@@ -205,36 +232,22 @@ class SlabAllocator:
         Rows freed last come first, in the order in which they were freed.
         """
         cls = self._classes[self.stride_of(nbytes)]
-        stride, extent_bytes = cls.stride, cls.extent_bytes
-        free, busy, used_in = cls.free, cls.busy, cls.used_in
+        busy, candidates = cls.busy, cls.open
         taken: list[int] = []
         while (wanted := n - len(taken)) > 0:
-            if free:
-                rows = free[-wanted:]
-                del free[-wanted:]
-                for row in reversed(rows):
-                    index = row * stride // extent_bytes
-                    used = used_in[index]
-                    if used > 0:
-                        used_in[index] = used + 1
-                    elif used == 0:
-                        used_in[index] = 1
-                        del self._idle[cls.extents[index]]
-                    else:
-                        continue
-                    busy[row] = 1
-                    taken.append(row)
-            elif cls.fresh or self._take_extent(cls):
-                fresh = cls.fresh[:wanted]
-                cls.fresh = cls.fresh[wanted:]
-                index = fresh.start * stride // extent_bytes
-                if not used_in[index]:
-                    del self._idle[cls.extents[index]]
-                used_in[index] += len(fresh)
-                busy[fresh.start : fresh.stop] = b"\1" * len(fresh)
-                taken += fresh
-            else:
+            if not candidates and not self._take_extent(cls):
                 break
+            extent = next(reversed(candidates))
+            rows = extent.take(wanted)
+            if not rows:
+                del candidates[extent]
+                continue
+            if not extent.used:
+                del self._idle[extent]
+            extent.used += len(rows)
+            for row in rows:
+                busy[row] = 1
+            taken += rows
         cls.used += len(taken)
         return taken
 
@@ -247,17 +260,24 @@ class SlabAllocator:
             return
         if min(rows) < 0 or max(rows) >= len(cls.busy):
             raise AssertionError(f"rows {rows} of stride {stride} are not all in the segment")
-        extent_bytes, busy, used_in, push = cls.extent_bytes, cls.busy, cls.used_in, cls.free.append
+        extent_bytes, busy = cls.extent_bytes, cls.busy
+        last = -1
         for row in reversed(rows):
             if not busy[row]:
                 raise AssertionError(f"row {row} of stride {stride} is free already")
             busy[row] = 0
-            push(row)
             index = row * stride // extent_bytes
-            used = used_in[index] - 1
-            used_in[index] = used
-            if not used:
-                self._idle[cls.extents[index]] = None
+            if index != last:
+                last = index
+                extent = cls.extents[index]
+                # If its rows are not listed yet, this one will be found by its flag.
+                push = _ignore if extent.unlisted else extent.free.append
+                cls.open[extent] = None
+                cls.open.move_to_end(extent)
+            push(row)
+            extent.used -= 1
+            if not extent.used:
+                self._idle[extent] = None
                 self._changes += 1
         cls.used -= len(rows)
 
@@ -276,7 +296,7 @@ class SlabAllocator:
         O(rows), in C, plus a few microseconds an extent.
         """
         cls = self._classes[self.stride_of(nbytes)]
-        if cls.fresh:
+        if any(extent.fresh for extent in cls.open):
             raise AssertionError("rows must be claimed before any is allocated")
         stride, per_extent = cls.stride, cls.extent_bytes
         good = (rows >= 0) & (rows < len(cls.busy))
@@ -298,9 +318,10 @@ class SlabAllocator:
         busy[taken] = 1
         counts = np.bincount(indices[good], minlength=1)
         for index in np.flatnonzero(counts).tolist():
-            if not cls.used_in[index]:
-                del self._idle[cls.extents[index]]
-            cls.used_in[index] += int(counts[index])
+            extent = cls.extents[index]
+            if not extent.used:
+                del self._idle[extent]
+            extent.used += int(counts[index])
         cls.used += len(taken)
         return good
 
@@ -314,11 +335,10 @@ class SlabAllocator:
     def claimed(self) -> None:
         """All is claimed: the rest of the claimed extents is free."""
         for cls in self._classes.values():
-            busy = np.frombuffer(cls.busy, dtype=np.uint8)
-            cls.free = []  # what was claimed and freed since is met again below
             for extent in cls.extents.values():
-                left = np.flatnonzero(busy[extent.first : extent.end] == 0) + extent.first
-                cls.free += left[::-1].tolist()
+                extent.free = []  # what was claimed and freed since is met again
+                extent.unlisted = True
+                cls.open[extent] = None
 
     def offset(self, stride: int, row: int) -> int:
         """Where the slot begins in the segment."""
@@ -336,7 +356,7 @@ class SlabAllocator:
         return range(index * cls.span, min((index + 1) * cls.span, self.slabs))
 
     def _take_extent(self, cls: _Class) -> bool:
-        """Give the class one more extent, as its fresh rows. Only while it has no free row."""
+        """Give the class one more extent, all fresh. Only while it has no free row."""
         if cls.starved_at == self._changes:
             return False
         index = self._find_single(cls) if cls.span == 1 else self._find_run(cls)
@@ -348,8 +368,9 @@ class SlabAllocator:
             if held is not None:
                 self._dissolve(held)
         first, end = self._bounds(cls, index)
-        self._give_extent(cls, index, first, end)
-        cls.fresh = range(first, end)
+        extent = self._give_extent(cls, index, first, end)
+        extent.fresh = range(first, end)
+        cls.open[extent] = None
         return True
 
     def _give_extent(self, cls: _Class, index: int, first: int, end: int) -> _Extent:
@@ -360,7 +381,6 @@ class SlabAllocator:
             del self._free[slab]
             self._by_slab[slab] = extent
         cls.extents[index] = extent
-        cls.used_in[index] = 0
         cls.slots += end - first
         self._idle[extent] = None
         return extent
@@ -379,9 +399,9 @@ class SlabAllocator:
         return None
 
     def _find_run(self, cls: _Class) -> int | None:
-        """O(slabs), once an extent: the run that takes the fewest slabs of idle extents."""
+        """The run that takes the fewest slabs of idle extents, from the far end. At most O(slabs), once an extent."""
         best, most_free = None, -1
-        for index in range(-(-self.slabs // cls.span)):
+        for index in reversed(range(-(-self.slabs // cls.span))):
             first, end = self._bounds(cls, index)
             if first >= end:
                 continue
@@ -395,18 +415,16 @@ class SlabAllocator:
             else:
                 if free > most_free:
                     best, most_free = index, free
+                    if free == cls.span:
+                        break  # none of them is another's
         return best
 
     def _dissolve(self, extent: _Extent) -> None:
         cls = extent.owner
         del cls.extents[extent.index]
         del self._idle[extent]
-        cls.used_in[extent.index] = -1
+        cls.open.pop(extent, None)
         cls.slots -= extent.end - extent.first
-        if cls.fresh and extent.first <= cls.fresh.start < extent.end:
-            cls.fresh = range(0)
-        if not cls.extents:
-            cls.free.clear()
         for slab in range(extent.slab, extent.slab + extent.slabs):
             self._by_slab[slab] = None
             self._free[slab] = None
@@ -467,15 +485,33 @@ class SlabAllocator:
         """
         cls = self._classes[self.stride_of(nbytes)]
         for index in range(-(-self.slabs // cls.span)):
-            first, end = self._bounds(cls, index)
-            if first >= end:
-                continue
-            held = {self._by_slab[slab]: None for slab in self._run(cls, index)}
-            if any(e is not None and e.owner is cls for e in held):
-                continue
-            busy = tuple(e.slab for e in held if e is not None and e.used)
-            if busy:
+            if busy := self._busy_in(cls, index):
                 yield busy
+
+    def victims_with(self, nbytes: int, slab: int) -> tuple[int, ...]:
+        """The one of the sets of `victims` that this slab's extent is in; empty: none."""
+        cls = self._classes[self.stride_of(nbytes)]
+        extent = self._extent(slab)
+        for index in range(slab // cls.span, (slab + extent.slabs - 1) // cls.span + 1):
+            if busy := self._busy_in(cls, index):
+                return busy
+        return ()
+
+    def _busy_in(self, cls: _Class, index: int) -> tuple[int, ...]:
+        """The extents of others with slots in use where the class could have its extent of this index."""
+        if cls.span == 1:
+            held = self._by_slab[index]
+            if held is None or held.owner is cls or not held.used:
+                return ()
+            first, end = self._bounds(cls, index)
+            return (held.slab,) if first < end else ()
+        first, end = self._bounds(cls, index)
+        if first >= end:
+            return ()
+        all_held = {self._by_slab[slab]: None for slab in self._run(cls, index)}
+        if any(e is not None and e.owner is cls for e in all_held):
+            return ()
+        return tuple(e.slab for e in all_held if e is not None and e.used)
 
     def reclaim_slab(self, slab: int) -> None:
         """Take an extent, all free, from its class at once. `alloc` does it when necessary."""

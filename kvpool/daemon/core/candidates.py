@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvpool.daemon.core.blocks import PIN_NONE, Block, NamespaceState, Tenant
@@ -58,7 +58,9 @@ class Candidates:
             if share > enough:
                 continue
             coldest: list[Any] = policy.coldest(n)
-            victims = [block for block in coldest if not block.leases and block.is_here()]
+            victims = [
+                block for block in coldest if not block.leases and not block.table.namespace.retired
+            ]
             if victims:
                 found.append(Cold(place, share, victims, len(policy)))
         return found
@@ -78,20 +80,6 @@ class Candidates:
         for slot_class in tenant.classes.values():
             found += slot_class.secondary.coldest(n)
         return _evictable(found)[:n]
-
-    def last_used_first(self, wanted: Callable[[Block], bool]) -> list[Block]:
-        """All blocks here that are wanted. O(blocks): for a node that stops."""
-        self._ledger.settle()
-        found = [
-            block
-            for tenant in self._tenants.values()
-            for namespace in tenant.namespaces.values()
-            for table in namespace.tables
-            for block in table.blocks.values()
-            if wanted(block)
-        ]
-        found.sort(key=lambda block: -block.used)
-        return found
 
     def spare_bytes(self, tenant: Tenant) -> int:
         """Bytes that are free, or can be evicted without loss to the cluster."""

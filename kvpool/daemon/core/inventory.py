@@ -106,6 +106,13 @@ class Inventory:
         tenant: only this one's, so that cursors reveal nothing of others. At most `count` slots are
         examined, for any cursor: it may be made up.
         """
+        blocks, after = self.parts(cursor, count, tenant)
+        return [block for block in blocks if _is_first_part(block)], after
+
+    def parts(
+        self, cursor: int, count: int, tenant: Tenant | None = None
+    ) -> tuple[list[Block], int | None]:
+        """As `scan`, but all parts of the blocks."""
         self._ledger.settle()
         classes = self._slots.classes if tenant is None else list(tenant.classes.values())
         number, row = divmod(cursor, _WALK_ROWS)
@@ -115,11 +122,7 @@ class Inventory:
             by_row = classes[number].by_row
             row = min(row, len(by_row))
             end = min(len(by_row), row + left)
-            found += [
-                block
-                for block in by_row.between(row, end)
-                if block.is_here() and _is_first_part(block)
-            ]
+            found += [block for block in by_row.between(row, end) if block.is_here()]
             left -= end - row
             if end < len(by_row):
                 row = end

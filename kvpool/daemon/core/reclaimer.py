@@ -118,10 +118,10 @@ class Reclaimer:
                 tried.add(slab)
                 continue
             tried.add(slab)
-            for run in allocator.victims(taker.stride):
-                if slab in run and all(self._can_go(tenant, s) for s in run if s != slab):
-                    self._empty_run(tenant, run)
-                    return True
+            run = allocator.victims_with(taker.stride, slab)
+            if run and all(self._can_go(tenant, s) for s in run if s != slab):
+                self._empty_run(tenant, run)
+                return True
         return False
 
     def _can_go(self, tenant: Tenant, slab: int) -> bool:
@@ -184,8 +184,12 @@ class Reclaimer:
         held = self._held_in(donor, allocator, slab)
         self._counters.evicted_soft_pins += sum(block.pin == PIN_SOFT for block in held)
         self._counters.evicted_secondary += sum(block.secondary for block in held)
+        self._slots.releases += 1
         for block in held:
-            self._slots.take_out(block)
+            if block.pin == PIN_NONE and block.parked < 0:
+                donor.discard(block)
+            else:
+                self._slots.take_out(block)
         for table, some in groupby(held, key=attrgetter("table")):
             keys = [block.key for block in some]
             table.forget(keys)

@@ -25,7 +25,13 @@ from kvpool.daemon.core.blocks import (
     checksums_of,
 )
 from kvpool.daemon.tiers.object_books import ENTRY_S, LOCATION_BYTES, ObjectBooks, PackRecord
-from kvpool.daemon.tiers.write_orders import EMPTY_KEY, Order, WriteLimits, WriteOrders
+from kvpool.daemon.tiers.write_orders import (
+    EMPTY_KEY,
+    Order,
+    WriteLimits,
+    WriteOrders,
+    write_last_used,
+)
 from kvpool.daemon.workers.object_proxy import ObjectStorage
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.placement.catalog.base import PACK
@@ -256,11 +262,9 @@ class ObjectWriter:
         """Write the blocks worth it of all in memory, roughly the most recently used first. Ends by `seconds`."""
         if not self._books.may_write() or seconds <= 0:
             return
-        worthy = self._books.node.candidates.last_used_first(self._is_worthy)
         try:
             async with asyncio.timeout(seconds):
-                for at in range(0, len(worthy), LOOK_BLOCKS):
-                    await self.store(worthy[at : at + LOOK_BLOCKS])
+                await write_last_used(self._books.node, self._is_worthy, self.store)
         except TimeoutError:
             log.warning("some blocks were not written to object storage within %g s", seconds)
 

@@ -25,6 +25,7 @@ from kvpool.daemon.tiers.write_orders import (
     Order,
     WriteLimits,
     WriteOrders,
+    write_last_used,
 )
 from kvpool.storage.stack import Budget, Watermarks, WriteMode
 from kvpool.telemetry.node_stats import TiersStats
@@ -38,6 +39,8 @@ WRITES_MAX = 4  # orders to write at a time, of all disks
 HELD_SHARE = 1 / 8  # of a segment, in all orders
 CLEAN_LOW, CLEAN_HIGH = 1 / 8, 1 / 4  # of a segment: its cold end that should be on disk already
 LOOK_BLOCKS = 4096  # of the cold end, in one look
+SAMPLE_BLOCKS = 512  # of them, for statistics
+MOVED_SHARE = 1 / 32  # of a segment, put since the last look: time for another
 CLEAN_EVERY_S, PRESSED_S = 0.05, 0.005
 CLOSED_S = 1.0  # between checks whether a disk accepts writes
 
@@ -143,14 +146,14 @@ class SsdDemotion:
 
     def _is_dirty(self, block: Block) -> bool:
         """Whether it should be on a disk, and is on none, nor on the way to one."""
+        # A block that was on a disk since its last use, and is gone, was evicted there as worth too little.
+        if block.written == block.used or block in self._orders:
+            return False
         table = block.table
-        # A block that was written since its last use, and is gone, was evicted by the disk as worth too little.
-        return (
-            block not in self._orders
-            and block.written != block.used
-            and device_of(self.devices, table, block.key) is None
-            and self.mode(table.namespace) is not WriteMode.NONE
-        )
+        if device_of(self.devices, table, block.key) is not None:
+            block.written = block.used
+            return False
+        return self.mode(table.namespace) is not WriteMode.NONE
 
     def _choose(self, blocks: Sequence[Block]) -> Order | None:
         """The blocks of one table to write now, and the disk."""
@@ -206,16 +209,33 @@ class SsdDemotion:
     async def write_ahead(self) -> None:
         """Have the cold end of each segment on disk before it is evicted."""
         while True:
-            try:
-                async with asyncio.timeout(CLEAN_EVERY_S if self._pressed else None):
-                    await self._put.wait()
-            except TimeoutError:
-                pass
+            if not self._pressed:
+                await self._put.wait()
             self._put.clear()
+            await self._cold_end_has_moved()
             self._pressed = False
             for tenant in list(self.node.tenants.values()):
                 self._pressed |= await self._clean(tenant)
+                await asyncio.sleep(0)
+
+    async def _cold_end_has_moved(self) -> None:
+        """Wait until puts since the last look may have used up half of what was seen, at most `CLEAN_EVERY_S`.
+
+        A look takes as long as it has blocks: it must not follow each put.
+        """
+        put = self.node.counters
+        blocks, nbytes = put.committed, put.committed_bytes
+        sizes = [tenant.allocator.size for tenant in self.node.tenants.values()]
+        moved = min(sizes, default=0) * MOVED_SHARE
+        end = self._clock() + CLEAN_EVERY_S
+        while True:
             await asyncio.sleep(PRESSED_S)
+            if (
+                put.committed - blocks >= LOOK_BLOCKS // 2
+                or put.committed_bytes - nbytes >= moved
+                or self._clock() >= end
+            ):
+                return
 
     async def _clean(self, tenant: Tenant) -> bool:
         """Write some of a segment's next victims, if too few are written; returns whether any were."""
@@ -244,20 +264,19 @@ class SsdDemotion:
             if place.base:
                 continue  # among all of its size already
             window = victims[: max(1, int(held * CLEAN_HIGH))]
+            some = window[:: 1 + len(window) // SAMPLE_BLOCKS]
             clean = sum(
-                device_of(self.devices, block.table, block.key) is not None for block in window
+                device_of(self.devices, block.table, block.key) is not None for block in some
             )
-            share += clean / held
+            share += clean / len(some) * len(window) / held
         return min(share, CLEAN_HIGH)
 
     async def flush(self, seconds: float) -> None:
         """Write blocks that are in memory and on no disk, the most recently used first. Ends by `seconds`."""
         if not self.devices or seconds <= 0:
             return
-        dirty = self.node.candidates.last_used_first(self._is_dirty)
         try:
             async with asyncio.timeout(seconds):
-                for at in range(0, len(dirty), LOOK_BLOCKS):
-                    await self.store(dirty[at : at + LOOK_BLOCKS])
+                await write_last_used(self.node, self._is_dirty, self.store)
         except TimeoutError:
             log.warning("some blocks in memory were not written to disk within %g s", seconds)

@@ -7,6 +7,7 @@ Event loop only.
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -15,8 +16,12 @@ from kvpool.daemon.core.blocks import Block, Holder, PartTable
 from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
+from kvpool.types import BlockStatus
 
 EMPTY_KEY = bytes(16)
+SLICE_ROWS = 2048  # of memory that are examined in one go beside requests
+LAST_USED_MAX = 1 << 16  # blocks in one search for the most recently used
+STORED_TOGETHER = 4096
 
 
 class WriteLimits(NamedTuple):
@@ -125,6 +130,40 @@ async def _written(
 ) -> None:
     if held:
         await write(held)
+
+
+async def last_used_first(
+    node: Node, wanted: Callable[[Block], bool], most: int = LAST_USED_MAX
+) -> list[Block]:
+    """The wanted blocks in memory, at most so many, yielding to other tasks on the way."""
+    best: list[tuple[int, int, Block]] = []
+    cursor: int | None = 0
+    number = 0
+    while cursor is not None:
+        blocks, cursor = node.inventory.parts(cursor, SLICE_ROWS)
+        for block in filter(wanted, blocks):
+            number += 1
+            entry = block.used, -number, block
+            if len(best) < most:
+                heapq.heappush(best, entry)
+            elif entry > best[0]:
+                heapq.heapreplace(best, entry)
+        await asyncio.sleep(0)
+    return [block for _, _, block in sorted(best, reverse=True) if block.is_here()]
+
+
+async def write_last_used(
+    node: Node,
+    wanted: Callable[[Block], bool],
+    store: Callable[[Sequence[Block]], Awaitable[bytes]],
+) -> None:
+    """Store the wanted blocks, roughly the most recently used first, until no more of them can be stored."""
+    stored = True
+    while stored and (found := await last_used_first(node, wanted)):
+        stored = False
+        for at in range(0, len(found), STORED_TOGETHER):
+            statuses = await store(found[at : at + STORED_TOGETHER])
+            stored |= BlockStatus.PRESENT in statuses
 
 
 async def give_garbage_back(rules: Node) -> None:
