@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.errors import InvalidRequest, SegmentError
+from kvpool.memory.device_stream import awaited_stream
 from kvpool.memory.segment import Segment
 from kvpool.storage.dram import PAGE, DramSegment
 
@@ -249,24 +250,22 @@ class DeviceSegment:
     # ---- to and from the host --------------------------------------------------------------------------
 
     def to_host(self, rows: Index, table: HostRows, host_rows: Index) -> None:
-        """Copy rows into as many rows of `table`, which are all different; done when it returns.
+        """Copy rows into as many rows of `table`, which are all different; done when it returns or raises.
 
         table: host memory of shape (any, stride), contiguous. Registered memory (`register`) is copied to
         by the device itself.
         """
         host = self._host(rows, table, host_rows)
-        with self._module.stream(self._stream):
+        with awaited_stream(self._module, self._stream):
             for at, to, count in _runs(rows, host_rows):
                 host[to : to + count].copy_(self.table[at : at + count], non_blocking=True)
-        self._wait()
 
     def from_host(self, table: HostRows, host_rows: Index, rows: Index) -> None:
         """Copy rows of `table` into as many rows; all else as for `to_host`."""
         host = self._host(rows, table, host_rows)
-        with self._module.stream(self._stream):
+        with awaited_stream(self._module, self._stream):
             for at, to, count in _runs(host_rows, rows):
                 self.table[to : to + count].copy_(host[at : at + count], non_blocking=True)
-        self._wait()
 
     def _host(self, rows: Index, table: HostRows, host_rows: Index) -> Any:
         import torch
@@ -283,12 +282,6 @@ class DeviceSegment:
             if len(numbers) and not (numbers.min() >= 0 and numbers.max() < count):
                 raise InvalidRequest(f"a row is not among the {count} rows")
         return torch.from_numpy(table)
-
-    def _wait(self) -> None:
-        """For these copies alone, not for others' work on the device."""
-        event = self._module.Event()
-        event.record(self._stream)
-        event.synchronize()
 
     def close(self) -> None:
         """Free the memory. Idempotent. Others' mappings stay valid until they close theirs."""

@@ -39,6 +39,7 @@ import torch
 from kvpool.engine_plugins.vllm.config import Codec
 from kvpool.engine_plugins.vllm.layout import Index, Pages, SlotTable, chunks, spans
 from kvpool.errors import ConfigError
+from kvpool.memory.device_stream import awaited_stream
 
 WORD = 8
 SCALE_BYTES = 4
@@ -180,7 +181,8 @@ class CodecPages:
     def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any = None) -> None:
         pages = self._prepared()
         decoded = None
-        with self._module.stream(self._stream):
+        # Blocks that are still decoded into after a failed load would be the engine's next ones.
+        with awaited_stream(self._module, self._stream):
             if ready is not None:
                 ready.wait(self._stream)
             for chunk in chunks(len(blocks), self._raw_bytes, self._chunk_bytes):
@@ -189,8 +191,6 @@ class CodecPages:
                 for band in self._bands:
                     band.decode(index)
                 decoded = self._event()
-            if decoded is not None:
-                decoded.synchronize()
 
     def _prepared(self) -> Pages:
         """Working memory, made on first use so that an engine which never saves pays nothing."""

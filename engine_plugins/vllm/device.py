@@ -18,6 +18,7 @@ import numpy as np
 from kvpool.engine_plugins.vllm.device_copies import STAGED, Copy, Paged, Strategy
 from kvpool.engine_plugins.vllm.layout import CHUNK_BYTES, Index, SlotTable
 from kvpool.errors import SegmentError
+from kvpool.memory.device_stream import awaited_stream
 
 
 class _Mapping:
@@ -140,6 +141,8 @@ def strategy_for(device: Any) -> Strategy:
 class DevicePages:
     """Paged KV of one group in device memory. Used by one thread at a time, which owns the stream.
 
+    No copy is under way any more when `to_slots` or `from_slots` returns or raises.
+
     layers: uint8 tensors of shape (blocks, bytes of a block in that layer). chunk_bytes: of staging memory,
     where the strategy uses some. strategy: None for the best one.
     """
@@ -172,14 +175,7 @@ class DevicePages:
             self._copy(self._strategy.near, blocks, slots.table, rows, ready)
 
     def _copy(self, copy: Copy, blocks: Index, segment: Any, rows: Index, ready: Any) -> None:
-        with self._module.stream(self._stream):
+        with awaited_stream(self._module, self._stream):
             if ready is not None:
                 ready.wait(self._stream)
             copy(self._paged, blocks, segment, rows)
-        self._wait()
-
-    def _wait(self) -> None:
-        """Wait for this copy alone, not for the engine's own work on the device."""
-        event = self._module.Event()
-        event.record(self._stream)
-        event.synchronize()
