@@ -455,7 +455,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     peers_max: Annotated[
         int,
         setting(
-            "The most open connections of peers, per transfer worker.",
+            "The most open connections of peers, per transfer worker; idle ones make way for new ones.",
             panel=LIMITS,
             ge=1,
             le=1 << 16,

@@ -60,7 +60,7 @@ class Identity:
 class TransferLimits:
     """Resource limits of a transport.
 
-    connections_max: inbound connections at a time.
+    connections_max: connections of authenticated peers at a time, inbound.
     inflight_bytes_max: bytes on loan to peers at a time.
     fetch_bytes_max: bytes requested of a peer at a time; a longer pull becomes several. Both sides
         of a connection enforce it, so daemons of one cluster run with the same value.

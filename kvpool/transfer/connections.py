@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 
-from kvpool.errors import Unavailable
+from kvpool.errors import Declined, Unavailable
 from kvpool.transfer.addresses import parse, resolve, split_source
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import greet
@@ -15,6 +15,10 @@ from kvpool.transfer.tls import open_stream
 
 IDLE_PER_PEER_MAX = 8  # as many as one pull uses
 IDLE_MAX = 64
+
+
+class NoPlace(Declined):
+    """The peer has no place for one more connection from here. Those that there are go on."""
 
 
 class Connections:
@@ -43,7 +47,7 @@ class Connections:
     def connect(self, url: str, deadline: Deadline, stop: Stop) -> Stream:
         """A new connection, authenticated. The caller owns it. A `?source=` in the URL is its source address.
 
-        Raises `Unavailable`, `NotAuthenticated`, `ProtocolError` or `ConfigError` (for the URL).
+        Raises `Unavailable`, `NoPlace`, `NotAuthenticated`, `ProtocolError` or `ConfigError` (for the URL).
         """
         target, source = split_source(url)
         host, port = parse(target)
@@ -68,6 +72,9 @@ class Connections:
             except Unreachable as error:
                 stream.close()
                 failure = f"{url} cannot be reached: {error}"
+            except Declined as error:
+                stream.close()
+                raise NoPlace(str(error)) from None
             except BaseException:
                 stream.close()
                 raise

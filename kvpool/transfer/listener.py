@@ -9,14 +9,22 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated, ProtocolError, Unavailable
+from kvpool.errors import (
+    ConfigError,
+    Declined,
+    KvpoolError,
+    NotAuthenticated,
+    ProtocolError,
+    Unavailable,
+)
 from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
 from kvpool.transfer.base import Deadline, Identity, Source, TransferLimits
 from kvpool.transfer.handshake import admit, refuse
+from kvpool.transfer.inbound import Places
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import Priority
 from kvpool.transfer.responder import Budgets, Conversation, Converse
-from kvpool.transfer.stream import Stream
+from kvpool.transfer.stream import Closed, Stream
 from kvpool.transfer.tls import open_stream
 
 BACKLOG = 1024  # a SYN that finds no room is sent again a second later, which fails a peer's pull
@@ -24,6 +32,7 @@ RESOLVE_S = 10.0
 ACCEPT_PAUSE_S = 0.1  # when the machine is out of descriptors
 LEAVE_S = 1.0  # for the thread of a connection that was ended
 COMPLAINT_S = 1.0
+STRANGERS_MAX = 64  # authenticating at a time while all places of peers are taken
 
 log = logging.getLogger("kvpool.transfer")
 
@@ -52,8 +61,9 @@ class Complaints:
 class Server:
     """Listens, and serves each peer's connection in a thread of its own.
 
-    At the limit of connections, a new one replaces the oldest that has not authenticated yet; without such a one
-    it is refused. So unauthenticated connections cannot starve authenticated peers.
+    `connections_max` of them are for authenticated peers (`inbound.Places` decides whose go when they are all taken),
+    and some more for those that have not authenticated yet, of which the oldest makes way for a new one. So
+    unauthenticated connections cannot starve peers, and a peer for whom there is no place is told so.
     """
 
     def __init__(
@@ -77,6 +87,9 @@ class Server:
         self._left = threading.Condition(self._lock)  # a connection has ended
         self._streams: set[Stream] = set()
         self._strangers: dict[Stream, None] = {}  # those not admitted yet, in the order of arrival
+        self._places: Places[Stream] = Places(limits.connections_max)
+        extra = min(STRANGERS_MAX, max(1, limits.connections_max // 4))
+        self._streams_max = limits.connections_max + extra
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
         self._complaints = Complaints()
@@ -172,30 +185,40 @@ class Server:
 
     def _has_room(self) -> bool:
         """Whether one more connection is possible, perhaps replacing an unauthenticated one. With the lock."""
-        limit = self._limits.connections_max
-        if len(self._streams) < limit:
+        if len(self._streams) < self._streams_max:
             return True
         first = next(iter(self._strangers), None)
         if first is None:
             return False
         del self._strangers[first]
         first.shut()
-        return self._left.wait_for(lambda: len(self._streams) < limit, LEAVE_S)
+        return self._left.wait_for(lambda: len(self._streams) < self._streams_max, LEAVE_S)
 
-    def _no_stranger(self, stream: Stream) -> None:
+    def _admit(self, stream: Stream) -> None:
+        """It is authenticated. Raises `Declined` if there is no place for its peer."""
+        assert stream.peer_node is not None, "it is authenticated"
         with self._lock:
-            self._strangers.pop(stream, None)
+            if self._strangers.pop(stream, stream) is not None:
+                raise Closed("another connection has taken its place")
+            displaced = self._places.admit(stream, stream.peer_node)
+        if displaced is not None:
+            displaced.shut()
 
     def _serve(self, stream: Stream) -> None:
         try:
             stream.secure()
-            admit(stream, self._identity, lambda: self._no_stranger(stream))
+            admit(stream, self._identity, lambda: self._admit(stream))
             conversation = self._converse(
                 stream, self._memory, self._source, self._limits, self._budgets, self._precedence
             )
             while True:
-                conversation.step()
-        except (ProtocolError, NotAuthenticated) as error:
+                request, message = conversation.hear()
+                with self._lock:
+                    self._places.busy(stream)
+                conversation.answer(request, message)
+                with self._lock:
+                    self._places.idle(stream)
+        except (ProtocolError, NotAuthenticated, Declined) as error:
             self._complaints.say(error)
             refuse(stream, error)
             stream.linger()
@@ -207,6 +230,7 @@ class Server:
             with self._lock:
                 self._streams.discard(stream)
                 self._strangers.pop(stream, None)
+                self._places.leave(stream)
                 self._threads.discard(threading.current_thread())
                 self._left.notify_all()
             stream.close()

@@ -14,7 +14,7 @@ from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import PIECE_BYTES, Priority
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.types import KEY_BYTES, split_keys
-from kvpool.wire.frame import KEYS_MAX, encode, error_message
+from kvpool.wire.frame import KEYS_MAX, Message, encode, error_message
 from kvpool.wire.peer import Ask, Await, Corrupt, Fetch, Fetched, Offer, Operate, decode_peer
 from kvpool.wire.worker import OpenLoan
 
@@ -86,15 +86,19 @@ class Conversation:
         self._precedence = precedence
         self._fetched: Fetch | None = None  # the last one, whose blocks it may report as corrupt
 
-    def step(self) -> None:
-        """Wait for a request and answer it. Raises the errors of `Stream`, and `ProtocolError`."""
+    def hear(self) -> tuple[int, Message]:
+        """Wait for a request: its number, and what it is. Raises the errors of `Stream`, and `ProtocolError`."""
         stream = self._stream
         # Longer than the peer keeps an idle connection, so that it seldom finds a closed one.
         stream.deadline = Deadline(2 * self._limits.idle_s)
         request, payload = stream.receive(REQUEST_BYTES_MAX)
         if not stream.fresh():
             raise Closed("the peer must present its certificate again")
-        message = decode_peer(payload)
+        return request, decode_peer(payload)
+
+    def answer(self, request: int, message: Message) -> None:
+        """Answer it. Raises as `hear` does."""
+        stream = self._stream
         if isinstance(message, Fetch):
             self._fetched = message
             stream.deadline = Deadline(message.deadline_s)

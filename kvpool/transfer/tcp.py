@@ -23,7 +23,7 @@ from kvpool.transfer.base import (
     check_order,
     span_of,
 )
-from kvpool.transfer.connections import Connections
+from kvpool.transfer.connections import Connections, NoPlace
 from kvpool.transfer.listener import Server
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import Priority
@@ -138,6 +138,7 @@ class _Pull:
         self._streams = 1 if order.background else transport.streams.choose(order.url, work, count)
         self._slices = deque(self._cut())  # its popleft is atomic
         self._error: KvpoolError | None = None
+        self._alone = False  # the peer had no place for all of its connections
 
     def _cut(self) -> Iterator[tuple[int, int]]:
         count = len(self._outcome.status)
@@ -151,7 +152,7 @@ class _Pull:
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
 
         def help_out() -> None:
-            self._work()
+            self._work(more=True)
             done.put(None)
 
         try:
@@ -160,25 +161,36 @@ class _Pull:
             return self._outcome.finish(error)
         wanted = min(self._streams, len(self._slices)) - 1
         helpers = sum(self._transport.helpers.try_now(help_out) for _ in range(wanted))
-        self._work()
+        self._work(more=helpers > 0)
         for _ in range(helpers):
             done.get()
+        self._work(more=False)  # what one had taken and found no connection for
         self._stop.unregister(self._ours.set)
         if self._stop.is_set and self._error is None and self._slices:
             self._error = Unavailable("the transfer was cancelled")
         pulled = self._outcome.finish(self._error)
         order = self._order
-        if not (pulled.error or order.background or order.start) and helpers == self._streams - 1:
+        together = helpers == self._streams - 1 and not self._alone
+        if together and not (pulled.error or order.background or order.start):
             nbytes = pulled.status.count(BlockStatus.PRESENT) * self._nbytes
             self._transport.streams.learn(order.url, self._streams, nbytes, pulled.seconds)
         return pulled
 
-    def _work(self) -> None:
-        """Fetch slices until there are no more, or a thread has failed."""
+    def _work(self, *, more: bool) -> None:
+        """Fetch slices until there are no more, or a thread has failed.
+
+        more: other threads do the same. If the peer has no place for one more connection, they go on without.
+        """
+        part = None
         try:
             while (part := self._next()) is not None:
                 self._fetch(*part)
         except KvpoolError as error:
+            if more and isinstance(error, NoPlace):
+                assert part is not None, "a slice has been refused"
+                self._alone = True
+                self._slices.append(part)
+                return
             self._error = self._error or error
             self._ours.set()
 

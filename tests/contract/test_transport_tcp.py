@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvpool.errors import ConfigError, KvpoolError
+from kvpool.errors import ConfigError, Declined, KvpoolError
 from kvpool.testing.transport import Side, key_of, order
-from kvpool.transfer import tcp
+from kvpool.transfer import listener, tcp
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.priority import Priority
@@ -32,6 +32,7 @@ PEER = Identity("test", "scripted", "1", b"")
 NBYTES = 8192
 BLOCKS = [bytes([65 + n]) * NBYTES for n in range(4)]
 KEYS = [key_of(n) for n in range(4)]
+ROWS = [9, 2, 5, 6]
 BODY = b"".join(BLOCKS)
 
 Script = Callable[[socket.socket, int], None]
@@ -440,16 +441,76 @@ def test_strangers_keep_nobody_out(patient: tuple[Side, tuple[str, int]]) -> Non
             stack.callback(sock.close)
             assert served(sock, stream)
         assert served(*known), "it has been let in, so it stays"
-        with socket.create_connection(address, 30) as one_too_many:
-            assert closed_by_peer(one_too_many), "four are known: none of them has to go"
-        assert served(*known)
+        for _ in range(8):
+            stack.enter_context(socket.create_connection(address, 30))
+        assert served(*known), "four are known: none of them goes for a stranger"
     assert side.source.wait_until_returned()
+
+
+def test_readers_that_are_idle_keep_no_other_out(patient: tuple[Side, tuple[str, int]]) -> None:
+    """More nodes than connections read in turn, and each keeps its connection as long as it may."""
+    _, address = patient
+    url = f"tcp://127.0.0.1:{address[1]}"
+    with ExitStack() as stack:
+        readers = [Side(URL, node=f"reader-{number}") for number in range(6)]
+        for reader in readers:
+            stack.callback(reader.transport.close)
+        for _ in range(2):
+            for reader in readers:
+                pulled = reader.transport.pull(order(url, NBYTES, KEYS, ROWS), Stop())
+                assert (pulled.status, pulled.error) == (bytes([BlockStatus.PRESENT]) * 4, "")
+
+
+def wait_there(side: Side, address: tuple[str, int], stack: ExitStack) -> None:
+    """A connection with a request that is not answered."""
+    sock, stream = introduced(address)
+    stack.callback(sock.close)
+    stream.send(peer_wire.Await("scripted", "default", b"d" * 16, KEYS[0], b"\0", PATIENCE_S), 3)
+    side.source.waiting.get(timeout=PATIENCE_S)
+
+
+def test_who_finds_no_place_is_told_so_and_blames_nobody(
+    patient: tuple[Side, tuple[str, int]],
+) -> None:
+    side, address = patient
+    url = f"tcp://127.0.0.1:{address[1]}"
+    with ExitStack() as stack:
+        reader = Side(URL, node="reader")
+        stack.callback(reader.transport.close)
+        for _ in range(4):
+            wait_there(side, address, stack)
+        pulled = reader.transport.pull(order(url, NBYTES, KEYS, ROWS), Stop())
+        assert pulled.refused, "it is an answer, and says nothing against the peer"
+        assert "serves 4 connections" in pulled.error
+        asks = peer_wire.Ask("default", b"d" * 16, [0], KEYS[0])
+        with pytest.raises(Declined, match="serves 4 connections"):
+            reader.transport.ask(worker_wire.AskPeer(url, asks, PATIENCE_S), Stop())
+
+
+def test_a_pull_goes_on_over_the_connections_that_it_gets(
+    patient: tuple[Side, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, address = patient
+    url = f"tcp://127.0.0.1:{address[1]}"
+    # Nothing is lent before a connection was declined.
+    declined = side.source.hold = threading.Event()
+    monkeypatch.setattr(listener.Complaints, "say", lambda *_: declined.set())
+    with ExitStack() as stack:
+        reader = Side(URL, node="reader", limits=TransferLimits(fetch_bytes_max=NBYTES))
+        stack.callback(reader.transport.close)
+        for _ in range(3):
+            wait_there(side, address, stack)
+        assert isinstance(reader.transport, tcp.TcpTransport)
+        monkeypatch.setattr(reader.transport.streams, "choose", lambda *_: 2)
+        pulled = reader.transport.pull(order(url, NBYTES, KEYS, ROWS), Stop())
+        assert (pulled.status, pulled.error) == (bytes([BlockStatus.PRESENT]) * 4, "")
+    assert declined.is_set()
 
 
 def test_the_stranger_who_came_first_goes(patient: tuple[Side, tuple[str, int]]) -> None:
     _, address = patient
     with ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(4)]
+        strangers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(5)]
         sock, _ = introduced(address)
         stack.callback(sock.close)
         assert closed_by_peer(strangers[0])

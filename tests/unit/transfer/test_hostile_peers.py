@@ -8,7 +8,6 @@ import random
 import socket
 import struct
 import tracemalloc
-from collections import deque
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -253,9 +252,14 @@ class World:
         conversation = Conversation(
             stream, self.memory, self.source, LIMITS, self.budgets, Priority()
         )
+
+        def serve() -> None:
+            while True:
+                conversation.answer(*conversation.hear())
+
         try:
             with pytest.raises(KvpoolError) as ended:
-                deque(iter(conversation.step, "never"), maxlen=0)
+                serve()
             stream.close()
             return ended.value, everything(theirs)
         finally:
