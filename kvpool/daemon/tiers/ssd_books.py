@@ -122,9 +122,47 @@ class SsdBooks:
         self.shorter = {}
 
     async def tidy(self) -> None:
-        """Have the index forget slots freed since the last write. Raises `Unavailable`."""
-        if not self.given_up and not self.refused:
-            return
+        """Have the index forget slots freed since the last write, and the tables of ended epochs whose blocks are all
+        gone. Raises `Unavailable`.
+        """
+        ended = (
+            self._ended_tables()
+        )  # whose slots are among those to be forgotten now, or were before
+        if self.given_up or self.refused:
+            await self._forget_given_up()
+        if ended and self.state is not TierState.OPENING:
+            await self._drop_tables(ended)
+
+    def _ended_tables(self) -> list[PartTable]:
+        """Tables in the index that nothing refers to any more.
+
+        One of a namespace's last recorded epoch stays: a node without a membership service learns from it which
+        epoch it was in.
+        """
+        last: dict[tuple[str, bytes], tuple[int, int]] = {}
+        for table in self.numbers:
+            of = table.namespace
+            epoch = of.epoch, -table.part
+            last[of.tenant.name, of.base] = max(epoch, last.get((of.tenant.name, of.base), epoch))
+        return [
+            table
+            for table in self.numbers
+            if table.namespace.retired
+            and not any(t.blocks or t.garbage or t.reserved for t in self.all_tables(table))
+            and last[table.namespace.tenant.name, table.namespace.base]
+            != (table.namespace.epoch, -table.part)
+        ]
+
+    async def _drop_tables(self, tables: Sequence[PartTable]) -> None:
+        """The index has room for few: one that is reset every minute would fill it within hours."""
+        node = self.node
+        await self.living_disk().drop_tables([self.numbers[table][0] for table in tables])
+        if self.node is node:
+            for table in tables:
+                self.numbers.pop(table, None)
+                self.shorter.pop(table, None)
+
+    async def _forget_given_up(self) -> None:
         node, slots = self.node, self.take_given_up()
         try:
             await self.living_disk().forget(storage_wire.ForgetSlots(slots, FORGET_S))

@@ -787,6 +787,60 @@ def test_an_epoch_is_recorded_once_and_known_to_the_next_life() -> None:
     run(main())
 
 
+def test_tables_of_ended_epochs_go_when_their_blocks_are_gone() -> None:
+    """The index has room for few tables, and a namespace may be reset every minute."""
+
+    async def main() -> None:
+        bench = Bench(parts=(PartSpec(1000), PartSpec(2000)))
+        await bench.open()
+        for epoch in range(5):
+            await bench.write([epoch])
+            await bench.write([epoch], part=1)
+            bench.reset()
+        bench.device.node.ended_epochs.reclaim(1 << 20)
+        await bench.device.tidy()
+        (left,) = bench.disk.tables.values()
+        record = msgspec.msgpack.decode(left, type=TableRecord)
+        assert (record.epoch, record.part) == (4, 0), "which epoch it was in is not forgotten"
+        await bench.write([7])
+        await bench.device.tidy()
+        (left,) = bench.disk.tables.values()
+        assert msgspec.msgpack.decode(left, type=TableRecord).epoch == 5
+        assert bench.here() == {7}
+        await bench.restart()
+        assert bench.here() == {7} and bench.agrees()
+
+    run(main())
+
+
+def test_a_table_stays_while_it_is_written_to_and_while_the_index_refuses() -> None:
+    async def main() -> None:
+        bench = Bench()
+        await bench.open()
+        await bench.write([1])
+        bench.disk.held.add("write")
+        writing = asyncio.create_task(bench.write([2]))
+        while len(bench.disk.of_kind("write")) < 2:
+            await asyncio.sleep(0)
+        bench.reset()
+        await bench.device.record(bench.namespace)
+        await bench.device.tidy()
+        assert len(bench.disk.tables) == 2, "its first block is still there"
+        bench.device.node.ended_epochs.reclaim(1 << 20)
+        await bench.device.tidy()
+        assert len(bench.disk.tables) == 2, "its second one is on its way"
+        bench.disk.go_on()
+        await writing
+        bench.disk.failures["drop_tables"] = deque([Unavailable("it is busy")])
+        with pytest.raises(Unavailable):
+            await bench.device.tidy()
+        assert len(bench.disk.tables) == 2
+        await bench.device.tidy()
+        assert len(bench.disk.tables) == 1
+
+    run(main())
+
+
 def test_settings_that_change_are_renewed_in_the_index() -> None:
     """For those who are told by nobody else; with the blocks, whose tables keep their numbers."""
 
