@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.errors import InvalidRequest, SegmentError
-from kvpool.memory.device_stream import awaited_stream
+from kvpool.memory.device_stream import finished_stream
 from kvpool.memory.segment import Segment
 from kvpool.storage.dram import PAGE, DramSegment
 
@@ -256,14 +256,14 @@ class DeviceSegment:
         by the device itself.
         """
         host = self._host(rows, table, host_rows)
-        with awaited_stream(self._module, self._stream):
+        with finished_stream(self._module, self._stream):
             for at, to, count in _runs(rows, host_rows):
                 host[to : to + count].copy_(self.table[at : at + count], non_blocking=True)
 
     def from_host(self, table: HostRows, host_rows: Index, rows: Index) -> None:
         """Copy rows of `table` into as many rows; all else as for `to_host`."""
         host = self._host(rows, table, host_rows)
-        with awaited_stream(self._module, self._stream):
+        with finished_stream(self._module, self._stream):
             for at, to, count in _runs(host_rows, rows):
                 self.table[to : to + count].copy_(host[at : at + count], non_blocking=True)
 

@@ -39,7 +39,7 @@ import torch
 from kvpool.engine_plugins.vllm.config import Codec
 from kvpool.engine_plugins.vllm.layout import Index, Pages, SlotTable, chunks, spans
 from kvpool.errors import ConfigError
-from kvpool.memory.device_stream import awaited_stream
+from kvpool.memory.device_stream import finished_stream
 
 WORD = 8
 SCALE_BYTES = 4
@@ -182,7 +182,7 @@ class CodecPages:
         pages = self._prepared()
         decoded = None
         # Blocks that are still decoded into after a failed load would be the engine's next ones.
-        with awaited_stream(self._module, self._stream):
+        with finished_stream(self._module, self._stream):
             if ready is not None:
                 ready.wait(self._stream)
             for chunk in chunks(len(blocks), self._raw_bytes, self._chunk_bytes):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,14 +19,15 @@ import numpy as np
 from kvpool.engine_plugins.vllm.device_copies import STAGED, Copy, Paged, Strategy
 from kvpool.engine_plugins.vllm.layout import CHUNK_BYTES, Index, SlotTable
 from kvpool.errors import SegmentError
-from kvpool.memory.device_stream import awaited_stream
+from kvpool.memory.device_stream import finished_stream
 
 
 class _Mapping:
-    """One segment as it is mapped here: all of it, in one array. users: copies under way."""
+    """One segment as it is mapped here: all of it, in one array, which is only looked at. users: copies under way."""
 
-    def __init__(self, whole: np.ndarray) -> None:
-        self.whole = whole
+    def __init__(self, whole: np.ndarray, gone: Callable[[Any], None]) -> None:
+        self.whole = weakref.ref(whole, gone)
+        self.address, self.nbytes = whole.ctypes.data, whole.nbytes
         self.users = 0
         self._tensors: dict[tuple[int, ...], Any] = {}
 
@@ -46,16 +48,21 @@ class PinnedSegments:
 
     Shared by a worker's threads. Registering costs a walk over every page, so a segment stays registered. A
     daemon that was restarted has another one, often at the very address of the old one: that is given up when
-    the last copy in it has ended, since its memory is not free before.
+    the last copy in it has ended, since its memory is not free before. Nothing here keeps a segment mapped: when
+    the client lets go of a dead daemon's, it is unregistered just before it is unmapped.
     """
 
     def __init__(self, device: Any) -> None:
+        self._device = device
         self._register = device.type == "cuda"
-        self._lock = threading.Lock()
+        # Reentrant: a segment may be let go of by any line of any thread, this one's included.
+        self._lock = threading.RLock()
         self._mappings: list[_Mapping] = []  # the newest last
 
     def tensor(self, table: np.ndarray) -> Any:
-        """The rows of `table` as a tensor, until another segment is used. Raises `SegmentError`."""
+        """The rows of `table` as a tensor, as long as the table lives and no other segment is used. Raises
+        `SegmentError`.
+        """
         with self._lock:
             return self._of(table).tensor(table)
 
@@ -76,19 +83,29 @@ class PinnedSegments:
         # A view's base is the array of the whole: numpy keeps no chains of views.
         whole = table.base if isinstance(table.base, np.ndarray) else table
         for mapping in self._mappings:
-            if mapping.whole is whole:
+            if mapping.whole() is whole:
                 return mapping
         if self._register:
             self._pin(whole)
-        self._mappings.append(_Mapping(whole))
+        self._mappings.append(_Mapping(whole, self._gone))
         self._give_up_old()
         return self._mappings[-1]
+
+    def _gone(self, whole: Any) -> None:
+        """Nobody refers to this array any more. Its memory is unmapped next."""
+        with self._lock:
+            for mapping in [mapping for mapping in self._mappings if mapping.whole is whole]:
+                self._give_up(mapping)
 
     def _give_up_old(self) -> None:
         for mapping in self._mappings[:-1]:
             if not mapping.users:
-                self._unpin(mapping.whole)
-                self._mappings.remove(mapping)
+                self._give_up(mapping)
+
+    def _give_up(self, mapping: _Mapping) -> None:
+        if mapping in self._mappings:
+            self._mappings.remove(mapping)
+            self._unpin(mapping.address, mapping.nbytes)
 
     @staticmethod
     def _pin(whole: np.ndarray) -> None:
@@ -103,18 +120,19 @@ class PinnedSegments:
                 f"(cudaHostRegister: {code}): raise the limit on locked memory (ulimit -l)"
             )
 
-    def _unpin(self, whole: np.ndarray) -> None:
+    def _unpin(self, address: int, nbytes: int) -> None:
         import torch
 
         if self._register:
-            torch.cuda.cudart().cudaHostUnregister(whole.ctypes.data)
+            # Maybe in a thread that has used no device yet, and must not begin with another one.
+            with torch.cuda.device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(address)
 
     def close(self) -> None:
         """Unregister everything. Call before the client unmaps its segments."""
         with self._lock:
-            for mapping in self._mappings:
-                self._unpin(mapping.whole)
-            self._mappings.clear()
+            for mapping in list(self._mappings):
+                self._give_up(mapping)
 
 
 def _forget_error() -> None:
@@ -175,7 +193,7 @@ class DevicePages:
             self._copy(self._strategy.near, blocks, slots.table, rows, ready)
 
     def _copy(self, copy: Copy, blocks: Index, segment: Any, rows: Index, ready: Any) -> None:
-        with awaited_stream(self._module, self._stream):
+        with finished_stream(self._module, self._stream):
             if ready is not None:
                 ready.wait(self._stream)
             copy(self._paged, blocks, segment, rows)

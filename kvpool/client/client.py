@@ -130,8 +130,7 @@ class Client:
     @property
     def incarnation(self) -> str:
         """Of the daemon that answered last; empty before the first."""
-        daemon = self._connections.daemon
-        return daemon.incarnation if daemon is not None else ""
+        return self._connections.incarnation
 
     def warm(self) -> bool:
         """Connect and map the segment now, so that the first copy does not pay for it.

@@ -10,10 +10,12 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from typing import Any
 
 from kvpool.client.connection import Connection, DaemonState, timeval
+from kvpool.client.daemon_watch import DaemonWatch
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.memory.owner_liveness import LifeView
 from kvpool.retry import Backoff
@@ -31,7 +33,11 @@ class Connections:
     to reconnect. Messages that need no answer (`abandon`, `release_later`)
     are sent ahead of the next request.
 
-    daemon: the incarnation that answered last, or None.
+    daemon: the incarnation that answered last; None: none did, or its process has ended. incarnation: its name, also
+    after its end.
+
+    The memory of a dead daemon is let go at once, whether there are requests or not: it is unmapped with the last
+    lease, reservation or array of the caller that refers to it.
     """
 
     def __init__(
@@ -50,7 +56,9 @@ class Connections:
         self.timeout_s = timeout_s
         self.instance = instance
         self.daemon: DaemonState | None = None
+        self.incarnation = ""
         self.closed = False
+        self._watch: DaemonWatch | None = None
         self.client_id = secrets.token_hex(16)
         self._token = token
         self._operator_token = operator_token
@@ -99,7 +107,11 @@ class Connections:
             connection.shut()
         with self._lock:
             self._close_idle()
-        self.daemon = None
+            watch = self._watch
+            self._watch = None
+            self.daemon = None
+        if watch is not None:
+            watch.stop()
 
     def ask_long(self, connection: Connection, message: frame.Message, timeout_s: float) -> Any:
         """As `connection.ask`, but `close` by another thread ends it with `Unavailable`."""
@@ -297,6 +309,8 @@ class Connections:
                 os.set_inheritable(fd, False)  # `recv_fds` drops the flag that would set it
         except OSError as error:
             sock.close()
+            if isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
+                self._nobody_listens()
             why = (
                 f"no kvpool daemon answers at {self.socket_path} ({error.strerror or error}). "
                 f"Start one with `kvpool serve`, or name its socket (--socket, KVPOOL_SOCKET)"
@@ -315,7 +329,7 @@ class Connections:
                 raise ProtocolError("the daemon's first answer is not a Welcome with a segment")
             frame.agree(welcome.version, welcome.version, "the daemon")
             view = LifeView(fds.pop()) if welcome.device else None
-            daemon = self._meet(welcome, fds.pop())
+            daemon = self._meet(welcome, fds.pop(), sock)
         except LimitExceeded as error:
             sock.close()
             why = f"the daemon at {self.socket_path} takes no more: {error}"
@@ -331,7 +345,7 @@ class Connections:
             raise
         return Connection(sock, daemon), welcome, view
 
-    def _meet(self, welcome: client_wire.Welcome, fd: int) -> DaemonState:
+    def _meet(self, welcome: client_wire.Welcome, fd: int, sock: socket.socket) -> DaemonState:
         """The state of this incarnation: the known one, or a new one."""
         with self._lock:
             self._backoff.succeeded()
@@ -341,8 +355,32 @@ class Connections:
                 return daemon
             daemon = DaemonState(welcome, fd)
             self.daemon = daemon
+            self.incarnation = daemon.incarnation
             self._close_idle()
+            # Held weakly: a client that is not closed ends with its last reference, its daemon alive or not.
+            ours, its = weakref.ref(self), weakref.ref(daemon)
+            self._watch = DaemonWatch(sock, lambda: _let_go(ours, its))
             return daemon
+
+    def _nobody_listens(self) -> None:
+        """Where the daemon's process cannot be watched, this is taken for its end."""
+        watch, daemon = self._watch, self.daemon
+        if daemon is not None and (watch is None or not watch.watches):
+            self.ended(daemon)
+
+    def ended(self, daemon: DaemonState) -> None:
+        """Its process is dead. Any thread; idempotent."""
+        with self._lock:
+            if self.daemon is daemon:
+                self.daemon = None
+                self._close_idle()
+                self._back_off(f"the daemon at {self.socket_path} has ended")
+
+
+def _let_go(ours: weakref.ref[Connections], its: weakref.ref[DaemonState]) -> None:
+    connections, daemon = ours(), its()
+    if connections is not None and daemon is not None:
+        connections.ended(daemon)
 
 
 class Request:

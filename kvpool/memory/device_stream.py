@@ -11,7 +11,7 @@ from typing import Any
 
 
 @contextmanager
-def awaited_stream(module: Any, stream: Any) -> Iterator[None]:
+def finished_stream(module: Any, stream: Any) -> Iterator[None]:
     """Queue work on `stream`; all of it has ended when the block ends, also when that raises.
 
     What was queued before a failure is still on its way, and its rows are given away as soon as the error

@@ -18,9 +18,9 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
+from kvpool.transfer.admission import Places
 from kvpool.transfer.base import Deadline, Identity, Source, TransferLimits
 from kvpool.transfer.handshake import admit, refuse
-from kvpool.transfer.inbound import Places
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import Priority
 from kvpool.transfer.responder import Budgets, Conversation, Converse
@@ -61,7 +61,7 @@ class Complaints:
 class Server:
     """Listens, and serves each peer's connection in a thread of its own.
 
-    `connections_max` of them are for authenticated peers (`inbound.Places` decides whose go when they are all taken),
+    `connections_max` of them are for authenticated peers (`admission.Places` decides whose go when they are all taken),
     and some more for those that have not authenticated yet, of which the oldest makes way for a new one. So
     unauthenticated connections cannot starve peers, and a peer for whom there is no place is told so.
     """

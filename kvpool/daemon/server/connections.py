@@ -21,7 +21,6 @@ from kvpool.daemon.ops.stats_gatherer import ConnectionCounts
 from kvpool.daemon.server.requests import ClientRequests
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
-from kvpool.daemon.workers.processes import peer_pid, peer_pidfd, peer_uid
 from kvpool.errors import (
     InvalidRequest,
     KvpoolError,
@@ -29,6 +28,7 @@ from kvpool.errors import (
     NotAuthenticated,
     ProtocolError,
 )
+from kvpool.memory.peer_process import peer_pid, peer_pidfd, peer_uid
 from kvpool.memory.segment import Segment
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame

@@ -29,8 +29,8 @@ class Driver(PinnedSegments):
             raise SegmentError("refused")
         self.registered.append((whole.ctypes.data, whole.nbytes))
 
-    def _unpin(self, whole: Any) -> None:
-        self.registered.remove((whole.ctypes.data, whole.nbytes))
+    def _unpin(self, address: int, nbytes: int) -> None:
+        self.registered.remove((address, nbytes))
 
 
 def segment(size: int = 1 << 16) -> np.ndarray:
@@ -96,6 +96,21 @@ def test_an_old_segment_goes_when_the_last_copy_in_it_has_ended(driver: Driver) 
     assert driver.registered == [(new.ctypes.data, new.nbytes)]
     gc.collect()
     assert gone() is None, "nothing keeps its memory"
+
+
+def test_a_segment_that_its_client_lets_go_of_is_unregistered_first(driver: Driver) -> None:
+    whole = segment()
+    place = whole.ctypes.data, whole.nbytes
+    table = rows(whole, 4096)
+    with driver.using(table):
+        del whole
+        gc.collect()
+        assert driver.registered == [place], "it is in use"
+    assert driver.registered == [place], "the table of a lease is enough"
+    del table
+    gc.collect()
+    assert driver.registered == []
+    driver.close()
 
 
 def test_what_the_driver_refuses_is_tried_again(driver: Driver) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from kvpool.errors import Declined
-from kvpool.transfer.inbound import Places
+from kvpool.transfer.admission import Places
 
 
 def filled(limit: int, nodes: str) -> Places[str]:
