@@ -66,6 +66,13 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="25%",
         ),
     ] = 0.25
+    memory_wait_s: Annotated[
+        SecondsOrNever,
+        setting(
+            "How long a starting daemon waits for memory that is not free yet: engines let go of an ended daemon's "
+            "only when they learn of its end. 0: not at all.",
+        ),
+    ] = 30.0
     policy: Annotated[
         Text, setting("Eviction policy: `a2q`, `s3fifo` or `lru`.", default="a2q")
     ] = ""

@@ -134,6 +134,7 @@ transfer_workers = 2
 data_dir = "/d"
 node = "n"
 clients_max = 5
+memory_wait_s = 4
 peers_max = 6
 engines_max = 7
 lease_s_max = 7
@@ -199,6 +200,7 @@ memory = "50%"
         data_dir="/d",
         node="n",
         clients_max=5,
+        memory_wait_s=4.0,
         peers_max=6,
         engines_max=7,
         lease_s_max=7.0,
@@ -265,6 +267,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "data_dir": "/d",
         "node": "n",
         "clients_max": "5",
+        "memory_wait_s": "4.5",
         "peers_max": "6",
         "engines_max": "64",
         "lease_s_max": "7.5",

@@ -101,6 +101,15 @@ def _meminfo(machine: Machine) -> dict[str, int]:
 def _memory(machine: Machine) -> Finding:
     info = _meminfo(machine)
     free, total = info.get("MemAvailable", 0), info.get("MemTotal", 0)
+    if free < total / 2:
+        # A share that was silently of too little is found out by its misses only.
+        return Finding(
+            "memory",
+            NOTE,
+            f"{size_text(free)} of {size_text(total)} are free, and {size_text(info.get('Shmem', 0))} are shared memory: "
+            f"a daemon that starts now gets its share (`memory = 25%`) of what is free",
+            "free memory first (an engine may still map an ended daemon's segment), or give the size in bytes",
+        )
     return Finding("memory", OK, f"{size_text(free)} of {size_text(total)} are free")
 
 

@@ -31,6 +31,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memory_rules
 from kvpool.daemon.server.connections import ClientConnections
+from kvpool.daemon.server.memory_wait import read_last, sizes, wait_for_room, write_last
 from kvpool.daemon.tiers.device_tier import check_environment
 from kvpool.daemon.workers.gateway import Gateway
 from kvpool.daemon.workers.transfer_workers import TransferWorkers
@@ -43,7 +44,7 @@ from kvpool.net import raise_descriptor_limit
 from kvpool.placement.records import (
     new_incarnation,
 )
-from kvpool.storage.dram import PAGE, DramSegment, free_memory_bytes
+from kvpool.storage.dram import DramSegment, free_memory_bytes
 from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
 
 log = logging.getLogger("kvpool.daemon")
@@ -86,7 +87,9 @@ class Server:
             stack.callback(os.close, _lock_socket(self.config.socket))
             if self.config.data_dir:
                 stack.callback(os.close, _lock_data_dir(self.config.data_dir))
-            self._create_segments(stack)
+            await self._create_segments(stack)
+            if self._stop.is_set():
+                return
             daemon = compose(
                 self.config,
                 self.node,
@@ -149,16 +152,35 @@ class Server:
             if isinstance(outcome, Exception):
                 raise outcome
 
-    def _create_segments(self, stack: contextlib.AsyncExitStack) -> None:
-        """One segment a tenant. Shares are of the memory that is free before the first one."""
-        free = free_memory_bytes()
-        for segment_id, tenant in enumerate(self.config.all_tenants()):
-            size = tenant.memory if isinstance(tenant.memory, int) else int(free * tenant.memory)
-            size -= size % PAGE
+    async def _create_segments(self, stack: contextlib.AsyncExitStack) -> None:
+        """One segment a tenant, once there is room for them, or as large as there is after `memory_wait_s`."""
+        tenants = self.config.all_tenants()
+        kept_at = f"{self.config.socket}.memory"
+        free = await wait_for_room(
+            tenants,
+            read_last(kept_at),
+            self.config.memory_wait_s,
+            free_bytes=self._free_bytes,
+            total_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            pause=self._pause,
+            clock=time.monotonic,
+        )
+        if self._stop.is_set():
+            return
+        for segment_id, (name, size) in enumerate(sizes(tenants, free).items()):
             segment = DramSegment.create(size)
             stack.callback(segment.close)
-            self.segments[tenant.name] = segment
-            self.node.add_tenant(tenant.name, segment_id, size)
+            self.segments[name] = segment
+            self.node.add_tenant(name, segment_id, segment.size)
+        write_last(kept_at, tenants, {name: each.size for name, each in self.segments.items()})
+
+    def _free_bytes(self) -> int:
+        # A daemon that is told to stop waits for nothing.
+        return sys.maxsize if self._stop.is_set() else free_memory_bytes()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)
 
     def _stop_listening(self, connections: ClientConnections, listener: socket.socket) -> None:
         connections.ignore(listener)
