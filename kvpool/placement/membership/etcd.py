@@ -89,9 +89,16 @@ class _Member:
     keeper: asyncio.Task[None] | None = None
 
 
+def suspended_s() -> float:
+    """For how long this machine was suspended since it was started: Linux's monotonic clock leaves that out."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
 class EtcdMembership:
     """See `kvpool.placement.membership.base.Membership`; times of `standing` are those of `clock`.
 
+    suspended: seconds for which the machine was suspended. etcd counts them, and `clock` need not: a node that was
+    asleep must not take its lease for a living one.
     secret: of the cluster; only a proof of it is stored. protocol: the supported wire protocol.
     ttl_s: how long a silent node lives; etcd takes whole seconds, at least 2.
     Close it even if `start` has failed.
@@ -106,7 +113,9 @@ class EtcdMembership:
         protocol: int = 0,
         ttl_s: float = TTL_S,
         clock: Callable[[], float] = time.monotonic,
+        suspended: Callable[[], float] = suspended_s,
     ) -> None:
+        self._suspended = suspended
         self._paths = Paths(cluster)
         self._client = EtcdClient(settings)
         self._follower = Follower(self._client, self._paths.root, self)
@@ -244,7 +253,7 @@ class EtcdMembership:
         config = self.view.config
         assert config is not None, "start first"
         check_config(config, self._own_config, self._protocol)
-        begun = self._clock()
+        begun = self._clock() + self._suspended()
         lease = await self._client.grant(max(1, math.ceil(self._ttl_s)))
         self._joining, self._seen = self._paths.node(record.node), (0, NO_LEASE)
         try:
@@ -321,7 +330,7 @@ class EtcdMembership:
     async def _keep(self, member: _Member) -> None:
         """Renew the lease until it is lost; write records postponed by `update`."""
         while True:
-            begun = self._clock()
+            begun = self._clock() + self._suspended()
             try:
                 alive = await self._client.keep_alive(member.lease, self._ttl_s / 3)
             except KvpoolError as error:
@@ -424,7 +433,7 @@ class EtcdMembership:
 
     def standing(self, now: float) -> Standing:
         member = self._member
-        return self._absent if member is None else member.watch.standing(now)
+        return self._absent if member is None else member.watch.standing(now + self._suspended())
 
     async def lead(self, chore: str) -> bool:
         member = self._member

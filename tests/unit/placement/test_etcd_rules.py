@@ -1,7 +1,9 @@
 """The rules of membership on etcd that need no etcd: the mirror, the lease, what is worth a write."""
 
+import asyncio
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -11,8 +13,15 @@ from hypothesis import strategies as st
 pytest.importorskip("grpc")
 
 from kvpool.placement.etcd import rpc_pb2 as rpc
+from kvpool.placement.etcd.settings import EtcdSettings
 from kvpool.placement.membership.base import Standing
-from kvpool.placement.membership.etcd import SMALL_USE_S, USE_S, hold_s
+from kvpool.placement.membership.etcd import (
+    SMALL_USE_S,
+    USE_S,
+    EtcdMembership,
+    hold_s,
+    suspended_s,
+)
 from kvpool.placement.membership.etcd_lease import LeaseWatch
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.records import NamespaceSettings, NodeState, TierRecord, encode_record
@@ -288,3 +297,46 @@ def test_what_is_worth_a_write() -> None:
     assert hold_s(old, msgspec.structs.replace(old, tiers=old.tiers[:1])) == 0.0
     assert hold_s(old, used(1099)) == hold_s(old, used(901)) == SMALL_USE_S
     assert hold_s(old, used(1100)) == hold_s(old, used(900)) == USE_S
+
+
+# ---- the machine was suspended ---------------------------------------------------------------------------
+
+
+def test_time_asleep_counts_for_the_lease() -> None:
+    """The monotonic clock stands still meanwhile, and etcd's does not."""
+    awake, slept = 100.0, 7.0
+    renewed = asyncio.Event()
+
+    class Client:
+        async def keep_alive(self, lease: int, timeout_s: float) -> bool:
+            renewed.set()
+            return True
+
+    async def main() -> None:
+        nonlocal slept
+        membership = EtcdMembership(
+            EtcdSettings.from_url("etcd://127.0.0.1:1"),
+            "test",
+            ttl_s=TTL,
+            clock=lambda: awake,
+            suspended=lambda: slept,
+        )
+        watch = LeaseWatch(TTL, awake + slept)
+        member = SimpleNamespace(watch=watch, lease=1, written=None, wanted=None)
+        membership._member = cast(Any, member)
+        assert membership.standing(awake) is Standing.MEMBER
+        slept += 60
+        assert membership.standing(awake) is Standing.UNSURE, "peers are not served"
+        membership._client = cast(Any, Client())
+        keeper = asyncio.create_task(membership._keep(cast(Any, member)))
+        await renewed.wait()
+        await asyncio.sleep(0)
+        assert membership.standing(awake) is Standing.MEMBER, "it was asked anew"
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_the_kernel_says_how_long_that_was() -> None:
+    assert suspended_s() >= -0.001  # two clocks, read one after the other
