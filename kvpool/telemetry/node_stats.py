@@ -289,6 +289,7 @@ class SsdStats(PlaceStats):
     packed_blocks: int = 0  # of those written
     unpacked_blocks: int = 0  # written uncompressed although their namespace has a codec
     undecoded_blocks: int = 0  # of the mismatches: could not be unpacked to the original bytes
+    retired_bytes: int = 0  # of slots that failed repeatedly and are not used any more
 
 
 class DeviceStats(PlaceStats):

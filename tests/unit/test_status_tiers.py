@@ -35,6 +35,7 @@ DISK: dict[str, Any] = {
     "packed_blocks": 3,
     "unpacked_blocks": 1,
     "undecoded_blocks": 0,
+    "retired_bytes": 0,
 }
 
 
@@ -99,6 +100,7 @@ def test_packed_blocks_of_an_earlier_life_are_told_of() -> None:
 
 def test_what_is_wrong_with_a_codec_is_told() -> None:
     assert "2 blocks could not be decoded" in shown(undecoded_blocks=2)
+    assert "8 KiB failed repeatedly" in shown(retired_bytes=8192)
     assert "/disk[0]: no blosc2" in shown(codec_error="no blosc2")
 
 

@@ -101,6 +101,7 @@ def tier_rows(stats: NodeStats, tenant: str) -> list[dict[str, Any]]:
             "packed_blocks": disk.packed_blocks,
             "unpacked_blocks": disk.unpacked_blocks,
             "undecoded_blocks": disk.undecoded_blocks,
+            "retired_bytes": disk.retired_bytes,
             "usage": on_disks.get(disk.path),
         }
         for disk in stats.tiers.ssd
@@ -221,6 +222,11 @@ def _packing(disks: Iterable[SsdStats]) -> Iterator[Text]:
             yield Text(
                 f"{where}: {count(disk.undecoded_blocks, 'block')} could not be decoded, "
                 f"counted as damaged",
+                style="yellow",
+            )
+        if disk.retired_bytes:
+            yield Text(
+                f"{where}: {size_text(disk.retired_bytes)} failed repeatedly and are not used any more: it may be dying",
                 style="yellow",
             )
         if disk.codec_error:

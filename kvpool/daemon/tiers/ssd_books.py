@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -41,6 +42,9 @@ from kvpool.wire import storage as storage_wire
 log = logging.getLogger("kvpool.daemon")
 
 FORGET_S = 30.0  # for the index to take deletions
+FAILURES_MAX = 2  # of one place, after which it is not used any more
+FAILURES_KEPT = 4096  # places whose failures are remembered
+RETIRED_SHARE = 32  # at most one of so many bytes is retired
 
 
 class TableRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -56,18 +60,61 @@ class TableRecord(msgspec.Struct, array_like=True, frozen=True):
     settings: NamespaceSettings = DEFAULT_SETTINGS
 
 
-class Slots(SlabAllocator):
-    """An allocator that reports freed places."""
+class BadPlaces:
+    """Places of a disk that failed repeatedly: a sector that cannot keep what is written there fails every block.
 
-    def __init__(self, base: int, size: int, given_up: array[int]) -> None:
+    Known for the life of the daemon: after a restart a place has to fail again. If too much fails, the disk is at
+    fault, and not its places; none is retired any more.
+    """
+
+    def __init__(self, size: int, counted: SsdStats) -> None:
+        self._failures: OrderedDict[int, int] = OrderedDict()  # by offset; the last ones
+        self._bytes_max = size // RETIRED_SHARE
+        self._counted = counted
+        self.offsets: set[int] = set()  # to retire when their blocks are gone
+
+    def failed(self, offset: int) -> None:
+        """What was written there was not read back, or could not be written."""
+        count = self._failures.pop(offset, 0) + 1
+        self._failures[offset] = count
+        if count >= FAILURES_MAX:
+            self.offsets.add(offset)
+        if len(self._failures) > FAILURES_KEPT:
+            gone, _ = self._failures.popitem(last=False)
+            self.offsets.discard(gone)
+
+    def retire(self, offset: int, nbytes: int) -> bool:
+        """Whether this place, whose block is gone, is to have no other one."""
+        if offset not in self.offsets or self._counted.retired_bytes + nbytes > self._bytes_max:
+            return False
+        self._counted.retired_bytes += nbytes
+        log.warning(
+            "a slot of %d bytes at %d of the disk at %s failed %d times and is not used any more",
+            nbytes,
+            offset,
+            self._counted.path,
+            FAILURES_MAX,
+            extra={"disk": self._counted.path},
+        )
+        return True
+
+
+class Slots(SlabAllocator):
+    """An allocator that reports freed places, and keeps bad ones."""
+
+    def __init__(self, base: int, size: int, given_up: array[int], bad: BadPlaces) -> None:
         super().__init__(size)
         self._base = base
         self._given_up = given_up
+        self._bad = bad
 
     def free(self, stride: int, rows: Sequence[int]) -> None:
-        super().free(stride, rows)
         base = self._base
         self._given_up.extend([base + row * stride for row in rows])
+        if self._bad.offsets:
+            # A retired one stays in use, as if it were reserved for ever.
+            rows = [row for row in rows if not self._bad.retire(base + row * stride, stride)]
+        super().free(stride, rows)
 
 
 class SsdBooks:
@@ -111,6 +158,7 @@ class SsdBooks:
         self.codecs: Sequence[str] = ()  # that the process can use
         self.codec_error = ""  # why blocks are not packed although a namespace has a codec
         self.counted = SsdStats(path=path, size_bytes=size)
+        self.bad = BadPlaces(size, self.counted)
 
     def forget_all(self) -> None:
         self.disk = None
@@ -118,6 +166,7 @@ class SsdBooks:
         self.node.inventory.tell_of_end(former.inventory)
         self.given_up = array("Q")
         self.refused = False
+        self.counted.retired_bytes = 0  # the next life begins with all slots
         self.bases, self.holders, self.numbers, self.nbytes = {}, {}, {}, {}
         self.shorter = {}
 
@@ -347,6 +396,10 @@ class SsdBooks:
         """Whether a table's slots hold packed blocks."""
         return own.part >= len(own.namespace.parts)
 
+    def _place(self, block: Block) -> int:
+        """Where a block lies in the file."""
+        return self.bases[block.table.namespace.tenant.name] + block.row * block.table.stride
+
     def slots(self, blocks: Sequence[Block]) -> bytes:
         """Where blocks of one tenant lie in the file, as orders carry it."""
         base = self.bases[blocks[0].table.namespace.tenant.name]
@@ -396,6 +449,7 @@ class SsdBooks:
             )
         if self.node is node:
             for block in bad:
+                self.bad.failed(self._place(block))
                 node.removal.drop_corrupt(block.table.namespace, block.table.part, block.key)
         return len(bad)
 

@@ -64,7 +64,7 @@ class SsdRestorer:
                     extra={"disk": self._books.path, "tenant": tenant},
                 )
                 continue
-            allocator = Slots(base, size, self._books.given_up)
+            allocator = Slots(base, size, self._books.given_up, self._books.bad)
             self._books.node.add_tenant(tenant, 0, size, allocator=allocator)
             self._books.bases[tenant] = base
             self._books.holders[tenant] = self._books.node.holders.add(tenant, "", "disk")

@@ -315,6 +315,10 @@ class SsdWriter:
             stored = int(BlockStatus.PRESENT)
             good = [index for index, status in enumerate(statuses) if status == stored]
             failed += len(chosen) - len(good)
+            base = self._books.bases[own.namespace.tenant.name]
+            for row, status in zip(write.slots, statuses, strict=True):
+                if status == BlockStatus.FAILED:
+                    self._books.bad.failed(base + row * own.stride)
             # Blocks removed meanwhile must not be found again.
             done = [index for index in good if not chosen[index].gone]
             indices = [reservation.indices[index] for index in done]

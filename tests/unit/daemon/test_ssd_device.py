@@ -60,7 +60,7 @@ class Bench:
         self.now = 100.0
         self.slots = slots
         self.node = make_node()
-        self.tenant = self.node.add_tenant("red", 0, 64 * PAGE, PAGE)
+        self.tenant = self.node.add_tenant("red", 0, max(64, slots) * PAGE, PAGE)
         self.holder = self.node.holders.add("red", "engine")
         self.namespace = self.node.namespaces.open(self.tenant, BASE, FIELDS, parts)
         self.tickets = 0
@@ -757,6 +757,47 @@ def test_scrub_finds_and_drops_what_is_broken() -> None:
         assert len(bench.here()) == 2
         await bench.device.tidy()
         assert bench.agrees()
+
+    run(main())
+
+
+# ---- places that fail again and again -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["read", "write"])
+def test_a_place_that_fails_again_is_not_used_any_more(how: str) -> None:
+    async def main() -> None:
+        bench = Bench(slots=256)
+        await bench.open()
+        for number in range(2):
+            assert bench.device.counted.retired_bytes == 0, "once is an accident"
+            bench.now += 100.0  # a disk that failed is tried again
+            if how == "write":
+                bench.disk.statuses["write"] = deque([bytes([BlockStatus.FAILED])])
+            await bench.write([number])
+            if how == "read":
+                bench.disk.statuses["read"] = deque([bytes([BlockStatus.MISMATCH])])
+                await bench.read([number])
+        assert bench.device.counted.retired_bytes == PAGE
+        assert bench.device.used_bytes == PAGE, "as if it were reserved for ever"
+        bench.now += 100.0
+        assert await bench.write(range(10, 20)) == 10
+        assert bench.device.counted.retired_bytes == PAGE
+        assert len(bench.here()) == 10
+
+    run(main())
+
+
+def test_a_disk_that_fails_everywhere_keeps_its_places() -> None:
+    async def main() -> None:
+        bench = Bench(slots=256)
+        await bench.open()
+        for turn in range(3):
+            numbers = range(64 * turn, 64 * turn + 64)
+            assert await bench.write(numbers) == 64
+            bench.disk.statuses["read"] = deque([bytes([BlockStatus.MISMATCH]) * 64])
+            await bench.read(numbers)
+        assert 0 < bench.device.counted.retired_bytes <= 256 * PAGE // 32
 
     run(main())
 
