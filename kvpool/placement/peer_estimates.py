@@ -66,7 +66,8 @@ class Link(msgspec.Struct, frozen=True):
 class PeerHealth:
     """What is known of one peer. Made and changed by `Peers` only.
 
-    inflight_bytes: asked of it from here and not answered. backoff: after failures in a row.
+    inflight_bytes: asked of it from here and not answered; waiting, waiting_bytes: requests that wait here for
+        their turn. backoff: after failures in a row.
     declined: parts of blocks not loaded from it, since computing them is sooner.
     heard_at, loaded_at: when its latency and its bandwidth were measured last; probed_at, tried_at: when that
         was last begun for its own sake.
@@ -98,6 +99,8 @@ class PeerHealth:
         "slow",
         "suspected_until",
         "tried_at",
+        "waiting",
+        "waiting_bytes",
     )
 
     def __init__(self, network: Network) -> None:
@@ -107,8 +110,8 @@ class PeerHealth:
         self.latency_s = 0.0  # 0: not measured
         self.measured_bytes = 0.0  # of large transfers, older ones weighing less
         self.measured_s = 0.0
-        self.inflight_bytes = 0
-        self.running = 0
+        self.inflight_bytes = self.waiting_bytes = 0
+        self.running = self.waiting = 0
         self.backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
         self.suspected_until = 0.0
         self.probe_until = 0.0
@@ -126,6 +129,11 @@ class PeerHealth:
         if self.latency_s:
             latency_s += _trust(now - self.heard_at) * (self.latency_s - latency_s)
         return latency_s, min(per_byte, 1 / BYTES_S_MIN)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """What a new request finds before it."""
+        return self.inflight_bytes + self.waiting_bytes
 
     def inherit(self, past: PeerHealth) -> None:
         """It is the same node as this one was, in a new life: what was measured is that much older."""

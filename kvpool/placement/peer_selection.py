@@ -49,7 +49,7 @@ class _Option:
     def __init__(self, peer: PeerHealth, now: float, stretch: float) -> None:
         latency_s, self.per_byte = peer.expected(now)
         # When its work is done, without further requests, and the overhead of a request.
-        self.ends_at = peer.inflight_bytes * self.per_byte
+        self.ends_at = peer.ahead_bytes * self.per_byte
         self.fixed = latency_s
         self.stretch = stretch * PRIORS[peer.distance].reluctance
         self.rank = 2 if peer.suspended(now) else int(peer.suspected(now))
@@ -189,7 +189,7 @@ def _idle_at(peers: Peers, incarnation: bytes, now: float) -> float:
     """Seconds until the first byte of a request to a peer now."""
     peer = peers.get(incarnation) or peers.stranger(incarnation)
     latency_s, per_byte = peer.expected(now)
-    return latency_s + peer.inflight_bytes * per_byte
+    return latency_s + peer.ahead_bytes * per_byte
 
 
 def _tier(candidates: Iterable[Candidate], incarnation: bytes) -> int:

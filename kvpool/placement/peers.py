@@ -103,6 +103,18 @@ class Peers:
             if len(self._past) > self._capacity:
                 self._past.popitem(last=False)
 
+    def queued(self, incarnation: bytes, nbytes: int) -> None:
+        """A request for so much waits here for its turn. Says nothing about the peer; ends in `unqueued`."""
+        peer = self._known(incarnation)
+        peer.waiting += 1
+        peer.waiting_bytes += nbytes
+
+    def unqueued(self, incarnation: bytes, nbytes: int) -> None:
+        """It has its turn, or is not wanted any more."""
+        peer = self._known(incarnation)
+        peer.waiting = max(0, peer.waiting - 1)
+        peer.waiting_bytes = max(0, peer.waiting_bytes - nbytes) if peer.waiting else 0
+
     def started(self, incarnation: bytes, nbytes: int, now: float) -> None:
         """A request for so much is on its way to it."""
         peer = self._known(incarnation)
@@ -240,7 +252,7 @@ class Peers:
             1 / per_byte,
             now - peer.heard_at if peer.latency_s else None,
             now - peer.loaded_at if peer.measured_bytes else None,
-            peer.inflight_bytes,
+            peer.ahead_bytes,
             path,
         )
 
@@ -278,6 +290,7 @@ class Peers:
                     probe_failures=peer.probe_failures,
                     inflight_bytes=peer.inflight_bytes,
                     running=peer.running,
+                    waiting=peer.waiting,
                     asked=peer.asked,
                     failed=peer.failed,
                     slow=peer.slow,

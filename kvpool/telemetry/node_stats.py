@@ -361,6 +361,7 @@ class PeerStats(Branch):
     probe_failures: int = 0
     inflight_bytes: int = 0
     running: int = 0
+    waiting: int = 0  # for a turn, here
     asked: int = 0
     failed: int = 0
     slow: int = 0
@@ -418,6 +419,7 @@ class FetchStats(Branch):
     lookups_remembered: int = 0
     joined: int = 0  # parts already on their way for another request
     hedges: int = 0  # parts that a second source was asked for as well
+    not_begun: int = 0  # transfers that ended before their turn came
     cancelled: int = 0  # transfers that lost against a hedge
     absent: int = 0
     mismatches: int = 0

@@ -28,7 +28,6 @@ from kvpool.wire.peer import Ask, Await, Corrupt, Offer, Operate
 class TransferStart(Message, tag=60):
     """First frame on a transfer worker's control channel: its identity and listening addresses (empty: none).
 
-    `waits_max`: concurrent waiting requests to peers: engines' (`Await`), and as many of operators (`Operate`).
     `tls_cert`, ...: paths, as in the configuration.
     """
 
@@ -39,7 +38,6 @@ class TransferStart(Message, tag=60):
     listen: list[str]
     connections_max: int
     inflight_bytes_max: int
-    waits_max: int = 16
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""

@@ -14,13 +14,15 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import uvloop
 from xxhash import xxh3_128_digest
 
 from kvpool.config import DaemonConfig
 from kvpool.daemon.workers.transfer_workers import TransferWorkers
-from kvpool.errors import ConfigError, InvalidRequest, KvpoolError, Unavailable
+from kvpool.daemon.workers.turns import QUESTIONS
+from kvpool.errors import ConfigError, InvalidRequest, KvpoolError, LimitExceeded, Unavailable
 from kvpool.storage.dram import DramSegment
 from kvpool.testing.transport import key_of
 from kvpool.transfer.base import Deadline, Identity
@@ -356,6 +358,58 @@ def test_questions_that_wait_keep_nothing_from_going_on() -> None:
     run(scenario())
 
 
+def test_what_a_silent_peer_is_asked_keeps_nothing_from_going_on() -> None:
+    """Pulls and questions of every kind, more than one peer may have under way."""
+
+    async def scenario() -> None:
+        async with daemons({"listen": (LISTEN,)}, {}) as (owner, reader):
+            data = owner.put(7, 3)
+            url = owner.workers.urls[0]
+            with silent_peer() as (silent, asked):
+                question = worker_wire.AskPeer(
+                    silent, peer_wire.Ask("default", b"d" * 16, [], key_of(1)), 60.0
+                )
+                waiting: list[asyncio.Task[Any]] = []
+                for _ in range(20):
+                    waiting += [
+                        asyncio.create_task(reader.workers.pull(order(silent, [1], [1]))),
+                        asyncio.create_task(reader.workers.ask(question)),
+                        asyncio.create_task(reader.workers.ask(await_of(silent, 1))),
+                    ]
+                await until_async(asked.is_set)
+                async with asyncio.timeout(PATIENCE_S):
+                    pulled = await reader.workers.pull(order(url, [7], [5]))
+                    again = msgspec.structs.replace(question, url=url)
+                    assert await reader.workers.ask(again) == frame.Done(1)
+                assert (pulled.status, reader.block(5)) == (b"\1", data)
+                for task in waiting:
+                    task.cancel()
+                await asyncio.gather(*waiting, return_exceptions=True)
+
+    run(scenario())
+
+
+def test_a_question_that_does_not_get_its_turn_is_not_held_against_the_peer() -> None:
+    async def scenario() -> None:
+        async with daemons({}) as (reader,):
+            with silent_peer() as (silent, asked):
+                question = peer_wire.Ask("default", b"d" * 16, [], key_of(1))
+                held = [
+                    asyncio.create_task(
+                        reader.workers.ask(worker_wire.AskPeer(silent, question, 60.0))
+                    )
+                    for _ in range(QUESTIONS.each)
+                ]
+                await until_async(asked.is_set)
+                with pytest.raises(LimitExceeded, match="in progress"):
+                    await reader.workers.ask(worker_wire.AskPeer(silent, question, 0.1))
+                for task in held:
+                    task.cancel()
+                await asyncio.gather(*held, return_exceptions=True)
+
+    run(scenario())
+
+
 def test_questions_that_wait_end_with_either_transfer_worker() -> None:
     async def scenario() -> None:
         async with daemons({"listen": (LISTEN,)}, {}) as (owner, reader):
@@ -426,6 +480,7 @@ def test_a_transfer_worker_ends_with_its_control_process() -> None:
 import asyncio, sys
 from kvpool.config import DaemonConfig
 from kvpool.daemon.workers.transfer_workers import TransferWorkers
+from kvpool.daemon.workers.turns import QUESTIONS
 async def main():
     workers = TransferWorkers(DaemonConfig(socket="unused", node="n", listen=("tcp://127.0.0.1:0",)), "1")
     await workers.start(None)

@@ -16,12 +16,14 @@ from kvpool.daemon.core.blocks import Origin, PartTable
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.locate import Locator
 from kvpool.daemon.fetch.plan import FetchRequest, assign, lacking
+from kvpool.daemon.fetch.ports import NOT_NODES
 from kvpool.daemon.fetch.transfer import Transfer, Transfers
 from kvpool.placement.peer_selection import Candidate
 from kvpool.placement.peers import Peers
 
 ORDER_BYTES = 64 << 20  # in one transfer
 HEDGES_MAX = 2  # transfers of one block at a time
+ROOM_S = 0.05  # between looks whether one more may wait for a source
 
 SECONDARY = Origin(secondary=True)
 
@@ -70,17 +72,25 @@ class Delivery:
             if on_arrival is not None:
                 for table, keys in arrived.items():
                     on_arrival(table, keys)
-            requests = self._launch(requests, now, deadline, origin, background)
+            requests, full = self._launch(requests, now, deadline, origin, background)
             transfers = self._awaited(requests)
-            if not transfers:
+            if not (transfers or full):
                 return requests
             wake = min([deadline, *(one.hedge_at for one in transfers if one.hedge_at > now)])
-            await asyncio.wait(
-                [transfer.task for transfer in transfers],
-                timeout=max(0.0, wake - now),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            if full:
+                wake = min(wake, now + ROOM_S)
+            if transfers:
+                await asyncio.wait(
+                    [transfer.task for transfer in transfers],
+                    timeout=max(0.0, wake - now),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            else:
+                await asyncio.sleep(wake - now)
             self._transfers.call_off_superseded(transfers)
+            for transfer in transfers:
+                if transfer.task.done() and not transfer.begun:
+                    _not_tried(requests, transfer)
 
     def _awaited(self, requests: Sequence[FetchRequest]) -> dict[Transfer, None]:
         """The transfers that bring some of these blocks."""
@@ -100,16 +110,24 @@ class Delivery:
         deadline: float,
         origin: Origin,
         background: bool,
-    ) -> list[FetchRequest]:
+    ) -> tuple[list[FetchRequest], bool]:
         """Start a transfer for blocks that have none, or only slow ones.
 
-        Returns the same requests, split by the sources asked.
+        Returns the same requests, split by the sources asked; and whether too many wait for a source that some
+        of them should be asked of: then it is not tried, and may be later.
         """
         waiting: list[FetchRequest] = []
+        full = False
         ready: dict[PartTable, list[tuple[FetchRequest, Sequence[Candidate]]]] = {}
         for request in requests:
             for some, transfers in self._by_transfers(request):
-                askable = self._askable(some, transfers, now, background)
+                found_askable = self._askable(some, transfers, now, background)
+                askable = [
+                    candidate
+                    for candidate in found_askable
+                    if self._transfers.has_room(candidate.incarnation, background=background)
+                ]
+                full = full or len(askable) < len(found_askable)
                 if askable:
                     ready.setdefault(request.table, []).append((some, askable))
                 else:
@@ -124,7 +142,7 @@ class Delivery:
                         table, source, some_keys, deadline, origin, background=background
                     )
             waiting += cut
-        return waiting
+        return waiting, full
 
     def _by_transfers(
         self, request: FetchRequest
@@ -148,18 +166,38 @@ class Delivery:
         """The sources that may be asked for these blocks now, beside the transfers that bring them."""
         # A background transfer has the lowest priority: it is not worth waiting for.
         ahead = [one for one in transfers if background or not one.background]
-        if len(transfers) >= HEDGES_MAX or any(one.hedge_at > now for one in ahead):
+        if any(one.hedge_at > now for one in ahead):
             return ()
         for transfer in ahead:
-            if not transfer.late:
+            # What a transfer waits for its turn is not its source's fault.
+            if transfer.begun and not transfer.late:
                 transfer.late = True
                 self._peers.slow(transfer.source, now)
         asked = request.tried.union(transfer.source for transfer in ahead)
-        return [
+        askable = [
             candidate
             for candidate in request.candidates
             if candidate.incarnation not in asked and self._locator.lives(candidate.incarnation)
         ]
+        # A disk that hangs does not say that it has given up.
+        under_way = [
+            one
+            for one in transfers
+            if one.begun and not (one.task.cancelling() and one.source in NOT_NODES)
+        ]
+        if len(under_way) >= HEDGES_MAX:
+            if askable and len(ahead) == len(transfers):
+                self._transfers.give_up(under_way)
+            return ()
+        return askable
+
+
+def _not_tried(requests: Sequence[FetchRequest], transfer: Transfer) -> None:
+    """A transfer that was withdrawn, or did not get its turn, has not tried its source."""
+    for request in requests:
+        asked = request.table is transfer.table and transfer.source in request.tried
+        if asked and not set(transfer.keys).isdisjoint(request.keys):
+            request.tried -= {transfer.source}
 
 
 def _arrivals(

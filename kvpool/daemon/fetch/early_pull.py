@@ -21,13 +21,14 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.fetch.ports import ClusterView, PeerTransport, node_name
 from kvpool.daemon.fetch.pull_orders import pull_order
+from kvpool.daemon.workers.turns import Turns
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
 from kvpool.placement.peers import Peers
 from kvpool.telemetry.node_stats import PrefixStreamStats
 from kvpool.telemetry.spans import CALLED_OFF, TRANSFER, Span, current, working_for
 from kvpool.types import BlockStatus
 
-PULLS_MAX = 8  # at a time: other pulls need threads too
+PULLS_MAX = 8  # at a time from one owner: other pulls need threads too
 PULL_BYTES = 64 << 10  # less than this is postponed
 EARLY_BYTES = 32 << 20  # in one pull: it counts only when complete, and others wait meanwhile
 PULL_S = 2.0  # a pull is cancelled then, or when it is far slower than expected
@@ -41,8 +42,8 @@ class Batch:
 
     number: of the owner's reservation. position: of each key in the local one. have: bytes of each slot that are
     here. told: bytes written there. taken: a transfer has taken some slots over, and no more is pulled here.
-    transfers: how many of these transfers are under way. over: the rest is no longer wanted. span: of the follow
-    that it was made for.
+    transfers: how many of these transfers are under way. over: the rest is no longer wanted. begun: the pull has
+    its turn. span: of the follow that it was made for.
     """
 
     table: PartTable
@@ -58,6 +59,7 @@ class Batch:
     transfers: int = 0
     over: bool = False
     pull: asyncio.Task[None] | None = None
+    begun: bool = False
     span: Span | None = None
 
 
@@ -71,7 +73,9 @@ class EarlyPull:
         cluster: ClusterView,
         peers: Peers,
         clock: Callable[[], float],
+        turns: Turns,
     ) -> None:
+        self._turns = turns
         self._node = node
         self._transport = transport
         self._cluster = cluster
@@ -81,8 +85,9 @@ class EarlyPull:
         self._batches: dict[
             PartTable, dict[bytes, Batch]
         ] = {}  # by key, while it can be taken over
-        self._pulling: dict[Batch, None] = {}
-        self._waiting: dict[Batch, None] = {}
+        # By owner: one that has stopped keeps only its own back.
+        self._pulling: dict[bytes, dict[Batch, None]] = {}
+        self._waiting: dict[bytes, dict[Batch, None]] = {}
         self.stats = PrefixStreamStats()
 
     # ---- for follows -----------------------------------------------------------------------------------
@@ -135,7 +140,7 @@ class EarlyPull:
         """No more of it is wanted. Transfers that have taken over some of it continue."""
         batch.over = True
         self._forget(batch, batch.position)
-        self._waiting.pop(batch, None)
+        self._wait_no_more(batch)
         if not batch.transfers:
             _cancel(batch.pull)
         self._settle(batch)
@@ -143,8 +148,9 @@ class EarlyPull:
     def close(self) -> None:
         """Cancel all pulls. They end on their own, soon."""
         self._waiting.clear()
-        for batch in self._pulling:
-            _cancel(batch.pull)
+        for pulling in self._pulling.values():
+            for batch in pulling:
+                _cancel(batch.pull)
 
     # ---- for transfers -----------------------------------------------------------------------------------
 
@@ -162,13 +168,13 @@ class EarlyPull:
             if key in known:
                 taken.setdefault(known[key], []).append(key)
         for batch, some in list(taken.items()):
-            if not batch.have and batch.pull is None:
+            if not batch.have and (batch.pull is None or not batch.begun):
                 self.drop(batch)
                 del taken[batch]
                 continue
             batch.transfers += 1
             batch.taken = True
-            self._waiting.pop(batch, None)
+            self._wait_no_more(batch)
             self._forget(batch, some)
         return taken
 
@@ -219,29 +225,48 @@ class EarlyPull:
         more = (batch.told - batch.have) * len(batch.position)
         if batch.over or batch.taken or batch.pull is not None or more < PULL_BYTES:
             return
-        if len(self._pulling) >= PULLS_MAX:
-            self._waiting[batch] = None
+        if len(self._pulling.get(batch.owner, ())) >= PULLS_MAX:
+            self._waiting.setdefault(batch.owner, {})[batch] = None
             return
         other = self._cluster.living.get(batch.owner)
         if other is None:
             return
-        self._pulling[batch] = None
+        self._pulling.setdefault(batch.owner, {})[batch] = None
+        batch.begun = False
         batch.pull = asyncio.get_running_loop().create_task(self._bring(batch, other.url))
         batch.pull.add_done_callback(lambda task: self._ended(batch, task))
 
     def _ended(self, batch: Batch, task: asyncio.Task[None]) -> None:
-        del self._pulling[batch]
+        owner = batch.owner
+        del self._pulling[owner][batch]
+        if not self._pulling[owner]:
+            del self._pulling[owner]
         batch.pull = None
         self._settle(batch)
         crash_if_failed(task)
-        while self._waiting and len(self._pulling) < PULLS_MAX:
-            following = next(iter(self._waiting))
-            del self._waiting[following]
+        while owner in self._waiting and len(self._pulling.get(owner, ())) < PULLS_MAX:
+            following = next(iter(self._waiting[owner]))
+            self._wait_no_more(following)
             self._begin(following)
         self._begin(batch)  # after those that waited for it
 
+    def _wait_no_more(self, batch: Batch) -> None:
+        waiting = self._waiting.get(batch.owner)
+        if waiting is not None:
+            waiting.pop(batch, None)
+            if not waiting:
+                del self._waiting[batch.owner]
+
     async def _bring(self, batch: Batch, url: str) -> None:
         """Pull the bytes written so far, or as many as allowed. After a failure, only once more is written."""
+        try:
+            async with self._turns.turn(batch.owner, PULL_S):
+                batch.begun = True
+                await self._bring_now(batch, url)
+        except LimitExceeded:
+            batch.told = batch.have  # it was not its turn: begun again when more is written
+
+    async def _bring_now(self, batch: Batch, url: str) -> None:
         table, reservation, peers = batch.table, batch.reservation, self._peers
         start, told = batch.have, batch.told
         stop = min(told, start + max(1, EARLY_BYTES // len(reservation.keys)))
@@ -273,6 +298,10 @@ class EarlyPull:
                 )
                 with working_for(span):
                     pulled = await self._transport.pull(order)
+        except LimitExceeded as error:
+            _end(span, str(error))
+            peers.stopped(batch.owner, nbytes)
+            return
         except KvpoolError as error:
             _end(span, str(error))
             peers.failed(batch.owner, self._clock(), error=str(error), asked=nbytes)

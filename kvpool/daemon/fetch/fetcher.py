@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvpool.daemon.core.blocks import NamespaceState, Origin, PartTable
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.tier import LocalTier, SharedTier
+from kvpool.daemon.core.tier import SharedTier
 from kvpool.daemon.fetch.delivery import SECONDARY, Delivery
 from kvpool.daemon.fetch.early_pull import EarlyPull
 from kvpool.daemon.fetch.load_or_recompute import Choice, Sources, choose
@@ -38,12 +38,14 @@ from kvpool.daemon.fetch.plan import (
 )
 from kvpool.daemon.fetch.ports import (
     DEVICE,
-    LOCAL,
+    DISKS,
     NOT_NODES,
     ClusterView,
+    LocalSource,
     PeerTransport,
 )
 from kvpool.daemon.fetch.transfer import Transfers, pulls_holder
+from kvpool.daemon.workers.turns import PULLS, TurnLimits, Turns
 from kvpool.errors import InvalidRequest, LimitExceeded
 from kvpool.hit_rule import AnyOf, needed, usable
 from kvpool.placement.directory.base import TIERS, Entry
@@ -64,15 +66,17 @@ class BlockFetcher:
         node: Node,
         transport: PeerTransport,
         cluster: ClusterView,
-        ssd: LocalTier,
+        disks: Sequence[LocalSource],
         objects: SharedTier,
         peers: Peers,
         clock: Callable[[], float],
-        device: LocalTier | None = None,
+        device: LocalSource | None = None,
+        pulls: TurnLimits = PULLS,
     ) -> None:
+        """disks: at most `DISKS_MAX`. pulls: under way at peers."""
         self.node = node
         self.peers = peers
-        self._local: dict[bytes, LocalTier] = {LOCAL: ssd}
+        self._local: dict[bytes, LocalSource] = dict(zip(DISKS, disks, strict=False))
         if device is not None:
             self._local[DEVICE] = device
         self._cluster = cluster
@@ -81,7 +85,8 @@ class BlockFetcher:
         self.locator = Locator(
             *(transport, cluster, self._local, objects, peers, clock), self._stats
         )
-        self.early_pull = EarlyPull(node, transport, cluster, peers, clock)
+        turns = Turns(pulls)
+        self.early_pull = EarlyPull(node, transport, cluster, peers, clock, turns)
         self.transfers = Transfers(
             node,
             transport,
@@ -93,6 +98,7 @@ class BlockFetcher:
             peers,
             clock,
             self._stats,
+            turns,
         )
         self._delivery = Delivery(node, self.locator, self.transfers, peers, clock)
 
@@ -158,11 +164,13 @@ class BlockFetcher:
                 there = self.locator.usable(tables, keys, located)
             if asked or there == len(keys):
                 there, declined = self._choose(tables, keys, here, located, recompute)
-            if there < len(keys) and not asked:
+            doubtful = not asked and self._doubtful(located)
+            if (there < len(keys) or doubtful) and not asked:
                 asked = True
+                known = here if doubtful else there
                 merge(
                     located,
-                    await self.locator.prefix(namespace, tables, keys, there, deadline),
+                    await self.locator.prefix(namespace, tables, keys, known, deadline),
                 )
                 there, declined = self._choose(tables, keys, here, located, recompute)
             if recompute is not None:
@@ -171,11 +179,33 @@ class BlockFetcher:
             if there <= here or self._clock() >= deadline:
                 return
             wanted = missing(tables, keys[:there], located, self._on_device if direct else None)
-            failed = await self._bring_prefix(namespace, tables, keys[:there], wanted, deadline)
+            # A disk that hangs does not say so: others are asked where its blocks are when it takes too long.
+            until = deadline
+            if not asked:
+                until = min(deadline, self._clock() + self.expected_s(wanted))
+            failed = await self._bring_prefix(namespace, tables, keys[:there], wanted, until)
             if not failed:
                 return
-            _strike_out(located, failed)
             here = self.match(namespace, parts, keys, direct=direct)
+            if not asked and self._clock() >= until:
+                asked = True
+                merge(
+                    located,
+                    await self.locator.prefix(namespace, tables, keys, here, deadline),
+                )
+            else:
+                _strike_out(located, failed)
+
+    def _doubtful(self, located: Located) -> bool:
+        """Whether some of these are on a place of this node that has answered nothing since it was slow or failed."""
+        doubted = [
+            source
+            for source in self._local
+            if (peer := self.peers.get(source)) is not None and peer.on_probation
+        ]
+        return bool(doubted) and any(
+            entry.incarnation in doubted for entries in located.values() for entry in entries
+        )
 
     async def _bring_prefix(
         self,
@@ -389,9 +419,8 @@ class BlockFetcher:
             table = parts[0][0]
             most = max(1, TRIAL_BYTES // table.spec.nbytes)
             keys = [key for other, key in parts[:most] if other is table]
-            self._stats.trials += self.transfers.begin(
-                table, source, keys, now + TRIAL_S, SECONDARY, background=False
-            )
+            self._stats.trials += 1
+            self.transfers.begin(table, source, keys, now + TRIAL_S, SECONDARY, background=False)
 
 
 def _strike_out(located: Located, failed: Sequence[FetchRequest]) -> None:

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
-from kvpool.daemon.core.tier import LocalTier, SharedTier
+from kvpool.daemon.core.tier import SharedTier
 from kvpool.daemon.fetch.plan import Located, may_be_had
 from kvpool.daemon.fetch.ports import (
     OBJECT,
     ClusterView,
+    LocalSource,
     PeerTransport,
 )
-from kvpool.errors import KvpoolError, NamespaceMismatch, Unavailable
+from kvpool.errors import KvpoolError, LimitExceeded, NamespaceMismatch, Unavailable
 from kvpool.hit_rule import usable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.directory_memory import NegativeMemory, Remembered
@@ -46,7 +47,7 @@ class Locator:
         self,
         transport: PeerTransport,
         cluster: ClusterView,
-        local: Mapping[bytes, LocalTier],
+        local: Mapping[bytes, LocalSource],
         objects: SharedTier,
         peers: Peers,
         clock: Callable[[], float],
@@ -327,6 +328,9 @@ class Locator:
         except (NamespaceMismatch, asyncio.CancelledError):
             self._peers.stopped(incarnation, 0)
             raise
+        except LimitExceeded:  # it was not asked
+            self._peers.stopped(incarnation, 0)
+            return 0
         except KvpoolError as error:
             self._peers.failed(incarnation, self._clock(), error=error, asked=0)
             return 0

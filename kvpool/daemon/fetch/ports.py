@@ -7,20 +7,27 @@ the length of an incarnation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.placement.directory.base import Directory, Entry
 from kvpool.placement.records import NodeRecord
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
 
-LOCAL = b"kvp-disk"  # this node's disks
+DISKS_MAX = 32
+DISKS = tuple(b"kvp-disk-%02d" % number for number in range(DISKS_MAX))
+"""This node's disks, in the order of its configuration: each is a source of its own."""
 DEVICE = b"kvp-device"  # its spare device memory
 OBJECT = b"kvp-store"  # object storage
-NOT_NODES = {LOCAL: "ssd of this node", DEVICE: "device of this node", OBJECT: "object storage"}
-TIER_OF = {LOCAL: "ssd", DEVICE: "device", OBJECT: "object"}
+NOT_NODES = {
+    DISKS[0]: "ssd of this node",
+    **{disk: f"ssd {number} of this node" for number, disk in enumerate(DISKS[1:], start=2)},
+    DEVICE: "device of this node",
+    OBJECT: "object storage",
+}
+TIER_OF = {**dict.fromkeys(DISKS, "ssd"), DEVICE: "device", OBJECT: "object"}
 PEER = "peer"  # the tier of blocks on other nodes
 GONE = "gone"  # the node of a source that is no longer a member
 
@@ -30,6 +37,19 @@ class LivingNode(NamedTuple):
 
     record: NodeRecord
     url: str
+
+
+class LocalSource(Protocol):
+    """A place of this node below memory that blocks are loaded from: see `kvpool.storage.base.LocalTier`."""
+
+    @property
+    def serving(self) -> bool: ...
+
+    def held(self, table: PartTable) -> Sequence[Container[bytes]]: ...
+
+    async def load(
+        self, table: PartTable, keys: Sequence[bytes], rows: Sequence[int], seconds: float
+    ) -> worker_wire.Pulled: ...
 
 
 class PeerTransport(Protocol):

@@ -1,8 +1,8 @@
 """Transfers under way: each reserves slots, has one source fill them, commits the arrived blocks, and updates
 estimates.
 
-A transfer is a task of its own: it outlives its first requester, for others that wait for the same blocks.
-Event loop only.
+A transfer is a task of its own: it outlives its first requester, for others that wait for the same blocks. It
+waits for its turn at its source (`kvpool.daemon.workers.turns`) before it takes any slots. Event loop only.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from typing import NamedTuple
 from kvpool.daemon.core.blocks import OWN, Holder, Origin, PartTable
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import crash_if_failed
-from kvpool.daemon.core.tier import LocalTier, SharedTier
+from kvpool.daemon.core.tier import SharedTier
 from kvpool.daemon.fetch.early_pull import REST_S, Batch, EarlyPull
 from kvpool.daemon.fetch.locate import Locator
 from kvpool.daemon.fetch.ports import (
     NOT_NODES,
+    OBJECT,
     PEER,
     TIER_OF,
     ClusterView,
+    LocalSource,
     PeerTransport,
     node_name,
 )
 from kvpool.daemon.fetch.pull_orders import pull_order
+from kvpool.daemon.workers.turns import COPIES, Turn, TurnLimits, Turns
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
 from kvpool.placement.peers import Peers
 from kvpool.telemetry.node_stats import FetchStats, Loads
@@ -38,26 +41,48 @@ from kvpool.wire import worker as worker_wire
 TRANSFER_S = (
     1.0  # the minimum time allowed for a transfer, whoever still waits: others will want it
 )
-TRANSFERS_MAX = 256
+LOADS_MAX = 8  # at a time from one disk, or from object storage: their workers have so many threads
+WAITING_MAX = 4096  # transfers that wait for their turn at one source
 
 
 @dataclass(eq=False, slots=True)
 class Transfer:
     """Blocks of one part, from one source.
 
-    hedge_at: when a second source may be asked for the same blocks. background: nobody waits for it. late: it was
+    nbytes: asked for. patience_s: for so long it may take, and its source may let it wait without letting others
+    go on. since: it was made, or has its turn, which is when it has begun. line: of its source. background: nobody waits for it. late: it was
     counted as slow. batch: of an early pull, whose slots it has taken over, with the bytes in them.
     """
 
     table: PartTable
     source: bytes
     keys: Sequence[bytes]
-    hedge_at: float
+    nbytes: int
+    patience_s: float
+    since: float
+    line: Line
     background: bool = False
     late: bool = False
     batch: Batch | None = None
     expected_s: float = 0.0
+    begun: bool = False
+    has_turn: asyncio.Event = field(default_factory=asyncio.Event)
+    turn: Turn = field(init=False)
     task: asyncio.Task[None] = field(init=False)
+
+    @property
+    def hedge_at(self) -> float:
+        """When a second source may be asked for the same blocks."""
+        return (self.since if self.begun else max(self.since, self.line.moved_at)) + self.patience_s
+
+
+@dataclass(eq=False, slots=True)
+class Line:
+    """The transfers from one source. moved_at: when one of them had its turn, last. count: of them now."""
+
+    turns: Turns
+    moved_at: float
+    count: int = 0
 
 
 class _Slots(NamedTuple):
@@ -93,14 +118,16 @@ class Transfers:
         node: Node,
         transport: PeerTransport,
         cluster: ClusterView,
-        local: Mapping[bytes, LocalTier],
+        local: Mapping[bytes, LocalSource],
         objects: SharedTier,
         locator: Locator,
         early_pull: EarlyPull,
         peers: Peers,
         clock: Callable[[], float],
         stats: FetchStats,
+        pulls: Turns,
     ) -> None:
+        """pulls: whose turn it is at peers."""
         self._node = node
         self._transport = transport
         self._cluster = cluster
@@ -113,6 +140,11 @@ class Transfers:
         self._of_keys: dict[PartTable, dict[bytes, tuple[Transfer, ...]]] = {}
         self._under_way: dict[Transfer, None] = {}
         self._tickets = 0
+        self._pulls, self._copies = pulls, Turns(COPIES)
+        self._loads = {
+            source: Turns(TurnLimits(2 * LOADS_MAX, LOADS_MAX)) for source in (*local, OBJECT)
+        }
+        self._lines: dict[tuple[bytes, bool], Line] = {}
         self.stats = stats
         self._delivered = stats.delivered
 
@@ -130,6 +162,19 @@ class Transfers:
         """Cancel all. They end on their own, soon."""
         for transfer in list(self._under_way):
             transfer.task.cancel()
+
+    def has_room(self, source: bytes, *, background: bool) -> bool:
+        """Whether one more may wait for its turn at a source."""
+        return self._turns(source, background).waiting(source) < WAITING_MAX
+
+    def give_up(self, transfers: Iterable[Transfer]) -> None:
+        """End the first of these whose source has not answered anything since it was found to be slow."""
+        for transfer in transfers:
+            peer = self._peers.get(transfer.source)
+            if peer is not None and peer.on_probation and not transfer.task.cancelling():
+                transfer.task.cancel()
+                self.stats.cancelled += 1
+                return
 
     def call_off_superseded(self, transfers: Iterable[Transfer]) -> None:
         """End those of these whose blocks have all arrived another way."""
@@ -150,28 +195,25 @@ class Transfers:
         origin: Origin,
         *,
         background: bool,
-    ) -> bool:
-        """Start fetching blocks from a source; False if too many transfers are under way.
+    ) -> None:
+        """Start fetching blocks from a source, when its turn comes.
 
-        Blocks with early-pulled bytes are a transfer of their own per batch, in the batch's slots.
+        Transfers of these blocks that have not begun are withdrawn. Blocks with early-pulled bytes are a transfer
+        of their own per batch, in the batch's slots.
         """
         keys = list(dict.fromkeys(keys))  # an engine, or a peer, may have named a key twice
         # A background transfer would delay a batch that others wait for.
         alone = background or source in NOT_NODES
         taken = {} if alone else self._early_pull.take(table, keys)
         if not taken:
-            return self._begin(table, source, keys, deadline, origin, background)
+            self._begin(table, source, keys, deadline, origin, background)
+            return
         others = set(keys).difference(*taken.values())
-        began = False
         for batch, some in taken.items():
-            begins = self._begin(table, source, some, deadline, origin, background, batch)
-            if not begins:
-                self._early_pull.landed(batch, wrong=0)
-            began |= begins
+            self._begin(table, source, some, deadline, origin, background, batch)
         if others:
             rest = [key for key in keys if key in others]
-            began |= self._begin(table, source, rest, deadline, origin, background)
-        return began
+            self._begin(table, source, rest, deadline, origin, background)
 
     def _begin(
         self,
@@ -182,36 +224,78 @@ class Transfers:
         origin: Origin,
         background: bool,
         batch: Batch | None = None,
-    ) -> bool:
-        if len(self._under_way) >= TRANSFERS_MAX:
-            return False
+    ) -> None:
         now = self._clock()
         have = 0 if batch is None else batch.have
         nbytes = len(keys) * (table.spec.nbytes - have)
         rest_s = 0.0 if batch is None or batch.pull is None else REST_S
-        hedge_at = now + rest_s + self._peers.hedge_after_s(source, nbytes)
-        transfer = Transfer(table, source, keys, hedge_at, background, batch=batch)
+        patience_s = rest_s + self._peers.hedge_after_s(source, nbytes)
+        turns = self._turns(source, background)
+        line = self._lines.setdefault((source, background), Line(turns, now))
+        line.count += 1
+        transfer = Transfer(
+            table, source, keys, nbytes, patience_s, now, line, background, batch=batch
+        )
         local = source in NOT_NODES
         url = "" if local else self._cluster.living[source].url
-        seconds = max(deadline - now, TRANSFER_S)
         self._under_way[transfer] = None
+        hedges = False
         of_keys = self._of_keys.setdefault(table, {})
         if of_keys.keys().isdisjoint(keys):
             of_keys.update(dict.fromkeys(keys, (transfer,)))
         else:
+            replaced: dict[Transfer, None] = {}
             for key in keys:
                 others = of_keys.get(key, ())
                 self.stats.hedges += bool(others)
+                hedges = hedges or bool(others)
+                replaced.update(dict.fromkeys(others))
                 of_keys[key] = (*others, transfer)
-        run = self._run if batch is None else self._run_on
+            for other in replaced:
+                if not other.begun:  # this one is asked instead
+                    other.task.cancel()
+        self._peers.queued(source, nbytes)
+        transfer.turn = turns.join(source, transfer.has_turn.set, first=hedges)
         transfer.task = asyncio.get_running_loop().create_task(
-            run(transfer, url, seconds, OWN if local else origin)
+            self._when_its_turn(transfer, url, deadline, OWN if local else origin)
         )
         transfer.task.add_done_callback(lambda task: self._ended(transfer, task))
-        return True
+
+    def _turns(self, source: bytes, background: bool) -> Turns:
+        """Whose limits hold for a source. Copies that nobody waits for keep no thread from others."""
+        loads = self._loads.get(source)
+        if loads is not None:
+            return loads
+        return self._copies if background else self._pulls
+
+    async def _when_its_turn(
+        self, transfer: Transfer, url: str, deadline: float, origin: Origin
+    ) -> None:
+        """Wait for its turn, at most until nobody waits for it any more; then it has the rest of the time."""
+        wait_s = max(deadline - self._clock(), TRANSFER_S)
+        try:
+            async with asyncio.timeout(wait_s):
+                await transfer.has_turn.wait()
+        except TimeoutError:
+            return
+        now = transfer.since = transfer.line.moved_at = self._clock()
+        transfer.begun = True
+        self._peers.unqueued(transfer.source, transfer.nbytes)
+        seconds = max(deadline - now, TRANSFER_S)
+        run = self._run if transfer.batch is None else self._run_on
+        await run(transfer, url, seconds, origin)
 
     def _ended(self, transfer: Transfer, task: asyncio.Task[None]) -> None:
         self._under_way.pop(transfer, None)
+        if not transfer.begun:
+            self._peers.unqueued(transfer.source, transfer.nbytes)
+            self.stats.not_begun += 1
+            if transfer.batch is not None:
+                self._early_pull.landed(transfer.batch, wrong=0)
+        transfer.line.turns.end(transfer.turn)
+        transfer.line.count -= 1
+        if not transfer.line.count:
+            self._lines.pop((transfer.source, transfer.background), None)
         of_keys = self._of_keys[transfer.table]
         for key in transfer.keys:
             transfers = of_keys.pop(key)
@@ -293,7 +377,10 @@ class Transfers:
     def _expect(self, transfer: Transfer, slots: _Slots, now: float) -> None:
         """The time until this counts as slow begins now."""
         nbytes = len(slots.keys) * (transfer.table.spec.nbytes - slots.have)
-        transfer.hedge_at = now + self._peers.hedge_after_s(transfer.source, nbytes)
+        transfer.since, transfer.patience_s = (
+            now,
+            self._peers.hedge_after_s(transfer.source, nbytes),
+        )
 
     async def _fill(
         self, transfer: Transfer, slots: _Slots, url: str, seconds: float, origin: Origin
@@ -323,7 +410,10 @@ class Transfers:
         except KvpoolError as error:
             if span is not None:
                 span.end(str(error))
-            self._failed(transfer, nbytes, str(error))
+            if isinstance(error, LimitExceeded):  # it was not begun, here: nobody's fault
+                self._peers.stopped(transfer.source, nbytes)
+            else:
+                self._failed(transfer, nbytes, str(error))
             self._count(transfer, Loads(failed=len(slots.keys)))
             return None
         except asyncio.CancelledError:
@@ -381,7 +471,7 @@ class Transfers:
         """How long this many bytes from a source should take, after those in flight."""
         peer = self._peers.get(source) or self._peers.stranger(source)
         latency_s, per_byte = peer.expected(now)
-        return latency_s + (peer.inflight_bytes + nbytes) * per_byte
+        return latency_s + (peer.ahead_bytes + nbytes) * per_byte
 
     def _count(self, transfer: Transfer, loads: Loads) -> None:
         """Count the outcome of a transfer, by source and tenant."""

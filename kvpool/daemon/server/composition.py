@@ -28,7 +28,7 @@ from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_parts
 from kvpool.daemon.fetch.fetcher import BlockFetcher
-from kvpool.daemon.fetch.ports import NOT_NODES, PeerTransport
+from kvpool.daemon.fetch.ports import DISKS_MAX, NOT_NODES, PeerTransport
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.fetch.probing import Prober
 from kvpool.daemon.ops.event_log import EventLog
@@ -46,6 +46,7 @@ from kvpool.daemon.tiers.object_tier import ObjectTier
 from kvpool.daemon.tiers.ssd_books import TableRecord
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.daemon.tiers.tier_rules import TierRules
+from kvpool.daemon.workers.turns import PULLS
 from kvpool.errors import KvpoolError
 from kvpool.memory.segment import Segment
 from kvpool.placement.directory.base import Directory
@@ -166,7 +167,17 @@ def compose(
         zmq_subscribe(clock) if config.events else None,
         cluster.announce,
     )
-    fetcher = BlockFetcher(node, transport, cluster, ssd, objects, peers, clock, device)
+    fetcher = BlockFetcher(
+        node,
+        transport,
+        cluster,
+        ssd.sources(DISKS_MAX),
+        objects,
+        peers,
+        clock,
+        device,
+        PULLS.times(config.transfer_workers),
+    )
     streams = PrefixStreams(node, fetcher, transport, cluster, clock, config.node)
     replication = Replication(node, cluster, fetcher, transport, clock)
     drainer = Drainer(node, cluster, replication, ssd, clock)

@@ -1,7 +1,7 @@
 """This node's disks as one tier: lookups of blocks on them, and reads back to memory.
 
 Blocks evicted from memory are still here (`ssd_demote`), and the fetcher fetches them as it fetches from other
-nodes: this node's disks are one more source, with its own speed.
+nodes: each disk is one more source, with its own speed and its own failures.
 
 Event loop only.
 """
@@ -170,23 +170,36 @@ class SsdTier:
     @property
     def serving(self) -> bool:
         """See `Tier`."""
-        return any(device.state is not TierState.FAILED for device in self.devices)
+        return _any_serves(self.devices)
 
     def held(self, table: PartTable) -> list[Container[bytes]]:
         """See `LocalTier`. Very recently written blocks may be missing."""
-        held: list[Container[bytes]] = []
-        for device in self.devices:
-            held += [own.blocks for own in device.holding(table) if own.blocks]
-        return held
+        return _held_by(self.devices, table)
 
     async def load(
         self, table: PartTable, keys: Sequence[bytes], rows: Sequence[int], seconds: float
     ) -> worker_wire.Pulled:
         """See `Tier`: from all disks at the same time."""
+        return await self.load_from(self.devices, table, keys, rows, seconds)
+
+    def sources(self, count_max: int) -> list[SsdSource]:
+        """Each disk; with more than so many, some together."""
+        count = min(count_max, len(self.devices))
+        return [SsdSource(self, self.devices[number::count_max]) for number in range(count)]
+
+    async def load_from(
+        self,
+        devices: Sequence[SsdDevice],
+        table: PartTable,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        seconds: float,
+    ) -> worker_wire.Pulled:
+        """As `load`, from these disks."""
         status, checksums = bytearray(len(keys)), [EMPTY_KEY] * len(keys)
         by_device: dict[SsdDevice, list[int]] = {}
         for index, key in enumerate(keys):
-            device = device_of(self.devices, table, key)
+            device = device_of(devices, table, key)
             if device is not None:
                 by_device.setdefault(device, []).append(index)
         segment = table.namespace.tenant.segment
@@ -338,3 +351,37 @@ class SsdTier:
         stats.budget_refused_bytes = budget.refused_bytes
         stats.ssd = [device.stats() for device in self.devices]
         return stats
+
+
+class SsdSource:
+    """One disk, as a source of its own: what another one does is nothing to its readers."""
+
+    def __init__(self, tier: SsdTier, devices: Sequence[SsdDevice]) -> None:
+        self._tier = tier
+        self._devices = devices
+
+    @property
+    def serving(self) -> bool:
+        """See `Tier`."""
+        return _any_serves(self._devices)
+
+    def held(self, table: PartTable) -> list[Container[bytes]]:
+        """See `SsdTier.held`."""
+        return _held_by(self._devices, table)
+
+    async def load(
+        self, table: PartTable, keys: Sequence[bytes], rows: Sequence[int], seconds: float
+    ) -> worker_wire.Pulled:
+        """See `Tier`."""
+        return await self._tier.load_from(self._devices, table, keys, rows, seconds)
+
+
+def _any_serves(devices: Sequence[SsdDevice]) -> bool:
+    return any(device.state is not TierState.FAILED for device in devices)
+
+
+def _held_by(devices: Sequence[SsdDevice], table: PartTable) -> list[Container[bytes]]:
+    held: list[Container[bytes]] = []
+    for device in devices:
+        held += [own.blocks for own in device.holding(table) if own.blocks]
+    return held

@@ -25,7 +25,7 @@ from kvpool.wire import worker as worker_wire
 
 log = logging.getLogger("kvpool.daemon")
 
-OUTSTANDING_MAX = 256  # orders given to one worker and not answered
+OUTSTANDING_MAX = 512  # orders given to one worker and not answered
 START_S = 60.0  # to start, and to map a segment
 GRACE_S = 5.0  # after an order's deadline; then the worker is considered dead, and killed
 STOP_S = 5.0

@@ -3,8 +3,9 @@
 It maps the daemon's segments, pulls blocks from peers into rows that its control process has reserved,
 and sends peers the rows on loan. It decides nothing.
 
-Threads: the main one reads the control channel, a few pull, transports have their own for serving. All block
-in system calls without the GIL; none polls.
+Threads: the main one reads the control channel, each order has one, transports have their own for serving. All
+block in system calls without the GIL; none polls. No order waits for a thread: control sends none too many, of any
+peer or of all, so that one that hangs keeps nothing from the others.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ from kvpool.wire.worker import (
     TransferStart,
 )
 
-PULL_THREADS_MAX = 16
-COPY_THREADS_MAX = 4
+THREADS_MAX = 512  # for one kind of orders; control orders far fewer at a time (`turns.py`)
 ASK_S_MAX = 10.0  # for control to answer a peer's request
 
 
@@ -74,12 +74,7 @@ class TransferWorker(WorkerProcess):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
-        self._jobs = Jobs("kvpool-pull", PULL_THREADS_MAX, self.control)
-        # Background copies and waiting requests have threads of their own, so that no pull waits
-        # for them.
-        self._copies = Jobs("kvpool-copy", COPY_THREADS_MAX, self.control)
-        self._waits: Jobs | None = None
-        self._operators: Jobs | None = None  # which wait too: they do not delay engines' requests
+        self._jobs = Jobs("kvpool-order", THREADS_MAX, self.control)
         self._transports: dict[str, Transport] = {}
         self._lock = threading.Lock()
         self._start: TransferStart | None = None
@@ -92,15 +87,13 @@ class TransferWorker(WorkerProcess):
                 if not heard and isinstance(message, Loan) and message.token:
                     self.control.send(Return(message.token), 0)
             case PullBlocks() | AskPeer():
-                self._jobs_for(message).add(
+                self._jobs.add(
                     request,
                     message.deadline_s,
                     lambda stop, deadline: self._run_job(message, stop, deadline),
                 )
             case StopOrder():
-                for jobs in (self._jobs, self._copies, self._waits, self._operators):
-                    if jobs is not None:
-                        jobs.stop(message.request)
+                self._jobs.stop(message.request)
             case worker_wire.AttachSegment():
                 self.answer(request, lambda: self.attach(message))
             case TransferStart():
@@ -108,26 +101,11 @@ class TransferWorker(WorkerProcess):
             case _:
                 raise ProtocolError(f"a transfer worker does not accept a {type(message).__name__}")
 
-    def _jobs_for(self, order: PullBlocks | AskPeer) -> Jobs:
-        """Whose threads do it."""
-        if isinstance(order, PullBlocks):
-            return self._copies if order.background else self._jobs
-        match order.question:
-            case Operate(wait_s=wait_s) if wait_s > 0:
-                waits = self._operators
-            case Await(wait_s=wait_s) if wait_s > 0:
-                waits = self._waits
-            case _:
-                waits = None
-        return waits or self._jobs
-
     def _begin(self, start: TransferStart) -> Message:
         if start.tls_cert:
             files = TlsFiles(start.tls_cert, start.tls_key, start.tls_ca, start.tls_crl)
             self._credentials = Credentials(files, start.cluster, start.node)
         self._start = start
-        self._waits = Jobs("kvpool-wait", start.waits_max, self.control)
-        self._operators = Jobs("kvpool-operator", start.waits_max, self.control)
         return TransferReady([self._transport(url).listen(url) for url in start.listen])
 
     def _run_job(self, order: PullBlocks | AskPeer, stop: Stop, deadline: Deadline) -> Message:

@@ -10,9 +10,12 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+import msgspec
+
 from kvpool.config import DaemonConfig
 from kvpool.daemon.workers.paths import Paths
 from kvpool.daemon.workers.supervisor import RESTARTS_MAX, START_S, Worker, WorkerSupervisor
+from kvpool.daemon.workers.turns import QUESTIONS, WAITS, Turns
 from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
 from kvpool.memory.segment import Segment
 from kvpool.placement.nic_pairs import Route
@@ -24,7 +27,6 @@ from kvpool.wire import worker as worker_wire
 
 INFLIGHT_BYTES_MAX = 1 << 30  # lent to peers at a time, by one transfer worker
 OFFERS_MAX = 32  # taken up at a time, through one transfer worker
-WAITS_MAX = 64  # questions to peers that wait, at a time, by one transfer worker
 
 
 class Rules(Protocol):
@@ -101,7 +103,6 @@ class TransferWorkerProxy(Worker):
                 listen=self._listen,
                 connections_max=config.peers_max,
                 inflight_bytes_max=INFLIGHT_BYTES_MAX,
-                waits_max=WAITS_MAX,
                 tls_cert=config.tls_cert,
                 tls_key=config.tls_key,
                 tls_ca=config.tls_ca,
@@ -227,6 +228,10 @@ class TransferWorkers:
             tuple[WorkerSupervisor[TransferWorkerProxy], list[int], list[str]]
         ] = []
         self._paths: Paths | None = None
+        workers = config.transfer_workers
+        self._questions = Turns(QUESTIONS.times(workers))
+        self._waits = Turns(WAITS.times(workers))
+        self._operators = Turns(WAITS.times(workers))  # they do not delay engines' requests
 
     @property
     def source(self) -> Rules:
@@ -346,8 +351,23 @@ class TransferWorkers:
         return pulled
 
     async def ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes:
-        """A peer's answer to a question. Raises as `pull`, and what the peer reports."""
-        return await self.paths.ask(order)
+        """A peer's answer to a question. Raises as `pull`, and what the peer reports.
+
+        Questions to one peer wait for their turn: `LimitExceeded` if it does not come in time, which says nothing
+        about the peer.
+        """
+        deadline = asyncio.get_running_loop().time() + order.deadline_s
+        async with self._turns_for(order).turn(order.url, order.deadline_s):
+            left_s = deadline - asyncio.get_running_loop().time()
+            return await self.paths.ask(msgspec.structs.replace(order, deadline_s=left_s))
+
+    def _turns_for(self, order: worker_wire.AskPeer) -> Turns:
+        match order.question:
+            case peer_wire.Operate(wait_s=wait_s) if wait_s > 0:
+                return self._operators
+            case peer_wire.Await(wait_s=wait_s) if wait_s > 0:
+                return self._waits
+        return self._questions
 
     async def _ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes:
         answer = await self._least_busy().order(order, order.deadline_s)

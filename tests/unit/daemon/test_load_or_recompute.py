@@ -15,7 +15,7 @@ from kvpool.daemon.core.blocks import OWN, PartTable
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.fetcher import TRIAL_BYTES, BlockFetcher
-from kvpool.daemon.fetch.ports import LOCAL, LivingNode
+from kvpool.daemon.fetch.ports import DISKS, LivingNode
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peers import TRIAL_S, Peers
 from kvpool.storage.eviction import make_policy
@@ -24,6 +24,7 @@ from kvpool.types import BlockStatus, PartKind, PartSpec, Recompute, split_keys
 from kvpool.wire import worker as worker_wire
 
 MIB = 1 << 20
+LOCAL = DISKS[0]
 NBYTES = 256 << 10
 ROWS = 512
 FAST, SLOW, OTHER = (bytes([letter]) * 8 for letter in b"FSO")
@@ -62,7 +63,7 @@ class World:
         self.peers = Peers({}, random.Random(5))
         lower: Any = self
         self.fetcher = BlockFetcher(
-            *(self.node, PeerTransport(self), self, lower, SharedMemoryTier({}, 0)),
+            *(self.node, PeerTransport(self), self, [lower], SharedMemoryTier({}, 0)),
             *(self.peers, lambda: self.now),
         )
 

@@ -170,7 +170,7 @@ class World:
         self.books = ObjectUsage(rows, parts)
         nothing, objects = MemoryTier({}, 0), SharedMemoryTier({}, 0)
         self.fetcher = BlockFetcher(
-            self.books.node, self, self, nothing, objects, self.peers, self.clock
+            self.books.node, self, self, [nothing], objects, self.peers, self.clock
         )
         self.follows = PrefixStreams(self.books.node, self.fetcher, self, self, self.clock, "me")
 

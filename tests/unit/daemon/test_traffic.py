@@ -47,7 +47,7 @@ class World:
         here: Any = self
         nothing, objects = MemoryTier({}, 0), SharedMemoryTier({}, 0)
         self.fetcher = BlockFetcher(
-            self.node, here, here, nothing, objects, self.peers, lambda: self.now
+            self.node, here, here, [nothing], objects, self.peers, lambda: self.now
         )
 
     async def locate(self, digest: bytes, parts: int, keys: Sequence[bytes]) -> list[list[Entry]]:

@@ -1,0 +1,277 @@
+"""A source that hangs costs only what it alone has: many readers at a time, and sources that stop answering."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool.daemon.core.blocks import PartTable
+from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.fetch import transfer
+from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.fetch.ports import DISKS, NOT_NODES, LivingNode
+from kvpool.daemon.workers import disk_worker, object_worker
+from kvpool.daemon.workers.turns import PULLS
+from kvpool.errors import LimitExceeded, Unavailable
+from kvpool.placement.directory.base import TIERS, Entry
+from kvpool.placement.peers import Peers
+from kvpool.storage.eviction import make_policy
+from kvpool.testing.memory_tier import SharedMemoryTier
+from kvpool.types import BlockStatus, PartSpec
+from kvpool.wire import worker as worker_wire
+from tests.sim.simulation.loop import run_alone
+
+NBYTES = 4096
+SERVICE_S = 0.004  # a healthy source's time for one order
+PROMPTS, PARTS, BLOCKS = 64, 8, 4
+WAIT_S = 4.0
+
+run = partial(run_alone, steps_max=4_000_000)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+class Disk:
+    """One of the node's disks. A stopped one's orders do not end, however often they are cancelled."""
+
+    def __init__(self, world: World, number: int, keys: set[bytes]) -> None:
+        self.world, self.keys = world, keys
+        self.source = DISKS[number]
+        self.serving = True
+
+    def held(self, table: PartTable) -> list[set[bytes]]:
+        return [self.keys]
+
+    async def load(
+        self, table: PartTable, keys: Sequence[bytes], rows: Sequence[int], seconds: float
+    ) -> worker_wire.Pulled:
+        stopped = self.source in self.world.stopped
+        return await self.world.deliver(self.source, len(keys), seconds, unkillable=stopped)
+
+
+class World:
+    """A node among peers that all have every block. Event loop of virtual time.
+
+    peers: their names. stopped: those that answer nothing any more. most: orders under way at a time, by source.
+    """
+
+    def __init__(self, *peers: str, disks: Mapping[int, set[bytes]] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.node = Node(make_policy=lambda capacity: make_policy("lru", capacity), limits=Limits())
+        tenant = self.node.add_tenant("red", 0, 8192 * NBYTES, NBYTES)
+        parts = (PartSpec(NBYTES),) * PARTS
+        self.namespace = self.node.namespaces.open(tenant, b"n" * 16, b"{}", parts)
+        self.stopped: set[bytes] = set()
+        self.under_way: Counter[bytes] = Counter()
+        self.most: Counter[bytes] = Counter()
+        self.most_of_peers = 0
+        self.refused: set[bytes] = set()
+        self.dead = asyncio.Event()  # the processes of hung disks, at last
+        self.living: Mapping[bytes, LivingNode] = {
+            name.encode(): LivingNode(node_record(name), name) for name in peers
+        }
+        self.peers = Peers({}, random.Random(7), apart=NOT_NODES)
+        self.directory: Any = self
+        found: Any = self
+        self.fetcher = BlockFetcher(
+            self.node,
+            found,
+            found,
+            [Disk(self, number, keys) for number, keys in (disks or {}).items()],
+            SharedMemoryTier({}, 0),
+            self.peers,
+            self.loop.time,
+        )
+
+    async def locate(self, digest: bytes, parts: int, keys: Sequence[bytes]) -> list[list[Entry]]:
+        every = (1 << PARTS) - 1
+        return [[Entry(peer, TIERS["dram"], every) for peer in self.living]] * len(keys)
+
+    def met(self, *_: object) -> None:
+        raise AssertionError("all live")
+
+    async def pull(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled:
+        return await self.deliver(order.url.encode(), len(order.keys) // 16, order.deadline_s)
+
+    async def deliver(
+        self, source: bytes, blocks: int, seconds: float, *, unkillable: bool = False
+    ) -> worker_wire.Pulled:
+        if source in self.refused:
+            raise LimitExceeded("too much is under way here")
+        self.under_way[source] += 1
+        self.most[source] = max(self.most[source], self.under_way[source])
+        running = sum(count for one, count in self.under_way.items() if one in self.living)
+        self.most_of_peers = max(self.most_of_peers, running)
+        began = self.loop.time()
+        try:
+            while unkillable and not self.dead.is_set():
+                try:
+                    await self.dead.wait()
+                except asyncio.CancelledError:
+                    pass
+            if unkillable:
+                raise Unavailable("its process has ended")
+            late = source in self.stopped
+            await asyncio.sleep(seconds if late else SERVICE_S)
+        finally:
+            self.under_way[source] -= 1
+        took = self.loop.time() - began
+        status = BlockStatus.LATE if late else BlockStatus.PRESENT
+        error = f"the peer did not answer within {seconds} s" if late else ""
+        return worker_wire.Pulled(bytes([status]) * blocks, bytes(16 * blocks), took, error)
+
+    async def prompt(self, number: int, wait_s: float = WAIT_S) -> tuple[int, float]:
+        """How many blocks of a prompt are here, and after how long."""
+        keys = [key(number * BLOCKS + at) for at in range(BLOCKS)]
+        began = self.loop.time()
+        await self.fetcher.pull(self.namespace, [], keys, 0, wait_s)
+        took = self.loop.time() - began
+        return self.node.leases.match(self.namespace, [], keys), took
+
+    async def prompts(self, numbers: range) -> tuple[set[int], float]:
+        """The numbers of blocks that prompts got, all at a time; and the longest time."""
+        found = await asyncio.gather(*map(self.prompt, numbers))
+        return {blocks for blocks, _ in found}, max(took for _, took in found)
+
+    def blamed(self, name: bytes) -> tuple[int, int]:
+        peer = self.peers.get(name)
+        return (0, 0) if peer is None else (peer.failed, peer.slow)
+
+
+def node_record(name: str) -> Any:
+    return SimpleNamespace(node=name)
+
+
+def test_one_stopped_peer_costs_no_block_and_no_blame() -> None:
+    async def main() -> None:
+        world = World("a.......", "b.......")
+        assert (await world.prompts(range(PROMPTS)))[0] == {BLOCKS}
+        world.stopped = {b"a......."}
+        for batch in (1, 2):
+            numbers = range(batch * PROMPTS, (batch + 1) * PROMPTS)
+            found, longest = await world.prompts(numbers)
+            assert found == {BLOCKS}
+            assert longest < 1.0
+        assert world.blamed(b"b.......") == (0, 0)
+        assert world.blamed(b"a.......")[1] > 0
+        assert max(world.most.values()) <= PULLS.each
+        assert world.most_of_peers <= PULLS.together
+
+    run(main())
+
+
+@pytest.mark.parametrize("stopped", [2, 5, 20])
+def test_many_stopped_peers_leave_threads_for_the_one_that_answers(stopped: int) -> None:
+    """Each prompt asks them all at last, if it must; meanwhile what is asked of the healthy one comes at once."""
+
+    async def main() -> None:
+        names = [f"stop{number:04}" for number in range(stopped)]
+        world = World("healthy.", *names)
+        world.stopped = {name.encode() for name in names}
+        found, longest = await world.prompts(range(PROMPTS))
+        assert found == {BLOCKS}
+        assert longest < WAIT_S / 2
+        assert world.blamed(b"healthy.") == (0, 0)
+        assert world.most_of_peers < PULLS.together, "a thread is always left"
+
+    run(main())
+
+
+def test_one_healthy_peer_has_as_many_threads_as_ever() -> None:
+    async def main() -> None:
+        world = World("healthy.")
+        found, longest = await world.prompts(range(PROMPTS))
+        assert found == {BLOCKS}
+        assert world.most[b"healthy."] == PULLS.each == 16
+        assert longest < PROMPTS * PARTS * SERVICE_S / PULLS.each * 1.5
+        assert world.blamed(b"healthy.") == (0, 0)
+        assert world.fetcher.stats().hedges == 0
+
+    run(main())
+
+
+def test_a_hung_disk_costs_only_what_it_alone_has() -> None:
+    """More readers than any limit, of a disk whose orders do not end; then what others have is read as ever."""
+
+    async def check(world: World) -> None:
+        found = await asyncio.gather(*(world.prompt(number, 0.2) for number in range(400)))
+        assert {blocks for blocks, _ in found} == {0}
+        assert world.under_way[DISKS[0]] == transfer.LOADS_MAX, "only these never end"
+        blocks, took = await world.prompt(10_000)
+        assert (blocks, took < 0.5) == (BLOCKS, True), "the other disk"
+        world.living = {b"healthy.": LivingNode(node_record("h"), "healthy.")}
+        blocks, took = await world.prompt(20_000)
+        assert (blocks, took < 0.5) == (BLOCKS, True), "what only a peer has"
+        blocks, took = await world.prompt(7)
+        assert (blocks, took < 1.0) == (BLOCKS, True), "what the disk has too"
+        await asyncio.sleep(WAIT_S)  # those that waited for their turn have given up
+        assert len(world.fetcher.transfers) == transfer.LOADS_MAX
+        assert world.fetcher.stats().not_begun > 0
+
+    async def main() -> None:
+        on_hung = {key(number) for number in range(400 * BLOCKS)}
+        on_other = {key(10_000 * BLOCKS + at) for at in range(BLOCKS)}
+        world = World(disks={0: on_hung, 1: on_other})
+        world.stopped = {DISKS[0]}
+        try:
+            await check(world)
+        finally:
+            world.dead.set()
+        await asyncio.gather(*(one.task for one in world.fetcher.transfers))
+        assert not world.fetcher.transfers
+        assert world.node.tenants["red"].allocator.bytes_used == 3 * BLOCKS * PARTS * NBYTES
+
+    run(main())
+
+
+def test_the_first_readers_of_a_disk_that_hangs_are_served_by_a_peer() -> None:
+    async def main() -> None:
+        world = World("healthy.", disks={0: {key(number) for number in range(2 * BLOCKS)}})
+        world.stopped = {DISKS[0]}
+        try:
+            assert {blocks for blocks, _ in [await world.prompt(0), await world.prompt(1)]} == {
+                BLOCKS
+            }
+        finally:
+            world.dead.set()
+        await asyncio.gather(*(one.task for one in world.fetcher.transfers))
+
+    run(main())
+
+
+def test_a_source_is_not_tried_while_too_many_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait until there is room: what was not asked has not failed."""
+    monkeypatch.setattr(transfer, "WAITING_MAX", 4)
+
+    async def main() -> None:
+        world = World("healthy.")
+        found, _ = await world.prompts(range(PROMPTS))
+        assert found == {BLOCKS}
+
+    run(main())
+
+
+def test_an_order_that_is_refused_here_is_not_held_against_the_peer() -> None:
+    async def main() -> None:
+        world = World("healthy.")
+        world.refused = {b"healthy."}
+        assert (await world.prompt(1))[0] == 0
+        assert world.blamed(b"healthy.") == (0, 0)
+        world.refused.clear()
+        assert (await world.prompt(1))[0] == BLOCKS
+
+    run(main())
+
+
+def test_no_more_is_loaded_at_a_time_than_there_are_threads_for() -> None:
+    assert transfer.LOADS_MAX == disk_worker.READ_JOBS == object_worker.READ_JOBS
