@@ -273,8 +273,12 @@ class PlaceStats(Branch):
 
 
 class SsdStats(PlaceStats):
-    """An SSD. segment_bytes: of its slots; 0 while it is not open. entries_max: of its index."""
+    """An SSD. segment_bytes: of its slots; 0 while it is not open. entries_max: of its index.
 
+    hangs: how often its process was killed and did not end.
+    """
+
+    hangs: int = 0
     segment_bytes: int = 0
     entries_max: int = 0
     direct: bool = False
@@ -472,7 +476,7 @@ class ReplicationStats(Branch):
 
 
 class WorkerStats(Branch):
-    """A transfer worker."""
+    """A transfer worker. quarantined: processes that were killed and have not ended: they hang in the kernel."""
 
     pid: int | None = None
     alive: bool = False
@@ -480,6 +484,7 @@ class WorkerStats(Branch):
     orders: int = 0
     loans: int = 0
     listening: list[str] = []
+    quarantined: int = 0
 
 
 class NixlStats(Branch):

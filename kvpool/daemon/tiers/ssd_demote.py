@@ -35,13 +35,14 @@ log = logging.getLogger("kvpool.daemon")
 
 QUEUE_MAX = 1 << 16  # blocks that were put and should be written through
 BATCH_BLOCKS, BATCH_BYTES = 256, 16 << 20  # in one order
-WRITES_MAX = 4  # orders to write at a time, of all disks
+WRITES_MAX = 4  # orders to write at a time, to one disk
 HELD_SHARE = 1 / 8  # of a segment, in all orders
 CLEAN_LOW, CLEAN_HIGH = 1 / 8, 1 / 4  # of a segment: its cold end that should be on disk already
 LOOK_BLOCKS = 4096  # of the cold end, in one look
 SAMPLE_BLOCKS = 512  # of them, for statistics
 MOVED_SHARE = 1 / 32  # of a segment, put since the last look: time for another
 CLEAN_EVERY_S, PRESSED_S = 0.05, 0.005
+STUCK_S = 1.0  # a disk that ends none of its orders for so long is passed over
 CLOSED_S = 1.0  # between checks whether a disk accepts writes
 
 
@@ -63,8 +64,11 @@ class SsdDemotion:
         self._queue: OrderedDict[tuple[PartTable, bytes], None] = OrderedDict()
         self._awake = asyncio.Event()
         self._put = asyncio.Event()
-        limits = WriteLimits(WRITES_MAX, BATCH_BLOCKS, BATCH_BYTES, HELD_SHARE)
-        self._orders = WriteOrders(node, tasks, "writes", limits)
+        limits = WriteLimits(
+            WRITES_MAX, BATCH_BLOCKS, BATCH_BYTES, HELD_SHARE, places=max(1, len(devices))
+        )
+        self._orders = WriteOrders(node, tasks, "writes", limits, self._may_begin)
+        self._moved_at: dict[SsdDevice, float] = {}  # when an order to it began or ended, last
         self._pressed = False
         self._watermarks: dict[tuple[str, Place], Watermarks] = {}
         self.budget = Budget(config.ssd_bytes_per_day, clock())
@@ -171,12 +175,16 @@ class SsdDemotion:
         if not self.budget.spend(device.takes(table, len(blocks)), now):
             self.counted.over_budget_blocks += len(blocks)
             return None
-        return Order(blocks, partial(self._write, device))
+        return Order(blocks, partial(self._write, device), device)
 
     async def _write(self, device: SsdDevice, blocks: Sequence[Block]) -> None:
         table = blocks[0].table
         used = [block.used for block in blocks]
-        await device.write(table, blocks, table.namespace.tenant.segment)
+        self._moved_at[device] = self._clock()
+        try:
+            await device.write(table, blocks, table.namespace.tenant.segment)
+        finally:
+            self._moved_at[device] = self._clock()
         held = [own.blocks for own in device.holding(table)]
         for block, tick in zip(blocks, used, strict=True):
             if any(block.key in keys for keys in held):
@@ -197,9 +205,21 @@ class SsdDemotion:
     def _may_write(self) -> bool:
         return any(device.may_write() for device in self.devices)
 
+    def _may_begin(self) -> bool:
+        """Whether the next order may begin at its disk, or there is none for it."""
+        device = self._emptiest()
+        return device is None or self._orders.has_room(device)
+
+    def _is_stuck(self, device: SsdDevice) -> bool:
+        """Whether it has enough to do, and has done none of it for a while."""
+        if self._orders.has_room(device):
+            return False
+        return self._clock() - self._moved_at.get(device, 0.0) >= STUCK_S
+
     def _emptiest(self) -> SsdDevice | None:
-        """The disk to write to next: each gets its share by its size."""
+        """The disk to write to next: each gets its share by its size, but for one that hangs."""
         able = [device for device in self.devices if device.may_write()]
+        able = [device for device in able if not self._is_stuck(device)] or able
         return min(
             able,
             key=lambda s: (s.counted.written_bytes + s.counted.writing_bytes) / s.size,

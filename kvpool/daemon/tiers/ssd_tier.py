@@ -62,7 +62,7 @@ class SsdTier:
         self._clock = clock
         self._adopt = adopt
         self._make_rules = make_rules
-        self._supervisors: list[WorkerSupervisor[DiskWorkerProxy]] = []
+        self._supervisors: dict[SsdDevice, WorkerSupervisor[DiskWorkerProxy]] = {}
         self._tasks = Tasks()
         self._opened = asyncio.Event()
         self._notify: Callable[[], object] = lambda: None
@@ -120,7 +120,7 @@ class SsdTier:
             self._opened.set()
 
         supervisor = WorkerSupervisor(lambda: DiskWorkerProxy(disk, segments), began, ended, None)
-        self._supervisors.append(supervisor)
+        self._supervisors[device] = supervisor
         await supervisor.insist(f"the disk at {disk.path}")
 
     async def _restore(self, device: SsdDevice, process: DiskWorkerProxy) -> None:
@@ -147,7 +147,7 @@ class SsdTier:
     async def close(self) -> None:
         """See `Tier`."""
         await self._tasks.end()
-        await asyncio.gather(*[supervisor.stop() for supervisor in self._supervisors])
+        await asyncio.gather(*[supervisor.stop() for supervisor in self._supervisors.values()])
         self._supervisors.clear()
         for device in self.devices:
             device.ended("it is closed")
@@ -349,6 +349,8 @@ class SsdTier:
         stats.budget_bytes_per_day = budget.bytes_a_day
         stats.budget_left_bytes = budget.left_bytes(self._clock())
         stats.budget_refused_bytes = budget.refused_bytes
+        for device, supervisor in self._supervisors.items():
+            device.counted.hangs = supervisor.hangs
         stats.ssd = [device.stats() for device in self.devices]
         return stats
 

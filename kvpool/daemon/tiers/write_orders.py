@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -22,40 +23,53 @@ EMPTY_KEY = bytes(16)
 SLICE_ROWS = 2048  # of memory that are examined in one go beside requests
 LAST_USED_MAX = 1 << 16  # blocks in one search for the most recently used
 STORED_TOGETHER = 4096
+LOOK_S = 0.5  # between looks whether an order may begin, when none ends
 
 
 class WriteLimits(NamedTuple):
     """Limits of concurrent writes.
 
-    orders: under way. blocks, bytes: in one order. memory_share: of a tenant's segment, in all orders together:
-    blocks being written cannot be evicted, and puts need room.
+    orders: under way, to each place. blocks, bytes: in one order. memory_share: of a tenant's segment, in all orders
+    together: blocks being written cannot be evicted, and puts need room. places: how many there are.
     """
 
     orders: int
     blocks: int
     bytes: int
     memory_share: float
+    places: int = 1
 
 
 class Order(NamedTuple):
-    """Blocks of one table, and the write of those still in memory."""
+    """Blocks of one table, and the write of those still in memory. place: where to, such as a disk."""
 
     blocks: Sequence[Block]
     write: Callable[[Sequence[Block]], Awaitable[None]]
+    place: Hashable = None
 
 
 class WriteOrders:
-    """The orders to write that one tier has under way.
+    """The orders to write that one tier has under way. Each place has its own limit: one that hangs keeps no order
+    from another.
 
-    holder: names the holder that keeps the blocks in memory.
+    holder: names the holder that keeps the blocks in memory. may_begin: whether any place takes one more order;
+    None: there is one place, and it does below its limit.
     """
 
-    def __init__(self, node: Node, tasks: Tasks, holder: str, limits: WriteLimits) -> None:
+    def __init__(
+        self,
+        node: Node,
+        tasks: Tasks,
+        holder: str,
+        limits: WriteLimits,
+        may_begin: Callable[[], bool] | None = None,
+    ) -> None:
         self.limits = limits
+        self._may_begin = may_begin or partial(self.has_room, None)
         self._node = node
         self._tasks = tasks
         self._holder = holder
-        self._free = asyncio.Semaphore(limits.orders)
+        self._orders: Counter[Hashable] = Counter()
         self._under_way: set[tuple[PartTable, bytes]] = set()
         self._finished = asyncio.Event()
 
@@ -67,10 +81,15 @@ class WriteOrders:
         """Blocks on their way."""
         return len(self._under_way)
 
+    def has_room(self, place: Hashable) -> bool:
+        """Whether one more order may begin there."""
+        return self._orders[place] < self.limits.orders
+
     def together(self, table: PartTable) -> int:
         """Blocks of a table that go into one order."""
         most = self.limits
-        share = int(table.namespace.tenant.allocator.size * most.memory_share) // most.orders
+        share = int(table.namespace.tenant.allocator.size * most.memory_share)
+        share //= most.orders * most.places
         return max(1, min(most.blocks, min(most.bytes, share) // table.stride))
 
     def batches(self, blocks: Iterable[Block]) -> list[list[Block]]:
@@ -86,32 +105,39 @@ class WriteOrders:
 
     async def begin(self, choose: Callable[[], Order | None]) -> bool:
         """Wait until another order may begin, then start the one that `choose` returns; returns whether there was
-        one.
+        one. It must be for a place that has room.
         """
-        await self._free.acquire()
-        try:
-            order = choose()
-        except BaseException:
-            self._free.release()
-            raise
+        while not self._may_begin():
+            try:
+                async with asyncio.timeout(LOOK_S):  # a place may have come or gone meanwhile
+                    await self._finished.wait()
+            except TimeoutError:
+                pass
+        order = choose()
         if order is None:
-            self._free.release()
             return False
+        self._orders[order.place] += 1
         table = order.blocks[0].table
         holder = self._node.holders.own(table.namespace.tenant.name, self._holder)
         lease = self._node.leases.hold(holder, order.blocks)
         _, held = lease.parts[table.part]
         self._under_way.update((table, block.key) for block in held)
         task = self._tasks.begin(_written(order.write, held))
-        task.add_done_callback(partial(self._ended, holder, lease.token, table, held))
+        task.add_done_callback(partial(self._ended, order.place, holder, lease.token, table, held))
         return True
 
     def _ended(
-        self, holder: Holder, token: str, table: PartTable, held: Sequence[Block], _: object
+        self,
+        place: Hashable,
+        holder: Holder,
+        token: str,
+        table: PartTable,
+        held: Sequence[Block],
+        _: object,
     ) -> None:
         self._under_way.difference_update((table, block.key) for block in held)
         self._node.leases.release(holder, token)
-        self._free.release()
+        self._orders[place] -= 1
         self._finished.set()
         self._finished = asyncio.Event()
 

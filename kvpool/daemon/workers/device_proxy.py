@@ -46,6 +46,7 @@ class DeviceWorkerProxy(Worker):
     module = "kvpool.daemon.workers.device_worker"
     kind = "device"
     decode = worker_wire.decode_device
+    fills = (worker_wire.DemoteBlocks,)
 
     def __init__(self, start: worker_wire.DeviceStart, segments: Mapping[int, Segment]) -> None:
         super().__init__()

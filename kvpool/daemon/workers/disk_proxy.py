@@ -54,6 +54,7 @@ class DiskWorkerProxy(Worker):
     module = "kvpool.daemon.workers.disk_worker"
     kind = "disk"
     decode = storage_wire.decode_disk
+    fills = (storage_wire.ReadBlocks,)
 
     def __init__(self, config: DiskConfig, segments: Mapping[int, Segment]) -> None:
         super().__init__()

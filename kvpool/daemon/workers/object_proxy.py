@@ -44,6 +44,8 @@ class ObjectWorkerProxy(Worker):
     module = "kvpool.daemon.workers.object_worker"
     kind = "object"
     decode = storage_wire.decode_object
+    fills = (storage_wire.GetObjects,)
+    alone = False
 
     def __init__(self, start: storage_wire.ObjectStart, segments: Mapping[int, Segment]) -> None:
         super().__init__()

@@ -1,6 +1,8 @@
 """Worker processes of the control process: start, order, and restart them.
 
-Event loop only. A worker is disposable: when it dies, its orders fail, and another one is started.
+Event loop only. A worker is disposable: when it dies, its orders fail, and another one is started. One that hangs
+in the kernel does not die when it is killed. It is quarantined: what it may still write to stays reserved until it
+has ended, however late, and nobody waits for it, a stopping daemon included.
 `transfer_workers.py` has those that carry bytes between nodes, `disk_proxy.py` those that own a disk.
 """
 
@@ -13,7 +15,7 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable, from_code
@@ -29,6 +31,8 @@ OUTSTANDING_MAX = 512  # orders given to one worker and not answered
 START_S = 60.0  # to start, and to map a segment
 GRACE_S = 5.0  # after an order's deadline; then the worker is considered dead, and killed
 STOP_S = 5.0
+KILL_S = 5.0  # for a killed process to end; then it hangs in the kernel
+QUARANTINED_MAX = 4  # processes of one supervisor that were killed and have not ended
 INSIST_S = 5.0  # wait before retrying a process that does not start
 BACKOFF_S, BACKOFF_S_MAX = 0.1, 10.0
 RESTARTS_MAX = 10  # in a row, each before the worker had lived for STEADY_S
@@ -128,12 +132,15 @@ class Worker(ABC):
     """One life of a worker: from its start to the death of the process.
 
     module: run as `python -m MODULE FD PARENT`, where FD is its end of the control channel. kind:
-    its name in messages.
+    its name in messages. fills: the orders that have it write to rows of memory. alone: it owns what only one
+    process can have, so that no other one is started before it has ended.
     """
 
     module: str
     kind: str
     decode: frame.Decoder
+    fills: tuple[type[frame.Message], ...] = ()
+    alone = True
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -141,7 +148,11 @@ class Worker(ABC):
         self._last_request = 0
         self._channel: Channel
         self._process: asyncio.subprocess.Process
+        self._filling: set[int] = set()  # requests, of those that write to rows
+        self._killed = False
+        self._left = asyncio.Event()  # it is dead, or quarantined
         self.alive = False
+        self.quarantined = False
 
     @property
     def pid(self) -> int:
@@ -178,7 +189,7 @@ class Worker(ABC):
             await self._prepare()
         except BaseException:
             self._kill()
-            await asyncio.shield(self._death)
+            await self.left()
             raise
 
     @abstractmethod
@@ -212,10 +223,14 @@ class Worker(ABC):
 
     async def _ask(self, message: frame.Message, seconds: float, fd: int | None = None) -> Any:
         if not self.alive:
-            raise Unavailable(f"the {self.kind} process has ended")
+            raise Unavailable(
+                self._does_not_end if self.quarantined else f"the {self.kind} process has ended"
+            )
         self._last_request = request = self._last_request % 0xFFFFFFFF + 1
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._answers[request] = answer
+        if isinstance(message, self.fills):
+            self._filling.add(request)
         self._channel.send(message, request, fd)
         cancelled: asyncio.CancelledError | None = None
         seconds = max(
@@ -230,7 +245,7 @@ class Worker(ABC):
                     seconds = GRACE_S
                     self._channel.send(worker_wire.StopOrder(request), 0)
                 continue
-            if not answer.done():
+            if not answer.done() and not self._killed:
                 log.error(
                     "%s %d does not answer: killed",
                     self.kind,
@@ -247,6 +262,7 @@ class Worker(ABC):
 
     def _received(self, request: int, message: Any) -> None:
         answer = self._answers.pop(request, None)
+        self._filling.discard(request)
         if answer is None:
             raise ProtocolError(
                 f"a {self.kind} process answered request {request}, which was not sent"
@@ -257,22 +273,56 @@ class Worker(ABC):
             answer.set_result(message)
 
     def _kill(self) -> None:
-        if self.alive:
-            try:
-                self._process.kill()
-            except ProcessLookupError:
-                pass  # dead, and about to be noticed
+        if self.alive and not self._killed:
+            self._killed = True
+            self._send_kill()
+            self._loop.call_later(KILL_S, self._quarantine)
+
+    def _send_kill(self) -> None:
+        try:
+            self._process.kill()
+        except ProcessLookupError:
+            pass  # dead, and about to be noticed
+
+    @property
+    def _does_not_end(self) -> str:
+        return f"the {self.kind} process {self.pid} was killed and does not end: it hangs in the kernel"
+
+    def _quarantine(self) -> None:
+        """It was killed and has not ended: leave it alone, with the rows that it may still write to."""
+        if not self.alive:
+            return
+        self.alive, self.quarantined = False, True
+        log.error(
+            "%s. %d orders that it may still write for keep their memory until it has ended",
+            self._does_not_end,
+            len(self._filling),
+            extra={"worker": self.kind},
+        )
+        self._fail([one for one in self._answers if one not in self._filling], self._does_not_end)
+        self._left.set()
+
+    def _fail(self, requests: Iterable[int], reason: str) -> None:
+        for request in requests:
+            self._answers.pop(request).set_exception(Unavailable(reason))
+            self._filling.discard(request)
 
     async def _wait_for_death(self) -> None:
         """The process's death is the proof that it no longer reads or writes anywhere."""
         status = await self._process.wait()
         self._channel.drain()
-        self.alive = False
+        if self.quarantined:
+            log.warning(
+                "%s %d has ended: what it might have written to is free again",
+                self.kind,
+                self.pid,
+                extra={"worker": self.kind},
+            )
+        self.alive = self.quarantined = False
         self._channel.close()
-        for answer in self._answers.values():
-            answer.set_exception(Unavailable(f"the {self.kind} process ended (status {status})"))
-        self._answers.clear()
+        self._fail(list(self._answers), f"the {self.kind} process ended (status {status})")
         self.on_worker_exit()
+        self._left.set()
 
     @abstractmethod
     def on_worker_exit(self) -> None:
@@ -282,15 +332,24 @@ class Worker(ABC):
         """Wait for the death of the process and for the cleanup after it."""
         await asyncio.shield(self._death)
 
+    async def left(self) -> None:
+        """Wait until it is dead, or quarantined: at most `KILL_S` after it was killed."""
+        await self._left.wait()
+
     async def stop(self) -> None:
-        """End the process and wait for it. Idempotent."""
+        """End the process and wait for it, at most `STOP_S` and `KILL_S`. Idempotent.
+
+        For a daemon that stops: nothing is put into the rows any more that a process which does not end might
+        write to, so its last orders fail, too.
+        """
         self._channel.close()
         try:
             async with asyncio.timeout(STOP_S):
-                await self.died()
+                await self.left()
         except TimeoutError:
             self._kill()
-            await self.died()
+            await self.left()
+        self._fail(list(self._answers), f"the {self.kind} process was left alone")
 
 
 W = TypeVar("W", bound=Worker)
@@ -317,8 +376,10 @@ class WorkerSupervisor(Generic[W]):
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
+        self._quarantined: list[W] = []
         self.worker: W | None = None
         self.restarts = 0
+        self.hangs = 0  # processes that were killed and did not end
 
     @property
     def alive(self) -> bool:
@@ -333,6 +394,7 @@ class WorkerSupervisor(Generic[W]):
         """The same for an optional process: retry until it starts. what: its purpose, in the log."""
         said = ""
         while True:
+            await self._until_another_may_start()
             try:
                 await self.start()
                 return
@@ -345,9 +407,37 @@ class WorkerSupervisor(Generic[W]):
 
     async def _start_worker(self) -> None:
         worker = self._make()
-        await worker.start()
+        try:
+            await worker.start()
+        except BaseException:
+            self._note_hang(worker)
+            raise
         self.worker = worker
         self._began(worker)
+
+    def _note_hang(self, worker: W) -> None:
+        if worker.quarantined:
+            self.hangs += 1
+            self._quarantined.append(worker)
+
+    @property
+    def quarantined(self) -> int:
+        """How many processes were killed and have not ended."""
+        return sum(worker.quarantined for worker in self._quarantined)
+
+    async def _until_another_may_start(self) -> None:
+        """One that does not end may own what the next one needs; and there must not be ever more of them."""
+        while left := [worker for worker in self._quarantined if worker.quarantined]:
+            self._quarantined = left
+            if not left[0].alone and len(left) < QUARANTINED_MAX:
+                return
+            deaths = [self._loop.create_task(worker.died()) for worker in left]
+            try:
+                await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for death in deaths:
+                    death.cancel()
+        self._quarantined = []
 
     async def _keep(self) -> None:
         failures = 0
@@ -355,8 +445,13 @@ class WorkerSupervisor(Generic[W]):
         while True:
             started = self._loop.time()
             if self.worker is not None:
-                await self.worker.died()
-                self._ended("its process ended")
+                await self.worker.left()
+                self._note_hang(self.worker)
+                self._ended(
+                    f"its process {self.worker.pid} was killed and does not end: it hangs in the kernel"
+                    if self.worker.quarantined
+                    else "its process ended"
+                )
             if self._stopping:
                 return
             failures = 0 if self._loop.time() - started > STEADY_S else failures + 1
@@ -376,6 +471,7 @@ class WorkerSupervisor(Generic[W]):
                 extra={"worker": kind},
             )
             await asyncio.sleep(pause)
+            await self._until_another_may_start()
             self.worker = None
             self.restarts += 1
             try:
@@ -391,6 +487,8 @@ class WorkerSupervisor(Generic[W]):
 
     async def stop(self) -> None:
         self._stopping = True
+        for worker in self._quarantined:
+            await worker.stop()
         if self.worker is not None:
             await self.worker.stop()
         if self._task is not None:

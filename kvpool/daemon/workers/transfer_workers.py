@@ -72,9 +72,11 @@ class TransferWorkerProxy(Worker):
     module = "kvpool.daemon.workers.transfer_worker"
     kind = "transfer"
     decode = worker_wire.decode_transfer
+    fills = (worker_wire.PullBlocks,)
 
     def __init__(self, workers: TransferWorkers, listen: list[str]) -> None:
         super().__init__()
+        self.alone = bool(listen)  # the addresses are its own
         self._workers = workers
         self._listen = listen
         self._loans: set[str] = set()
@@ -408,6 +410,7 @@ class TransferWorkers:
                 restarts=keeper.restarts,
                 orders=keeper.worker.busy if keeper.worker is not None else 0,
                 loans=keeper.worker.lending if keeper.worker is not None else 0,
+                quarantined=keeper.quarantined,
                 listening=keeper.worker.urls if keeper.worker is not None else [],
             )
             for keeper in self._all

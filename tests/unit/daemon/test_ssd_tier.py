@@ -415,6 +415,31 @@ def test_each_disk_gets_its_share_by_its_size(monkeypatch: pytest.MonkeyPatch) -
     run(main())
 
 
+def test_a_disk_that_hangs_leaves_its_share_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows yet that it hangs: its orders do not end, and keep none from the other disk."""
+    monkeypatch.setattr(ssd_demote, "BATCH_BLOCKS", 1)
+
+    async def main() -> None:
+        bench = Bench(300, 300, memory=256, write="through")
+        await bench.begin()
+        hung = bench.disks[0]
+        hung.held.add("write")
+        bench.put(range(200))
+        await asyncio.sleep(60)
+        assert len(hung.of_kind("write")) == ssd_demote.WRITES_MAX
+        stored = bench.on_disk(bench.tiers.devices[1])
+        assert len(stored) == 200 - ssd_demote.WRITES_MAX
+        # When it goes on it gets its share again.
+        hung.go_on()
+        bench.put(range(200, 240))
+        await asyncio.sleep(60)
+        assert bench.on_disk() == set(range(240))
+        assert len(bench.on_disk(bench.tiers.devices[0])) > 2 * ssd_demote.WRITES_MAX
+        assert not bench.node.leases.count
+
+    run(main())
+
+
 def test_a_disk_that_fails_leaves_its_share_to_the_others() -> None:
     async def main() -> None:
         bench = Bench(100, 100, write="through")
