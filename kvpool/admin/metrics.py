@@ -382,6 +382,11 @@ METRICS: tuple[Metric, ...] = (
         "Loans to peers held by transfer workers.",
         "transfer_workers.[].loans",
     ),
+    _gauge(
+        "transfer_workers_quarantined",
+        "Transfer workers that were killed and have not ended. What they may write to stays reserved.",
+        "transfer_workers.[].quarantined",
+    ),
     # What clients put and read.
     _counter(
         "put_parts",
@@ -560,6 +565,12 @@ METRICS: tuple[Metric, ...] = (
             for operation in ("read", "write")
         ),
         labels=("location", "tier", "operation"),
+    ),
+    _counter(
+        "tier_quarantined",
+        "How often the process of an SSD was killed and did not end, because the disk hangs.",
+        *_disks("hangs", tiers=("ssd",)),
+        labels=_PLACE,
     ),
     _counter(
         "checksum_mismatches",
@@ -765,7 +776,18 @@ METRICS: tuple[Metric, ...] = (
         _suspended,
         labels=("source",),
     ),
+    _gauge(
+        "source_waiting_transfers",
+        "Transfers that wait for their turn at the source.",
+        partial(_peers, "waiting", 1),
+        labels=("source",),
+    ),
     _gauge("transfers", "Transfers in progress from other tiers and nodes.", "fetch.transfers"),
+    _counter(
+        "transfers_withdrawn",
+        "Transfers that ended before their turn at their source: another source was asked, or nobody waited any more.",
+        "fetch.not_begun",
+    ),
     _counter("transfers_failed", "Failed transfers.", "fetch.failed_transfers"),
     _counter(
         "hedged_parts",

@@ -104,6 +104,7 @@ _FETCH: Entries = (
         (
             ("hedges", "block parts requested from a second peer"),
             ("cancelled", "transfers cancelled"),
+            ("not_begun", "ended before their turn"),
         ),
         False,
     ),
