@@ -272,12 +272,13 @@ class Transfers:
         self, transfer: Transfer, url: str, deadline: float, origin: Origin
     ) -> None:
         """Wait for its turn, at most until nobody waits for it any more; then it has the rest of the time."""
-        wait_s = max(deadline - self._clock(), TRANSFER_S)
-        try:
-            async with asyncio.timeout(wait_s):
-                await transfer.has_turn.wait()
-        except TimeoutError:
-            return
+        if not transfer.turn.begun:
+            wait_s = max(deadline - self._clock(), TRANSFER_S)
+            try:
+                async with asyncio.timeout(wait_s):
+                    await transfer.has_turn.wait()
+            except TimeoutError:
+                return
         now = transfer.since = transfer.line.moved_at = self._clock()
         transfer.begun = True
         self._peers.unqueued(transfer.source, transfer.nbytes)

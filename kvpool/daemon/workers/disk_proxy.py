@@ -22,7 +22,9 @@ OPEN_S = 600.0  # a file system without `fallocate` writes the whole segment onc
 class Disk(Protocol):
     """One life of a disk worker, as `tiers/ssd_device.py` uses it. All raise `Unavailable` once it has ended.
 
-    An order returns, raises or is cancelled only when nothing touches its rows and slots any more.
+    An order returns, raises or is cancelled only when nothing touches its rows and slots any more. A process that was
+    killed and does not end takes no more orders: its reads end with it, its writes before it, and the next life
+    begins after it.
     """
 
     ready: storage_wire.DiskReady

@@ -20,7 +20,7 @@ from kvpool.wire import worker as worker_wire
 class ObjectStorage(Protocol):
     """One life of an object worker, as `tiers/object_tier.py` uses it. All raise `Unavailable` once it has ended.
 
-    An order returns, raises or is cancelled only when nothing touches its rows any more.
+    An order returns, raises or is cancelled only when nothing writes to its rows any more.
     """
 
     async def check(self, order: storage_wire.CheckObjects) -> None: ...

@@ -203,7 +203,8 @@ class Worker(ABC):
         """The answer to an order, at the latest `GRACE_S` after its deadline.
 
         Returns, raises, or is cancelled only when the worker no longer works on the order: it
-        has answered, or its process is dead.
+        has answered, or its process is dead. If that is quarantined, an order that writes to rows of memory
+        (`fills`) waits for its death, however long; the others raise `Unavailable`.
         """
         if self.busy >= OUTSTANDING_MAX:
             raise LimitExceeded(
