@@ -291,7 +291,10 @@ class Locator:
         keys: Sequence[bytes],
         wait_s: float,
     ) -> Located:
-        """Without a directory: each peer reports how much of the prefix it could provide."""
+        """Without a directory: each peer reports how much of the prefix it could provide.
+
+        One that takes longer than expected is not waited for when another one has all of it.
+        """
         now = self._clock()
         question = peer_wire.Ask(
             namespace.tenant.name,
@@ -304,9 +307,7 @@ class Locator:
             for incarnation, node in self._cluster.living.items()
             if (peer := self._peers.get(incarnation)) is None or not peer.suspended(now)
         ][:ASKED_MAX]
-        answers = await asyncio.gather(
-            *(self._ask(incarnation, url, question, wait_s) for incarnation, url in asked)
-        )
+        answers = await self._answers(asked, question, len(keys), wait_s)
         mask = sum(1 << table.part for table in tables)
         located: Located = {}
         reach = sorted(zip(answers, [incarnation for incarnation, _ in asked], strict=True))
@@ -317,6 +318,35 @@ class Locator:
                 located.update(dict.fromkeys(keys[first:end], having))
                 first = end
         return located
+
+    async def _answers(
+        self, asked: Sequence[tuple[bytes, str]], question: peer_wire.Ask, count: int, wait_s: float
+    ) -> list[int]:
+        """How many of so many blocks each of these has; 0 for those that nobody waited for."""
+        tasks = {
+            asyncio.ensure_future(self._ask(incarnation, url, question, wait_s)): incarnation
+            for incarnation, url in asked
+        }
+        trusted = [
+            task
+            for task, incarnation in tasks.items()
+            if (peer := self._peers.get(incarnation)) is None or not peer.on_probation
+        ]
+        try:
+            if trusted:
+                patience_s = max(self._peers.hedge_after_s(tasks[task], 0) for task in trusted)
+                await asyncio.wait(trusted, timeout=min(patience_s, wait_s))
+            if not any(task.done() and task.result() >= count for task in tasks):
+                await asyncio.gather(*tasks)
+            now = self._clock()
+            for task in trusted:
+                if not task.done():
+                    self._peers.slow(tasks[task], now)
+            return [task.result() if task.done() else 0 for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ask(
         self, incarnation: bytes, url: str, question: peer_wire.Ask, wait_s: float

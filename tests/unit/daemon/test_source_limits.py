@@ -26,6 +26,8 @@ from kvpool.placement.peers import Peers
 from kvpool.storage.eviction import make_policy
 from kvpool.testing.memory_tier import SharedMemoryTier
 from kvpool.types import BlockStatus, PartSpec
+from kvpool.wire import frame
+from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 from tests.sim.simulation.loop import run_alone
 
@@ -99,6 +101,13 @@ class World:
 
     def met(self, *_: object) -> None:
         raise AssertionError("all live")
+
+    async def ask(self, order: worker_wire.AskPeer) -> frame.Done:
+        assert isinstance(order.question, peer_wire.Ask)
+        await asyncio.sleep(order.deadline_s if order.url.encode() in self.stopped else SERVICE_S)
+        if order.url.encode() in self.stopped:
+            raise Unavailable("the peer did not answer")
+        return frame.Done(len(order.question.keys) // 16)
 
     async def pull(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled:
         return await self.deliver(order.url.encode(), len(order.keys) // 16, order.deadline_s)
@@ -230,6 +239,22 @@ def test_a_hung_disk_costs_only_what_it_alone_has() -> None:
         await asyncio.gather(*(one.task for one in world.fetcher.transfers))
         assert not world.fetcher.transfers
         assert world.node.tenants["red"].allocator.bytes_used == 3 * BLOCKS * PARTS * NBYTES
+
+    run(main())
+
+
+def test_without_a_directory_a_stopped_peer_is_not_waited_for() -> None:
+    async def main() -> None:
+        world = World("a.......", "b.......", "c.......")
+        world.directory = None
+        await world.prompts(range(PROMPTS))
+        world.stopped = {b"a......."}
+        for batch in (1, 2):
+            numbers = range(batch * PROMPTS, (batch + 1) * PROMPTS)
+            found, longest = await world.prompts(numbers)
+            assert found == {BLOCKS}
+            assert longest < 1.0
+        assert world.blamed(b"b.......") == world.blamed(b"c.......") == (0, 0)
 
     run(main())
 
