@@ -6,7 +6,8 @@ No I/O, no clock, event loop only. All of it is bounded, and forgets the oldest 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 
 from kvpool.placement.directory.base import Entry
 
@@ -133,38 +134,65 @@ class DeadIncarnations:
 
     Incarnations that were in the view and left it; and those found in entries that have not come
     into the view for `patience_s` seconds during which the membership answered: a node whose joining was
-    not seen is not considered dead. Incarnations in the view never are. Call `seen` with every view, and
-    `passed` about every second. Bounded by `capacity`: others are found again later.
+    not seen is not considered dead. Incarnations in the view never are. Call `came` and `left` with every change of
+    the view, and `passed` about every second.
+
+    Of each kind `capacity` are known: further ones are found again when there is room, and none that waits
+    loses its place to them. The dead are forgotten after `forget_s` such seconds: entries that are left of
+    them are found again, too. All calls are O(what is given), but for `passed`, which is O(what ends).
     """
 
-    def __init__(self, *, patience_s: float = 30.0, capacity: int = 4096) -> None:
+    def __init__(
+        self, *, patience_s: float = 30.0, forget_s: float = 600.0, capacity: int = 4096
+    ) -> None:
         self._patience_s = patience_s
+        self._forget_s = forget_s
         self._capacity = capacity
-        self._living: frozenset[bytes] = frozenset()
-        self._strange: OrderedDict[bytes, float] = OrderedDict()  # connected time when first found
-        self._dead: OrderedDict[bytes, None] = OrderedDict()
+        self._living: set[bytes] = set()
+        # Each with the connected time when it was found, or declared dead: in that order.
+        self._strange: OrderedDict[bytes, float] = OrderedDict()
+        self._dead: OrderedDict[bytes, float] = OrderedDict()
         self._connected_s = 0.0
         self._connected_at: float | None = None
 
-    def seen(self, living: Collection[bytes]) -> None:
-        """These are in the view now, this node's own included."""
-        now_living = frozenset(living)
-        for incarnation in self._living - now_living:
-            self._declare(incarnation)
-        for incarnation in now_living - self._living:
+    def __len__(self) -> int:
+        """How many are known to be dead."""
+        return len(self._dead)
+
+    def __contains__(self, incarnation: bytes) -> bool:
+        """Whether it is known to be dead."""
+        return incarnation in self._dead
+
+    def oldest(self, count: int) -> list[bytes]:
+        """So many of the dead, those first that were declared first."""
+        return list(islice(self._dead, count))
+
+    def lives(self, incarnation: bytes) -> bool:
+        """Whether it is in the view."""
+        return incarnation in self._living
+
+    def came(self, incarnations: Iterable[bytes]) -> None:
+        """These are in the view now; this node's own counts as in it."""
+        for incarnation in incarnations:
+            self._living.add(incarnation)
             self._strange.pop(incarnation, None)
             self._dead.pop(incarnation, None)
-        self._living = now_living
+
+    def left(self, incarnations: Iterable[bytes]) -> None:
+        """These were in the view, and no longer are."""
+        for incarnation in incarnations:
+            if incarnation in self._living:
+                self._living.remove(incarnation)
+                self._declare(incarnation)
 
     def met(self, incarnations: Iterable[bytes]) -> None:
         """These occur in entries of the directory. Call it with incarnations not known to live; cheap."""
         for incarnation in incarnations:
+            if len(self._strange) >= self._capacity:
+                return
             known = incarnation in self._living or incarnation in self._dead
-            if known or incarnation in self._strange:
-                continue
-            self._strange[incarnation] = self._connected_s
-            if len(self._strange) > self._capacity:
-                self._strange.popitem(last=False)
+            if not known and incarnation not in self._strange:
+                self._strange[incarnation] = self._connected_s
 
     def passed(self, now: float, *, connected: bool) -> None:
         """Time has come to `now`; connected: whether the membership answers at present.
@@ -174,23 +202,23 @@ class DeadIncarnations:
         if connected and self._connected_at is not None:
             self._connected_s += now - self._connected_at
         self._connected_at = now if connected else None
-        while self._strange:
-            incarnation, since = next(iter(self._strange.items()))
-            if self._connected_s - since < self._patience_s:
+        for _ in range(self._ended(self._dead, self._forget_s)):
+            self._dead.popitem(last=False)
+        for _ in range(self._ended(self._strange, self._patience_s)):
+            if len(self._dead) >= self._capacity:
                 break
-            del self._strange[incarnation]
-            self._declare(incarnation)
+            self._declare(self._strange.popitem(last=False)[0])
+
+    def _ended(self, since: OrderedDict[bytes, float], wait_s: float) -> int:
+        """How many of the first have waited for so long."""
+        waited = takewhile(lambda at: self._connected_s - at >= wait_s, since.values())
+        return sum(1 for _ in waited)
 
     def swept(self, incarnations: Iterable[bytes]) -> None:
         """The whole directory was swept of these: forget them. If they occur again, they are recorded again."""
         for incarnation in incarnations:
             self._dead.pop(incarnation, None)
 
-    @property
-    def dead(self) -> frozenset[bytes]:
-        return frozenset(self._dead)
-
     def _declare(self, incarnation: bytes) -> None:
-        self._dead[incarnation] = None
-        if len(self._dead) > self._capacity:
-            self._dead.popitem(last=False)
+        if len(self._dead) < self._capacity:
+            self._dead[incarnation] = self._connected_s

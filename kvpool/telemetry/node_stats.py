@@ -528,7 +528,8 @@ class AnnouncerStats(Branch):
 class ClusterStats(Branch):
     """How a node stands in its cluster. others: nodes to fetch from. directory: None without one.
 
-    drain: a `DrainProgress`, None without a drain. swept: entries of dead nodes that it dropped from the directory.
+    drain: a `DrainProgress`, None without a drain. swept: entries of dead nodes that it dropped from the directory;
+    sweep_failures: steps that the directory did not do.
     """
 
     cluster: str = ""
@@ -540,6 +541,7 @@ class ClusterStats(Branch):
     drain: dict[str, Any] | None = None
     leases_lost: int = 0
     swept: int = 0
+    sweep_failures: int = 0
 
 
 # ---- the process ------------------------------------------------------------------------------------------

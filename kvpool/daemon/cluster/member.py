@@ -21,6 +21,7 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.host_topology import HostTopology
 from kvpool.daemon.cluster.local_node import Holdings, LocalNode
 from kvpool.daemon.cluster.namespaces import Namespaces
+from kvpool.daemon.cluster.sweep import Sweep
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
@@ -54,9 +55,6 @@ log = logging.getLogger("kvpool.daemon")
 
 TICK_S = 1.0
 REJOIN_S = (0.1, 5.0)
-SWEEP_KEYS = 2000  # checked in one tick, if this node is the one to sweep
-SURVEY_KEYS = 200  # the same, while no node is known to be dead
-SWEEP_CHORE = "sweep"
 SERVED_FROM = frozenset({NodeState.SERVING, NodeState.DRAINING})
 
 
@@ -106,14 +104,13 @@ class ClusterMember:
         ] = {}  # and the record from which each was made
         self._cards: list[Card] = []
         self._dead = DeadIncarnations()
+        self._seen: set[bytes] = set()
         self._view = View()
         self._transports: tuple[TransportRecord, ...] = ()
         self._drain_wanted = False
         self._tasks = Tasks()
         self._rejoining = False
-        self._sweep_cursor = b""
-        self._sweeping: frozenset[bytes] = frozenset()
-        self.swept = 0
+        self._sweep = Sweep(directory, membership, self._dead, clock)
 
     # ---- life ----------------------------------------------------------------------------------------
 
@@ -220,7 +217,7 @@ class ClusterMember:
             return
         self._dead.met([entry.incarnation])
         announcer = announcer or self.announcers.get(TIERS["dram"])
-        if announcer is not None and entry.incarnation in self._dead.dead:
+        if announcer is not None and entry.incarnation in self._dead:
             announcer.retract(
                 namespace.directory_digest,
                 len(namespace.tables),
@@ -268,9 +265,10 @@ class ClusterMember:
                 place=(record.node, record.url),
                 same_host=bool(record.host) and record.host == self.topology.host,
             )
-        self._dead.seen(
-            {self.own, *(record.incarnation_bytes for record in self._view.nodes.values())}
-        )
+        seen = {self.own, *(record.incarnation_bytes for record in self._view.nodes.values())}
+        self._dead.left(self._seen - seen)
+        self._dead.came(seen - self._seen)
+        self._seen = seen
         self._living = living
         self._by_url = by_url
         self._routes = {url: known for url, known in self._routes.items() if url in by_url}
@@ -406,32 +404,7 @@ class ClusterMember:
             self._dead.passed(now, connected=self.membership.standing(now) is Standing.MEMBER)
             await self.namespaces.register_late()
             await self.tell()
-            await self._sweep()
-
-    async def _sweep(self) -> None:
-        """If this node is the one to do it: drop entries of dead incarnations that nobody looks up any more.
-
-        It repeats passes over the directory, slowly while no node is known to be dead: entries from
-        forgotten incarnations are found that way.
-        """
-        if self._directory is None:
-            return
-        dead = self._dead.dead
-        if not self._sweep_cursor:
-            self._sweeping = dead
-        try:
-            if not await self.membership.lead(SWEEP_CHORE):
-                return
-            step = await self._directory.sweep(
-                dead, self._sweep_cursor, SWEEP_KEYS if dead else SURVEY_KEYS
-            )
-        except Unavailable:
-            return
-        self._sweep_cursor = step.cursor
-        self.swept += step.dropped
-        self._dead.met(step.met)
-        if not step.cursor:
-            self._dead.swept(self._sweeping)  # those that were dead when this pass began
+            await self._sweep.step()
 
     # ---- the operator's view -------------------------------------------------------------------------
 
@@ -446,7 +419,8 @@ class ClusterMember:
             directory=self._announcing(),
             drain=None if self.progress is None else plain(self.progress),
             leases_lost=self.lost,
-            swept=self.swept,
+            swept=self._sweep.dropped,
+            sweep_failures=self._sweep.outage.failures,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -465,7 +439,7 @@ class ClusterMember:
             "links": [plain(link) for link in self.links()],
             "directory": msgspec.to_builtins(self._announcing()),
             "leases_lost": self.lost,
-            "swept": self.swept,
+            "swept": self._sweep.dropped,
         }
 
     def _announcing(self) -> AnnouncerStats | None:

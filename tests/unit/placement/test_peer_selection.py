@@ -696,23 +696,36 @@ def test_what_is_remembered_is_what_was_said_last(
 # ---- the dead ----------------------------------------------------------------------------------------
 
 
+def every(dead: DeadIncarnations) -> set[bytes]:
+    return set(dead.oldest(len(dead)))
+
+
 def test_who_left_the_view_is_dead_and_who_is_in_it_never() -> None:
     dead = DeadIncarnations()
-    dead.seen([P, Q])
-    assert dead.dead == frozenset()
-    dead.seen([Q])
-    assert dead.dead == {P}
-    dead.seen([P, Q])
-    assert dead.dead == frozenset()
-    dead.seen([])
-    assert dead.dead == {P, Q}
+    dead.came([P, Q])
+    assert every(dead) == set()
+    dead.left([P])
+    assert every(dead) == {P}
+    assert P in dead
+    dead.came([P])
+    assert every(dead) == set()
+    assert dead.lives(P)
+    dead.left([Q, P])
+    assert dead.oldest(9) == [Q, P]
+    assert dead.oldest(1) == [Q]
     dead.swept([P])
-    assert dead.dead == {Q}
+    assert every(dead) == {Q}
+
+
+def test_who_was_never_in_the_view_does_not_leave_it() -> None:
+    dead = DeadIncarnations()
+    dead.left([P])
+    assert every(dead) == set()
 
 
 def test_a_stranger_is_dead_only_after_time_in_which_it_could_have_been_seen() -> None:
     dead = DeadIncarnations(patience_s=30)
-    dead.seen([P])
+    dead.came([P])
     dead.passed(0.0, connected=True)
     dead.met([P, Q])
     dead.passed(20.0, connected=True)
@@ -721,12 +734,42 @@ def test_a_stranger_is_dead_only_after_time_in_which_it_could_have_been_seen() -
     dead.passed(600.0, connected=True)
     dead.met([Q, R])
     dead.passed(609.0, connected=True)
-    assert dead.dead == frozenset(), "29 of 30 seconds"
+    assert every(dead) == set(), "29 of 30 seconds"
     dead.passed(610.0, connected=True)
-    assert dead.dead == {Q}
-    dead.seen([P, R])
+    assert every(dead) == {Q}
+    dead.came([R])
     dead.passed(900.0, connected=True)
-    assert dead.dead == {Q}, "R has come into the view"
+    assert every(dead) == {Q}, "R has come into the view"
+
+
+def test_the_dead_are_forgotten_in_the_end_by_whoever_does_not_sweep() -> None:
+    dead = DeadIncarnations(forget_s=600)
+    dead.came([P, Q])
+    dead.passed(0.0, connected=True)
+    dead.left([P])
+    dead.passed(300.0, connected=True)
+    dead.left([Q])
+    dead.passed(599.0, connected=True)
+    dead.passed(9000.0, connected=False)
+    dead.passed(9001.0, connected=True)
+    assert every(dead) == {P, Q}, "while the membership does not answer, nobody is forgotten"
+    dead.passed(9002.0, connected=True)
+    assert every(dead) == {Q}
+    dead.passed(9302.0, connected=True)
+    assert every(dead) == set()
+
+
+def test_newcomers_take_no_place_from_strangers_that_wait() -> None:
+    """With more strangers in each answer than fit, the first ones still become dead."""
+    dead = DeadIncarnations(patience_s=30, capacity=2)
+    for second in range(40):
+        dead.passed(float(second), connected=True)
+        dead.met([P, Q] if second == 0 else [R, S])
+    assert every(dead) == {P, Q}
+    dead.swept([P, Q])
+    for second in range(40, 80):
+        dead.passed(float(second), connected=True)
+    assert every(dead) == {R, S}
 
 
 @given(
@@ -743,13 +786,14 @@ def test_a_stranger_is_dead_only_after_time_in_which_it_could_have_been_seen() -
 def test_nobody_in_the_view_is_ever_declared_dead(
     steps: list[tuple[Any, ...]], capacity: int
 ) -> None:
-    dead = DeadIncarnations(patience_s=30, capacity=capacity)
+    dead = DeadIncarnations(patience_s=30, forget_s=60, capacity=capacity)
     living: set[bytes] = set()
     now = 0.0
     for what, *how in steps:
         if what == "seen":
+            dead.left(living - how[0])
+            dead.came(how[0] - living)
             living = how[0]
-            dead.seen(living)
         elif what == "met":
             dead.met(how[0])
         elif what == "swept":
@@ -757,5 +801,5 @@ def test_nobody_in_the_view_is_ever_declared_dead(
         else:
             now += how[0]
             dead.passed(now, connected=how[1])
-        assert not dead.dead & living
-        assert len(dead.dead) <= capacity
+        assert not every(dead) & living
+        assert len(dead) <= capacity

@@ -1,0 +1,94 @@
+"""Drops entries of dead incarnations from the directory that nobody looks up any more. Event loop only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvpool.errors import KvpoolError, Unavailable
+from kvpool.placement.directory.base import Directory
+from kvpool.placement.directory.checks import DEAD_MAX
+from kvpool.placement.directory_memory import DeadIncarnations
+from kvpool.placement.membership.base import Membership
+from kvpool.placement.outage import Outage
+
+log = logging.getLogger("kvpool.daemon")
+
+SWEEP_KEYS = 2000  # checked in one step
+SURVEY_KEYS = 200  # the same, while no node is known to be dead
+SWEEP_CHORE = "sweep"
+
+
+class SweepPass:
+    """Passes over the directory, one after the other, and whom each is for. No I/O.
+
+    A pass is for the incarnations that were dead when it began, as many as one call takes; the others wait for the
+    next one. Who dies meanwhile is swept from there on, if there is room, and stays dead for the next pass.
+    """
+
+    def __init__(self, dead: DeadIncarnations) -> None:
+        self.cursor = b""
+        self._dead = dead
+        self._begun_with: dict[bytes, None] = {}
+
+    def step(self) -> list[bytes]:
+        """Whose entries to drop from `cursor` on."""
+        dead = self._dead
+        if not self.cursor:
+            self._begun_with = dict.fromkeys(dead.oldest(DEAD_MAX))
+        # One that came back is spared, and its entries are not all gone.
+        back = [incarnation for incarnation in self._begun_with if dead.lives(incarnation)]
+        for incarnation in back:
+            del self._begun_with[incarnation]
+        wanted = list(self._begun_with)
+        if room := DEAD_MAX - len(wanted):
+            later = (one for one in dead.oldest(len(dead)) if one not in self._begun_with)
+            wanted += [one for one, _ in zip(later, range(room), strict=False)]
+        return wanted
+
+    def done(self, cursor: bytes) -> None:
+        """The step was made; cursor: where the next one begins; empty: this was the last one."""
+        self.cursor = cursor
+        if not cursor:
+            self._dead.swept(self._begun_with)
+
+
+class Sweep:
+    """Sweeps, a step at a time, while this node leads that chore of its cluster.
+
+    It repeats its passes, slowly while no node is known to be dead: entries of forgotten incarnations are
+    found that way. dropped: entries, since the start.
+    """
+
+    def __init__(
+        self,
+        directory: Directory | None,
+        membership: Membership,
+        dead: DeadIncarnations,
+        clock: Callable[[], float],
+    ) -> None:
+        self.dropped = 0
+        self.outage = Outage("the directory's sweep", log, clock)
+        self._directory = directory
+        self._membership = membership
+        self._dead = dead
+        self._pass = SweepPass(dead)
+
+    async def step(self) -> None:
+        """Call it about every second. A directory that fails or refuses is asked again in the next step."""
+        if self._directory is None or not await self._membership.lead(SWEEP_CHORE):
+            return
+        dead = self._pass.step()
+        try:
+            swept = await self._directory.sweep(
+                dead, self._pass.cursor, SWEEP_KEYS if dead else SURVEY_KEYS
+            )
+        except KvpoolError as error:
+            self.outage.failed("sweep", error)
+            if not isinstance(error, Unavailable):
+                self._pass.cursor = b""  # that one would be refused again
+            return
+        self.outage.succeeded("sweep")
+        self.dropped += swept.dropped
+        self._dead.met(swept.met)
+        self._pass.done(swept.cursor)

@@ -1,0 +1,158 @@
+"""Entries of dead incarnations go, however many there are and whatever the directory answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Collection
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.daemon.cluster.sweep import Sweep, SweepPass
+from kvpool.errors import InvalidRequest, KvpoolError, NotAuthenticated, Unavailable
+from kvpool.placement.directory.base import Swept
+from kvpool.placement.directory.checks import DEAD_MAX
+from kvpool.placement.directory.embedded import EmbeddedDirectory
+from kvpool.placement.directory_memory import DeadIncarnations
+from kvpool.placement.membership.static import StaticCluster, StaticMembership
+from kvpool.testing.membership import record
+
+DIGEST = b"D" * 16
+DRAM = 1
+TICKS_MAX = 5000
+BLOCK_ENTRIES = 40
+
+
+async def leader() -> StaticMembership:
+    membership = StaticMembership(StaticCluster())
+    await membership.start()
+    await membership.join(record("a"))
+    return membership
+
+
+def incarnation(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+async def fill(directory: EmbeddedDirectory, incarnations: Collection[bytes]) -> list[bytes]:
+    """Each has an entry in one block, and OURS in each block; all blocks."""
+    keys = [secrets.token_bytes(16) for _ in range(0, len(incarnations), BLOCK_ENTRIES)]
+    for at, one in enumerate(incarnations):
+        await directory.publish(DIGEST, 1, one, DRAM, [keys[at // BLOCK_ENTRIES]], [1])
+    await directory.publish(DIGEST, 1, OURS, DRAM, keys, [1] * len(keys))
+    return keys
+
+
+OURS = b"we live!"
+
+
+async def owners(directory: EmbeddedDirectory, keys: list[bytes]) -> set[bytes]:
+    return {entry.incarnation for at in await directory.locate(DIGEST, 1, keys) for entry in at}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["left the view", "were never seen"])
+def test_ten_thousand_dead_incarnations_are_all_swept(known: bool) -> None:
+    """More than a call takes, and more than a node remembers."""
+
+    async def main() -> None:
+        directory, membership = EmbeddedDirectory(), await leader()
+        gone = [incarnation(number) for number in range(10_000)]
+        keys = await fill(directory, gone)
+        dead = DeadIncarnations()
+        dead.came([OURS])
+        if known:
+            dead.came(gone)
+            dead.left(gone)
+        sweep = Sweep(directory, membership, dead, lambda: 0.0)
+        for tick in range(TICKS_MAX):
+            dead.passed(float(tick), connected=True)
+            await sweep.step()
+            if await owners(directory, keys) == {OURS}:
+                break
+        assert await owners(directory, keys) == {OURS}
+        assert sweep.dropped == len(gone)
+        assert sweep.outage.failures == 0
+
+    asyncio.run(main())
+
+
+class Refuses(EmbeddedDirectory):
+    """A directory that answers each sweep with an error, as long as there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: KvpoolError | None = None
+
+    async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> Swept:
+        if self.error is not None:
+            raise self.error
+        return await super().sweep(dead, cursor, count)
+
+
+@pytest.mark.parametrize("kind", [Unavailable, InvalidRequest, NotAuthenticated])
+def test_a_directory_that_refuses_is_asked_again_and_that_is_said_once(
+    kind: type[KvpoolError], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        directory, membership = Refuses(), await leader()
+        keys = await fill(directory, [incarnation(1)])
+        dead = DeadIncarnations()
+        dead.came([OURS, incarnation(1)])
+        dead.left([incarnation(1)])
+        sweep = Sweep(directory, membership, dead, lambda: 0.0)
+        directory.error = kind("not now")
+        for _ in range(5):
+            await sweep.step()
+        assert sweep.outage.failures == 5
+        assert sweep.outage.error == "not now"
+        directory.error = None
+        while incarnation(1) in dead:
+            await sweep.step()
+        assert sweep.outage.error == ""
+        assert await owners(directory, keys) == {OURS}
+
+    with caplog.at_level(logging.WARNING, "kvpool.daemon"):
+        asyncio.run(main())
+    assert [r.getMessage() for r in caplog.records if "not now" in r.getMessage()] != []
+    assert len(caplog.records) == 1
+
+
+NUMBERS = st.integers(0, 5)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(["came", "left"]), NUMBERS),
+            st.tuples(st.just("step"), st.booleans()),
+        ),
+        max_size=60,
+    )
+)
+def test_only_whom_a_whole_pass_was_for_is_called_swept(steps: list[tuple[str, int]]) -> None:
+    """Against a model: a pass is two steps, and who was not dropped in both stays dead."""
+    dead = DeadIncarnations()
+    sweep = SweepPass(dead)
+    first: set[bytes] = set()
+    for what, how in steps:
+        if what == "came":
+            dead.came([incarnation(how)])
+        elif what == "left":
+            dead.left([incarnation(how)])
+        else:
+            before = set(dead.oldest(len(dead)))
+            wanted = set(sweep.step())
+            assert not any(map(dead.lives, wanted))
+            assert len(wanted) <= DEAD_MAX
+            assert wanted >= before
+            if not sweep.cursor:
+                first = wanted
+                sweep.done(b"half")
+            else:
+                sweep.done(b"")
+                after = set(dead.oldest(len(dead)))
+                assert before - after <= first & wanted
+    assert not any(map(dead.lives, dead.oldest(len(dead))))
