@@ -892,6 +892,21 @@ METRICS: tuple[Metric, ...] = (
     ),
     _gauge("membership_connected", "1 while etcd confirms this node's membership.", _connected),
     _counter("membership_leases_lost", "Membership leases lost.", "cluster.leases_lost"),
+    _counter(
+        "membership_failures",
+        "Requests that etcd did not answer, or refused. kvpool doctor shows the reason.",
+        "cluster.membership_failures",
+    ),
+    _counter(
+        "membership_records_dropped",
+        "Records read from etcd that are left out because they cannot be read.",
+        "cluster.undecodable_records",
+    ),
+    _counter(
+        "directory_sweep_failures",
+        "Steps of a sweep that the directory did not answer, or refused.",
+        "cluster.sweep_failures",
+    ),
     _gauge(
         "node_state",
         "1 for the current state of this node, 0 for the others.",

@@ -21,19 +21,21 @@ def doctor(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine: RDMA, memory, huge pages, GPUs, disks, and the transport to each node.
+    """Check this machine: RDMA, memory, huge pages, GPUs, disks, etcd, Redis, and the transport to each node.
 
     Works without a daemon. Exit status 1 if something present cannot be used.
 
     Example: kvpool doctor --path /mnt/nvme0/kvpool
     """
-    from kvpool.cli.render.doctor import BAD, OK, Finding, examine, plain, routes, show
+    from kvpool.cli.render.doctor import BAD, OK, Finding, examine, plain, routes, servers, show
 
     findings = examine(path or ())
     pairs = []
     try:
         with base.client_of(socket, tenant) as client:
-            pairs = routes(client.cluster())
+            cluster = client.cluster()
+        pairs = routes(cluster)
+        findings += servers(cluster)
     except KvpoolError as error:
         findings.append(Finding("other nodes", OK, f"not known: {error}"))
     if as_json:

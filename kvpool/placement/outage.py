@@ -43,11 +43,7 @@ class Outage:
         self._told.add(kind)
         if now - self._told_at.get(kind, -QUIET_S) >= QUIET_S:
             self._told_at[kind] = now
-            self._log.warning(
-                "%s does not do what this node asks, which continues with what it knows: %s",
-                self._server,
-                error,
-            )
+            self._log.warning("%s does not do what this node asks: %s", self._server, error)
 
     def succeeded(self, task: str) -> None:
         """It did this."""

@@ -23,6 +23,7 @@ from kvpool.types import EngineRecord
 FORMAT_VERSION = 1  # of all keys in etcd and Redis
 RECORD_BYTES_MAX = 256 << 10
 INCARNATION_BYTES = 8
+EPOCH_MAX = (1 << 63) - 1
 TTL_S_MAX = 10 * 365 * 86_400.0
 SSD_CODECS = ("blosc2",)
 NIXL = "nixl://"
@@ -256,6 +257,20 @@ class NamespaceEntry(msgspec.Struct, frozen=True):
     settings: NamespaceSettings = DEFAULT_SETTINGS
 
 
+def check_entry(entry: NamespaceEntry, where: str) -> NamespaceEntry:
+    """The same entry. Raises `ProtocolError` unless its digest and its epochs can be those of a namespace."""
+    try:
+        is_digest = entry.digest != "" and bytes.fromhex(entry.digest).hex() == entry.digest
+    except ValueError:
+        is_digest = False
+    if not is_digest:
+        raise ProtocolError(f"{where} has the digest {entry.digest!r}, which is not in hex")
+    for name in ("epoch", "fence", "generation"):
+        if not 0 <= getattr(entry, name) <= EPOCH_MAX:
+            raise ProtocolError(f"{where} has {name} {getattr(entry, name)}: 0 to {EPOCH_MAX}")
+    return entry
+
+
 class ClusterConfig(msgspec.Struct, frozen=True):
     """The common configuration of a cluster; written by the first node.
 
@@ -315,7 +330,11 @@ def decode_record(data: bytes, kind: type[R], where: str) -> R:
         raise ProtocolError(f"{where} has {len(data)} bytes: the limit is {RECORD_BYTES_MAX}")
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:  # the last one: nested
         raise ProtocolError(f"{where} is not a valid {kind.__name__}: {error}") from None
 
 

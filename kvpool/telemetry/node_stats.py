@@ -529,7 +529,8 @@ class ClusterStats(Branch):
     """How a node stands in its cluster. others: nodes to fetch from. directory: None without one.
 
     drain: a `DrainProgress`, None without a drain. swept: entries of dead nodes that it dropped from the directory;
-    sweep_failures: steps that the directory did not do.
+    sweep_failures: steps that the directory did not do. membership_failures: what etcd did not do. The errors: as long
+    as that lasts. undecodable_records: in etcd, each time that one was read.
     """
 
     cluster: str = ""
@@ -542,6 +543,10 @@ class ClusterStats(Branch):
     leases_lost: int = 0
     swept: int = 0
     sweep_failures: int = 0
+    sweep_error: str = ""
+    membership_failures: int = 0
+    membership_error: str = ""
+    undecodable_records: int = 0
 
 
 # ---- the process ------------------------------------------------------------------------------------------

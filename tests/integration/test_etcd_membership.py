@@ -62,7 +62,11 @@ class Members:
         await asyncio.gather(*[member.close() for member in self._made])
 
     async def start(self, url: str = "", **changes: Any) -> EtcdMembership:
-        settings = EtcdSettings.from_url(url or self._url, call_s=changes.pop("call_s", 10.0))
+        settings = EtcdSettings.from_url(
+            url or self._url,
+            password=changes.pop("password", ""),
+            call_s=changes.pop("call_s", 10.0),
+        )
         given = {"protocol": 1, "ttl_s": TTL_S, **self._settings, **changes}
         member = EtcdMembership(settings, self._cluster, **given)
         self._made.append(member)
@@ -330,6 +334,9 @@ def test_garbage_is_ignored_counted_and_said_once(
         "namespaces/t/00": b"{}",
         "namespaces/t/11": encode_record(entry("22" * 16)),
         "namespaces/odd": encode_record(entry()),
+        "namespaces/t/no hex": encode_record(entry("no hex")),
+        "namespaces/t/" + "33" * 16: encode_record(entry("33" * 16, epoch=-1)),
+        "nodes/deep": b'{"node":"deep","x":' + b"[" * 99_999 + b"]" * 99_999 + b"}",
     }
     ignored = {"something/else": b"\xff", "x": b"", "incarnations/": b"\xff"}
 
@@ -447,6 +454,70 @@ def test_a_full_database(tmp_path: Path) -> None:
 
 
 # ---- etcd is away, and comes back otherwise --------------------------------------------------------------
+
+
+def test_authentication_that_is_switched_on_while_a_node_is_a_member(tmp_path: Path) -> None:
+    """What etcd refuses is as if it did not answer, until it does; nothing else is refused with it."""
+
+    async def main() -> None:
+        with Etcd(tmp_path) as etcd:
+            async with Members(etcd.url, "m") as members:
+                member = await members.start()
+                made = record("a")
+                await member.join(made)
+                await asyncio.to_thread(etcd.enable_auth, "kv", "secret", "/kvpool/")
+                changed = msgspec.structs.replace(made, version="2")
+                with pytest.raises(Unavailable, match="authentication on; give a user"):
+                    await member.update(changed)
+                with pytest.raises(Unavailable, match="give a user"):
+                    await member.register(entry())
+                with pytest.raises(Unavailable, match="give a user"):
+                    await member.set_drain("a", wanted=True)
+                assert standing(member) in {Standing.MEMBER, Standing.AWAY}
+                assert member.view.nodes == {"a": made}
+                assert "give a user" in member.outage.error
+                assert member.outage.failures >= 3
+                await member.leave()
+                with pytest.raises(Unavailable, match="give a user"):
+                    await member.join(made)
+
+                token = etcd.post("auth/authenticate", {"name": "root", "password": "secret"})
+                etcd.post("auth/disable", {}, token=token["token"])
+                await member.join(changed)
+                await member.register(entry())
+                await until(lambda: member.outage.error == "")
+                assert member.view.nodes == {"a": changed}
+
+    asyncio.run(main())
+
+
+def test_a_role_that_is_revoked_while_a_node_is_a_member(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Etcd(tmp_path) as etcd:
+            etcd.enable_auth("kv", "secret", "/kvpool/")
+            token = etcd.post("auth/authenticate", {"name": "root", "password": "secret"})["token"]
+            async with Members(etcd.url.replace("://", "://kv@"), "m") as members:
+                member = await members.start(password="secret")
+                made = record("a")
+                await member.join(made)
+                etcd.post("auth/user/revoke", {"name": "kv", "role": "kv"}, token=token)
+                changed = msgspec.structs.replace(made, version="2")
+                with pytest.raises(Unavailable, match="grant its role readwrite"):
+                    await member.update(changed)
+                with pytest.raises(Unavailable, match="grant its role readwrite"):
+                    await member.register(entry())
+                assert "grant its role" in member.outage.error
+                assert standing(member) in {Standing.MEMBER, Standing.AWAY}
+
+                token = etcd.post("auth/authenticate", {"name": "root", "password": "secret"})[
+                    "token"
+                ]
+                etcd.post("auth/user/grant", {"user": "kv", "role": "kv"}, token=token)
+                await member.update(changed)
+                assert member.view.nodes == {"a": changed}
+                await until(lambda: member.outage.error == "")
+
+    asyncio.run(main())
 
 
 def test_a_node_cut_off_from_etcd_alone(etcd: Etcd, cluster: str) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvpool.cli import verbs
 from kvpool.cli.render import doctor
-from kvpool.cli.render.doctor import BAD, NOTE, OK, Finding, Machine, examine, routes, show
+from kvpool.cli.render.doctor import BAD, NOTE, OK, Finding, Machine, examine, routes, servers, show
 from kvpool.errors import Unavailable
 
 MEMINFO = "MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\nHugePages_Free:        0\n"
@@ -249,6 +249,18 @@ def test_what_is_shown():
     show([Finding("pages", NOTE, "none " * 9, remedy)], [], Console(file=narrow, width=60))
     assert narrow.getvalue().count("x") == 60, "a remedy is to be typed"
     assert "tcp://n:1" in out.getvalue()
+
+
+def test_what_servers_refuse_is_shown_as_long_as_they_do():
+    assert list(servers({})) == []
+    assert list(servers({"errors": {}, "undecodable_records": 0})) == []
+    found = list(servers({"errors": {"membership": "no role"}, "undecodable_records": 3}))
+    assert [(one.topic, one.state) for one in found] == [("membership", BAD), ("membership", NOTE)]
+    assert found[0].found == "no role"
+    assert "role" in found[0].remedy
+    assert "3 times" in found[1].found
+    (one,) = servers({"errors": {"directory": "NOPERM"}})
+    assert "Redis" in one.remedy
 
 
 def test_the_command(monkeypatch):

@@ -28,6 +28,10 @@ STYLES = {OK: "green", NOTE: "yellow", BAD: "red"}
 NIXL_PACKAGE = "nixl-cu12"
 SECTOR = 4096
 PORT_STATE_ACTIVE = "4: ACTIVE"
+REMEDIES = {
+    "membership": "look at etcd, and at this node's user, role and password there",
+    "directory": "look at Redis, and at this node's user and password there",
+}
 NOT_BY_NIXL = "NIXL has failed lately, or is slower (kvpool status)"
 
 
@@ -334,6 +338,21 @@ def routes(cluster: Mapping[str, Any]) -> list[dict[str, str]]:
             }
         )
     return found
+
+
+def servers(cluster: Mapping[str, Any]) -> Iterator[Finding]:
+    """What etcd and Redis do not do that this node asks. cluster: as `Client.cluster` tells it."""
+    for server, error in cluster.get("errors", {}).items():
+        yield Finding(
+            server, BAD, error, "the node continues with what it knows; " + REMEDIES[server]
+        )
+    if unreadable := cluster.get("undecodable_records", 0):
+        yield Finding(
+            "membership",
+            NOTE,
+            f"records in etcd that cannot be read were met {unreadable} times, and are left out",
+            "the daemon's log names each one; delete it unless a newer version wrote it",
+        )
 
 
 def plain(findings: Sequence[Finding], pairs: Sequence[Mapping[str, str]]) -> dict[str, Any]:

@@ -26,10 +26,7 @@ from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.fetch.ports import LivingNode
-from kvpool.errors import (
-    ConfigError,
-    Unavailable,
-)
+from kvpool.errors import KvpoolError, Unavailable
 from kvpool.placement.directory.announcer import Announcer
 from kvpool.placement.directory.base import TIERS, Directory, Entry
 from kvpool.placement.directory_memory import DeadIncarnations
@@ -332,13 +329,13 @@ class ClusterMember:
         )
 
     async def tell(self) -> None:
-        """Update this node's record. Best effort: repeated every second."""
+        """Update this node's record. Best effort: repeated every second, and `Membership.outage` has what fails."""
         if self.state is NodeState.GONE:
             return
         try:
             await self.membership.update(self.record())
-        except Unavailable:
-            pass
+        except KvpoolError as error:
+            log.debug("the record of this node was not updated: %s", error)
 
     async def leave(self) -> None:
         """Stop being a member: the end of a drain."""
@@ -376,6 +373,7 @@ class ClusterMember:
         """Join as a new incarnation, however long that takes. leave_first: a leave may not have ended."""
         self._rejoining = True
         pause, most = REJOIN_S
+        told: set[type[KvpoolError]] = set()
         try:
             if leave_first:
                 await self.membership.leave()
@@ -383,8 +381,12 @@ class ClusterMember:
                 self.incarnation = self._new_incarnation()
                 try:
                     await self.membership.join(self.record())
-                except (Unavailable, ConfigError) as error:
-                    log.warning("joining again failed, next attempt in %.1f s: %s", pause, error)
+                except KvpoolError as error:
+                    level = logging.DEBUG if type(error) in told else logging.WARNING
+                    told.add(type(error))
+                    log.log(
+                        level, "joining again failed, and is tried until it succeeds: %s", error
+                    )
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, most)
                     continue
@@ -421,6 +423,10 @@ class ClusterMember:
             leases_lost=self.lost,
             swept=self._sweep.dropped,
             sweep_failures=self._sweep.outage.failures,
+            sweep_error=self._sweep.outage.error,
+            membership_failures=self.membership.outage.failures,
+            membership_error=self.membership.outage.error,
+            undecodable_records=self.membership.undecodable,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -440,6 +446,15 @@ class ClusterMember:
             "directory": msgspec.to_builtins(self._announcing()),
             "leases_lost": self.lost,
             "swept": self._sweep.dropped,
+            "errors": {
+                server: outage.error
+                for server, outage in (
+                    ("membership", self.membership.outage),
+                    ("directory", self._sweep.outage),
+                )
+                if outage.error
+            },
+            "undecodable_records": self.membership.undecodable,
         }
 
     def _announcing(self) -> AnnouncerStats | None:

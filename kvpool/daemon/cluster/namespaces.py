@@ -13,7 +13,13 @@ from kvpool.daemon.cluster.local_node import LocalNode
 from kvpool.daemon.core.blocks import NamespaceState, Tenant
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_parts
-from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch, Unavailable
+from kvpool.errors import (
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    NamespaceMismatch,
+    Unavailable,
+)
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.records import (
     DEFAULT_SETTINGS,
@@ -63,12 +69,13 @@ class Namespaces:
                 self._apply(epochs[-1], entry)
 
     async def register_late(self) -> None:
-        """Register namespaces that were opened while the membership did not answer, as far as it answers now."""
+        """Register namespaces that were opened while the membership did not answer, as far as it answers now.
+
+        It may refuse a single one for ever, so the one that failed is asked for last the next time.
+        """
         for namespace in list(self._unregistered):
             try:
                 entry = await self._register(namespace, namespace.settings)
-            except Unavailable:
-                return
             except NamespaceMismatch as error:
                 log.warning(
                     "namespace %s is not shared with the cluster: %s",
@@ -76,6 +83,10 @@ class Namespaces:
                     error,
                     extra={"namespace": namespace.base.hex()},
                 )
+            except KvpoolError as error:
+                log.debug("namespace %s is still to be registered: %s", namespace.base.hex(), error)
+                self._unregistered[namespace] = self._unregistered.pop(namespace)
+                return
             else:
                 self._apply(namespace, entry)
             del self._unregistered[namespace]
@@ -85,8 +96,8 @@ class Namespaces:
     ) -> NamespaceState:
         """Agree with the cluster about a namespace opened here; returns its state now.
 
-        wanted: the settings, if it is new to the cluster. If the membership does not answer, that is done
-        later. Raises `NamespaceMismatch`.
+        wanted: the settings, if it is new to the cluster. If the membership does not answer, or refuses, that is
+        done later. Raises `NamespaceMismatch`.
         """
         entry = self._entry(namespace.tenant, namespace.base)
         if entry is None:
@@ -94,7 +105,9 @@ class Namespaces:
             try:
                 async with asyncio.timeout(REGISTER_S):
                     entry = await self._register(namespace, wanted)
-            except (Unavailable, TimeoutError):
+            except NamespaceMismatch:
+                raise
+            except (KvpoolError, TimeoutError):
                 if len(self._unregistered) < UNREGISTERED_MAX:
                     self._settle_on(namespace, wanted)
                     self._unregistered[namespace] = None
@@ -117,7 +130,7 @@ class Namespaces:
                 entry = await self._membership.configure(
                     living.tenant.name, living.base.hex(), change
                 )
-            except Unavailable as error:
+            except KvpoolError as error:
                 log.warning(
                     "settings of namespace %s last only until this process ends: %s",
                     living.base.hex(),

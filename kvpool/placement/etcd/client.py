@@ -10,9 +10,11 @@ process; connections are not.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,9 +26,18 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 
-from kvpool.errors import ConfigError, InvalidRequest, NotAuthenticated, Unavailable
+from kvpool.errors import (
+    ConfigError,
+    InvalidRequest,
+    KvpoolError,
+    NotAuthenticated,
+    Unavailable,
+)
 from kvpool.placement.etcd import rpc_pb2 as rpc
 from kvpool.placement.etcd.settings import EtcdSettings
+from kvpool.placement.outage import Outage
+
+log = logging.getLogger("kvpool.placement")
 
 MESSAGE_BYTES_MAX = 256 << 20  # a page of the largest values that etcd takes (1.5 MiB each)
 PAGE_KEYS = 128
@@ -66,6 +77,11 @@ class Method:
     path: str
     response: Any
     bidi: bool = False
+
+    @property
+    def name(self) -> str:
+        """The last element of its path."""
+        return self.path.rpartition("/")[2]
 
 
 RANGE = Method("/etcdserverpb.KV/Range", rpc.RangeResponse)
@@ -146,7 +162,7 @@ def to_error(refused: Refused, what: str) -> Exception:
         )
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return NotAuthenticated(f"{what}: etcd refused us: {details}")
-    if code in {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT}:
+    if code is grpc.StatusCode.INVALID_ARGUMENT or "larger than max" in details:
         return InvalidRequest(f"{what}: etcd refused it: {details}")
     return Unavailable(f"{what}: etcd answered {refused}")
 
@@ -157,10 +173,15 @@ class EtcdClient:
     Raises, from every call: `Unavailable` when no endpoint did it within the deadline (it may have been
     done), `NotAuthenticated`, `LeaseGone`, and `InvalidRequest` for requests that etcd rejects. The
     constructor raises `ConfigError` for certificates that cannot be read.
+
+    outage: what etcd does not do that it is asked, by the name of the call.
     """
 
-    def __init__(self, settings: EtcdSettings) -> None:
+    def __init__(
+        self, settings: EtcdSettings, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.settings = settings
+        self.outage = Outage("etcd", log, clock)
         self._credentials = _credentials(settings)
         self._channels: dict[str, grpc.aio.Channel] = {}
         # A random one, so that the clients of a cluster do not all use the first.
@@ -290,6 +311,20 @@ class EtcdClient:
             self.token = ""
 
     async def _call(self, method: Method, request: Any, what: str, deadline_s: float | None) -> Any:
+        try:
+            answer = await self._call_somewhere(method, request, what, deadline_s)
+        except (LeaseGone, _Compacted, _LeaseExists):  # answers, to callers that expect them
+            self.outage.succeeded(method.name)
+            raise
+        except KvpoolError as error:
+            self.outage.failed(method.name, error)
+            raise
+        self.outage.succeeded(method.name)
+        return answer
+
+    async def _call_somewhere(
+        self, method: Method, request: Any, what: str, deadline_s: float | None
+    ) -> Any:
         seconds = self.settings.call_s if deadline_s is None else deadline_s
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds

@@ -90,6 +90,7 @@ class Follower:
                 await asyncio.sleep(PAUSE_S)
                 continue
             except KvpoolError as error:
+                self._client.outage.failed(WATCH.name, error)
                 # Once per outage; etcd may be unavailable for long.
                 level = logging.WARNING if self.open or not failures else logging.DEBUG
                 log.log(level, "the watch on etcd at %s ended: %s", endpoint, error)
@@ -153,6 +154,7 @@ class Follower:
                 )
             self.open = True
             self.streams += 1
+            self._client.outage.succeeded(WATCH.name)
             log.info(
                 "watching %s in etcd, from revision %d on", self._prefix.decode(), self.revision
             )

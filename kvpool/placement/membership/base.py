@@ -10,6 +10,10 @@ Contract, for every backend (`kvpool.testing.membership` tests it):
   node joins as a new incarnation.
 - All writes are idempotent: they may be retried, and done twice, with the same result.
 
+- From `join` on, a backend that refuses what it is asked (a revoked role, a rotated password, no room) is as one
+  that does not answer: `Unavailable`, which says what to do. `outage` has it as long as it lasts.
+- A record that cannot be read is left out of the view, said once in the log, and counted (`undecodable`).
+
 One event loop; no method blocks it. Every wait has a deadline, and ends with `Unavailable`.
 """
 
@@ -19,6 +23,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
+from kvpool.placement.outage import Outage
 from kvpool.placement.records import NamespaceEntry, NodeRecord, SettingsChange, View
 
 
@@ -47,11 +52,19 @@ class Membership(Protocol):
     @property
     def view(self) -> View: ...
 
+    @property
+    def outage(self) -> Outage:
+        """What the backend does not do that it is asked."""
+
+    @property
+    def undecodable(self) -> int:
+        """How often a record was read that is left out of the view."""
+
     async def start(self) -> None:
         """Read the cluster's state and follow it from there on.
 
-        Raises `ConfigError` (wrong cluster, secret or version; the message says which), or `Unavailable`
-        if the backend is unreachable within its start-up time.
+        Raises `ConfigError` (wrong cluster, secret or version; the message says which), `NotAuthenticated`,
+        or `Unavailable` if the backend is unreachable within its start-up time.
         """
 
     def watch(self, changed: Callable[[], None]) -> None:

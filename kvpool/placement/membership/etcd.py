@@ -7,10 +7,11 @@ incarnation, created in one transaction that requires both to be absent; so neit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import msgspec
 from kvpool.errors import (
     ConfigError,
     KvpoolError,
+    NotAuthenticated,
     ProtocolError,
     Unavailable,
 )
@@ -48,6 +50,7 @@ from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.etcd_lease import LeaseWatch
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths, decode_node
 from kvpool.placement.membership.etcd_records import SharedRecords
+from kvpool.placement.outage import Outage
 from kvpool.placement.records import (
     ClusterConfig,
     NamespaceEntry,
@@ -117,7 +120,7 @@ class EtcdMembership:
     ) -> None:
         self._suspended = suspended
         self._paths = Paths(cluster)
-        self._client = EtcdClient(settings)
+        self._client = EtcdClient(settings, clock=clock)
         self._follower = Follower(self._client, self._paths.root, self)
         self._mirror = Mirror(self._paths)
         self._own_config = ClusterConfig(
@@ -148,6 +151,14 @@ class EtcdMembership:
     @property
     def view(self) -> View:
         return self._mirror.view
+
+    @property
+    def outage(self) -> Outage:
+        return self._client.outage
+
+    @property
+    def undecodable(self) -> int:
+        return self._mirror.undecodable
 
     @property
     def connected(self) -> bool:
@@ -254,10 +265,12 @@ class EtcdMembership:
         assert config is not None, "start first"
         check_config(config, self._own_config, self._protocol)
         begun = self._clock() + self._suspended()
-        lease = await self._client.grant(max(1, math.ceil(self._ttl_s)))
+        with _refusals_as_unavailable():
+            lease = await self._client.grant(max(1, math.ceil(self._ttl_s)))
         self._joining, self._seen = self._paths.node(record.node), (0, NO_LEASE)
         try:
-            revision = await self._enter(record, lease)
+            with _refusals_as_unavailable():
+                revision = await self._enter(record, lease)
         except KvpoolError:
             await self._revoke(lease)
             raise
@@ -371,7 +384,8 @@ class EtcdMembership:
         old = member.written
         assert (record.node, record.incarnation) == (old.node, old.incarnation), "join instead"
         member.wanted = record
-        await self._write(member)
+        with _refusals_as_unavailable():
+            await self._write(member)
 
     async def _write(self, member: _Member) -> None:
         """Write the wanted record, unless it differs too little to be urgent."""
@@ -464,7 +478,8 @@ class EtcdMembership:
             stored = known  # while etcd is unavailable, known values stay
         else:
             try:
-                stored = await self._shared.create_or_read(entry)
+                with _refusals_as_unavailable():
+                    stored = await self._shared.create_or_read(entry)
             except Unavailable:
                 if known is None:
                     raise
@@ -475,13 +490,16 @@ class EtcdMembership:
     async def bump_epoch(
         self, tenant: str, digest: str, expected: int, *, fence: bool
     ) -> NamespaceEntry:
-        return await self._shared.bump_epoch(tenant, digest, expected, fence=fence)
+        with _refusals_as_unavailable():
+            return await self._shared.bump_epoch(tenant, digest, expected, fence=fence)
 
     async def configure(self, tenant: str, digest: str, change: SettingsChange) -> NamespaceEntry:
-        return await self._shared.configure(tenant, digest, change)
+        with _refusals_as_unavailable():
+            return await self._shared.configure(tenant, digest, change)
 
     async def set_drain(self, node: str, wanted: bool) -> None:
-        await self._shared.set_drain(node, wanted)
+        with _refusals_as_unavailable():
+            await self._shared.set_drain(node, wanted)
 
     # ---- the end --------------------------------------------------------------------------------------
 
@@ -508,6 +526,15 @@ class EtcdMembership:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": f"{task.get_name()} ended", "exception": error, "task": task}
             )
+
+
+@contextlib.contextmanager
+def _refusals_as_unavailable() -> Iterator[None]:
+    """Who is a member survives a role that was revoked and a password that was changed: they can be put right."""
+    try:
+        yield
+    except NotAuthenticated as error:
+        raise Unavailable(str(error)) from None
 
 
 # ---- rules without I/O ------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from kvpool.placement.records import (
     NodeRecord,
     NodeState,
     View,
+    check_entry,
     decode_record,
 )
 
@@ -199,7 +200,7 @@ class Mirror:
 
     def _put_namespace(self, name: str, kv: Any) -> None:
         where = f"the record of namespace {name!r}"
-        entry = decode_record(kv.value, NamespaceEntry, where)
+        entry = check_entry(decode_record(kv.value, NamespaceEntry, where), where)
         key = (entry.tenant, entry.digest)
         if "/".join(key) != name:
             raise ProtocolError(f"{where} contains the record of {'/'.join(key)!r}")

@@ -20,6 +20,7 @@ from kvpool.placement.records import (
     ClusterConfig,
     NamespaceEntry,
     SettingsChange,
+    check_entry,
     decode_record,
     encode_record,
 )
@@ -109,6 +110,7 @@ class SharedRecords:
         key = self._paths.namespace(tenant, digest)
         try:
             entry = decode_record(value, NamespaceEntry, key.decode())
+            check_entry(entry, key.decode())
         except ProtocolError as error:
             raise Unavailable(
                 f"{error}. If no node of a newer version wrote it, delete it from etcd"

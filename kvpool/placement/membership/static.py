@@ -9,6 +9,7 @@ decides when, how often and whether a member is notified of a change.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +30,7 @@ from kvpool.placement.membership.admission import (
     secret_proof,
 )
 from kvpool.placement.membership.base import Standing
+from kvpool.placement.outage import Outage
 from kvpool.placement.records import (
     FORMAT_VERSION,
     ClusterConfig,
@@ -37,6 +39,8 @@ from kvpool.placement.records import (
     SettingsChange,
     View,
 )
+
+log = logging.getLogger("kvpool.placement")
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -221,6 +225,7 @@ class StaticMembership:
         self._name = ""  # of the last join
         self._watchers: list[Callable[[], None]] = []
         self._lost_watchers: list[Callable[[], None]] = []
+        self.outage = Outage(f"cluster {cluster.name!r}", log, lambda: 0.0)
 
     @property
     def node(self) -> str:
@@ -230,6 +235,10 @@ class StaticMembership:
     @property
     def view(self) -> View:
         return self._view
+
+    @property
+    def undecodable(self) -> int:
+        return 0
 
     async def start(self) -> None:
         self._reach()
@@ -267,7 +276,10 @@ class StaticMembership:
 
     def _reach(self) -> None:
         if self._cluster.out_of_reach(self._name):
-            raise Unavailable(f"cluster {self._cluster.name!r} is unreachable")
+            error = Unavailable(f"cluster {self._cluster.name!r} is unreachable")
+            self.outage.failed("reach", error)
+            raise error
+        self.outage.succeeded("reach")
 
     # ---- this node ------------------------------------------------------------------------------------
 

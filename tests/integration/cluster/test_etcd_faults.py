@@ -4,6 +4,8 @@ import time
 
 import pytest
 
+from kvpool.errors import ClusterUnavailable
+from kvpool.types import NamespaceRecord
 from tests.support.proxy import BOTH, Fault, Proxy
 
 TTL_S = 4.0  # the shortest that a busy machine keeps up
@@ -187,3 +189,38 @@ def fill(etcd) -> None:
     status = etcd.post("maintenance/status", {})
     member = status["header"]["member_id"]
     etcd.post("maintenance/alarm", {"action": "ACTIVATE", "memberID": member, "alarm": "NOSPACE"})
+
+
+@pytest.mark.slow
+def test_an_etcd_that_asks_for_passwords_all_of_a_sudden_ends_no_daemon(
+    start_cluster, numbers, until
+):
+    """Its daemons have none: each request is refused, and the pool goes on with what it knows."""
+    world = start_cluster(nodes=2, own_servers=True, environ=FAST)
+    a, b = world.seats()
+    before = numbers(10)
+    a.put(before)
+    until(lambda: a.announced)
+    world.etcd.enable_auth("kv", "secret", "/kvpool/")
+    # Each daemon has something to write.
+    for seat in (a, b):
+        with pytest.raises(ClusterUnavailable, match="give a user"):
+            seat.client.drain("a")
+    fresh = numbers(10)
+    a.put(fresh)
+    until(lambda: a.announced)
+    assert b.read(before) == b.read(fresh) == 10
+    late = NamespaceRecord.simple("opened meanwhile", block_bytes=4096, block_tokens=16)
+    digest = a.client.open(late).digest.hex()  # it is registered later
+    for seat in (a, b):
+        described = seat.client.cluster()
+        assert "give a user" in described["errors"]["membership"]
+        assert seat.client.stats().cluster.membership_failures > 0
+        assert seat.node.process.poll() is None
+    token = world.etcd.post("auth/authenticate", {"name": "root", "password": "secret"})["token"]
+    world.etcd.post("auth/disable", {}, token=token)
+    until(
+        lambda: any(n["digest"] == digest for n in b.client.cluster()["namespaces"]),
+        "what waited is registered",
+    )
+    until(lambda: not any(seat.client.cluster()["errors"] for seat in (a, b)), "all is well")

@@ -1,6 +1,7 @@
 """The rules of membership on etcd that need no etcd: the mirror, the lease, what is worth a write."""
 
 import asyncio
+import json
 import math
 from types import SimpleNamespace
 from typing import Any, cast
@@ -237,6 +238,45 @@ def test_no_key_and_no_value_does_harm(name: bytes, value: bytes) -> None:
         mirror.changed([put_event(PATHS.root + kind + name, value, 6)], 6, 0.0)
     assert dict(mirror.view.nodes) == before
     assert dict(mirror.view.namespaces) == {}
+
+
+DIGEST = "0123456789abcdef" * 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"digest": "not in hex"},
+        {"digest": "ABCDEF"},
+        {"digest": "ab cd"},
+        {"digest": ""},
+        {"epoch": -1},
+        {"epoch": 1 << 64},
+        {"fence": -1},
+        {"generation": 1 << 70},
+    ],
+)
+def test_an_entry_of_no_namespace_is_left_out_and_counted(changes: dict[str, Any]) -> None:
+    mirror = Mirror(PATHS)
+    bad = msgspec.to_builtins(entry(DIGEST)) | changes
+    good = entry(DIGEST[::-1])
+    kvs = [
+        kv(PATHS.namespace("t", bad["digest"]), json.dumps(bad).encode(), 6),
+        kv(PATHS.namespace("t", good.digest), encode_record(good), 7),
+    ]
+    mirror.reset(kvs, 7, 0.0)
+    assert dict(mirror.view.namespaces) == {("t", good.digest): good}
+    assert mirror.undecodable == 1
+
+
+def test_a_record_that_is_nested_without_end_is_left_out() -> None:
+    mirror = with_nodes("a")
+    deep = (
+        b'{"node":"b","incarnation":"' + b"ab" * 8 + b'","later":' + b"[" * 99_999 + b"]" * 99_999
+    )
+    mirror.changed([put_event(PATHS.node("b"), deep + b"}", 6)], 6, 0.0)
+    assert set(mirror.view.nodes) == {"a"}
+    assert mirror.undecodable == 1
 
 
 # ---- the lease ------------------------------------------------------------------------------------------
