@@ -419,6 +419,29 @@ def test_use_of_tiers_costs_few_writes(etcd: Etcd, cluster: str) -> None:
     asyncio.run(main())
 
 
+def test_changes_that_come_fast_are_told_together(etcd: Etcd, cluster: str) -> None:
+    """However many there are, a node looks at them ten times a second; the last one is not lost."""
+
+    async def main() -> None:
+        async with Members(etcd.url, cluster) as members:
+            member = await members.start()
+            looks: list[int] = []
+            member.watch(lambda: looks.append(len(member.view.nodes)))
+            for number in range(300):
+                made = encode_record(record(f"n{number}"))
+                await asyncio.to_thread(etcd.put, f"/kvpool/{cluster}/nodes/n{number}", made)
+                # Its own changes are in the view at once, whatever waits to be told.
+                if number == 150:
+                    await member.join(own := record("own"))
+                    assert member.view.nodes["own"] == own
+                    assert looks[-1] == len(member.view.nodes)
+            await until(lambda: len(member.view.nodes) == 301)
+            assert looks[-1] == 301
+            assert looks == sorted(set(looks)), "nobody is told of a view twice"
+
+    asyncio.run(main())
+
+
 def fill(etcd: Etcd) -> None:
     for _ in range(100):
         etcd.put("/filler", bytes(1 << 20))

@@ -9,7 +9,7 @@ from kvpool.daemon.cluster.local_node import Holdings
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
 from kvpool.placement.directory.base import TIERS
-from kvpool.placement.records import NamespaceSettings, TierRecord, View
+from kvpool.placement.records import NamespaceSettings, NodeChange, TierRecord, View
 from kvpool.types import EngineRecord
 
 
@@ -48,5 +48,5 @@ class MemoryOnly:
     def drain_wanted(self, wanted: bool) -> None:
         pass
 
-    def view_changed(self, before: View, after: View) -> None:
+    def view_changed(self, before: View, after: View, nodes: Sequence[NodeChange]) -> None:
         pass

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.placement.directory.announcement_queue import Held
-from kvpool.placement.records import TierRecord, View
+from kvpool.placement.records import NodeChange, TierRecord, View
 from kvpool.types import EngineRecord
 
 
@@ -49,5 +49,5 @@ class LocalNode(Protocol):
     def drain_wanted(self, wanted: bool) -> None:
         """An operator wants this node drained, or cancels that."""
 
-    def view_changed(self, before: View, after: View) -> None:
-        """The membership has changed."""
+    def view_changed(self, before: View, after: View, nodes: Sequence[NodeChange]) -> None:
+        """The membership has changed. nodes: the records that have."""

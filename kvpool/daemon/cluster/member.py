@@ -37,11 +37,13 @@ from kvpool.placement.peers import Peers
 from kvpool.placement.records import (
     NIXL,
     DrainProgress,
+    NodeChange,
     NodeRecord,
     NodeState,
     TierRecord,
     TransportRecord,
     View,
+    changed_nodes,
     new_incarnation,
     plain,
 )
@@ -101,7 +103,7 @@ class ClusterMember:
         ] = {}  # and the record from which each was made
         self._cards: list[Card] = []
         self._dead = DeadIncarnations()
-        self._seen: set[bytes] = set()
+        self._followed_as = self.own  # the incarnation under which the view was looked at last
         self._view = View()
         self._transports: tuple[TransportRecord, ...] = ()
         self._drain_wanted = False
@@ -237,46 +239,67 @@ class ClusterMember:
     # ---- the others ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """The membership has changed."""
+        """The membership has changed. Costs as much as there are changes, and a copy of a dict."""
         before, self._view = self._view, self.membership.view
-        self._local.view_changed(before, self._view)
-        living = dict(self._static)
-        by_url: dict[str, NodeRecord] = {}
-        for record in self._view.nodes.values():
-            incarnation = record.incarnation_bytes
-            if (
-                record.incarnation != self.incarnation
-                and record.state in SERVED_FROM
-                and frame.spoken(record.protocol, record.protocol_oldest) is not None
-                and (url := record.url)
-            ):
-                living[incarnation] = LivingNode(record, url)
-                by_url[url] = record
-        for incarnation in self._living.keys() - living.keys():
-            self.peers.gone(incarnation)
-        # After those that have left: one of these may be such a node again.
-        for record in by_url.values():
-            self.peers.met(
-                record.incarnation_bytes,
-                record.labels,
-                place=(record.node, record.url),
-                same_host=bool(record.host) and record.host == self.topology.host,
-            )
-        seen = {self.own, *(record.incarnation_bytes for record in self._view.nodes.values())}
-        self._dead.left(self._seen - seen)
-        self._dead.came(seen - self._seen)
-        self._seen = seen
-        self._living = living
-        self._by_url = by_url
-        self._routes = {url: known for url, known in self._routes.items() if url in by_url}
+        nodes = changed_nodes(before, self._view)
+        self._local.view_changed(before, self._view, nodes)
+        self._follow_nodes(nodes)
         self.namespaces.look(self._view.namespaces)
         wanted = self.config.node in self._view.drains
         if wanted != self._drain_wanted:
             self._drain_wanted = wanted
             self._local.drain_wanted(wanted)
         # By incarnation: by name, a quick restart would not show. A new node may take replicas.
-        if _incarnations(before) != _incarnations(self._view):
+        if any(_incarnation(old) != _incarnation(new) for old, new in nodes):
             self._local.replicas_lacking()
+
+    def _follow_nodes(self, nodes: Sequence[NodeChange]) -> None:
+        """Who has left, then who has come: the latter may be such a node again."""
+        left = [old.incarnation_bytes for old, _ in nodes if old is not None]
+        came = [new for _, new in nodes if new is not None]
+        here = {self.own, *(new.incarnation_bytes for new in came)}
+        if self.own != self._followed_as:
+            # This node counts as in the view, under one incarnation, unless its former record is still there.
+            held = self._view.nodes.get(self.config.node)
+            if held is None or held.incarnation_bytes != self._followed_as:
+                left.append(self._followed_as)
+            self._followed_as = self.own
+        self._dead.left([incarnation for incarnation in left if incarnation not in here])
+        self._dead.came(here)
+        if not nodes:
+            return
+        living = dict(self._living)  # a new one: others may still use the last
+        for incarnation in left:
+            living.pop(incarnation, None)
+        for new in came:
+            if self._may_be_pulled_from(new):
+                living[new.incarnation_bytes] = LivingNode(new, new.url)
+        self._living = living
+        self._by_url = {
+            node.url: node.record
+            for incarnation, node in living.items()
+            if incarnation not in self._static
+        }
+        self._routes = {url: known for url, known in self._routes.items() if url in self._by_url}
+        for incarnation in left:
+            if incarnation not in living:
+                self.peers.gone(incarnation)
+        for new in came:
+            if new.incarnation_bytes in living:
+                self.peers.met(
+                    new.incarnation_bytes,
+                    new.labels,
+                    place=(new.node, new.url),
+                    same_host=bool(new.host) and new.host == self.topology.host,
+                )
+
+    def _may_be_pulled_from(self, record: NodeRecord) -> bool:
+        return (
+            record.incarnation != self.incarnation
+            and record.state in SERVED_FROM
+            and frame.spoken(record.protocol, record.protocol_oldest) is not None
+            and bool(record.url)
+        )
 
     def route(self, url: str) -> Route | None:
         """All paths to the node with this URL; None: only the URL is known."""
@@ -482,8 +505,8 @@ def _reached_otherwise(old: NodeRecord, new: NodeRecord) -> bool:
     )
 
 
-def _incarnations(view: View) -> set[str]:
-    return {record.incarnation for record in view.nodes.values()}
+def _incarnation(record: NodeRecord | None) -> str:
+    return "" if record is None else record.incarnation
 
 
 class _OnlyMembersPublish:

@@ -61,8 +61,10 @@ class Namespaces:
         """The cluster's current records of namespaces."""
         if entries is self._entries:
             return
-        self._entries = entries
+        before, self._entries = self._entries, entries
         for (tenant_name, digest), entry in entries.items():
+            if before.get((tenant_name, digest)) is entry:
+                continue
             tenant = self._node.tenants.get(tenant_name)
             epochs = tenant.epochs.get(bytes.fromhex(digest)) if tenant is not None else None
             if epochs:

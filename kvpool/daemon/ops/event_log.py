@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import msgspec
 
-from kvpool.placement.records import View
+from kvpool.placement.records import NodeChange, NodeRecord, View
 
 EVENTS_MAX = 4096
 AUDIT = "change"
@@ -78,23 +78,32 @@ class EventLog:
             pass
 
 
-def membership_news(before: View, after: View) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The differences between two views: (kind, details)."""
-    old = {record.incarnation: record for record in before.nodes.values()}
-    new = {record.incarnation: record for record in after.nodes.values()}
-    for incarnation, record in new.items():
-        known = old.get(incarnation)
+def membership_news(
+    before: View, after: View, nodes: Iterable[NodeChange]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The differences between two views: (kind, details). nodes: those that have changed."""
+    gone: list[NodeRecord] = []
+    for old, new in nodes:
+        same_life = old is not None and new is not None and old.incarnation == new.incarnation
+        if old is not None and not same_life:
+            gone.append(old)
+        if new is None:
+            continue
+        known = old if same_life else None
         if known is None:
-            yield "node joined", {"of": record.node, "incarnation": incarnation}
-        elif known.state is not record.state:
-            yield "node state", {"of": record.node, "state": str(record.state)}
+            yield "node joined", {"of": new.node, "incarnation": new.incarnation}
+        elif known.state is not new.state:
+            yield "node state", {"of": new.node, "state": str(new.state)}
+        if known is not None and known.engines == new.engines:
+            continue
         engines = {engine.url for engine in known.engines} if known else set()
-        for engine in record.engines:
+        for engine in new.engines:
             if engine.url not in engines:
-                yield "engine announced", {"of": record.node, "engine": engine.url}
-    for incarnation, record in old.items():
-        if incarnation not in new:
-            yield "node left", {"of": record.node, "incarnation": incarnation}
+                yield "engine announced", {"of": new.node, "engine": engine.url}
+    for record in gone:
+        yield "node left", {"of": record.node, "incarnation": record.incarnation}
+    if before.drains is after.drains:
+        return
     for node in sorted(after.drains - before.drains):
         yield "drain wanted", {"of": node}
     for node in sorted(before.drains - after.drains):

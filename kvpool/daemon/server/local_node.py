@@ -17,7 +17,7 @@ from kvpool.daemon.tiers.engine_caches import Engines
 from kvpool.daemon.tiers.object_tier import ObjectTier
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.placement.directory.base import TIERS
-from kvpool.placement.records import TierRecord, View, quota_bytes
+from kvpool.placement.records import NodeChange, TierRecord, View, quota_bytes
 from kvpool.types import EngineRecord
 
 
@@ -100,7 +100,7 @@ class DaemonNode:
         """See `LocalNode`."""
         self._drainer.wanted(wanted)
 
-    def view_changed(self, before: View, after: View) -> None:
+    def view_changed(self, before: View, after: View, nodes: Sequence[NodeChange]) -> None:
         """See `LocalNode`. Nodes that join and leave are events."""
-        for kind, details in membership_news(before, after):
+        for kind, details in membership_news(before, after, nodes):
             self._events.note(kind, **details)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ from kvpool.placement.membership.etcd_records import SharedRecords
 from kvpool.placement.outage import Outage
 from kvpool.placement.records import (
     ClusterConfig,
+    DrainProgress,
     NamespaceEntry,
     NodeRecord,
     NodeState,
@@ -68,11 +69,14 @@ START_S = 10.0
 LEAVE_S = 2.0  # for each of the two steps of leaving
 CLASH_S = 3.0  # longer than its lease, for the record of a dead owner to go
 CLASH_PAUSE_S = 0.3
+TELL_S = 0.1  # between two views, while others' changes come faster
 RETRY_S = 0.5  # between attempts to renew, while they fail
 GRACE_S = 3.0  # longer than a lease, for nodes to return after an outage of etcd
 USE_S = 5.0  # a node's use of its tiers is written at most that often,
 SMALL_USE_S = 60.0  # and that often, when it has changed by less than
 SMALL_USE = 1 / 64  # of the tier
+PROGRESS_S = 0.5  # the progress of a drain is written at most that often
+WRITES_S = 10.0  # and of all nodes together at most so many a second are written of either
 NO_LEASE = 0
 
 
@@ -123,6 +127,7 @@ class EtcdMembership:
         self._client = EtcdClient(settings, clock=clock)
         self._follower = Follower(self._client, self._paths.root, self)
         self._mirror = Mirror(self._paths)
+        self._view = self._mirror.view  # as it was told last
         self._own_config = ClusterConfig(
             cluster=cluster, secret_proof=secret_proof(secret, cluster)
         )
@@ -144,13 +149,15 @@ class EtcdMembership:
         self._lost_watchers: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._tick: asyncio.TimerHandle | None = None
+        self._telling: asyncio.TimerHandle | None = None
+        self._told_at = -math.inf  # by the loop's clock
         self._closed = False
 
     # ---- the view -------------------------------------------------------------------------------------
 
     @property
     def view(self) -> View:
-        return self._mirror.view
+        return self._view
 
     @property
     def outage(self) -> Outage:
@@ -211,7 +218,7 @@ class EtcdMembership:
             self._spawn(self._save_again(), "save")
 
     def changed(self, events: list[Any], revision: int) -> None:
-        self._told(self._mirror.changed(events, revision, self._clock()))
+        self._heard(self._mirror.changed(events, revision, self._clock()))
         for event in events:
             if event.kv.key == self._joining:
                 gone = event.type == rpc.Event.DELETE
@@ -231,8 +238,35 @@ class EtcdMembership:
                 self._lose(member, "another daemon has taken its name")
                 return
 
+    def _heard(self, changed: bool) -> None:
+        """A change came over the watch: tell it at once, or with those that follow the last one closely."""
+        self._set_tick()
+        loop = asyncio.get_running_loop()
+        if not changed or self._telling is not None or self._closed:
+            return
+        if loop.time() >= self._told_at + TELL_S:
+            self._tell()
+        else:
+            self._telling = loop.call_at(self._told_at + TELL_S, self._tell)
+
     def _told(self, changed: bool) -> None:
-        """Publish a change of the view, and set the timer for the next one that comes by itself."""
+        """A change of this node's own, or of everything. Whoever made it finds it in the view at once."""
+        self._set_tick()
+        if changed or self._telling is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Publish the present view."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        self._told_at = asyncio.get_running_loop().time()
+        self._view = self._mirror.view
+        for watcher in self._watchers:
+            watcher()
+
+    def _set_tick(self) -> None:
+        """Set the timer for the next change that comes by itself."""
         if self._tick is not None:
             self._tick.cancel()
             self._tick = None
@@ -240,9 +274,6 @@ class EtcdMembership:
         if at is not None and not self._closed:
             delay = max(0.0, at - self._clock())
             self._tick = asyncio.get_running_loop().call_later(delay, self._drop_missing)
-        if changed:
-            for watcher in self._watchers:
-                watcher()
 
     def _drop_missing(self) -> None:
         self._told(self._mirror.tick(self._clock()))
@@ -391,7 +422,10 @@ class EtcdMembership:
         """Write the wanted record, unless it differs too little to be urgent."""
         async with self._write_lock:
             record = member.wanted
-            if self._clock() < member.written_at + hold_s(member.written, record):
+            hold = hold_s(member.written, record)
+            if hold:
+                hold = max(hold, spread_s(self.view.nodes.values(), record))
+            if self._clock() < member.written_at + hold:
                 return
             key = self._paths.node(record.node)
             value = encode_record(record)
@@ -506,8 +540,9 @@ class EtcdMembership:
     async def close(self) -> None:
         self._closed = True
         await self.leave()
-        if self._tick is not None:
-            self._tick.cancel()
+        for timer in (self._tick, self._telling):
+            if timer is not None:
+                timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -571,19 +606,39 @@ def clash(record: NodeRecord, holder: Any | None, user: Any | None) -> ConfigErr
 
 
 def hold_s(written: NodeRecord, wanted: NodeRecord) -> float:
-    """How long after the last write a record may wait. Every write stays in etcd's history for long,
-    so small changes of usage are not written individually; infinite: they are equal.
+    """How long after the last write a record may wait. Every write is read by all nodes, and stays in etcd's
+    history for long, so what only goes up and down is not written each time; infinite: they are equal.
     """
     if wanted == written:
         return math.inf
     if _without_use(wanted) != _without_use(written):
         return 0.0
+    if wanted.drain != written.drain:
+        return PROGRESS_S
     for old, new in zip(written.tiers, wanted.tiers, strict=True):
-        if abs(new.used_bytes - old.used_bytes) >= max(1, new.capacity_bytes * SMALL_USE):
-            return USE_S
+        least = max(1, new.capacity_bytes * SMALL_USE)
+        for before, now in (
+            (old.used_bytes, new.used_bytes),
+            (old.secondary_bytes, new.secondary_bytes),
+        ):
+            if abs(now - before) >= least:
+                return USE_S
     return SMALL_USE_S
 
 
+def spread_s(nodes: Iterable[NodeRecord], wanted: NodeRecord) -> float:
+    """How long it may wait at least, so that the writes of all these nodes are not too many.
+
+    Those of drains are counted apart: few nodes drain at a time, and somebody watches them.
+    """
+    draining = wanted.drain is not None
+    return sum(1 for node in nodes if (node.drain is not None) == draining) / WRITES_S
+
+
 def _without_use(record: NodeRecord) -> NodeRecord:
-    tiers = tuple(msgspec.structs.replace(tier, used_bytes=0) for tier in record.tiers)
-    return msgspec.structs.replace(record, tiers=tiers)
+    """Without what changes all the time. The phase of a drain does not."""
+    tiers = tuple(
+        msgspec.structs.replace(tier, used_bytes=0, secondary_bytes=0) for tier in record.tiers
+    )
+    drain = None if record.drain is None else DrainProgress(record.drain.phase)
+    return msgspec.structs.replace(record, tiers=tiers, drain=drain)

@@ -75,7 +75,11 @@ def element(name: str, what: str) -> str:
 
 
 class Mirror:
-    """The records as last seen, and the `View` made of them.
+    """The records as last seen, and the `View` made of them when it is asked for.
+
+    A change is O(1); a view is O(records of the kinds that have changed), and shares the others with the one before.
+    A record that is written again as it was stays the same object: whoever compares two views by identity finds
+    what has changed.
 
     Deletions of nodes apply at once, except until the time given to `forgive`: after an outage of
     etcd, all leases may have ended although their nodes live, and each needs a moment to return. So
@@ -86,7 +90,6 @@ class Mirror:
     """
 
     def __init__(self, paths: Paths) -> None:
-        self.view = View()
         self.undecodable = 0
         self.chores: dict[str, int] = {}  # the leader, by lease
         self.config_seen = False  # at the last reset
@@ -101,12 +104,31 @@ class Mirror:
         self._config: ClusterConfig | None = None
         self._forgiven_until = float("-inf")
         self._logged: set[bytes] = set()
+        self._view = View()
+        self._stale: set[str] = set()  # fields of the view that have changed since
+        self._changes = 0
+
+    @property
+    def view(self) -> View:
+        """The present one; the same object as long as nothing changes."""
+        if self._stale:
+            made: dict[str, Any] = {
+                "nodes": lambda: MappingProxyType(dict(self._nodes)),
+                "namespaces": lambda: MappingProxyType(dict(self._namespaces)),
+                "drains": lambda: frozenset(self._drains),
+                "config": lambda: self._config,
+            }
+            changed = {name: made[name]() for name in self._stale}
+            self._view = replace(self._view, revision=self._view.revision + 1, **changed)
+            self._stale.clear()
+        return self._view
 
     # ---- what happens; each says whether the view has changed -----------------------------------------
 
     def reset(self, kvs: Iterable[Any], revision: int, now: float) -> bool:
         """These are all records (`rpc.KeyValue`), as of `revision`."""
         listed = {kv.key: kv for kv in kvs}
+        before = self._changes
         self._revision = revision
         self._saved.clear()
         self.config_seen = self._paths.config in listed
@@ -116,10 +138,11 @@ class Mirror:
         self._known = {}
         for kv in listed.values():
             self._put(kv)
-        return self._publish()
+        return self._changes != before
 
     def changed(self, events: Iterable[Any], revision: int, now: float) -> bool:
         """These changes (`rpc.Event`) came over the watch, the last one at `revision`."""
+        before = self._changes
         self._revision = revision
         for event in events:
             if event.kv.mod_revision < self._known.get(event.kv.key, 0):
@@ -128,18 +151,19 @@ class Mirror:
                 self._delete(event.kv.key, now)
             else:
                 self._put(event.kv)
-        return self._publish()
+        return self._changes != before
 
     def wrote(self, revision: int, puts: dict[bytes, bytes], deletes: Iterable[bytes] = ()) -> bool:
         """This node has written this, at `revision`: its view has it before the watch brings it."""
         if revision <= self._revision:
             return False  # the watch was faster, and may have brought later changes, too
+        before = self._changes
         for key in deletes:
             self._delete(key, float("inf"))
             self._known[key] = revision
         for key, value in puts.items():
             self._put(rpc.KeyValue(key=key, value=value, mod_revision=revision))
-        return self._publish()
+        return self._changes != before
 
     def forgive(self, until: float) -> None:
         """Etcd was unavailable: nodes that turn out to be missing are kept until then."""
@@ -147,10 +171,10 @@ class Mirror:
 
     def tick(self, now: float) -> bool:
         """Drop the nodes that did not return in time."""
+        before = self._changes
         for node in [node for node, until in self._missing.items() if until <= now]:
-            del self._missing[node]
-            del self._nodes[node]
-        return self._publish()
+            self._drop_node(node)
+        return self._changes != before
 
     @property
     def next_tick(self) -> float | None:
@@ -160,6 +184,10 @@ class Mirror:
     @property
     def unsaved(self) -> list[NamespaceEntry]:
         return [entry for key, entry in self._namespaces.items() if key not in self._saved]
+
+    def _changed(self, field: str) -> None:
+        self._stale.add(field)
+        self._changes += 1
 
     # ---- one key --------------------------------------------------------------------------------------
 
@@ -179,9 +207,11 @@ class Mirror:
                 case "namespaces":
                     self._put_namespace(name, kv)
                 case "config" if kv.key == self._paths.config:
-                    self._config = decode_record(kv.value, ClusterConfig, "the cluster's record")
+                    self._put_config(kv)
                 case "drains":
-                    self._drains.add(name)
+                    if name not in self._drains:
+                        self._drains.add(name)
+                        self._changed("drains")
                 case "chores":
                     self.chores[name] = kv.lease
         except ProtocolError as error:
@@ -190,13 +220,26 @@ class Mirror:
                 self._logged.add(kv.key)
                 log.warning("an invalid record in etcd is ignored: %s", error)
 
+    def _put_config(self, kv: Any) -> None:
+        config = decode_record(kv.value, ClusterConfig, "the cluster's record")
+        if config != self._config:
+            self._config = config
+            self._changed("config")
+
     def _put_node(self, node: str, kv: Any) -> None:
         record = decode_node(kv.value, node)
-        self._missing.pop(node, None)
         if record.state is NodeState.GONE:  # it is leaving, and its lease is about to end
-            self._nodes.pop(node, None)
-        else:
+            self._drop_node(node)
+            return
+        self._missing.pop(node, None)
+        if self._nodes.get(node) != record:
             self._nodes[node] = record
+            self._changed("nodes")
+
+    def _drop_node(self, node: str) -> None:
+        self._missing.pop(node, None)
+        if self._nodes.pop(node, None) is not None:
+            self._changed("nodes")
 
     def _put_namespace(self, name: str, kv: Any) -> None:
         where = f"the record of namespace {name!r}"
@@ -214,7 +257,9 @@ class Mirror:
                 fence=max(old.fence, entry.fence),
                 generation=max(old.generation, entry.generation),
             )
-        self._namespaces[key] = entry
+        if old != entry:
+            self._namespaces[key] = entry
+            self._changed("namespaces")
 
     def _delete(self, key: bytes, now: float) -> None:
         self._known.pop(key, None)
@@ -224,25 +269,13 @@ class Mirror:
                 if name in self._nodes and now < self._forgiven_until:
                     self._missing.setdefault(name, self._forgiven_until)
                 else:
-                    self._missing.pop(name, None)
-                    self._nodes.pop(name, None)
+                    self._drop_node(name)
             case "drains":
-                self._drains.discard(name)
+                if name in self._drains:
+                    self._drains.remove(name)
+                    self._changed("drains")
             case "chores":
                 self.chores.pop(name, None)
-
-    def _publish(self) -> bool:
-        view = View(
-            nodes=MappingProxyType(dict(self._nodes)),
-            namespaces=MappingProxyType(dict(self._namespaces)),
-            drains=frozenset(self._drains),
-            config=self._config,
-            revision=self.view.revision,
-        )
-        if view == self.view:
-            return False
-        self.view = replace(view, revision=view.revision + 1)
-        return True
 
 
 def decode_node(value: bytes, node: str) -> NodeRecord:

@@ -3,7 +3,7 @@
 import asyncio
 
 from kvpool.daemon.ops.event_log import EVENTS_MAX, EventLog, membership_news
-from kvpool.placement.records import NodeRecord, NodeState, View
+from kvpool.placement.records import NodeRecord, NodeState, View, changed_nodes
 from kvpool.types import EngineRecord
 
 
@@ -55,7 +55,8 @@ def test_news_of_the_members():
         },
         drains=frozenset({"b"}),
     )
-    told = sorted((kind, details["of"]) for kind, details in membership_news(before, after))
+    nodes = changed_nodes(before, after)
+    told = sorted((kind, details["of"]) for kind, details in membership_news(before, after, nodes))
     assert told == [
         ("drain taken back", "c"),
         ("drain wanted", "b"),
@@ -66,4 +67,4 @@ def test_news_of_the_members():
         ("node left", "c"),
         ("node state", "b"),
     ]
-    assert list(membership_news(after, after)) == []
+    assert list(membership_news(after, after, changed_nodes(after, after))) == []

@@ -17,15 +17,25 @@ from kvpool.placement.etcd import rpc_pb2 as rpc
 from kvpool.placement.etcd.settings import EtcdSettings
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.etcd import (
+    PROGRESS_S,
     SMALL_USE_S,
     USE_S,
+    WRITES_S,
     EtcdMembership,
     hold_s,
+    spread_s,
     suspended_s,
 )
 from kvpool.placement.membership.etcd_lease import LeaseWatch
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
-from kvpool.placement.records import NamespaceSettings, NodeState, TierRecord, encode_record
+from kvpool.placement.records import (
+    DrainProgress,
+    NamespaceSettings,
+    NodeState,
+    TierRecord,
+    changed_nodes,
+    encode_record,
+)
 from kvpool.testing.membership import entry, record
 
 PATHS = Paths("c")
@@ -214,6 +224,32 @@ def test_after_an_outage_the_missing_have_time_to_come_back(how: str) -> None:
     assert mirror.view.nodes == {}, "and from then on, leases count again"
 
 
+def test_a_view_shares_what_has_not_changed_with_the_one_before() -> None:
+    """Whoever compares two views by identity finds what has changed, and no more."""
+    mirror = with_nodes("a", "b")
+    mirror.changed([put_event(PATHS.namespace("t", "00"), encode_record(entry("00")), 6)], 6, 0.0)
+    before = mirror.view
+    assert mirror.view is before
+    again = before.nodes["a"]
+    assert not mirror.changed([put_event(PATHS.node("a"), encode_record(again), 7)], 7, 0.0)
+    assert mirror.view is before, "a record that is written as it was is no change"
+    full = msgspec.structs.replace(before.nodes["b"], tiers=(TierRecord("dram", 9, 9),))
+    assert mirror.changed([put_event(PATHS.node("b"), encode_record(full), 8)], 8, 0.0)
+    after = mirror.view
+    assert (after.namespaces, after.drains) == (before.namespaces, before.drains)
+    assert after.namespaces is before.namespaces
+    assert after.revision == before.revision + 1
+    assert changed_nodes(before, after) == [(before.nodes["b"], full)]
+    assert changed_nodes(before, after)[0].before is before.nodes["b"]
+    everything = [
+        kv(PATHS.node("a"), encode_record(again), 7),
+        kv(PATHS.node("b"), encode_record(full), 8),
+        kv(PATHS.namespace("t", "00"), encode_record(entry("00")), 6),
+    ]
+    assert not mirror.reset(everything, 9, 0.0)
+    assert mirror.view is after, "nor is one that is read again"
+
+
 def test_epochs_never_go_back() -> None:
     mirror = Mirror(PATHS)
     key = PATHS.namespace("t", "00")
@@ -380,3 +416,28 @@ def test_time_asleep_counts_for_the_lease() -> None:
 
 def test_the_kernel_says_how_long_that_was() -> None:
     assert suspended_s() >= -0.001  # two clocks, read one after the other
+    def secondary(nbytes: int) -> Any:
+        tiers = (TierRecord("dram", 6400, 1000, nbytes), TierRecord("ssd", 0, 0))
+        return msgspec.structs.replace(old, tiers=tiers)
+
+    assert hold_s(old, secondary(99)) == SMALL_USE_S
+    assert hold_s(old, secondary(100)) == USE_S, "a node that pulls is no more urgent"
+
+
+def test_the_progress_of_a_drain_waits_a_moment_and_its_phases_do_not() -> None:
+    copying = record("a", state=NodeState.DRAINING, drain=DrainProgress("copying", 1, 10))
+    more = msgspec.structs.replace(copying, drain=DrainProgress("copying", 2, 10))
+    waiting = msgspec.structs.replace(copying, drain=DrainProgress("waiting", 2, 10))
+    assert hold_s(copying, more) == PROGRESS_S
+    assert hold_s(more, waiting) == 0.0
+    assert hold_s(waiting, msgspec.structs.replace(waiting, drain=None)) == 0.0
+
+
+@given(st.integers(0, 3000), st.integers(0, 50))
+def test_all_nodes_together_write_no_more_than_a_few_records_a_second(
+    serving: int, draining: int
+) -> None:
+    plain, drains = record("a"), record("b", drain=DrainProgress())
+    nodes = [plain] * serving + [drains] * draining
+    assert spread_s(nodes, plain) * WRITES_S == pytest.approx(serving)
+    assert spread_s(nodes, drains) * WRITES_S == pytest.approx(draining)
