@@ -76,7 +76,7 @@ class Sweep:
 
     async def step(self) -> None:
         """Call it about every second. A directory that fails or refuses is asked again in the next step."""
-        if self._directory is None or not await self._membership.lead(SWEEP_CHORE):
+        if self._directory is None or not await self._leads():
             return
         dead = self._pass.step()
         try:
@@ -92,3 +92,10 @@ class Sweep:
         self.dropped += swept.dropped
         self._dead.met(swept.met)
         self._pass.done(swept.cursor)
+
+    async def _leads(self) -> bool:
+        try:
+            return await self._membership.lead(SWEEP_CHORE)
+        except KvpoolError as error:
+            log.debug("whether this node is to sweep is not known: %s", error)
+            return False

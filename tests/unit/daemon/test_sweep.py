@@ -120,6 +120,20 @@ def test_a_directory_that_refuses_is_asked_again_and_that_is_said_once(
     assert len(caplog.records) == 1
 
 
+def test_a_membership_that_refuses_to_say_who_leads_is_asked_again() -> None:
+    class Silent(StaticMembership):
+        async def lead(self, chore: str) -> bool:
+            raise NotAuthenticated("no role")
+
+    async def main() -> None:
+        dead = DeadIncarnations()
+        sweep = Sweep(EmbeddedDirectory(), Silent(StaticCluster()), dead, lambda: 0.0)
+        await sweep.step()
+        assert sweep.outage.failures == 0, "the directory is well"
+
+    asyncio.run(main())
+
+
 NUMBERS = st.integers(0, 5)
 
 
