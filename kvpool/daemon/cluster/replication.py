@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 
 from kvpool.daemon.cluster.member import ClusterMember
+from kvpool.daemon.cluster.repair_walk import RepairWalk
 from kvpool.daemon.core.blocks import Block, NamespaceState, Origin, PartTable, Tenant
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_parts
@@ -78,7 +79,8 @@ class Replication:
         self._awake = asyncio.Event()
         # Whether any block here asks for more replicas than its namespace.
         self._replicas_known = False
-        self._repair_from: int | None = None
+        self._walk = RepairWalk()
+        self._walk_at = 0.0  # not before
         self._repair_due = 0.0
         self._refused: dict[tuple[bytes, str], float] = {}
         self._audited_at = 0.0
@@ -91,7 +93,8 @@ class Replication:
 
     def stats(self) -> ReplicationStats:
         """Counters, with what is lacking now."""
-        self._stats.wanted, self._stats.repairing = len(self._wanted), self._repair_from is not None
+        self._stats.wanted = len(self._wanted)
+        self._stats.repairing = self._walk.position is not None
         return self._stats
 
     # ---- offering ------------------------------------------------------------------------------------
@@ -248,10 +251,12 @@ class Replication:
         self._awake.set()
 
     def repair(self) -> None:
-        """A node has left, or joined: find blocks that lack replicas, gradually."""
+        """A node has left, or joined: find blocks that lack replicas, gradually. See `RepairWalk`."""
         if not self._replicas_known and not self.node.namespaces.any_replicas:
             return  # only single replicas are wanted
-        self._repair_from = 0
+        if self.cluster.directory is None:
+            return  # nobody knows who has what
+        self._walk.want()
         self._awake.set()
 
     async def replicate(self) -> None:
@@ -266,20 +271,25 @@ class Replication:
             now = self._clock()
             if now >= self._repair_due:
                 self._repair_due = now + REPAIR_EVERY_S
-                if self._repair_from is None:
-                    self.repair()
-            while self._repair_from is not None and len(self._wanted) < WANTED_MAX // 2:
+                self.repair()
+            while self._may_walk():
                 await self._repair_some()
             failed = False
             while self._wanted and not failed:
                 failed = not await self._copy_some()
 
+    def _may_walk(self) -> bool:
+        return (
+            self._walk.position is not None
+            and self._clock() >= self._walk_at
+            and len(self._wanted) < WANTED_MAX // 2
+        )
+
     async def _repair_some(self) -> None:
         """Examine some of this node's blocks; those that lack replicas, and are this node's to repair, are
-        queued.
+        queued. If the directory does not answer, the same ones a little later.
         """
-        assert self._repair_from is not None
-        groups, self._repair_from = self.node.inventory.walk(self._repair_from, WALK)
+        groups, following = self.node.inventory.walk(self._walk.begin_step(), WALK)
         for digest, keys in groups:
             namespace = self.node.namespaces.by_directory(digest)
             if namespace is None or namespace.retired:
@@ -291,8 +301,7 @@ class Replication:
             try:
                 located = await self.fetcher.locator.replicas(namespace, list(chosen))
             except Unavailable:
-                self._repair_from = None
-                self._repair_due = self._clock() + AUDIT_EVERY_S
+                self._walk_at = self._clock() + AUDIT_EVERY_S
                 return
             own = self.cluster.own
             _, masks = self.node.inventory.masks(digest, list(chosen))
@@ -301,6 +310,7 @@ class Replication:
                 if len(holders) < n and responsible(holders, key) == own:
                     self._wanted[namespace, key] = (n, 0)
                     self._stats.repairs += 1
+        self._walk.end_step(following)
         await asyncio.sleep(0)
 
     async def _copy_some(self) -> bool:
