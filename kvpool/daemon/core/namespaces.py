@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable, Tenant
 from kvpool.daemon.core.commit_waiters import CommitWaiters
@@ -15,6 +16,14 @@ from kvpool.telemetry.node_stats import Counters
 from kvpool.types import PartSpec
 
 EPOCHS_KEPT = 64  # ended epochs of a namespace that are remembered by name
+
+
+class Former(NamedTuple):
+    """What is left of an epoch that is forgotten by name, for the clients that opened it."""
+
+    tenant: Tenant
+    base: bytes
+    epoch: int
 
 
 class Namespaces:
@@ -39,7 +48,7 @@ class Namespaces:
         self._counters = counters
         self._by_directory: dict[bytes, NamespaceState] = {}
         self._outdated: dict[tuple[str, bytes], NamespaceState] = {}  # for clients with old weights
-        self._numbered: list[NamespaceState] = []
+        self._numbered: list[NamespaceState | Former] = []
         self._tables = 0
 
     def open(
@@ -111,8 +120,10 @@ class Namespaces:
         learn of the new generation first (`set_epoch`).
         """
         living = self.living(namespace)
-        if generation >= living.generation:
-            return living
+        return living if generation >= living.generation else self._fenced_out(living)
+
+    def _fenced_out(self, living: NamespaceState) -> NamespaceState:
+        """The state of all clients with older weights: they find nothing and store nothing."""
         out = self._outdated.get((living.tenant.name, living.base))
         if out is None:
             out = self._state(living.tenant, living.base, living.fields, living.parts, 0, -1)
@@ -148,7 +159,7 @@ class Namespaces:
         self._counters.epochs_ended += 1
         self._commit_waiters.end(living.directory_digest)
         if len(epochs) > EPOCHS_KEPT:
-            self._by_directory.pop(epochs.pop(0).directory_digest, None)
+            self._forget(epochs.pop(0))
         generation = max(generation, living.generation)
         new = self._begin_epoch(
             self._state(tenant, base, living.fields, living.parts, epoch, generation)
@@ -156,6 +167,15 @@ class Namespaces:
         new.settings = living.settings
         self._quotas.pass_on(living, new)
         return new
+
+    def _forget(self, ended: NamespaceState) -> None:
+        """An epoch is too old to be known by name. Its number stays valid, and its state goes."""
+        self._by_directory.pop(ended.directory_digest, None)
+        self._numbered[ended.number] = (
+            self._fenced_out(ended)
+            if ended.fenced
+            else Former(ended.tenant, ended.base, ended.epoch)
+        )
 
     # ---- to find them --------------------------------------------------------------------------------
 
@@ -171,6 +191,10 @@ class Namespaces:
         if 0 <= number < len(self._numbered):
             found = self._numbered[number]
             if found.tenant is tenant:
+                if isinstance(found, Former):
+                    living = tenant.epochs[found.base][-1]
+                    fenced = found.epoch < tenant.fences.get(found.base, 0)
+                    return self._fenced_out(living) if fenced else living
                 if found.retired and not found.fenced:
                     return self.living(found)
                 return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 
 import pytest
 
 from kvpool.daemon.core import reclaimer
+from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.namespaces import EPOCHS_KEPT
 from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch, PoolFull, StaleEpoch
 from kvpool.placement.records import NamespaceSettings
@@ -190,6 +192,31 @@ def test_a_fence_reaches_whoever_is_forgotten_by_name(make_pool) -> None:
     assert found is not pool.namespace
     with pytest.raises(StaleEpoch):
         pool.reserve([1], namespace=found)
+
+
+@pytest.mark.parametrize("fenced", [False, True], ids=["cleared", "reset"])
+def test_an_epoch_that_is_forgotten_by_name_leaves_no_state_behind(make_pool, fenced: bool) -> None:
+    """However often the weights change; who opened it then is treated as before."""
+    pool = make_pool()
+    numbers = [pool.namespace.number]
+    for _ in range(3 * EPOCHS_KEPT):
+        pool.put([1])
+        pool.reset(fence=pool.namespace.epoch + 1 if fenced else 0)
+        pool.node.ended_epochs.reclaim(10)
+        numbers.append(pool.namespace.number)
+    gc.collect()
+    states = [one for one in gc.get_objects() if isinstance(one, NamespaceState)]
+    kept = sum(one.tenant is pool.tenant for one in states)
+    assert kept == EPOCHS_KEPT + 1 + fenced, "one for all that are fenced out"
+    for number in numbers[:-1]:
+        found = pool.node.namespaces.by_number(pool.tenant, number)
+        assert (found is pool.namespace) is not fenced
+        if fenced:
+            assert found.retired
+            with pytest.raises(StaleEpoch):
+                pool.reserve([2], namespace=found)
+    with pytest.raises(InvalidRequest):
+        pool.node.namespaces.by_number(pool.node.add_tenant("blue", 1, 1 << 20), numbers[0])
 
 
 def test_ended_epochs_are_remembered_by_name_for_a_while(make_pool) -> None:
