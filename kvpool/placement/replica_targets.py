@@ -108,6 +108,15 @@ def responsible(holders: Iterable[bytes], key: bytes) -> bytes:
     return max(holders, key=lambda holder: (xxhash.xxh3_64_intdigest(key + holder), holder))
 
 
+def is_needed(others: int, wanted: int) -> bool:
+    """Whether a replica here is one of those wanted, so that it must not be evicted ahead of others.
+
+    others: how many other nodes have the block. Which of theirs are primary nobody knows; so where there are
+    more replicas than wanted, each node may take its own for spare.
+    """
+    return others < wanted
+
+
 def accept_forward(
     free_bytes: int,
     nbytes: int,

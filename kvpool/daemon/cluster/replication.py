@@ -28,7 +28,13 @@ from kvpool.daemon.fetch.ports import LivingNode, PeerTransport
 from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
 from kvpool.placement.directory.base import Entry
 from kvpool.placement.records import NodeState
-from kvpool.placement.replica_targets import Pace, accept_forward, choose_targets, responsible
+from kvpool.placement.replica_targets import (
+    Pace,
+    accept_forward,
+    choose_targets,
+    is_needed,
+    responsible,
+)
 from kvpool.telemetry.node_stats import ReplicationStats
 from kvpool.types import plain_parts, split_keys
 from kvpool.wire import frame
@@ -52,7 +58,8 @@ IDLE_S = 1.0  # while there is no other node
 REFUSED_S = 2.0  # a node without room gets no offers for this long
 HEADROOM = 1 / 16  # of a segment: the part that should be free or secondary when puts come
 AUDIT_EVERY_S = 1.0
-AUDIT_KEYS = 256
+AUDIT_KEYS = 256  # of a tenant; or twice as many as were evicted since the last audit,
+AUDIT_KEYS_MAX = 2048  # up to this, which takes the event loop a millisecond or two
 
 
 class Replication:
@@ -84,6 +91,7 @@ class Replication:
         self._repair_due = 0.0
         self._refused: dict[tuple[bytes, str], float] = {}
         self._audited_at = 0.0
+        self._evicted_secondary = 0  # at the last audit
         self._stats = ReplicationStats()
 
     def set_bandwidth(self, bytes_s: int) -> None:
@@ -307,6 +315,8 @@ class Replication:
             _, masks = self.node.inventory.masks(digest, list(chosen))
             for (key, n), entries, mask in zip(chosen.items(), located, masks, strict=False):
                 holders = _who_holds(entries, mask) | {own}
+                if is_needed(len(holders) - 1, n):
+                    self._promote(namespace, key)
                 if len(holders) < n and responsible(holders, key) == own:
                     self._wanted[namespace, key] = (n, 0)
                     self._stats.repairs += 1
@@ -460,25 +470,44 @@ class Replication:
         return len(accepted)
 
     async def _audit(self) -> None:
-        """Check whether other nodes still keep replicas of the secondary ones to be evicted next."""
+        """Check whether other nodes still keep enough replicas of the secondary ones to be evicted next."""
+        evicted = self.node.counters.evicted_secondary
+        count = 2 * (evicted - self._evicted_secondary)
+        self._evicted_secondary = evicted
         for tenant in list(self.node.tenants.values()):
             groups: dict[NamespaceState, list[Block]] = {}
-            for block in self.node.candidates.coldest_secondary(tenant, AUDIT_KEYS):
+            coldest = self.node.candidates.coldest_secondary(
+                tenant, min(max(AUDIT_KEYS, count), AUDIT_KEYS_MAX)
+            )
+            for block in coldest:
                 groups.setdefault(block.table.namespace, []).append(block)
             for namespace, blocks in groups.items():
-                try:
-                    located = await self.fetcher.locator.replicas(
-                        namespace, [block.key for block in blocks]
-                    )
-                except Unavailable:
-                    return
-                last = [
-                    block
-                    for block, entries in zip(blocks, located, strict=True)
-                    if not any(entry.mask >> block.table.part & 1 for entry in entries)
-                ]
-                self._stats.promoted += len(last)
-                self.node.candidates.promote(last)
+                for at in range(0, len(blocks), OFFER_KEYS):
+                    if not await self._audit_some(namespace, blocks[at : at + OFFER_KEYS]):
+                        return
+
+    async def _audit_some(self, namespace: NamespaceState, blocks: Sequence[Block]) -> bool:
+        """False if the directory does not answer."""
+        keys = [block.key for block in blocks]
+        wanted = self.node.inventory.replicas_wanted(namespace, keys)
+        try:
+            located = await self.fetcher.locator.replicas(namespace, keys)
+        except Unavailable:
+            return False
+        needed = [
+            block
+            for block, entries, n in zip(blocks, located, wanted, strict=True)
+            if is_needed(len(_who_holds(entries, 1 << block.table.part)), n)
+        ]
+        self._stats.promoted += len(needed)
+        self.node.candidates.promote(needed)
+        return True
+
+    def _promote(self, namespace: NamespaceState, key: bytes) -> None:
+        """All parts of this block here are needed."""
+        found = [table.blocks[key] for table in namespace.tables if key in table.blocks]
+        self._stats.promoted += any(block.secondary for block in found)
+        self.node.candidates.promote(found)
 
 
 def block_bytes(namespace: NamespaceState, mask: int) -> int:
