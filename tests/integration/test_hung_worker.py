@@ -17,17 +17,28 @@ from typing import Any
 import pytest
 import uvloop
 
-from kvpool.config import DiskConfig
+from kvpool.config import DaemonConfig, DiskConfig
+from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.tiers import ssd_tier
+from kvpool.daemon.tiers.ssd_books import TableRecord
+from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.daemon.workers import supervisor as supervising
 from kvpool.daemon.workers.disk_proxy import DiskWorkerProxy
 from kvpool.daemon.workers.supervisor import WorkerSupervisor
 from kvpool.errors import Unavailable
 from kvpool.storage.dram import DramSegment
+from kvpool.storage.eviction import EvictionPolicy, make_policy
+from kvpool.types import PartSpec
 from kvpool.wire import storage as storage_wire
 from kvpool.wire import worker as worker_wire
 from tests.support.waiting import PATIENCE_S, until_async
 
 PAGE = 4096
+
+
+def node_policy(capacity: int) -> EvictionPolicy:
+    return make_policy("lru", capacity)
 
 
 class HangingDisk(DiskWorkerProxy):
@@ -202,6 +213,54 @@ def test_a_daemon_that_stops_does_not_wait_for_it(tmp_path: Path, short: None) -
             await supervisor.stop()
             with pytest.raises(Unavailable):
                 await filling
+            assert world.lives[0].quarantined
+
+    run(scenario())
+
+
+def test_a_tier_is_closed_while_its_disk_hangs(
+    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a write and a read under way, neither of which ends."""
+
+    async def scenario() -> None:
+        async with world_in(tmp_path) as world:
+            monkeypatch.setattr(ssd_tier, "DiskWorkerProxy", lambda *_: world.make())
+            node = Node(make_policy=node_policy)
+            tenant = node.add_tenant("default", 0, 1 << 20)
+            parts = (PartSpec(PAGE),)
+            namespace = node.namespaces.open(tenant, b"n" * 16, b"{}", parts)
+            holder = node.holders.add("default", "engine")
+
+            def put(number: int) -> None:
+                key = number.to_bytes(16, "big")
+                node.puts.reserve(holder, namespace, 0, number, [key])
+                node.puts.commit(holder, number, bytes(16))
+                tier.stored(namespace, 0, lambda: [key])
+
+            async def adopt(_: TableRecord) -> NamespaceState:
+                return namespace
+
+            config = DaemonConfig(
+                socket="unused",
+                ssd=(DiskConfig(str(tmp_path / "ssd"), 16 << 20),),
+                ssd_write="through",
+            )
+            clock = asyncio.get_running_loop().time
+            tier = SsdTier(config, node, clock, lambda: Node(make_policy=node_policy), adopt)
+            await tier.start({0: world.segment})
+            tier.begin()
+            (device,) = tier.devices
+            put(1)
+            await until_async(lambda: device.counted.written_blocks == 1)
+            world.lives[0].hang()
+            put(2)
+            await until_async(lambda: device.counted.writing_bytes > 0)
+            table = namespace.tables[0]
+            reading = asyncio.create_task(tier.load(table, [(1).to_bytes(16, "big")], [9], 60.0))
+            await until_async(lambda: world.lives[0].busy == 2)
+            await tier.close()
+            assert (await reading).error
             assert world.lives[0].quarantined
 
     run(scenario())
