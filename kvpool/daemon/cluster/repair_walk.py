@@ -14,7 +14,7 @@ class RepairWalk:
         self.position: int | None = None
         self._again = False
 
-    def want(self) -> None:
+    def request(self) -> None:
         """From now on all blocks are to be examined."""
         if self.position is None:
             self.position = 0

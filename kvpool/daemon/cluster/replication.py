@@ -264,7 +264,7 @@ class Replication:
             return  # only single replicas are wanted
         if self.cluster.directory is None:
             return  # nobody knows who has what
-        self._walk.want()
+        self._walk.request()
         self._awake.set()
 
     async def replicate(self) -> None:

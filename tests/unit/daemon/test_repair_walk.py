@@ -33,7 +33,7 @@ def test_each_page_is_examined_after_the_last_wish_and_the_walk_ends(what: list[
     steps = 0
     for one in [*what, *["step"] * (2 * PAGES)]:
         if one == "want":
-            walk.want()
+            walk.request()
             examined.append(-1)
             continue
         if walk.position is None:
@@ -41,7 +41,7 @@ def test_each_page_is_examined_after_the_last_wish_and_the_walk_ends(what: list[
         at = walk.begin_step()
         if one == "want within a step":
             examined.append(at)
-            walk.want()
+            walk.request()
             examined.append(-1)
         if one == "failed step":
             assert walk.position == at
@@ -59,11 +59,11 @@ def test_each_page_is_examined_after_the_last_wish_and_the_walk_ends(what: list[
 @given(st.integers(1, 50))
 def test_wishes_without_end_keep_no_page_from_being_examined(rounds: int) -> None:
     walk = RepairWalk()
-    walk.want()
+    walk.request()
     seen = []
     for _ in range(rounds * PAGES):
         at = walk.begin_step()
-        walk.want()
+        walk.request()
         seen.append(at)
         walk.end_step(at + 1 if at + 1 < PAGES else None)
     assert seen == [*range(PAGES)] * rounds
