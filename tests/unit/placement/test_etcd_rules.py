@@ -374,6 +374,32 @@ def test_what_is_worth_a_write() -> None:
     assert hold_s(old, used(1099)) == hold_s(old, used(901)) == SMALL_USE_S
     assert hold_s(old, used(1100)) == hold_s(old, used(900)) == USE_S
 
+    def secondary(nbytes: int) -> Any:
+        tiers = (TierRecord("dram", 6400, 1000, nbytes), TierRecord("ssd", 0, 0))
+        return msgspec.structs.replace(old, tiers=tiers)
+
+    assert hold_s(old, secondary(99)) == SMALL_USE_S
+    assert hold_s(old, secondary(100)) == USE_S, "a node that pulls is no more urgent"
+
+
+def test_the_progress_of_a_drain_waits_a_moment_and_its_phases_do_not() -> None:
+    copying = record("a", state=NodeState.DRAINING, drain=DrainProgress("copying", 1, 10))
+    more = msgspec.structs.replace(copying, drain=DrainProgress("copying", 2, 10))
+    waiting = msgspec.structs.replace(copying, drain=DrainProgress("waiting", 2, 10))
+    assert hold_s(copying, more) == PROGRESS_S
+    assert hold_s(more, waiting) == 0.0
+    assert hold_s(waiting, msgspec.structs.replace(waiting, drain=None)) == 0.0
+
+
+@given(st.integers(0, 3000), st.integers(0, 50))
+def test_all_nodes_together_write_no_more_than_a_few_records_a_second(
+    serving: int, draining: int
+) -> None:
+    plain, drains = record("a"), record("b", drain=DrainProgress())
+    nodes = [plain] * serving + [drains] * draining
+    assert spread_s(nodes, plain) * WRITES_S == pytest.approx(serving)
+    assert spread_s(nodes, drains) * WRITES_S == pytest.approx(draining)
+
 
 # ---- the machine was suspended ---------------------------------------------------------------------------
 
@@ -416,28 +442,3 @@ def test_time_asleep_counts_for_the_lease() -> None:
 
 def test_the_kernel_says_how_long_that_was() -> None:
     assert suspended_s() >= -0.001  # two clocks, read one after the other
-    def secondary(nbytes: int) -> Any:
-        tiers = (TierRecord("dram", 6400, 1000, nbytes), TierRecord("ssd", 0, 0))
-        return msgspec.structs.replace(old, tiers=tiers)
-
-    assert hold_s(old, secondary(99)) == SMALL_USE_S
-    assert hold_s(old, secondary(100)) == USE_S, "a node that pulls is no more urgent"
-
-
-def test_the_progress_of_a_drain_waits_a_moment_and_its_phases_do_not() -> None:
-    copying = record("a", state=NodeState.DRAINING, drain=DrainProgress("copying", 1, 10))
-    more = msgspec.structs.replace(copying, drain=DrainProgress("copying", 2, 10))
-    waiting = msgspec.structs.replace(copying, drain=DrainProgress("waiting", 2, 10))
-    assert hold_s(copying, more) == PROGRESS_S
-    assert hold_s(more, waiting) == 0.0
-    assert hold_s(waiting, msgspec.structs.replace(waiting, drain=None)) == 0.0
-
-
-@given(st.integers(0, 3000), st.integers(0, 50))
-def test_all_nodes_together_write_no_more_than_a_few_records_a_second(
-    serving: int, draining: int
-) -> None:
-    plain, drains = record("a"), record("b", drain=DrainProgress())
-    nodes = [plain] * serving + [drains] * draining
-    assert spread_s(nodes, plain) * WRITES_S == pytest.approx(serving)
-    assert spread_s(nodes, drains) * WRITES_S == pytest.approx(draining)
