@@ -1360,7 +1360,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         " --label zone=a --label rack=7 --no-forward --member-ttl-s 9 --directory-timeout-s 0.25"
         " --replicas-max 4 --replication-bandwidth 1MiB --socket-mode 660 --peers-max 5 --lease-s-max 6"
         " --ssd /e=8MiB --ssd /f=1GiB --ssd-write none --ssd-bytes-per-day 1TiB --ssd-flush-s 3"
-        " --ssd-drain-s 9"
+        " --ssd-drain-s 9 --memory-wait-s 4"
         " --object-store s3://b/p --object-bytes-max 1TiB --object-instance-credentials"
         " --no-events --engines-max 3 --device cuda:0=8GiB"
         f" --tls-cert {pem} --tls-key {pem} --tls-ca {pem} --tls-crl {pem} --plaintext"
